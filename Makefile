@@ -1,0 +1,73 @@
+# make train: from a bare checkout to a GPT that trains with BitPipe. Needs Python 3.11 or newer with its headers,
+# and g++; no root. Apart from pip's cache nothing is written outside this directory.
+
+PYTHON ?= python3
+VENV ?= .venv
+RANKS ?= 4
+CONFIG ?= configs/bitpipe.json
+PYTEST_FLAGS ?=
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+.PHONY: help setup data train test check clean
+
+bin := $(abspath $(VENV))/bin
+stamp := $(VENV)/.ds_ext-installed
+corpus := data/stdlib/meta.json
+native := $(wildcard kernels/*/*.cpp kernels/*/*.hpp)
+spelled := $(wildcard *.py *.md Makefile ds_ext tests kernels configs docs)
+
+# The launcher, ninja and the ranks are looked up in PATH; whatever is compiled at run time stays in the environment.
+export PATH := $(bin):$(PATH)
+export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
+export PYRIGHT_PYTHON_CACHE_DIR ?= $(abspath $(VENV))/pyright
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+setup: $(stamp)  ## virtual environment, pinned dependencies, native build
+
+# torch comes first and alone, so that an installed or locally preferred build of the pinned version is kept.
+$(stamp): setup.py pyproject.toml constraints.txt $(native)
+	@command -v g++ >/dev/null || { echo "g++ is missing: install it (Debian, Ubuntu: apt install g++)" >&2; exit 1; }
+	@if [ ! -x $(bin)/python ]; then \
+	  for python in $(PYTHON) python3.14 python3.13 python3.12 python3.11; do \
+	    if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$python; break; fi; \
+	  done; \
+	  [ -n "$${found:-}" ] || { echo "Python 3.11 or newer is missing; if it is not in PATH: make PYTHON=/path/to/python3" >&2; exit 1; }; \
+	  $$found -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_paths()["include"] + "/Python.h"))' || \
+	    { echo "The C headers of $$found are missing: install them (Debian, Ubuntu: apt install python3-dev)" >&2; exit 1; }; \
+	  $$found -m venv $(VENV) || \
+	    { rm -rf $(VENV); echo "$$found cannot make virtual environments (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }; \
+	fi
+	$(bin)/python -m pip install -c constraints.txt torch numpy
+	$(bin)/python -m pip install -c constraints.txt -e '.[data,dev]'
+	@touch $@
+
+data: $(corpus)  ## the text that `make train` trains on: Python's own sources, no download
+
+$(corpus): $(stamp)
+	$(bin)/python -m ds_ext prepare --source stdlib --output $(@D)
+
+# Hosts with fewer GPUs than ranks train on the CPU, where each rank gets one thread.
+train: $(stamp) $(corpus)  ## train a GPT: RANKS=4 CONFIG=configs/bitpipe.json
+	@if ! $(bin)/python -c 'import sys, torch; sys.exit(torch.cuda.device_count() < $(RANKS))'; then \
+	  export DS_ACCELERATOR=cpu OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; \
+	fi; \
+	set -x; exec deepspeed --num_gpus $(RANKS) train_gpt.py --deepspeed_config $(CONFIG)
+
+test: $(stamp)  ## the whole test suite; PYTEST_FLAGS="-m 'not slow'" for a quick one
+	$(bin)/python -m pytest $(PYTEST_FLAGS)
+
+check: $(stamp)  ## formatting, lint and types of Python and C++
+	$(bin)/ruff format --check .
+	$(bin)/ruff check .
+	$(bin)/pyright
+	$(bin)/clang-format --dry-run -Werror $(native)
+	$(bin)/codespell $(spelled)
+
+clean:  ## remove what was built, but not the virtual environment, data or checkpoints
+	rm -rf build *.egg-info .pytest_cache .ruff_cache .hypothesis ds_ext/comm/_native.*.so $(stamp)
+	find ds_ext tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,335 @@
+"""``python -m ds_ext``: look at schedules before anything is launched, and prepare data.
+
+The verbs about schedules are pure and answer at once: they import neither torch nor deepspeed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from .errors import DsExtError, ScheduleError
+from .pipe_schedules import SCHEDULES, Timetable, get_schedule
+from .pipe_schedules.check import check
+from .pipe_schedules.lower import dump, lower
+from .pipe_schedules.render import LEGEND, SPLIT_LEGEND, time_grid
+from .pipe_schedules.simulate import Costs, Simulation, parse_costs, simulate
+
+EXIT_OK, EXIT_INVALID, EXIT_USAGE, EXIT_PIPE = 0, 1, 2, 141
+
+Verb = Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb. Returns the exit status: 0, 1 for a timetable that is refused, 2 for a wrong request."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = build_parser(argv[0] if argv else "")
+    args = parser.parse_args(argv)
+    if args.verb is None:
+        parser.print_help()
+        return EXIT_OK
+    try:
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # The reader (`| head`) has left; point stdout elsewhere so that the flush at exit does not fail too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PIPE
+    except DsExtError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def build_parser(verb: str) -> argparse.ArgumentParser:
+    """The parser of all verbs; the flags of ``verb`` itself may need an import that the others are spared."""
+    parser = argparse.ArgumentParser(prog="python -m ds_ext", description="Pipeline schedules for DeepSpeed.")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
+
+    picture = f"The picture: {LEGEND}; of a split backward {SPLIT_LEGEND}."
+    show = _schedule_verb(verbs, "show", run_show, "draw the timetable", picture)
+    show.add_argument(
+        "--labels", choices=["micro-batch", "op"], default="micro-batch", help="op: F3@1 in full"
+    )
+    show.add_argument(
+        "--color", choices=["auto", "always", "never"], default="auto", help="one colour a pipe"
+    )
+
+    _add_output(show, ["text", "svg", "html", "perfetto", "csv", "timetable"])
+
+    proof = _schedule_verb(verbs, "check", run_check, "prove that it runs to its end; exit status 1 if not")
+    proof.add_argument(
+        "--link-slots",
+        type=int,
+        metavar="K",
+        help="messages that a link between two ranks holds (any number)",
+    )
+
+    _schedule_verb(verbs, "dump", run_dump, "print what every rank executes, as JSON")
+    cost = _schedule_verb(verbs, "simulate", run_simulate, "price it: makespan, bubble, memory, messages")
+    cost.add_argument("--json", action="store_true", help="for programs")
+
+    compare = _schedule_verb(
+        verbs, "compare", run_compare, "price several schedules side by side", several=True
+    )
+    _add_output(compare, ["text", "html"])
+
+    prepare = verbs.add_parser(
+        "prepare", help="turn text into training data", description="Text to training data."
+    )
+    if verb == "prepare":
+        from .data import prepare as data
+
+        data.add_arguments(prepare)
+        prepare.set_defaults(run=data.run)
+    return parser
+
+
+def _schedule_verb(
+    verbs: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Verb,
+    text: str,
+    note: str = "",
+    several: bool = False,
+) -> argparse.ArgumentParser:
+    """A verb with the arguments that all verbs about a schedule share."""
+    verb = verbs.add_parser(
+        name,
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        epilog=f"schedules:\n{_list_schedules()}\n\n{note}".rstrip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if several:
+        verb.add_argument(
+            "schedules", nargs="+", metavar="NAME", help="schedules, see below, or timetable files"
+        )
+    else:
+        verb.add_argument("schedule", metavar="NAME", help="a schedule, see below, or a timetable file")
+    verb.add_argument("--stages", type=int, metavar="D", help="devices of one pipeline group")
+    verb.add_argument(
+        "--micro-batches",
+        type=int,
+        metavar="N",
+        help="micro-batches per pipeline group and step",
+    )
+    verb.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="K=V",
+        help="an option of the schedule, e.g. chunks=3",
+    )
+    verb.add_argument(
+        "--costs",
+        default="f=1,b=1,w=1,comm=0",
+        metavar="f=1,b=1,w=1,comm=0",
+        help="times of forward, input gradient, weight gradient of one D-th of the model, and of a message",
+    )
+    verb.set_defaults(run=run)
+    return verb
+
+
+def _add_output(verb: argparse.ArgumentParser, formats: list[str]) -> None:
+    verb.add_argument("--format", choices=formats, default=None, help="text, or what the ending of -o says")
+    verb.add_argument("-o", "--output", metavar="FILE", help="write there instead of to standard output")
+
+
+def _list_schedules() -> str:
+    width = max(map(len, SCHEDULES))
+    lines = []
+    for name, schedule in sorted(SCHEDULES.items()):
+        options = [f"--option {key}={o.default} ({o.help})" for key, o in sorted(schedule.options.items())]
+        lines += [f"  {name:<{width}}  {schedule.summary}", *(f"  {'':<{width}}  {o}" for o in options)]
+    return "\n".join(lines)
+
+
+def run_show(args: argparse.Namespace) -> int:
+    """Print the title line and the grid over time, or write the timetable in another format."""
+    simulation = _simulation(args)
+    return _write(
+        args, {".csv": "csv", ".svg": "svg", ".json": "perfetto", ".txt": "timetable"}, [simulation]
+    )
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    """Print a line per schedule, or write one page with all timetables on one scale."""
+    simulations = [simulate(_timetable(name, args), parse_costs(args.costs)) for name in args.schedules]
+    return _write(args, {}, simulations)
+
+
+def _write(args: argparse.Namespace, endings: dict[str, str], simulations: list[Simulation]) -> int:
+    ending = os.path.splitext(args.output)[1] if args.output else ""
+    form = args.format or {".html": "html", **endings}.get(ending, "text")
+    text = _as_text(args, simulations) if form == "text" else _render(form, simulations)
+    if args.output is None:
+        print(text)
+        return EXIT_OK
+    try:
+        with open(args.output, "w") as file:
+            file.write(text + "\n")
+    except OSError as error:
+        raise ScheduleError(f"-o {args.output}: {error.strerror}.") from None
+    print(f"wrote {args.output} ({form}, {os.path.getsize(args.output):,} bytes)")
+    return EXIT_OK
+
+
+def _as_text(args: argparse.Namespace, simulations: list[Simulation]) -> str:
+    if args.verb == "compare":
+        return comparison(simulations)
+    color = args.color == "always" or (
+        args.color == "auto" and args.output is None and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    )
+    return f"{title(simulations[0])}\n{time_grid(simulations[0], labels=args.labels, color=color)}"
+
+
+def _render(form: str, simulations: list[Simulation]) -> str:
+    """The formats beside plain text; what they need is imported only here."""
+    simulation = simulations[0]
+    if form == "html":
+        from .pipe_schedules.page import html
+
+        return html(simulations)
+    if form == "svg":
+        from .pipe_schedules.drawing import svg
+
+        return svg(simulation)
+    if form == "perfetto":
+        from .pipe_schedules.perfetto import chrome_trace
+
+        return json.dumps(chrome_trace(simulation))
+    from .pipe_schedules.text import dumps, torch_csv
+
+    return (torch_csv if form == "csv" else dumps)(simulation.timetable).rstrip("\n")
+
+
+def comparison(simulations: Sequence[Simulation]) -> str:
+    """A table: makespan, bubble, peak activations, messages, copies of the weights; times relative to the first."""
+    head = ("schedule", "makespan", "vs first", "bubble", "peak act.", "messages", "weights")
+    rows = [
+        (
+            s.timetable.schedule,
+            f"{s.makespan:g}",
+            f"{s.makespan / simulations[0].makespan:.3f}",
+            f"{s.bubble:.1%}",
+            f"{max(s.peak_activations):g}",
+            f"{s.messages}",
+            f"{s.timetable.placement.replicas}x",
+        )
+        for s in simulations
+    ]
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    lines = []
+    for row in [head, *rows]:
+        cells = [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells))
+    return "\n".join(lines)
+
+
+def run_check(args: argparse.Namespace) -> int:
+    """Print what was proven; a refusal goes to stderr."""
+    timetable, _ = _request(args)
+    if args.link_slots is not None and args.link_slots < 1:
+        raise ScheduleError(f"--link-slots must be at least 1; got {args.link_slots}.")
+    try:
+        report = check(lower(timetable), link_slots=args.link_slots)
+    except ScheduleError as error:
+        print(error, file=sys.stderr)
+        return EXIT_INVALID
+    computations = sum(map(len, timetable.ranks))
+    print(f"{_sizes(timetable)}: valid")
+    print(
+        f"  {computations} computations, each once, on the rank that holds its stage and after what it needs"
+    )
+    print(f"  {report.messages} messages, each taken by the rank it is sent to, in the order it is sent")
+    print(f"  all ranks reach the end, also when a link holds only {report.link_slots} of its messages")
+    print(f"  {' '.join(map(str, report.num_slots))} buffers per rank, none used twice at a time")
+    print(f"  the loss is on rank {', '.join(map(str, report.loss_ranks))}")
+    return EXIT_OK
+
+
+def run_dump(args: argparse.Namespace) -> int:
+    """Print the lowered timetable as JSON."""
+    timetable, _ = _request(args)
+    print(json.dumps(dump(lower(timetable))))
+    return EXIT_OK
+
+
+def run_simulate(args: argparse.Namespace) -> int:
+    """Print the price, as text or JSON."""
+    simulation = _simulation(args)
+    if args.json:
+        print(json.dumps(simulation.as_dict()))
+        return EXIT_OK
+    timetable = simulation.timetable
+    peaks = " ".join(f"{peak:g}" for peak in simulation.peak_activations)
+    print(_sizes(timetable))
+    print(f"  makespan          {simulation.makespan:g}")
+    print(f"  ideal             {simulation.ideal:g}  (computing time of one rank)")
+    print(f"  bubble            {simulation.bubble:.1%}")
+    print(f"  peak activations  {peaks}  (per rank, in units of 1/{timetable.placement.ranks} of the model)")
+    print(f"  messages          {simulation.messages}")
+    return EXIT_OK
+
+
+def title(simulation: Simulation) -> str:
+    """The schedule, its sizes and its price in one line."""
+    peaks = " ".join(f"{peak:g}" for peak in simulation.peak_activations)
+    return (
+        f"{_sizes(simulation.timetable)}: makespan {simulation.makespan:g}, ideal {simulation.ideal:g}, "
+        f"bubble {simulation.bubble:.1%}, peak activations {peaks}"
+    )
+
+
+def _sizes(timetable: Timetable) -> str:
+    return (
+        f"{timetable.schedule}, {timetable.placement.ranks} stages, {timetable.micro_batches} "
+        f"micro-batch{'es' if timetable.micro_batches != 1 else ''}"
+    )
+
+
+def _simulation(args: argparse.Namespace) -> Simulation:
+    timetable, costs = _request(args)
+    return simulate(timetable, costs)
+
+
+def _request(args: argparse.Namespace) -> tuple[Timetable, Costs]:
+    """The timetable and the costs that the shared arguments ask for. Raises ScheduleError."""
+    return _timetable(args.schedule, args), parse_costs(args.costs)
+
+
+def _timetable(name: str, args: argparse.Namespace) -> Timetable:
+    """A registered schedule for the given sizes, or a timetable file, which has its own."""
+    if os.path.isfile(name):
+        from .pipe_schedules.text import loads
+
+        with open(name) as file:
+            return loads(file.read(), os.path.splitext(os.path.basename(name))[0])
+    if args.stages is None or args.micro_batches is None:
+        get_schedule(name)
+        raise ScheduleError(
+            f"{name} needs --stages D and --micro-batches N, for example --stages 4 --micro-batches 8."
+        )
+    options = dict(_option(text) for text in args.option)
+    schedule = get_schedule(name)
+    if args.verb == "compare":
+        options = {key: value for key, value in options.items() if key in schedule.options}
+    return schedule.timetable(args.stages, args.micro_batches, options)
+
+
+def _option(text: str) -> tuple[str, int | str]:
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise ScheduleError(f"--option {text!r} is not of the form chunks=3.")
+    try:
+        return key, int(value)
+    except ValueError:
+        return key, value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,301 @@
+"""Messages over torch.distributed: frames of bytes over gloo on CPU, see torch_split.py for GPUs.
+
+Both sides of a channel know the size of its next frame: that of the channel's previous message, so a message
+is one transfer while shapes stay the same. One that does not fit, as the first of a channel, is announced by
+a frame that holds its seal only, and follows in a second transfer; one that is smaller is padded. Each
+message also tells how many of the peer's have arrived here, because gloo does not tell when a send is over
+without being waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_ext.comm import wire
+from ds_ext.comm.groups import explain, new_group, wait_time
+from ds_ext.comm.transport import ITEM_BITS, Transport, check_address, describe_tag
+from ds_ext.errors import TransportError
+
+# Unreceived bytes per peer from which on send() waits for the oldest: reached only by one-way links, whose
+# peer never tells what has arrived, and far above what a pipeline keeps under way.
+SEND_WINDOW_BYTES = 256 << 20
+
+
+def create(*, timeout_s: float, device: torch.device, pairs: Sequence[tuple[int, int]] = ()) -> Transport:
+    """The transport "torch" for tensors on `device`; a collective call of all ranks of the world."""
+    if device.type == "cpu":
+        return TorchTransport.create(timeout_s)
+    from ds_ext.comm.torch_split import SplitTransport
+
+    return SplitTransport.create(timeout_s, device, pairs)
+
+
+@dataclass(eq=False)
+class _SendTicket:
+    """Keeps the frames alive until they have left."""
+
+    transport: TorchTransport
+    peer: int
+    tag: int
+    link_seq: int
+    num_bytes: int
+    transfers: list[tuple[dist.Work, Tensor]]
+
+    def done(self) -> bool:
+        return not self.transfers
+
+    def wait(self, timeout_s: float | None = None) -> tuple[Tensor, ...]:
+        self.transport.finish_send(self, timeout_s)
+        return ()
+
+
+@dataclass(eq=False)
+class _RecvTicket:
+    transport: TorchTransport
+    channel: _Incoming
+    tag: int
+    tensors: tuple[Tensor, ...] | None = None
+
+    def done(self) -> bool:
+        if self.tensors is None:
+            self.transport.advance(self.channel)
+        return self.tensors is not None
+
+    def wait(self, timeout_s: float | None = None) -> tuple[Tensor, ...]:
+        return self.transport.finish_recv(self, timeout_s)
+
+
+@dataclass(eq=False)
+class _Outgoing:
+    """The sending end of a channel."""
+
+    frame_bytes: int = wire.SEAL_BYTES
+    seq: int = 0
+
+
+@dataclass(eq=False)
+class _Incoming:
+    """The receiving end of a channel; `transfer` is the one frame that is asked for from gloo."""
+
+    peer: int
+    number: int
+    frame_bytes: int = wire.SEAL_BYTES
+    seq: int = 0
+    tickets: deque[_RecvTicket] = field(default_factory=deque)
+    transfer: tuple[dist.Work, Tensor] | None = None
+
+
+@dataclass(eq=False)
+class _Link:
+    """What is known of all channels with one peer together."""
+
+    sent: int = 0
+    unfinished: dict[int, _SendTicket] = field(default_factory=dict)  # by link_seq, oldest first
+    unfinished_bytes: int = 0
+    arrived: int = 0  # all messages of the peer with a link_seq below this are here
+    arrived_ahead: set[int] = field(default_factory=set)
+
+
+class TorchTransport:
+    """Transport (see transport.py) for CPU tensors over a gloo group of its own."""
+
+    name = "torch"
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+        """Use `group`, a gloo group of the whole world that nothing else uses; nothing is sent yet."""
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.timeout_s = timeout_s
+        self._group = group
+        self._outgoing: dict[tuple[int, int], _Outgoing] = {}
+        self._incoming: dict[tuple[int, int], _Incoming] = {}
+        self._links: dict[int, _Link] = {}
+        self._arrived: dict[_RecvTicket, None] = {}
+        self._unusable: str | None = None
+
+    @classmethod
+    def create(cls, timeout_s: float) -> TorchTransport:
+        """Make the group and the transport; a collective call of all ranks of the world."""
+        group = new_group(None, "gloo", timeout_s)
+        assert group is not None
+        return cls(group, timeout_s)
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> _SendTicket:
+        """Pack the tensors into a frame and send it; see Transport.send."""
+        self._check(peer, tag)
+        channel = self._outgoing.setdefault((peer, tag >> ITEM_BITS), _Outgoing())
+        link = self._links.setdefault(peer, _Link())
+        descriptors = wire.describe(
+            tensors, tag=tag, seq=channel.seq, link_seq=link.sent, acknowledged=link.arrived
+        )
+        needed = wire.frame_bytes(descriptors[0])
+        frames = [torch.empty(channel.frame_bytes, dtype=torch.uint8)]
+        if needed > channel.frame_bytes:
+            wire.seal(descriptors[0], frames[0])
+            frames.append(torch.empty(needed, dtype=torch.uint8))
+        wire.write(tensors, descriptors, frames[-1])
+        ticket = _SendTicket(self, peer, tag, link.sent, sum(map(len, frames)), [])
+        try:
+            for frame in frames:
+                work = dist.isend(frame, peer, group=self._group, tag=tag >> ITEM_BITS)
+                assert work is not None
+                ticket.transfers.append((work, frame))
+        except RuntimeError as error:
+            raise self._failure("send to", peer, tag, 0.0, self.timeout_s, error) from error
+        channel.frame_bytes, channel.seq = needed, channel.seq + 1
+        link.sent += 1
+        link.unfinished[ticket.link_seq] = ticket
+        link.unfinished_bytes += ticket.num_bytes
+        while link.unfinished_bytes > SEND_WINDOW_BYTES and len(link.unfinished) > 1:
+            next(iter(link.unfinished.values())).wait()
+        return ticket
+
+    def recv(self, peer: int, tag: int) -> _RecvTicket:
+        """Ask gloo for the channel's next frame at once, if no earlier one is awaited; see Transport.recv."""
+        self._check(peer, tag)
+        number = tag >> ITEM_BITS
+        channel = self._incoming.setdefault((peer, number), _Incoming(peer, number))
+        ticket = _RecvTicket(self, channel, tag)
+        channel.tickets.append(ticket)
+        if channel.transfer is None:
+            self._post(channel, channel.frame_bytes)
+        return ticket
+
+    def ready(self) -> list[tuple[int, int]]:
+        """(peer, tag) of what was asked for, has arrived and was not yet waited for."""
+        for channel in self._incoming.values():
+            self.advance(channel)
+        return [(ticket.channel.peer, ticket.tag) for ticket in self._arrived]
+
+    def close(self) -> None:
+        """Wait for unfinished sends, `timeout_s` in all; a transport that has failed is just dropped."""
+        deadline = time.monotonic() + self.timeout_s
+        if self._unusable is None:
+            for link in self._links.values():
+                for ticket in list(link.unfinished.values()):
+                    ticket.wait(deadline - time.monotonic())
+        self._unusable = self._unusable or "it is closed"
+        self._links.clear()
+        self._incoming.clear()
+        self._arrived.clear()
+
+    def finish_send(self, ticket: _SendTicket, timeout_s: float | None = None) -> None:
+        """Wait until the frames have left, and let go of them."""
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        start = time.monotonic()
+        while ticket.transfers:
+            self._refuse_if_unusable()
+            try:
+                ticket.transfers[0][0].wait(wait_time(start + limit_s))
+            except RuntimeError as error:
+                waited_s = time.monotonic() - start
+                raise self._failure("send to", ticket.peer, ticket.tag, waited_s, limit_s, error) from error
+            ticket.transfers.pop(0)
+        link = self._links.get(ticket.peer)
+        if link is not None and link.unfinished.pop(ticket.link_seq, None) is not None:
+            link.unfinished_bytes -= ticket.num_bytes
+
+    def finish_recv(self, ticket: _RecvTicket, timeout_s: float | None = None) -> tuple[Tensor, ...]:
+        """Take the channel's messages in order up to the ticket's."""
+        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        while ticket.tensors is None:
+            self._refuse_if_unusable()
+            self._take_frame(ticket.channel, deadline)
+        self._arrived.pop(ticket, None)
+        return ticket.tensors
+
+    def advance(self, channel: _Incoming) -> None:
+        """Take the channel's frames that have arrived, without waiting."""
+        while channel.transfer is not None and wire.is_sealed(channel.transfer[1]):
+            self._refuse_if_unusable()
+            self._take_frame(channel, time.monotonic() + self.timeout_s)
+
+    def _post(self, channel: _Incoming, num_bytes: int) -> None:
+        frame = wire.blank_frame(num_bytes)
+        try:
+            work = dist.irecv(frame, channel.peer, group=self._group, tag=channel.number)
+        except RuntimeError as error:
+            tag = channel.tickets[0].tag
+            raise self._failure("recv from", channel.peer, tag, 0.0, self.timeout_s, error) from error
+        assert work is not None
+        channel.transfer = work, frame
+
+    def _take_frame(self, channel: _Incoming, deadline: float) -> None:
+        """Wait for the frame that was asked for, then ask for the next one of this or the next message."""
+        assert channel.transfer is not None
+        work, frame = channel.transfer
+        tag = channel.tickets[0].tag
+        start = time.monotonic()
+        try:
+            work.wait(wait_time(deadline))
+        except RuntimeError as error:
+            waited_s = time.monotonic() - start
+            raise self._failure(
+                "recv from", channel.peer, tag, waited_s, max(0.0, deadline - start), error
+            ) from error
+        try:
+            first = wire.read_seal(frame)
+            self._check_order(channel, first, tag)
+            needed = wire.frame_bytes(first)
+            if needed > len(frame):
+                self._post(channel, needed)
+                return
+            tensors = wire.read(first, frame)
+        except wire.DescriptorError as error:
+            raise self._broken(f"recv from rank {channel.peer} of {describe_tag(tag)}: {error}") from error
+        ticket = channel.tickets.popleft()
+        ticket.tensors = tensors
+        self._arrived[ticket] = None
+        channel.frame_bytes, channel.seq, channel.transfer = needed, channel.seq + 1, None
+        self._note_arrival(channel.peer, first)
+        if channel.tickets:
+            self._post(channel, channel.frame_bytes)
+
+    def _check_order(self, channel: _Incoming, first: wire.Descriptor, tag: int) -> None:
+        if first.tag != tag or first.seq != channel.seq:
+            raise self._broken(
+                f"expected {describe_tag(tag)} as message {channel.seq} of the channel from rank "
+                f"{channel.peer}, got {describe_tag(first.tag)} as message {first.seq}: the two ranks "
+                "use the channel in different orders"
+            )
+
+    def _note_arrival(self, peer: int, first: wire.Descriptor) -> None:
+        """Count the peer's message, and let go of the sends that it acknowledges."""
+        link = self._links.setdefault(peer, _Link())
+        link.arrived_ahead.add(first.link_seq)
+        while link.arrived in link.arrived_ahead:
+            link.arrived_ahead.remove(link.arrived)
+            link.arrived += 1
+        for link_seq in list(link.unfinished):
+            if link_seq >= first.acknowledged:
+                break
+            self.finish_send(link.unfinished[link_seq])
+
+    def _check(self, peer: int, tag: int) -> None:
+        self._refuse_if_unusable()
+        check_address(self.rank, self.world_size, peer, tag)
+
+    def _refuse_if_unusable(self) -> None:
+        if self._unusable is not None:
+            raise TransportError(f"rank {self.rank}: the transport cannot be used: {self._unusable}")
+
+    def _broken(self, reason: str) -> TransportError:
+        """Remember the first failure: frames behind it cannot be trusted, and gloo closes its connections."""
+        if self._unusable is None:
+            self._unusable = f"it has failed before: {reason}"
+        return TransportError(f"rank {self.rank}: {reason}")
+
+    def _failure(
+        self, action: str, peer: int, tag: int, waited_s: float, limit_s: float, error: RuntimeError
+    ) -> TransportError:
+        what = f"{action} rank {peer} of {describe_tag(tag)}"
+        failure = self._broken(f"{what}: {explain(error, peer, waited_s, limit_s)}")
+        failure.peer = peer
+        return failure

@@ -1,0 +1,131 @@
+"""What moves tensors between pipeline ranks: the interface, its tags and the table of transports.
+
+A transport knows peers (global ranks) and tags, and nothing of pipelines. Messages carry their own shapes and
+dtypes, so nothing is agreed on beforehand and shapes may change from one message to the next.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Protocol
+
+from ds_ext.errors import TransportError
+
+if TYPE_CHECKING:
+    from torch import Tensor, device
+
+ITEM_BITS = 16
+TAG_LIMIT = 1 << 31
+
+# A value is "module:function"; the function takes create_transport's arguments after the name.
+TRANSPORTS: Mapping[str, str] = MappingProxyType(
+    {
+        "auto": "ds_ext.comm.torch_p2p:create",
+        "torch": "ds_ext.comm.torch_p2p:create",
+    }
+)
+
+
+class Ticket(Protocol):
+    """A transfer under way. Every ticket is to be waited for, or closed with its transport."""
+
+    def done(self) -> bool:
+        """True once wait() would return at once; of a send it may become known only later."""
+        ...
+
+    def wait(self, timeout_s: float | None = None) -> tuple[Tensor, ...]:
+        """Block until the transfer is over and return the received tensors (of a send: none).
+
+        Received tensors own their memory: no later message touches it. After `timeout_s` seconds (None: the
+        transport's own limit), or when the peer dies, TransportError names rank, peer, tag, seconds and
+        cause.
+        """
+        ...
+
+
+class Transport(Protocol):
+    """Point-to-point messages of one rank.
+
+    A tag is an int below 2**31: `tag >> 16` names a channel, the lower 16 bits the item. Per peer, direction
+    and channel both sides use the items in the same order (a static schedule is first-in first-out per
+    channel, and the checker proves it); between channels any order is allowed. Not thread-safe: one thread
+    per rank uses it.
+    """
+
+    @property
+    def name(self) -> str:
+        """The transport in use, as metrics show it; "auto" is none."""
+        ...
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Ticket:
+        """Send tensors (at least one; any dtype, up to 8 dimensions) as one message.
+
+        The tensors may be changed as soon as this returns. It blocks only when much more than a pipeline ever
+        keeps under way is still unreceived.
+        """
+        ...
+
+    def recv(self, peer: int, tag: int) -> Ticket:
+        """Ask for the next message of the tag's channel, which must carry exactly this tag."""
+        ...
+
+    def ready(self) -> list[tuple[int, int]]:
+        """(peer, tag) of the messages that have arrived and were not yet waited for.
+
+        A transport over torch.distributed sees only those whose recv() has been called.
+        """
+        ...
+
+    def close(self) -> None:
+        """Wait for unfinished sends, within the time limit, and refuse further use."""
+        ...
+
+
+def make_tag(channel: int, item: int) -> int:
+    """The tag of an item on a channel: `channel` below 2**15, `item` counted modulo 2**16."""
+    if not 0 <= channel < TAG_LIMIT >> ITEM_BITS:
+        raise TransportError(f"channel {channel} is not in 0..{(TAG_LIMIT >> ITEM_BITS) - 1}")
+    return channel << ITEM_BITS | item & (1 << ITEM_BITS) - 1
+
+
+def describe_tag(tag: int) -> str:
+    """A tag as error messages show it."""
+    return f"tag {tag} (channel {tag >> ITEM_BITS}, item {tag & (1 << ITEM_BITS) - 1})"
+
+
+def check_address(rank: int, world_size: int, peer: int, tag: int) -> None:
+    """Refuse a peer or a tag that no message can have."""
+    if not 0 <= peer < world_size or peer == rank:
+        raise TransportError(
+            f"rank {rank} of {world_size} cannot exchange messages with rank {peer}: "
+            "a peer is another global rank (tensors stay on their own rank by a local copy)"
+        )
+    if not 0 <= tag < TAG_LIMIT:
+        raise TransportError(
+            f"rank {rank}: tag {tag} is not in 0..{TAG_LIMIT - 1}; make tags with make_tag()"
+        )
+
+
+def create_transport(
+    name: str, *, timeout_s: float, device: device, pairs: Iterable[tuple[int, int]] = ()
+) -> Transport:
+    """Make the transport `name` on every rank of the world (a collective call).
+
+    Args:
+        name: a key of TRANSPORTS.
+        timeout_s: the longest wait for a peer, in seconds.
+        device: where received tensors are to lie.
+        pairs: the directed pairs (source, destination) of global ranks that will be used, the same list on
+        every rank.
+            Only GPUs need it: each pair gets a communicator.
+
+    Raises:
+        TransportError: the name is unknown, or torch.distributed is not initialized.
+    """
+    if name not in TRANSPORTS:
+        raise TransportError(f'transport "{name}" unknown; known: {", ".join(TRANSPORTS)}')
+    module, function = TRANSPORTS[name].split(":")
+    factory = getattr(importlib.import_module(module), function)
+    return factory(timeout_s=timeout_s, device=device, pairs=tuple(pairs))

@@ -1,0 +1,264 @@
+"""The ``"ds_ext"`` section of a DeepSpeed JSON: its keys, their types, and every check across fields.
+
+Pure: no torch, no processes. All errors are ConfigError with one sentence that gives the numbers and the way
+out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .deepspeed_json import check_deepspeed_keys
+from .errors import ConfigError, ScheduleError
+from .pipe_schedules import SCHEDULES, Placement, Schedule, Timetable, get_schedule
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class TransportOptions(_Section):
+    """How messages between stages travel. ``timeout_s`` bounds every wait."""
+
+    timeout_s: float = Field(default=120.0, gt=0)
+    node_ips: str | None = None
+
+
+class FbdOptions(_Section):
+    """Forward/backward disaggregation: how many backward pipelines a forward one serves, and its sharding."""
+
+    merge_forward_tensor_parallel: bool = False
+    backward_per_forward: int = Field(default=1, ge=1)
+
+
+class TraceOptions(_Section):
+    """Where the ranks' traces go; None: nowhere."""
+
+    dir: str | None = None
+
+
+class DsExtConfig(_Section):
+    """Everything of ours in the DeepSpeed JSON."""
+
+    schedule: str = "1f1b"
+    pipeline_parallel_size: int = Field(default=1, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    sequence_parallel: bool = False
+    schedule_options: dict[str, Any] = Field(default_factory=dict)
+    eager_gradient_sync: bool = True
+    transport: Literal["auto", "torch"] = "auto"
+    transport_options: TransportOptions = TransportOptions()
+    fbd: FbdOptions = FbdOptions()
+    trace: TraceOptions = TraceOptions()
+    train: dict[str, Any] = Field(default_factory=dict)
+
+    def resolve_schedule(self) -> Schedule:
+        """The schedule by name. Raises ConfigError."""
+        with _as_config_error():
+            return get_schedule(self.schedule)
+
+    def placement(self) -> Placement:
+        """Where the stages live. Raises ConfigError when the schedule cannot use these sizes."""
+        with _as_config_error():
+            return self.resolve_schedule().placement(self.pipeline_parallel_size, self.schedule_options)
+
+    def timetable(self, micro_batches: int) -> Timetable:
+        """The order of work to train ``micro_batches`` per pipeline group. Raises ConfigError.
+
+        Also refused is a split backward, which the engine cannot run.
+        """
+        with _as_config_error():
+            schedule, ranks = self.resolve_schedule(), self.pipeline_parallel_size
+            made = schedule.timetable(ranks, micro_batches, self.schedule_options)
+        if made.split_backwards:
+            whole = ", ".join(_whole_backwards(ranks, micro_batches))
+            raise ConfigError(
+                f"{schedule.name} splits the backward; this version's engine runs whole backwards only. With "
+                f"{ranks} stages and {micro_batches} micro-batches use one of {whole}."
+            )
+        return made
+
+
+def _whole_backwards(ranks: int, micro_batches: int) -> Iterator[str]:
+    """The schedules that the engine runs at these sizes."""
+    for name, schedule in sorted(SCHEDULES.items()):
+        with contextlib.suppress(ScheduleError):
+            if not schedule.timetable(ranks, micro_batches).split_backwards:
+                yield name
+
+
+@contextlib.contextmanager
+def _as_config_error() -> Iterator[None]:
+    """A schedule refuses sizes with ScheduleError; here they come from the JSON."""
+    try:
+        yield
+    except ScheduleError as error:
+        raise ConfigError(str(error)) from None
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """A whole DeepSpeed JSON: the dict for DeepSpeed, and our validated section of it.
+
+    ``flags`` says which keys a flag filled in, for errors: "train_batch_size" -> "--global-batch-size 48".
+    """
+
+    deepspeed: dict[str, Any]
+    ds_ext: DsExtConfig
+    path: str | None = None
+    flags: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """DeepSpeed's batch arithmetic, with replicas of a placement counted as data-parallel ranks.
+
+    ``train_batch_size = micro_batch_size * gradient_accumulation_steps * replicas * data_parallel_size``.
+    """
+
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    replicas: int
+    data_parallel_size: int
+
+    @property
+    def micro_batches(self) -> int:
+        """N: micro-batches per pipeline group and step."""
+        return self.gradient_accumulation_steps * self.replicas
+
+    @property
+    def train_batch_size(self) -> int:
+        """Samples per step, all pipeline groups together."""
+        return self.micro_batch_size * self.micro_batches * self.data_parallel_size
+
+
+# Keys whose feature this version does not have: only the default, which means "off", is accepted.
+_NOT_YET = (
+    "sequence_parallel",
+    "fbd.merge_forward_tensor_parallel",
+    "fbd.backward_per_forward",
+    "trace.dir",
+    "transport_options.node_ips",
+)
+
+
+def load_config(source: str | Path | Mapping[str, Any]) -> JobConfig:
+    """Read and validate a DeepSpeed JSON (path or dict). Raises ConfigError."""
+    path = None if isinstance(source, Mapping) else str(source)
+    config = dict(source) if isinstance(source, Mapping) else _read(Path(source))
+    section = config.get("ds_ext", {})
+    if not isinstance(section, Mapping):
+        raise ConfigError(f'"ds_ext" must be an object such as {{"schedule": "bitpipe"}}; got {section!r}.')
+    check_deepspeed_keys(config, set(DsExtConfig.model_fields) - {"train"})
+    return JobConfig(config, parse_section(section), path)
+
+
+def parse_section(section: Mapping[str, Any]) -> DsExtConfig:
+    """Validate the ``"ds_ext"`` section. Raises ConfigError that names the key, and the nearest for a typo."""
+    try:
+        valid = DsExtConfig.model_validate(section)
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None
+    for path in _NOT_YET:
+        value, off = (functools.reduce(getattr, path.split("."), s) for s in (valid, DsExtConfig()))
+        if value != off:
+            raise ConfigError(
+                f'"ds_ext": this version does not support {path!r}. Leave it out or set it to {json.dumps(off)}.'
+            )
+    return valid
+
+
+def batch_sizes(
+    config: Mapping[str, Any], replicas: int, data_parallel_size: int, flags: Mapping[str, str] | None = None
+) -> BatchSizes:
+    """Complete DeepSpeed's three batch keys as DeepSpeed does. Raises ConfigError when they contradict.
+
+    Args:
+        flags: which keys a flag filled in, as :attr:`JobConfig.flags`; errors then name the flag.
+    """
+    ranks = replicas * data_parallel_size
+    train, micro, gas = (_batch_size(config, key, flags or {}) for key in _BATCH_KEYS)
+    if train is None:
+        if micro is None:
+            raise ConfigError(
+                'Give "train_micro_batch_size_per_gpu" and "gradient_accumulation_steps", or "train_batch_size" and '
+                "one of them."
+            )
+        return BatchSizes(micro, gas or 1, replicas, data_parallel_size)
+    if micro is None and gas is None:
+        gas = 1
+    known = ranks * (micro or 1) * (gas or 1)
+    if train % known or (micro and gas and train != known):
+        raise ConfigError(_batch_mismatch(train, micro, gas, replicas, data_parallel_size, flags or {}))
+    return BatchSizes(micro or train // known, gas or train // known, replicas, data_parallel_size)
+
+
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def _batch_mismatch(
+    train: int, micro: int | None, gas: int | None, replicas: int, data: int, flags: Mapping[str, str]
+) -> str:
+    """The numbers, by the names that the user gave them, and every way out."""
+    ranks = replicas * data
+    known = ranks * (micro or 1) * (gas or 1)
+    names = [flags.get(key, "").partition(" ")[0] or key for key in _BATCH_KEYS]
+    said = ", ".join(f"{n} {v or 'unset'}" for n, v in zip(names, (train, micro, gas), strict=True))
+    said += f" and {ranks} data-parallel ranks ({replicas} replicas x {data})"
+    if micro is None or gas is None:
+        ways = " or ".join(str(n) for n in (train // known * known, (train // known + 1) * known) if n)
+        return f"{said} do not fit: {train} is not a multiple of {known}. Use {names[0]} {ways}."
+    ways = f"Leave {names[0]} out or set it to {known}"
+    if train % (micro * ranks) == 0:
+        steps = train // (micro * ranks)
+        ways += f", or set {names[2]} to {steps} ({train} = {micro} x {steps} x {ranks})"
+    return f"{said} contradict each other: {micro} x {gas} x {ranks} = {known}. {ways}."
+
+
+def _batch_size(config: Mapping[str, Any], key: str, flags: Mapping[str, str]) -> int | None:
+    value = config.get(key)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        name = flags.get(key, "").partition(" ")[0] or f'"{key}"'
+        raise ConfigError(f"{name} must be a positive integer; got {value!r}.")
+    return value
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(
+            f"the DeepSpeed JSON {str(path)!r} does not exist. The examples are in configs/."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the DeepSpeed JSON {str(path)!r} cannot be read: {error}.") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: line {error.lineno}, column {error.colno}: {error.msg}.") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} must hold a JSON object; got {type(config).__name__}.")
+    return config
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors()[0]
+    *outer, last = map(str, first["loc"])
+    key = ".".join((*outer, last))
+    if first["type"] == "extra_forbidden":
+        section = functools.reduce(getattr, outer, DsExtConfig())
+        known = [*type(section).model_fields]
+        near = difflib.get_close_matches(last, known, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        where = ".".join(("ds_ext", *outer))
+        return f'"{where}" has no key {last!r}{hint}; its keys: {", ".join(known)}.'
+    if first["type"] == "model_type":
+        return f'"ds_ext": {key} must be an object; got {first["input"]!r}.'
+    return f'"ds_ext": {key}: {first["msg"]}; got {first["input"]!r}.'

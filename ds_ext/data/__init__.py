@@ -1,0 +1,1 @@
+"""Text to batches: tokenizers, Megatron `.bin/.idx` files, GPT samples, and the order of micro-batches."""

@@ -1,0 +1,5 @@
+"""Names of the files in a folder of prepared data."""
+
+DATA_NAME = "text_document"
+META_NAME = "meta.json"
+TOKENIZER_NAMES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")

@@ -1,0 +1,123 @@
+"""The keys around the "ds_ext" section that are DeepSpeed's: typos, and settings that a pipeline cannot use. Pure."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from .errors import ConfigError
+
+# What DeepSpeed 0.19 reads at the top level of its JSON, and what older versions read and it names as removed.
+DEEPSPEED_KEYS = (
+    "activation_checkpointing",
+    "aio",
+    "amp",
+    "autotuning",
+    "bf16",
+    "bfloat16",
+    "checkpoint",
+    "comet",
+    "comms_logger",
+    "communication_data_type",
+    "compile",
+    "compression_training",
+    "csv_monitor",
+    "curriculum_learning",
+    "data_efficiency",
+    "data_types",
+    "dataloader_drop_last",
+    "datastates_ckpt",
+    "disable_allgather",
+    "disable_python_gc",
+    "dump_state",
+    "eigenvalue",
+    "elasticity",
+    "expert_parallel",
+    "flops_profiler",
+    "fp16",
+    "gradient_accumulation_steps",
+    "gradient_allreduce_op",
+    "gradient_clipping",
+    "gradient_predivide_factor",
+    "graph_harvesting",
+    "hybrid_engine",
+    "log_level",
+    "managed_gradient_accumulation",
+    "memory_breakdown",
+    "nebula",
+    "optimizer",
+    "pipeline",
+    "prescale_gradients",
+    "progressive_layer_drop",
+    "quantize_training",
+    "scheduler",
+    "seq_parallel_communication_data_type",
+    "sparse_attention",
+    "sparse_gradients",
+    "steps_per_print",
+    "tensor_parallel",
+    "tensorboard",
+    "timers",
+    "torch_autocast",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "use_data_before_expert_parallelism",
+    "vocabulary_size",
+    "wall_clock_breakdown",
+    "wandb",
+    "weight_quantization",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "zero_optimization",
+)
+
+# At this difflib ratio "gradient_clip" is a typo of "gradient_clipping", and "comment" is none of "comet".
+_RESEMBLES = 0.84
+
+
+def check_deepspeed_keys(config: Mapping[str, Any], ours: Collection[str]) -> None:
+    """Raise ConfigError for a misspelt key, ZeRO beyond stage 1, or two precisions at once.
+
+    Args:
+        ours: keys of the "ds_ext" section that are mistakes at the top level.
+    """
+    _refuse_typos(config, ours)
+    _refuse_zero(config)
+    _refuse_two_precisions(config)
+
+
+def _refuse_typos(config: Mapping[str, Any], ours: Collection[str]) -> None:
+    """A misspelt key would be ignored, and something else trained. Keys that resemble none are the user's own."""
+    known = ("ds_ext", *DEEPSPEED_KEYS)
+    for key in config:
+        if key in known:
+            continue
+        if key in ours:
+            raise ConfigError(f'{key!r} belongs into the "ds_ext" section of the JSON, not beside it.')
+        near = difflib.get_close_matches(key.lower(), known, n=1, cutoff=_RESEMBLES)
+        if near:
+            raise ConfigError(
+                f"the JSON has a key {key!r}, which nothing reads: did you mean {near[0]!r}? A section of your own "
+                f"needs a name that looks less like it."
+            )
+
+
+def _refuse_zero(config: Mapping[str, Any]) -> None:
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    if str(stage) in ("2", "3"):
+        raise ConfigError(
+            f"ZeRO stage {stage} does not work with pipeline parallelism: gradients of several micro-batches are "
+            f"in flight and cannot be partitioned before the last one. Use "
+            f'"zero_optimization": {{"stage": 1}}, which shards the optimizer states over replicas and '
+            f"data-parallel ranks."
+        )
+
+
+def _refuse_two_precisions(config: Mapping[str, Any]) -> None:
+    sections = [config.get(key) for key in ("bf16", "fp16")]
+    if all(isinstance(section, Mapping) and section.get("enabled") is True for section in sections):
+        raise ConfigError(
+            '"bf16" and "fp16" are both enabled, by the JSON or by --bf16 and --fp16. Choose one.'
+        )

@@ -1,0 +1,16 @@
+"""DeepSpeed's pipeline engine and module, subclassed to run any timetable."""
+
+import os
+
+import torch
+
+if not torch.accelerator.is_available():
+    # DeepSpeed comes to the same choice by itself, with a warning in every process.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+from .engine import PipelineEngine
+from .initialize import init_distributed, initialize
+from .module import PipelineModule
+from .topology import FoldedTopology
+
+__all__ = ["FoldedTopology", "PipelineEngine", "PipelineModule", "init_distributed", "initialize"]

@@ -1,0 +1,151 @@
+"""``ds_ext.initialize``: the same arguments and result as ``deepspeed.initialize``."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import deepspeed.ops
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DeepSpeedConfig
+
+from ..comm.groups import limit_waits
+from ..config import JobConfig, batch_sizes, load_config
+from ..errors import ConfigError
+from .engine import PipelineEngine
+from .module import PipelineModule
+
+
+def init_distributed(timeout_s: float = 120.0) -> None:
+    """Start the process group: nccl on CUDA, gloo on CPU. Does nothing when it runs already.
+
+    On CPU DeepSpeed would compile a shared-memory op first, which only its inference uses: half a minute, and a
+    compiler, for nothing.
+    """
+    if get_accelerator().device_name() == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if "OMP_NUM_THREADS" not in os.environ:
+            # Ranks that each take all cores slow each other down several times over.
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    if not dist.is_initialized():
+        deepspeed.init_distributed(
+            get_accelerator().communication_backend_name(),
+            verbose=False,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    os.environ.setdefault("LOCAL_RANK", "0")
+
+
+def initialize(
+    args: Any = None,
+    model: PipelineModule | None = None,
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: str | Mapping[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | Mapping[str, Any] | None = None,
+) -> tuple[PipelineEngine, Any, Any, Any]:
+    """Build the engine for a :class:`ds_ext.PipelineModule`.
+
+    Returns ``(engine, optimizer, training_dataloader, lr_scheduler)`` as ``deepspeed.initialize`` does;
+    ``training_dataloader`` is None: micro-batches of ``training_data`` are fetched by id, in order, epoch after epoch.
+
+    Raises:
+        ConfigError: the model is not ours, the JSON is missing or contradicts the model.
+    """
+    if not isinstance(model, PipelineModule):
+        raise ConfigError(
+            f"ds_ext.initialize needs a ds_ext.PipelineModule; got {type(model).__name__}. Build it from the "
+            f"same list of layers: ds_ext.PipelineModule(layers, config, loss_fn=...)."
+        )
+    if mpu is not None or mesh_param is not None:
+        raise ConfigError("mpu and mesh_param must be None: the PipelineModule brings its own grid.")
+    given = config if config is not None else config_params
+    source = given if given is not None else getattr(args, "deepspeed_config", None)
+    if source is None:
+        raise ConfigError("no DeepSpeed JSON: pass config=... or args.deepspeed_config.")
+    job = load_config(source)
+    sizes = batch_sizes(job.deepspeed, model.layout.placement.replicas, model.layout.data_parallel_size)
+    config_dict = dict(
+        job.deepspeed,
+        train_micro_batch_size_per_gpu=sizes.micro_batch_size,
+        gradient_accumulation_steps=sizes.gradient_accumulation_steps,
+        train_batch_size=sizes.train_batch_size,
+    )
+    init_distributed()
+    _require_same_section(job, model)
+    # Also for the collectives of the constructors below.
+    limit_waits(model.settings.transport_options.timeout_s)
+    if optimizer is not None or "optimizer" in config_dict:
+        _require_parameters(model)
+    engine = PipelineEngine(
+        args=_without_config(args),
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        mpu=model.mpu(),
+        dist_init_required=dist_init_required,
+        collate_fn=collate_fn,
+        config=config_dict,
+        config_class=DeepSpeedConfig(config_dict, model.mpu()),
+    )
+    engine._configure_python_gc()
+    limit_waits(job.ds_ext.transport_options.timeout_s)
+    return engine, engine.optimizer, None, engine.lr_scheduler
+
+
+def _require_same_section(job: JobConfig, model: PipelineModule) -> None:
+    """Module and engine must have been given the same "ds_ext" section, as far as it says how to run."""
+    if "ds_ext" not in job.deepspeed:
+        return
+    for key in type(job.ds_ext).model_fields:
+        ours, theirs = getattr(model.settings, key), getattr(job.ds_ext, key)
+        if key != "train" and ours != theirs:
+            raise ConfigError(
+                f'the PipelineModule was built with "ds_ext": {key} {ours!r}, and initialize() got {theirs!r}. '
+                f"Give both the same config."
+            )
+
+
+def _require_parameters(model: PipelineModule) -> None:
+    """DeepSpeed's optimizers refuse a rank without parameters, while the others wait for it; so all ranks ask first."""
+    mine = [stage for stage in model.stages if any(_trainable(f) for f in model.stage_funcs[stage])]
+    counts: list[Any] = [None] * dist.get_world_size()
+    torch.distributed.all_gather_object(counts, len(mine))
+    empty = [rank for rank, count in enumerate(counts) if count == 0]
+    if empty:
+        raise ConfigError(
+            f"rank{'s' if len(empty) > 1 else ''} {', '.join(map(str, empty))} would hold no trainable parameter: give "
+            f"partition_method boundaries that leave every rank some, or use fewer stages."
+        )
+
+
+def _trainable(layer: Any) -> bool:
+    # A tied layer with a function of its own is a partial over the tied module.
+    module = layer.args[0] if isinstance(layer, functools.partial) else layer
+    return isinstance(module, torch.nn.Module) and any(p.requires_grad for p in module.parameters())
+
+
+def _without_config(args: Any) -> Any:
+    """The caller's arguments without the JSON's path: the engine gets the dict and must not read the file again."""
+    if getattr(args, "deepspeed_config", None) is None:
+        return args
+    args = copy.copy(args)
+    args.deepspeed_config = None
+    return args

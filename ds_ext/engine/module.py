@@ -1,0 +1,219 @@
+"""A DeepSpeed PipelineModule that holds several stages on a rank.
+
+DeepSpeed's module builds one contiguous range of layers. Ours is cut into the placement's stages and builds
+every stage that the placement puts on this rank, always in ascending order, so that ranks that hold the same
+stages have the same parameters in the same order (gradient buckets and ZeRO partitions match by position).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.pipe.module import PipelineModule as DeepSpeedPipelineModule
+from torch.utils.checkpoint import checkpoint
+
+from ..config import DsExtConfig, load_config
+from ..errors import ConfigError
+from ..layout import ParallelLayout, data_parallel_size
+from ..pipe_schedules import Schedule
+from .topology import FoldedTopology
+
+logger = logging.getLogger(__name__)
+
+
+class Clock(Protocol):
+    """Told the step and the micro-batch before each forward; layers draw their dropout masks from it."""
+
+    def set(self, step: int, micro_batch: int) -> None:
+        """Forwards that follow belong to this step and global micro-batch."""
+        ...
+
+
+class PipelineModule(DeepSpeedPipelineModule):
+    """Layers cut into the stages of a schedule's placement.
+
+    Takes the arguments of :class:`deepspeed.pipe.PipelineModule`, except that the number of stages and the
+    topology come from the ``"ds_ext"`` section of ``config``.
+
+    Args:
+        layers: LayerSpecs, TiedLayerSpecs, modules or functions; the output of each is the input of the next.
+        config: the DeepSpeed JSON (path or dict) or its validated ``"ds_ext"`` section.
+        loss_fn: ``loss_fn(outputs, labels) -> scalar``, the mean over the micro-batch.
+        clock: told (step, global micro-batch) before each forward and each recompute.
+        partition_method: as DeepSpeed's: ``uniform``, ``parameters`` or ``type:<regex>``; or the boundaries
+            themselves, ``[0, 3, 5, ...]``: stage s holds the layers ``boundaries[s]`` to ``boundaries[s + 1]``.
+        seed_layers: seed before each layer is built, by its global index, so that start weights depend neither on
+            the schedule nor on the sizes. (DeepSpeed's default is False.)
+        seed_fn: called with the seed; torch.manual_seed by default.
+        **kwargs: passed on to DeepSpeed's PipelineModule.
+
+    Raises:
+        ConfigError: the world does not fit the sizes, or there are fewer layers than stages.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Any],
+        config: str | Mapping[str, Any] | DsExtConfig,
+        *,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        clock: Clock | None = None,
+        partition_method: str | Sequence[int] = "parameters",
+        seed_layers: bool = True,
+        seed_fn: Callable[[int], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        settings = config if isinstance(config, DsExtConfig) else load_config(config).ds_ext
+        self.schedule: Schedule = settings.resolve_schedule()
+        placement = self.schedule.placement(settings.pipeline_parallel_size, settings.schedule_options)
+        layers = list(layers)
+        if len(layers) < placement.stages:
+            raise ConfigError(
+                f"{len(layers)} layers cannot fill the {placement.stages} stages that {self.schedule.name} cuts for "
+                f"{placement.ranks} devices. Use at least {placement.stages} layers or a smaller "
+                f"pipeline_parallel_size."
+            )
+        if not dist.is_initialized():
+            raise ConfigError(
+                "PipelineModule needs the process group: call ds_ext.init_distributed() before it."
+            )
+        data = data_parallel_size(dist.get_world_size(), placement, settings.tensor_parallel_size)
+        layout = ParallelLayout(placement, settings.tensor_parallel_size, data)
+        device, data_index, _ = layout.coordinates(dist.get_rank())
+        # nn.Module forbids plain attributes before its own __init__ only for modules and parameters.
+        self.layout, self.device_index, self.data_index = layout, device, data_index
+        self.settings, self.clock = settings, clock
+        with _parent_prints_to_log(), torch.random.fork_rng(enabled=seed_layers):
+            super().__init__(
+                layers=layers,
+                topology=FoldedTopology(layout),
+                loss_fn=loss_fn,
+                partition_method=partition_method,
+                seed_layers=seed_layers,
+                seed_fn=seed_fn or _seed,
+                **kwargs,
+            )
+        # DeepSpeed numbers the ranks of a model copy by global rank, which a fold reverses for mirrored devices.
+        # Ranks that hold the same stages need the same number: checkpoint files are named by it.
+        coordinate = self.topology().get_coord(dist.get_rank())
+        self.mpu().ds_model_rank = coordinate.pipe * layout.tensor_parallel_size + getattr(
+            coordinate, "model", 0
+        )
+
+    # --- building ---
+
+    def _partition_layers(self, method: str | Sequence[int] = "parameters") -> None:
+        """Cut the layers into the placement's stages (the parent cuts them into the grid's pipe size)."""
+        self.num_stages = self.layout.placement.stages
+        if isinstance(method, str):
+            super()._partition_layers(method)
+            self.parts = [int(part) for part in self.parts]  # the parent's are numpy's, which seeds refuse
+        else:
+            self.parts = list(method)
+            if len(method) != self.num_stages + 1 or self.parts[0] != 0 or self.parts[-1] != self._num_layers:
+                raise ConfigError(
+                    f"the partition {self.parts} must be {self.num_stages + 1} boundaries from 0 to "
+                    f"{self._num_layers} (layers) for {self.num_stages} stages."
+                )
+        empty = [stage for stage in range(self.num_stages) if self.parts[stage] >= self.parts[stage + 1]]
+        if empty:
+            raise ConfigError(
+                f"partition_method {method!r} leaves stage {empty[0]} of {self.num_stages} without a layer. Use "
+                f'partition_method="uniform" or fewer stages.'
+            )
+        self.stages = self.layout.placement.stages_of(self.device_index)
+
+    def _build(self) -> None:
+        self.stage_funcs: dict[int, list[Callable[..., Any]]] = {}
+        for stage in self.stages:
+            self._set_bounds(self.parts[stage], self.parts[stage + 1])
+            super()._build()
+            self.stage_funcs[stage], self.forward_funcs = self.forward_funcs, []
+        self._activate(self.stages[0])
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """DeepSpeed's (folded) pipeline coordinate that holds ``layer_idx``; ties are found through it."""
+        device = self.layout.placement.pipes[0][super().stage_owner(layer_idx)]
+        return self.topology().folded_stage(device)
+
+    def _index_tied_modules(self) -> dict[str, Any]:
+        """Only ties that cross ranks need communication; a V placement has both ends on one rank."""
+        return {key: tie for key, tie in super()._index_tied_modules().items() if len(tie["ranks"]) > 1}
+
+    def _synchronize_tied_weights(self) -> None:
+        with torch.no_grad():
+            super()._synchronize_tied_weights()
+
+    # --- running ---
+
+    def forward_stage(self, stage: int, inputs: Any, step: int, micro_batch: int) -> Any:
+        """Run the layers of one stage.
+
+        Args:
+            stage: a stage that this rank holds.
+            inputs: a tensor or a tuple of tensors.
+            step, micro_batch: global ids, for layers that draw random numbers.
+        """
+        layers, interval = self.stage_funcs[stage], self.activation_checkpoint_interval
+
+        def run(start: int, stop: int, x: Any) -> Any:
+            # A recompute calls this again in the backward, when the clock has moved on.
+            if self.clock is not None:
+                self.clock.set(step, micro_batch)
+            for layer in layers[start:stop]:
+                x = layer(x)
+            return x
+
+        if interval == 0 or not torch.is_grad_enabled():
+            return run(0, len(layers), inputs)
+        for start in range(0, len(layers), interval):
+            stop = min(start + interval, len(layers))
+            if self._is_checkpointable(layers[start:stop]):
+                inputs = checkpoint(run, start, stop, inputs, use_reentrant=False)
+            else:
+                inputs = run(start, stop, inputs)
+        return inputs
+
+    # --- saving: the parent writes one file a layer for its active range ---
+
+    def _activate(self, stage: int) -> None:
+        self.forward_funcs = self.stage_funcs[stage]
+        self._set_bounds(self.parts[stage], self.parts[stage + 1])
+
+    def save_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Write every layer that this rank holds, one file each, named by its global index."""
+        for stage in self.stages:
+            self._activate(stage)
+            super().save_state_dict(*args, **kwargs)
+
+    def load_state_dir(self, *args: Any, **kwargs: Any) -> None:
+        """Read every layer that this rank holds."""
+        for stage in self.stages:
+            self._activate(stage)
+            super().load_state_dir(*args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """torch.compile every layer that this rank holds."""
+        for stage in self.stages:
+            self._activate(stage)
+            super().compile(*args, **kwargs)
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(int(seed))
+
+
+@contextlib.contextmanager
+def _parent_prints_to_log() -> Any:
+    """DeepSpeed's module prints its partition; keep standard output for the caller."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        yield
+    for line in text.getvalue().splitlines():
+        logger.debug(line)

@@ -1,0 +1,245 @@
+"""Which rank failed first, and who says so.
+
+When a rank fails, the others lose their connections and fail too, often all at once. The ranks agree through
+the rendezvous store (torchrun keeps it in its agent, DeepSpeed in rank 0) on what came first; that is told in
+full, the rest in one line at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError, DsExtError, TransportError
+
+logger = logging.getLogger(__name__)
+
+RANK_0_FIRST_S = (
+    8.0  # an error that every rank has is rank 0's to tell; until then the launcher ends the others
+)
+CAUSE_S = 3.0  # how long a rank that lost another one looks for the cause
+STORE_S = 2.0  # how long the store may take: it is silent when it lives in the rank that is gone
+CLAIM_DELAY_S = 0.5
+GONE_S = 0.2
+
+_FIRST, _LOST = "ds_ext/first_failure", "ds_ext/lost_peer_of_rank_"
+_LOST_SIGNS = ("connection", "broken pipe", "timed out", "timeout", "got 0 bytes", "remote process exited")
+_TIME_SIGNS = ("timed out", "timeout", "nothing moved")
+_TORCH_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
+_NO_ANSWER: Any = object()
+
+
+@dataclass
+class Ending:
+    """How this rank would end if it were ended now: what it would still say, and its exit code.
+
+    ``neighbours`` are the process ids of this node's ranks, as far as they are known.
+    """
+
+    text: str | None = None
+    code: int | None = None
+    neighbours: dict[int, int] = field(default_factory=dict)
+
+
+def rank() -> int:
+    """This process' rank as the launcher set it; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Number of ranks as the launcher set it; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def report(error: BaseException, ending: Ending) -> None:
+    """Say why this rank fails, unless another rank says it or is the cause; ``ending`` is kept up to date."""
+    logger.debug("rank %d ends", rank(), exc_info=error)
+    if isinstance(error, ConfigError):
+        _let_rank_0_speak()
+        _say_cause(f"error: {error}" if rank() == 0 else f"rank {rank()}: error: {error}")
+    elif _lost_peer(error):
+        _report_lost_peer(error, ending)
+    else:
+        _report_own(error)
+
+
+def say(text: str) -> None:
+    """Write to standard error in one piece, so that lines of several ranks do not mix."""
+    with contextlib.suppress(OSError):
+        os.write(2, (text + "\n").encode(errors="replace"))
+
+
+def _report_own(error: BaseException) -> None:
+    if not _joined():
+        _let_rank_0_speak()
+    first = _claim(f"rank {rank()} failed: {_headline(error)}")
+    if first:
+        say(f"rank {rank()} failed too: {_headline(error)}")
+    else:
+        _say_cause(f"rank {rank()} failed.\n{_text(error)}")
+
+
+def _report_lost_peer(error: BaseException, ending: Ending) -> None:
+    """Say which rank is silent or gone, unless the first cause turns up in the meantime.
+
+    Ranks that wait for each other all run into their time limit; the silent one is that which does not say so.
+    """
+    peer: int | None = getattr(error, "peer", None)
+    own = _headline(error).replace(f"TransportError: rank {rank()}: ", "TransportError: ")
+    if peer is None:
+        own = f"TransportError: in a collective of several ranks: {own}"
+    known = _ended_or_stopped(ending.neighbours)
+    if not known:
+        time.sleep(GONE_S)  # a connection can be lost a moment before its process is gone
+        known = _ended_or_stopped(ending.neighbours)
+    ending.text = f"rank {rank()} stopped: {known}{own}"
+    _ask_store(lambda store: store.set(f"{_LOST}{rank()}", "" if peer is None else str(peer)))
+    first = _wait_for_cause()
+    if first is None:
+        silent = [] if known else _silent_ranks()
+        if silent and peer not in silent:
+            time.sleep(CLAIM_DELAY_S)  # one that waited for the silent rank itself has more to say
+        if silent:
+            verb = "did not answer" if any(sign in own.lower() for sign in _TIME_SIGNS) else "is gone"
+            ending.text = f"rank {rank()} stopped: rank {', '.join(map(str, silent))} {verb}. {own}"
+        first = _claim(ending.text)
+    if not first:
+        _say_cause(ending.text)
+    elif os.environ.get("LOCAL_RANK", "0") == "0":
+        say(f"rank {rank()} stopped, because {first}")
+    ending.text = None
+
+
+def _ended_or_stopped(neighbours: dict[int, int]) -> str:
+    """What the process table says about the other ranks of this node; empty when all of them are running."""
+    found = []
+    for other, process in sorted(neighbours.items()):
+        state = process_state(process)[0]
+        if state in ("Z", "X", ""):
+            found.append(f"rank {other} has ended")
+        elif state in ("T", "t"):
+            found.append(f"rank {other} did not answer: its process {process} is stopped by a signal")
+    return "; ".join(found) + ". " if found else ""
+
+
+def process_state(process: int) -> tuple[str, int]:
+    """(state letter, parent) of a process as Linux shows them; ("", 0) when it is gone or there is no /proc."""
+    try:
+        words = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return words[0], int(words[1])
+    except (OSError, ValueError, IndexError):
+        return "", 0
+
+
+def _wait_for_cause() -> str | None:
+    """What failed first; None when nobody says so in time, or the store is gone."""
+    deadline = time.monotonic() + CAUSE_S
+    while time.monotonic() < deadline:
+        first = _ask_store(lambda store: store.get(_FIRST).decode() if store.check([_FIRST]) else "")
+        if first is _NO_ANSWER:
+            # The launcher has these seconds to end this rank before it tells what it only suffers from.
+            time.sleep(max(0.0, deadline - time.monotonic()))
+            return None
+        if first:
+            return first
+        time.sleep(0.1)
+    return None
+
+
+def _silent_ranks() -> list[int]:
+    """Ranks that others wait for and that do not report a lost peer themselves; empty when not known."""
+    keys = {other: f"{_LOST}{other}" for other in range(world_size())}
+    found = _ask_store(lambda s: {r: s.get(key).decode() for r, key in keys.items() if s.check([key])})
+    if found is _NO_ANSWER:
+        return []
+    named = {int(peer) for peer in found.values() if peer} - set(found)
+    return sorted(named or set(keys) - set(found))
+
+
+def _claim(text: str) -> str | None:
+    """Put ``text`` down as the job's first failure.
+
+    Returns the text of another rank that came first, "" when this one is first, None when that is not known.
+    """
+    first = _ask_store(lambda store: store.compare_set(_FIRST, "", text).decode())
+    return None if first is _NO_ANSWER else "" if first == text else first
+
+
+def _ask_store(question: Callable[[Any], Any]) -> Any:
+    if not _joined():
+        return _NO_ANSWER
+    from torch.distributed import distributed_c10d
+
+    answers: list[Any] = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):
+            # A question to a store that is gone would make torch print a page of C++ frames.
+            socket.create_connection(_store_address(), timeout=STORE_S).close()
+            answers.append(question(distributed_c10d._get_default_store()))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(STORE_S)
+    return answers[0] if answers else _NO_ANSWER
+
+
+def _store_address() -> tuple[str, int]:
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+def _joined() -> bool:
+    """Whether this rank is in a process group with others."""
+    if world_size() == 1 or "torch.distributed" not in sys.modules:
+        return False
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
+def _let_rank_0_speak() -> None:
+    """Wait for the end that comes when rank 0 has the same error; return after a while when it does not."""
+    if rank() != 0:
+        time.sleep(RANK_0_FIRST_S + (0 if os.environ.get("LOCAL_RANK") == "0" else 3))
+
+
+def _lost_peer(error: BaseException) -> bool:
+    """Whether the error only tells that another rank is silent or gone."""
+    if isinstance(error, TransportError):
+        return error.peer is not None
+    text = str(error).lower()
+    of_torch = type(error).__name__ in _TORCH_ERRORS or (isinstance(error, RuntimeError) and "gloo" in text)
+    return of_torch and _joined() and any(sign in text for sign in _LOST_SIGNS)
+
+
+def _headline(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _text(error: BaseException) -> str:
+    """Our own errors say enough by themselves; others need their traceback."""
+    if isinstance(error, DsExtError):
+        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def _say_cause(text: str) -> None:
+    """Say what the job failed of, here and in the report with which torchrun ends."""
+    say(text)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        # torchrun takes the earliest whole second for the root cause: one before those that fail because of this.
+        details = {"py_callstack": text, "timestamp": str(int(time.time()) - 1)}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))

@@ -1,0 +1,159 @@
+"""GPT as a list of DeepSpeed layer specs, for any pipeline partition and tensor-parallel size.
+
+    index            layer                   from          to
+    0                GPTEmbedding, tied      tokens_BS     hidden_BSD
+    1                GPTPositionEmbedding    hidden_BSD    hidden_BSD
+    2 .. L+1         TransformerLayer        hidden_BSD    hidden_BSD
+    L+2              LayerNorm               hidden_BSD    hidden_BSD
+    L+3              output_logits, tied     hidden_BSD    logits_BSV
+
+Shapes: B samples of a micro-batch, S tokens, D hidden size, V this rank's slice of the padded vocabulary.
+The first and the last layer share one module that holds nothing but the word embeddings, so a stage that has
+only the last one owns no parameter without a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import Tensor, nn
+
+from ds_ext.errors import ConfigError
+from ds_ext.models.config import TransformerConfig
+from ds_ext.models.layers import TransformerLayer
+from ds_ext.tensor_parallel import (
+    IGNORE_INDEX,
+    DropoutClock,
+    KeyedDropout,
+    TensorParallel,
+    VocabParallelEmbedding,
+    copy_to_tensor_model_parallel_region,
+    keyed_normal,
+    vocab_parallel_cross_entropy,
+)
+
+_BEFORE_THE_FIRST_LAYER = -1
+
+
+@dataclass(frozen=True)
+class GPTConfig(TransformerConfig):
+    """Sizes of a GPT; see TransformerConfig for the fields."""
+
+
+class GPTEmbedding(nn.Module):
+    """The word embeddings: tokens_BS to hidden_BSD, equal on all tensor-parallel ranks.
+
+    The start values of the true vocabulary do not depend on the padding, whose rows are zero and stay so.
+    """
+
+    def __init__(self, config: TransformerConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        normal = keyed_normal(config.init_std, config.seed, _BEFORE_THE_FIRST_LAYER, "word_embeddings.weight")
+
+        def fill(full_VD: Tensor) -> None:
+            normal(full_VD[: config.vocab_size])
+            full_VD[config.vocab_size :].zero_()
+
+        rows = config.padded_vocab_size(tp.size)
+        self.word_embeddings = VocabParallelEmbedding(rows, config.hidden_size, tp, init=fill)
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        return self.word_embeddings(tokens_BS)
+
+
+class GPTPositionEmbedding(nn.Module):
+    """Add the learned position embeddings, then drop out: hidden_BSD to hidden_BSD.
+
+    Raises:
+        ConfigError: at run time, for more tokens than there are positions.
+    """
+
+    def __init__(self, config: TransformerConfig, clock: DropoutClock) -> None:
+        super().__init__()
+        table_PD = torch.empty(config.positions, config.hidden_size, dtype=torch.float32, device="cpu")
+        name = "position_embeddings.weight"
+        keyed_normal(config.init_std, config.seed, _BEFORE_THE_FIRST_LAYER, name)(table_PD)
+        self.weight = nn.Parameter(table_PD.to(torch.get_default_dtype()))
+        self.dropout = KeyedDropout(
+            config.hidden_dropout, config.seed, _BEFORE_THE_FIRST_LAYER, "embedding_output", clock
+        )
+
+    def forward(self, hidden_BSD: Tensor) -> Tensor:
+        tokens, positions = hidden_BSD.size(1), self.weight.size(0)
+        if tokens > positions:
+            raise ConfigError(
+                f"a sample of {tokens} tokens does not fit {positions} position embeddings. "
+                f"Raise max_position_embeddings to {tokens} or shorten the samples."
+            )
+        return self.dropout(hidden_BSD + self.weight[:tokens])
+
+
+def output_logits(embedding: GPTEmbedding, hidden_BSD: Tensor) -> Tensor:
+    """The language model head over the tied word embeddings: hidden_BSD to this rank's logits_BSV."""
+    words = embedding.word_embeddings
+    return F.linear(copy_to_tensor_model_parallel_region(hidden_BSD, words.tp), words.weight)
+
+
+def gpt_layer_specs(config: TransformerConfig, tp: TensorParallel, clock: DropoutClock) -> list[LayerSpec]:
+    """The whole model as num_layers + 4 specs that any rank may build any part of.
+
+    Building communicates nothing and draws from no global generator: the start weights depend on ``config``
+    only.
+
+    Args:
+        config: sizes.
+        tp: this rank's place in its tensor-parallel group.
+        clock: the object that will tell the dropout layers which step and micro-batch they compute.
+
+    Raises:
+        ConfigError: if the tensor-parallel size does not divide the heads or the MLP.
+    """
+    config.check_tensor_parallel(tp.size)
+    weight = "word_embeddings.weight"
+    return [
+        TiedLayerSpec("embed", GPTEmbedding, config, tp, tied_weight_attr=weight),
+        LayerSpec(GPTPositionEmbedding, config, clock),
+        *(LayerSpec(TransformerLayer, config, layer, tp, clock) for layer in range(config.num_layers)),
+        LayerSpec(nn.LayerNorm, config.hidden_size, eps=config.layernorm_epsilon),
+        TiedLayerSpec("embed", GPTEmbedding, config, tp, forward_fn=output_logits, tied_weight_attr=weight),
+    ]
+
+
+def gpt_loss(config: TransformerConfig, tp: TensorParallel) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss function of the last stage: (logits_BSV, labels_BS) to a scalar, in nats per token.
+
+    The mean over the labels that are not ``IGNORE_INDEX``, as torch's cross_entropy has it; fp32, equal on
+    all tensor-parallel ranks.
+    """
+
+    def mean_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+        loss_BS = vocab_parallel_cross_entropy(logits_BSV, labels_BS, tp, config.vocab_size)
+        return loss_BS.sum() / (labels_BS != IGNORE_INDEX).sum().clamp(min=1)
+
+    return mean_loss
+
+
+def num_parameters(config: TransformerConfig) -> int:
+    """Parameters of the whole model; the tied word embeddings count once, vocabulary padding not at all."""
+    d, f = config.hidden_size, config.ffn_size
+    attention = 4 * d * d + 4 * d
+    mlp = 2 * d * f + f + d
+    layernorms = 4 * d
+    embeddings = (config.vocab_size + config.positions) * d
+    return embeddings + config.num_layers * (attention + mlp + layernorms) + 2 * d
+
+
+def flops_per_token(config: TransformerConfig) -> int:
+    """Floating-point operations of one token's forward and backward pass, recomputation not counted.
+
+    Matrix products only, a multiply-add as two, attention over all pairs of tokens though half are masked,
+    the true vocabulary without padding: the convention of Narayanan et al. 2021, appendix, without its
+    recomputed forward pass.
+    """
+    d, s = config.hidden_size, config.seq_length
+    weights = config.num_layers * (4 * d * d + 2 * d * config.ffn_size) + config.vocab_size * d
+    return 6 * weights + 12 * config.num_layers * s * d

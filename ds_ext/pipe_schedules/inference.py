@@ -1,0 +1,43 @@
+"""Forward-only timetables for any placement and any number of micro-batches: evaluation and inference."""
+
+from __future__ import annotations
+
+import heapq
+
+from .ops import FORWARD, Op, Timetable
+from .placement import Placement
+
+
+def forward_timetable(placement: Placement, micro_batches: int, name: str = "inference") -> Timetable:
+    """Every device computes what has been ready longest, so messages are taken in the order they are sent in.
+
+    At most D micro-batches are under way in a pipe: enough to keep D devices busy, and a link never has to hold
+    more than a few messages however many micro-batches there are. ``micro_batches`` may be any number from 1; no
+    pipe gets more than one more than another.
+    """
+    timetable = Timetable(name, placement, micro_batches, ())
+    ranks: list[list[Op]] = [[] for _ in range(placement.ranks)]
+    waiting: list[list[int]] = [[] for _ in placement.pipes]
+    for m in reversed(range(micro_batches)):
+        waiting[timetable.pipe(m)].append(m)
+    # Per device what is ready: (since when, micro-batch, stage). All forwards take one unit.
+    ready: list[list[tuple[int, int, int]]] = [[] for _ in ranks]
+
+    def admit(pipe: int, now: int) -> None:
+        if waiting[pipe]:
+            heapq.heappush(ready[placement.pipes[pipe][0]], (now, waiting[pipe].pop(), 0))
+
+    for pipe in range(placement.replicas):
+        for _ in range(placement.ranks):
+            admit(pipe, 0)
+    now = 0
+    while any(ready):
+        turn = [(device, heapq.heappop(queue)) for device, queue in enumerate(ready) if queue]
+        now += 1
+        for device, (_, m, stage) in turn:
+            ranks[device].append(Op(FORWARD, stage, m))
+            if stage + 1 < placement.stages:
+                heapq.heappush(ready[timetable.rank(stage + 1, m)], (now, m, stage + 1))
+            else:
+                admit(timetable.pipe(m), now)
+    return Timetable(name, placement, micro_batches, tuple(map(tuple, ranks)))

@@ -1,0 +1,130 @@
+"""The vocabulary of schedules: compute operations, timetables of them, and lowered instructions.
+
+A *timetable* says which rank computes which (stage, micro-batch) in which order, and nothing else. It is a
+value: made by a pure function, compared with ``==``, printed. Messages, loads, reductions and buffer slots are
+inserted later by :mod:`ds_ext.pipe_schedules.lower`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from .placement import Placement
+
+FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "F", "B", "I", "W"
+
+
+class Op(NamedTuple):
+    """One computation of a stage: ``kind`` is F forward, B whole backward, I input or W weight gradient."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        """``F3@1``: forward of micro-batch 3 at stage 1. Traces and errors use the same text."""
+        return f"{self.kind}{self.micro_batch}@{self.stage}"
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """A schedule made for given sizes: ``ranks[r]`` is the order in which device ``r`` computes.
+
+    ``micro_batches`` counts all pipes together; their ids are 0..N-1, and each belongs to one pipe.
+    """
+
+    schedule: str
+    placement: Placement
+    micro_batches: int
+    ranks: tuple[tuple[Op, ...], ...]
+
+    def pipe(self, micro_batch: int) -> int:
+        """The pipe that carries ``micro_batch``: pipe 0 has the first N/replicas ids, and so on.
+
+        Consecutive ids are consecutive samples, so a pipe reads what a data-parallel rank of the same index
+        would read.
+        """
+        return micro_batch * self.placement.replicas // self.micro_batches
+
+    @cached_property
+    def trains(self) -> bool:
+        """False for an evaluation: forwards only."""
+        return any(op.kind != FORWARD for order in self.ranks for op in order)
+
+    def rank(self, stage: int, micro_batch: int) -> int:
+        """The device that computes ``stage`` for ``micro_batch``."""
+        return self.placement.pipes[self.pipe(micro_batch)][stage]
+
+    @cached_property
+    def split_backwards(self) -> frozenset[tuple[int, int]]:
+        """The (stage, micro-batch) whose backward is two ops: input gradient, then weight gradient."""
+        return frozenset(
+            (op.stage, op.micro_batch) for order in self.ranks for op in order if op.kind == BACKWARD_INPUT
+        )
+
+    def gradient_op(self, stage: int, micro_batch: int) -> Op:
+        """The op that makes the input gradient of ``stage``: the whole backward, or its first half."""
+        split = (stage, micro_batch) in self.split_backwards
+        return Op(BACKWARD_INPUT if split else BACKWARD, stage, micro_batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One lowered instruction of one rank; ``name`` is the DeepSpeed class it becomes.
+
+    ``peer`` is the other device of a message. ``slot`` is the buffer that holds the tensors of (stage,
+    micro_batch), ``to_slot`` the destination of a hand-over on the same rank. Fields that mean nothing for an
+    instruction are None.
+    """
+
+    name: str
+    micro_batch: int | None = None
+    stage: int | None = None
+    pipe: int | None = None
+    chunk: int | None = None
+    peer: int | None = None
+    slot: int | None = None
+    to_slot: int | None = None
+
+    @property
+    def op(self) -> Op | None:
+        """The computation this instruction performs, or None."""
+        kind = COMPUTE.get(self.name)
+        if kind is None or self.stage is None or self.micro_batch is None:
+            return None
+        return Op(kind, self.stage, self.micro_batch)
+
+    def __str__(self) -> str:
+        op = self.op
+        if op is not None:
+            return str(op)
+        where = "" if self.micro_batch is None else f" {self.micro_batch}@{self.stage}"
+        peer = (
+            ""
+            if self.peer is None
+            else f" {'from' if self.name.startswith('Recv') else 'to'} rank {self.peer}"
+        )
+        return f"{self.name}{where}{peer}"
+
+
+COMPUTE = {
+    "ForwardPass": FORWARD,
+    "BackwardPass": BACKWARD,
+    "BackwardInput": BACKWARD_INPUT,
+    "BackwardWeight": BACKWARD_WEIGHT,
+}
+COMPUTE_NAME = {kind: name for name, kind in COMPUTE.items()}
+
+
+@dataclass(frozen=True)
+class Program:
+    """A timetable after lowering: what every device executes, instruction by instruction.
+
+    ``num_slots[r]`` is the number of buffers that the instructions of device ``r`` use.
+    """
+
+    timetable: Timetable
+    ranks: tuple[tuple[Instruction, ...], ...]
+    num_slots: tuple[int, ...]

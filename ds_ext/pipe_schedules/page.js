@@ -1,0 +1,237 @@
+"use strict";
+const KINDS = "FBIW";
+const WORDS = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient" };
+const LEFT = 104, RIGHT = 104, TOP = 24, BOTTOM = 42;
+const plots = [];
+const view = { from: 0, to: 1, end: 1, least: 0.01 };
+const tip = document.getElementById("tip");
+const said = document.getElementById("said");
+let chosen = null; // {plot, row, index} of the computation under the pointer or the cursor keys
+let queued = false;
+
+const short = (x) => String(Number(x.toPrecision(6)));
+const range = (n) => [...Array(n).keys()];
+
+/** A plot per canvas. A row arrives as [code, wait before, duration, ...] with code = (m * stages + stage) * 4 + kind. */
+function read(data, canvas) {
+  const stages = data.pipes[0].length;
+  const visits = data.pipes.map((devices) => {
+    const seen = {};
+    return devices.map((device) => (seen[device] = (seen[device] ?? -1) + 1));
+  });
+  const rows = data.rows.map((flat) => {
+    const ops = [];
+    for (let i = 0, time = 0; i < flat.length; i += 3) {
+      const start = time + flat[i + 1];
+      time = start + flat[i + 2];
+      const place = flat[i] >> 2, m = Math.floor(place / stages), stage = place % stages;
+      const pipe = data.pipe[m];
+      const visit = visits[pipe][stage] / Math.max(1, Math.max(...visits[pipe]));
+      ops.push({ kind: KINDS[flat[i] & 3], m, stage, pipe, start, end: time, visit });
+    }
+    return ops;
+  });
+  const held = data.rows.map((_, rank) => data.pipes.map((devices) =>
+    range(stages).filter((stage) => devices[stage] === rank).join(" ")).join(" · "));
+  const height = rows.length <= 8 ? 30 : rows.length <= 16 ? 24 : rows.length <= 32 ? 17 : 12;
+  canvas.style.height = `${TOP + rows.length * height + BOTTOM}px`;
+  return { data, canvas, rows, held, height, pen: canvas.getContext("2d"), width: 0 };
+}
+
+const inner = (plot) => Math.max(plot.width - LEFT - RIGHT, 50);
+const toX = (plot, time) => LEFT + ((time - view.from) * inner(plot)) / (view.to - view.from);
+const toTime = (plot, x) => view.from + ((x - LEFT) * (view.to - view.from)) / inner(plot);
+const name = (op) => `${op.kind}${op.m}@${op.stage}`;
+const opOf = (at) => at.plot.rows[at.row][at.index];
+
+function redraw() {
+  if (queued) return;
+  queued = true;
+  requestAnimationFrame(() => {
+    queued = false;
+    const style = getComputedStyle(document.documentElement);
+    const color = (key) => style.getPropertyValue(`--${key}`).trim();
+    plots.forEach((plot) => draw(plot, color));
+    document.getElementById("zoom").textContent = `${Number((view.end / (view.to - view.from)).toPrecision(2))}×`;
+  });
+}
+
+function draw(plot, color) {
+  const { canvas, pen, rows, height, data } = plot;
+  const ratio = window.devicePixelRatio || 1;
+  plot.width = canvas.clientWidth;
+  canvas.width = Math.round(plot.width * ratio);
+  canvas.height = Math.round(canvas.clientHeight * ratio);
+  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+  const font = getComputedStyle(document.body).fontFamily;
+  const write = (text, x, y, align, key, size = 11, weight = 400) => {
+    pen.font = `${weight} ${size}px ${font}`;
+    pen.textAlign = align;
+    pen.fillStyle = color(key);
+    pen.fillText(text, x, y);
+  };
+  pen.textBaseline = "middle";
+  drawMargins(plot, write, color);
+  drawAxis(plot, write, color);
+  pen.save();
+  pen.beginPath();
+  pen.rect(LEFT, 0, inner(plot), TOP + rows.length * height + 5);
+  pen.clip();
+  const wait = pen.createPattern(hatch(color("hatch"), ratio), "repeat");
+  wait.setTransform(new DOMMatrix().scale(1 / ratio));
+  const left = toX(plot, 0), right = toX(plot, data.makespan);
+  pen.fillStyle = wait;
+  range(rows.length).forEach((r) => pen.fillRect(left, TOP + r * height + 2, right - left, height - 4));
+  rows.forEach((ops, r) => drawRow(plot, ops, TOP + r * height, color, font));
+  if (chosen) drawChosen(plot, color);
+  pen.restore();
+  drawMarks(plot, write, color);
+}
+
+function hatch(color, ratio) {
+  const tile = document.createElement("canvas"), size = Math.round(6 * ratio);
+  tile.width = tile.height = size;
+  const pen = tile.getContext("2d");
+  pen.strokeStyle = color;
+  pen.lineWidth = ratio;
+  [-size, 0, size].forEach((dx) => {
+    pen.moveTo(dx - 1, size + 1);
+    pen.lineTo(dx + size + 1, -1);
+  });
+  pen.stroke();
+  return tile;
+}
+
+function drawMargins(plot, write, color) {
+  const { pen, rows, held, height, data, width } = plot;
+  const most = Math.max(...data.most, 1e-9);
+  const small = height < 15 ? 9 : 11;
+  write("peak act.", width - 4, TOP - 11, "right", "muted", 10);
+  rows.forEach((_, r) => {
+    const y = TOP + r * height + height / 2;
+    const two = height >= 30 && held[r].length <= 16;
+    write(`rank ${r}`, LEFT - 12, two ? y - 6 : y, "right", "ink", small);
+    if (two) write(`stage${/\d\D+\d/.test(held[r]) ? "s" : ""} ${held[r]}`, LEFT - 12, y + 7, "right", "muted", 9);
+    pen.fillStyle = color("bar");
+    pen.fillRect(width - RIGHT + 22, y - 4, (40 * data.peaks[r]) / most, 8);
+    write(short(data.peaks[r]), width - 4, y, "right", "ink", small);
+  });
+}
+
+function niceStep(least) {
+  const power = 10 ** Math.floor(Math.log10(least));
+  return power * ([1, 2, 5].find((factor) => power * factor >= least * 0.999) ?? 10);
+}
+
+function drawAxis(plot, write, color) {
+  const { pen, rows, height, data } = plot;
+  const bottom = TOP + rows.length * height;
+  const step = niceStep((56 * (view.to - view.from)) / inner(plot));
+  pen.lineWidth = 1;
+  for (let i = Math.ceil(view.from / step - 1e-9); i * step <= view.to * (1 + 1e-9); i++) {
+    const x = Math.round(toX(plot, i * step)) + 0.5;
+    pen.strokeStyle = color("line");
+    pen.beginPath();
+    pen.moveTo(x, TOP);
+    pen.lineTo(x, bottom + 5);
+    pen.stroke();
+    write(short(i * step), x, bottom + 13, "center", "muted", 10.5);
+  }
+  write(data.axis, LEFT + inner(plot) / 2, bottom + 32, "center", "muted", 10.5);
+}
+
+function drawRow(plot, ops, y, color, font) {
+  const { pen, height } = plot;
+  const fills = {}, tones = { F: color("text"), W: color("text"), B: color("inverse"), I: color("inverse") };
+  const paper = color("paper");
+  const digits = String(plot.data.pipe.length - 1).length; // all numbers have room, or none is written
+  let drawnTo = -Infinity;
+  for (let i = firstFrom(ops, view.from); i < ops.length && ops[i].start < view.to; i++) {
+    const op = ops[i], x = toX(plot, op.start), end = toX(plot, op.end), width = end - x;
+    if (end - drawnTo < 0.5) continue; // less than a pixel beyond what is there: nobody would see it
+    drawnTo = end;
+    const faint = chosen && opOf(chosen).m !== op.m;
+    if (faint) {
+      pen.fillStyle = paper; // hides the pattern of waiting
+      pen.fillRect(x, y + 2, width, height - 4);
+      pen.globalAlpha = 0.22;
+    }
+    pen.fillStyle = fills[op.kind + op.pipe] ??= color(op.kind + (op.pipe % 4));
+    const gap = width > 8 ? 0.5 : width > 3 ? 0.3 : 0;
+    if (width > 6) {
+      pen.beginPath();
+      pen.roundRect(x + gap, y + 2, width - 2 * gap, height - 4, 2.5);
+      pen.fill();
+    } else pen.fillRect(x + gap, y + 2, Math.max(width - 2 * gap, 0.5), height - 4);
+    if (op.visit > 0 && width > 13 && height >= 17) {
+      pen.globalAlpha *= 0.45;
+      pen.fillStyle = tones[op.kind];
+      pen.fillRect(x + 3, y + height - 6, (width - 6) * op.visit, 2);
+      pen.globalAlpha = faint ? 0.22 : 1;
+    }
+    const size = [12, 11, 10, 9].find((s) => width >= digits * s * 0.6 + 2.5 && height >= s + 3);
+    if (size) {
+      pen.font = `${size}px ${font}`;
+      pen.textAlign = "center";
+      pen.fillStyle = tones[op.kind];
+      pen.fillText(op.m, x + width / 2, y + height / 2 + 0.5);
+    }
+    pen.globalAlpha = 1;
+  }
+}
+
+/** Lines at the ideal and at the end: what lies between them is the bubble. */
+function drawMarks(plot, write, color) {
+  const { pen, rows, height, data } = plot;
+  const line = (time, dash, label, align, dx) => {
+    if (time < view.from || time > view.to * (1 + 1e-9)) return;
+    const x = Math.round(toX(plot, time)) + 0.5;
+    pen.strokeStyle = color("muted");
+    pen.setLineDash(dash);
+    pen.beginPath();
+    pen.moveTo(x, TOP - 5);
+    pen.lineTo(x, TOP + rows.length * height + 5);
+    pen.stroke();
+    pen.setLineDash([]);
+    write(label, x + dx, TOP - 11, align, "muted", 10.5);
+  };
+  line(data.ideal, [3, 3], `ideal ${short(data.ideal)}`, "right", -4);
+  line(data.makespan, [], short(data.makespan), "left", 4);
+}
+
+/** The way of the chosen micro-batch through the ranks, and a frame around the chosen computation. */
+function drawChosen(plot, color) {
+  const { pen, rows, height } = plot, m = opOf(chosen).m;
+  const way = [];
+  rows.forEach((ops, r) => ops.forEach((op) => {
+    if (op.m === m && op.kind !== "W") way.push({ op, y: TOP + r * height + height / 2 });
+  }));
+  way.sort((a, b) => a.op.start - b.op.start || a.op.end - b.op.end);
+  pen.strokeStyle = color("ink");
+  pen.globalAlpha = 0.55;
+  pen.beginPath();
+  way.forEach(({ op, y }, i) => {
+    if (i) pen.lineTo(toX(plot, op.start), y);
+    pen.moveTo(toX(plot, op.end), y);
+  });
+  pen.stroke();
+  pen.globalAlpha = 1;
+  if (chosen.plot !== plot) return;
+  const op = opOf(chosen), x = toX(plot, op.start);
+  pen.lineWidth = 2;
+  pen.beginPath();
+  pen.roundRect(x, TOP + chosen.row * height + 1, toX(plot, op.end) - x, height - 2, 3);
+  pen.stroke();
+  pen.lineWidth = 1;
+}
+
+/** Index of the first op that ends after ``time``. */
+function firstFrom(ops, time) {
+  let low = 0, high = ops.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (ops[middle].end > time) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}

@@ -1,0 +1,141 @@
+"""Timetables as one self-contained HTML page: nothing is fetched, it works from a file and without a network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+
+from ..errors import ScheduleError
+from .drawing import DARK, KINDS, LATER, LIGHT, WORDS, Theme, axis_title, heading, kinds_of, numbers, svg
+from .simulate import Simulation
+
+__all__ = ["html", "svg"]
+
+_HINT = (
+    "Point at a computation, or use the arrow keys, to see it and follow its micro-batch. The wheel and + − zoom, "
+    "dragging moves, 0 shows all."
+)
+
+
+def html(simulations: Sequence[Simulation]) -> str:
+    """A page with the timetables under each other on one time scale.
+
+    The computations are drawn by a script from a compact list, so the page stays small: about 10 bytes each.
+
+    Raises:
+        ScheduleError: if there is no timetable.
+    """
+    if not simulations:
+        raise ScheduleError("a page needs at least one timetable; got none.")
+    names = ", ".join(dict.fromkeys(s.timetable.schedule for s in simulations))
+    title = f"{names}: {heading(simulations[0].timetable)}" if len(simulations) == 1 else names
+    return "\n".join(
+        (
+            '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">',
+            f"<title>{escape(title)}</title>",
+            f"<style>\n{_theme_css()}\n{_file('page.css')}</style>",
+            f'<header>\n<ul class="legend" aria-label="Legend">{_legend(simulations)}</ul>\n{_tools()}\n</header>',
+            "<main>",
+            *(_section(number, simulation) for number, simulation in enumerate(simulations)),
+            f'</main>\n<footer>{_HINT}</footer>\n<div id="tip" role="tooltip" hidden></div>',
+            '<p id="said" class="unseen" aria-live="polite"></p>',
+            "<noscript>The timetables are drawn by a script, which this browser does not run.</noscript>",
+            f'<script type="application/json" id="data">{_data(simulations)}</script>',
+            f"<script>\n{_file('page.js')}{_file('page_events.js')}</script>\n</html>\n",
+        )
+    )
+
+
+def _file(name: str) -> str:
+    return files("ds_ext.pipe_schedules").joinpath(name).read_text("utf-8")
+
+
+def _theme_css() -> str:
+    def variables(theme: Theme) -> str:
+        plain = theme._asdict()
+        kinds = plain.pop("kinds")
+        for pipe, colors in enumerate(kinds):
+            plain |= {f"{kind}{pipe}": color for kind, color in zip(KINDS, colors, strict=True)}
+        return ":root{" + ";".join(f"--{key}:{color}" for key, color in plain.items()) + "}"
+
+    return f"{variables(LIGHT)}\n@media (prefers-color-scheme:dark){{{variables(DARK)}}}"
+
+
+def _tools() -> str:
+    buttons = (("out", "Zoom out", "−"), ("in", "Zoom in", "+"), ("all", "Show all", "Show all"))
+    out, zoom_in, show_all = (
+        f'<button type="button" id="{key}" aria-label="{label}">{text}</button>'
+        for key, label, text in buttons
+    )
+    zoom = '<output id="zoom" aria-label="Zoom">1×</output>'
+    return f'<div class="tools" role="toolbar" aria-label="Zoom">{out}{zoom}{zoom_in}{show_all}</div>'
+
+
+def _legend(simulations: Sequence[Simulation]) -> str:
+    used = {kind for s in simulations for kind in kinds_of(s.timetable)}
+    kinds = [kind for kind in KINDS if kind in used]
+    pipes = min(max(s.timetable.placement.replicas for s in simulations), len(LIGHT.kinds))
+    items = []
+    for pipe in range(pipes):
+        swatches = (
+            f'<span><i style="background:var(--{kind}{pipe})"></i>{WORDS[kind]}</span>' for kind in kinds
+        )
+        items.append((f"<b>pipe {pipe}</b> " if pipes > 1 else "") + "".join(swatches))
+    items.append('<span><i class="wait"></i>waiting</span>')
+    if any(s.timetable.placement.stages > s.timetable.placement.ranks for s in simulations):
+        items.append(f'<span><i class="later"></i>{LATER}</span>')
+    return "".join(f"<li>{item}</li>" for item in items)
+
+
+def _section(number: int, simulation: Simulation) -> str:
+    timetable = simulation.timetable
+    name, sizes = escape(timetable.schedule), heading(timetable)
+    costs = numbers(simulation)
+    listed = "".join(f"<div><dt>{key}</dt><dd>{value}</dd></div>" for key, value in costs)
+    label = f"{name}, {sizes}. " + ", ".join(f"{key} {value}" for key, value in costs)
+    return (
+        f'<section aria-labelledby="t{number}">\n<div class="title">'
+        f'<h2 id="t{number}">{name}<small>{sizes}</small></h2><dl>{listed}</dl></div>\n'
+        f'<canvas tabindex="0" role="application" aria-roledescription="timetable" '
+        f'aria-label="{label}. Arrow keys walk through the computations." aria-describedby="said"></canvas>\n</section>'
+    )
+
+
+def _data(simulations: Sequence[Simulation]) -> str:
+    """What page.js reads: per rank a flat list of (code, wait, duration), see there."""
+    text = json.dumps([_plot(simulation) for simulation in simulations], separators=(",", ":"))
+    return text.replace("<", "\\u003c")
+
+
+def _plot(simulation: Simulation) -> dict[str, object]:
+    timetable = simulation.timetable
+    stages = timetable.placement.stages
+    rows = []
+    for spans in simulation.spans:
+        row: list[float] = []
+        at = 0.0
+        for op, start, end in spans:
+            wait, duration = _number(start - at), _number(end - start)
+            row += [(op.micro_batch * stages + op.stage) * 4 + KINDS.index(op.kind), wait, duration]
+            # The script adds up what it is given: rounding must not add up with it.
+            at += wait + duration
+        rows.append(row)
+    return {
+        "makespan": _number(simulation.makespan),
+        "ideal": _number(simulation.ideal),
+        "peaks": [_number(peak) for peak in simulation.peak_activations],
+        "axis": axis_title(simulation),
+        "pipes": timetable.placement.pipes,
+        "pipe": [timetable.pipe(m) for m in range(timetable.micro_batches)],
+        "rows": rows,
+    }
+
+
+def _number(value: float) -> float | int:
+    """``value`` without the digits that only rounding errors have; whole numbers without a point."""
+    rounded = float(f"{value:.9g}") if abs(value) > 1e-9 else 0.0
+    return int(rounded) if rounded.is_integer() else rounded

@@ -1,0 +1,124 @@
+/* The second half of the page's script: what the mouse, the wheel and the keys do. page.js draws. */
+
+function choose(at, aloud) {
+  if (chosen?.plot === at?.plot && chosen?.row === at?.row && chosen?.index === at?.index) return;
+  chosen = at;
+  tip.hidden = !at;
+  if (at) {
+    const op = opOf(at), box = at.plot.canvas.getBoundingClientRect();
+    const lines = [
+      `${WORDS[op.kind]} of micro-batch ${op.m} at stage ${op.stage}`,
+      `pipe ${op.pipe}, rank ${at.row}`,
+      `start ${short(op.start)}, end ${short(op.end)}, duration ${short(op.end - op.start)}`,
+    ];
+    tip.replaceChildren(Object.assign(document.createElement("b"), { textContent: name(op) }),
+      ...lines.map((text) => Object.assign(document.createElement("div"), { textContent: text })));
+    const middle = (Math.max(op.start, view.from) + Math.min(op.end, view.to)) / 2;
+    const x = box.left + toX(at.plot, middle) - tip.offsetWidth / 2;
+    // Beside the rows, so that it does not cover the way of the micro-batch; in a tall picture beside the row.
+    const { rows, height } = at.plot, tall = rows.length * height > 320;
+    const above = box.top + TOP + (tall ? at.row * height : 0) - tip.offsetHeight - 6;
+    const y = above > 4 ? above : box.top + TOP + (tall ? at.row + 1 : rows.length) * height + 6;
+    tip.style.left = `${scrollX + Math.min(Math.max(x, 6), document.documentElement.clientWidth - tip.offsetWidth - 6)}px`;
+    tip.style.top = `${scrollY + y}px`;
+    if (aloud) said.textContent = `${name(op)}: ${lines.join("; ")}`;
+  }
+  redraw();
+}
+
+function under(plot, event) {
+  const row = Math.floor((event.offsetY - TOP) / plot.height);
+  if (!plot.rows[row] || event.offsetX < LEFT || event.offsetX > plot.width - RIGHT) return null;
+  const time = toTime(plot, event.offsetX), index = firstFrom(plot.rows[row], time);
+  return plot.rows[row][index]?.start <= time ? { plot, row, index } : null;
+}
+
+function look(from, to) {
+  const length = Math.min(Math.max(to - from, view.least), view.end);
+  const middle = (from + to) / 2;
+  view.from = Math.min(Math.max(middle - length / 2, 0), view.end - length);
+  view.to = view.from + length;
+  choose(null);
+  redraw();
+}
+
+function zoom(factor, about = (view.from + view.to) / 2) {
+  const length = Math.min(Math.max((view.to - view.from) / factor, view.least), view.end);
+  const from = about - ((about - view.from) * length) / (view.to - view.from);
+  look(from, from + length);
+}
+
+const pan = (time) => look(view.from + time, view.to + time);
+
+function walk(plot, key) {
+  const at = chosen?.plot === plot ? chosen : null;
+  let row = at?.row ?? 0, index = at?.index ?? firstFrom(plot.rows[0], view.from);
+  if (at && key === "ArrowRight") index++;
+  if (at && key === "ArrowLeft") index--;
+  if (at && (key === "ArrowUp" || key === "ArrowDown")) {
+    row = Math.min(Math.max(row + (key === "ArrowUp" ? -1 : 1), 0), plot.rows.length - 1);
+    index = firstFrom(plot.rows[row], opOf(at).start);
+  }
+  index = Math.min(Math.max(index, 0), plot.rows[row].length - 1);
+  const op = plot.rows[row][index];
+  if (!op) return;
+  if (op.start < view.from) pan(op.start - view.from);
+  else if (op.end > view.to) pan(op.end - view.to);
+  choose({ plot, row, index }, true);
+}
+
+function listen(plot) {
+  const { canvas } = plot;
+  let grip = null;
+  canvas.addEventListener("pointermove", (event) => {
+    if (grip === null) return choose(under(plot, event));
+    pan(((grip - event.offsetX) * (view.to - view.from)) / inner(plot));
+    grip = event.offsetX;
+  });
+  canvas.addEventListener("pointerdown", (event) => {
+    if (event.button) return;
+    grip = event.offsetX;
+    canvas.setPointerCapture(event.pointerId);
+    canvas.classList.add("held");
+  });
+  const release = () => {
+    grip = null;
+    canvas.classList.remove("held");
+  };
+  ["pointerup", "pointercancel"].forEach((type) => canvas.addEventListener(type, release));
+  canvas.addEventListener("pointerleave", () => choose(null));
+  canvas.addEventListener("blur", () => choose(null));
+  canvas.addEventListener("wheel", (event) => {
+    const whole = view.to - view.from >= view.end;
+    if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) pan((event.deltaX * (view.to - view.from)) / inner(plot));
+    else if (event.deltaY > 0 && whole) return; // nothing to zoom out of: the page scrolls
+    else zoom(1.002 ** -event.deltaY, toTime(plot, event.offsetX));
+    event.preventDefault();
+  }, { passive: false });
+  canvas.addEventListener("keydown", (event) => {
+    const actions = { "+": () => zoom(1.5), "=": () => zoom(1.5), "-": () => zoom(1 / 1.5), 0: () => look(0, view.end),
+      Escape: () => choose(null) };
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.key.startsWith("Arrow")) walk(plot, event.key);
+    else if (actions[event.key]) actions[event.key]();
+    else return;
+    event.preventDefault();
+  });
+}
+
+function start() {
+  const all = JSON.parse(document.getElementById("data").textContent);
+  const most = all.flatMap((data) => data.peaks);
+  document.querySelectorAll("canvas").forEach((canvas, i) => plots.push(read({ ...all[i], most }, canvas)));
+  view.end = view.to = Math.max(...all.map((data) => data.makespan)) || 1;
+  view.least = view.end / 1000;
+  plots.forEach(listen);
+  document.getElementById("in").onclick = () => zoom(1.5);
+  document.getElementById("out").onclick = () => zoom(1 / 1.5);
+  document.getElementById("all").onclick = () => look(0, view.end);
+  new ResizeObserver(redraw).observe(document.body);
+  ["(prefers-color-scheme: dark)", "print"].forEach((query) => matchMedia(query).addEventListener("change", redraw));
+  redraw();
+}
+
+start();

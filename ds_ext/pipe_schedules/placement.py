@@ -1,0 +1,128 @@
+"""Where the stages live: a placement maps every stage of every pipe to a device.
+
+A *pipe* is one full copy of the model laid over the devices. Unidirectional schedules have one; BitPipe has
+two, which run in opposite directions, so that every device holds stages of both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from ..errors import ScheduleError
+
+
+class Chunk(NamedTuple):
+    """One piece of the model on a device: ``stage`` of ``pipe``."""
+
+    stage: int
+    pipe: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """``pipes[p][stage]`` is the device that computes ``stage`` for the micro-batches of pipe ``p``."""
+
+    pipes: tuple[tuple[int, ...], ...]
+
+    @property
+    def stages(self) -> int:
+        """Number of pieces the model is cut into."""
+        return len(self.pipes[0])
+
+    @property
+    def replicas(self) -> int:
+        """Number of full copies of the model among the devices."""
+        return len(self.pipes)
+
+    @cached_property
+    def ranks(self) -> int:
+        """Number of devices."""
+        return 1 + max(max(pipe) for pipe in self.pipes)
+
+    @cached_property
+    def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
+        """Per device its chunks; chunk index = position. First visits of all pipes come before second visits.
+
+        For BitPipe's device d: down stage d, up stage D-1-d, down stage 2D-1-d, up stage D+d.
+        """
+        visits: list[list[tuple[int, int, int]]] = [[] for _ in range(self.ranks)]
+        for pipe, devices in enumerate(self.pipes):
+            seen = [0] * self.ranks
+            for stage, device in enumerate(devices):
+                visits[device].append((seen[device], pipe, stage))
+                seen[device] += 1
+        return tuple(tuple(Chunk(stage, pipe) for _, pipe, stage in sorted(visit)) for visit in visits)
+
+    @cached_property
+    def chunk_index(self) -> dict[tuple[int, int], int]:
+        """(stage, pipe) -> chunk index on the device that holds it."""
+        return {(c.stage, c.pipe): i for chunks in self.chunks for i, c in enumerate(chunks)}
+
+    @cached_property
+    def replica_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Devices that hold the same stages, one group per distinct set, ordered by first device.
+
+        A group has ``replicas`` members: to the optimizer they are data-parallel ranks of each other.
+        """
+        groups = tuple(tuple(group) for group in self._same_stages().values())
+        assert all(len(group) == self.replicas for group in groups), "check_replicas comes before"
+        return groups
+
+    def check_replicas(self, schedule: str) -> None:
+        """Refuse pipes that do not make replicas of each other's devices. Raises ScheduleError.
+
+        ``schedule`` is its name, for the error.
+        """
+        for stages, devices in self._same_stages().items():
+            if len(devices) != self.replicas:
+                raise ScheduleError(
+                    f"{schedule}: devices that hold the same stages must be as many as there are pipes, because "
+                    f"gradients are averaged over them; there are {self.replicas} pipes, and exactly the stages "
+                    f"{sorted(stages)} are held by {len(devices)} ({', '.join(map(str, devices))}). Let the pipes "
+                    f"run over the devices in opposite directions."
+                )
+
+    def _same_stages(self) -> dict[frozenset[int], list[int]]:
+        """Devices by the set of stages that they hold."""
+        groups: dict[frozenset[int], list[int]] = {}
+        for device, chunks in enumerate(self.chunks):
+            groups.setdefault(frozenset(c.stage for c in chunks), []).append(device)
+        return groups
+
+    def stages_of(self, device: int) -> tuple[int, ...]:
+        """The stages that ``device`` holds, ascending."""
+        return tuple(sorted(chunk.stage for chunk in self.chunks[device]))
+
+
+def linear(ranks: int) -> Placement:
+    """Stage s on device s."""
+    return Placement((tuple(range(ranks)),))
+
+
+def looped(ranks: int, chunks: int) -> Placement:
+    """Stage s on device s mod D: every device holds ``chunks`` stages (arXiv 2104.04473, section 2.2.2)."""
+    return Placement((tuple(range(ranks)) * chunks,))
+
+
+def v(ranks: int) -> Placement:
+    """One V-shaped pipe of 2D stages: there over all devices and back (ZB-V, arXiv 2405.15362)."""
+    there = tuple(range(ranks))
+    return Placement((there + there[::-1],))
+
+
+def bidirectional_linear(ranks: int) -> Placement:
+    """Two pipes of D stages in opposite directions (Chimera, arXiv 2107.06925)."""
+    there = tuple(range(ranks))
+    return Placement((there, there[::-1]))
+
+
+def bidirectional_v(ranks: int, waves: int = 1) -> Placement:
+    """Two V-shaped pipes of 2D stages: down turns at device D-1, up at device 0 (BitPipe, arXiv 2410.19367).
+
+    With ``waves`` both go there and back that many times, over 2D x waves stages.
+    """
+    there = tuple(range(ranks))
+    back = there[::-1]
+    return Placement(((there + back) * waves, (back + there) * waves))

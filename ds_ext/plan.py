@@ -1,0 +1,167 @@
+"""A job, decided and printable before anything is launched: sizes, stages, order, cost.
+
+Pure: no torch, no processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from .config import BatchSizes, JobConfig, batch_sizes
+from .errors import ConfigError
+from .layout import ParallelLayout, data_parallel_size
+from .pipe_schedules import Program, Timetable
+from .pipe_schedules.check import Report, check
+from .pipe_schedules.lower import lower
+from .pipe_schedules.render import LEGEND, time_grid
+from .pipe_schedules.simulate import Simulation, simulate
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that follows from the JSON and the world size."""
+
+    job: JobConfig
+    layout: ParallelLayout
+    sizes: BatchSizes
+    timetable: Timetable
+
+    @cached_property
+    def program(self) -> Program:
+        """The lowered timetable."""
+        return lower(self.timetable)
+
+    @cached_property
+    def report(self) -> Report:
+        """The checker's proof."""
+        return check(self.program)
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """Priced with forward = input gradient = weight gradient = 1 and free messages."""
+        return simulate(self.timetable)
+
+
+def make_plan(job: JobConfig, world_size: int | None = None) -> Plan:
+    """Decide a job. Raises ConfigError.
+
+    Args:
+        world_size: number of processes; None means one pipeline group.
+    """
+    placement = job.ds_ext.placement()
+    tensor = job.ds_ext.tensor_parallel_size
+    data = 1 if world_size is None else data_parallel_size(world_size, placement, tensor)
+    sizes = batch_sizes(job.deepspeed, placement.replicas, data, job.flags)
+    return Plan(
+        job, ParallelLayout(placement, tensor, data), sizes, job.ds_ext.timetable(sizes.micro_batches)
+    )
+
+
+def layer_boundaries(num_layers: int, before: int, after: int, stages: int, schedule: str) -> list[int]:
+    """Cut ``num_layers`` equal layers evenly into stages.
+
+    Args:
+        before, after: layers of other kinds, which join the first and the last stage.
+        schedule: its name, for the error.
+
+    Returns:
+        The stages + 1 boundaries among before + num_layers + after layers.
+
+    Raises:
+        ConfigError: it does not divide; the sentence says which numbers would.
+    """
+    below, above = num_layers // stages * stages, (num_layers // stages + 1) * stages
+    if num_layers < stages or num_layers % stages:
+        raise ConfigError(
+            f"{schedule} cuts the model into {stages} stages, and {num_layers} layers do not divide into "
+            f"{stages}. Use num_layers {f'{below} or ' if below > 0 else ''}{max(above, stages)}, or another "
+            f"pipeline_parallel_size."
+        )
+    share = num_layers // stages
+    inner = [before + stage * share for stage in range(1, stages)]
+    return [0, *inner, before + num_layers + after]
+
+
+def describe_groups(layout: ParallelLayout) -> str:
+    """The table of process groups."""
+    sizes = (
+        f"world {layout.world_size} = {layout.placement.ranks} pipeline x "
+        f"{layout.tensor_parallel_size} tensor x {layout.data_parallel_size} data"
+    )
+    rows = [
+        f"  {name:<9} {' '.join(str(group).replace(' ', '') for group in groups)}"
+        for name, groups in layout.groups().items()
+    ]
+    return "\n".join([sizes, *rows])
+
+
+def describe(
+    plan: Plan, *, boundaries: list[int], layer_names: list[str], message_bytes: int, grid: bool = True
+) -> str:
+    """The plan as text: groups, stages and their layers, cost, and the timetable.
+
+    Args:
+        boundaries: from :func:`layer_boundaries`.
+        layer_names: one a layer; numbered ones ("layer 3") are joined to ranges.
+        message_bytes: size of one activation or gradient between stages.
+        grid: draw the timetable too.
+    """
+    sizes = plan.sizes
+    lines = [
+        f"schedule  {plan.timetable.schedule}, {sizes.micro_batches} micro-batches of {sizes.micro_batch_size} "
+        f"per pipeline group, {sizes.train_batch_size} samples a step",
+        describe_groups(plan.layout),
+        "stages",
+        *_describe_stages(plan, boundaries, layer_names),
+        *_describe_costs(plan, message_bytes),
+    ]
+    if "ds_ext" not in plan.job.deepspeed:
+        lines.insert(0, 'the JSON has no "ds_ext" section: schedule and sizes are the defaults')
+    if grid:
+        lines += ["", time_grid(plan.simulation), f"        {LEGEND}"]
+    return "\n".join(lines)
+
+
+def _describe_stages(plan: Plan, boundaries: list[int], layer_names: list[str]) -> list[str]:
+    placement = plan.layout.placement
+    lines = []
+    for stage in range(placement.stages):
+        names = layer_names[boundaries[stage] : boundaries[stage + 1]]
+        devices = ", ".join(str(pipe[stage]) for pipe in placement.pipes)
+        lines.append(f"  stage {stage:<3} device {devices:<7} {_ranges(names)}")
+    return lines
+
+
+def _describe_costs(plan: Plan, message_bytes: int) -> list[str]:
+    placement, simulation, report = plan.layout.placement, plan.simulation, plan.report
+    peaks = ", ".join(f"{peak:g}" for peak in simulation.peak_activations)
+    copies = "1 copy" if placement.replicas == 1 else f"{placement.replicas} copies"
+    slots = f"{report.link_slots} message{'s' if report.link_slots != 1 else ''}"
+    losses = ", ".join(map(str, report.loss_ranks))
+    return [
+        f"bubble    {simulation.bubble:.1%} (simulated, forward : backward = 1 : 2, free messages)",
+        f"peak      {peaks} live activations per device, in units of 1/{placement.ranks} of the model and a "
+        f"micro-batch",
+        f"messages  {simulation.messages} a step and pipeline group, {message_bytes:,} bytes each",
+        f"weights   {copies} of the model per pipeline group",
+        f"checked   every message has its receive, also with room for {slots} on a link; the loss is on device "
+        f"{losses}",
+    ]
+
+
+def _ranges(names: list[str]) -> str:
+    """``["layer 3", "layer 4", "head"]`` -> ``"layer 3-4, head"``."""
+    parts: list[tuple[str, int, int] | str] = []
+    for name in names:
+        word, _, number = name.rpartition(" ")
+        previous = parts[-1] if parts else None
+        if not number.isdigit():
+            parts.append(name)
+        elif isinstance(previous, tuple) and previous[0] == word and previous[2] + 1 == int(number):
+            parts[-1] = (word, previous[1], int(number))
+        else:
+            parts.append((word, int(number), int(number)))
+    return ", ".join(
+        p if isinstance(p, str) else f"{p[0]} {p[1]}" + (f"-{p[2]}" if p[2] > p[1] else "") for p in parts
+    )

@@ -1,0 +1,106 @@
+"""What can be wrong with a job besides its sizes, found before any process group is made.
+
+Pure: neither torch nor the data are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError
+from .megatron_flags import TOKENIZER_FILES, TOKENIZER_TYPES
+
+
+def check_job(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless the optimizer, the checkpoint to load and the places to write to are in order."""
+    require_optimizer(config)
+    _check_tokenizer(args)
+    for flag, lowest in (
+        ("train_iters", 1),
+        ("eval_iters", 0),
+        ("log_interval", 1),
+        ("eval_interval", 0),
+        ("save_interval", 0),
+    ):
+        value = getattr(args, flag)
+        if value < lowest:
+            raise ConfigError(f"--{flag.replace('_', '-')} must be at least {lowest}; got {value}.")
+    if args.load:
+        find_checkpoint(args.load)
+    if args.save:
+        _require_writable("--save", Path(args.save), make=not args.dry_run)
+    if args.metrics_file:
+        path = Path(args.metrics_file)
+        if path.is_dir():
+            raise ConfigError(f"--metrics-file {path} is a folder. Give the name of a file in it.")
+        _require_writable("--metrics-file", path.parent)
+
+
+def _check_tokenizer(args: argparse.Namespace) -> None:
+    """The flags that name a tokenizer fit each other."""
+    if bool(args.vocab_file) != bool(args.merge_file):
+        raise ConfigError("--vocab-file and --merge-file belong together: give both.")
+    if args.tokenizer and args.vocab_file:
+        raise ConfigError("--tokenizer and --vocab-file exclude each other: give one of them.")
+    if args.tokenizer_type is None:
+        return
+    kind = "none"
+    if args.vocab_file:
+        kind = "gpt2"
+    elif args.tokenizer:
+        kind = "model" if args.tokenizer.endswith(".model") else "json"
+    needed = TOKENIZER_TYPES[args.tokenizer_type]
+    if kind != needed:
+        given = args.vocab_file or args.tokenizer or "none"
+        raise ConfigError(
+            f"--tokenizer-type {args.tokenizer_type} needs {TOKENIZER_FILES[needed]}; got {given}. Without "
+            f"--tokenizer-type the files say what they are, and without files the data do."
+        )
+
+
+def require_optimizer(config: Mapping[str, Any]) -> None:
+    """Training needs an optimizer in the JSON. Raises ConfigError."""
+    optimizer = config.get("optimizer")
+    if not isinstance(optimizer, Mapping) or not optimizer.get("type"):
+        raise ConfigError(
+            'training needs "optimizer" in the JSON, for example {"type": "AdamW", "params": {"lr": 1e-3, '
+            '"torch_adam": true}} ("torch_adam" spares the compilation of a fused one).'
+        )
+
+
+def find_checkpoint(folder: str) -> Path:
+    """The latest checkpoint in ``folder``. Raises ConfigError when there is none."""
+    latest = Path(folder) / "latest"
+    if not latest.is_file():
+        raise ConfigError(
+            f"--load {folder}: there is no checkpoint (no file 'latest' in it). Leave --load out to start from the "
+            f"beginning."
+        )
+    checkpoint = Path(folder) / latest.read_text().strip()
+    if not checkpoint.is_dir():
+        tags = sorted(path.name for path in Path(folder).iterdir() if path.is_dir())
+        raise ConfigError(
+            f"--load {folder}: its file 'latest' names {checkpoint.name!r}, which is not there. Write one of the names "
+            f"that are into it: {', '.join(tags) or 'none'}."
+        )
+    return checkpoint
+
+
+def _require_writable(flag: str, folder: Path, make: bool = False) -> None:
+    """A run of hours must not fail at its end for a folder that cannot be made."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise ConfigError(
+            f"{flag}: cannot write to {folder}: {place} is {'read-only' if place.is_dir() else 'a file'}."
+        )
+    if make:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{flag}: cannot make the folder {folder}: {error.strerror}.") from None

@@ -1,0 +1,39 @@
+"""Megatron-style tensor parallelism. Groups are arguments; nothing here is global."""
+
+from ds_ext.tensor_parallel.group import TensorParallel, create_tensor_parallel
+from ds_ext.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    InitMethod,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    shard_dim,
+)
+from ds_ext.tensor_parallel.loss import IGNORE_INDEX, vocab_parallel_cross_entropy
+from ds_ext.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from ds_ext.tensor_parallel.random import DropoutClock, KeyedDropout, keyed_normal, keyed_rng, mix_key
+
+__all__ = [
+    "IGNORE_INDEX",
+    "ColumnParallelLinear",
+    "DropoutClock",
+    "InitMethod",
+    "KeyedDropout",
+    "RowParallelLinear",
+    "TensorParallel",
+    "VocabParallelEmbedding",
+    "copy_to_tensor_model_parallel_region",
+    "create_tensor_parallel",
+    "gather_from_tensor_model_parallel_region",
+    "keyed_normal",
+    "keyed_rng",
+    "mix_key",
+    "reduce_from_tensor_model_parallel_region",
+    "scatter_to_tensor_model_parallel_region",
+    "shard_dim",
+    "vocab_parallel_cross_entropy",
+]

@@ -1,0 +1,172 @@
+"""Linear and embedding layers whose weights are sharded over a tensor-parallel group (Shoeybi et al. 2019).
+
+A sharded parameter carries ``model_parallel`` and ``tensor_model_parallel`` (DeepSpeed and Megatron count it
+on every rank when they take a gradient norm) and ``partition_dim``, the dimension along which the shards of
+the ranks, concatenated in rank order, give the full weight. A replicated parameter carries none of them.
+
+The full weight is always made first, on the CPU, and then cut: a start value cannot depend on the size of the
+group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ds_ext.tensor_parallel.group import TensorParallel
+from ds_ext.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+
+InitMethod = Callable[[Tensor], object]
+"""Fills a full (unsharded) fp32 CPU weight in place."""
+
+
+class ColumnParallelLinear(nn.Module):
+    """``y = x A^T + b`` with the rows of A, which are the output features, shared out over the group.
+
+    Input (..., input_size), equal on all ranks. Output (..., output_size / size), this rank's features, or
+    (..., output_size) with ``gather_output``.
+
+    Args:
+        input_size, output_size: sizes of the full layer.
+        tp: this rank's place in its group.
+        init: fills the full (output_size, input_size) weight; the bias starts at zero.
+
+    Raises:
+        ConfigError: if ``output_size`` does not divide by the size of the group.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        tp: TensorParallel,
+        bias: bool = True,
+        gather_output: bool = False,
+        *,
+        init: InitMethod,
+    ) -> None:
+        super().__init__()
+        tp.shard_size(output_size, "output_size")
+        self.tp = tp
+        self.gather_output = gather_output
+        self.weight = _sharded_parameter((output_size, input_size), 0, tp, init)
+        self.bias = _sharded_parameter((output_size,), 0, tp, nn.init.zeros_) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(copy_to_tensor_model_parallel_region(x, self.tp), self.weight, self.bias)
+        return gather_from_tensor_model_parallel_region(y, self.tp) if self.gather_output else y
+
+
+class RowParallelLinear(nn.Module):
+    """``y = x A^T + b`` with the columns of A, which are the input features, shared out over the group.
+
+    Input (..., input_size / size), this rank's features, or (..., input_size) without ``input_is_parallel``.
+    Output (..., output_size), equal on all ranks. The bias is replicated and added once, after the sum.
+
+    Args:
+        input_size, output_size: sizes of the full layer.
+        tp: this rank's place in its group.
+        init: fills the full (output_size, input_size) weight; the bias starts at zero.
+
+    Raises:
+        ConfigError: if ``input_size`` does not divide by the size of the group.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        tp: TensorParallel,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        *,
+        init: InitMethod,
+    ) -> None:
+        super().__init__()
+        tp.shard_size(input_size, "input_size")
+        self.tp = tp
+        self.input_is_parallel = input_is_parallel
+        self.weight = _sharded_parameter((output_size, input_size), 1, tp, init)
+        self.bias = nn.Parameter(torch.zeros(output_size, device="cpu")) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.input_is_parallel:
+            x = scatter_to_tensor_model_parallel_region(x, self.tp)
+        y = reduce_from_tensor_model_parallel_region(F.linear(x, self.weight), self.tp)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabParallelEmbedding(nn.Module):
+    """A token embedding whose rows are shared out over the group: ids_BS to hidden_BSD, on all ranks.
+
+    Args:
+        num_embeddings: rows of the full table, padded to a multiple of the size of the group.
+        embedding_dim: columns.
+        tp: this rank's place in its group.
+        init: fills the full (num_embeddings, embedding_dim) table.
+
+    Raises:
+        ConfigError: if ``num_embeddings`` does not divide by the size of the group.
+        IndexError: at run time, on CPU, for an id outside the table (a device assertion on CUDA).
+    """
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, tp: TensorParallel, *, init: InitMethod
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.num_embeddings = num_embeddings
+        self.rows = tp.shard_size(num_embeddings, "num_embeddings")
+        self.weight = _sharded_parameter((num_embeddings, embedding_dim), 0, tp, init)
+
+    def forward(self, ids_BS: Tensor) -> Tensor:
+        if self.tp.size == 1:
+            return F.embedding(ids_BS, self.weight)
+        check_ids(ids_BS, self.num_embeddings)
+        local_BS = ids_BS - self.tp.rank * self.rows
+        foreign_BS = (local_BS < 0) | (local_BS >= self.rows)
+        partial_BSD = F.embedding(local_BS.masked_fill(foreign_BS, 0), self.weight)
+        return reduce_from_tensor_model_parallel_region(
+            partial_BSD.masked_fill(foreign_BS.unsqueeze(-1), 0.0), self.tp
+        )
+
+
+def shard_dim(parameter: Tensor) -> int | None:
+    """The dimension along which the ranks' shards concatenate to the full weight; None if replicated."""
+    return getattr(parameter, "partition_dim", None)
+
+
+def check_ids(ids: Tensor, limit: int) -> None:
+    """Refuse token ids outside 0..limit-1, which sharded lookups would otherwise take for another rank's.
+
+    Raises:
+        IndexError: on CPU. On an accelerator the same condition is a device assertion, which costs no wait.
+    """
+    valid = ((ids >= 0) & (ids < limit)).all()
+    if ids.device.type != "cpu":
+        torch.ops.aten._assert_async.msg(valid, f"token ids must be in 0..{limit - 1}")
+    elif not valid:
+        raise IndexError(
+            f"token ids must be in 0..{limit - 1}; got {int(ids.min())}..{int(ids.max())}. "
+            "Use the tokenizer that made the data, or a larger vocab_size."
+        )
+
+
+def _sharded_parameter(shape: Sequence[int], dim: int, tp: TensorParallel, init: InitMethod) -> nn.Parameter:
+    full = torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        init(full)
+    # A clone, because a view would keep the full weight alive.
+    parameter = nn.Parameter(tp.shard(full, dim).to(torch.get_default_dtype()).clone())
+    parameter.model_parallel = True  # type: ignore[attr-defined]
+    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    parameter.partition_dim = dim  # type: ignore[attr-defined]
+    return parameter

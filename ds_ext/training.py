@@ -1,0 +1,188 @@
+"""The loop that both training scripts share: train, evaluate, save, resume, and say what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from .engine import PipelineEngine
+from .engine.micro_batches import MicroBatches
+from .errors import CheckpointError
+from .observe.metrics import MetricsFile, StepMetrics, peak_memory_bytes
+from .plan import Plan
+from .preflight import find_checkpoint
+from .process import rank, world_size
+
+
+def say(text: str) -> None:
+    """Print on rank 0, at once."""
+    if rank() == 0:
+        print(text, flush=True)
+
+
+@dataclass
+class Trainer:
+    """Runs an engine up to step ``args.train_iters``.
+
+    Args:
+        engine: from :func:`ds_ext.initialize`.
+        args: parsed flags of the script.
+        plan: what was decided from the JSON.
+        train, valid: micro-batches by id; ``valid`` may be None.
+        tokens_per_sample: for tokens/s.
+        tokenizer: fingerprint of the data's tokenizer; a checkpoint made with another one is refused.
+        floor: (name, loss in nats) that a model which has learnt something is below.
+    """
+
+    engine: PipelineEngine
+    args: argparse.Namespace
+    plan: Plan
+    train: MicroBatches
+    valid: MicroBatches | None
+    tokens_per_sample: int
+    floor: tuple[str, float] | None = None
+    tokenizer: str | None = None
+    validation_loss: float | None = None
+
+    def run(self) -> None:
+        """Train to the last step; evaluate and save on the way and at the end."""
+        args = self.args
+        step = self.resume()
+        if step >= args.train_iters:
+            say(
+                f"nothing to train: the checkpoint is at step {step} and --train-iters is {args.train_iters}."
+            )
+            return
+        loss = math.nan
+        with MetricsFile(args.metrics_file if rank() == 0 else None) as file:
+            while step < args.train_iters:
+                step += 1
+                metrics = self.step(step)
+                loss = metrics.loss
+                file.write(metrics)
+                last = step == args.train_iters
+                if last or step % args.log_interval == 0:
+                    say(metrics.line(args.train_iters))
+                if last or _due(step, args.eval_interval):
+                    self.evaluate(step)
+                if args.save and (last or _due(step, args.save_interval)):
+                    self.save(step)
+        self.say_goodbye(loss)
+
+    def step(self, step: int) -> StepMetrics:
+        """One optimizer step and what it cost."""
+        engine = self.engine
+        lr = float(engine.optimizer.param_groups[0]["lr"])
+        started = time.perf_counter()
+        loss = float(engine.train_batch(self.train))
+        seconds = time.perf_counter() - started
+        norm = engine.get_global_grad_norm()
+        return StepMetrics(
+            step=step,
+            loss=loss,
+            grad_norm=None if norm is None else float(norm),
+            lr=lr,
+            iter_time_s=seconds,
+            tokens_per_s=engine.train_batch_size() * self.tokens_per_sample / seconds,
+            consumed_samples=self.train.consumed_samples,
+            schedule=self.plan.timetable.schedule,
+            transport=engine.transport.name,
+            peak_memory_bytes=peak_memory_bytes(engine.device),
+            bubble_measured=engine.bubble_measured,
+            bubble_simulated=engine.bubble_simulated,
+        )
+
+    def evaluate(self, step: int) -> None:
+        """Mean loss over ``--eval-iters`` steps of the validation split, always the same samples."""
+        if self.valid is None:
+            return
+        self.valid.consumed_samples = 0
+        losses = [float(self.engine.eval_batch(self.valid)) for _ in range(self.args.eval_iters)]
+        loss = sum(losses) / len(losses)
+        self.validation_loss = loss
+        say(f"step {step}: validation loss {loss:.4f}, perplexity {_perplexity(loss)}")
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint in DeepSpeed's layout with the position in the data."""
+        state = {"step": step, "tokenizer": self.tokenizer, **self.train.state_dict()}
+        self.engine.save_checkpoint(self.args.save, tag=f"step_{step}", client_state=state)
+        say(f"step {step}: saved {Path(self.args.save) / f'step_{step}'}")
+
+    def resume(self) -> int:
+        """Load ``--load`` if given. Returns the number of steps done."""
+        if not self.args.load:
+            return 0
+        checkpoint = find_checkpoint(self.args.load)
+        path, state = self.engine.load_checkpoint(self.args.load, tag=checkpoint.name)
+        if path is None or "step" not in state or "consumed_samples" not in state:
+            raise CheckpointError(
+                f"{checkpoint} holds no step and position in the data: it is incomplete, or it was saved by another "
+                f"script. Write an older one's name into {checkpoint.parent / 'latest'}, or leave --load out."
+            )
+        if state.get("tokenizer") not in (None, self.tokenizer):
+            raise CheckpointError(
+                f"{checkpoint} was trained on data of another tokenizer (fingerprint {state['tokenizer']}; the "
+                f"data's is {self.tokenizer}). Give the --data-path of that run, or another --load."
+            )
+        self.train.load_state_dict(state)
+        say(
+            f"resumed from {checkpoint} at step {state['step']}, {self.train.consumed_samples} samples consumed"
+        )
+        return int(state["step"])
+
+    def say_goodbye(self, loss: float) -> None:
+        """The result in one line, and what to run next."""
+        if self.floor is not None:
+            name, value = self.floor
+            kind, loss = (
+                ("final", loss) if self.validation_loss is None else ("validation", self.validation_loss)
+            )
+            verdict = "below" if loss < value else "not below"
+            say(f"{kind} loss {loss:.4f}, {verdict} the {name} of {value:.4f} nats")
+        table = self.plan.timetable
+        show = f"python -m ds_ext show {table.schedule} --stages {self.plan.layout.placement.ranks}"
+        lines = [f"see the order  {show} --micro-batches {table.micro_batches}"]
+        if self.args.save:
+            lines.insert(0, f"train on       {resume_command(sys.argv, self.args)}")
+        say("next: " + "\n      ".join(lines))
+
+
+def resume_command(argv: Sequence[str], args: argparse.Namespace) -> str:
+    """The command that trains on from ``args.save`` for as many steps again, with the flags of this run."""
+    words, dropped = list(argv), ("--load", "--train-iters", "--local_rank", "--local-rank")
+    kept: list[str] = []
+    while words:
+        word = words.pop(0)
+        if word in dropped:
+            words = words[1:]
+        elif word.partition("=")[0] not in dropped:
+            kept.append(word)
+    torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    launcher = ["torchrun", "--nproc_per_node"] if torchrun else ["deepspeed", "--num_gpus"]
+    ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or str(world_size())
+    return shlex.join(
+        [*launcher, ranks, *kept, "--load", args.save, "--train-iters", str(2 * args.train_iters)]
+    )
+
+
+def shut_down(engine: PipelineEngine) -> None:
+    """Wait for every message and every rank, so that no rank leaves while another still needs it."""
+    engine.transport.close()
+    dist.barrier()
+
+
+def _due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+def _perplexity(loss: float) -> str:
+    return f"{math.exp(loss):.1f}" if loss < 100 else "huge"

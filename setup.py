@@ -1,0 +1,69 @@
+"""Build and metadata of ds_ext; tool settings are in pyproject.toml, exact versions in constraints.txt."""
+
+from pathlib import Path
+
+from pybind11.setup_helpers import Pybind11Extension, build_ext
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+NATIVE = Pybind11Extension(
+    "ds_ext.comm._native",
+    sources=["kernels/transport/bindings.cpp"],
+    include_dirs=["kernels/transport"],
+    depends=["kernels/transport/descriptor.hpp", "kernels/transport/errors.hpp"],
+    cxx_std=17,
+    extra_compile_args=["-O3", "-Wall", "-Wextra"],
+)
+
+
+def version() -> str:
+    """The version in ds_ext/__init__.py, read without importing the package."""
+    for line in (HERE / "ds_ext" / "__init__.py").read_text().splitlines():
+        if line.startswith("__version__"):
+            return line.split('"')[1]
+    raise RuntimeError("ds_ext/__init__.py has no line that starts with __version__")
+
+
+setup(
+    name="ds_ext",
+    version=version(),
+    description="BitPipe, DPP and FBD pipeline schedules for DeepSpeed",
+    long_description=(HERE / "README.md").read_text() if (HERE / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["ds_ext", "ds_ext.*"]),
+    package_data={
+        "ds_ext": ["py.typed"],
+        "ds_ext.comm": ["*.pyi"],
+        "ds_ext.pipe_schedules": ["*.css", "*.js"],
+    },
+    ext_modules=[NATIVE],
+    cmdclass={"build_ext": build_ext},
+    install_requires=[
+        "torch>=2.6",
+        "deepspeed>=0.19.8,<0.20",
+        "numpy",
+        "tokenizers",
+        "rich",
+        "pydantic>=2",
+    ],
+    extras_require={
+        "data": ["megatron-core>=0.16,<0.17", "sentencepiece"],
+        "hf": ["transformers", "safetensors"],
+        "solve": ["ortools"],
+        "trace": ["viztracer"],
+        "te": ["transformer-engine[pytorch]"],
+        "dev": [
+            "pytest",
+            "pytest-timeout",
+            "hypothesis",
+            "ruff",
+            "pyright",
+            "clang-format",
+            "codespell",
+            "pybind11>=2.12",
+        ],
+    },
+)

@@ -1,0 +1,40 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+# Read by torch and DeepSpeed when they are imported, here and in the fork server of the ranks.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+from tests.ranks import RankPool, Ranks
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """`ranks(4).run(fn, *args)` calls fn(rank, *args) on four gloo ranks; see tests/ranks.py."""
+    pools = Ranks()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def ranks2(ranks: Ranks) -> RankPool:
+    """Two gloo ranks."""
+    return ranks(2)
+
+
+@pytest.fixture
+def ranks4(ranks: Ranks) -> RankPool:
+    """Four gloo ranks."""
+    return ranks(4)
+
+
+@pytest.fixture
+def ranks8(ranks: Ranks) -> RankPool:
+    """Eight gloo ranks."""
+    return ranks(8)

@@ -1,0 +1,75 @@
+"""What ranks learn about a rank that is silent, over a real store and real groups."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_ext import failure
+from ds_ext.comm.groups import limit_waits
+from tests.ranks import RankPool, Ranks
+
+
+def silent_ranks(rank: int, waits_for: dict[int, int | None]) -> list[int]:
+    """What a rank finds when the ranks in ``waits_for`` have reported that they lost those peers."""
+    key = f"{failure._LOST}{rank}"
+    if rank in waits_for:
+        peer = waits_for[rank]
+        failure._ask_store(lambda store: store.set(key, "" if peer is None else str(peer)))
+    dist.barrier()
+    found = failure._silent_ranks()
+    dist.barrier()
+    failure._ask_store(lambda store: store.delete_key(key))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("waits_for", "silent"),
+    [
+        ({0: 1, 1: 2, 3: 0}, [2]),  # the end of a chain of waiting ranks
+        ({0: None, 1: None, 2: None}, [3]),  # in a collective nobody knows whom it waits for
+        ({0: 2, 1: 3}, [2, 3]),
+        ({0: 1, 1: 2, 2: 3, 3: 0}, []),
+    ],
+)
+def test_silent_is_who_is_waited_for_and_does_not_wait(
+    ranks4: RankPool, waits_for: dict[int, int | None], silent: list[int]
+) -> None:
+    assert ranks4.run(silent_ranks, waits_for) == [silent] * 4
+
+
+def claims(rank: int) -> str | None:
+    answer = failure._claim(f"rank {rank} failed: ValueError: x")
+    dist.barrier()
+    failure._ask_store(lambda store: store.delete_key(failure._FIRST))
+    return answer
+
+
+def test_one_rank_is_the_first_to_fail_and_all_others_know(ranks4: RankPool) -> None:
+    answers = ranks4.run(claims)
+    first = answers.index("")
+    assert [answer for answer in answers if answer] == [f"rank {first} failed: ValueError: x"] * 3
+
+
+def wait_alone(rank: int) -> float:
+    """Seconds until a collective of a group made without a time limit ends, when the other rank does not join."""
+    group = dist.new_group([0, 1])
+    limit_waits(2.0)
+    started = time.monotonic()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+            dist.all_reduce(torch.ones(1), group=group)
+    else:
+        time.sleep(5)
+    return time.monotonic() - started
+
+
+def test_every_group_gets_the_time_limit() -> None:
+    pools = Ranks()
+    try:
+        assert 1.5 < pools(2).run(wait_alone, timeout_s=40)[0] < 4.5
+    finally:
+        pools.close()

@@ -1,0 +1,154 @@
+"""Every schedule trains to the losses, gradient norms and weights of one plain process."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ds_ext.layout import ParallelLayout
+from ds_ext.models.gpt import GPTConfig
+from ds_ext.pipe_schedules import get_schedule
+from ds_ext.tensor_parallel import create_tensor_parallel
+from tests.engine_runs import Job, train
+from tests.ranks import Ranks
+from tests.reference import ReferenceRun, random_batches, train_reference
+
+TOLERANCE = 1e-5
+MODEL = GPTConfig(
+    num_layers=8,
+    hidden_size=32,
+    num_attention_heads=4,
+    seq_length=16,
+    vocab_size=96,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    make_vocab_size_divisible_by=8,
+    seed=3,
+)
+WITH_DROPOUT = dataclasses.replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
+LAYOUTS = [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)]
+SCHEDULES = ["gpipe", "1f1b", "interleaved", "chimera", "bitpipe"]
+
+
+def reference(job: Job) -> ReferenceRun:
+    batches = random_batches(job.model, job.steps, job.micro_batches * job.dp)
+    return train_reference(job.model, batches, job.steps, lr=0.1, momentum=0.9, clip=1.0)
+
+
+def assert_equal(results: list[dict], expected: ReferenceRun) -> None:
+    for rank, result in enumerate(results):
+        assert result["losses"] == pytest.approx(expected.losses, rel=TOLERANCE), f"losses on rank {rank}"
+        assert result["norms"] == pytest.approx(expected.grad_norms, rel=TOLERANCE), f"norms on rank {rank}"
+        for name, value in result["weights"].items():
+            full = expected.parameters[name]
+            worst = (value[: len(full)] - full).abs().max() / full.abs().max().clamp(min=1e-3)
+            assert worst < TOLERANCE, f"{name} on rank {rank}: {worst}"
+    covered = set().union(*(r["weights"] for r in results))
+    assert covered == set(expected.parameters)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda s: "pp{}-tp{}-dp{}".format(*s))
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_trains_as_one_process(ranks: Ranks, schedule: str, layout: tuple[int, int, int]) -> None:
+    pp, tp, dp = layout
+    job = Job(schedule, pp, tp, dp, micro_batches=8, model=MODEL)
+    results = ranks(job.world_size).run(train, job, timeout_s=120)
+    assert_equal(results, reference(job))
+
+
+@pytest.mark.parametrize(
+    "layout", [(2, 1, 1), (4, 1, 1), (2, 1, 2)], ids=lambda s: "pp{}-tp{}-dp{}".format(*s)
+)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_trains_as_one_process_with_dropout(
+    ranks: Ranks, schedule: str, layout: tuple[int, int, int]
+) -> None:
+    """Masks depend on (seed, step, micro-batch, layer), never on the order of the schedule."""
+    pp, tp, dp = layout
+    job = Job(schedule, pp, tp, dp, micro_batches=4, model=WITH_DROPOUT, steps=20)
+    results = ranks(job.world_size).run(train, job, timeout_s=120)
+    assert_equal(results, reference(job))
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_dropout_at_tensor_parallel_size_2_equals_two_plain_ranks(
+    ranks: Ranks, schedule: str, dp: int
+) -> None:
+    """Attention masks are drawn per tensor-parallel shard, so the yardstick is a plain loop at the same size."""
+    job = Job(schedule, 2, 2, dp, micro_batches=4, model=WITH_DROPOUT, steps=20)
+    expected = ranks(2).run(tensor_parallel_reference, job, timeout_s=120)[0]
+    assert_equal(ranks(job.world_size).run(train, job, timeout_s=120), expected)
+
+
+def tensor_parallel_reference(rank: int, job: Job) -> ReferenceRun:
+    batches = random_batches(job.model, job.steps, job.micro_batches * job.dp)
+    tp = create_tensor_parallel([[0, 1]])
+    return train_reference(job.model, batches, job.steps, lr=0.1, momentum=0.9, clip=1.0, tp=tp)
+
+
+@pytest.mark.parametrize("layout", [(4, 1, 1), (2, 2, 2)], ids=lambda s: "pp{}-tp{}-dp{}".format(*s))
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(
+    "schedule", [name for name in SCHEDULES if get_schedule(name).placement(4).replicas > 1]
+)
+def test_mirror_replicas_are_bitwise_equal_after_every_step(
+    ranks: Ranks, schedule: str, layout: tuple[int, int, int], zero: int
+) -> None:
+    pp, tp, dp = layout
+    job = Job(schedule, pp, tp, dp, micro_batches=8, model=WITH_DROPOUT, steps=6, deepspeed=zero_json(zero))
+    results = ranks(job.world_size).run(train, job, timeout_s=120)
+    mesh = ParallelLayout(get_schedule(schedule).placement(pp), tp, dp)
+    for mirror in mesh.groups()["mirror"]:
+        for step in range(job.steps):
+            assert len({results[rank]["digests"][step] for rank in mirror}) == 1, (
+                f"ranks {mirror}, step {step}"
+            )
+    assert len({results[0]["digests"][step] for step in range(job.steps)}) == job.steps
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layout"),
+    [("bitpipe", (4, 1, 1)), ("chimera", (4, 1, 1)), ("1f1b", (2, 1, 2)), ("bitpipe", (2, 1, 2))],
+)
+def test_adamw_with_zero_1(ranks: Ranks, schedule: str, layout: tuple[int, int, int]) -> None:
+    """Adam divides by the root of the squared gradient: where that is tiny, rounding decides the update's direction.
+
+    An eps of 1e-3 is large against the gradients here, which keeps the update a smooth function of them; with
+    1e-8 a run would be compared with its own rounding errors.
+    """
+    pp, tp, dp = layout
+    adam = {
+        "type": "AdamW",
+        "params": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-3, "weight_decay": 0.1, "torch_adam": True},
+    }
+    job = Job(
+        schedule,
+        pp,
+        tp,
+        dp,
+        micro_batches=8,
+        model=WITH_DROPOUT,
+        deepspeed={"optimizer": adam, **zero_json(1)},
+    )
+    batches = random_batches(job.model, job.steps, job.micro_batches * job.dp)
+    expected = train_reference(
+        job.model,
+        batches,
+        job.steps,
+        lr=1e-2,
+        optimizer="adamw",
+        betas=(0.9, 0.95),
+        eps=1e-3,
+        weight_decay=0.1,
+        clip=1.0,
+    )
+    assert_equal(ranks(job.world_size).run(train, job, timeout_s=120), expected)
+
+
+def zero_json(stage: int) -> dict:
+    return {
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6},
+        "zero_allow_untested_optimizer": True,
+    }

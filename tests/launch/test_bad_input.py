@@ -1,0 +1,146 @@
+"""Bad input: one sentence by rank 0, exit code 2, and no process group."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_ext.data.tokenizer import train_bpe
+from tests.launch.jobs import LAUNCHERS, ROOT, Job, command, environment, tiny_config, write_json
+
+SCRIPT = str(ROOT / "train_gpt.py")
+
+
+def run_rank(
+    path: Path, *flags: str, rank: int = 0, world: int = 2, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """train_gpt.py as a launcher would start it; a rendezvous would fail at once, for there is no address."""
+    words = [sys.executable, SCRIPT, "--deepspeed_config", str(path), *flags]
+    variables = environment(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), **env)
+    return subprocess.run(words, env=variables, cwd=path.parent, capture_output=True, text=True, timeout=60)
+
+
+def refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.startswith("error: "), result.stderr
+    assert result.stderr.count("\n") == 1, result.stderr
+    for word in words:
+        assert word in result.stderr
+
+
+Change = Callable[[dict[str, Any]], Any]
+
+NO_DATA = (
+    "no data file nowhere/text_document.bin",
+    "python -m ds_ext prepare --source stdlib --output nowhere",
+)
+JSON_FAULTS: dict[str, tuple[Change, int, tuple[str, ...]]] = {
+    "odd devices": (lambda c: c["ds_ext"].update(pipeline_parallel_size=3), 3, ("bitpipe", "3", "2 or 4")),
+    "micro-batches": (lambda c: c.update(gradient_accumulation_steps=1), 4, ("multiple of 4", "got 2")),
+    "layers": (lambda c: c["ds_ext"]["train"].update(num_layers=6), 2, ("6 layers", "num_layers 4 or 8")),
+    "our key": (lambda c: c["ds_ext"].update(schedules="gpipe"), 2, ("schedules", "did you mean 'schedule'")),
+    "train key": (lambda c: c["ds_ext"]["train"].update(sed=1), 2, ("'sed'", "did you mean 'seed'")),
+    "world": (lambda c: None, 3, ("3 processes", "multiple of 2", "deepspeed --num_gpus 2", "torchrun")),
+    "one rank": (lambda c: None, 1, ("1 process ", "deepspeed --num_gpus 2", "torchrun --nproc_per_node 2")),
+    "no data": (lambda c: c["ds_ext"]["train"].update(data_path="nowhere"), 2, NO_DATA),
+    "typo beside": (lambda c: c.update(ds_exts=c.pop("ds_ext")), 1, ("'ds_exts'", "did you mean 'ds_ext'")),
+    "ZeRO 2": (lambda c: c["zero_optimization"].update(stage=2), 2, ("ZeRO stage 2", '{"stage": 1}')),
+    "ZeRO 3": (lambda c: c["zero_optimization"].update(stage=3), 2, ("ZeRO stage 3",)),
+    "no optimizer": (lambda c: c.pop("optimizer"), 2, ("optimizer", "AdamW")),
+    "batch sizes": (lambda c: c.update(train_batch_size=5), 2, ("5", "train_batch_size")),
+    "heads": (lambda c: c["ds_ext"]["train"].update(num_attention_heads=3), 2, ("16", "3")),
+}
+
+
+@pytest.mark.parametrize("fault", JSON_FAULTS)
+def test_fault_in_the_json(corpus: Path, tmp_path: Path, fault: str) -> None:
+    change, world, words = JSON_FAULTS[fault]
+    config = tiny_config(corpus)
+    if fault == "micro-batches":
+        config["ds_ext"]["pipeline_parallel_size"] = 4
+        config["ds_ext"]["train"]["num_layers"] = 8
+    change(config)
+    refused(run_rank(write_json(tmp_path / "job.json", config), world=world), *words)
+
+
+FLAG_FAULTS: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "contradiction": (["--use-dpp"], ("--use-dpp", "bitpipe")),
+    "two flags": (["--pipeline-model-parallel-size", "4"], ("pipeline_parallel_size", "4", "2")),
+    "unknown flag": (["--num-layer", "4"], ("--num-layer",)),
+    "Megatron's flag": (["--recompute-num-layers", "2"], ("--recompute-interval",)),
+    "global batch": (
+        ["--micro-batch-size", "2", "--global-batch-size", "12"],
+        ("--global-batch-size 12", "gradient_accumulation_steps to 3", "12 = 2 x 3 x 2"),
+    ),
+    "not a number": (["--num-layers", "four"], ("four",)),
+    "no checkpoint": (["--load", "nowhere"], ("--load nowhere", "no checkpoint")),
+    "unwritable": (["--save", "bitpipe.json/here"], ("--save", "bitpipe.json is a file")),
+    "half a tokenizer": (["--vocab-file", "vocab.json"], ("--merge-file",)),
+    "kind of tokenizer": (
+        ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer", "tokenizer.json"],
+        ("SentencePieceTokenizer needs", ".model file; got tokenizer.json"),
+    ),
+    "tokenizer without files": (["--tokenizer-type", "GPT2BPETokenizer"], ("--merge-file", "got none")),
+    "no steps": (["--train-iters", "0"], ("--train-iters",)),
+}
+
+
+@pytest.mark.parametrize("fault", FLAG_FAULTS)
+def test_fault_in_the_flags(config: Path, fault: str) -> None:
+    flags, words = FLAG_FAULTS[fault]
+    refused(run_rank(config, *flags), *words)
+
+
+def test_missing_and_damaged_json(tmp_path: Path) -> None:
+    refused(run_rank(tmp_path / "none.json"), "none.json", "does not exist")
+    damaged = tmp_path / "damaged.json"
+    damaged.write_text('{"ds_ext": {},\n "optimizer" {}}')
+    refused(run_rank(damaged), "damaged.json", "line 2")
+
+
+def test_tokenizer_of_other_data(config: Path, corpus: Path, tmp_path: Path) -> None:
+    train_bpe(["words of another text, and others"], 280).save(tmp_path)
+    refused(run_rank(config, "--tokenizer", str(tmp_path)), "does not match the data", "fingerprint")
+    taken = run_rank(config, "--tokenizer", str(corpus / "tokenizer.json"), "--dry-run", world=2)
+    assert taken.returncode == 0, taken.stderr
+
+
+def test_unknown_log_level(config: Path) -> None:
+    refused(run_rank(config, DS_EXT_LOG_LEVEL="loud"), "loud", "debug, info, warning, error")
+
+
+def test_other_ranks_leave_it_to_rank_0(tmp_path: Path) -> None:
+    """They wait for the launcher to end them; on a node where nobody does, they tell it themselves."""
+    result = run_rank(tmp_path / "none.json", rank=1)
+    assert result.returncode == 2
+    assert result.stderr.startswith("rank 1: error: ") and "none.json" in result.stderr
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_launchers_show_it_once(config: Path, free_port: Callable[[], int], launcher: str) -> None:
+    """`deepspeed` passes the exit code on; torchrun always ends with 1 and shows ours in its report."""
+    with Job(
+        command(launcher, 3, free_port(), SCRIPT, "--deepspeed_config", str(config)), config.parent
+    ) as job:
+        job.seconds_until_gone(240)
+        assert job.wait(5) == (2 if launcher == "deepspeed" else 1)
+        said = [line for line in job.lines if "3 processes cannot hold" in line]
+        assert said[0].startswith("error: ")
+        assert not any(line.startswith("rank ") for line in job.lines)
+        if launcher == "torchrun":
+            assert len(said) == 2 and "traceback : error: 3 processes" in said[1]
+            assert any("exitcode  : 2" in line for line in job.lines)
+        else:
+            assert len(said) == 1 and "Traceback" not in job.text
+
+
+def test_dry_run_prints_the_plan(config: Path) -> None:
+    words = [sys.executable, SCRIPT, "--deepspeed_config", str(config), "--dry-run"]
+    result = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0 and result.stderr == ""
+    assert "stage 3   device 0, 1" in result.stdout and "bubble" in result.stdout

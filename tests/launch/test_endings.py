@@ -1,0 +1,123 @@
+"""However a job ends, its ranks end with it, and the cause is the first thing that a person reads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.launch.jobs import LAUNCHERS, Job, command
+
+TOY = str(Path(__file__).with_name("toy.py"))
+ENDLESS = "1000000"
+LIMIT_S = 20.0
+
+both = pytest.mark.parametrize("launcher", LAUNCHERS)
+
+
+@pytest.fixture
+def start(tmp_path: Path, free_port: Callable[[], int]) -> Callable[..., Job]:
+    """Start the toy script: start(launcher, ranks, steps, time limit of messages, failing rank, failing step)."""
+
+    def launch(launcher: str, ranks: int, *words: str) -> Job:
+        return Job(command(launcher, ranks, free_port(), TOY, *words), tmp_path)
+
+    return launch
+
+
+@both
+@pytest.mark.parametrize("whole_group", [True, False], ids=["terminal", "launcher-only"])
+def test_interrupt_ends_every_rank(start: Callable[..., Job], launcher: str, whole_group: bool) -> None:
+    with start(launcher, 2, ENDLESS, "60") as job:
+        job.wait_for("step 3 done")
+        assert len(job.ranks()) == 2
+        send = os.killpg if whole_group else os.kill
+        send(job.process.pid, signal.SIGINT)
+        job.seconds_until_gone(LIMIT_S)
+        assert job.wait(5) != 0
+        if whole_group or launcher == "torchrun":
+            # DeepSpeed's command dies of a signal that only it gets, and tells nobody.
+            # DeepSpeed's, interrupted too, may also end rank 0 before it has said so; torchrun's does not.
+            said = job.text.count("stopped by SIGINT.")
+            assert said == 1 if launcher == "torchrun" else said <= 1
+        assert "rank 1" not in job.text
+
+
+@both
+def test_killed_launcher_takes_its_ranks_along(start: Callable[..., Job], launcher: str) -> None:
+    with start(launcher, 2, ENDLESS, "60") as job:
+        job.wait_for("step 3 done")
+        job.process.send_signal(signal.SIGKILL)
+        job.seconds_until_gone(LIMIT_S)
+        job.wait(5)
+        assert "stopped: the launcher has ended." in job.lines
+        assert "Error" not in job.text
+
+
+@both
+def test_killed_rank_is_named(start: Callable[..., Job], launcher: str) -> None:
+    with start(launcher, 3, ENDLESS, "60") as job:
+        job.wait_for("step 3 done")
+        time.sleep(1)  # the ranks learn their neighbours' process ids
+        os.kill(job.ranks()[1], signal.SIGKILL)
+        job.seconds_until_gone(LIMIT_S)
+        assert job.wait(5) != 0
+        told = job.lines[job.first("rank 0 stopped", "rank 2 stopped")]
+        # By the process table ("rank 1 has ended"), or by the connection, which can be lost a moment earlier.
+        assert "rank 1" in told, told
+        # torchrun's own report has a traceback of its own; ours has none.
+        assert "process.py" not in job.text
+
+
+@both
+@pytest.mark.parametrize("failing", [0, 1])
+def test_exception_is_told_first_and_in_full_once(
+    start: Callable[..., Job], launcher: str, failing: int
+) -> None:
+    with start(launcher, 3, ENDLESS, "60", str(failing), "3") as job:
+        job.seconds_until_gone(240)
+        assert job.wait(5) == 1
+        first = job.first("failed", "stopped", "Error")
+        assert job.lines[first] == f"rank {failing} failed."
+        assert job.lines[first + 1].startswith("Traceback")
+        before_launcher = job.lines[: job.first("Killing subprocess", "closing signal", "failed (exitcode")]
+        ours = [line for line in before_launcher if line.startswith("Traceback")]
+        assert len(ours) == 1
+        assert "ValueError: the layer is at fault" in before_launcher
+        assert (
+            f"rank {failing} (device {failing} of its pipeline) failed in F0@{failing}, step 3:"
+            in before_launcher
+        )
+        if launcher == "torchrun":
+            root_cause = job.lines[job.first("Root Cause") :]
+            assert f"  rank      : {failing} (local_rank: {failing})" in root_cause
+            assert "  ValueError: the layer is at fault" in root_cause
+
+
+@pytest.mark.parametrize(("launcher", "stuck"), [("deepspeed", 0), ("torchrun", 2)])
+def test_stuck_rank_is_named_after_the_time_limit(
+    start: Callable[..., Job], launcher: str, stuck: int
+) -> None:
+    # Rank 0 holds the rendezvous store under deepspeed: the others cannot ask anybody then.
+    limit_s = 6
+    with start(launcher, 3, ENDLESS, str(limit_s)) as job:
+        job.wait_for("step 3 done")
+        time.sleep(1)  # the ranks learn their neighbours' process ids
+        process = job.ranks()[stuck]
+        os.kill(process, signal.SIGSTOP)
+        stopped = time.monotonic()
+        job.wait_for("TransportError", timeout_s=limit_s + LIMIT_S)
+        assert time.monotonic() - stopped > limit_s - 1
+        told = job.lines[job.first("TransportError")]
+        assert f"stopped: rank {stuck} did not answer" in told
+        assert "nothing moved within the limit of 6 s" in told or "imed out" in told
+        while len(job.ranks()) > 1:
+            assert time.monotonic() - stopped < limit_s + LIMIT_S, job.text
+            time.sleep(0.1)
+        # Launchers give a rank half a minute before they kill it; a stopped process needs it.
+        os.kill(process, signal.SIGKILL)
+        job.seconds_until_gone(LIMIT_S)

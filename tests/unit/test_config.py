@@ -1,0 +1,270 @@
+"""The JSON: every mistake gets one sentence with the numbers and the way out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_ext.config import BatchSizes, batch_sizes, load_config, parse_section
+from ds_ext.deepspeed_json import DEEPSPEED_KEYS
+from ds_ext.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_examples_are_valid(path: Path) -> None:
+    job = load_config(path)
+    sizes = batch_sizes(job.deepspeed, job.ds_ext.placement().replicas, 1)
+    assert job.ds_ext.timetable(sizes.micro_batches).micro_batches == sizes.micro_batches
+    assert job.path == str(path)
+
+
+def test_defaults() -> None:
+    job = load_config({"train_batch_size": 4})
+    assert (job.ds_ext.schedule, job.ds_ext.pipeline_parallel_size, job.ds_ext.tensor_parallel_size) == (
+        "1f1b",
+        1,
+        1,
+    )
+    assert (job.ds_ext.transport, job.ds_ext.transport_options.timeout_s) == ("auto", 120)
+
+
+def test_the_whole_section_is_accepted_with_the_values_that_mean_off() -> None:
+    section = {
+        "schedule": "bitpipe",
+        "pipeline_parallel_size": 4,
+        "tensor_parallel_size": 1,
+        "sequence_parallel": False,
+        "schedule_options": {},
+        "eager_gradient_sync": True,
+        "transport": "auto",
+        "transport_options": {"timeout_s": 3, "node_ips": None},
+        "fbd": {"merge_forward_tensor_parallel": False, "backward_per_forward": 1},
+        "trace": {"dir": None},
+        "train": {},
+    }
+    before = json.dumps(section)
+    assert parse_section(section).transport_options.timeout_s == 3
+    assert json.dumps(section) == before
+    for key, value in section.items():
+        assert parse_section({key: value})
+    assert parse_section({"fbd": {}, "trace": {}, "eager_gradient_sync": False})
+
+
+@pytest.mark.parametrize(
+    ("section", "sentence"),
+    [
+        (
+            {"schedules": "bitpipe"},
+            r"no key 'schedules' \(did you mean 'schedule'\?\); its keys: schedule, pipeline_paral",
+        ),
+        ({"xyzzy": 1}, r"no key 'xyzzy'; its keys: schedule, "),
+        (
+            {"transport_options": {"timeout": 1}},
+            r"\"ds_ext.transport_options\" has no key 'timeout' \(did you mean 'timeout_s'\?\)",
+        ),
+        ({"transport_options": {"timeout_s": 0}}, r"transport_options.timeout_s: .* greater than 0; got 0"),
+        (
+            {"transport_options": {"node_ips": "10.0.0.1"}},
+            r"does not support 'transport_options.node_ips'. Leave it out",
+        ),
+        (
+            {"sequence_parallel": True},
+            r"does not support 'sequence_parallel'. Leave it out or set it to false",
+        ),
+        ({"fbd": {"backward_per_forward": 3}}, r"does not support 'fbd.backward_per_forward'.* set it to 1"),
+        (
+            {"fbd": {"backwards_per_forward": 1}},
+            r"\"ds_ext.fbd\" has no key 'backwards_per_forward' \(did you mean 'backward_per",
+        ),
+        ({"fbd": {"backward_per_forward": True}}, r"fbd.backward_per_forward: .* valid integer; got True"),
+        ({"fbd": None}, r"fbd must be an object; got None"),
+        ({"trace": {"dir": "traces"}}, r"does not support 'trace.dir'. Leave it out or set it to null"),
+        ({"pipeline_parallel_size": 0}, r"pipeline_parallel_size: .* greater than or equal to 1; got 0"),
+        ({"pipeline_parallel_size": "4"}, r"pipeline_parallel_size: .* valid integer; got '4'"),
+        ({"pipeline_parallel_size": True}, r"pipeline_parallel_size: .* valid integer; got True"),
+        ({"tensor_parallel_size": 1.5}, r"tensor_parallel_size: .* valid integer; got 1.5"),
+        ({"transport": "carrier pigeon"}, r"transport: .*'auto' or 'torch'; got 'carrier pigeon'"),
+        ({"train": 3}, r"train: .* valid dictionary; got 3"),
+    ],
+)
+def test_keys_and_types(section: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load_config({"ds_ext": section})
+
+
+@pytest.mark.parametrize(
+    ("section", "micro_batches", "sentence"),
+    [
+        ({"schedule": "bitpip"}, 4, r"'bitpip' is not known \(did you mean 'bitpipe'\?\)"),
+        (
+            {"schedule": "bitpipe", "pipeline_parallel_size": 3},
+            4,
+            r"even number of stages .* got 3. Use 2 or 4",
+        ),
+        (
+            {"schedule": "bitpipe", "pipeline_parallel_size": 4},
+            6,
+            r"multiple of 4 \(stages\); got 6. Use 4 or 8, that is gradient_accumulation_steps 2 or 4",
+        ),
+        (
+            {"schedule": "interleaved", "pipeline_parallel_size": 2, "schedule_options": {"chunks": "2"}},
+            4,
+            r"option chunks .* got '2'",
+        ),
+    ],
+)
+def test_schedules_that_do_not_fit(section: dict[str, Any], micro_batches: int, sentence: str) -> None:
+    settings = load_config({"ds_ext": section}).ds_ext
+    with pytest.raises(ConfigError, match=sentence):
+        settings.timetable(micro_batches)
+
+
+@pytest.mark.parametrize("stage", [2, 3, "2"])
+def test_zero_beyond_stage_one(stage: object) -> None:
+    with pytest.raises(
+        ConfigError, match=rf'ZeRO stage {stage} does not work .* Use "zero_optimization": {{"stage": 1}}'
+    ):
+        load_config({"zero_optimization": {"stage": stage}})
+    for fine in (0, 1):
+        load_config({"zero_optimization": {"stage": fine}})
+
+
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        ("ds_exts", r"a key 'ds_exts', which nothing reads: did you mean 'ds_ext'\?"),
+        ("DS_EXT", r"did you mean 'ds_ext'\?"),
+        ("gradient_accumulation_step", r"did you mean 'gradient_accumulation_steps'\?"),
+        ("gradient_clip", r"did you mean 'gradient_clipping'\?"),
+        ("optimiser", r"did you mean 'optimizer'\?"),
+        ("schedule", "'schedule' belongs into the \"ds_ext\" section"),
+        ("pipeline_parallel_size", "'pipeline_parallel_size' belongs into"),
+    ],
+)
+def test_typos_beside_our_section(key: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load_config({key: {}})
+
+
+@pytest.mark.parametrize(
+    "key", ["comment", "_comment", "my_lab", "model", "train", "data", "run_name", "notes"]
+)
+def test_sections_of_the_users_own_stay(key: str) -> None:
+    assert load_config({key: 1, "ds_ext": {}}).deepspeed[key] == 1
+
+
+def test_every_key_that_deepspeed_reads_is_known() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    asked: set[str] = set()
+
+    class Recorder(dict[str, Any]):
+        def get(self, key: str, default: Any = None) -> Any:
+            asked.add(key)
+            return super().get(key, default)
+
+        def __contains__(self, key: object) -> bool:
+            asked.add(str(key))
+            return super().__contains__(key)
+
+    DeepSpeedConfig(Recorder(train_batch_size=1))
+    assert len(asked) > 30
+    assert asked <= set(DEEPSPEED_KEYS)
+    load_config({key: {} for key in DEEPSPEED_KEYS})
+
+
+def test_two_precisions() -> None:
+    with pytest.raises(ConfigError, match='"bf16" and "fp16" are both enabled'):
+        load_config({"bf16": {"enabled": True}, "fp16": {"enabled": True}})
+    load_config({"bf16": {"enabled": True}, "fp16": {"enabled": False}})
+
+
+def test_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.json' does not exist. The examples are in configs/"):
+        load_config(tmp_path / "nowhere.json")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path)
+    broken = tmp_path / "broken.json"
+    broken.write_text('{\n  "a": 1,\n}')
+    with pytest.raises(ConfigError, match=r"broken\.json: line 3, column 1"):
+        load_config(broken)
+    broken.write_text("[1]")
+    with pytest.raises(ConfigError, match="must hold a JSON object; got list"):
+        load_config(broken)
+    with pytest.raises(ConfigError, match='"ds_ext" must be an object'):
+        load_config({"ds_ext": "bitpipe"})
+
+
+@pytest.mark.parametrize(
+    ("train", "micro", "steps", "expected"),
+    [
+        (None, 2, 3, (2, 3)),
+        (None, 2, None, (2, 1)),
+        (24, 2, 3, (2, 3)),
+        (24, 2, None, (2, 3)),
+        (24, None, 3, (2, 3)),
+        (24, None, None, (6, 1)),
+    ],
+)
+def test_batch_sizes_are_completed(
+    train: int | None, micro: int | None, steps: int | None, expected: tuple[int, int]
+) -> None:
+    sizes = batch_sizes(batch(train, micro, steps), replicas=2, data_parallel_size=2)
+    assert sizes == BatchSizes(*expected, replicas=2, data_parallel_size=2)
+    assert sizes.micro_batches == 2 * expected[1]
+    assert sizes.train_batch_size == 4 * expected[0] * expected[1]
+
+
+def test_batch_sizes_that_came_from_flags_are_named_as_such() -> None:
+    flags = {"train_batch_size": "--global-batch-size 48"}
+    with pytest.raises(ConfigError) as error:
+        batch_sizes(batch(48, 4, 4), 2, 1, flags)
+    assert str(error.value) == (
+        "--global-batch-size 48, train_micro_batch_size_per_gpu 4, gradient_accumulation_steps 4 and 2 data-parallel "
+        "ranks (2 replicas x 1) contradict each other: 4 x 4 x 2 = 32. Leave --global-batch-size out or set it to 32, "
+        "or set gradient_accumulation_steps to 6 (48 = 4 x 6 x 2)."
+    )
+    with pytest.raises(
+        ConfigError, match=r"4 x 4 x 2 = 32. Leave --global-batch-size out or set it to 32\.$"
+    ):
+        batch_sizes(batch(50, 4, 4), 2, 1, flags)
+    with pytest.raises(ConfigError, match=r"50 is not a multiple of 8. Use --global-batch-size 48 or 56\.$"):
+        batch_sizes(batch(50, 4, None), 2, 1, flags)
+    with pytest.raises(ConfigError, match=r"--global-batch-size must be a positive integer; got 0"):
+        batch_sizes(batch(0, 4, 4), 2, 1, flags)
+    micro = {"train_micro_batch_size_per_gpu": "--micro-batch-size 4"}
+    with pytest.raises(ConfigError, match=r"train_batch_size 48, --micro-batch-size 4, gradient_acc"):
+        batch_sizes(batch(48, 4, 4), 2, 1, micro)
+
+
+def batch(train: object, micro: object, steps: object) -> dict[str, object]:
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    return {key: value for key, value in zip(keys, (train, micro, steps), strict=True) if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("train", "micro", "steps", "sentence"),
+    [
+        (None, None, None, 'Give "train_micro_batch_size_per_gpu"'),
+        (None, None, 3, 'Give "train_micro_batch_size_per_gpu"'),
+        (10, 2, 3, r"train_batch_size 10, .* contradict each other: 2 x 3 x 4 = 24. .* set it to 24"),
+        (
+            10,
+            2,
+            None,
+            r"gradient_accumulation_steps unset .* 10 is not a multiple of 8. Use train_batch_size 8 or 16",
+        ),
+        (3, None, 2, r"3 is not a multiple of 8. Use train_batch_size 8\."),
+        (0, 1, 1, '"train_batch_size" must be a positive integer; got 0'),
+        (8, "auto", 1, "\"train_micro_batch_size_per_gpu\" must be a positive integer; got 'auto'"),
+        (8, 1, True, '"gradient_accumulation_steps" must be a positive integer; got True'),
+    ],
+)
+def test_batch_sizes_that_do_not_fit(train: object, micro: object, steps: object, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        batch_sizes(batch(train, micro, steps), replicas=2, data_parallel_size=2)

@@ -1,0 +1,24 @@
+"""DeepSpeed's engine answers for attributes of its module: a misspelt one would silently become the module's."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+
+from ds_ext.engine.engine import PipelineEngine
+
+# Set by the constructors of DeepSpeed's engines.
+PARENTS = {
+    "pipe_buffers", "device", "global_rank", "global_steps", "micro_batches", "micro_batch_size", "dp_world_size",
+    "collate_fn", "module", "optimizer", "mpu", "monitor", "global_samples",
+}  # fmt: skip
+
+
+def test_every_attribute_of_the_engine_is_its_own() -> None:
+    tree = ast.parse(inspect.getsource(PipelineEngine))
+    used, made = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+            (made if isinstance(node.ctx, ast.Store) else used).add(node.attr)
+    unknown = {name for name in used - made - PARENTS if not hasattr(PipelineEngine, name)}
+    assert unknown == set()

@@ -1,0 +1,191 @@
+"""``python -m ds_ext``, as a user runs it and in this process."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ds_ext.__main__ import main
+from ds_ext.pipe_schedules import SCHEDULES, timetable
+from ds_ext.pipe_schedules.lower import dump, lower
+from ds_ext.pipe_schedules.render import time_grid
+from ds_ext.pipe_schedules.simulate import Costs, simulate
+
+BITPIPE = ["bitpipe", "--stages", "4", "--micro-batches", "8"]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "ds_ext", *arguments]
+
+
+def test_show(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", *BITPIPE]) == 0
+    title, grid = capsys.readouterr().out.split("\n", 1)
+    assert title == (
+        "bitpipe, 4 stages, 8 micro-batches: makespan 27, ideal 24, bubble 11.1%, peak activations 3.5 4 4 3.5"
+    )
+    assert grid == time_grid(simulate(timetable("bitpipe", 4, 8))) + "\n"
+
+
+def test_show_with_options(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = [
+        "interleaved",
+        "--stages",
+        "2",
+        "--micro-batches",
+        "2",
+        "--option",
+        "chunks=3",
+        "--costs",
+        "f=2,comm=1",
+    ]
+    assert main(["show", *shape, "--labels", "op", "--color", "always"]) == 0
+    priced = simulate(timetable("interleaved", 2, 2, chunks=3), Costs(f=2, comm=1))
+    out = capsys.readouterr().out
+    assert out.endswith(time_grid(priced, labels="op", color=True) + "\n")
+    assert "\x1b[36mF0@0\x1b[0m" in out
+
+
+def test_colors_are_for_terminals(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shown(**environment: str) -> str:
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        assert main(["show", *BITPIPE]) == 0
+        return capsys.readouterr().out
+
+    assert "\x1b" not in shown()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert "\x1b" in shown()
+    assert "\x1b" not in shown(NO_COLOR="1")
+
+
+def test_dump(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dump", *BITPIPE]) == 0
+    assert json.loads(capsys.readouterr().out) == dump(lower(timetable("bitpipe", 4, 8)))
+
+
+def test_simulate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *BITPIPE, "--json"]) == 0
+    priced = json.loads(capsys.readouterr().out)
+    assert list(priced) == ["makespan", "ideal", "bubble", "peak_activations", "messages"]
+    assert (
+        priced["makespan"] == 27
+        and priced["peak_activations"] == [3.5, 4, 4, 3.5]
+        and priced["messages"] == 96
+    )
+    assert priced["bubble"] == pytest.approx(1 / 9)
+    assert main(["simulate", *BITPIPE]) == 0
+    assert re.search(r"makespan +27\n.*bubble +11\.1%\n", capsys.readouterr().out, re.DOTALL)
+
+
+def test_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *BITPIPE]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("bitpipe, 4 stages, 8 micro-batches: valid\n  128 computations, each once")
+    assert (
+        "96 messages" in out
+        and "when a link holds only 1 of its messages" in out
+        and "7 8 8 7 buffers" in out
+    )
+
+
+def test_check_refuses_with_the_grid(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["interleaved", "--stages", "2", "--micro-batches", "4"]
+    assert main(["check", *shape, "--link-slots", "1"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(
+        "interleaved: no rank can move when a link holds 1 of its messages; waiting: rank 0"
+    )
+    assert "<-- ERROR HERE" in captured.err
+    assert main(["check", *shape, "--link-slots", "2"]) == 0
+
+
+@pytest.mark.parametrize("verb", ["show", "dump", "check", "simulate"])
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            "bitpip --stages 4 --micro-batches 8",
+            "schedule 'bitpip' is not known (did you mean 'bitpipe'?); known: 1f1b",
+        ),
+        ("bitpipe --stages 3 --micro-batches 8", "bitpipe needs an even number of stages"),
+        (
+            "bitpipe --stages 4 --micro-batches 6",
+            "got 6. Use 4 or 8, that is gradient_accumulation_steps 2 or 4.",
+        ),
+        (
+            "interleaved --stages 2 --micro-batches 2 --option chunks",
+            "--option 'chunks' is not of the form chunks=3.",
+        ),
+        ("interleaved --stages 2 --micro-batches 2 --option chunks=x", "at least 1; got 'x'"),
+        (
+            "gpipe --stages 2 --micro-batches 2 --costs f=-1",
+            "costs are finite and not negative: f, b, w, comm",
+        ),
+    ],
+)
+def test_wrong_requests(verb: str, arguments: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, *arguments.split()]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ") and sentence in captured.err
+
+
+def test_a_link_needs_room(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *BITPIPE, "--link-slots", "0"]) == 2
+    assert capsys.readouterr().err == "error: --link-slots must be at least 1; got 0.\n"
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    assert all(verb in text for verb in ("show", "dump", "check", "simulate", "prepare"))
+    with pytest.raises(SystemExit, match="0"):
+        main(["show", "--help"])
+    text = capsys.readouterr().out
+    for name, schedule in SCHEDULES.items():
+        assert f"  {name} " in text and schedule.summary in text
+    assert "--option chunks=2 (stages a device)" in text
+
+
+def test_prepare_is_the_data_packages_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = tmp_path / "nowhere"
+    assert main(["prepare", "--source", str(missing), "--output", str(tmp_path / "out")]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and "nowhere" in captured.err
+
+
+def test_the_pure_verbs_answer_at_once_and_without_torch() -> None:
+    code = (
+        "import sys; from ds_ext.__main__ import main;"
+        "status = main(['show', 'bitpipe', '--stages', '4', '--micro-batches', '4']);"
+        "print(status, *sorted({'torch', 'deepspeed', 'pydantic', 'numpy'} & set(sys.modules)))"
+    )
+
+    def seconds() -> float:
+        started = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == "0"
+        return time.perf_counter() - started
+
+    assert min(seconds() for _ in range(3)) < 1  # about 0.1 s; the rest is room for a busy machine
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    arguments = ["dump", "bitpipe", "--stages", "8", "--micro-batches", "64"]
+    with subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(30) == 141

@@ -1,0 +1,68 @@
+"""Progress lines and the metrics file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ds_ext.observe.metrics import MetricsFile, StepMetrics, peak_memory_bytes
+
+METRICS = StepMetrics(
+    step=7,
+    loss=2.345678,
+    grad_norm=0.5,
+    lr=1e-3,
+    iter_time_s=0.25,
+    tokens_per_s=12345.6,
+    consumed_samples=56,
+    schedule="bitpipe",
+    transport="torch",
+    peak_memory_bytes=1 << 20,
+    bubble_measured=0.25,
+    bubble_simulated=0.125,
+)
+
+
+def test_line_shows_the_step_within_the_whole() -> None:
+    assert METRICS.line(100) == (
+        "step   7/100 | loss 2.3457 | lr 1.00e-03 | grad norm 0.500 | 12,346 tokens/s | "
+        "bubble 25% (ideal devices 12%)"
+    )
+    line = replace(METRICS, grad_norm=None, bubble_measured=None).line(7)
+    assert "step 7/7 |" in line and "grad norm - |" in line and "bubble - (" in line
+
+
+def test_file_appends_one_object_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "new folder" / "metrics.jsonl"
+    for step in (1, 2):
+        with MetricsFile(str(path)) as file:
+            file.write(replace(METRICS, step=step))
+            # A crash after this point loses nothing.
+            assert len(path.read_text().splitlines()) == step
+    written = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["step"] for record in written] == [1, 2]
+    assert written[0] == {**METRICS.__dict__, "step": 1}
+
+
+def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(str(path)) as file:
+        file.write(replace(METRICS, loss=float("nan"), grad_norm=float("inf")))
+    record = json.loads(path.read_text(), parse_constant=lambda name: f"not JSON: {name}")
+    assert record["loss"] is None and record["grad_norm"] is None and record["lr"] == METRICS.lr
+
+
+def test_without_a_path_nothing_is_written(tmp_path: Path) -> None:
+    with MetricsFile(None) as file:
+        file.write(METRICS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_peak_memory_counts_what_was_held_once() -> None:
+    before = peak_memory_bytes(torch.device("cpu"))
+    block = torch.ones(64 << 20, dtype=torch.uint8)
+    del block
+    assert 10 << 20 < before <= peak_memory_bytes(torch.device("cpu")) < 1 << 40

@@ -1,0 +1,103 @@
+"""The order in which micro-batches take samples, and the position that a checkpoint keeps."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from ds_ext.engine.micro_batches import MicroBatches, stack_samples
+from ds_ext.errors import ConfigError
+
+
+class Numbers:
+    """Sample i is (i, -i)."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tensor([index]), torch.tensor([-index])
+
+
+def first(batch: Any) -> list[int]:
+    return batch[0].flatten().tolist()
+
+
+def test_micro_batch_j_of_step_t_holds_consecutive_samples() -> None:
+    batches = MicroBatches(Numbers(100), micro_batch_size=3)
+    for step in range(3):
+        for j in range(4):
+            start = step * 12 + j * 3
+            inputs, labels = batches.get(j)
+            assert inputs.shape == (3, 1)
+            assert inputs.flatten().tolist() == [start, start + 1, start + 2]
+            assert torch.equal(labels, -inputs)
+        batches.advance(4)
+    assert batches.consumed_samples == 36
+
+
+def test_any_order_and_repetition_give_the_same() -> None:
+    batches = MicroBatches(Numbers(24), 2)
+    forward = [first(batches.get(j)) for j in range(4)]
+    assert [first(batches.get(j)) for j in (3, 0, 3, 2)] == [forward[j] for j in (3, 0, 3, 2)]
+
+
+def test_same_samples_however_the_step_is_cut() -> None:
+    coarse, fine = MicroBatches(Numbers(24), 4), MicroBatches(Numbers(24), 1)
+    coarse.advance(2)
+    fine.advance(8)
+    assert [first(fine.get(j))[0] for j in range(8)] == first(coarse.get(0)) + first(coarse.get(1))
+
+
+def test_position_is_saved_and_restored_with_another_batch_size() -> None:
+    batches = MicroBatches(Numbers(100), 2)
+    batches.advance(4)
+    state = batches.state_dict()
+    assert state == {"consumed_samples": 8}
+    resumed = MicroBatches(Numbers(100), 5)
+    resumed.load_state_dict(state)
+    assert first(resumed.get(0)) == [8, 9, 10, 11, 12]
+
+
+def test_dataset_that_ends_is_named_with_the_numbers() -> None:
+    batches = MicroBatches(Numbers(20), 2)
+    batches.advance(8)
+    assert first(batches.get(1)) == [18, 19]
+    with pytest.raises(
+        ConfigError, match=r"20 samples, micro-batch 2 .* needs samples 20 to 21 \(16 are consumed\)"
+    ):
+        batches.get(2)
+
+
+def test_a_repeating_dataset_begins_again() -> None:
+    batches = MicroBatches(Numbers(5), 2, repeat=True)
+    assert [first(batches.get(j)) for j in range(4)] == [[0, 1], [2, 3], [4, 0], [1, 2]]
+    with pytest.raises(ConfigError, match="0 samples"):
+        MicroBatches(Numbers(0), 2, repeat=True).get(0)
+
+
+@pytest.mark.parametrize(("size", "consumed"), [(0, 0), (2, -1)])
+def test_numbers_out_of_range_are_refused(size: int, consumed: int) -> None:
+    with pytest.raises(ConfigError, match=f"got {size} and {consumed}"):
+        MicroBatches(Numbers(100), size, consumed)
+
+
+def test_negative_saved_position_is_refused() -> None:
+    with pytest.raises(ConfigError, match="-8"):
+        MicroBatches(Numbers(100), 2).load_state_dict({"consumed_samples": -8})
+
+
+def test_stack_goes_through_nested_samples() -> None:
+    samples = [{"ids": torch.full((3,), i), "pair": (torch.tensor(i), [float(i)])} for i in range(2)]
+    batch = stack_samples(samples)
+    assert batch["ids"].shape == (2, 3)
+    assert batch["pair"][0].tolist() == [0, 1]
+    assert batch["pair"][1][0].tolist() == [0.0, 1.0]
+
+
+def test_collate_can_be_replaced() -> None:
+    batches = MicroBatches(Numbers(8), 2, collate=lambda samples: [int(sample[0]) for sample in samples])
+    assert batches.get(1) == [2, 3]

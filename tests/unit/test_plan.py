@@ -1,0 +1,133 @@
+"""From the JSON and the world size to a printable plan."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from ds_ext.config import load_config
+from ds_ext.errors import ConfigError
+from ds_ext.plan import Plan, describe, layer_boundaries, make_plan
+
+JSON: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 3,
+    "gradient_accumulation_steps": 4,
+    "ds_ext": {"schedule": "bitpipe", "pipeline_parallel_size": 4},
+}
+
+
+def plan(world_size: int | None = None, **section: Any) -> Plan:
+    return make_plan(load_config(JSON | {"ds_ext": JSON["ds_ext"] | section}), world_size)
+
+
+def test_sizes_follow_from_the_world() -> None:
+    one, two = plan(), plan(8)
+    assert (one.layout.world_size, one.sizes.micro_batches, one.sizes.train_batch_size) == (4, 8, 24)
+    assert (two.layout.world_size, two.sizes.micro_batches, two.sizes.train_batch_size) == (8, 8, 48)
+    assert two.layout.data_parallel_size == 2
+    assert one.timetable.micro_batches == 8
+
+
+@pytest.mark.parametrize(
+    ("world", "section", "sentence"),
+    [
+        (
+            6,
+            {},
+            r"6 processes cannot hold pipeline_parallel_size 4 x tensor_parallel_size 1: .* Start 4 or 8 processes",
+        ),
+        (4, {"tensor_parallel_size": 2}, r"4 processes cannot hold .* multiple of 8. Start 8 processes"),
+        (5, {"pipeline_parallel_size": 5}, r"even number of stages .* got 5. Use 4 or 6"),
+        (6, {"pipeline_parallel_size": 6}, r"multiple of 6 .* got 8. Use 6 or 12, .*steps 3 or 6"),
+    ],
+)
+def test_what_does_not_fit(world: int, section: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        plan(world, **section)
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "zb_v", "bitpipe_zb"])
+def test_a_split_backward_cannot_be_trained_yet(name: str) -> None:
+    """Refused while planning, before there is a process group."""
+    gas = 8 // load_config(JSON | {"ds_ext": JSON["ds_ext"] | {"schedule": name}}).ds_ext.placement().replicas
+    job = load_config(
+        JSON | {"gradient_accumulation_steps": gas, "ds_ext": JSON["ds_ext"] | {"schedule": name}}
+    )
+    sentence = (
+        rf"{name} splits the backward; this version's engine runs whole backwards only\. With 4 stages and 8 "
+        r"micro-batches use one of 1f1b, bitpipe, chimera, gpipe, interleaved\."
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        make_plan(job, 4)
+
+
+def test_layers_are_cut_evenly() -> None:
+    assert layer_boundaries(8, 2, 2, 4, "1f1b") == [0, 4, 6, 8, 12]
+    assert layer_boundaries(3, 0, 0, 3, "1f1b") == [0, 1, 2, 3]
+    assert layer_boundaries(5, 1, 2, 1, "1f1b") == [0, 8]
+
+
+@pytest.mark.parametrize(
+    ("layers", "ways"), [(12, "8 or 16"), (7, "8"), (0, "8"), (-8, "8"), (17, "16 or 24")]
+)
+def test_layers_that_do_not_divide(layers: int, ways: str) -> None:
+    sentence = rf"bitpipe cuts the model into 8 stages, and {layers} layers do not .* Use num_layers {ways}, or another"
+    with pytest.raises(ConfigError, match=sentence):
+        layer_boundaries(layers, 2, 2, 8, "bitpipe")
+
+
+def test_the_plan_as_text() -> None:
+    made = plan(16, tensor_parallel_size=2)
+    names = ["embedding", "positions", *(f"layer {i}" for i in range(16)), "final norm", "head"]
+    boundaries = layer_boundaries(16, 2, 2, 8, "bitpipe")
+    text = describe(made, boundaries=boundaries, layer_names=names, message_bytes=65536)
+    assert text.splitlines()[:17] == [
+        "schedule  bitpipe, 8 micro-batches of 3 per pipeline group, 48 samples a step",
+        "world 16 = 4 pipeline x 2 tensor x 2 data",
+        "  tensor    [0,1] [2,3] [4,5] [6,7] [8,9] [10,11] [12,13] [14,15]",
+        "  pipeline  [0,4,8,12] [1,5,9,13] [2,6,10,14] [3,7,11,15]",
+        "  data      [0,2] [1,3] [4,6] [5,7] [8,10] [9,11] [12,14] [13,15]",
+        "  mirror    [0,12] [1,13] [2,14] [3,15] [4,8] [5,9] [6,10] [7,11]",
+        "stages",
+        "  stage 0   device 0, 3    embedding, positions, layer 0-1",
+        "  stage 1   device 1, 2    layer 2-3",
+        "  stage 2   device 2, 1    layer 4-5",
+        "  stage 3   device 3, 0    layer 6-7",
+        "  stage 4   device 3, 0    layer 8-9",
+        "  stage 5   device 2, 1    layer 10-11",
+        "  stage 6   device 1, 2    layer 12-13",
+        "  stage 7   device 0, 3    layer 14-15, final norm, head",
+        "bubble    11.1% (simulated, forward : backward = 1 : 2, free messages)",
+        "peak      3.5, 4, 4, 3.5 live activations per device, in units of 1/4 of the model and a micro-batch",
+    ]
+    assert "messages  96 a step and pipeline group, 65,536 bytes each" in text
+    assert "weights   2 copies of the model per pipeline group" in text
+    assert "also with room for 1 message on a link; the loss is on device 0, 3" in text
+    assert "\nrank 3  4 5 . 0 0 1" in text
+    without = describe(made, boundaries=boundaries, layer_names=names, message_bytes=65536, grid=False)
+    assert text.startswith(without) and "rank 3" not in without
+
+
+def test_a_json_without_our_section_is_said_to_have_none() -> None:
+    made = make_plan(load_config({"train_batch_size": 4}))
+    options = {"boundaries": [0, 1], "layer_names": ["head"], "message_bytes": 4}
+    assert describe(made, **options).splitlines()[:2] == [
+        'the JSON has no "ds_ext" section: schedule and sizes are the defaults',
+        "schedule  1f1b, 1 micro-batches of 4 per pipeline group, 4 samples a step",
+    ]
+    assert 'no "ds_ext"' not in describe(
+        make_plan(load_config({"train_batch_size": 4, "ds_ext": {}})), **options
+    )
+
+
+def test_a_plan_is_made_without_torch() -> None:
+    code = (
+        "import sys; from ds_ext.arguments import build_parser; from ds_ext.plan import make_plan;"
+        "build_parser('x'); from ds_ext.config import load_config;"
+        "make_plan(load_config({'train_batch_size': 4})).simulation; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
