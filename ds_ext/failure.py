@@ -31,7 +31,6 @@ RANK_0_FIRST_S = (
 CAUSE_S = 3.0  # how long a rank that lost another one looks for the cause
 STORE_S = 2.0  # how long the store may take: it is silent when it lives in the rank that is gone
 CLAIM_DELAY_S = 0.5
-GONE_S = 0.2
 
 _FIRST, _LOST = "ds_ext/first_failure", "ds_ext/lost_peer_of_rank_"
 _LOST_SIGNS = ("connection", "broken pipe", "timed out", "timeout", "got 0 bytes", "remote process exited")
@@ -44,10 +43,11 @@ _NO_ANSWER: Any = object()
 class Ending:
     """How this rank would end if it were ended now: what it would still say, and its exit code.
 
-    ``neighbours`` are the process ids of this node's ranks, as far as they are known.
+    ``text`` is called when it is said: the later, the more is known. ``neighbours`` are the process ids of this
+    node's ranks, as far as they are known.
     """
 
-    text: str | None = None
+    text: Callable[[], str] | None = None
     code: int | None = None
     neighbours: dict[int, int] = field(default_factory=dict)
 
@@ -99,29 +99,31 @@ def _report_lost_peer(error: BaseException, ending: Ending) -> None:
     own = _headline(error).replace(f"TransportError: rank {rank()}: ", "TransportError: ")
     if peer is None:
         own = f"TransportError: in a collective of several ranks: {own}"
-    known = _ended_or_stopped(ending.neighbours)
-    if not known:
-        time.sleep(GONE_S)  # a connection can be lost a moment before its process is gone
-        known = _ended_or_stopped(ending.neighbours)
-    ending.text = f"rank {rank()} stopped: {known}{own}"
+
+    def text() -> str:
+        return f"rank {rank()} stopped: {ended_or_stopped(ending.neighbours)}{own}"
+
+    # A connection is lost before its process is gone, and the launcher may end this rank at any moment from here on.
+    ending.text = text
     _ask_store(lambda store: store.set(f"{_LOST}{rank()}", "" if peer is None else str(peer)))
     first = _wait_for_cause()
+    said = text()
     if first is None:
-        silent = [] if known else _silent_ranks()
+        silent = [] if ended_or_stopped(ending.neighbours) else _silent_ranks()
         if silent and peer not in silent:
             time.sleep(CLAIM_DELAY_S)  # one that waited for the silent rank itself has more to say
         if silent:
             verb = "did not answer" if any(sign in own.lower() for sign in _TIME_SIGNS) else "is gone"
-            ending.text = f"rank {rank()} stopped: rank {', '.join(map(str, silent))} {verb}. {own}"
-        first = _claim(ending.text)
+            said = f"rank {rank()} stopped: rank {', '.join(map(str, silent))} {verb}. {own}"
+        first = _claim(said)
     if not first:
-        _say_cause(ending.text)
+        _say_cause(said)
     elif os.environ.get("LOCAL_RANK", "0") == "0":
         say(f"rank {rank()} stopped, because {first}")
     ending.text = None
 
 
-def _ended_or_stopped(neighbours: dict[int, int]) -> str:
+def ended_or_stopped(neighbours: dict[int, int]) -> str:
     """What the process table says about the other ranks of this node; empty when all of them are running."""
     found = []
     for other, process in sorted(neighbours.items()):

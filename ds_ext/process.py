@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .errors import ConfigError
-from .failure import Ending, process_state, rank, report, say, world_size
+from .failure import Ending, ended_or_stopped, process_state, rank, report, say, world_size
 
 __all__ = ["EXIT_CONFIG", "EXIT_FAILED", "EXIT_INTERRUPTED", "rank", "run", "world_size"]
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 
 _LAUNCHER_CHECK_S = 0.5
+_SAME_CAUSE_S = 0.2
 # The `deepspeed` command starts this launcher, which starts the ranks; a kill of the command reaches neither.
 _NODE_LAUNCHER, _COMMANDS = "deepspeed.launcher.launch", ("deepspeed", "deepspeed.pt", "ds")
 
@@ -84,31 +85,42 @@ def _watch(ending: Ending) -> None:
     def watch() -> None:
         with writer:
             while True:
-                readable, _, _ = select.select([reader], [], [], _LAUNCHER_CHECK_S)
-                received = reader.recv(64) if readable else b""
-                if any(_parent_of(child) != parent for child, parent in launchers):
+                orphaned = any(_parent_of(child) != parent for child, parent in launchers)
+                received = _signals(reader, 0 if orphaned else _LAUNCHER_CHECK_S)
+                gone = ended_or_stopped(ending.neighbours) if signal.SIGTERM in received else ""
+                if orphaned or signal.SIGTERM in received:
+                    # What ended the launcher, or made it end its ranks, may be a Ctrl-C that is on its way here too.
+                    received |= _signals(reader, _SAME_CAUSE_S)
+                if signal.SIGINT in received:
+                    # From a terminal it reaches every rank; the first to end look like failures to the others.
+                    _tell("stopped by SIGINT.")
+                    os._exit(EXIT_INTERRUPTED)
+                if signal.SIGTERM in received:
+                    _end_by_sigterm(ending, gone)
+                if orphaned:
                     _tell("stopped: the launcher has ended.")
                     os._exit(EXIT_FAILED)
-                for number in received:
-                    if signal.getsignal(number) is _leave_it_to_the_thread:
-                        _end_by(number, ending)
                 if len(ending.neighbours) < int(os.environ.get("LOCAL_WORLD_SIZE", world_size())):
                     ending.neighbours.update(_neighbours(launchers[0][1]))
 
     threading.Thread(target=watch, name="ds_ext-watch", daemon=True).start()
 
 
-def _end_by(number: int, ending: Ending) -> NoReturn:
+def _signals(reader: socket.socket, timeout_s: float) -> set[int]:
+    """The signals that came within a time and that the script has no handler of its own for."""
+    readable, _, _ = select.select([reader], [], [], timeout_s)
+    received = set(reader.recv(64)) if readable else set()
+    return {number for number in received if signal.getsignal(number) is _leave_it_to_the_thread}
+
+
+def _end_by_sigterm(ending: Ending, gone: str) -> NoReturn:
+    """End at the launcher's or somebody's wish; ``gone`` are the ranks that had ended before."""
     # Nothing is flushed: the main thread may hold the streams' locks.
-    if number == signal.SIGINT:
-        # From a terminal it reaches every rank, and those that come first look like failures to the others.
-        _tell("stopped by SIGINT.")
-        os._exit(EXIT_INTERRUPTED)
     if ending.text is not None:
-        say(ending.text)
+        say(ending.text())
     elif ending.code is None:
-        _tell("stopped by SIGTERM.")
-    os._exit(ending.code or 128 + number)
+        _tell(f"rank 0 stopped: {gone}Then came SIGTERM." if gone else "stopped by SIGTERM.")
+    os._exit(ending.code or 128 + signal.SIGTERM)
 
 
 def _tell(text: str) -> None:

@@ -201,6 +201,7 @@ def test_the_keys_walk_and_say_where_they_are(show: Show) -> None:
     said: str = show.window.run("return document.querySelector('[aria-live]').textContent")
     assert said == "; ".join(words(BITPIPE, 1, index)).replace("; ", ": ", 1)
     show.window.keys("+")
+    show.frame()
     assert show.zoom() == "1.5×"
     show.window.keys(escape)
     assert show.tip() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ds_ext.errors import ConfigError
-from tests.ranks import RankError, RankPool, Ranks, RankTimeout
+from tests.ranks import CALLS_PER_START, RankError, RankPool, Ranks, RankTimeout
 
 
 def sum_of_ranks(rank: int, offset: int) -> torch.Tensor:
@@ -54,11 +55,22 @@ def test_results_come_back_by_rank(ranks4: RankPool) -> None:
     assert ranks4.run(sum_of_ranks, 10) == [torch.tensor(46.0)] * 4
 
 
-def test_ranks_are_reused_and_set_up_alike(ranks: Ranks) -> None:
-    first = ranks(2).run(environment)
-    assert ranks(2).run(environment) == first
-    assert [entry[1:] for entry in first] == [(1, "cpu", 0, 0), (1, "cpu", 1, 1)]
-    assert len({entry[0] for entry in first} | {os.getpid()}) == 3
+def test_ranks_are_reused_and_set_up_alike() -> None:
+    with contextlib.closing(RankPool(2)) as pool:
+        first = pool.run(environment)
+        assert pool.run(environment) == first
+        assert [entry[1:] for entry in first] == [(1, "cpu", 0, 0), (1, "cpu", 1, 1)]
+        assert len({entry[0] for entry in first} | {os.getpid()}) == 3
+
+
+def test_ranks_start_anew_after_some_calls() -> None:
+    with contextlib.closing(RankPool(1)) as pool:
+        processes = [pool.run(environment)[0][0] for _ in range(CALLS_PER_START + 1)]
+        assert len(set(processes[:-1])) == 1 and processes[-1] != processes[0]
+
+
+def test_a_world_size_has_one_pool(ranks: Ranks) -> None:
+    assert ranks(2) is ranks(2) and ranks(2) is not ranks(4)
 
 
 def test_exception_is_raised_here_with_the_ranks_traceback_and_output(ranks2: RankPool) -> None:
