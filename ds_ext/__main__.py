@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from .errors import DsExtError, ScheduleError
 from .pipe_schedules import SCHEDULES, Timetable, get_schedule
 from .pipe_schedules.check import check
+from .pipe_schedules.costs import Costs, parse_costs
 from .pipe_schedules.lower import dump, lower
 from .pipe_schedules.render import LEGEND, SPLIT_LEGEND, time_grid
-from .pipe_schedules.simulate import Costs, Simulation, parse_costs, simulate
+from .pipe_schedules.simulate import Simulation, simulate
 
 EXIT_OK, EXIT_INVALID, EXIT_USAGE, EXIT_PIPE = 0, 1, 2, 141
 

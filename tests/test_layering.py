@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PURE = {"errors", "config", "deepspeed_json", "arguments", "megatron_flags", "layout", "plan", "pipe_schedules"}
+PURE = {
+    "errors",
+    "config",
+    "deepspeed_json",
+    "arguments",
+    "megatron_flags",
+    "layout",
+    "plan",
+    "pipe_schedules",
+}
 EVERYTHING = {"*"}
 
 # unit -> what it may import: other units by name, other packages as "package:"; "*" is everything.

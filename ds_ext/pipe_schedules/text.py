@@ -18,9 +18,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..errors import ScheduleError
+from .costs import Costs
 from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Op, Timetable
 from .placement import Placement
-from .simulate import Costs, simulate
+from .simulate import simulate
 
 _HEADER = "# timetable"
 _WAIT = "."

@@ -13,9 +13,10 @@ import pytest
 
 from ds_ext.__main__ import main
 from ds_ext.pipe_schedules import SCHEDULES, timetable
+from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.lower import dump, lower
 from ds_ext.pipe_schedules.render import time_grid
-from ds_ext.pipe_schedules.simulate import Costs, simulate
+from ds_ext.pipe_schedules.simulate import simulate
 
 BITPIPE = ["bitpipe", "--stages", "4", "--micro-batches", "8"]
 

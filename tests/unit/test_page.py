@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import Op, Timetable, timetable
+from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.drawing import DARK, KINDS, LIGHT, ON_DARK, Theme, axis_title, nice_step, visits
 from ds_ext.pipe_schedules.page import html, svg
 from ds_ext.pipe_schedules.placement import bidirectional_v, linear, looped
-from ds_ext.pipe_schedules.simulate import Costs, Simulation, simulate
+from ds_ext.pipe_schedules.simulate import Simulation, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 SPLIT = Timetable("split", linear(1), 1, ((Op("F", 0, 0), Op("I", 0, 0), Op("W", 0, 0)),))

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from ds_ext.pipe_schedules import timetable
+from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.perfetto import chrome_trace
-from ds_ext.pipe_schedules.simulate import Costs, simulate
+from ds_ext.pipe_schedules.simulate import simulate
 
 
 def events(trace: dict[str, Any], phase: str) -> list[dict[str, Any]]:

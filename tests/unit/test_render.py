@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 
 from ds_ext.pipe_schedules import Op, Timetable, timetable
+from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.placement import linear
 from ds_ext.pipe_schedules.render import order_grid, time_grid
-from ds_ext.pipe_schedules.simulate import Costs, simulate
+from ds_ext.pipe_schedules.simulate import simulate
 
 
 def test_labels_in_full() -> None:

@@ -11,10 +11,11 @@ import pytest
 import ds_ext.pipe_schedules as package
 from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import SCHEDULES, Chunk, Op, get_schedule, timetable
+from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.placement import bidirectional_v, linear, looped
 from ds_ext.pipe_schedules.registry import schedule
 from ds_ext.pipe_schedules.render import time_grid
-from ds_ext.pipe_schedules.simulate import Costs, simulate
+from ds_ext.pipe_schedules.simulate import simulate
 
 # BitPipe at D = 4, N = 4: F or B, pipe (down, up), index in the pipe, half (a first, b second visit). A column is one
 # chunk forward; a backward takes two, and "=" is its second where the header has a column for it.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ds_ext.pipe_schedules import Op, Placement, timetable
+from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.placement import bidirectional_linear, bidirectional_v, linear, v
-from ds_ext.pipe_schedules.simulate import Costs, simulate
+from ds_ext.pipe_schedules.simulate import simulate
 from ds_ext.pipe_schedules.slots import slots, whole_order
 
 FAMILY = [

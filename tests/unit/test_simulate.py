@@ -6,8 +6,9 @@ import pytest
 
 from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import Op, Timetable, timetable
+from ds_ext.pipe_schedules.costs import Costs, parse_costs
 from ds_ext.pipe_schedules.placement import linear
-from ds_ext.pipe_schedules.simulate import Costs, dependencies, parse_costs, simulate
+from ds_ext.pipe_schedules.simulate import dependencies, simulate
 
 
 def test_spans_and_price_of_two_ranks() -> None:
