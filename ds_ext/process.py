@@ -78,7 +78,9 @@ def _watch(ending: Ending) -> None:
     # Python's handlers run in the main thread, between bytecodes; this byte is written by the signal itself.
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _leave_it_to_the_thread)
+        # A shell starts background jobs with SIGINT ignored: Ctrl-C is not for them.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _leave_it_to_the_thread)
     os.register_at_fork(after_in_child=_unwatch)
     launchers = _launchers()
 

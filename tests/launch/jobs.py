@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -66,6 +67,8 @@ class Job:
             text=True,
             errors="replace",
             start_new_session=True,
+            # As from a terminal, also when the tests themselves run in the background, where SIGINT is ignored.
+            preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)

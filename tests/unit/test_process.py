@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -24,7 +25,8 @@ def script(body: str) -> str:
     return f"{HEAD}def main():\n{textwrap.indent(textwrap.dedent(body), '    ')}\nprocess.run(main)\n"
 
 
-def start(body: str, **env: str) -> subprocess.Popen[str]:
+def start(body: str, interrupt: signal.Handlers = signal.SIG_DFL, **env: str) -> subprocess.Popen[str]:
+    """A process that runs ``script(body)``; ``interrupt`` is what its starter does about SIGINT."""
     kept = {
         key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
@@ -34,6 +36,7 @@ def start(body: str, **env: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, interrupt),
     )
 
 
@@ -97,6 +100,15 @@ def test_own_signal_handlers_stay_in_charge() -> None:
         process.terminate()
         out, err = process.communicate(timeout=10)
         assert (process.returncode, out, err) == (0, "saved\n", "")
+
+
+def test_a_background_job_leaves_interrupts_alone() -> None:
+    body = "print('ready'); time.sleep(1); print('done')"
+    with start(body, signal.SIG_IGN) as process:
+        until_ready(process)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=10)
+        assert (process.returncode, out, err) == (0, "done\n", "")
 
 
 def test_forked_child_has_its_own_signals() -> None:
