@@ -84,24 +84,26 @@ def _watch(ending: Ending) -> None:
     os.register_at_fork(after_in_child=_unwatch)
     launchers = _launchers()
 
+    def orphaned() -> bool:
+        return any(_parent_of(child) != parent for child, parent in launchers)
+
     def watch() -> None:
         with writer:
             while True:
-                orphaned = any(_parent_of(child) != parent for child, parent in launchers)
-                received = _signals(reader, 0 if orphaned else _LAUNCHER_CHECK_S)
+                received = _signals(reader, _LAUNCHER_CHECK_S)
                 gone = ended_or_stopped(ending.neighbours) if signal.SIGTERM in received else ""
-                if orphaned or signal.SIGTERM in received:
-                    # What ended the launcher, or made it end its ranks, may be a Ctrl-C that is on its way here too.
+                if signal.SIGTERM in received or orphaned():
+                    # What made the launcher end its ranks, or itself, may be on its way here too.
                     received |= _signals(reader, _SAME_CAUSE_S)
                 if signal.SIGINT in received:
                     # From a terminal it reaches every rank; the first to end look like failures to the others.
                     _tell("stopped by SIGINT.")
                     os._exit(EXIT_INTERRUPTED)
-                if signal.SIGTERM in received:
-                    _end_by_sigterm(ending, gone)
-                if orphaned:
+                if orphaned():
                     _tell("stopped: the launcher has ended.")
                     os._exit(EXIT_FAILED)
+                if signal.SIGTERM in received:
+                    _end_by_sigterm(ending, gone)
                 if len(ending.neighbours) < int(os.environ.get("LOCAL_WORLD_SIZE", world_size())):
                     ending.neighbours.update(_neighbours(launchers[0][1]))
 
