@@ -1,7 +1,7 @@
 """Schedules as values: generate, lower, check, simulate and draw pipeline timetables without torch."""
 
 # Importing a method's file registers it.
-from . import bitpipe, chimera, gpipe, interleaved, one_f_one_b, zero_bubble  # noqa: F401
+from . import bitpipe, chimera, dualpipev, gpipe, interleaved, one_f_one_b, zero_bubble  # noqa: F401
 from .ops import Instruction, Op, Program, Timetable
 from .placement import Chunk, Placement
 from .registry import SCHEDULES, Schedule, get_schedule, schedule, timetable

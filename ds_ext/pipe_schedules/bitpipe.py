@@ -11,20 +11,56 @@ and back.
 The order is a closed form. Micro-batches come in *basic units* of D: n = D/2 for each pipe. A device's *home* pipe
 is the one that starts nearer to it; ``k`` is how many micro-batches of its home pipe it takes before the other
 pipe's first arrives.
+
+That is mode "unit". Mode "greedy" plans an order for any N and any costs (:mod:`.planning`); it holds more
+activations, and at equal costs no order takes less time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..errors import ScheduleError
+from .costs import Costs
 from .ops import BACKWARD, FORWARD, Op
-from .placement import bidirectional_v
-from .registry import schedule
+from .placement import Placement, bidirectional_v
+from .planning import plan
+from .registry import Option, Orders, check_multiple, every_rank, planned_schedule
 
 
-@schedule("bitpipe", place=bidirectional_v, even_ranks=True, micro_batches_multiple_of_ranks=True)
-def bitpipe(rank: int, ranks: int, micro_batches: int) -> Iterator[Op]:
+@planned_schedule(
+    "bitpipe",
+    place=bidirectional_v,
+    even_ranks=True,
+    options={
+        "mode": Option(
+            "unit", None, "unit: the closed form; greedy: any N, planned for the costs", ("unit", "greedy")
+        ),
+        "max_activations": Option(
+            0.0, 0, "greedy: most activations a device keeps, in D-ths of the model; 0: 1.5 D"
+        ),
+    },
+)
+def bitpipe(
+    placement: Placement, micro_batches: int, costs: Costs, mode: str, max_activations: float
+) -> Orders:
     """Two opposing V-shaped pipes: bubble (D-2)/(3N+D-2) at N = D, for twice the weights."""
+    if mode == "greedy":
+        most = max_activations or 1.5 * placement.ranks
+        return plan("bitpipe", placement, micro_batches, costs, split=False, max_activations=most)
+    if max_activations:
+        raise ScheduleError(
+            f'bitpipe: max_activations {max_activations:g} is for mode "greedy"; mode "unit" keeps at most '
+            f"{placement.ranks} (D-ths of the model)."
+        )
+    check_multiple(
+        "bitpipe", micro_batches, placement, ' Or give it the option "mode": "greedy", for any number.'
+    )
+    return every_rank(closed_form, placement, micro_batches)
+
+
+def closed_form(rank: int, ranks: int, micro_batches: int) -> Iterator[Op]:
+    """The order of ``rank`` for N a multiple of D."""
     units = micro_batches // ranks
     warmup = ranks + ranks // 2 + min(rank, ranks - 1 - rank)
     pairs = 2 * ranks - warmup

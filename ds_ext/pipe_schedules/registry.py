@@ -7,30 +7,53 @@ A method is one file with one decorated generator::
         ...
         yield Op("F", stage, micro_batch)
 
-:func:`timetable` runs it for every rank and gives a :class:`~ds_ext.pipe_schedules.ops.Timetable`.
+:func:`timetable` runs it for every rank and gives a :class:`~ds_ext.pipe_schedules.ops.Timetable`. A method whose
+order depends on what computations and messages cost is a function of all ranks, :func:`planned_schedule`.
 """
 
 from __future__ import annotations
 
 import difflib
+import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from ..errors import ScheduleError
+from .costs import Costs, parse_costs
 from .ops import Op, Timetable
 from .placement import Placement
 
+Orders = tuple[tuple[Op, ...], ...]
 Generator = Callable[..., Iterator[Op]]
+Planner = Callable[..., Orders]
 
 
 @dataclass(frozen=True)
 class Option:
-    """An integer option of a schedule: default, least value, and what it means."""
+    """An option of a schedule: default, least value if it is a number, what it means, and its words if it has such.
 
-    default: int
-    minimum: int
+    Its values have the type of the default; a float may be given as an integer.
+    """
+
+    default: int | float | str
+    minimum: int | None
     help: str
+    choices: tuple[str, ...] = ()
+
+    def refusal(self, value: object) -> str | None:
+        """What ``value`` should have been; None if it is right."""
+        if self.choices:
+            return None if value in self.choices else f"one of {', '.join(self.choices)}"
+        if isinstance(self.default, str):
+            return None if isinstance(value, str) else "a text"
+        numbers = (int, float) if isinstance(self.default, float) else (int,)
+        right = isinstance(value, numbers) and not isinstance(value, bool) and math.isfinite(value)
+        if right and (self.minimum is None or value >= self.minimum):  # pyright: ignore[reportOperatorIssue]
+            return None
+        return f"{'a number' if float in numbers else 'an integer'} of at least {self.minimum}"
 
 
 @dataclass(frozen=True)
@@ -38,18 +61,19 @@ class Schedule:
     """What a method is: its order, its placement and the sizes it accepts."""
 
     name: str
-    program: Generator
+    program: Callable[..., Any]
     place: Callable[..., Placement]
     even_ranks: bool = False
     micro_batches_multiple_of_ranks: bool = False
     options: Mapping[str, Option] = field(default_factory=dict)
+    planned: bool = False
 
     @property
     def summary(self) -> str:
-        """First line of the generator's docstring."""
+        """First line of the method's docstring."""
         return (self.program.__doc__ or "").strip().splitlines()[0]
 
-    def resolve_options(self, options: Mapping[str, object] | None) -> dict[str, int]:
+    def resolve_options(self, options: Mapping[str, object] | None) -> dict[str, Any]:
         """Fill in defaults and check types and ranges. Raises ScheduleError."""
         given = dict(options or {})
         unknown = sorted(set(given) - set(self.options))
@@ -59,15 +83,13 @@ class Schedule:
                 f"{self.name} has no option {unknown[0]!r}{_did_you_mean(unknown[0], self.options)}; "
                 f"its options: {known}."
             )
-        values = {}
+        values = {name: given.get(name, option.default) for name, option in self.options.items()}
         for name, option in self.options.items():
-            value = given.get(name, option.default)
-            if isinstance(value, bool) or not isinstance(value, int) or value < option.minimum:
+            expected = option.refusal(values[name])
+            if expected:
                 raise ScheduleError(
-                    f"{self.name}: option {name} ({option.help}) must be an integer of at least "
-                    f"{option.minimum}; got {value!r}."
+                    f"{self.name}: option {name} ({option.help}) must be {expected}; got {values[name]!r}."
                 )
-            values[name] = value
         return values
 
     def placement(self, ranks: int, options: Mapping[str, object] | None = None) -> Placement:
@@ -80,33 +102,60 @@ class Schedule:
                 f"{self.name} needs an even number of stages (pipeline_parallel_size), because devices work in "
                 f"mirrored pairs; got {ranks}. Use {ways}."
             )
-        placement = self.place(ranks, **self.resolve_options(options))
+        wanted = inspect.signature(self.place).parameters
+        values = {name: value for name, value in self.resolve_options(options).items() if name in wanted}
+        placement = self.place(ranks, **values)
         placement.check_replicas(self.name)
         return placement
 
     def timetable(
-        self, ranks: int, micro_batches: int, options: Mapping[str, object] | None = None
+        self,
+        ranks: int,
+        micro_batches: int,
+        options: Mapping[str, object] | None = None,
+        costs: Costs | None = None,
     ) -> Timetable:
-        """The order of every rank for ``micro_batches`` per pipeline group and step. Raises ScheduleError."""
-        placement = self.placement(ranks, options)
-        self._check_micro_batches(ranks, micro_batches, placement.replicas)
-        values = self.resolve_options(options)
-        order = tuple(tuple(self.program(rank, ranks, micro_batches, **values)) for rank in range(ranks))
-        return Timetable(self.name, placement, micro_batches, order)
+        """The order of every rank for ``micro_batches`` per pipeline group and step. Raises ScheduleError.
 
-    def _check_micro_batches(self, ranks: int, micro_batches: int, replicas: int) -> None:
-        step = ranks if self.micro_batches_multiple_of_ranks else 1
-        if micro_batches >= 1 and micro_batches % step == 0:
-            return
-        if step == 1:
+        Args:
+            costs: what a planned schedule plans for; its option "costs" counts if that is None.
+        """
+        placement = self.placement(ranks, options)
+        if self.micro_batches_multiple_of_ranks:
+            check_multiple(self.name, micro_batches, placement)
+        if micro_batches < 1:
             raise ScheduleError(f"{self.name} needs at least 1 micro-batch; got {micro_batches}.")
-        below, above = micro_batches // step * step, (micro_batches // step + 1) * step
-        ways = [n for n in (below, above) if n >= step] or [step]
-        raise ScheduleError(
-            f"{self.name} needs micro_batches to be a multiple of {step} (stages); got {micro_batches}. "
-            f"Use {' or '.join(map(str, ways))}, that is gradient_accumulation_steps "
-            f"{' or '.join(str(n // replicas) for n in ways)}."
-        )
+        values = self.resolve_options(options)
+        if self.planned:
+            text = values.pop(_COSTS)
+            orders = self.program(placement, micro_batches, costs or parse_costs(text), **values)
+        else:
+            orders = every_rank(self.program, placement, micro_batches, **values)
+        return Timetable(self.name, placement, micro_batches, tuple(orders))
+
+
+def every_rank(program: Generator, placement: Placement, micro_batches: int, **options: object) -> Orders:
+    """``program(rank, ranks, micro_batches, **options)`` of all ranks."""
+    ranks = placement.ranks
+    return tuple(tuple(program(rank, ranks, micro_batches, **options)) for rank in range(ranks))
+
+
+def check_multiple(name: str, micro_batches: int, placement: Placement, otherwise: str = "") -> None:
+    """Refuse a number of micro-batches that is not a multiple of D; ``otherwise`` is one more way out.
+
+    Raises:
+        ScheduleError: with the nearest numbers, also as DeepSpeed's gradient_accumulation_steps.
+    """
+    step = placement.ranks
+    if micro_batches >= 1 and micro_batches % step == 0:
+        return
+    below, above = micro_batches // step * step, (micro_batches // step + 1) * step
+    ways = [n for n in (below, above) if n >= step] or [step]
+    raise ScheduleError(
+        f"{name} needs micro_batches to be a multiple of {step} (stages); got {micro_batches}. "
+        f"Use {' or '.join(map(str, ways))}, that is gradient_accumulation_steps "
+        f"{' or '.join(str(n // placement.replicas) for n in ways)}.{otherwise}"
+    )
 
 
 _SCHEDULES: dict[str, Schedule] = {}
@@ -125,27 +174,50 @@ def schedule(
 
     Args:
         name: what the JSON and the command line call it; lower case.
-        place: makes the placement from ``(ranks, **options)``.
+        place: makes the placement from the number of ranks and those of the options that it has as parameters.
         even_ranks: the method needs an even number of devices.
         micro_batches_multiple_of_ranks: the method needs N to be a multiple of D.
         options: the keys of "schedule_options" that it takes.
     """
 
     def register(program: Generator) -> Generator:
-        known = _SCHEDULES.get(name)
-        if known is not None and known.program.__module__ != program.__module__:
-            raise ScheduleError(f"schedule {name!r} is already registered by {known.program.__module__}.")
-        _SCHEDULES[name] = Schedule(
-            name,
-            program,
-            place,
-            even_ranks,
-            micro_batches_multiple_of_ranks,
-            MappingProxyType(dict(options or {})),
-        )
+        known = MappingProxyType(dict(options or {}))
+        _register(Schedule(name, program, place, even_ranks, micro_batches_multiple_of_ranks, known))
         return program
 
     return register
+
+
+_COSTS = "costs"
+_COSTS_OPTION = Option("f=1,b=1,w=1,comm=0", None, "what to plan for, as --costs")
+
+
+def planned_schedule(
+    name: str,
+    *,
+    place: Callable[..., Placement],
+    even_ranks: bool = False,
+    options: Mapping[str, Option] | None = None,
+) -> Callable[[Planner], Planner]:
+    """Register ``program(placement, micro_batches, costs, **options) -> the order of every rank``.
+
+    ``place`` makes the placement from the number of ranks and those of the options that it has as parameters. The
+    schedule gets one more option, "costs", for where nothing else gives them, as in the JSON of a job.
+    """
+
+    def register(program: Planner) -> Planner:
+        known = MappingProxyType({**(options or {}), _COSTS: _COSTS_OPTION})
+        _register(Schedule(name, program, place, even_ranks, options=known, planned=True))
+        return program
+
+    return register
+
+
+def _register(made: Schedule) -> None:
+    known = _SCHEDULES.get(made.name)
+    if known is not None and known.program.__module__ != made.program.__module__:
+        raise ScheduleError(f"schedule {made.name!r} is already registered by {known.program.__module__}.")
+    _SCHEDULES[made.name] = made
 
 
 def get_schedule(name: str) -> Schedule:

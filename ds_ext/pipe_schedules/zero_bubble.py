@@ -28,10 +28,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .costs import Costs
 from .ops import Op
-from .placement import bidirectional_v, linear, v
-from .registry import Option, schedule
+from .placement import Placement, bidirectional_v, linear, v
+from .planning import plan
+from .registry import Option, Orders, planned_schedule, schedule
 from .slots import split_order
+
+_MAX_ACTIVATIONS = Option(
+    0.0, 0, "most activations a device keeps, in D-ths of the model; 0: D, and 1.5 D if messages take time"
+)
 
 
 @schedule("zb_h1", place=linear)
@@ -40,19 +46,35 @@ def zb_h1(rank: int, ranks: int, micro_batches: int) -> Iterator[Op]:
     return split_order(rank, linear(ranks), micro_batches)
 
 
-@schedule("zb_v", place=v, micro_batches_multiple_of_ranks=True)
-def zb_v(rank: int, ranks: int, micro_batches: int) -> Iterator[Op]:
+@planned_schedule("zb_v", place=v, options={"max_activations": _MAX_ACTIVATIONS})
+def zb_v(placement: Placement, micro_batches: int, costs: Costs, max_activations: float) -> Orders:
     """A V-shaped pipe with split backwards: (D-1)F/2 beyond ideal when F = I = W, for D activations."""
-    return split_order(rank, v(ranks), micro_batches)
+    return _order("zb_v", placement, micro_batches, costs, max_activations)
 
 
-@schedule(
+@planned_schedule(
     "bitpipe_zb",
     place=bidirectional_v,
     even_ranks=True,
-    micro_batches_multiple_of_ranks=True,
-    options={"waves": Option(1, 1, "times a pipe goes there and back over the devices")},
+    options={
+        "waves": Option(1, 1, "times a pipe goes there and back over the devices"),
+        "max_activations": _MAX_ACTIVATIONS,
+    },
 )
-def bitpipe_zb(rank: int, ranks: int, micro_batches: int, waves: int) -> Iterator[Op]:
+def bitpipe_zb(
+    placement: Placement, micro_batches: int, costs: Costs, waves: int, max_activations: float
+) -> Orders:
     """BitPipe with split backwards: (D-2)F/4 beyond ideal when F = I = W, over waves; twice the weights."""
-    return split_order(rank, bidirectional_v(ranks, waves), micro_batches)
+    return _order("bitpipe_zb", placement, micro_batches, costs, max_activations)
+
+
+def _order(
+    name: str, placement: Placement, micro_batches: int, costs: Costs, max_activations: float
+) -> Orders:
+    """The slot rule where it reaches the bound, else the best order that planning finds."""
+    ranks = placement.ranks
+    equal = costs == Costs(costs.f, costs.f, costs.f)
+    if equal and not max_activations and micro_batches % ranks == 0:
+        return tuple(tuple(split_order(rank, placement, micro_batches)) for rank in range(ranks))
+    most = max_activations or (1.5 if costs.comm else 1) * ranks
+    return plan(name, placement, micro_batches, costs, split=True, max_activations=most)

@@ -172,15 +172,16 @@ def test_pipes_carry_disjoint_consecutive_micro_batches() -> None:
         ("chimera", 3, 3, {}, "chimera needs an even number of stages .* got 3. Use 2 or 4."),
         ("bitpipe_zb", 3, 3, {}, "bitpipe_zb needs an even number of stages .* got 3. Use 2 or 4."),
         ("bitpipe_zb", 4, 4, {"waves": 0}, r"option waves .* at least 1; got 0"),
+        ("zb_v", 3, 4, {"max_activations": 0.5}, r"max_activations 0\.5 has no room for one micro-batch"),
         (
-            "zb_v",
-            3,
+            "bitpipe",
             4,
+            2,
             {},
-            "multiple of 3 .* got 4. Use 3 or 6, that is gradient_accumulation_steps 3 or 6.",
+            "multiple of 4 .* got 2. Use 4, that is gradient_accumulation_steps 2. Or .*greedy",
         ),
-        ("bitpipe", 4, 2, {}, "multiple of 4 .* got 2. Use 4, that is gradient_accumulation_steps 2."),
-        ("bitpipe", 4, 0, {}, "multiple of 4 .* got 0. Use 4, that is gradient_accumulation_steps 2."),
+        ("bitpipe", 4, 0, {}, "at least 1 micro-batch; got 0"),
+        ("bitpipe", 4, 4, {"mode": "gready"}, "option mode .* must be one of unit, greedy; got 'gready'"),
         (
             "interleaved",
             3,
@@ -234,7 +235,9 @@ PICTURED = {
     "one_f_one_b": ["1f1b"],
     "interleaved": ["interleaved"],
     "zero_bubble": ["zb_h1", "zb_v", "bitpipe_zb"],
+    "dualpipev": ["dualpipev"],
 }
+PICTURED_SIZE = {"dualpipev": (2, 5)}  # all others: 4 devices, 4 micro-batches
 
 
 @pytest.mark.parametrize(("file", "names"), PICTURED.items())
@@ -242,7 +245,9 @@ def test_the_pictures_in_the_file_are_what_show_prints(file: str, names: list[st
     folder = Path(package.__file__).parent
     text = ast.get_docstring(ast.parse((folder / f"{file}.py").read_text()), clean=False) or ""
     pictures = [line.strip() for line in text.splitlines() if line.startswith("    rank ")]
-    grids = [time_grid(simulate(timetable(name, 4, 4))).splitlines() for name in names]
+    grids = [
+        time_grid(simulate(timetable(name, *PICTURED_SIZE.get(name, (4, 4))))).splitlines() for name in names
+    ]
     assert pictures == list(itertools.chain(*grids))
 
 

@@ -190,3 +190,26 @@ def test_torchs_interleaved_is_ours() -> None:
     theirs = loads("\n".join(",".join("" if cell is None else str(cell) for cell in row) for row in rows))
     assert theirs.ranks == timetable("interleaved", 4, 8).ranks
     assert check(lower(theirs)) == check(lower(timetable("interleaved", 4, 8)))
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 4), (2, 4), (2, 7), (3, 6), (4, 8), (4, 13)])
+def test_dualpipev_of_torch_and_of_deepspeed_is_ours(ranks: int, micro_batches: int) -> None:
+    """DeepSpeed's has whole backwards throughout."""
+    from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, ForwardPass
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+    ours = timetable("dualpipev", ranks, micro_batches).ranks
+    rows = get_schedule_ops("DualPipeV", ranks, micro_batches)
+    assert loads("\n".join(",".join(f'"{cell or ""}"' for cell in row) for row in rows)).ranks == ours
+    kinds = {ForwardPass: "F", BackwardPass: "B"}
+    for rank, order in enumerate(ours):
+        steps = DualPipeVSchedule(micro_batches, ranks, rank).steps()
+        found = [
+            Op(kinds[type(c)], 2 * ranks - 1 - rank if c.phase else rank, c.buffer_id % micro_batches)
+            for step in steps
+            for c in step
+            if type(c) in kinds
+        ]
+        assert found == [
+            op._replace(kind="B" if op.kind == "I" else op.kind) for op in order if op.kind != "W"
+        ]
