@@ -14,6 +14,19 @@ from ds_ext.models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel, create_tensor_parallel, shard_dim
 from tests.reference import gather_shards, random_batches
 
+MODEL = GPTConfig(
+    num_layers=8,
+    hidden_size=32,
+    num_attention_heads=4,
+    seq_length=16,
+    vocab_size=96,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    make_vocab_size_divisible_by=8,
+    seed=3,
+)
+SCHEDULES = ["gpipe", "1f1b", "interleaved", "chimera", "bitpipe"]
+
 
 @dataclass(frozen=True)
 class Job:

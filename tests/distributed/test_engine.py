@@ -16,26 +16,12 @@ from torch import Tensor, nn
 
 from ds_ext.engine import PipelineModule, initialize
 from ds_ext.errors import TransportError
-from ds_ext.models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
+from ds_ext.models.gpt import gpt_layer_specs, gpt_loss
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel
-from tests.engine_runs import Job, StepBatches, build, train
+from tests.engine_runs import MODEL, SCHEDULES, Job, StepBatches, build, train
 from tests.ranks import RankPool, Ranks
 from tests.reference import Chain, random_batches
-
-MODEL = GPTConfig(
-    num_layers=8,
-    hidden_size=32,
-    num_attention_heads=4,
-    seq_length=16,
-    vocab_size=96,
-    hidden_dropout=0.0,
-    attention_dropout=0.0,
-    make_vocab_size_divisible_by=8,
-    seed=3,
-)
-SCHEDULES = ["gpipe", "1f1b", "interleaved", "chimera", "bitpipe"]
-
 
 # --- DeepSpeed's own engine ---
 

@@ -7,28 +7,15 @@ import dataclasses
 import pytest
 
 from ds_ext.layout import ParallelLayout
-from ds_ext.models.gpt import GPTConfig
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.tensor_parallel import create_tensor_parallel
-from tests.engine_runs import Job, train
+from tests.engine_runs import MODEL, SCHEDULES, Job, train
 from tests.ranks import Ranks
 from tests.reference import ReferenceRun, random_batches, train_reference
 
 TOLERANCE = 1e-5
-MODEL = GPTConfig(
-    num_layers=8,
-    hidden_size=32,
-    num_attention_heads=4,
-    seq_length=16,
-    vocab_size=96,
-    hidden_dropout=0.0,
-    attention_dropout=0.0,
-    make_vocab_size_divisible_by=8,
-    seed=3,
-)
 WITH_DROPOUT = dataclasses.replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
 LAYOUTS = [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)]
-SCHEDULES = ["gpipe", "1f1b", "interleaved", "chimera", "bitpipe"]
 
 
 def reference(job: Job) -> ReferenceRun:

@@ -110,7 +110,7 @@ TIMES = st.floats(0.1, 3)
     split=st.booleans(),
     room=st.floats(1, 2),
 )
-def test_every_plan_is_sound_and_keeps_to_its_room(placement, micro_batches, costs, split, room) -> None:  # noqa: ANN001
+def test_every_plan_is_sound_and_keeps_to_its_room(placement, micro_batches, costs, split, room) -> None:
     ranks = placement.ranks
     order = plan("planned", placement, micro_batches, costs, split=split, max_activations=room * ranks)
     made = Timetable("planned", placement, micro_batches, order)

@@ -1,0 +1,193 @@
+"""One short handler per instruction. Tensors live in the buffer that the instruction names, never in the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
+from deepspeed.runtime.pipe import schedule as ds
+from deepspeed.runtime.pipe.engine import PipelineEngine as DeepSpeedPipelineEngine
+from torch import Tensor
+
+from ..pipe_schedules.bridge import CopyActivation, CopyGrad, TimetableSchedule
+from .batches import Batches
+from .busy import BusyClock
+from .grad_norm import clip_grad_norm
+from .messages import Kind, StageMessages, pack, unpack
+from .module import PipelineModule
+
+
+class InstructionHandlers(DeepSpeedPipelineEngine):
+    """What the instructions of a lowered timetable do; :class:`.engine.PipelineEngine` runs them.
+
+    ``pipe_buffers`` holds by buffer: inputs, outputs, labels, losses, and grads (those of the outputs).
+    """
+
+    module: PipelineModule
+    batches: Batches | None
+    last_stage: int
+    _running: TimetableSchedule
+    _messages: StageMessages
+    _busy: BusyClock
+    _fetched: dict[int, Any]
+    _loss_sum: Tensor
+    _compute_loss: bool
+    _kept_outputs: dict[int, Any] | None
+
+    def _exec_load_micro_batch(self, buffer_id: int, stage: int, micro_batch: int) -> None:
+        inputs, labels = self._fetch(micro_batch)
+        if stage == 0:
+            self.pipe_buffers["inputs"][buffer_id] = self._to_device(inputs)
+        if stage == self.last_stage:
+            self.pipe_buffers["labels"][buffer_id] = None if labels is None else self._to_device(labels)
+
+    def _exec_forward_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:
+        inputs, step = unpack(map(_enter, self.pipe_buffers["inputs"][buffer_id])), self.global_steps
+        with self._busy.computing():
+            outputs = self.module.forward_stage(stage, inputs, step, self._global_id(micro_batch))
+            if stage == self.last_stage:
+                self._end_of_pipe(buffer_id, micro_batch, outputs)
+        self.pipe_buffers["outputs"][buffer_id] = pack(outputs, f"stage {stage}")
+        if not torch.is_grad_enabled():
+            self.pipe_buffers["inputs"][buffer_id] = None
+
+    def _end_of_pipe(self, buffer_id: int, micro_batch: int, outputs: Any) -> None:
+        """The loss of a micro-batch; with no loss function the outputs are the loss, as in DeepSpeed."""
+        labels, self.pipe_buffers["labels"][buffer_id] = self.pipe_buffers["labels"][buffer_id], None
+        if self._kept_outputs is not None:
+            self._kept_outputs[micro_batch] = outputs
+        if self._compute_loss:
+            loss_fn = self.module.loss_fn
+            loss = (
+                outputs if loss_fn is None else loss_fn(outputs, None if labels is None else unpack(labels))
+            )
+            self.pipe_buffers["losses"][buffer_id] = loss
+            self._loss_sum += loss.detach()
+
+    def _exec_backward_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:
+        buffers = self.pipe_buffers
+        with self._busy.computing(), self._accumulating():
+            if stage == self.last_stage:
+                self._scale(buffers["losses"][buffer_id]).backward()
+            else:
+                outputs = [t for t in buffers["outputs"][buffer_id] if t.is_floating_point()]
+                pairs = zip(outputs, buffers["grads"][buffer_id], strict=True)
+                roots = [(output, grad) for output, grad in pairs if output.requires_grad]
+                torch.autograd.backward([o for o, _ in roots], [g for _, g in roots])
+        for key in ("outputs", "grads", "losses"):
+            buffers[key][buffer_id] = None
+        if stage == 0:
+            buffers["inputs"][buffer_id] = None
+
+    def _exec_copy_activation(self, buffer_id: int, to_buffer: int, stage: int, micro_batch: int) -> None:
+        outputs = self.pipe_buffers["outputs"][buffer_id]
+        self.pipe_buffers["inputs"][to_buffer] = tuple(_leaf(t.detach()) for t in outputs)
+
+    def _exec_copy_grad(self, buffer_id: int, to_buffer: int, stage: int, micro_batch: int) -> None:
+        self.pipe_buffers["grads"][to_buffer] = self._take_input_grads(buffer_id)
+
+    def _exec_send_activations(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
+        outputs = [t.detach() for t in self.pipe_buffers["outputs"][buffer_id]]
+        self._messages.send(Kind.ACTIVATION, outputs, stage + 1, micro_batch, peer)
+
+    def _exec_send_grads(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
+        self._messages.send(Kind.GRADIENT, self._take_input_grads(buffer_id), stage - 1, micro_batch, peer)
+
+    def _exec_recv_activations(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
+        tensors = self._messages.receive(Kind.ACTIVATION, stage, micro_batch)
+        self.pipe_buffers["inputs"][buffer_id] = tuple(map(_leaf, tensors))
+
+    def _exec_recv_grads(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
+        self.pipe_buffers["grads"][buffer_id] = self._messages.receive(Kind.GRADIENT, stage, micro_batch)
+
+    def _exec_optimizer_step(self) -> None:
+        if self.gradient_clipping() == 0 and not isinstance(self.optimizer, DeepSpeedOptimizer):
+            self.clip_fp32_gradients()  # nobody else measures the norm then
+        super()._exec_optimizer_step()
+
+    _INSTRUCTION_MAP: ClassVar[dict[type[ds.PipeInstruction], Any]] = {
+        **DeepSpeedPipelineEngine._INSTRUCTION_MAP,
+        ds.LoadMicroBatch: _exec_load_micro_batch,
+        ds.ForwardPass: _exec_forward_pass,
+        ds.BackwardPass: _exec_backward_pass,
+        ds.SendActivation: _exec_send_activations,
+        ds.RecvActivation: _exec_recv_activations,
+        ds.SendGrad: _exec_send_grads,
+        ds.RecvGrad: _exec_recv_grads,
+        CopyActivation: _exec_copy_activation,
+        CopyGrad: _exec_copy_grad,
+        ds.OptimizerStep: _exec_optimizer_step,
+    }
+
+    # --- data ---
+
+    def _fetch(self, micro_batch: int) -> Any:
+        """(inputs, labels); a rank that holds both ends of a pipe asks twice, and reads once."""
+        if micro_batch not in self._fetched:
+            assert self.batches is not None
+            self._fetched[micro_batch] = self.batches.get(self._global_id(micro_batch))
+        return self._fetched[micro_batch]
+
+    def _global_id(self, micro_batch: int) -> int:
+        """Id of a micro-batch of this pipeline group among those of all groups."""
+        return self.module.data_index * self._running.micro_batches + micro_batch
+
+    def _to_device(self, batch: Any) -> tuple[Tensor, ...]:
+        return tuple(t.to(self.device, non_blocking=True).detach() for t in pack(batch, "the data"))
+
+    # --- gradients ---
+
+    def _take_input_grads(self, buffer_id: int) -> tuple[Tensor, ...]:
+        """Gradients of the floating-point inputs; zeros for one that the stage did not use."""
+        inputs, self.pipe_buffers["inputs"][buffer_id] = self.pipe_buffers["inputs"][buffer_id], None
+        return tuple(
+            torch.zeros_like(t) if t.grad is None else t.grad for t in inputs if t.is_floating_point()
+        )
+
+    def _scale(self, loss: Tensor) -> Tensor:
+        """Average over micro-batches (the reduction averages over ranks) and apply the fp16 loss scale."""
+        loss = loss / self.gradient_accumulation_steps()
+        return self.optimizer.scale_if_loss(loss) if isinstance(self.optimizer, DeepSpeedOptimizer) else loss
+
+    @contextmanager
+    def _accumulating(self) -> Iterator[None]:
+        """ZeRO and bf16 optimizers move gradients to buffers of their own after each backward."""
+        managed = isinstance(self.optimizer, ZeROOptimizer)
+        if managed:
+            self.optimizer.backward_prologue()
+        yield
+        if managed:
+            self.optimizer.backward_epilogue()
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip by a norm that counts every parameter of the model once; see grad_norm.py."""
+        self._global_grad_norm = clip_grad_norm(
+            self.module.parameters(),
+            self.gradient_clipping(),
+            tensor_rank=self.mpu.get_slice_parallel_rank(),
+            model_group=self.mpu.get_model_parallel_group(),
+        )
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """A stage's input: the start of its graph, where training needs one."""
+    return tensor.requires_grad_(torch.is_grad_enabled() and tensor.is_floating_point())
+
+
+class _Enter(torch.autograd.Function):
+    """The same memory as a tensor that is no leaf: a stage may begin with an operation in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def _enter(tensor: Tensor) -> Tensor:
+    return _Enter.apply(tensor) if tensor.requires_grad else tensor
