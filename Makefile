@@ -42,14 +42,16 @@ $(stamp): setup.py pyproject.toml constraints.txt $(native)
 	  $$found -m venv $(VENV) || \
 	    { rm -rf $(VENV); echo "$$found cannot make virtual environments (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }; \
 	fi
-	$(bin)/python -m pip install -c constraints.txt torch numpy
-	$(bin)/python -m pip install -c constraints.txt -e '.[data,dev]'
+	@echo "Installing torch, DeepSpeed and the tools into $(VENV) and building ds_ext: one to five minutes, 1.5 GB."
+	@$(bin)/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch numpy
+	@$(bin)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[data,solve,dev]'
 	@touch $@
 
 data: $(corpus)  ## the text that `make train` trains on: Python's own sources, no download
 
 $(corpus): $(stamp)
-	$(bin)/python -m ds_ext prepare --source stdlib --output $(@D)
+	@echo "Preparing Python's own sources as training text in $(@D): about 15 seconds."
+	@$(bin)/python -m ds_ext prepare --source stdlib --output $(@D)
 
 # Hosts with fewer GPUs than ranks train on the CPU, where each rank gets one thread.
 train: $(stamp) $(corpus)  ## train a GPT: RANKS=4 CONFIG=configs/bitpipe.json

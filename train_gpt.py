@@ -14,33 +14,36 @@ from ds_ext import process
 from ds_ext.arguments import parse
 from ds_ext.errors import ConfigError
 from ds_ext.plan import Plan, describe, layer_boundaries, make_plan
-from ds_ext.preflight import check_job
+from ds_ext.preflight import check_job, check_resume
 
 if TYPE_CHECKING:
     from ds_ext.engine.micro_batches import MicroBatches
     from ds_ext.models.gpt import GPTConfig
 
 
-def main() -> None:
+def main() -> int | None:
     # Everything that can be wrong is found before any process group is made, the cheapest first.
     args, job = parse("train_gpt.py", sys.argv[1:])
-    check_job(args, job.deepspeed)
+    check_job(args, job.deepspeed, job.flags)
     world_size = process.world_size()
-    plan = make_plan(job, None if args.dry_run and world_size == 1 else world_size)
+    launched = world_size > 1 or not args.dry_run
+    plan = make_plan(job, world_size if launched else None)
+    if args.load:
+        check_resume(args.load, plan, world_is_known=launched)
     # Before the layers come the embedding and the positions, behind them the final norm and the head.
     boundaries = layer_boundaries(
         args.num_layers, 2, 2, plan.layout.placement.stages, plan.timetable.schedule
     )
 
     from ds_ext.observe.logs import set_up_logging
-    from ds_ext.training import Trainer, say, shut_down
+    from ds_ext.training import Trainer, say, show, shut_down
 
     set_up_logging()
     model_config = build_model_config(args, plan)
     train, valid = build_data(args, plan)
     text = describe_plan(args, plan, boundaries)
     if args.dry_run:
-        return say(text)
+        return show(text)
 
     import ds_ext
     from ds_ext.data.meta import read_meta
@@ -65,6 +68,7 @@ def main() -> None:
     tokenizer = meta.get("tokenizer_fingerprint")
     Trainer(engine, args, plan, train, valid, args.seq_length, floor, tokenizer).run()
     shut_down(engine)
+    return None
 
 
 def build_model_config(args: argparse.Namespace, plan: Plan) -> GPTConfig:

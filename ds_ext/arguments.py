@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import copy
 import difflib
+import importlib.metadata
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from . import __version__
 from .config import JobConfig, load_config
 from .errors import ConfigError
 from .megatron_flags import TOKENIZER_TYPES, refusal
@@ -53,6 +55,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     parser = _Parser(
         prog=prog, description="Pretrain a GPT with a pipeline schedule of ds_ext.", allow_abbrev=False
     )
+    parser.add_argument("--version", action="version", version=_versions())
     parser.add_argument(
         "--deepspeed_config", required=True, metavar="JSON", help='DeepSpeed JSON with a "ds_ext" section'
     )
@@ -73,6 +76,17 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     _add_training(parser.add_argument_group("training"))
     _add_json_flags(parser.add_argument_group("keys of the JSON (a contradiction is an error)"))
     return parser
+
+
+def _versions() -> str:
+    """Ours and those of what we run on, read without importing them."""
+    words = [f"ds_ext {__version__}"]
+    for package in ("deepspeed", "torch"):
+        try:
+            words.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            words.append(f"{package} is not installed")
+    return ", ".join(words)
 
 
 def _add_model(group: Any) -> None:
@@ -135,7 +149,13 @@ def _add_training(group: Any) -> None:
     group.add_argument("--save", metavar="DIR", help="write checkpoints here")
     group.add_argument("--save-interval", type=int, default=0, metavar="STEPS", help="0: only at the end")
     group.add_argument("--load", metavar="DIR", help="resume from the latest checkpoint in DIR")
-    group.add_argument("--log-interval", type=int, default=1, metavar="STEPS")
+    group.add_argument(
+        "--log-interval",
+        type=int,
+        default=1,
+        metavar="STEPS",
+        help="print every so many steps, and the first and the last (%(default)s)",
+    )
 
 
 def _add_json_flags(group: Any) -> None:
@@ -196,7 +216,16 @@ def _parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
 def _train_defaults(parser: argparse.ArgumentParser, train: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON's "train" object as parser defaults: keys are flags with underscores."""
     actions = {action.dest: action for action in parser._actions}
-    hidden = {"deepspeed_config", "deepspeed", "local_rank", "dry_run", "help", *_JSON_FLAGS, *_BETA_FLAGS}
+    hidden = {
+        "deepspeed_config",
+        "deepspeed",
+        "local_rank",
+        "dry_run",
+        "help",
+        "version",
+        *_JSON_FLAGS,
+        *_BETA_FLAGS,
+    }
     values: dict[str, Any] = {}
     for key, value in train.items():
         if key not in actions or key in hidden:

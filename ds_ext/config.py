@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .deepspeed_json import check_deepspeed_keys
+from .deepspeed_json import check_deepspeed_keys, refuse_duplicate_keys
 from .errors import ConfigError, ScheduleError
-from .pipe_schedules import SCHEDULES, Placement, Schedule, Timetable, get_schedule
+from .pipe_schedules import Placement, Schedule, Timetable, get_schedule
 
 
 class _Section(BaseModel):
@@ -72,28 +72,10 @@ class DsExtConfig(_Section):
             return self.resolve_schedule().placement(self.pipeline_parallel_size, self.schedule_options)
 
     def timetable(self, micro_batches: int) -> Timetable:
-        """The order of work to train ``micro_batches`` per pipeline group. Raises ConfigError.
-
-        Also refused is a split backward, which the engine cannot run.
-        """
+        """The order of work to train ``micro_batches`` per pipeline group. Raises ConfigError."""
         with _as_config_error():
             schedule, ranks = self.resolve_schedule(), self.pipeline_parallel_size
-            made = schedule.timetable(ranks, micro_batches, self.schedule_options)
-        if made.split_backwards:
-            whole = ", ".join(_whole_backwards(ranks, micro_batches))
-            raise ConfigError(
-                f"{schedule.name} splits the backward; this version's engine runs whole backwards only. With "
-                f"{ranks} stages and {micro_batches} micro-batches use one of {whole}."
-            )
-        return made
-
-
-def _whole_backwards(ranks: int, micro_batches: int) -> Iterator[str]:
-    """The schedules that the engine runs at these sizes."""
-    for name, schedule in sorted(SCHEDULES.items()):
-        with contextlib.suppress(ScheduleError):
-            if not schedule.timetable(ranks, micro_batches).split_backwards:
-                yield name
+            return schedule.timetable(ranks, micro_batches, self.schedule_options)
 
 
 @contextlib.contextmanager
@@ -149,6 +131,12 @@ _NOT_YET = (
     "trace.dir",
     "transport_options.node_ips",
 )
+
+
+def counted(number: int, noun: str) -> str:
+    """``counted(1, "stage")`` is "1 stage", ``counted(2, "micro-batch")`` "2 micro-batches"."""
+    plural = "es" if noun.endswith(("ch", "ss")) else "s"
+    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def load_config(source: str | Path | Mapping[str, Any]) -> JobConfig:
@@ -213,7 +201,7 @@ def _batch_mismatch(
     known = ranks * (micro or 1) * (gas or 1)
     names = [flags.get(key, "").partition(" ")[0] or key for key in _BATCH_KEYS]
     said = ", ".join(f"{n} {v or 'unset'}" for n, v in zip(names, (train, micro, gas), strict=True))
-    said += f" and {ranks} data-parallel ranks ({replicas} replicas x {data})"
+    said += f" and {counted(ranks, 'data-parallel rank')} ({counted(replicas, 'replica')} x {data})"
     if micro is None or gas is None:
         ways = " or ".join(str(n) for n in (train // known * known, (train // known + 1) * known) if n)
         return f"{said} do not fit: {train} is not a multiple of {known}. Use {names[0]} {ways}."
@@ -234,7 +222,8 @@ def _batch_size(config: Mapping[str, Any], key: str, flags: Mapping[str, str]) -
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text())
+        text = path.read_text()
+        config = json.loads(text)
     except FileNotFoundError:
         raise ConfigError(
             f"the DeepSpeed JSON {str(path)!r} does not exist. The examples are in configs/."
@@ -245,6 +234,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: line {error.lineno}, column {error.colno}: {error.msg}.") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} must hold a JSON object; got {type(config).__name__}.")
+    refuse_duplicate_keys(text, str(path))
     return config
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import json
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -72,6 +74,9 @@ DEEPSPEED_KEYS = (
     "zero_optimization",
 )
 
+# In a valid JSON a string in front of a colon is a key. Strings are matched whole: braces in them are none.
+_KEYS_AND_BRACES = re.compile(r'(?P<key>"(?:[^"\\]|\\.)*")\s*:|"(?:[^"\\]|\\.)*"|[{}]')
+
 # At this difflib ratio "gradient_clip" is a typo of "gradient_clipping", and "comment" is none of "comet".
 _RESEMBLES = 0.84
 
@@ -85,6 +90,29 @@ def check_deepspeed_keys(config: Mapping[str, Any], ours: Collection[str]) -> No
     _refuse_typos(config, ours)
     _refuse_zero(config)
     _refuse_two_precisions(config)
+
+
+def refuse_duplicate_keys(text: str, name: str) -> None:
+    """Raise ConfigError when an object of a valid JSON has a key twice: only the last would count.
+
+    Args:
+        text: the JSON.
+        name: of its file, for the error.
+    """
+    seen: list[dict[str, int]] = []  # per open object: its keys and the lines that they stand on
+    for token in _KEYS_AND_BRACES.finditer(text):
+        if token[0] == "{":
+            seen.append({})
+        elif token[0] == "}":
+            seen.pop()
+        elif token["key"]:
+            key, line = json.loads(token["key"]), text.count("\n", 0, token.start()) + 1
+            if key in seen[-1]:
+                raise ConfigError(
+                    f"{name}: line {line}: the key {key!r} stands on line {seen[-1][key]} of the same object already, "
+                    f"and only the last would count. Remove one of the two."
+                )
+            seen[-1][key] = line
 
 
 def _refuse_typos(config: Mapping[str, Any], ours: Collection[str]) -> None:

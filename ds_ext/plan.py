@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from .config import BatchSizes, JobConfig, batch_sizes
+from .config import BatchSizes, JobConfig, batch_sizes, counted
 from .errors import ConfigError
 from .layout import ParallelLayout, data_parallel_size
 from .pipe_schedules import Program, Timetable
@@ -73,10 +73,11 @@ def layer_boundaries(num_layers: int, before: int, after: int, stages: int, sche
     """
     below, above = num_layers // stages * stages, (num_layers // stages + 1) * stages
     if num_layers < stages or num_layers % stages:
+        do = "does" if num_layers == 1 else "do"
         raise ConfigError(
-            f"{schedule} cuts the model into {stages} stages, and {num_layers} layers do not divide into "
-            f"{stages}. Use num_layers {f'{below} or ' if below > 0 else ''}{max(above, stages)}, or another "
-            f"pipeline_parallel_size."
+            f"{schedule} cuts the model into {counted(stages, 'stage')}, and {counted(num_layers, 'layer')} {do} not "
+            f"divide into {stages}. Use num_layers {f'{below} or ' if below > 0 else ''}{max(above, stages)}, or "
+            f"another pipeline_parallel_size."
         )
     share = num_layers // stages
     inner = [before + stage * share for stage in range(1, stages)]
@@ -109,8 +110,8 @@ def describe(
     """
     sizes = plan.sizes
     lines = [
-        f"schedule  {plan.timetable.schedule}, {sizes.micro_batches} micro-batches of {sizes.micro_batch_size} "
-        f"per pipeline group, {sizes.train_batch_size} samples a step",
+        f"schedule  {plan.timetable.schedule}, {counted(sizes.micro_batches, 'micro-batch')} of "
+        f"{sizes.micro_batch_size} per pipeline group, {counted(sizes.train_batch_size, 'sample')} a step",
         describe_groups(plan.layout),
         "stages",
         *_describe_stages(plan, boundaries, layer_names),
@@ -136,12 +137,13 @@ def _describe_stages(plan: Plan, boundaries: list[int], layer_names: list[str]) 
 def _describe_costs(plan: Plan, message_bytes: int) -> list[str]:
     placement, simulation, report = plan.layout.placement, plan.simulation, plan.report
     peaks = ", ".join(f"{peak:g}" for peak in simulation.peak_activations)
+    activations = "activation" if peaks == "1" else "activations"
     copies = "1 copy" if placement.replicas == 1 else f"{placement.replicas} copies"
-    slots = f"{report.link_slots} message{'s' if report.link_slots != 1 else ''}"
+    slots = counted(report.link_slots, "message")
     losses = ", ".join(map(str, report.loss_ranks))
     return [
         f"bubble    {simulation.bubble:.1%} (simulated, forward : backward = 1 : 2, free messages)",
-        f"peak      {peaks} live activations per device, in units of 1/{placement.ranks} of the model and a "
+        f"peak      {peaks} live {activations} per device, in units of 1/{placement.ranks} of the model and a "
         f"micro-batch",
         f"messages  {simulation.messages} a step and pipeline group, {message_bytes:,} bytes each",
         f"weights   {copies} of the model per pipeline group",

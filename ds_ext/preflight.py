@@ -6,18 +6,34 @@ Pure: neither torch nor the data are read.
 from __future__ import annotations
 
 import argparse
+import json
 import os
-from collections.abc import Mapping
+import shlex
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError
+from .config import counted
+from .deepspeed_sections import check_optimizer, check_scheduler, precision, zero_stage
+from .errors import CheckpointError, ConfigError
 from .megatron_flags import TOKENIZER_FILES, TOKENIZER_TYPES
+from .plan import Plan
+
+# In every checkpoint that the scripts write: the sizes that decide which of its files a rank reads.
+JOB_FILE = "ds_ext.json"
+_SIZES = {"PP": "pipeline", "TP": "tensor", "DP": "data"}
 
 
-def check_job(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless the optimizer, the checkpoint to load and the places to write to are in order."""
+def check_job(
+    args: argparse.Namespace, config: Mapping[str, Any], flags: Mapping[str, str] | None = None
+) -> None:
+    """Raise ConfigError unless the optimizer, the checkpoint to load and the places to write to are in order.
+
+    ``flags`` says which keys of the JSON a flag filled in, as ``JobConfig.flags``.
+    """
     require_optimizer(config)
+    check_optimizer(config, flags)
+    check_scheduler(config)
     _check_tokenizer(args)
     for flag, lowest in (
         ("train_iters", 1),
@@ -37,6 +53,11 @@ def check_job(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
         path = Path(args.metrics_file)
         if path.is_dir():
             raise ConfigError(f"--metrics-file {path} is a folder. Give the name of a file in it.")
+        if not path.parent.exists():
+            raise ConfigError(
+                f"--metrics-file {path}: the folder {path.parent} does not exist. Make it with "
+                f"`mkdir -p {shlex.quote(str(path.parent))}`, or give another path."
+            )
         _require_writable("--metrics-file", path.parent)
 
 
@@ -88,6 +109,72 @@ def find_checkpoint(folder: str) -> Path:
             f"that are into it: {', '.join(tags) or 'none'}."
         )
     return checkpoint
+
+
+def describe_job(plan: Plan) -> dict[str, Any]:
+    """What a checkpoint's files depend on, as :func:`check_resume` compares it."""
+    layout = plan.layout
+    return {
+        "schedule": plan.timetable.schedule,
+        "pipeline_parallel_size": layout.placement.ranks,
+        "tensor_parallel_size": layout.tensor_parallel_size,
+        "data_parallel_size": layout.data_parallel_size,
+        "zero_stage": zero_stage(plan.job.deepspeed),
+        "precision": precision(plan.job.deepspeed),
+        # Device by pipe and stage: schedules that agree in it (1f1b and gpipe) read each other's checkpoints.
+        "devices": [list(pipe) for pipe in layout.placement.pipes],
+    }
+
+
+def check_resume(load: str, plan: Plan, world_is_known: bool = True) -> None:
+    """Raise CheckpointError when the checkpoint in ``load`` was written under a schedule or sizes that do not fit.
+
+    Args:
+        world_is_known: False for a plan that no launcher started: its data-parallel size is not compared.
+    """
+    checkpoint, ours = find_checkpoint(load), describe_job(plan)
+    theirs = _read_job_file(checkpoint / JOB_FILE, ours)
+    if theirs is None:
+        return
+    keys = ["devices", "tensor_parallel_size", "zero_stage", "precision"]
+    if ours["zero_stage"] > 0 and world_is_known:
+        # Without ZeRO every data-parallel rank holds, and the first saves, the whole optimizer state.
+        keys.append("data_parallel_size")
+    if all(theirs[key] == ours[key] for key in keys):
+        if ours["precision"] == "bf16" and ours["zero_stage"] == 0:
+            raise CheckpointError(
+                f"{checkpoint} was written with bf16 and without ZeRO; DeepSpeed cannot load that optimizer's states "
+                f'again. A run in bf16 that is to be resumed needs "zero_optimization": {{"stage": 1}} from its start. '
+                f"Leave --load out."
+            )
+        return
+    ranks = theirs["pipeline_parallel_size"] * theirs["tensor_parallel_size"] * theirs["data_parallel_size"]
+    raise CheckpointError(
+        f"{checkpoint} was written with {_in_short(theirs)}; this job has {_in_short(ours)}, and checkpoints are not "
+        f"converted. Resume with what the checkpoint was written with, on {counted(ranks, 'process')}, or leave "
+        f"--load out."
+    )
+
+
+def _read_job_file(path: Path, needed: Collection[str]) -> dict[str, Any] | None:
+    """What a checkpoint was written with; None when it does not say. Raises CheckpointError for a damaged file."""
+    try:
+        job = json.loads(path.read_text())
+        if not (isinstance(job, dict) and job.keys() >= set(needed)):
+            raise ValueError(f"it needs the keys {', '.join(needed)}")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}, which says how the checkpoint was written, cannot be read ({error}). Without this file the "
+            f"checkpoint is loaded unchecked."
+        ) from None
+    return job
+
+
+def _in_short(job: Mapping[str, Any]) -> str:
+    sizes = " x ".join(f"{word} {job[f'{key}_parallel_size']}" for word, key in _SIZES.items())
+    return f"schedule {job['schedule']}, {sizes}, ZeRO stage {job['zero_stage']} and {job['precision']}"
 
 
 def _require_writable(flag: str, folder: Path, make: bool = False) -> None:

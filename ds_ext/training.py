@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import shlex
@@ -19,14 +20,25 @@ from .engine.micro_batches import MicroBatches
 from .errors import CheckpointError
 from .observe.metrics import MetricsFile, StepMetrics, peak_memory_bytes
 from .plan import Plan
-from .preflight import find_checkpoint
+from .preflight import JOB_FILE, describe_job, find_checkpoint
 from .process import rank, world_size
+
+EXIT_PIPE = 141  # a shell's code for a program that SIGPIPE ended
 
 
 def say(text: str) -> None:
     """Print on rank 0, at once."""
     if rank() == 0:
         print(text, flush=True)
+
+
+def show(text: str) -> int:
+    """``say()`` to a reader who may leave before the end (``| head -1``). Returns the exit code."""
+    try:
+        say(text)
+    except BrokenPipeError:
+        return EXIT_PIPE
+    return 0
 
 
 @dataclass
@@ -56,7 +68,7 @@ class Trainer:
     def run(self) -> None:
         """Train to the last step; evaluate and save on the way and at the end."""
         args = self.args
-        step = self.resume()
+        step = done = self.resume()
         if step >= args.train_iters:
             say(
                 f"nothing to train: the checkpoint is at step {step} and --train-iters is {args.train_iters}."
@@ -70,7 +82,7 @@ class Trainer:
                 loss = metrics.loss
                 file.write(metrics)
                 last = step == args.train_iters
-                if last or step % args.log_interval == 0:
+                if last or step == done + 1 or step % args.log_interval == 0:
                     say(metrics.line(args.train_iters))
                 if last or _due(step, args.eval_interval):
                     self.evaluate(step)
@@ -112,10 +124,15 @@ class Trainer:
         say(f"step {step}: validation loss {loss:.4f}, perplexity {_perplexity(loss)}")
 
     def save(self, step: int) -> None:
-        """Write a checkpoint in DeepSpeed's layout with the position in the data."""
+        """Write a checkpoint in DeepSpeed's layout with the position in the data and the sizes of this job."""
+        folder = Path(self.args.save) / f"step_{step}"
+        if rank() == 0:
+            # First, so that no checkpoint that "latest" names is without it.
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / JOB_FILE).write_text(json.dumps(describe_job(self.plan)) + "\n")
         state = {"step": step, "tokenizer": self.tokenizer, **self.train.state_dict()}
-        self.engine.save_checkpoint(self.args.save, tag=f"step_{step}", client_state=state)
-        say(f"step {step}: saved {Path(self.args.save) / f'step_{step}'}")
+        self.engine.save_checkpoint(self.args.save, tag=folder.name, client_state=state)
+        say(f"step {step}: saved {folder}")
 
     def resume(self) -> int:
         """Load ``--load`` if given. Returns the number of steps done."""

@@ -15,6 +15,7 @@ PURE = {
     "errors",
     "config",
     "deepspeed_json",
+    "deepspeed_sections",
     "arguments",
     "megatron_flags",
     "layout",
@@ -31,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "pipe_schedules/bridge": {"errors", "pipe_schedules", "deepspeed:"},
     "config": {"errors", "deepspeed_json", "pipe_schedules", "pydantic:"},
     "deepspeed_json": {"errors"},
+    "deepspeed_sections": {"errors"},
     "arguments": PURE,
     "megatron_flags": set(),
     "layout": PURE,
@@ -45,6 +47,8 @@ ALLOWED: dict[str, set[str]] = {
     "preflight": PURE | {"failure"},
     "observe": PURE | {"torch:", "rich:"},
     "training": EVERYTHING,
+    "optimise": {"errors", "pipe_schedules", "ortools:"},
+    "verbs": {"errors", "pipe_schedules", "optimise"},
     "__main__": EVERYTHING,
 }
 

@@ -5,6 +5,7 @@ after each document (Megatron's `--append-eod`).
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -75,8 +76,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"{output} is prepared already (--force prepares it again)")
     print(
-        f"{meta['documents']} documents, {meta['tokens']} tokens, {meta['bytes'] / meta['tokens']:.2f} bytes "
-        f"a token, vocabulary {meta['vocab_size']}, unigram entropy {meta['unigram_entropy_nats']:.3f} nats"
+        f"{meta['documents']} document{'s' if meta['documents'] != 1 else ''}, {meta['tokens']} tokens, "
+        f"{meta['bytes'] / meta['tokens']:.2f} bytes a token, vocabulary {meta['vocab_size']}, "
+        f"unigram entropy {meta['unigram_entropy_nats']:.3f} nats"
     )
     print(
         "next: deepspeed --num_gpus 4 train_gpt.py --deepspeed_config configs/bitpipe.json --data-path "
@@ -138,8 +140,7 @@ def _prepare(args: argparse.Namespace, output: Path, identity: dict[str, Any]) -
     print(f"reading {args.source}", flush=True)
     source = open_source(args.source, args.json_key)
     _import_builder()
-    output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".partial-", dir=output) as folder:
+    with _made(output), tempfile.TemporaryDirectory(prefix=".partial-", dir=output) as folder:
         partial = Path(folder)
         tokenizer = _make_tokenizer(args, source)
         tokenizer_files = tokenizer.save(partial)
@@ -162,6 +163,20 @@ def _prepare(args: argparse.Namespace, output: Path, identity: dict[str, Any]) -
         for name in (*tokenizer_files, f"{DATA_NAME}.bin", f"{DATA_NAME}.idx", META_NAME):
             os.replace(partial / name, output / name)
     return meta
+
+
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Have ``folder``; if what follows fails, remove it and its parents again as far as they were not there before."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # something of another's is in it
+            for path in new:
+                path.rmdir()
+        raise
 
 
 def _given_tokenizer(args: argparse.Namespace) -> Tokenizer | None:

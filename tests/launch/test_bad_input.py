@@ -53,6 +53,14 @@ JSON_FAULTS: dict[str, tuple[Change, int, tuple[str, ...]]] = {
     "ZeRO 3": (lambda c: c["zero_optimization"].update(stage=3), 2, ("ZeRO stage 3",)),
     "no optimizer": (lambda c: c.pop("optimizer"), 2, ("optimizer", "AdamW")),
     "batch sizes": (lambda c: c.update(train_batch_size=5), 2, ("5", "train_batch_size")),
+    "optimizer": (lambda c: c["optimizer"].update(type="Adamm"), 2, ("'Adamm'", "did you mean 'Adam'")),
+    "its parameter": (
+        lambda c: c["optimizer"]["params"].update(learning_rate=1),
+        2,
+        ("'learning_rate'", "did you mean 'lr'", "weight_decay"),
+    ),
+    "its number": (lambda c: c["optimizer"]["params"].update(lr=-1), 2, ("optimizer.params.lr", "got -1")),
+    "scheduler": (lambda c: c["scheduler"].update(type="Warmup"), 2, ("'Warmup'", "did you mean 'WarmupLR'")),
     "heads": (lambda c: c["ds_ext"]["train"].update(num_attention_heads=3), 2, ("16", "3")),
 }
 
@@ -86,6 +94,8 @@ FLAG_FAULTS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ("SentencePieceTokenizer needs", ".model file; got tokenizer.json"),
     ),
     "tokenizer without files": (["--tokenizer-type", "GPT2BPETokenizer"], ("--merge-file", "got none")),
+    "no folder": (["--metrics-file", "nowhere/metrics"], ("nowhere does not exist", "`mkdir -p nowhere`")),
+    "learning rate": (["--weight-decay", "-1"], ("--weight-decay must be a number of at least 0; got -1.0",)),
     "no steps": (["--train-iters", "0"], ("--train-iters",)),
 }
 
@@ -101,6 +111,16 @@ def test_missing_and_damaged_json(tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.json"
     damaged.write_text('{"ds_ext": {},\n "optimizer" {}}')
     refused(run_rank(damaged), "damaged.json", "line 2")
+    damaged.write_text('{"ds_ext": {"schedule": "gpipe",\n "schedule": "1f1b"}}')
+    refused(run_rank(damaged), "damaged.json: line 2", "'schedule'", "line 1")
+
+
+def test_dry_run_finds_what_a_run_would(corpus: Path, tmp_path: Path) -> None:
+    config = tiny_config(corpus)
+    config["scheduler"]["params"]["warmup_steps"] = 3
+    path = write_json(tmp_path / "job.json", config)
+    refused(run_rank(path, "--dry-run", world=1), "'warmup_steps'", "did you mean 'warmup_num_steps'")
+    assert sorted(tmp_path.iterdir()) == [path]
 
 
 def test_tokenizer_of_other_data(config: Path, corpus: Path, tmp_path: Path) -> None:
@@ -144,3 +164,14 @@ def test_dry_run_prints_the_plan(config: Path) -> None:
     result = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60)
     assert result.returncode == 0 and result.stderr == ""
     assert "stage 3   device 0, 1" in result.stdout and "bubble" in result.stdout
+
+
+def test_dry_run_ends_quietly_when_its_reader_leaves(config: Path) -> None:
+    """As `train_gpt.py --dry-run | head -1` does, when head is the faster one."""
+    words = [sys.executable, SCRIPT, "--deepspeed_config", str(config), "--dry-run"]
+    pipes = subprocess.PIPE
+    with subprocess.Popen(words, env=environment(), stdout=pipes, stderr=pipes, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(60) == 141

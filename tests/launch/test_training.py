@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def launcher_free(lines: list[str]) -> list[str]:
 def test_training_shows_its_own_lines_only_and_resumes_where_it_was(
     train: Callable[..., Job], tmp_path: Path
 ) -> None:
-    whole, halves, saved = tmp_path / "whole.jsonl", tmp_path / "metrics" / "halves.jsonl", tmp_path / "saved"
+    whole, halves, saved = tmp_path / "whole.jsonl", tmp_path / "halves.jsonl", tmp_path / "saved"
     once = train("deepspeed", "--train-iters", "6", "--metrics-file", str(whole), "--eval-iters", "0")
     first = train(
         *("torchrun", "--train-iters", "3", "--metrics-file", str(halves), "--save", str(saved)),
@@ -96,3 +97,91 @@ def test_everything_is_logged_on_demand(config: Path, tmp_path: Path, free_port:
         assert job.wait(5) == 0, job.text
     assert "[INFO]" in job.text and "before it has started" in job.text
     assert "FutureWarning" in job.text
+
+
+def changed(config: Path, name: str, **keys: Any) -> str:
+    """Another job in the same folder: BitPipe on two ranks but for ``keys``; those in "ds_ext" replace single keys."""
+    job = json.loads(config.read_text())
+    job["ds_ext"].update(keys.pop("ds_ext", {}))
+    (config.parent / name).write_text(json.dumps(job | keys))
+    return name
+
+
+def test_resuming_under_another_schedule_or_sizes(
+    config: Path, train: Callable[..., Job], tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    saved = str(tmp_path / "saved")
+    linear: dict[str, Any] = {"gradient_accumulation_steps": 4}
+    one = changed(config, "1f1b.json", ds_ext={"schedule": "1f1b"}, **linear)
+    other = changed(config, "gpipe.json", ds_ext={"schedule": "gpipe"}, **linear)
+    train("torchrun", "--deepspeed_config", one, "--train-iters", "1", "--save", saved)
+    # The stages of both lie on the same devices.
+    again = train("torchrun", "--deepspeed_config", other, "--train-iters", "2", "--load", saved)
+    assert "at step 1, 8 samples consumed" in again.text
+    refused = command("deepspeed", 2, free_port(), SCRIPT, "--deepspeed_config", config.name, "--load", saved)
+    with Job(refused, tmp_path) as job:
+        job.seconds_until_gone(240)
+        assert job.wait(5) == 1
+    told = [line for line in job.lines if "Error" in line]
+    assert len(told) == 1 and "Traceback" not in job.text, job.text
+    for words in (
+        "step_1 was written with schedule 1f1b, PP 2 x TP 1 x DP 1, ZeRO stage 1 and fp32; ",
+        "this job has schedule bitpipe, PP 2 x TP 1 x DP 1, ZeRO stage 1 and fp32, ",
+        "on 2 processes, or leave --load out.",
+    ):
+        assert words in told[0]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler"),
+    [
+        (
+            {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+            {"type": "CosineAnnealingLR", "params": {"T_max": 4}},
+        ),
+        (
+            {
+                "type": "ADAM",
+                "params": {
+                    "torch_adam": True,
+                    "adam_w_mode": False,
+                    "decoupled_weight_decay": False,
+                    "foreach": None,
+                },
+            },
+            {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3}},
+        ),
+    ],
+    ids=["torch", "deepspeed"],
+)
+def test_optimizers_and_schedulers_that_are_accepted_run(
+    config: Path, train: Callable[..., Job], optimizer: dict[str, Any], scheduler: dict[str, Any]
+) -> None:
+    zero = {"stage": 0}
+    name = changed(config, "other.json", optimizer=optimizer, scheduler=scheduler, zero_optimization=zero)
+    assert "step 3/3 | loss" in train("torchrun", "--deepspeed_config", name).text
+
+
+def test_the_first_and_the_last_step_are_printed_whatever_the_interval(train: Callable[..., Job]) -> None:
+    job = train("torchrun", "--train-iters", "7", "--log-interval", "3", "--eval-iters", "0")
+    printed = [line.split("/")[0] for line in job.lines if re.match(r"step +\d+/\d+ \| loss", line)]
+    assert printed == ["step 1", "step 3", "step 6", "step 7"]
+
+
+def test_the_readme_has_a_whole_job_for_own_layers(tmp_path: Path, free_port: Callable[[], int]) -> None:
+    """Its ten lines and its JSON, in a function that process.run runs."""
+    page = (ROOT / "README.md").read_text()
+    lines = next(
+        b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "ds_ext.PipelineModule" in b
+    )
+    (tmp_path / "job.json").write_text(re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0])
+    (tmp_path / "own.py").write_text(
+        f'config = "job.json"\ndef main():\n{textwrap.indent(lines, "    ")}    if engine.global_rank == 0:\n'
+        "        print(f'loss {float(loss)}')\n"
+        "import torch\nfrom ds_ext import process\n"
+        "dataset = [(torch.ones(4) * i, torch.zeros(4)) for i in range(16)]\nprocess.run(main)\n"
+    )
+    with Job(command("deepspeed", 4, free_port(), "own.py"), tmp_path) as job:
+        job.seconds_until_gone(240)
+        assert job.wait(5) == 0, job.text
+    assert len([line for line in job.lines if line.startswith("loss ")]) == 1

@@ -134,6 +134,24 @@ def test_optimizer_and_precision_flags_fill_in_the_json(run: Any) -> None:
     assert run(said, "--adam-beta1", "0.7")[1].deepspeed["optimizer"] == said["optimizer"]
 
 
+def test_the_version_needs_no_json(capsys: pytest.CaptureFixture[str]) -> None:
+    import deepspeed
+    import torch
+
+    import ds_ext
+
+    with pytest.raises(SystemExit) as stop:
+        parse("train_gpt.py", ["--version"])
+    assert stop.value.code == 0
+    versions = f"ds_ext {ds_ext.__version__}, deepspeed {deepspeed.__version__}, torch {torch.__version__}\n"
+    assert capsys.readouterr().out == versions
+
+
+def test_the_version_is_no_key_of_train(run: Any) -> None:
+    with pytest.raises(ConfigError, match=r"no key 'version'"):
+        run({"ds_ext": {"train": {"version": "1"}}})
+
+
 def test_the_tokenizers_two_names(run: Any) -> None:
     for flag in ("--tokenizer", "--tokenizer-model"):
         assert (

@@ -200,6 +200,23 @@ def test_files(tmp_path: Path) -> None:
         load_config({"ds_ext": "bitpipe"})
 
 
+def test_a_key_that_stands_twice(tmp_path: Path) -> None:
+    """Only the last would count, at any depth; the same key in another object, in a list or in a string is none."""
+    path = tmp_path / "twice.json"
+    path.write_text('{\n "optimizer": {"params": {\n  "lr": 1,\n  "lr": 2}}}')
+    with pytest.raises(
+        ConfigError, match=r"twice\.json: line 4: the key 'lr' stands on line 3 of the same object already"
+    ):
+        load_config(path)
+    path.write_text('{"a": [{"b": 1}, {"b": 1}], "c": "{\\"a\\": 1, \\"a\\": 2}", "\\u0061": 3}')
+    with pytest.raises(ConfigError, match=r"line 1: the key 'a' stands on line 1"):
+        load_config(path)
+    path.write_text(
+        '{"a": [{"b": 1}, {"b": 1}], "b": "\\\\", "c": {"a": "}", "c": "{\\"a\\": 1, \\"a\\": 2}"}}'
+    )
+    assert load_config(path).deepspeed["b"] == "\\"
+
+
 @pytest.mark.parametrize(
     ("train", "micro", "steps", "expected"),
     [

@@ -100,6 +100,16 @@ def test_failed_run_leaves_the_old_data(source: Path, tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in output.iterdir()} == before
 
 
+def test_failed_run_leaves_nothing_that_was_not_there(source: Path, tmp_path: Path) -> None:
+    source.write_text(source.read_text() + "not json\n")
+    there = tmp_path / "there"
+    there.mkdir()
+    for output in (tmp_path / "new" / "folder" / "out", there, there / "out"):
+        with pytest.raises(ConfigError, match="line 61 is not JSON"):
+            run("--source", source, "--output", output, "--vocab-size", 300)
+        assert sorted(tmp_path.rglob("*")) == [source, there]
+
+
 def test_tokenizer_of_other_data_and_gpt2_files_are_taken(source: Path, tmp_path: Path) -> None:
     first = tmp_path / "first"
     run("--source", source, "--output", first, "--vocab-size", 300)

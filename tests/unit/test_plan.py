@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ds_ext.config import load_config
-from ds_ext.errors import ConfigError
+from ds_ext.errors import CheckpointError, ConfigError
 from ds_ext.plan import Plan, describe, layer_boundaries, make_plan
+from ds_ext.preflight import JOB_FILE, check_resume, describe_job
 
 JSON: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 3,
@@ -49,21 +52,6 @@ def test_what_does_not_fit(world: int, section: dict[str, Any], sentence: str) -
         plan(world, **section)
 
 
-@pytest.mark.parametrize("name", ["zb_h1", "zb_v", "bitpipe_zb"])
-def test_a_split_backward_cannot_be_trained_yet(name: str) -> None:
-    """Refused while planning, before there is a process group."""
-    gas = 8 // load_config(JSON | {"ds_ext": JSON["ds_ext"] | {"schedule": name}}).ds_ext.placement().replicas
-    job = load_config(
-        JSON | {"gradient_accumulation_steps": gas, "ds_ext": JSON["ds_ext"] | {"schedule": name}}
-    )
-    sentence = (
-        rf"{name} splits the backward; this version's engine runs whole backwards only\. With 4 stages and 8 "
-        r"micro-batches use one of 1f1b, bitpipe, chimera, gpipe, interleaved\."
-    )
-    with pytest.raises(ConfigError, match=sentence):
-        make_plan(job, 4)
-
-
 def test_layers_are_cut_evenly() -> None:
     assert layer_boundaries(8, 2, 2, 4, "1f1b") == [0, 4, 6, 8, 12]
     assert layer_boundaries(3, 0, 0, 3, "1f1b") == [0, 1, 2, 3]
@@ -77,6 +65,18 @@ def test_layers_that_do_not_divide(layers: int, ways: str) -> None:
     sentence = rf"bitpipe cuts the model into 8 stages, and {layers} layers do not .* Use num_layers {ways}, or another"
     with pytest.raises(ConfigError, match=sentence):
         layer_boundaries(layers, 2, 2, 8, "bitpipe")
+
+
+def test_one_of_a_thing_is_not_many() -> None:
+    with pytest.raises(
+        ConfigError, match=r"1f1b cuts the model into 1 stage, and 0 layers do not divide into 1\."
+    ):
+        layer_boundaries(0, 2, 2, 1, "1f1b")
+    with pytest.raises(ConfigError, match=r"into 2 stages, and 1 layer does not divide"):
+        layer_boundaries(1, 2, 2, 2, "1f1b")
+    made = make_plan(load_config({"train_batch_size": 1}))
+    text = describe(made, boundaries=[0, 1], layer_names=["head"], message_bytes=4)
+    assert "1 micro-batch of 1 per pipeline group, 1 sample a step" in text
 
 
 def test_the_plan_as_text() -> None:
@@ -116,7 +116,7 @@ def test_a_json_without_our_section_is_said_to_have_none() -> None:
     options = {"boundaries": [0, 1], "layer_names": ["head"], "message_bytes": 4}
     assert describe(made, **options).splitlines()[:2] == [
         'the JSON has no "ds_ext" section: schedule and sizes are the defaults',
-        "schedule  1f1b, 1 micro-batches of 4 per pipeline group, 4 samples a step",
+        "schedule  1f1b, 1 micro-batch of 4 per pipeline group, 4 samples a step",
     ]
     assert 'no "ds_ext"' not in describe(
         make_plan(load_config({"train_batch_size": 4, "ds_ext": {}})), **options
@@ -131,3 +131,85 @@ def test_a_plan_is_made_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+LINEAR = {"schedule": "1f1b"}
+ZERO_1 = {"zero_optimization": {"stage": 1}}
+BF16 = {"bf16": {"enabled": True}}
+
+
+def job(world: int, section: dict[str, Any], more: dict[str, Any]) -> Plan:
+    return make_plan(load_config(JSON | more | {"ds_ext": JSON["ds_ext"] | section}), world)
+
+
+def checkpoint_of(plan: Plan, folder: Path) -> str:
+    (folder / "step_3").mkdir()
+    (folder / "latest").write_text("step_3")
+    (folder / "step_3" / JOB_FILE).write_text(json.dumps(describe_job(plan)))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ((4, {}, ZERO_1), (4, {}, ZERO_1)),
+        ((4, LINEAR, ZERO_1), (4, {"schedule": "gpipe"}, ZERO_1)),
+        ((4, {}, {}), (8, {}, {})),
+        ((8, LINEAR, {}), (4, {"schedule": "gpipe"}, {})),
+        ((4, LINEAR, ZERO_1 | BF16), (4, LINEAR, ZERO_1 | BF16)),
+    ],
+)
+def test_checkpoints_that_fit(saved: Any, loaded: Any, tmp_path: Path) -> None:
+    check_resume(checkpoint_of(job(*saved), tmp_path), job(*loaded))
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "sentence"),
+    [
+        (
+            (4, LINEAR, ZERO_1),
+            (4, {}, ZERO_1),
+            r"step_3 was written with schedule 1f1b, PP 4 x TP 1 x DP 1, ZeRO stage 1 and fp32; this job has schedule "
+            r"bitpipe, PP 4 .* on 4 processes, or leave --load out\.",
+        ),
+        ((4, {}, {}), (4, {"schedule": "chimera"}, {}), r"this job has schedule chimera"),
+        ((4, LINEAR, {}), (4, {"schedule": "interleaved"}, {}), r"this job has schedule interleaved"),
+        (
+            (4, {}, {}),
+            (2, {"pipeline_parallel_size": 2}, {}),
+            r"this job has schedule bitpipe, PP 2 x TP 1 x DP 1",
+        ),
+        (
+            (8, {}, {}),
+            (8, {"tensor_parallel_size": 2}, {}),
+            r"TP 1 x DP 2.* has .* TP 2 x DP 1.* on 8 processes",
+        ),
+        ((4, {}, ZERO_1), (8, {}, ZERO_1), r"DP 1, ZeRO stage 1 .* this job has .* DP 2, ZeRO stage 1"),
+        ((4, {}, ZERO_1), (4, {}, {}), r"ZeRO stage 1 and fp32; .* ZeRO stage 0 and fp32"),
+        ((4, {}, ZERO_1 | BF16), (4, {}, ZERO_1), r"and bf16; .* and fp32"),
+        (
+            (4, {}, BF16),
+            (4, {}, BF16),
+            r"bf16 and without ZeRO; .* needs \"zero_optimization\": {\"stage\": 1}",
+        ),
+    ],
+)
+def test_checkpoints_that_do_not_fit(saved: Any, loaded: Any, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=sentence):
+        check_resume(checkpoint_of(job(*saved), tmp_path), job(*loaded))
+
+
+def test_a_dry_run_does_not_know_the_data_parallel_size(tmp_path: Path) -> None:
+    saved = checkpoint_of(job(8, {}, ZERO_1), tmp_path)
+    check_resume(saved, job(4, {}, ZERO_1), world_is_known=False)
+
+
+def test_checkpoints_that_do_not_say_what_they_are(tmp_path: Path) -> None:
+    made = job(4, {}, {})
+    file = Path(checkpoint_of(made, tmp_path)) / "step_3" / JOB_FILE
+    for text in ("{", "[]", '{"schedule": "1f1b"}'):
+        file.write_text(text)
+        with pytest.raises(CheckpointError, match=r"ds_ext\.json, which says how .* loaded unchecked"):
+            check_resume(str(tmp_path), made)
+    file.unlink()
+    check_resume(str(tmp_path), made)
