@@ -191,9 +191,10 @@ def title(simulation: Simulation) -> str:
 
 
 def _sizes(timetable: Timetable) -> str:
+    ranks, micro_batches = timetable.placement.ranks, timetable.micro_batches
     return (
-        f"{timetable.schedule}, {timetable.placement.ranks} stages, {timetable.micro_batches} "
-        f"micro-batch{'es' if timetable.micro_batches != 1 else ''}"
+        f"{timetable.schedule}, {ranks} stage{'s' if ranks != 1 else ''}, "
+        f"{micro_batches} micro-batch{'es' if micro_batches != 1 else ''}"
     )
 
 

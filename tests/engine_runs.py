@@ -25,7 +25,9 @@ MODEL = GPTConfig(
     make_vocab_size_divisible_by=8,
     seed=3,
 )
-SCHEDULES = ["gpipe", "1f1b", "interleaved", "chimera", "bitpipe"]
+WHOLE = ["gpipe", "1f1b", "interleaved", "chimera", "bitpipe"]  # by their backwards
+SPLIT = ["zb_h1", "zb_v", "bitpipe_zb"]
+SCHEDULES = [*WHOLE, *SPLIT]
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from ..pipe_schedules.inference import forward_timetable
 from ..pipe_schedules.lower import lower
 from ..pipe_schedules.render import order_grid
 from ..pipe_schedules.simulate import simulate
+from ..tensor_parallel import let_defer
 from .batches import Batches, IteratorBatches
 from .busy import BusyClock
 from .handlers import InstructionHandlers
@@ -53,10 +54,12 @@ class PipelineEngine(InstructionHandlers):
         # DeepSpeed would cut activations into slices over tensor-parallel ranks; ours travel whole.
         self.is_pipe_partitioned = self.is_grad_partitioned = False
         self.layout, self.last_stage = self.module.layout, self.module.layout.placement.stages - 1
-        self.pipe_buffers.update({"grads": [], "losses": []})
+        self.pipe_buffers.update({"grads": [], "losses": [], "weights": []})
         self._inference_schedules: dict[int, TimetableSchedule] = {}
         self._schedule, self.bubble_simulated = self._make_schedule(self.micro_batches)
         self._running = self._schedule
+        if self._schedule.program.timetable.split_backwards:
+            let_defer(self.module)
         self._fetched: dict[int, Any] = {}
         self._busy = BusyClock(self.device)
         self.bubble_measured: float | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +12,8 @@ from deepspeed.runtime.pipe import schedule as ds
 from deepspeed.runtime.pipe.engine import PipelineEngine as DeepSpeedPipelineEngine
 from torch import Tensor
 
-from ..pipe_schedules.bridge import CopyActivation, CopyGrad, TimetableSchedule
+from ..pipe_schedules.bridge import BackwardInput, BackwardWeight, CopyActivation, CopyGrad, TimetableSchedule
+from ..tensor_parallel import WeightGradients, deferrable, deferring
 from .batches import Batches
 from .busy import BusyClock
 from .grad_norm import clip_grad_norm
@@ -23,7 +24,8 @@ from .module import PipelineModule
 class InstructionHandlers(DeepSpeedPipelineEngine):
     """What the instructions of a lowered timetable do; :class:`.engine.PipelineEngine` runs them.
 
-    ``pipe_buffers`` holds by buffer: inputs, outputs, labels, losses, and grads (those of the outputs).
+    ``pipe_buffers`` holds by buffer: inputs, outputs, labels, losses, grads (those of the outputs), and weights (the
+    weight gradients that are still to be computed).
     """
 
     module: PipelineModule
@@ -46,7 +48,8 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
 
     def _exec_forward_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:
         inputs, step = unpack(map(_enter, self.pipe_buffers["inputs"][buffer_id])), self.global_steps
-        with self._busy.computing():
+        split = (stage, micro_batch) in self._running.program.timetable.split_backwards
+        with self._busy.computing(), deferrable() if split else nullcontext():
             outputs = self.module.forward_stage(stage, inputs, step, self._global_id(micro_batch))
             if stage == self.last_stage:
                 self._end_of_pipe(buffer_id, micro_batch, outputs)
@@ -68,15 +71,29 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
             self._loss_sum += loss.detach()
 
     def _exec_backward_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:
-        buffers = self.pipe_buffers
         with self._busy.computing(), self._accumulating():
-            if stage == self.last_stage:
-                self._scale(buffers["losses"][buffer_id]).backward()
-            else:
-                outputs = [t for t in buffers["outputs"][buffer_id] if t.is_floating_point()]
-                pairs = zip(outputs, buffers["grads"][buffer_id], strict=True)
-                roots = [(output, grad) for output, grad in pairs if output.requires_grad]
-                torch.autograd.backward([o for o, _ in roots], [g for _, g in roots])
+            self._backward(buffer_id, stage)
+
+    def _exec_backward_input(self, buffer_id: int, stage: int, micro_batch: int) -> None:
+        later = self.pipe_buffers["weights"][buffer_id] = WeightGradients()
+        with self._busy.computing(), self._accumulating(), deferring(later):
+            self._backward(buffer_id, stage)
+
+    def _exec_backward_weight(self, buffer_id: int, stage: int, micro_batch: int) -> None:
+        later, self.pipe_buffers["weights"][buffer_id] = self.pipe_buffers["weights"][buffer_id], None
+        with self._busy.computing(), self._accumulating():
+            later.compute()
+
+    def _backward(self, buffer_id: int, stage: int) -> None:
+        """Back through the graph of a buffer, from its loss or the gradients of its outputs."""
+        buffers = self.pipe_buffers
+        if stage == self.last_stage:
+            roots = [(self._scale(buffers["losses"][buffer_id]), None)]
+        else:
+            outputs = [t for t in buffers["outputs"][buffer_id] if t.is_floating_point()]
+            pairs = zip(outputs, buffers["grads"][buffer_id], strict=True)
+            roots = [(output, grad) for output, grad in pairs if output.requires_grad]
+        torch.autograd.backward([output for output, _ in roots], [grad for _, grad in roots])
         for key in ("outputs", "grads", "losses"):
             buffers[key][buffer_id] = None
         if stage == 0:
@@ -113,6 +130,8 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
         ds.LoadMicroBatch: _exec_load_micro_batch,
         ds.ForwardPass: _exec_forward_pass,
         ds.BackwardPass: _exec_backward_pass,
+        BackwardInput: _exec_backward_input,
+        BackwardWeight: _exec_backward_weight,
         ds.SendActivation: _exec_send_activations,
         ds.RecvActivation: _exec_recv_activations,
         ds.SendGrad: _exec_send_grads,

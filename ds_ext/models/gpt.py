@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
@@ -33,6 +32,7 @@ from ds_ext.tensor_parallel import (
     VocabParallelEmbedding,
     copy_to_tensor_model_parallel_region,
     keyed_normal,
+    linear,
     vocab_parallel_cross_entropy,
 )
 
@@ -95,7 +95,7 @@ class GPTPositionEmbedding(nn.Module):
 def output_logits(embedding: GPTEmbedding, hidden_BSD: Tensor) -> Tensor:
     """The language model head over the tied word embeddings: hidden_BSD to this rank's logits_BSV."""
     words = embedding.word_embeddings
-    return F.linear(copy_to_tensor_model_parallel_region(hidden_BSD, words.tp), words.weight)
+    return linear(copy_to_tensor_model_parallel_region(hidden_BSD, words.tp), words.weight)
 
 
 def gpt_layer_specs(config: TransformerConfig, tp: TensorParallel, clock: DropoutClock) -> list[LayerSpec]:

@@ -32,6 +32,20 @@ class CopyGrad(ds.BufferOpInstruction):
     """
 
 
+class BackwardInput(ds.BufferOpInstruction):
+    """The first half of a backward: the gradient of the stage's input; the weights' is left for later.
+
+    Roughly: ``autograd.backward(buffers["outputs"][buffer_id], buffers["grads"][buffer_id], inputs=...)``
+    """
+
+
+class BackwardWeight(ds.BufferOpInstruction):
+    """The second half of a backward: the gradients of the stage's weights.
+
+    Roughly: ``buffers["weights"][buffer_id].compute()``
+    """
+
+
 _CLASSES: dict[str, type[ds.PipeInstruction]] = {
     cls.__name__: cls
     for cls in (
@@ -47,6 +61,8 @@ _CLASSES: dict[str, type[ds.PipeInstruction]] = {
         ds.OptimizerStep,
         CopyActivation,
         CopyGrad,
+        BackwardInput,
+        BackwardWeight,
     )
 }
 
@@ -125,6 +141,24 @@ class BitPipeSchedule(NamedSchedule):
     name = "bitpipe"
 
 
+class ZeroBubbleH1Schedule(NamedSchedule):
+    """1F1B with split backwards."""
+
+    name = "zb_h1"
+
+
+class ZeroBubbleVSchedule(NamedSchedule):
+    """A V-shaped pipe with split backwards."""
+
+    name = "zb_v"
+
+
+class ZeroBubbleBitPipeSchedule(NamedSchedule):
+    """BitPipe with split backwards; options ``waves`` and ``max_activations``."""
+
+    name = "bitpipe_zb"
+
+
 def to_pipe_instruction(instruction: Instruction) -> ds.PipeInstruction:
     """The DeepSpeed instruction; ``label`` is the text that traces and errors use.
 
@@ -142,12 +176,15 @@ def to_pipe_instruction(instruction: Instruction) -> ds.PipeInstruction:
     return made
 
 
+_COMPUTATIONS = (ds.ForwardPass, ds.BackwardPass, BackwardInput, BackwardWeight)
+
+
 def _group(instructions: list[ds.PipeInstruction]) -> list[list[ds.PipeInstruction]]:
     """Cut the stream so that a step is a computation with the messages before and after it."""
     steps: list[list[ds.PipeInstruction]] = [[]]
     before = (ds.LoadMicroBatch, ds.RecvActivation, ds.RecvGrad)
     for instruction in instructions:
-        begins = isinstance(instruction, (*before, ds.ForwardPass, ds.BackwardPass))
+        begins = isinstance(instruction, (*before, *_COMPUTATIONS))
         if begins and steps[-1] and not isinstance(steps[-1][-1], before):
             steps.append([])
         steps[-1].append(instruction)

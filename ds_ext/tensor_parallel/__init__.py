@@ -16,6 +16,14 @@ from ds_ext.tensor_parallel.mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from ds_ext.tensor_parallel.random import DropoutClock, KeyedDropout, keyed_normal, keyed_rng, mix_key
+from ds_ext.tensor_parallel.weight_gradients import (
+    WeightGradients,
+    deferrable,
+    deferring,
+    embedding,
+    let_defer,
+    linear,
+)
 
 __all__ = [
     "IGNORE_INDEX",
@@ -26,11 +34,17 @@ __all__ = [
     "RowParallelLinear",
     "TensorParallel",
     "VocabParallelEmbedding",
+    "WeightGradients",
     "copy_to_tensor_model_parallel_region",
     "create_tensor_parallel",
+    "deferrable",
+    "deferring",
+    "embedding",
     "gather_from_tensor_model_parallel_region",
     "keyed_normal",
     "keyed_rng",
+    "let_defer",
+    "linear",
     "mix_key",
     "reduce_from_tensor_model_parallel_region",
     "scatter_to_tensor_model_parallel_region",

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ds_ext.tensor_parallel.group import TensorParallel
@@ -23,6 +22,7 @@ from ds_ext.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from ds_ext.tensor_parallel.weight_gradients import embedding, linear
 
 InitMethod = Callable[[Tensor], object]
 """Fills a full (unsharded) fp32 CPU weight in place."""
@@ -61,7 +61,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = _sharded_parameter((output_size,), 0, tp, nn.init.zeros_) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(copy_to_tensor_model_parallel_region(x, self.tp), self.weight, self.bias)
+        y = linear(copy_to_tensor_model_parallel_region(x, self.tp), self.weight, self.bias)
         return gather_from_tensor_model_parallel_region(y, self.tp) if self.gather_output else y
 
 
@@ -100,7 +100,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
             x = scatter_to_tensor_model_parallel_region(x, self.tp)
-        y = reduce_from_tensor_model_parallel_region(F.linear(x, self.weight), self.tp)
+        y = reduce_from_tensor_model_parallel_region(linear(x, self.weight), self.tp)
         return y if self.bias is None else y + self.bias
 
 
@@ -129,11 +129,11 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids_BS: Tensor) -> Tensor:
         if self.tp.size == 1:
-            return F.embedding(ids_BS, self.weight)
+            return embedding(ids_BS, self.weight)
         check_ids(ids_BS, self.num_embeddings)
         local_BS = ids_BS - self.tp.rank * self.rows
         foreign_BS = (local_BS < 0) | (local_BS >= self.rows)
-        partial_BSD = F.embedding(local_BS.masked_fill(foreign_BS, 0), self.weight)
+        partial_BSD = embedding(local_BS.masked_fill(foreign_BS, 0), self.weight)
         return reduce_from_tensor_model_parallel_region(
             partial_BSD.masked_fill(foreign_BS.unsqueeze(-1), 0.0), self.tp
         )

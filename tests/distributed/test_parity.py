@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import product
+from typing import Any
 
 import pytest
 
 from ds_ext.layout import ParallelLayout
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.tensor_parallel import create_tensor_parallel
-from tests.engine_runs import MODEL, SCHEDULES, Job, train
+from tests.engine_runs import MODEL, SCHEDULES, SPLIT, WHOLE, Job, train
 from tests.ranks import Ranks
 from tests.reference import ReferenceRun, random_batches, train_reference
 
@@ -35,8 +37,14 @@ def assert_equal(results: list[dict], expected: ReferenceRun) -> None:
     assert covered == set(expected.parameters)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda s: "pp{}-tp{}-dp{}".format(*s))
-@pytest.mark.parametrize("schedule", SCHEDULES)
+def named(runs: list[tuple[str, tuple[int, int, int]]]) -> list[Any]:
+    return [pytest.param(s, sizes, id="{}-pp{}-tp{}-dp{}".format(s, *sizes)) for s, sizes in runs]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layout"),
+    named([*product(WHOLE, LAYOUTS), *product(SPLIT, [(4, 1, 1), (2, 2, 2)]), ("bitpipe_zb", (2, 1, 2))]),
+)
 def test_trains_as_one_process(ranks: Ranks, schedule: str, layout: tuple[int, int, int]) -> None:
     pp, tp, dp = layout
     job = Job(schedule, pp, tp, dp, micro_batches=8, model=MODEL)
@@ -45,9 +53,28 @@ def test_trains_as_one_process(ranks: Ranks, schedule: str, layout: tuple[int, i
 
 
 @pytest.mark.parametrize(
-    "layout", [(2, 1, 1), (4, 1, 1), (2, 1, 2)], ids=lambda s: "pp{}-tp{}-dp{}".format(*s)
+    ("schedule", "micro_batches", "options"),
+    [
+        ("bitpipe", 6, {"mode": "greedy"}),
+        ("bitpipe", 10, {"mode": "greedy", "costs": "f=1,b=1,w=1,comm=0.5"}),
+        ("bitpipe_zb", 6, {"costs": "f=1,b=1.3,w=0.8,comm=0.5"}),
+        ("bitpipe_zb", 2, {}),
+        ("zb_v", 5, {}),
+        ("dualpipev", 9, {}),
+    ],
 )
-@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_planned_orders_train_as_one_process(
+    ranks: Ranks, schedule: str, micro_batches: int, options: dict[str, str]
+) -> None:
+    """Any number of micro-batches, and orders in which links deliver earlier than needed."""
+    job = Job(schedule, 4, 1, 1, micro_batches, model=MODEL, options=options)
+    assert_equal(ranks(4).run(train, job, timeout_s=120), reference(job))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layout"),
+    named([*product(WHOLE, [(2, 1, 1), (4, 1, 1), (2, 1, 2)]), *product(SPLIT, [(4, 1, 1)])]),
+)
 def test_trains_as_one_process_with_dropout(
     ranks: Ranks, schedule: str, layout: tuple[int, int, int]
 ) -> None:
@@ -58,8 +85,7 @@ def test_trains_as_one_process_with_dropout(
     assert_equal(results, reference(job))
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "dp"), [*product(WHOLE, [1, 2]), ("bitpipe_zb", 1)])
 def test_dropout_at_tensor_parallel_size_2_equals_two_plain_ranks(
     ranks: Ranks, schedule: str, dp: int
 ) -> None:
@@ -97,7 +123,14 @@ def test_mirror_replicas_are_bitwise_equal_after_every_step(
 
 @pytest.mark.parametrize(
     ("schedule", "layout"),
-    [("bitpipe", (4, 1, 1)), ("chimera", (4, 1, 1)), ("1f1b", (2, 1, 2)), ("bitpipe", (2, 1, 2))],
+    [
+        ("bitpipe", (4, 1, 1)),
+        ("chimera", (4, 1, 1)),
+        ("1f1b", (2, 1, 2)),
+        ("bitpipe", (2, 1, 2)),
+        ("bitpipe_zb", (4, 1, 1)),
+        ("zb_h1", (2, 1, 2)),
+    ],
 )
 def test_adamw_with_zero_1(ranks: Ranks, schedule: str, layout: tuple[int, int, int]) -> None:
     """Adam divides by the root of the squared gradient: where that is tiny, rounding decides the update's direction.

@@ -1,0 +1,174 @@
+"""Weight gradients at leisure: a backward in two halves (Qi et al. 2024, arXiv 2401.10241, section 2).
+
+The first half gives the gradient of a stage's input, which the previous stage waits for; the second half the
+gradients of its weights, which nobody waits for. Linear layers and embeddings whose forward ran under
+:func:`deferrable` leave theirs in a :class:`WeightGradients` when the backward runs under :func:`deferring`: those of
+this package, and torch's own after :func:`let_defer`. All others (norms, biases added by hand, ...) give theirs at
+once, in the first half. Either way every gradient is the same product of the same tensors as in a whole backward.
+
+    with deferrable():
+        y = layers(x)
+    later = WeightGradients()
+    with deferring(later):
+        torch.autograd.backward([y], [grad])  # x.grad is there
+    later.compute()           # and now the weights' gradients
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Gradient = Callable[[], Tensor]
+
+
+class WeightGradients:
+    """The weight gradients that one backward left for later."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Tensor, Gradient]] = []
+
+    def add(self, weight: Tensor, gradient: Gradient) -> None:
+        """Remember how the gradient of ``weight`` is computed."""
+        self._parts.append((weight, gradient))
+
+    @property
+    def weights(self) -> set[int]:
+        """The ``id`` of every parameter that has a gradient to come."""
+        return {id(weight) for weight, _ in self._parts}
+
+    def compute(self) -> None:
+        """Compute and accumulate them, through autograd, so that the hooks of parameters see them; then forget."""
+        parts, self._parts = self._parts, []
+        with torch.no_grad():
+            gradients = [gradient() for _, gradient in parts]
+        if parts:
+            torch.autograd.backward([weight for weight, _ in parts], gradients)
+
+
+# Of the process and not of a thread: on a GPU a thread of autograd's own runs the backward.
+_deferrable = False
+_later: WeightGradients | None = None
+
+
+@contextmanager
+def deferrable() -> Iterator[None]:
+    """Make the layers whose forward runs here able to defer."""
+    global _deferrable
+    before, _deferrable = _deferrable, True
+    try:
+        yield
+    finally:
+        _deferrable = before
+
+
+@contextmanager
+def deferring(later: WeightGradients) -> Iterator[None]:
+    """Leave weight gradients in ``later`` during a backward, also of forwards that it recomputes."""
+    global _later
+    before, _later = _later, later
+    try:
+        with deferrable():
+            yield
+    finally:
+        _later = before
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear`` whose weight gradient can be deferred: (..., in), (out, in), (out,) to (..., out)."""
+    late = _deferrable and _is_trained(weight) and (bias is None or _is_trained(bias))
+    if not late or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+        return F.linear(x, weight, bias)
+    return _Linear.apply(x, _anchor(x), (weight, bias))
+
+
+def embedding(ids: Tensor, weight: Tensor, padding_idx: int = -1) -> Tensor:
+    """``F.embedding`` whose weight gradient can be deferred: ids (...), table (rows, columns) to (..., columns)."""
+    if not (_deferrable and _is_trained(weight) and torch.is_grad_enabled()):
+        return torch.embedding(weight, ids, padding_idx)
+    return _Embedding.apply(_anchor(weight), ids, (weight,), padding_idx)
+
+
+def _is_trained(weight: Tensor) -> bool:
+    """A parameter; what is computed from one passes its gradient on, and so cannot wait."""
+    return weight.is_leaf and weight.requires_grad
+
+
+def _anchor(like: Tensor) -> Tensor:
+    # To the functions below parameters come in a tuple, so that autograd does not see them: it would run their hooks in
+    # the first half, with no gradient. Something else has to say that the result needs one.
+    return torch.empty(
+        0, dtype=like.dtype if like.is_floating_point() else None, device=like.device
+    ).requires_grad_()
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, parameters: tuple[Tensor, Tensor | None]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.parameters = parameters
+        return F.linear(x, *parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), (weight, bias) = ctx.saved_tensors, ctx.parameters
+        rows = grads[0].reshape(-1, grads[0].shape[-1])
+        grad_x = (rows @ weight).view_as(x) if ctx.needs_input_grad[0] else None
+        _now_or_later(weight, lambda: rows.t() @ x.reshape(-1, x.shape[-1]))
+        if bias is not None:
+            _now_or_later(bias, lambda: rows.sum(0))
+        return grad_x, None, None
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, ids: Tensor, parameters: tuple[Tensor], padding_idx: int) -> Tensor:
+        ctx.save_for_backward(ids)
+        (ctx.weight,), ctx.padding_idx = parameters, padding_idx
+        return torch.embedding(ctx.weight, ids, padding_idx)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        (ids,), weight, padding_idx = ctx.saved_tensors, ctx.weight, ctx.padding_idx
+
+        def gradient() -> Tensor:
+            return torch.ops.aten.embedding_dense_backward(grads[0], ids, len(weight), padding_idx, False)
+
+        _now_or_later(weight, gradient)
+        return None, None, None, None
+
+
+def _now_or_later(weight: Tensor, gradient: Gradient) -> None:
+    """Accumulate the gradient of a parameter, unless it may wait."""
+    if _later is None:
+        torch.autograd.backward([weight], [gradient()])
+    else:
+        _later.add(weight, gradient)
+
+
+def let_defer(module: nn.Module) -> None:
+    """Let torch's own nn.Linear and nn.Embedding below ``module`` defer their weight gradients as ours do."""
+    for layer in module.modules():
+        # Not their subclasses, which may compute something else.
+        if type(layer) is nn.Linear:
+            layer.forward = functools.partial(_forward_linear, layer)
+        elif type(layer) is nn.Embedding and not _is_special(layer):
+            layer.forward = functools.partial(_forward_embedding, layer)
+
+
+def _is_special(layer: nn.Embedding) -> bool:
+    return layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse
+
+
+def _forward_linear(layer: nn.Linear, input: Tensor) -> Tensor:
+    return linear(input, layer.weight, layer.bias)
+
+
+def _forward_embedding(layer: nn.Embedding, input: Tensor) -> Tensor:
+    return embedding(input, layer.weight, -1 if layer.padding_idx is None else layer.padding_idx)

@@ -1,0 +1,177 @@
+"""A backward in two halves gives the gradients of a whole one, bit for bit; the first leaves out the weights'."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_ext.models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
+from ds_ext.tensor_parallel import (
+    ColumnParallelLinear,
+    DropoutClock,
+    RowParallelLinear,
+    TensorParallel,
+    VocabParallelEmbedding,
+    WeightGradients,
+    deferrable,
+    deferring,
+    let_defer,
+    linear,
+)
+
+TP = TensorParallel()
+
+
+def fill(weight: Tensor) -> None:
+    nn.init.normal_(weight, generator=torch.Generator().manual_seed(weight.numel()))
+
+
+class Recomputed(nn.Module):
+    """Recomputes its layer in the backward."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
+class Twice(nn.Module):
+    """Uses a weight at two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+def hidden() -> Tensor:
+    return torch.randn(3, 5, 6)
+
+
+def ids() -> Tensor:
+    return torch.randint(0, 11, (3, 5))
+
+
+MODULES: list[tuple[str, Callable[[], nn.Module], Callable[[], Tensor], int]] = [
+    ("linear", lambda: nn.Linear(6, 4), hidden, 2),
+    ("linear without bias", lambda: nn.Linear(6, 4, bias=False), hidden, 1),
+    ("column", lambda: ColumnParallelLinear(6, 4, TP, init=fill), hidden, 2),
+    ("row", lambda: RowParallelLinear(6, 4, TP, init=fill), hidden, 1),  # its bias is added apart
+    ("embedding", lambda: nn.Embedding(11, 6), ids, 1),
+    ("embedding with padding", lambda: nn.Embedding(11, 6, padding_idx=-1), ids, 1),
+    ("vocabulary", lambda: VocabParallelEmbedding(11, 6, TP, init=fill), ids, 1),
+    ("norm", lambda: nn.LayerNorm(6), hidden, 0),
+    ("embedding with a norm limit", lambda: nn.Embedding(11, 6, max_norm=1.0), ids, 0),
+    ("recomputed", lambda: Recomputed(nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4))), hidden, 4),
+    ("twice", Twice, hidden, 2),
+    ("frozen", lambda: nn.Linear(6, 4).requires_grad_(False), hidden, 0),
+    ("one row", lambda: nn.Linear(6, 4), lambda: torch.randn(6), 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "deferred"), [m[1:] for m in MODULES], ids=[m[0] for m in MODULES]
+)
+def test_halves_make_the_whole(
+    make: Callable[[], nn.Module], inputs: Callable[[], Tensor], deferred: int
+) -> None:
+    torch.manual_seed(0)
+    whole = make()
+    halves = copy.deepcopy(whole)
+    let_defer(halves)
+    x = inputs()
+    xs = [x.clone().requires_grad_(x.is_floating_point()) for _ in range(2)]
+    expected = whole(xs[0])
+    with deferrable():
+        found = halves(xs[1])
+    assert torch.equal(found, expected)
+    grad = torch.randn_like(expected)
+    if expected.requires_grad:
+        expected.backward(grad)
+    later = WeightGradients()
+    with deferring(later):
+        if found.requires_grad:
+            torch.autograd.backward([found], [grad])
+    if x.is_floating_point():
+        torch.testing.assert_close(xs[1].grad, xs[0].grad, rtol=0, atol=0)
+    assert len(later.weights) == deferred
+    assert sum(p.grad is None for p in halves.parameters() if p.requires_grad) == deferred
+    later.compute()
+    assert later.weights == set()
+    for mine, theirs in zip(halves.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_gpt_leaves_all_its_matrices_for_later(recompute: Literal["none", "full"]) -> None:
+    config = GPTConfig(num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8, vocab_size=32,
+                       hidden_dropout=0.1, attention_dropout=0.1, make_vocab_size_divisible_by=8,
+                       recompute=recompute, seed=1)  # fmt: skip
+    clock = DropoutClock()
+    layers = nn.ModuleList(spec.build() for spec in gpt_layer_specs(config, TP, clock)[:-1])
+    tokens = torch.randint(0, 32, (2, 8))
+    loss_fn = gpt_loss(config, TP)
+
+    def run(model: nn.ModuleList) -> Tensor:
+        x = tokens
+        for layer in model:
+            x = layer(x)
+        words: Tensor = model[0].word_embeddings.weight  # pyright: ignore[reportAssignmentType, reportAttributeAccessIssue]
+        return loss_fn(linear(x, words), tokens)
+
+    halves = copy.deepcopy(layers)
+    run(layers).backward()
+    with deferrable():
+        loss = run(halves)
+    later = WeightGradients()
+    with deferring(later):
+        torch.autograd.backward([loss])
+    named = {id(p): (name, p) for name, p in halves.named_parameters()}
+    matrices = {
+        i for i, (name, p) in named.items() if p.dim() == 2 and "position" not in name and name != "1.weight"
+    }
+    assert matrices <= later.weights
+    later.compute()
+    for mine, theirs in zip(halves.parameters(), layers.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-6, atol=1e-8)
+
+
+def test_hooks_of_parameters_see_what_comes_later() -> None:
+    layer, seen = nn.Linear(3, 2), []
+    let_defer(layer)
+    layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    with deferrable():
+        y = layer(torch.ones(1, 3))
+    later = WeightGradients()
+    with deferring(later):
+        torch.autograd.backward([y.sum()])
+    assert not seen
+    later.compute()
+    assert torch.equal(seen[0], torch.ones(2, 3)) and len(seen) == 1
+
+
+def test_without_it_layers_are_torchs_own() -> None:
+    y = ColumnParallelLinear(3, 2, TP, init=fill)(torch.ones(1, 3))
+    assert y.grad_fn is not None and "AddmmBackward" in y.grad_fn.name()
+
+
+def test_a_whole_backward_after_a_deferrable_forward() -> None:
+    whole, halves = nn.Linear(3, 2), nn.Linear(3, 2)
+    halves.load_state_dict(whole.state_dict())
+    let_defer(halves)
+    whole(torch.ones(4, 3)).sum().backward()
+    with deferrable():
+        y = halves(torch.ones(4, 3))
+    y.sum().backward()
+    for mine, theirs in zip(halves.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=0)
