@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import functools
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from .deepspeed_json import check_deepspeed_keys, refuse_duplicate_keys
 from .errors import ConfigError, ScheduleError
 from .pipe_schedules import Placement, Schedule, Timetable, get_schedule
+from .pipe_schedules.files import schedule_of_file
+
+
+_TIMETABLES = (".txt", ".csv")
 
 
 class _Section(BaseModel):
@@ -62,8 +67,10 @@ class DsExtConfig(_Section):
     train: dict[str, Any] = Field(default_factory=dict)
 
     def resolve_schedule(self) -> Schedule:
-        """The schedule by name. Raises ConfigError."""
+        """The schedule by name, or from a timetable file. Raises ConfigError."""
         with _as_config_error():
+            if os.sep in self.schedule or Path(self.schedule).suffix in _TIMETABLES:
+                return schedule_of_file(self.schedule)
             return get_schedule(self.schedule)
 
     def placement(self) -> Placement:

@@ -16,6 +16,7 @@ from .errors import ScheduleError
 from .pipe_schedules import Timetable, get_schedule
 from .pipe_schedules.check import check
 from .pipe_schedules.costs import Costs, parse_costs
+from .pipe_schedules.files import read_timetable
 from .pipe_schedules.lower import dump, lower
 from .pipe_schedules.render import time_grid
 from .pipe_schedules.simulate import Simulation, simulate
@@ -211,10 +212,7 @@ def _request(args: argparse.Namespace) -> tuple[Timetable, Costs]:
 def _timetable(name: str, args: argparse.Namespace) -> Timetable:
     """A registered schedule for the given sizes, or a timetable file, which has its own."""
     if os.path.isfile(name):
-        from .pipe_schedules.text import loads
-
-        with open(name) as file:
-            return loads(file.read(), os.path.splitext(os.path.basename(name))[0])
+        return read_timetable(name)
     if args.stages is None or args.micro_batches is None:
         get_schedule(name)
         raise ScheduleError(

@@ -127,8 +127,9 @@ class Schedule:
             raise ScheduleError(f"{self.name} needs at least 1 micro-batch; got {micro_batches}.")
         values = self.resolve_options(options)
         if self.planned:
-            text = values.pop(_COSTS)
-            orders = self.program(placement, micro_batches, costs or parse_costs(text), **values)
+            text = values.pop(_COSTS, "")
+            costs = costs or parse_costs(text)
+            orders = self.program(placement, micro_batches, costs, **values)
         else:
             orders = every_rank(self.program, placement, micro_batches, **values)
         return Timetable(self.name, placement, micro_batches, tuple(orders))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
+from pathlib import Path
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ds_ext.errors import ScheduleError
+from ds_ext.config import DsExtConfig, load_config
+from ds_ext.errors import ConfigError, ScheduleError
 from ds_ext.pipe_schedules import SCHEDULES, Op, Placement, Timetable, timetable
 from ds_ext.pipe_schedules.check import check, check_timetable
 from ds_ext.pipe_schedules.lower import lower
@@ -213,3 +215,26 @@ def test_dualpipev_of_torch_and_of_deepspeed_is_ours(ranks: int, micro_batches: 
         assert found == [
             op._replace(kind="B" if op.kind == "I" else op.kind) for op in order if op.kind != "W"
         ]
+
+
+def test_a_timetable_file_is_a_schedule_of_a_job(tmp_path: Path) -> None:
+    """It has the sizes of the file; whatever else is asked is refused with them."""
+    file = tmp_path / "mine.txt"
+    made = timetable("bitpipe", 4, 8)
+    file.write_text(dumps(made))
+
+    def section(ranks: int, path: object = file) -> DsExtConfig:
+        return load_config({"ds_ext": {"schedule": str(path), "pipeline_parallel_size": ranks}}).ds_ext
+
+    assert section(4).timetable(8) == made and section(4).placement() == made.placement
+    with pytest.raises(
+        ConfigError, match=r"is for 8 micro-batches a step; got 4\. Use gradient_accumulation_steps 4\."
+    ):
+        section(4).timetable(4)
+    with pytest.raises(ConfigError, match=r"is for 4 devices; got pipeline_parallel_size 2\. Use 4\."):
+        section(2).placement()
+    with pytest.raises(ConfigError, match=r"'.*none\.txt' cannot be read: .*No such file"):
+        section(4, tmp_path / "none.txt").placement()
+    file.write_text("0F0,bad")
+    with pytest.raises(ConfigError, match="line 1, column 5: 'bad' is not a computation"):
+        section(4).placement()

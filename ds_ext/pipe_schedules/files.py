@@ -1,0 +1,44 @@
+"""Timetable files: what `show -o FILE.txt` and `optimise -o FILE` write, torch's CSV, or an order written by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import ScheduleError
+from .costs import Costs
+from .ops import Timetable
+from .placement import Placement
+from .registry import Orders, Schedule
+from .text import loads
+
+
+def read_timetable(path: str | Path) -> Timetable:
+    """The timetable in a file. Raises ScheduleError with line and column, or when it cannot be read."""
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"the timetable file {str(path)!r} cannot be read: {error}.") from None
+    return loads(text, Path(path).stem)
+
+
+def schedule_of_file(path: str | Path) -> Schedule:
+    """A schedule that is one timetable: it has the sizes of the file and no others. Raises ScheduleError."""
+    made = read_timetable(path)
+    ranks, micro_batches = made.placement.ranks, made.micro_batches
+
+    def place(asked: int) -> Placement:
+        if asked != ranks:
+            raise ScheduleError(
+                f"the timetable in {path} is for {ranks} devices; got pipeline_parallel_size {asked}. Use {ranks}."
+            )
+        return made.placement
+
+    def program(placement: Placement, asked: int, costs: Costs) -> Orders:
+        if asked != micro_batches:
+            raise ScheduleError(
+                f"the timetable in {path} is for {micro_batches} micro-batches a step; got {asked}. Use "
+                f"gradient_accumulation_steps {micro_batches / placement.replicas:g}."
+            )
+        return made.ranks
+
+    return Schedule(made.schedule, program, place, planned=True)
