@@ -52,7 +52,7 @@ def optimise(
     """Search for the order of ``timetable``'s computations that takes the least time, starting from its own.
 
     Args:
-        costs: F = I = W = 1 and free messages if None.
+        costs: F = I = W = 1 and free messages if None; their jitter does not count.
         max_activations: most that a device may keep, in D-ths of the model; None for any number.
         time_limit_s: then the best order so far is returned, with the bound as far as it is proven.
         workers: threads of the solver; 0 for as many as there are cores.
@@ -62,8 +62,9 @@ def optimise(
         ScheduleError: ``timetable`` cannot run, or nothing was found that keeps to ``max_activations``.
     """
     cp_model = _import_solver()
-    given = simulate(timetable, costs or Costs())
-    problem = _Problem(cp_model, given, costs or Costs())
+    costs = replace(costs or Costs(), jitter=0.0)
+    given = simulate(timetable, costs)
+    problem = _Problem(cp_model, given, costs)
     if max_activations is not None:
         problem.limit_memory(max_activations)
     if max_activations is None or max(given.peak_activations) <= max_activations + 1e-9:
@@ -81,7 +82,7 @@ def optimise(
             f"({solver.status_name(status).lower()}). Allow more activations or more than {time_limit_s:g} s."
         )
     found = problem.timetable(solver)
-    makespan = simulate(found, costs or Costs()).makespan
+    makespan = simulate(found, costs).makespan
     if makespan > given.makespan and (
         max_activations is None or max(given.peak_activations) <= max_activations + 1e-9
     ):

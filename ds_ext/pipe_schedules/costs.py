@@ -2,22 +2,63 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from ..errors import ScheduleError
-from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KINDS, Op
 from .placement import Placement
+
+_TIMES = ("f", "b", "w", "comm")
+_IN_TEXT = (*_TIMES, "jitter", "seed")
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of one D-th of the model: forward, input gradient, weight gradient; and of one message."""
+    """Times of one D-th of the model: forward, input gradient, weight gradient; and of one message.
+
+    Args:
+        stages: a factor for every stage of the model, as the first and the last also hold the embedding and the
+            loss; None for all alike.
+        links: (sender, receiver) -> time of a message on that link; the others take ``comm``.
+        jitter: every computation and message takes 1 + jitter * u times as long, u uniform in [-1, 1].
+        seed: of the jitter. An op has the same jitter in every timetable and every order.
+
+    Raises:
+        ScheduleError: a time is negative or not finite, or the jitter is not within 0 and 1.
+    """
 
     f: float = 1.0
     b: float = 1.0
     w: float = 1.0
     comm: float = 0.0
+    stages: tuple[float, ...] | None = None
+    links: Mapping[tuple[int, int], float] = field(default_factory=dict, hash=False)
+    jitter: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.stages is not None:
+            object.__setattr__(self, "stages", tuple(self.stages))
+        object.__setattr__(self, "links", dict(self.links))
+        times = {name: getattr(self, name) for name in _TIMES}
+        times |= {f"stages[{i}]": factor for i, factor in enumerate(self.stages or ())}
+        times |= {f"links {a}>{b}": time for (a, b), time in self.links.items()}
+        for name, time in times.items():
+            if not _is_number(time) or time < 0:
+                raise ScheduleError(
+                    f"costs are finite and not negative: {', '.join(_TIMES)} (times for one D-th of the model), stages "
+                    f"(factors) and links (times); got {name} = {time!r}."
+                )
+        if not _is_number(self.jitter) or not 0 <= self.jitter <= 1:
+            raise ScheduleError(
+                f"costs: jitter must be within 0 and 1, as no time is negative; got {self.jitter!r}."
+            )
+        if not isinstance(self.seed, int):
+            raise ScheduleError(f"costs: seed must be an integer, for example 0; got {self.seed!r}.")
 
     def of(self, kind: str) -> float:
         """Cost of one computation of that kind on one D-th of the model."""
@@ -25,30 +66,94 @@ class Costs:
         return whole[kind]
 
     def durations(self, placement: Placement) -> dict[str, tuple[float, ...]]:
-        """Kind of op -> its time at every stage; a stage costs its share of the model."""
-        share = placement.ranks / placement.stages
-        return {
-            kind: (self.of(kind) * share,) * placement.stages
-            for kind in (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
-        }
+        """Kind of op -> its time at every stage, without jitter: its share of the model, times its factor.
+
+        Raises ScheduleError when there are not as many factors as stages.
+        """
+        share, factors = placement.ranks / placement.stages, self.stages
+        if factors is None:
+            return {kind: (self.of(kind) * share,) * placement.stages for kind in KINDS}
+        if len(factors) != placement.stages:
+            raise ScheduleError(
+                f"costs: stages has {len(factors)} factors, but the schedule cuts the model into "
+                f"{placement.stages} stages. Give {placement.stages} factors."
+            )
+        return {kind: tuple(self.of(kind) * share * factor for factor in factors) for kind in KINDS}
 
     def delay(self, sender: int, receiver: int) -> float:
-        """Time of a message between two devices; 0 on one device."""
-        return 0.0 if sender == receiver else self.comm
+        """Time of a message between two devices, without jitter; 0 on one device."""
+        return 0.0 if sender == receiver else self.links.get((sender, receiver), self.comm)
+
+    def factor(self, op: Op, *, message: bool = False) -> float:
+        """The jitter: what the time of ``op``, or of the message that it waits for, is multiplied by."""
+        if not self.jitter:
+            return 1.0
+        code = ((op.micro_batch << 20 | op.stage) << 3 | KINDS.index(op.kind)) << 1 | message
+        u = _mix(_mix(self.seed) ^ code) / (1 << 63) - 1.0
+        return 1.0 + self.jitter * u
+
+
+def _mix(x: int) -> int:
+    """64 bits, evenly spread, that look independent for different ``x`` (SplitMix64; Steele et al., OOPSLA 2014)."""
+    mask = (1 << 64) - 1
+    x = (x + 0x9E3779B97F4A7C15) & mask
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & mask
+    return x ^ x >> 31
 
 
 def parse_costs(text: str) -> Costs:
-    """``"f=1,b=1,w=1,comm=0"`` -> Costs. Raises ScheduleError."""
-    values: dict[str, float] = {}
+    """``"f=1,b=1,w=1,comm=0,jitter=0,seed=0"`` -> Costs; all are optional. Raises ScheduleError."""
+    values: dict[str, Any] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         key, _, value = part.partition("=")
+        key = key.strip()
+        if key not in _IN_TEXT:
+            raise ScheduleError(
+                f"costs are {', '.join(_IN_TEXT)} (times for one D-th of the model); got {text!r}."
+            )
         try:
-            values[key.strip()] = float(value)
+            values[key] = int(value) if key == "seed" else float(value)
         except ValueError:
-            raise ScheduleError(f"costs: {part!r} is not of the form f=1.5.") from None
-    known = [field.name for field in fields(Costs)]
-    if not set(values) <= set(known) or not all(math.isfinite(v) and v >= 0 for v in values.values()):
-        raise ScheduleError(
-            f"costs are finite and not negative: {', '.join(known)} (times for one D-th of the model); got {text!r}."
-        )
+            raise ScheduleError(f"costs: {part!r} is not of the form f=1.5 or seed=1.") from None
     return Costs(**values)
+
+
+def load_costs(path: str) -> Costs:
+    """Costs from a JSON file: ``{"f": 1, "comm": 0.1, "stages": [1, 1.2], "links": {"0>1": 0.3}, "jitter": 0.1}``.
+
+    The keys are the arguments of :class:`Costs`, all optional; a link is "sender>receiver". Raises ScheduleError.
+    """
+    try:
+        with open(path) as file:
+            values = json.load(file)
+    except OSError as error:
+        raise ScheduleError(f"costs {path}: {error.strerror}.") from None
+    except ValueError as error:
+        raise ScheduleError(f"costs {path}: not JSON: {error}.") from None
+    known = [f.name for f in fields(Costs)]
+    if not isinstance(values, dict) or not set(values) <= set(known):
+        wrong = ", ".join(sorted(set(values) - set(known))) if isinstance(values, dict) else values
+        raise ScheduleError(
+            f"costs {path}: expected an object with {', '.join(known)}, all optional; got {wrong}."
+        )
+    if "stages" in values and not isinstance(values["stages"], list | None):
+        raise ScheduleError(f"costs {path}: stages is a list of factors; got {values['stages']!r}.")
+    if "links" in values:
+        values["links"] = _links(values["links"], path)
+    return Costs(**values)
+
+
+def _links(given: object, path: str) -> dict[tuple[int, int], float]:
+    """``{"0>1": 0.3}`` -> ``{(0, 1): 0.3}``."""
+    pairs: dict[tuple[int, int], float] = {}
+    for name, time in given.items() if isinstance(given, dict) else [(given, 0.0)]:
+        ends = str(name).split(">")
+        if len(ends) != 2 or not all(end.strip().isdigit() for end in ends):
+            raise ScheduleError(f'costs {path}: a link is written "0>1" (sender, receiver); got {name!r}.')
+        pairs[int(ends[0]), int(ends[1])] = time
+    return pairs
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -3,9 +3,10 @@
     rank 0  0  1  2  0  0' 0" 1  3  1'--- 2  0'--- 4  2'--- 3  1'--- 3'--- 4  .  2'--- 4'--- 3' 3" 4' 4"
     rank 1  .  0  0  1  1  2  0'--- 2  0'--- 3  1'--- 3  1'--- 4  2'--- 4  2'--- 3'--- 3'--- 4' 4' 4" 4"
 
-DeepSeek's DualPipe repository describes it. Micro-batches go to the last rank and back, so the loss is on rank 0. On GPUs the two computations of a pair
-(steps 4 and 5) share a device and hide each other's messages; here they come one after the other. Weight gradients
-are apart only where nothing else could be computed. It needs at least 2D micro-batches.
+DeepSeek's DualPipe repository describes it. Micro-batches go to the last rank and back, so the loss is on rank 0.
+On GPUs the two computations of a pair (steps 4 and 5) share a device and hide each other's messages; here they come
+one after the other. Weight gradients are apart only where nothing else could be computed. It needs at least 2D
+micro-batches.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 Inserted here and nowhere else: loads of inputs and labels, sends and receives between devices, hand-overs
 between two stages on one device, buffer slots, reductions and the optimizer step.
+
+**Receives.** A link delivers in the order in which its sender sends. So a rank receives in that order too: a message
+right before the computation that needs it, and before it the earlier ones of the link, whose buffers are taken from
+then on. That adds no waiting: they have been sent before.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import heapq
 from collections.abc import Iterator
 
 from .check import check_timetable
+from .messages import inboxes
 from .ops import BACKWARD_INPUT, BACKWARD_WEIGHT, COMPUTE_NAME, FORWARD, Instruction, Op, Program, Timetable
 
 _AFTER_BACKWARDS = ("ReduceTiedGrads", "ReduceGrads", "OptimizerStep")
@@ -22,97 +27,116 @@ def lower(timetable: Timetable) -> Program:
     """
     check_timetable(timetable)
     ranks, num_slots = [], []
-    for rank, order in enumerate(timetable.ranks):
-        slots = _Slots()
-        program = [i for op in order for i in _lower_op(op, rank, timetable, slots)]
+    for rank, inbox in enumerate(inboxes(timetable)):
+        lowering = _Lowering(rank, timetable, inbox)
+        for op in timetable.ranks[rank]:
+            lowering.add(op)
         if timetable.trains:
-            program += [Instruction(name) for name in _AFTER_BACKWARDS]
-        ranks.append(tuple(program))
-        num_slots.append(slots.count)
+            lowering.program += map(Instruction, _AFTER_BACKWARDS)
+        ranks.append(tuple(lowering.program))
+        num_slots.append(lowering.slots.count)
     return Program(timetable, tuple(ranks), tuple(num_slots))
 
 
-def _lower_op(op: Op, rank: int, timetable: Timetable, slots: _Slots) -> Iterator[Instruction]:
-    """One computation with what it needs before and what it hands over after."""
-    make = _Maker(op, rank, timetable, slots)
-    last = timetable.placement.stages - 1
-    if op.kind == FORWARD:
-        if op.stage in (0, last):
-            # The first stage needs the inputs, the last one the labels of the same micro-batch.
-            yield make.here("LoadMicroBatch")
-        yield from make.receive("RecvActivation", op.stage - 1)
-        yield make.compute()
-        yield from make.hand_over("CopyActivation", "SendActivation", op.stage + 1)
-    elif op.kind == BACKWARD_WEIGHT:
-        yield make.compute()
-    else:
-        yield from make.receive("RecvGrad", op.stage + 1)
-        yield make.compute()
-        yield from make.hand_over("CopyGrad", "SendGrad", op.stage - 1)
-    # What a forward keeps is needed until the last part of its backward; evaluation keeps nothing.
-    if (op.kind != FORWARD or not timetable.trains) and op.kind != BACKWARD_INPUT:
-        slots.free(op.stage, op.micro_batch)
+class _Lowering:
+    """The program of one rank, made computation by computation."""
 
+    def __init__(self, rank: int, timetable: Timetable, inbox: dict[int, list[int]]) -> None:
+        self.rank, self.timetable, self.placement = rank, timetable, timetable.placement
+        self.stages, self.last = self.placement.stages, self.placement.stages - 1
+        self.pairs = self.stages * timetable.micro_batches
+        self.program: list[Instruction] = []
+        self.slots = _Slots()
+        self._inbox: dict[int, Iterator[int]] = {sender: iter(sent) for sender, sent in inbox.items()}
+        self._early: set[int] = set()
 
-class _Maker:
-    """Makes the instructions around one computation of ``rank``."""
+    def add(self, op: Op) -> None:
+        """One computation with what it needs before and what it hands over after."""
+        kind, stage, m = op
+        pipe, pair = self.timetable.pipes[m], m * self.stages + stage
+        if kind == FORWARD:
+            if stage in (0, self.last):
+                # The first stage needs the inputs, the last one the labels of the same micro-batch.
+                self._instruct("LoadMicroBatch", m, stage, pipe)
+            if stage > 0:
+                self._receive(pair, self.placement.pipes[pipe][stage - 1])
+            self._compute(op, pipe)
+            if stage < self.last:
+                self._hand_over("CopyActivation", "SendActivation", m, stage, pipe, stage + 1)
+        elif kind == BACKWARD_WEIGHT:
+            self._compute(op, pipe)
+        else:
+            if stage < self.last:
+                self._receive(self.pairs + pair, self.placement.pipes[pipe][stage + 1])
+            self._compute(op, pipe)
+            if stage > 0:
+                self._hand_over("CopyGrad", "SendGrad", m, stage, pipe, stage - 1)
+        # What a forward keeps is needed until the last part of its backward; evaluation keeps nothing.
+        if (kind != FORWARD or not self.timetable.trains) and kind != BACKWARD_INPUT:
+            self.slots.free(pair)
 
-    def __init__(self, op: Op, rank: int, timetable: Timetable, slots: _Slots) -> None:
-        self.op, self.rank, self.timetable, self.slots = op, rank, timetable, slots
-        self.pipe, self.slot = timetable.pipe(op.micro_batch), slots.of(op.stage, op.micro_batch)
+    def _receive(self, wanted: int, sender: int) -> None:
+        """The message that the op with number ``wanted`` needs, after the earlier ones of its link."""
+        if sender == self.rank:
+            return
+        if wanted in self._early:
+            self._early.remove(wanted)
+            return
+        for number in self._inbox[sender]:
+            m, stage = divmod(number % self.pairs, self.stages)
+            name = "RecvActivation" if number < self.pairs else "RecvGrad"
+            self._instruct(name, m, stage, self.timetable.pipes[m], peer=sender)
+            if number == wanted:
+                return
+            self._early.add(number)
 
-    def here(
-        self, name: str, *, chunk: int | None = None, peer: int | None = None, to_slot: int | None = None
-    ) -> Instruction:
-        """An instruction on this computation's stage, micro-batch and buffer."""
-        op = self.op
-        return Instruction(name, op.micro_batch, op.stage, self.pipe, chunk, peer, self.slot, to_slot)
+    def _compute(self, op: Op, pipe: int) -> None:
+        kind, stage, m = op
+        self._instruct(COMPUTE_NAME[kind], m, stage, pipe, chunk=self.placement.chunk_index[stage, pipe])
 
-    def compute(self) -> Instruction:
-        """The computation itself."""
-        chunk = self.timetable.placement.chunk_index[self.op.stage, self.pipe]
-        return self.here(COMPUTE_NAME[self.op.kind], chunk=chunk)
+    def _hand_over(self, copy: str, send: str, m: int, stage: int, pipe: int, to: int) -> None:
+        """The result goes to stage ``to``: a copy on the same device, else a message."""
+        peer = self.placement.pipes[pipe][to]
+        if peer == self.rank:
+            self._instruct(copy, m, stage, pipe, to_slot=self.slots.of(m * self.stages + to))
+        else:
+            self._instruct(send, m, stage, pipe, peer=peer)
 
-    def receive(self, name: str, stage: int) -> Iterator[Instruction]:
-        """The message from ``stage``, if there is such a stage and it is on another device."""
-        if self._exists(stage):
-            peer = self.timetable.rank(stage, self.op.micro_batch)
-            if peer != self.rank:
-                yield self.here(name, peer=peer)
-
-    def hand_over(self, copy: str, send: str, stage: int) -> Iterator[Instruction]:
-        """The result goes to ``stage``, if there is such a stage: a copy on the same device, else a message."""
-        if self._exists(stage):
-            peer = self.timetable.rank(stage, self.op.micro_batch)
-            if peer == self.rank:
-                yield self.here(copy, to_slot=self.slots.of(stage, self.op.micro_batch))
-            else:
-                yield self.here(send, peer=peer)
-
-    def _exists(self, stage: int) -> bool:
-        return 0 <= stage < self.timetable.placement.stages
+    def _instruct(
+        self,
+        name: str,
+        m: int,
+        stage: int,
+        pipe: int,
+        *,
+        chunk: int | None = None,
+        peer: int | None = None,
+        to_slot: int | None = None,
+    ) -> None:
+        slot = self.slots.of(m * self.stages + stage)
+        self.program.append(Instruction(name, m, stage, pipe, chunk, peer, slot, to_slot))
 
 
 class _Slots:
-    """Gives every live (stage, micro-batch) of a rank the lowest free buffer."""
+    """Gives every live pair (stage, micro-batch) of a rank the lowest free buffer. A pair is ``m*S + stage``."""
 
     def __init__(self) -> None:
         self.count = 0
-        self._live: dict[tuple[int, int], int] = {}
+        self._live: dict[int, int] = {}
         self._free: list[int] = []
 
-    def of(self, stage: int, micro_batch: int) -> int:
-        key = (stage, micro_batch)
-        if key not in self._live:
+    def of(self, pair: int) -> int:
+        slot = self._live.get(pair)
+        if slot is None:
             if self._free:
-                self._live[key] = heapq.heappop(self._free)
+                slot = heapq.heappop(self._free)
             else:
-                self._live[key] = self.count
-                self.count += 1
-        return self._live[key]
+                slot, self.count = self.count, self.count + 1
+            self._live[pair] = slot
+        return slot
 
-    def free(self, stage: int, micro_batch: int) -> None:
-        heapq.heappush(self._free, self._live.pop((stage, micro_batch)))
+    def free(self, pair: int) -> None:
+        heapq.heappush(self._free, self._live.pop(pair))
 
 
 def dump(program: Program) -> dict[str, object]:

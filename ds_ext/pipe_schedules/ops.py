@@ -7,13 +7,16 @@ inserted later by :mod:`ds_ext.pipe_schedules.lower`.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from ..errors import ScheduleError
 from .placement import Placement
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "F", "B", "I", "W"
+KINDS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 
 
 class Op(NamedTuple):
@@ -40,13 +43,18 @@ class Timetable:
     micro_batches: int
     ranks: tuple[tuple[Op, ...], ...]
 
-    def pipe(self, micro_batch: int) -> int:
-        """The pipe that carries ``micro_batch``: pipe 0 has the first N/replicas ids, and so on.
+    @cached_property
+    def pipes(self) -> tuple[int, ...]:
+        """The pipe of every micro-batch: pipe 0 has the first N/replicas ids, and so on.
 
         Consecutive ids are consecutive samples, so a pipe reads what a data-parallel rank of the same index
         would read.
         """
-        return micro_batch * self.placement.replicas // self.micro_batches
+        return tuple(m * self.placement.replicas // self.micro_batches for m in range(self.micro_batches))
+
+    def pipe(self, micro_batch: int) -> int:
+        """The pipe that carries ``micro_batch``."""
+        return self.pipes[micro_batch]
 
     @cached_property
     def trains(self) -> bool:
@@ -55,7 +63,31 @@ class Timetable:
 
     def rank(self, stage: int, micro_batch: int) -> int:
         """The device that computes ``stage`` for ``micro_batch``."""
-        return self.placement.pipes[self.pipe(micro_batch)][stage]
+        return self.placement.pipes[self.pipes[micro_batch]][stage]
+
+    @cached_property
+    def numbers(self) -> tuple[array[int], ...]:
+        """Per device its ops as numbers, for passes over very long timetables.
+
+        With S stages and N micro-batches F of (stage, m) is ``m*S + stage``, B and I are S*N more, W is 2*S*N more. (Of
+        B and I a pair has one, and both hand on the input gradient.) What an op needs is then found by arithmetic: F
+        needs the number before its own; B and I the one after their own, and their forward, S*N less; W its I, S*N
+        less. Raises ScheduleError for an op that these sizes do not have.
+        """
+        stages, micro_batches = self.placement.stages, self.micro_batches
+        pairs = stages * micro_batches
+        first = {FORWARD: 0, BACKWARD: pairs, BACKWARD_INPUT: pairs, BACKWARD_WEIGHT: 2 * pairs}
+        for rank, order in enumerate(self.ranks):
+            for op in order:
+                kind, stage, m = op
+                if kind not in first or not (0 <= stage < stages and 0 <= m < micro_batches):
+                    raise ScheduleError(
+                        f"{self.schedule}: rank {rank} runs {op}, but there are {stages} stages and "
+                        f"{micro_batches} micro-batches, both counted from 0, and the kinds {', '.join(KINDS)}."
+                    )
+        return tuple(
+            array("q", [first[kind] + m * stages + stage for kind, stage, m in order]) for order in self.ranks
+        )
 
     @cached_property
     def split_backwards(self) -> frozenset[tuple[int, int]]:
@@ -70,8 +102,7 @@ class Timetable:
         return Op(BACKWARD_INPUT if split else BACKWARD, stage, micro_batch)
 
 
-@dataclass(frozen=True, slots=True)
-class Instruction:
+class Instruction(NamedTuple):
     """One lowered instruction of one rank; ``name`` is the DeepSpeed class it becomes.
 
     ``peer`` is the other device of a message. ``slot`` is the buffer that holds the tensors of (stage,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..errors import ScheduleError
 from .costs import Costs
-from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Op, Timetable
+from .ops import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Op, Timetable
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class Simulation:
 
     ``spans[r]`` lists (op, start, end) of device r. ``ideal`` is the computing time of an average device,
     ``peak_activations[r]`` the most activations that device r keeps at once, in units of one D-th of the model,
-    ``messages`` the number of tensors that cross between devices.
+    ``messages`` the number of tensors that cross between devices. ``busy[r]`` is the share of the makespan in which
+    device r computes; ``costs`` are those that the timetable was priced with.
     """
 
     timetable: Timetable
@@ -28,6 +29,8 @@ class Simulation:
     ideal: float
     peak_activations: tuple[float, ...]
     messages: int
+    costs: Costs
+    busy: tuple[float, ...]
 
     @property
     def bubble(self) -> float:
@@ -63,73 +66,117 @@ def dependencies(op: Op, timetable: Timetable) -> list[tuple[Op, int]]:
 
 def simulate(timetable: Timetable, costs: Costs | None = None) -> Simulation:
     """Run the timetable on ideal devices. Raises ScheduleError when no device can move."""
-    costs = costs or Costs()
-    placement = timetable.placement
-    share = placement.ranks / placement.stages
-    ends: dict[Op, float] = {}
-    spans: list[list[tuple[Op, float, float]]] = [[] for _ in timetable.ranks]
-    waiting: dict[Op, list[int]] = {}
-    runnable = list(range(len(timetable.ranks)))
-    while runnable:
-        rank = runnable.pop()
-        order, done = timetable.ranks[rank], spans[rank]
-        while len(done) < len(order):
-            op = order[len(done)]
-            needed = dependencies(op, timetable)
-            missing = next((need for need, _ in needed if need not in ends), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
-                break
-            ready = max(
-                (ends[need] + (costs.comm if owner != rank else 0.0) for need, owner in needed), default=0.0
-            )
-            start = max(ready, done[-1][2] if done else 0.0)
-            ends[op] = start + costs.of(op.kind) * share
-            done.append((op, start, ends[op]))
-            runnable += waiting.pop(op, [])
-    _refuse_deadlock(timetable, spans)
-    makespan = max(ends.values(), default=0.0)
-    busy = sum(costs.of(op.kind) * share for order in timetable.ranks for op in order)
+    clock = _Clock(timetable, costs or Costs())
+    clock.run()
+    _refuse_deadlock(timetable, clock.ends)
+    makespan = max(map(max, filter(None, clock.ends)), default=0.0)
+    spans = tuple(
+        tuple(zip(*rows, strict=True)) for rows in zip(timetable.ranks, clock.starts, clock.ends, strict=True)
+    )
+    work = [sum(map(clock.duration, order)) for order in timetable.ranks]
+    share = timetable.placement.ranks / timetable.placement.stages
     return Simulation(
         timetable,
-        tuple(map(tuple, spans)),
+        spans,
         makespan,
-        busy / max(len(timetable.ranks), 1),
-        tuple(_peak(order, share, timetable.trains) for order in timetable.ranks),
-        _messages(timetable),
+        ideal=sum(work) / max(len(work), 1),
+        peak_activations=tuple(_peak(order, timetable.trains) * share for order in timetable.ranks),
+        messages=clock.messages,
+        costs=clock.costs,
+        busy=tuple(time / makespan if makespan else 0.0 for time in work),
     )
 
 
-def _refuse_deadlock(timetable: Timetable, spans: list[list[tuple[Op, float, float]]]) -> None:
+class _Clock:
+    """Start and end of every op, found in one pass: a device goes on until it needs what has not ended yet."""
+
+    def __init__(self, timetable: Timetable, costs: Costs) -> None:
+        self.timetable, self.costs = timetable, costs
+        self.stages = timetable.placement.stages
+        self.pairs = self.stages * timetable.micro_batches
+        self.starts: list[list[float]] = [[] for _ in timetable.ranks]
+        self.ends: list[list[float]] = [[] for _ in timetable.ranks]
+        self.messages = 0
+        self._times = costs.durations(timetable.placement)
+        devices = range(max(timetable.placement.ranks, len(timetable.ranks)))
+        self._delays = [[costs.delay(a, b) for b in devices] for a in devices]
+        # End of every op by its number, -1 if it has not ended; one more for what needs nothing.
+        self._end = [-1.0] * (3 * self.pairs) + [0.0]
+        self._waiting: dict[int, list[int]] = {}  # op -> devices that need it
+
+    def duration(self, op: Op) -> float:
+        """Time of ``op``, with its jitter."""
+        time = self._times[op.kind][op.stage]
+        return time * self.costs.factor(op) if self.costs.jitter else time
+
+    def run(self) -> None:
+        """Let the devices go on as long as one can."""
+        runnable = list(range(len(self.timetable.ranks)))
+        while runnable:
+            runnable += self._go_on(runnable.pop())
+
+    def _go_on(self, rank: int) -> list[int]:
+        """Compute on ``rank`` until it must wait; returns the devices that waited for what it computed."""
+        order, numbers = self.timetable.ranks[rank], self.timetable.numbers[rank]
+        starts, ends, end = self.starts[rank], self.ends[rank], self._end
+        jitter, times, woken = self.costs.jitter, self._times, []
+        now = ends[-1] if ends else 0.0
+        for at in range(len(ends), len(order)):
+            op, number = order[at], numbers[at]
+            local, message, sender = self._needs(op, number, rank)
+            if end[local] < 0 or end[message] < 0:
+                self._waiting.setdefault(local if end[local] < 0 else message, []).append(rank)
+                break
+            arrives = end[message]
+            if sender != rank:
+                self.messages += 1
+                delay = self._delays[sender][rank]
+                arrives += delay * self.costs.factor(op, message=True) if jitter else delay
+            now = max(now, end[local], arrives)
+            starts.append(now)
+            now += self.duration(op) if jitter else times[op[0]][op[1]]
+            ends.append(now)
+            end[number] = now
+            if number in self._waiting:
+                woken += self._waiting.pop(number)
+        return woken
+
+    def _needs(self, op: Op, number: int, rank: int) -> tuple[int, int, int]:
+        """What ``op`` needs of its own stage, and of the neighbouring one, and the device that has the latter."""
+        kind, stage, m = op
+        nothing, placement = 3 * self.pairs, self.timetable.placement
+        if kind == FORWARD:
+            if stage == 0:
+                return nothing, nothing, rank
+            return nothing, number - 1, placement.pipes[self.timetable.pipes[m]][stage - 1]
+        if kind == BACKWARD_WEIGHT or stage == self.stages - 1:
+            return number - self.pairs, nothing, rank
+        return number - self.pairs, number + 1, placement.pipes[self.timetable.pipes[m]][stage + 1]
+
+
+def _refuse_deadlock(timetable: Timetable, ends: list[list[float]]) -> None:
     """Raise the sentence that says which rank waits for what, if some did not reach the end."""
-    ends = {op for done in spans for op, _, _ in done}
+    if all(len(done) == len(order) for order, done in zip(timetable.ranks, ends, strict=True)):
+        return
+    ended = {op for order, done in zip(timetable.ranks, ends, strict=True) for op in order[: len(done)]}
     stuck = []
-    for rank, (order, done) in enumerate(zip(timetable.ranks, spans, strict=True)):
+    for rank, (order, done) in enumerate(zip(timetable.ranks, ends, strict=True)):
         if len(done) < len(order):
             op = order[len(done)]
-            missing = [str(need) for need, _ in dependencies(op, timetable) if need not in ends]
+            missing = [str(need) for need, _ in dependencies(op, timetable) if need not in ended]
             stuck.append(f"rank {rank}: {op} needs {' and '.join(missing)}")
-    if stuck:
-        raise ScheduleError(f"{timetable.schedule}: no rank can move; waiting: {', '.join(stuck)}.")
+    raise ScheduleError(f"{timetable.schedule}: no rank can move; waiting: {', '.join(stuck)}.")
 
 
-def _peak(order: tuple[Op, ...], share: float, trains: bool) -> float:
-    """Most activations alive at once, in D-ths of the model: from a forward to the end of its backward."""
-    ends = (BACKWARD, BACKWARD_WEIGHT) if trains else (FORWARD,)
+def _peak(order: tuple[Op, ...], trains: bool) -> int:
+    """Most stages whose activations are alive at once: from a forward to the end of its backward."""
+    if not trains:
+        return min(len(order), 1)
     live = peak = 0
-    for op in order:
-        live += op.kind == FORWARD
-        peak = max(peak, live)
-        live -= op.kind in ends
-    return peak * share
-
-
-def _messages(timetable: Timetable) -> int:
-    """Tensors that cross between devices in one step."""
-    return sum(
-        1
-        for rank, order in enumerate(timetable.ranks)
-        for op in order
-        for need, owner in dependencies(op, timetable)
-        if owner != rank
-    )
+    for kind, _, _ in order:
+        if kind == FORWARD:
+            live += 1
+            peak = max(peak, live)
+        elif kind != BACKWARD_INPUT:
+            live -= 1
+    return peak

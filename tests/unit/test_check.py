@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_ext.errors import ScheduleError
-from ds_ext.pipe_schedules import SCHEDULES, Instruction, Op, Program, Timetable, get_schedule, timetable
+from ds_ext.pipe_schedules import Instruction, Op, Program, Timetable, timetable
 from ds_ext.pipe_schedules.check import Report, check
 from ds_ext.pipe_schedules.lower import dump, lower
 from ds_ext.pipe_schedules.placement import linear
@@ -29,6 +29,15 @@ MADE = [
     timetable("zb_h1", 3, 4),
     timetable("bitpipe_zb", 2, 4),
 ]
+MESSAGES = (
+    "SendActivation",
+    "RecvActivation",
+    "SendGrad",
+    "RecvGrad",
+    "CopyActivation",
+    "CopyGrad",
+    "LoadMicroBatch",
+)
 ORDERS = st.sampled_from(MADE)
 PROGRAMS = st.sampled_from([lower(made) for made in MADE])
 
@@ -90,29 +99,6 @@ def test_too_little_room_on_the_links() -> None:
     ):
         check(program, link_slots=1)
     assert check(program, link_slots=2).link_slots == 2
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    name=st.sampled_from(sorted(SCHEDULES)),
-    ranks=st.integers(-1, 9),
-    n=st.integers(-1, 18),
-    options=st.dictionaries(st.sampled_from(["chunks", "chunk", "waves"]), st.integers(-1, 4), max_size=1),
-)
-def test_any_request_is_a_sound_timetable_or_an_error_with_numbers(
-    name: str, ranks: int, n: int, options: dict[str, object]
-) -> None:
-    try:
-        made = get_schedule(name).timetable(ranks, n, options)
-    except ScheduleError as error:
-        assert any(c.isdigit() for c in str(error)) or "has no option" in str(error)
-        return
-    report = check(lower(made))
-    assert report.link_slots <= 2
-    check(lower(made), link_slots=max(report.link_slots, 1))
-    simulation = simulate(made)
-    assert report.messages == simulation.messages
-    assert simulation.ideal <= simulation.makespan + 1e-9
 
 
 # --- broken timetables ----------------------------------------------------------------------------------------------
@@ -182,11 +168,27 @@ def test_sentences(orders: tuple[tuple[str, ...], ...], sentence: str) -> None:
         check(lower(Timetable("mine", linear(2), 1, ranks)))
 
 
+def in_another_order(program: Program, rank: int, name: str) -> Program:
+    """The program in which ``rank`` takes its first two messages of that kind in the other order."""
+    order = list(program.ranks[rank])
+    i, j = [at for at, x in enumerate(order) if x.name == name][:2]
+    order[i], order[j] = order[j], order[i]
+    return with_instructions(program, rank, order)
+
+
 def test_messages_that_come_in_another_order_than_they_are_taken() -> None:
     order = list(timetable("gpipe", 2, 2).ranks[1])
     order[0], order[1] = order[1], order[0]
+    program = lower(with_order(timetable("gpipe", 2, 2), 1, order))
+    assert [str(i) for i in program.ranks[1]][:4] == [
+        "LoadMicroBatch 1@1",
+        "RecvActivation 0@1 from rank 0",
+        "RecvActivation 1@1 from rank 0",
+        "F1@1",
+    ]
+    check(program)
     with pytest.raises(ScheduleError) as caught:
-        check(lower(with_order(timetable("gpipe", 2, 2), 1, order)))
+        check(in_another_order(program, 1, "RecvActivation"))
     assert str(caught.value).splitlines() == [
         "gpipe: rank 1 expects the activation of micro-batch 1 for stage 1 from rank 0, but the next message on that "
         "link is the activation of micro-batch 0 for stage 1.",
@@ -201,23 +203,47 @@ def test_the_arrow_points_at_the_backward_when_a_gradient_is_wrong() -> None:
     made = timetable("gpipe", 2, 2)
     order = list(made.ranks[0])
     order[2], order[3] = order[3], order[2]
+    broken = in_another_order(lower(with_order(made, 0, order)), 0, "RecvGrad")
     with pytest.raises(ScheduleError, match="rank 0 expects the gradient of micro-batch 1") as caught:
-        check(lower(with_order(made, 0, order)))
+        check(broken)
     *_, row, arrow, _ = str(caught.value).splitlines()
     assert row.endswith(ARROW) and row[arrow.index("^") :].startswith("B1@0")
 
 
-# --- broken programs ------------------------------------------------------------------------------------------------
+# --- messages by tag ------------------------------------------------------------------------------------------------
 
-MESSAGES = (
-    "SendActivation",
-    "RecvActivation",
-    "SendGrad",
-    "RecvGrad",
-    "CopyActivation",
-    "CopyGrad",
-    "LoadMicroBatch",
-)
+
+def test_a_receive_by_tag_may_take_any_message_of_the_link() -> None:
+    order = list(timetable("gpipe", 2, 2).ranks[1])
+    order[0], order[1] = order[1], order[0]
+    program = in_another_order(lower(with_order(timetable("gpipe", 2, 2), 1, order)), 1, "RecvActivation")
+    # Rank 1 waits for the second message with the first still on the link.
+    assert check(program, order="tagged") == Report((2, 2), 2, (1,), 4)
+    check(program, order="tagged", link_slots=2)
+    with pytest.raises(ScheduleError, match="no rank can move when a link holds 1 of its messages"):
+        check(program, order="tagged", link_slots=1)
+    with pytest.raises(ScheduleError, match="order is one of the 2 fifo, tagged; got 'lifo'"):
+        check(program, order="lifo")
+
+
+@pytest.mark.parametrize("made", MADE, ids=lambda made: made.schedule)
+def test_what_is_right_in_order_is_right_by_tag(made: Timetable) -> None:
+    assert check(lower(made), order="tagged") == check(lower(made))
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), program=PROGRAMS, what=st.sampled_from(["drop", "double"]))
+def test_dropped_and_doubled_messages_by_tag(data: st.DataObject, program: Program, what: str) -> None:
+    rank = pick(data, program.ranks)
+    instructions = list(program.ranks[rank])
+    at = data.draw(st.sampled_from([i for i, x in enumerate(instructions) if x.name in MESSAGES]))
+    instructions[at : at + 1] = [] if what == "drop" else [instructions[at]] * 2
+    with pytest.raises(ScheduleError) as caught:
+        check(with_instructions(program, rank, instructions), order="tagged")
+    assert_explains(caught.value)
+
+
+# --- broken programs ------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=150, deadline=None)
@@ -260,10 +286,42 @@ def test_a_computation_that_the_timetable_does_not_have() -> None:
 
 def test_buffers_that_two_pairs_share() -> None:
     program = lower(timetable("gpipe", 2, 2))
-    shared = [dataclasses.replace(i, slot=None if i.slot is None else 0) for i in program.ranks[0]]
+    shared = [i._replace(slot=None if i.slot is None else 0) for i in program.ranks[0]]
     with pytest.raises(
         ScheduleError, match="micro-batch 1 of stage 0 into buffer 0, which micro-batch 0 of stage 0 still"
     ):
         check(with_instructions(program, 0, shared))
     with pytest.raises(ScheduleError, match="rank 0 has 1 buffers and uses number 1"):
         check(dataclasses.replace(program, num_slots=(1, 2)))
+
+
+def test_a_pair_that_moves_to_another_buffer() -> None:
+    program = lower(timetable("gpipe", 2, 2))
+    moved = [i._replace(slot=1) if i.name == "BackwardPass" else i for i in program.ranks[1]]
+    with pytest.raises(
+        ScheduleError, match="rank 1 looks for micro-batch 0 of stage 1 in buffer 1, but it is in 0"
+    ):
+        check(with_instructions(program, 1, moved))
+
+
+def test_instructions_that_do_not_exist() -> None:
+    program = lower(timetable("gpipe", 2, 2))
+    wrong = [*program.ranks[1], Instruction("RecvGrad", 0, 7, 0, peer=0)]
+    with pytest.raises(
+        ScheduleError, match="rank 1 has RecvGrad 0@7 from rank 0; there are 2 stages and 2 micro"
+    ):
+        check(with_instructions(program, 1, wrong))
+    with pytest.raises(ScheduleError, match="rank 1 has Jump 0@1; there are 2 stages"):
+        check(with_instructions(program, 1, [*program.ranks[1], Instruction("Jump", 0, 1)]))
+    lonely = [i._replace(peer=None) if i.name == "SendGrad" else i for i in program.ranks[1]]
+    with pytest.raises(ScheduleError, match="rank 1 has SendGrad 0@1 and no peer"):
+        check(with_instructions(program, 1, lonely))
+    with pytest.raises(ScheduleError, match="1 programs and 2 numbers of buffers for 2 devices"):
+        check(dataclasses.replace(program, ranks=program.ranks[:1]))
+
+
+def test_the_mistake_that_stops_a_rank_is_told_before_those_that_wait_for_it() -> None:
+    """Rank 0 computes without its input, so all others stand still."""
+    program = lower(timetable("1f1b", 4, 4))
+    with pytest.raises(ScheduleError, match="rank 0 runs F0@0 without its activation"):
+        check(with_instructions(program, 0, list(program.ranks[0][1:])))

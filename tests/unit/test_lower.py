@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from graphlib import CycleError
+from random import Random
 from typing import Any
 
 import pytest
@@ -167,6 +168,83 @@ def test_no_buffer_is_shared_by_two_live_pairs(name: str, ranks: int, n: int) ->
                 del live[pair]
         assert not live
         assert used == set(range(num_slots))
+
+
+def random_order(placement: Placement, micro_batches: int, split: bool, seed: int) -> Timetable:
+    """An order that some list scheduler may choose: devices take turns at random, and any op that is possible."""
+    random, made = Random(seed), Timetable("random", placement, micro_batches, ())
+    backward = "IW" if split else "B"
+    left = {
+        Op(k, s, m) for k in "F" + backward for s in range(placement.stages) for m in range(micro_batches)
+    }
+    orders: list[list[Op]] = [[] for _ in range(placement.ranks)]
+    while left:
+        possible = [op for op in left if left.isdisjoint(needs(op, backward[0], placement.stages))]
+        op = random.choice(sorted(possible))
+        left.remove(op)
+        orders[made.rank(op.stage, op.micro_batch)].append(op)
+    return Timetable("random", placement, micro_batches, tuple(map(tuple, orders)))
+
+
+def needs(op: Op, gradient: str, stages: int) -> list[Op]:
+    kind, stage, m = op
+    if kind == "F":
+        return [Op("F", stage - 1, m)] * (stage > 0)
+    if kind == "W":
+        return [Op("I", stage, m)]
+    return [Op("F", stage, m)] + [Op(gradient, stage + 1, m)] * (stage < stages - 1)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    "placement",
+    [linear(3), looped(3, 2), v(3), bidirectional_linear(4), bidirectional_v(4), bidirectional_v(2, 2)],
+    ids=["linear", "looped", "v", "both ways", "bitpipe", "two waves"],
+)
+def test_any_order_that_can_be_computed_can_be_lowered(placement: Placement, split: bool) -> None:
+    """Messages are received in the order in which they are sent, early if need be; in both checkers' opinion."""
+    early = 0
+    for seed in range(8):
+        made = random_order(placement, 6, split, seed)
+        program = lower(made)
+        report = check(program)
+        DumpChecker(dumped(program)).check(link_slots=report.link_slots)
+        assert check(program, order="tagged").messages == report.messages == simulate(made).messages
+        early += sum(
+            i.name.startswith("Recv") and (i.stage, i.micro_batch) != (following.stage, following.micro_batch)
+            for instructions in program.ranks
+            for i, following in itertools.pairwise(instructions)
+        )
+    assert early > 0, "these orders must need early receives"
+
+
+def test_buffers_of_early_receives() -> None:
+    """Rank 1 computes 2, 0, 1: it takes 0 and 1 first, and holds three buffers although one activation is needed."""
+    first = (*(Op("F", 0, m) for m in range(3)), *(Op("B", 0, m) for m in (2, 0, 1)))
+    second = tuple(Op(kind, 1, m) for m in (2, 0, 1) for kind in "FB")
+    program = lower(Timetable("early", linear(2), 3, (first, second)))
+    assert [(str(i), i.slot) for i in program.ranks[1][:6]] == [
+        ("LoadMicroBatch 2@1", 0),
+        ("RecvActivation 0@1 from rank 0", 1),
+        ("RecvActivation 1@1 from rank 0", 2),
+        ("RecvActivation 2@1 from rank 0", 0),
+        ("F2@1", 0),
+        ("B2@1", 0),
+    ]
+    assert [str(i) for i in program.ranks[1][7:]] == [
+        "LoadMicroBatch 0@1",
+        "F0@1",
+        "B0@1",
+        "SendGrad 0@1 to rank 0",
+        "LoadMicroBatch 1@1",
+        "F1@1",
+        "B1@1",
+        "SendGrad 1@1 to rank 0",
+        "ReduceTiedGrads",
+        "ReduceGrads",
+        "OptimizerStep",
+    ]
+    assert check(program).num_slots == (3, 3)
 
 
 def test_a_split_backward_hands_the_gradient_on_after_its_first_half() -> None:

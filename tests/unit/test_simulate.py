@@ -6,7 +6,7 @@ import pytest
 
 from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import Op, Timetable, timetable
-from ds_ext.pipe_schedules.costs import Costs, parse_costs
+from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.placement import linear
 from ds_ext.pipe_schedules.simulate import dependencies, simulate
 
@@ -64,12 +64,68 @@ def test_everything_free() -> None:
     assert (simulation.makespan, simulation.bubble) == (0, 0)
 
 
-def test_costs_from_text() -> None:
-    assert parse_costs("f=1.5, w=0,comm=.25") == Costs(f=1.5, b=1, w=0, comm=0.25)
-    assert parse_costs("") == Costs()
+def test_how_busy_every_rank_is() -> None:
+    simulation = simulate(timetable("gpipe", 2, 1), Costs(f=2, b=3, w=1, stages=(1, 1.5)))
+    assert simulation.makespan == 15
+    assert simulation.busy == pytest.approx((6 / 15, 9 / 15))
+    assert simulation.ideal == 7.5 and simulation.bubble == 0.5
+    assert simulation.costs.stages == (1, 1.5)
+    assert simulate(timetable("gpipe", 2, 1), Costs(0, 0, 0, 0)).busy == (0, 0)
 
 
-@pytest.mark.parametrize("text", ["f", "f=x", "g=1", "f=-1", "f=nan", "comm=inf"])
-def test_costs_that_make_no_sense(text: str) -> None:
-    with pytest.raises(ScheduleError, match="costs"):
-        parse_costs(text)
+def test_a_slow_link() -> None:
+    """Only the way back is slow: the gradient leaves at 4 and comes 5 later."""
+    simulation = simulate(timetable("gpipe", 2, 1), Costs(comm=0.5, links={(1, 0): 5}))
+    assert [(start, end) for _, start, end in simulation.spans[1]] == [(1.5, 2.5), (2.5, 4.5)]
+    assert [(start, end) for _, start, end in simulation.spans[0]] == [(0, 1), (9.5, 11.5)]
+
+
+def test_jitter_moves_ends_and_not_the_order() -> None:
+    made = timetable("bitpipe", 4, 8)
+    costs = Costs(1, 1.2, 0.8, 0.1, jitter=0.3, seed=5)
+    shaken, again = simulate(made, costs), simulate(made, costs)
+    assert shaken == again
+    times = costs.durations(made.placement)
+    for spans in shaken.spans:
+        for op, start, end in spans:
+            assert end - start == pytest.approx(times[op.kind][op.stage] * costs.factor(op))
+    # A message is there after its own jittered time, and never earlier.
+    ends = {op: end for spans in shaken.spans for op, _, end in spans}
+    for rank, spans in enumerate(shaken.spans):
+        free = 0.0
+        for op, start, end in spans:
+            arrivals = [
+                ends[need] + costs.delay(owner, rank) * costs.factor(op, message=True)
+                for need, owner in dependencies(op, made)
+            ]
+            assert start == pytest.approx(max([free, *arrivals]))
+            free = end
+    assert simulate(made, Costs(1, 1.2, 0.8, 0.1, jitter=0.3, seed=6)).makespan != shaken.makespan
+
+
+@pytest.mark.parametrize("op", [Op("F", 2, 0), Op("F", 0, 9), Op("F", -1, 0), Op("X", 0, 0)])
+def test_ops_that_the_sizes_do_not_have(op: Op) -> None:
+    with pytest.raises(ScheduleError, match="there are 2 stages and 1 micro-batches"):
+        simulate(Timetable("mine", linear(2), 1, ((op,), ())))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "interleaved", "bitpipe", "bitpipe_zb"])
+def test_numbers_say_what_dependencies_say(name: str) -> None:
+    """The arithmetic of Timetable.numbers against the plain list of what an op needs."""
+    made = timetable(name, 4, 8)
+    number = {
+        op: n
+        for order, ns in zip(made.ranks, made.numbers, strict=True)
+        for op, n in zip(order, ns, strict=True)
+    }
+    stages, pairs = made.placement.stages, made.placement.stages * 8
+    assert len(set(number.values())) == len(number)
+    for op, n in number.items():
+        expected = set()
+        if op.kind == "F" and op.stage:
+            expected = {n - 1}
+        elif op.kind == "W":
+            expected = {n - pairs}
+        elif op.kind in "BI":
+            expected = {n - pairs} | ({n + 1} if op.stage < stages - 1 else set())
+        assert {number[need] for need, _ in dependencies(op, made)} == expected

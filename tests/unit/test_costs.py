@@ -1,0 +1,147 @@
+"""Costs: from text and files, factors of stages, times of links, jitter."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_ext.errors import ScheduleError
+from ds_ext.pipe_schedules import Op
+from ds_ext.pipe_schedules.costs import Costs, load_costs, parse_costs
+from ds_ext.pipe_schedules.placement import linear, looped, v
+
+
+def test_costs_from_text() -> None:
+    assert parse_costs("f=1.5, w=0,comm=.25") == Costs(f=1.5, b=1, w=0, comm=0.25)
+    assert parse_costs("jitter=0.1,seed=7") == Costs(jitter=0.1, seed=7)
+    assert parse_costs("") == Costs()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["f", "f=x", "g=1", "f=-1", "f=nan", "comm=inf", "stages=1", "jitter=2", "jitter=-0.1", "seed=1.5"],
+)
+def test_costs_that_make_no_sense(text: str) -> None:
+    with pytest.raises(ScheduleError, match="costs"):
+        parse_costs(text)
+
+
+def test_a_stage_costs_its_share_and_its_factor() -> None:
+    assert Costs(f=2, b=3, w=1).durations(v(2)) == {
+        "F": (1, 1, 1, 1),
+        "B": (2, 2, 2, 2),
+        "I": (1.5, 1.5, 1.5, 1.5),
+        "W": (0.5, 0.5, 0.5, 0.5),
+    }
+    assert Costs(f=2, stages=(1, 1, 2)).durations(linear(3))["F"] == (2, 2, 4)
+    assert Costs(stages=(1, 2, 3, 4)).durations(looped(2, 2))["B"] == (1, 2, 3, 4)
+    with pytest.raises(
+        ScheduleError, match=r"stages has 3 factors, but the schedule cuts the model into 4 stages"
+    ):
+        Costs(stages=(1, 1, 2)).durations(v(2))
+
+
+def test_links() -> None:
+    costs = Costs(comm=0.5, links={(0, 1): 3})
+    assert [costs.delay(*ends) for ends in ((0, 1), (1, 0), (1, 2), (1, 1))] == [3, 0.5, 0.5, 0]
+
+
+def test_costs_are_values() -> None:
+    links = {(0, 1): 3.0}
+    costs = Costs(stages=(1, 2), links=links)
+    links[0, 1] = 4
+    assert costs.links == {(0, 1): 3}
+    assert costs == Costs(stages=(1, 2), links={(0, 1): 3.0}) != Costs(stages=(1, 2))
+    assert hash(costs) == hash(Costs(stages=(1, 2), links={(0, 1): 3.0}))
+    assert pickle.loads(pickle.dumps(costs)) == copy.deepcopy(costs) == costs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"f": -1}, "got f = -1"),
+        ({"w": "x"}, "got w = 'x'"),
+        ({"stages": (1, math.nan)}, r"got stages\[1\] = nan"),
+        ({"links": {(0, 1): -2}}, "got links 0>1 = -2"),
+        ({"jitter": 1.5}, "jitter must be within 0 and 1, .*; got 1.5"),
+        ({"seed": 0.5}, "seed must be an integer, .*; got 0.5"),
+    ],
+)
+def test_values_out_of_range(arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ScheduleError, match=sentence):
+        Costs(**arguments)
+
+
+def test_jitter_is_even_and_depends_on_seed_and_op_alone() -> None:
+    ops = [Op(kind, stage, m) for kind in "FBIW" for stage in range(16) for m in range(64)]
+    costs = Costs(jitter=0.25, seed=3)
+    factors = [costs.factor(op) for op in ops]
+    assert factors == [Costs(jitter=0.25, seed=3).factor(op) for op in ops]
+    assert all(0.75 <= factor <= 1.25 for factor in factors) and len(set(factors)) == len(ops)
+    # The mean and the deviation of 4096 numbers that are uniform in [-1, 1]; five standard errors.
+    u = [(factor - 1) / 0.25 for factor in factors]
+    assert abs(statistics.fmean(u)) < 5 * math.sqrt(1 / 3 / 4096)
+    assert abs(statistics.pvariance(u) - 1 / 3) < 5 * math.sqrt(4 / 45 / 4096)
+    for others in (
+        [Costs(jitter=0.25, seed=4).factor(op) for op in ops],
+        [costs.factor(op, message=True) for op in ops],
+        [*factors[1:], factors[0]],
+        [*factors[64:], *factors[:64]],
+    ):
+        assert abs(statistics.correlation(factors, others)) < 5 / math.sqrt(4096)
+    assert Costs(seed=3).factor(ops[0]) == 1
+    assert Costs(jitter=1, seed=-5).factor(ops[0]) == Costs(jitter=1, seed=-5).factor(ops[0])
+
+
+def test_costs_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    whole = {
+        "f": 1,
+        "b": 1.5,
+        "w": 0.5,
+        "comm": 0.1,
+        "stages": [1, 1.25],
+        "links": {"0>1": 0.3},
+        "jitter": 0.2,
+        "seed": 9,
+    }
+    path.write_text(json.dumps(whole))
+    assert load_costs(str(path)) == Costs(1, 1.5, 0.5, 0.1, (1, 1.25), {(0, 1): 0.3}, 0.2, 9)
+    path.write_text('{"stages": null}')
+    assert load_costs(str(path)) == Costs()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "not JSON"),
+        (
+            "[1]",
+            r"expected an object with f, b, w, comm, stages, links, jitter, seed, all optional; got \[1\]",
+        ),
+        ('{"g": 1}', "all optional; got g"),
+        ('{"stages": 2}', "stages is a list of factors; got 2"),
+        ('{"stages": ["x"]}', r"got stages\[0\] = 'x'"),
+        ('{"links": {"0-1": 1}}', "a link is written \"0>1\" .*; got '0-1'"),
+        ('{"links": [1]}', r"a link is written .*; got \[1\]"),
+        ('{"links": {"0>1": null}}', "got links 0>1 = None"),
+        ('{"f": NaN}', "got f = nan"),
+    ],
+)
+def test_files_that_make_no_sense(text: str, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(ScheduleError, match=sentence):
+        load_costs(str(path))
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match=r"none\.json: No such file"):
+        load_costs(str(tmp_path / "none.json"))
