@@ -23,7 +23,6 @@ from .errors import ConfigError, ScheduleError
 from .pipe_schedules import Placement, Schedule, Timetable, get_schedule
 from .pipe_schedules.files import schedule_of_file
 
-
 _TIMETABLES = (".txt", ".csv")
 
 
