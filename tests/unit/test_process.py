@@ -25,7 +25,7 @@ def script(body: str) -> str:
     return f"{HEAD}def main():\n{textwrap.indent(textwrap.dedent(body), '    ')}\nprocess.run(main)\n"
 
 
-def start(body: str, interrupt: signal.Handlers = signal.SIG_DFL, **env: str) -> subprocess.Popen[str]:
+def start(body: str, interrupt: signal.Handlers = signal.SIG_DFL, /, **env: str) -> subprocess.Popen[str]:
     """A process that runs ``script(body)``; ``interrupt`` is what its starter does about SIGINT."""
     kept = {
         key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
