@@ -44,6 +44,7 @@ class Job:
     options: dict[str, Any] = field(default_factory=dict)
     deepspeed: dict[str, Any] = field(default_factory=dict)
     partition_method: str = "type:TransformerLayer"
+    eager: bool = True
 
     @property
     def world_size(self) -> int:
@@ -62,6 +63,7 @@ class Job:
                 "pipeline_parallel_size": self.pp,
                 "tensor_parallel_size": self.tp,
                 "schedule_options": self.options,
+                "eager_gradient_sync": self.eager,
                 "transport_options": {"timeout_s": 30},
             },
         }
@@ -131,6 +133,7 @@ def train(rank: int, job: Job) -> dict[str, Any]:
         "weights": weights(engine, tp),
         "digests": digests,
         "bubble": engine.bubble_measured,
+        "eager": engine._eager is not None,
     }
     engine.transport.close()
     return result

@@ -8,6 +8,7 @@ is the parent's.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -30,9 +31,12 @@ from ..pipe_schedules.simulate import simulate
 from ..tensor_parallel import let_defer
 from .batches import Batches, IteratorBatches
 from .busy import BusyClock
+from .grad_sync import EagerReduction, why_not_eager
 from .handlers import InstructionHandlers
 from .messages import Kind, StageMessages, directed_pairs
 from .micro_batches import MicroBatches
+
+logger = logging.getLogger(__name__)
 
 # Instructions: far enough that a receive is posted before the computation in front of it starts.
 _LOOKAHEAD = 8
@@ -73,6 +77,7 @@ class PipelineEngine(InstructionHandlers):
             pairs=directed_pairs(self.layout, [self._schedule.program, self._inference_schedule(1).program]),
         )
         self._messages = StageMessages(self.transport, self.layout, self.global_rank)
+        self._eager = self._make_eager()
 
     # --- schedules ---
 
@@ -81,6 +86,16 @@ class PipelineEngine(InstructionHandlers):
         micro_batches = gradient_accumulation_steps * self.layout.placement.replicas
         timetable = self.module.settings.timetable(micro_batches)
         return self._bridge(lower(timetable)), simulate(timetable).bubble
+
+    def _make_eager(self) -> EagerReduction | None:
+        """Eager gradient synchronization, if the JSON asks for it and it can be done."""
+        if not self.module.settings.eager_gradient_sync:
+            return None
+        reason = why_not_eager(self)
+        if reason is not None:
+            logger.debug("gradients are reduced after the last backward: %s", reason)
+            return None
+        return EagerReduction(self, self._schedule.program.timetable)
 
     def _bridge(self, program: Program) -> TimetableSchedule:
         check(program)
@@ -106,6 +121,7 @@ class PipelineEngine(InstructionHandlers):
         super().set_train_batch_size(train_batch_size)  # refuses what does not divide
         assert made is not None
         self._schedule, self.bubble_simulated = made
+        self._eager = self._make_eager()
         if isinstance(self.batches, IteratorBatches):
             self.batches = self._as_batches(self.batches.iterator, self.micro_batches)
 

@@ -17,6 +17,7 @@ from ..tensor_parallel import WeightGradients, deferrable, deferring
 from .batches import Batches
 from .busy import BusyClock
 from .grad_norm import clip_grad_norm
+from .grad_sync import EagerReduction
 from .messages import Kind, StageMessages, pack, unpack
 from .module import PipelineModule
 
@@ -34,6 +35,7 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
     _running: TimetableSchedule
     _messages: StageMessages
     _busy: BusyClock
+    _eager: EagerReduction | None
     _fetched: dict[int, Any]
     _loss_sum: Tensor
     _compute_loss: bool
@@ -73,6 +75,7 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
     def _exec_backward_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:
         with self._busy.computing(), self._accumulating():
             self._backward(buffer_id, stage)
+        self._reduce_after(stage, micro_batch)
 
     def _exec_backward_input(self, buffer_id: int, stage: int, micro_batch: int) -> None:
         later = self.pipe_buffers["weights"][buffer_id] = WeightGradients()
@@ -83,6 +86,7 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
         later, self.pipe_buffers["weights"][buffer_id] = self.pipe_buffers["weights"][buffer_id], None
         with self._busy.computing(), self._accumulating():
             later.compute()
+        self._reduce_after(stage, micro_batch)
 
     def _backward(self, buffer_id: int, stage: int) -> None:
         """Back through the graph of a buffer, from its loss or the gradients of its outputs."""
@@ -120,6 +124,16 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
     def _exec_recv_grads(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
         self.pipe_buffers["grads"][buffer_id] = self._messages.receive(Kind.GRADIENT, stage, micro_batch)
 
+    def _reduce_after(self, stage: int, micro_batch: int) -> None:
+        if self._eager is not None:
+            self._eager.after(stage, micro_batch)
+
+    def _exec_reduce_grads(self) -> None:
+        if self._eager is None:
+            super()._exec_reduce_grads()
+        else:
+            self._eager.finish()
+
     def _exec_optimizer_step(self) -> None:
         if self.gradient_clipping() == 0 and not isinstance(self.optimizer, DeepSpeedOptimizer):
             self.clip_fp32_gradients()  # nobody else measures the norm then
@@ -138,6 +152,7 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
         ds.RecvGrad: _exec_recv_grads,
         CopyActivation: _exec_copy_activation,
         CopyGrad: _exec_copy_grad,
+        ds.ReduceGrads: _exec_reduce_grads,
         ds.OptimizerStep: _exec_optimizer_step,
     }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -125,7 +124,7 @@ def _require_same_section(job: JobConfig, model: PipelineModule) -> None:
 
 def _require_parameters(model: PipelineModule) -> None:
     """DeepSpeed's optimizers refuse a rank without parameters, while the others wait for it; so all ranks ask first."""
-    mine = [stage for stage in model.stages if any(_trainable(f) for f in model.stage_funcs[stage])]
+    mine = [stage for stage in model.stages if model.stage_parameters(stage)]
     counts: list[Any] = [None] * dist.get_world_size()
     torch.distributed.all_gather_object(counts, len(mine))
     empty = [rank for rank, count in enumerate(counts) if count == 0]
@@ -134,12 +133,6 @@ def _require_parameters(model: PipelineModule) -> None:
             f"rank{'s' if len(empty) > 1 else ''} {', '.join(map(str, empty))} would hold no trainable parameter: give "
             f"partition_method boundaries that leave every rank some, or use fewer stages."
         )
-
-
-def _trainable(layer: Any) -> bool:
-    # A tied layer with a function of its own is a partial over the tied module.
-    module = layer.args[0] if isinstance(layer, functools.partial) else layer
-    return isinstance(module, torch.nn.Module) and any(p.requires_grad for p in module.parameters())
 
 
 def _without_config(args: Any) -> Any:

@@ -8,6 +8,7 @@ stages have the same parameters in the same order (gradient buckets and ZeRO par
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -179,6 +180,16 @@ class PipelineModule(DeepSpeedPipelineModule):
             else:
                 inputs = run(start, stop, inputs)
         return inputs
+
+    def stage_parameters(self, stage: int) -> list[torch.nn.Parameter]:
+        """The trainable parameters that the layers of one stage use; a shared one is in every stage that uses it."""
+        found: dict[int, torch.nn.Parameter] = {}
+        for layer in self.stage_funcs[stage]:
+            # A tied layer with a function of its own is a partial over the tied module.
+            module = layer.args[0] if isinstance(layer, functools.partial) else layer
+            if isinstance(module, torch.nn.Module):
+                found.update({id(p): p for p in module.parameters() if p.requires_grad})
+        return list(found.values())
 
     # --- saving: the parent writes one file a layer for its active range ---
 

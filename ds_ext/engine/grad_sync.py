@@ -1,0 +1,123 @@
+"""Eager gradient synchronization: a stage's gradients are averaged while later computations still run.
+
+DeepSpeed reduces all gradients after the last backward of a step. Here the reduction of a stage starts right after its
+last backward, without waiting, and is waited for before the optimizer step. What comes out are the same averages, so
+the rest of the step is DeepSpeed's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from ..pipe_schedules import Timetable
+from ..pipe_schedules.reductions import eager_reductions
+
+
+class EagerReduction:
+    """The reductions of one rank in one step.
+
+    Args:
+        engine: an initialized engine, whose optimizer's kind and communication settings count.
+        timetable: what it runs; it says after which computation a stage is finished.
+    """
+
+    def __init__(self, engine: Any, timetable: Timetable) -> None:
+        self.engine = engine
+        self.group = engine.mpu.get_data_parallel_group()
+        device = engine.module.device_index
+        self._starts = {
+            (op.stage, op.micro_batch): stages for op, stages in eager_reductions(timetable)[device].items()
+        }
+        order = [stage for stages in self._starts.values() for stage in stages]
+        self._parameters = _by_last_stage(engine.module, order)
+        self._under_way: list[tuple[Any, Tensor, list[Tensor]]] = []
+
+    def after(self, stage: int, micro_batch: int) -> None:
+        """Start the reductions that the last backward of (stage, micro-batch) makes possible."""
+        for finished in self._starts.get((stage, micro_batch), ()):
+            self._start(self._parameters[finished])
+
+    def finish(self) -> None:
+        """Wait for all reductions, and hand the averages to DeepSpeed's optimizer."""
+        self._start(self._parameters[None])
+        for work, average, gradients in self._under_way:
+            work.wait()
+            for gradient, mean in zip(gradients, _unflatten_dense_tensors(average, gradients), strict=True):
+                gradient.copy_(mean)
+        self._under_way.clear()
+        optimizer = self.engine.optimizer
+        if isinstance(optimizer, ZeROOptimizer) and hasattr(optimizer, "reduce_gradients"):
+            with _averaged_already(optimizer):
+                optimizer.set_gradient_accumulation_boundary(True)
+                optimizer.reduce_gradients(pipeline_parallel=True)
+
+    def _start(self, parameters: list[nn.Parameter]) -> None:
+        gradients = [g for g in map(self._gradient, parameters) if g is not None]
+        kinds = sorted({g.dtype for g in gradients}, key=str)
+        for mine in ([g for g in gradients if g.dtype == kind] for kind in kinds):
+            flat = _flatten_dense_tensors(mine).to(self.engine.communication_data_type)
+            flat.div_(dist.get_world_size(self.group))
+            self._under_way.append((dist.all_reduce(flat, group=self.group, async_op=True), flat, mine))
+
+    def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Where the gradient of a parameter is accumulated over the micro-batches."""
+        optimizer = self.engine.optimizer
+        if isinstance(optimizer, ZeROOptimizer) and hasattr(optimizer, "get_gradient_for_reduction"):
+            return optimizer.get_gradient_for_reduction(parameter)
+        return getattr(parameter, "_hp_grad", None) if self.engine.using_bf16_optimizer else parameter.grad
+
+
+def why_not_eager(engine: Any) -> str | None:
+    """What makes eager synchronization impossible with this JSON, or needless; None when it can be done."""
+    optimizer = engine.optimizer
+    if dist.get_world_size(engine.mpu.get_data_parallel_group()) == 1:
+        return "there is one data-parallel rank"
+    if not engine.gradient_average or engine.gradient_predivide_factor() != 1.0:
+        return "gradients are not plainly averaged"
+    if engine.has_moe_layers:
+        return "there are experts"
+    if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "overlap_comm", False):
+        return "the optimizer is offloaded or overlaps by itself"
+    if isinstance(optimizer, ZeROOptimizer) and not getattr(optimizer, "contiguous_gradients", True):
+        return '"contiguous_gradients" is false'
+    return None
+
+
+def _by_last_stage(module: Any, order: list[int]) -> dict[int | None, list[nn.Parameter]]:
+    """Stage -> the parameters whose gradients are complete with it; None -> those tied to other ranks.
+
+    A parameter of several stages belongs to the last in ``order``. Tied ones are summed over their ranks first.
+    """
+    tied = {id(weight) for weight, _ in module.get_tied_weights_and_groups()}
+    last: dict[int, int | None] = {}
+    for stage in order:
+        for parameter in module.stage_parameters(stage):
+            last[id(parameter)] = None if id(parameter) in tied else stage
+    found: dict[int | None, list[nn.Parameter]] = {stage: [] for stage in (None, *order)}
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            found[last.get(id(parameter))].append(parameter)
+    return found
+
+
+@contextmanager
+def _averaged_already(optimizer: Any) -> Iterator[None]:
+    """ZeRO's own way from gradients to partitions, without its communication."""
+
+    def keep(tensor: Tensor, communication_data_type: torch.dtype) -> None:
+        if not optimizer.reduce_scatter:
+            optimizer._add_full_reduction_to_compact_grad_partition(tensor, communication_data_type)
+
+    optimizer.average_tensor = keep
+    try:
+        yield
+    finally:
+        del optimizer.average_tensor

@@ -1,0 +1,49 @@
+"""When gradients of stages are reduced: after their last backward, in one order on all devices that hold them."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_ext.errors import ScheduleError
+from ds_ext.pipe_schedules import SCHEDULES, get_schedule
+from ds_ext.pipe_schedules.reductions import eager_reductions
+from ds_ext.pipe_schedules.simulate import simulate
+
+SIZES = [(2, 4), (4, 8), (4, 16), (6, 12), (8, 16)]
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_every_stage_once_after_its_last_backward_in_a_common_order(
+    name: str, sizes: tuple[int, int]
+) -> None:
+    made = get_schedule(name).timetable(*sizes)
+    starts = eager_reductions(made)
+    for device, order in enumerate(made.ranks):
+        place = {op: i for i, op in enumerate(order)}
+        last = {op.stage: i for i, op in enumerate(order) if op.kind in "BW"}
+        begun = {stage: place[op] for op, stages in starts[device].items() for stage in stages}
+        assert begun.keys() == last.keys() == set(made.placement.stages_of(device))
+        assert all(begun[stage] >= last[stage] for stage in last)
+    for group in made.placement.replica_groups:
+        orders = {tuple(s for op in made.ranks[d] for s in starts[d].get(op, ())) for d in group}
+        assert len(orders) == 1
+
+
+def test_bitpipe_overlaps_what_it_can() -> None:
+    """At D = 4 every device has its first stages reduced before the end of the step, the outer ones most."""
+    made = get_schedule("bitpipe").timetable(4, 8)
+    simulation = simulate(made)
+    ends = [{op: end for op, _, end in spans} for spans in simulation.spans]
+    early = [
+        sum(len(stages) for op, stages in starts.items() if ends[device][op] < simulation.makespan - 1e-9)
+        for device, starts in enumerate(eager_reductions(made))
+    ]
+    assert all(count >= 2 for count in early), early
+
+
+def test_an_order_that_cannot_run_is_refused() -> None:
+    made = get_schedule("1f1b").timetable(2, 2)
+    backwards = tuple(tuple(reversed(order)) for order in made.ranks)
+    with pytest.raises(ScheduleError, match="no rank can move"):
+        eager_reductions(type(made)(made.schedule, made.placement, made.micro_batches, backwards))
