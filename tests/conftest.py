@@ -5,7 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
+
+# How long an example takes says more about the machine than about the code.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 
 # Read by torch and DeepSpeed when they are imported, here and in the fork server of the ranks.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from ..errors import ScheduleError
 from .costs import Costs
 from .dispatch import Run, Work, by_due_date, fill_waits
-from .ops import BACKWARD, BACKWARD_WEIGHT, FORWARD, Op
+from .ops import BACKWARD, FORWARD
 from .placement import Placement
 from .registry import Orders
+from .simulate import peak_stages
 from .slots import slots
 
 # Micro-batches of a pipe should enter this many times the work of one apart; the rest follows from what arrives.
@@ -76,7 +77,8 @@ def lower_bound(work: Work) -> float:
     placement, work_kinds = work.placement, (FORWARD, BACKWARD)
     counts = [work.pipes.count(pipe) for pipe in range(placement.replicas)]
     # The way of one micro-batch, and the weight gradient that comes after it.
-    bound = max(walk[work.gradient][0] for walk in work.walks) + work.times[BACKWARD][0]
+    ways = [walk[work.gradient][0] for walk, count in zip(work.walks, counts, strict=True) if count]
+    bound = max(ways) + work.times[BACKWARD][0]
     for device in range(placement.ranks):
         mine = [
             (pipe, stage)
@@ -97,13 +99,3 @@ def _way_home(work: Work, pipe: int, stage: int) -> float:
     """From the end of the backward at ``stage`` to the end of the backward at stage 0."""
     walk, times = work.walks[pipe][work.gradient], work.times[work.gradient]
     return walk[0] + times[0] - (walk[stage] + times[stage])
-
-
-def peak_stages(order: Sequence[Op]) -> int:
-    """Most stages whose activations a device keeps at once: from a forward to the end of its backward."""
-    live = peak = 0
-    for op in order:
-        live += op.kind == FORWARD
-        peak = max(peak, live)
-        live -= op.kind in (BACKWARD, BACKWARD_WEIGHT)
-    return peak

@@ -6,6 +6,7 @@ in a plain pipeline); a stage that is a smaller piece costs its share.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import ScheduleError
@@ -80,7 +81,7 @@ def simulate(timetable: Timetable, costs: Costs | None = None) -> Simulation:
         spans,
         makespan,
         ideal=sum(work) / max(len(work), 1),
-        peak_activations=tuple(_peak(order, timetable.trains) * share for order in timetable.ranks),
+        peak_activations=tuple(peak_stages(order, timetable.trains) * share for order in timetable.ranks),
         messages=clock.messages,
         costs=clock.costs,
         busy=tuple(time / makespan if makespan else 0.0 for time in work),
@@ -168,7 +169,7 @@ def _refuse_deadlock(timetable: Timetable, ends: list[list[float]]) -> None:
     raise ScheduleError(f"{timetable.schedule}: no rank can move; waiting: {', '.join(stuck)}.")
 
 
-def _peak(order: tuple[Op, ...], trains: bool) -> int:
+def peak_stages(order: Sequence[Op], trains: bool = True) -> int:
     """Most stages whose activations are alive at once: from a forward to the end of its backward."""
     if not trains:
         return min(len(order), 1)

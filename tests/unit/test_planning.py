@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ext.errors import ScheduleError
-from ds_ext.pipe_schedules import Timetable, get_schedule
+from ds_ext.pipe_schedules import Placement, Timetable, get_schedule
 from ds_ext.pipe_schedules.check import check
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.dispatch import Work
@@ -110,7 +110,9 @@ TIMES = st.floats(0.1, 3)
     split=st.booleans(),
     room=st.floats(1, 2),
 )
-def test_every_plan_is_sound_and_keeps_to_its_room(placement, micro_batches, costs, split, room) -> None:
+def test_every_plan_is_sound_and_keeps_to_its_room(
+    placement: Placement, micro_batches: int, costs: Costs, split: bool, room: float
+) -> None:
     ranks = placement.ranks
     order = plan("planned", placement, micro_batches, costs, split=split, max_activations=room * ranks)
     made = Timetable("planned", placement, micro_batches, order)
