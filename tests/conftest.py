@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
-# How long an example takes says more about the machine than about the code.
-hypothesis.settings.register_profile("patient", deadline=None)
-hypothesis.settings.load_profile("patient")
-
 # Read by torch and DeepSpeed when they are imported, here and in the fork server of the ranks.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from tests.ranks import RankPool, Ranks
+
+# How long an example takes says more about the machine than about the code.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,9 @@ PURE = {
     "megatron_flags",
     "layout",
     "plan",
+    "auto",
+    "choice",
+    "choose",
     "pipe_schedules",
 }
 EVERYTHING = {"*"}
@@ -30,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "pipe_schedules": {"errors"},
     "pipe_schedules/bridge": {"errors", "pipe_schedules", "deepspeed:"},
-    "config": {"errors", "deepspeed_json", "pipe_schedules", "pydantic:"},
+    "config": {"errors", "deepspeed_json", "pipe_schedules", "auto", "choice", "pydantic:"},
     "deepspeed_json": {"errors"},
     "deepspeed_sections": {"errors"},
     "arguments": PURE,
@@ -48,7 +51,13 @@ ALLOWED: dict[str, set[str]] = {
     "observe": PURE | {"torch:", "rich:"},
     "training": EVERYTHING,
     "optimise": {"errors", "pipe_schedules", "ortools:"},
-    "verbs": {"errors", "pipe_schedules", "optimise"},
+    "choice": {"errors", "pipe_schedules"},
+    "choose": {"errors", "pipe_schedules", "choice"},
+    "auto": {"errors", "pipe_schedules", "choice", "choose", "deepspeed_sections", "layout"},
+    "parallel_sizes": {"errors", "pipe_schedules", "choice", "choose"},
+    "model_flags": {"errors", "pipe_schedules"},
+    "verbs": {"errors", "pipe_schedules", "optimise", "choice", "model_flags"},
+    "choosing_verbs": {"errors", "pipe_schedules", "verbs", "choice", "parallel_sizes", "model_flags"},
     "__main__": EVERYTHING,
 }
 

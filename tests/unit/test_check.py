@@ -104,7 +104,7 @@ def test_too_little_room_on_the_links() -> None:
 # --- broken timetables ----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), made=ORDERS)
 def test_swapped_ops(data: st.DataObject, made: Timetable) -> None:
     """Swaps may be harmless: then the simulator runs to the end, and the second opinion agrees."""
@@ -117,7 +117,7 @@ def test_swapped_ops(data: st.DataObject, made: Timetable) -> None:
         assert simulate(swapped).ideal == pytest.approx(simulate(made).ideal)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data(), made=ORDERS, what=st.sampled_from(["drop", "double", "move"]))
 def test_dropped_doubled_and_moved_ops(data: st.DataObject, made: Timetable, what: str) -> None:
     rank = pick(data, made.ranks)
@@ -231,7 +231,7 @@ def test_what_is_right_in_order_is_right_by_tag(made: Timetable) -> None:
     assert check(lower(made), order="tagged") == check(lower(made))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data(), program=PROGRAMS, what=st.sampled_from(["drop", "double"]))
 def test_dropped_and_doubled_messages_by_tag(data: st.DataObject, program: Program, what: str) -> None:
     rank = pick(data, program.ranks)
@@ -246,7 +246,7 @@ def test_dropped_and_doubled_messages_by_tag(data: st.DataObject, program: Progr
 # --- broken programs ------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), program=PROGRAMS, what=st.sampled_from(["drop", "double"]))
 def test_dropped_and_doubled_messages(data: st.DataObject, program: Program, what: str) -> None:
     rank = pick(data, program.ranks)
@@ -256,7 +256,7 @@ def test_dropped_and_doubled_messages(data: st.DataObject, program: Program, wha
     assert refused(with_instructions(program, rank, instructions))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), program=PROGRAMS)
 def test_swapped_receives(data: st.DataObject, program: Program) -> None:
     rank = pick(data, program.ranks)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ext.data.blend import BlendTable, parse_data_path
@@ -164,7 +164,6 @@ def test_blend_draws_by_weight_from_each_part_in_its_own_order(tmp_path: Path) -
 
 
 # The first example pays for imports; a busy machine is no failure.
-@settings(deadline=None)
 @given(
     weights=st.lists(
         st.fractions(min_value=Fraction(1, 100), max_value=50, max_denominator=100), min_size=1, max_size=6

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ext.data.tokenizer import (
@@ -34,7 +34,6 @@ def test_bpe_has_the_size_asked_for(bpe: Tokenizer) -> None:
 
 
 # The first example pays for imports; a busy machine is no failure.
-@settings(deadline=None)
 @given(text=st.text())
 def test_bpe_gives_back_every_text(bpe: Tokenizer, text: str) -> None:
     ids = bpe.encode(text)
