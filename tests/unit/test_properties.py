@@ -61,7 +61,7 @@ TIMETABLES = st.builds(
 # --- every request --------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(
     data=st.data(),
     name=st.sampled_from(sorted(SCHEDULES)),
@@ -132,7 +132,7 @@ def assert_keeps_time(made: Timetable, costs: Costs) -> None:
 # --- broken timetables ----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data(), made=TIMETABLES, what=st.sampled_from(["swap", "drop", "double"]))
 def test_a_mutation_is_found_or_harmless(data: st.DataObject, made: Timetable, what: str) -> None:
     rank = data.draw(st.integers(0, len(made.ranks) - 1))
@@ -155,7 +155,7 @@ def test_a_mutation_is_found_or_harmless(data: st.DataObject, made: Timetable, w
     assert simulate(mutated).ideal == pytest.approx(simulate(made).ideal)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data(), made=TIMETABLES, what=st.sampled_from(["swap", "drop", "double"]))
 def test_a_mutated_program_is_found_or_runs(data: st.DataObject, made: Timetable, what: str) -> None:
     program = lower(made)
