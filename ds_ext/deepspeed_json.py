@@ -149,3 +149,14 @@ def _refuse_two_precisions(config: Mapping[str, Any]) -> None:
         raise ConfigError(
             '"bf16" and "fp16" are both enabled, by the JSON or by --bf16 and --fp16. Choose one.'
         )
+
+
+def refuse_fp16_without_zero(config: Mapping[str, Any]) -> None:
+    """DeepSpeed's fp16 optimizers without ZeRO divide a pipeline's gradients by a loss scale that was never applied."""
+    fp16, zero = config.get("fp16"), config.get("zero_optimization")
+    enabled = isinstance(fp16, Mapping) and fp16.get("enabled") is True
+    if enabled and not (isinstance(zero, Mapping) and zero.get("stage", 0)):
+        raise ConfigError(
+            '"fp16" needs "zero_optimization": {"stage": 1} with pipeline parallelism: without ZeRO DeepSpeed scales '
+            'neither the loss nor the gradient norm rightly. Or use "bf16", which works with stage 0 too.'
+        )

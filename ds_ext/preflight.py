@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import counted
+from .deepspeed_json import refuse_fp16_without_zero
 from .deepspeed_sections import check_optimizer, check_scheduler, precision, zero_stage
 from .errors import CheckpointError, ConfigError
 from .megatron_flags import TOKENIZER_FILES, TOKENIZER_TYPES
@@ -32,6 +33,7 @@ def check_job(
     ``flags`` says which keys of the JSON a flag filled in, as ``JobConfig.flags``.
     """
     require_optimizer(config)
+    refuse_fp16_without_zero(config)
     check_optimizer(config, flags)
     check_scheduler(config)
     _check_tokenizer(args)
