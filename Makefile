@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 RANKS ?= 4
 CONFIG ?= configs/bitpipe.json
+# A port that nobody listens at: the launcher's own default may be another job's.
+PORT ?= $(shell $(bin)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
 PYTEST_FLAGS ?=
 
 SHELL := /bin/bash
@@ -54,11 +56,11 @@ $(corpus): $(stamp)
 	@$(bin)/python -m ds_ext prepare --source stdlib --output $(@D)
 
 # Hosts with fewer GPUs than ranks train on the CPU, where each rank gets one thread.
-train: $(stamp) $(corpus)  ## train a GPT: RANKS=4 CONFIG=configs/bitpipe.json
+train: $(stamp) $(corpus)  ## train a GPT: RANKS=4 CONFIG=configs/bitpipe.json PORT=...
 	@if ! $(bin)/python -c 'import sys, torch; sys.exit(torch.cuda.device_count() < $(RANKS))'; then \
 	  export DS_ACCELERATOR=cpu OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; \
 	fi; \
-	set -x; exec deepspeed --num_gpus $(RANKS) train_gpt.py --deepspeed_config $(CONFIG)
+	set -x; exec deepspeed --num_gpus $(RANKS) --master_port $(PORT) train_gpt.py --deepspeed_config $(CONFIG)
 
 test: $(stamp)  ## the whole test suite; PYTEST_FLAGS="-m 'not slow'" for a quick one
 	$(bin)/python -m pytest $(PYTEST_FLAGS)

@@ -28,7 +28,7 @@ def version() -> str:
 setup(
     name="ds_ext",
     version=version(),
-    description="BitPipe, DPP and FBD pipeline schedules for DeepSpeed",
+    description="BitPipe and zero-bubble pipeline schedules for DeepSpeed",
     long_description=(HERE / "README.md").read_text() if (HERE / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",

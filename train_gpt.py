@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from ds_ext import process
 from ds_ext.arguments import parse
-from ds_ext.errors import ConfigError
+from ds_ext.deepspeed_sections import precision
+from ds_ext.errors import CheckpointError, ConfigError
 from ds_ext.plan import Plan, describe, layer_boundaries, make_plan
 from ds_ext.preflight import check_job, check_resume
 
@@ -29,7 +30,10 @@ def main() -> int | None:
     launched = world_size > 1 or not args.dry_run
     plan = make_plan(job, world_size if launched else None)
     if args.load:
-        check_resume(args.load, plan, world_is_known=launched)
+        try:
+            check_resume(args.load, plan, world_is_known=launched)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from None  # found before anything started: bad input
     # Before the layers come the embedding and the positions, behind them the final norm and the head.
     boundaries = layer_boundaries(
         args.num_layers, 2, 2, plan.layout.placement.stages, plan.timetable.schedule
@@ -136,8 +140,8 @@ def build_data(args: argparse.Namespace, plan: Plan) -> tuple[MicroBatches, Micr
 def describe_plan(args: argparse.Namespace, plan: Plan, boundaries: list[int]) -> str:
     """The plan with the names of GPT's layers and the size of its messages."""
     names = ["embedding", "positions", *(f"layer {i}" for i in range(args.num_layers)), "final norm", "head"]
-    half = any(plan.job.deepspeed.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
-    message_bytes = plan.sizes.micro_batch_size * args.seq_length * args.hidden_size * (2 if half else 4)
+    number_bytes = 4 if precision(plan.job.deepspeed) == "fp32" else 2
+    message_bytes = plan.sizes.micro_batch_size * args.seq_length * args.hidden_size * number_bytes
     grid = plan.sizes.micro_batches <= 32
     return describe(plan, boundaries=boundaries, layer_names=names, message_bytes=message_bytes, grid=grid)
 

@@ -10,7 +10,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from .choosing_verbs import add_plan_flags, run_plan, run_simulate
 from .errors import DsExtError
+from .model_flags import add_model_flags
 from .pipe_schedules import SCHEDULES
 from .pipe_schedules.render import LEGEND, SPLIT_LEGEND
 from .verbs import (
@@ -23,7 +25,6 @@ from .verbs import (
     run_dump,
     run_optimise,
     run_show,
-    run_simulate,
 )
 
 
@@ -75,11 +76,21 @@ def build_parser(verb: str) -> argparse.ArgumentParser:
     _schedule_verb(verbs, "dump", run_dump, "print what every rank executes, as JSON")
     cost = _schedule_verb(verbs, "simulate", run_simulate, "price it: makespan, bubble, memory, messages")
     cost.add_argument("--json", action="store_true", help="for programs")
+    add_model_flags(cost)
 
     compare = _schedule_verb(
         verbs, "compare", run_compare, "price several schedules side by side", several=True
     )
     _add_output(compare, ["text", "html"])
+    add_model_flags(compare)
+
+    whole = verbs.add_parser(
+        "plan",
+        help="choose sizes and a schedule for devices that are not there yet",
+        description="Choose the sizes of tensor, pipeline and data parallelism, and a schedule.",
+    )
+    add_plan_flags(whole)
+    whole.set_defaults(run=run_plan)
 
     best = _schedule_verb(
         verbs, "optimise", run_optimise, "search for the best order of its computations (needs ds_ext[solve])"
@@ -144,7 +155,8 @@ def _schedule_verb(
         "--costs",
         default="f=1,b=1,w=1,comm=0",
         metavar="f=1,b=1,w=1,comm=0",
-        help="times of forward, input gradient, weight gradient of one D-th of the model, and of a message",
+        help="times of forward, input gradient, weight gradient of one D-th of the model, and of a message; or a "
+        "JSON file with these and more (stages, links, jitter, seed)",
     )
     verb.set_defaults(run=run)
     return verb

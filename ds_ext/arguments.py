@@ -242,6 +242,8 @@ def _train_defaults(parser: argparse.ArgumentParser, train: Mapping[str, Any]) -
 
 def _typed(action: argparse.Action, key: str, value: Any) -> Any:
     if action.nargs == "*":
+        if not isinstance(value, str | list):
+            raise ConfigError(f'"ds_ext": "train": {key} must be a text or a list; got {value!r}.')
         return value.split() if isinstance(value, str) else [str(v) for v in value]
     if value is None or action.type is None:
         ok = value is None or isinstance(value, str)

@@ -10,20 +10,19 @@ import contextlib
 import difflib
 import functools
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
+from .auto import AUTO, choose_for_job, chosen_schedule, launched_world
+from .choice import Choice
 from .deepspeed_json import check_deepspeed_keys, refuse_duplicate_keys
 from .errors import ConfigError, ScheduleError
 from .pipe_schedules import Placement, Schedule, Timetable, get_schedule
-from .pipe_schedules.files import schedule_of_file
-
-_TIMETABLES = (".txt", ".csv")
+from .pipe_schedules.files import is_timetable_file, schedule_of_file
 
 
 class _Section(BaseModel):
@@ -65,23 +64,56 @@ class DsExtConfig(_Section):
     trace: TraceOptions = TraceOptions()
     train: dict[str, Any] = Field(default_factory=dict)
 
-    def resolve_schedule(self) -> Schedule:
-        """The schedule by name, or from a timetable file. Raises ConfigError."""
+    # The JSON around the section, by which "auto" chooses; and what it chose, by world size.
+    _job: Mapping[str, Any] | None = PrivateAttr(default=None)
+    _choices: dict[int | None, Choice] = PrivateAttr(default_factory=dict)
+
+    def resolve_schedule(self, world_size: int | None = None) -> Schedule:
+        """The schedule by name, from a timetable file, or chosen for the job. Raises ConfigError.
+
+        Args:
+            world_size: for "auto", see :func:`~ds_ext.auto.choose_for_job`.
+        """
+        choice = self.choice(world_size)
+        if choice is not None:
+            return chosen_schedule(choice)
         with _as_config_error():
-            if os.sep in self.schedule or Path(self.schedule).suffix in _TIMETABLES:
+            if is_timetable_file(self.schedule):
                 return schedule_of_file(self.schedule)
             return get_schedule(self.schedule)
 
-    def placement(self) -> Placement:
-        """Where the stages live. Raises ConfigError when the schedule cannot use these sizes."""
-        with _as_config_error():
-            return self.resolve_schedule().placement(self.pipeline_parallel_size, self.schedule_options)
+    def choice(self, world_size: int | None = None) -> Choice | None:
+        """What "auto" chose and from what; None for any other schedule. Raises ConfigError."""
+        if self.schedule != AUTO:
+            return None
+        if self._job is None:
+            raise ConfigError(
+                '"schedule": "auto" needs the whole DeepSpeed JSON, as load_config reads it, and not its "ds_ext" '
+                "section alone."
+            )
+        world = launched_world(world_size)
+        if world not in self._choices:
+            self._choices[world] = choose_for_job(
+                self._job,
+                devices=self.pipeline_parallel_size,
+                tensor_parallel=self.tensor_parallel_size,
+                options=self.schedule_options,
+                train=self.train,
+                world_size=world,
+            )
+        return self._choices[world]
 
-    def timetable(self, micro_batches: int) -> Timetable:
-        """The order of work to train ``micro_batches`` per pipeline group. Raises ConfigError."""
+    def placement(self, world_size: int | None = None) -> Placement:
+        """Where the stages live. Raises ConfigError when the schedule cannot use these sizes."""
+        schedule = self.resolve_schedule(world_size)
         with _as_config_error():
-            schedule, ranks = self.resolve_schedule(), self.pipeline_parallel_size
-            return schedule.timetable(ranks, micro_batches, self.schedule_options)
+            return schedule.placement(self.pipeline_parallel_size, self.schedule_options)
+
+    def timetable(self, micro_batches: int, world_size: int | None = None) -> Timetable:
+        """The order of work to train ``micro_batches`` per pipeline group. Raises ConfigError."""
+        schedule = self.resolve_schedule(world_size)
+        with _as_config_error():
+            return schedule.timetable(self.pipeline_parallel_size, micro_batches, self.schedule_options)
 
 
 @contextlib.contextmanager
@@ -153,7 +185,10 @@ def load_config(source: str | Path | Mapping[str, Any]) -> JobConfig:
     if not isinstance(section, Mapping):
         raise ConfigError(f'"ds_ext" must be an object such as {{"schedule": "bitpipe"}}; got {section!r}.')
     check_deepspeed_keys(config, set(DsExtConfig.model_fields) - {"train"})
-    return JobConfig(config, parse_section(section), path)
+    settings = parse_section(section)
+    if settings.schedule == AUTO:
+        settings._job = config
+    return JobConfig(config, settings, path)
 
 
 def parse_section(section: Mapping[str, Any]) -> DsExtConfig:

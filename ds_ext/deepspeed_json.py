@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from .deepspeed_nested import check_nested
 from .errors import ConfigError
 
 # What DeepSpeed 0.19 reads at the top level of its JSON, and what older versions read and it names as removed.
@@ -82,12 +83,13 @@ _RESEMBLES = 0.84
 
 
 def check_deepspeed_keys(config: Mapping[str, Any], ours: Collection[str]) -> None:
-    """Raise ConfigError for a misspelt key, ZeRO beyond stage 1, or two precisions at once.
+    """Raise ConfigError for a misspelt key, a section that is none, ZeRO beyond stage 1, or two precisions at once.
 
     Args:
         ours: keys of the "ds_ext" section that are mistakes at the top level.
     """
     _refuse_typos(config, ours)
+    check_nested(config)
     _refuse_zero(config)
     _refuse_two_precisions(config)
 
@@ -134,9 +136,11 @@ def _refuse_typos(config: Mapping[str, Any], ours: Collection[str]) -> None:
 def _refuse_zero(config: Mapping[str, Any]) -> None:
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
-    if str(stage) in ("2", "3"):
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3, "0", "1", "2", "3"):
+        raise ConfigError(f'"zero_optimization": stage must be 0 or 1; got {stage!r}.')
+    if int(stage) > 1:
         raise ConfigError(
-            f"ZeRO stage {stage} does not work with pipeline parallelism: gradients of several micro-batches are "
+            f"ZeRO stage {int(stage)} does not work with pipeline parallelism: gradients of several micro-batches are "
             f"in flight and cannot be partitioned before the last one. Use "
             f'"zero_optimization": {{"stage": 1}}, which shards the optimizer states over replicas and '
             f"data-parallel ranks."
@@ -153,10 +157,17 @@ def _refuse_two_precisions(config: Mapping[str, Any]) -> None:
 
 def refuse_fp16_without_zero(config: Mapping[str, Any]) -> None:
     """DeepSpeed's fp16 optimizers without ZeRO divide a pipeline's gradients by a loss scale that was never applied."""
-    fp16, zero = config.get("fp16"), config.get("zero_optimization")
-    enabled = isinstance(fp16, Mapping) and fp16.get("enabled") is True
-    if enabled and not (isinstance(zero, Mapping) and zero.get("stage", 0)):
+    fp16 = config.get("fp16")
+    if isinstance(fp16, Mapping) and fp16.get("enabled") is True and not zero_stage(config):
         raise ConfigError(
             '"fp16" needs "zero_optimization": {"stage": 1} with pipeline parallelism: without ZeRO DeepSpeed scales '
             'neither the loss nor the gradient norm rightly. Or use "bf16", which works with stage 0 too.'
         )
+
+
+def zero_stage(config: Mapping[str, Any]) -> int:
+    """ZeRO's stage; from 1 on, optimizer states are spread over data-parallel ranks."""
+    zero = config.get("zero_optimization")
+    if isinstance(zero, bool):
+        return int(zero)  # DeepSpeed's old form
+    return int(zero.get("stage", 0)) if isinstance(zero, Mapping) else 0

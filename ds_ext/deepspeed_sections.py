@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeGuard
 
+from .deepspeed_json import zero_stage
 from .errors import ConfigError
 
 # DeepSpeed's own types, which it takes in any case. Left out are Muon and mup's MuAdam, MuAdamW and MuSGD: they want
@@ -158,14 +159,14 @@ def check_scheduler(config: Mapping[str, Any]) -> None:
     required, others = (words.split() for words in tables[name])
     _refuse_params_beside(section, "scheduler", name, [*required, *others])
     params = section.get("params")
+    _refuse_unknown(params or {}, "scheduler", name, [*required, *others])
     missing = [key for key in required if key not in (params or {})]
     if missing or params is None:
         wanted = ", ".join(f'"{key}": ...' for key in missing)
         raise ConfigError(f'"scheduler": {name} needs "params": {{{wanted}}}.')
-    _refuse_unknown(params, "scheduler", name, [*required, *others])
     for key, value in params.items():
         path = f"scheduler.params.{key}"
-        if (name, key, value) == ("WarmupLR", "warmup_max_lr", None):
+        if (key, value) == ("warmup_max_lr", None):
             continue  # its default, which means the optimizer's lr
         if key in _LEARNING_RATES:
             for number in value if isinstance(value, list) else [value]:
@@ -275,13 +276,6 @@ def _require_betas(betas: Any) -> None:
 
 def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def zero_stage(config: Mapping[str, Any]) -> int:
-    """ZeRO's stage; from 1 on, optimizer states are spread over data-parallel ranks."""
-    zero = config.get("zero_optimization")
-    stage = str(zero.get("stage", 0)) if isinstance(zero, Mapping) else "0"
-    return int(stage) if stage.isdecimal() else 0
 
 
 def _offloads(config: Mapping[str, Any]) -> bool:

@@ -31,8 +31,9 @@ RANK_0_FIRST_S = (
 CAUSE_S = 3.0  # how long a rank that lost another one looks for the cause
 STORE_S = 2.0  # how long the store may take: it is silent when it lives in the rank that is gone
 CLAIM_DELAY_S = 0.5
+TOLD_S = 1.0  # how long those that failed too let the first speak
 
-_FIRST, _LOST = "ds_ext/first_failure", "ds_ext/lost_peer_of_rank_"
+_FIRST, _TOLD, _LOST = "ds_ext/first_failure", "ds_ext/first_failure_told", "ds_ext/lost_peer_of_rank_"
 _LOST_SIGNS = ("connection", "broken pipe", "timed out", "timeout", "got 0 bytes", "remote process exited")
 _TIME_SIGNS = ("timed out", "timeout", "nothing moved")
 _TORCH_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
@@ -85,6 +86,7 @@ def _report_own(error: BaseException) -> None:
         _let_rank_0_speak()
     first = _claim(f"rank {rank()} failed: {_headline(error)}")
     if first:
+        _let_first_speak()
         say(f"rank {rank()} failed too: {_headline(error)}")
     else:
         _say_cause(f"rank {rank()} failed.\n{_text(error)}")
@@ -119,6 +121,7 @@ def _report_lost_peer(error: BaseException, ending: Ending) -> None:
     if not first:
         _say_cause(said)
     elif os.environ.get("LOCAL_RANK", "0") == "0":
+        _let_first_speak()
         say(f"rank {rank()} stopped, because {first}")
     ending.text = None
 
@@ -216,6 +219,13 @@ def _let_rank_0_speak() -> None:
         time.sleep(RANK_0_FIRST_S + (0 if os.environ.get("LOCAL_RANK") == "0" else 3))
 
 
+def _let_first_speak() -> None:
+    """Wait until the rank whose failure came first has told it, for a while."""
+    deadline = time.monotonic() + TOLD_S
+    while time.monotonic() < deadline and _ask_store(lambda store: store.check([_TOLD])) is False:
+        time.sleep(0.05)
+
+
 def _lost_peer(error: BaseException) -> bool:
     """Whether the error only tells that another rank is silent or gone."""
     if isinstance(error, TransportError):
@@ -239,6 +249,7 @@ def _text(error: BaseException) -> str:
 def _say_cause(text: str) -> None:
     """Say what the job failed of, here and in the report with which torchrun ends."""
     say(text)
+    _ask_store(lambda store: store.set(_TOLD, "1"))
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         # torchrun takes the earliest whole second for the root cause: one before those that fail because of this.

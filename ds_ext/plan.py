@@ -8,24 +8,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from .choice import Choice, describe_rows
 from .config import BatchSizes, JobConfig, batch_sizes, counted
 from .errors import ConfigError
 from .layout import ParallelLayout, data_parallel_size
 from .pipe_schedules import Program, Timetable
 from .pipe_schedules.check import Report, check
 from .pipe_schedules.lower import lower
-from .pipe_schedules.render import LEGEND, time_grid
+from .pipe_schedules.render import LEGEND, SPLIT_LEGEND, time_grid
 from .pipe_schedules.simulate import Simulation, simulate
+
+_CHOICES_SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that follows from the JSON and the world size."""
+    """Everything that follows from the JSON and the world size; ``choice`` is what "auto" chose from."""
 
     job: JobConfig
     layout: ParallelLayout
     sizes: BatchSizes
     timetable: Timetable
+    choice: Choice | None = None
 
     @cached_property
     def program(self) -> Program:
@@ -49,13 +53,12 @@ def make_plan(job: JobConfig, world_size: int | None = None) -> Plan:
     Args:
         world_size: number of processes; None means one pipeline group.
     """
-    placement = job.ds_ext.placement()
+    placement = job.ds_ext.placement(world_size)
     tensor = job.ds_ext.tensor_parallel_size
     data = 1 if world_size is None else data_parallel_size(world_size, placement, tensor)
     sizes = batch_sizes(job.deepspeed, placement.replicas, data, job.flags)
-    return Plan(
-        job, ParallelLayout(placement, tensor, data), sizes, job.ds_ext.timetable(sizes.micro_batches)
-    )
+    timetable = job.ds_ext.timetable(sizes.micro_batches, world_size)
+    return Plan(job, ParallelLayout(placement, tensor, data), sizes, timetable, job.ds_ext.choice(world_size))
 
 
 def layer_boundaries(num_layers: int, before: int, after: int, stages: int, schedule: str) -> list[int]:
@@ -97,6 +100,10 @@ def describe_groups(layout: ParallelLayout) -> str:
     return "\n".join([sizes, *rows])
 
 
+def _legend(plan: Plan) -> str:
+    return f"{LEGEND}; {SPLIT_LEGEND}" if plan.timetable.split_backwards else LEGEND
+
+
 def describe(
     plan: Plan, *, boundaries: list[int], layer_names: list[str], message_bytes: int, grid: bool = True
 ) -> str:
@@ -116,11 +123,12 @@ def describe(
         "stages",
         *_describe_stages(plan, boundaries, layer_names),
         *_describe_costs(plan, message_bytes),
+        *_describe_choice(plan.choice),
     ]
     if "ds_ext" not in plan.job.deepspeed:
         lines.insert(0, 'the JSON has no "ds_ext" section: schedule and sizes are the defaults')
     if grid:
-        lines += ["", time_grid(plan.simulation), f"        {LEGEND}"]
+        lines += ["", time_grid(plan.simulation), f"        {_legend(plan)}"]
     return "\n".join(lines)
 
 
@@ -150,6 +158,14 @@ def _describe_costs(plan: Plan, message_bytes: int) -> list[str]:
         f"checked   every message has its receive, also with room for {slots} on a link; the loss is on device "
         f"{losses}",
     ]
+
+
+def _describe_choice(choice: Choice | None) -> list[str]:
+    """Why "auto" chose, and the best of what it chose from."""
+    if choice is None:
+        return []
+    rows = describe_rows(choice.fitting[:_CHOICES_SHOWN])
+    return [f"auto      {choice.reason()}", *(f"  {row}" for row in rows)]
 
 
 def _ranges(names: list[str]) -> str:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from .config import counted
-from .deepspeed_json import refuse_fp16_without_zero
-from .deepspeed_sections import check_optimizer, check_scheduler, precision, zero_stage
+from .deepspeed_json import refuse_fp16_without_zero, zero_stage
+from .deepspeed_sections import check_optimizer, check_scheduler, precision
 from .errors import CheckpointError, ConfigError
 from .megatron_flags import TOKENIZER_FILES, TOKENIZER_TYPES
 from .plan import Plan
@@ -103,11 +103,12 @@ def find_checkpoint(folder: str) -> Path:
             f"--load {folder}: there is no checkpoint (no file 'latest' in it). Leave --load out to start from the "
             f"beginning."
         )
-    checkpoint = Path(folder) / latest.read_text().strip()
-    if not checkpoint.is_dir():
+    name = latest.read_text(errors="replace").strip()
+    checkpoint = Path(folder) / name
+    if not name or checkpoint.parent != Path(folder) or not checkpoint.is_dir():
         tags = sorted(path.name for path in Path(folder).iterdir() if path.is_dir())
         raise ConfigError(
-            f"--load {folder}: its file 'latest' names {checkpoint.name!r}, which is not there. Write one of the names "
+            f"--load {folder}: its file 'latest' names {name!r}, which is not there. Write one of the names "
             f"that are into it: {', '.join(tags) or 'none'}."
         )
     return checkpoint

@@ -38,6 +38,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     SIGINT and SIGTERM end the rank at once, also inside a blocked collective, unless ``main`` installs handlers
     of its own; SIGUSR1 prints every thread's stack. Call it in the main thread.
     """
+    # torch, when it is loaded: of a lost connection it would print a page of C++ frames; ours tells who was lost.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, all_threads=True)
     ending = Ending()

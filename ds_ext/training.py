@@ -19,6 +19,7 @@ from .engine import PipelineEngine
 from .engine.micro_batches import MicroBatches
 from .errors import CheckpointError
 from .observe.metrics import MetricsFile, StepMetrics, peak_memory_bytes
+from .pipe_schedules.files import is_timetable_file
 from .plan import Plan
 from .preflight import JOB_FILE, describe_job, find_checkpoint
 from .process import rank, world_size
@@ -165,9 +166,10 @@ class Trainer:
             )
             verdict = "below" if loss < value else "not below"
             say(f"{kind} loss {loss:.4f}, {verdict} the {name} of {value:.4f} nats")
-        table = self.plan.timetable
-        show = f"python -m ds_ext show {table.schedule} --stages {self.plan.layout.placement.ranks}"
-        lines = [f"see the order  {show} --micro-batches {table.micro_batches}"]
+        table, schedule = self.plan.timetable, self.plan.job.ds_ext.schedule
+        sizes = ["--stages", str(table.placement.ranks), "--micro-batches", str(table.micro_batches)]
+        words = [schedule] if is_timetable_file(schedule) else [table.schedule, *sizes]
+        lines = [f"see the order  {shlex.join(['python', '-m', 'ds_ext', 'show', *words])}"]
         if self.args.save:
             lines.insert(0, f"train on       {resume_command(sys.argv, self.args)}")
         say("next: " + "\n      ".join(lines))

@@ -12,12 +12,15 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from .choice import aligned, format_bytes
 from .errors import ScheduleError
+from .model_flags import model_of
 from .pipe_schedules import Timetable, get_schedule
 from .pipe_schedules.check import check
-from .pipe_schedules.costs import Costs, parse_costs
-from .pipe_schedules.files import read_timetable
+from .pipe_schedules.costs import Costs, load_costs, parse_costs
+from .pipe_schedules.files import is_timetable_file, read_timetable
 from .pipe_schedules.lower import dump, lower
+from .pipe_schedules.memory import ModelSizes, memory
 from .pipe_schedules.render import time_grid
 from .pipe_schedules.simulate import Simulation, simulate
 
@@ -28,7 +31,7 @@ Verb = Callable[[argparse.Namespace], int]
 
 def run_show(args: argparse.Namespace) -> int:
     """Print the title line and the grid over time, or write the timetable in another format."""
-    simulation = _simulation(args)
+    simulation = simulation_of(args)
     return _write(
         args, {".csv": "csv", ".svg": "svg", ".json": "perfetto", ".txt": "timetable"}, [simulation]
     )
@@ -36,13 +39,20 @@ def run_show(args: argparse.Namespace) -> int:
 
 def run_compare(args: argparse.Namespace) -> int:
     """Print a line per schedule, or write one page with all timetables on one scale."""
-    simulations = [simulate(_timetable(name, args), parse_costs(args.costs)) for name in args.schedules]
+    costs = read_costs(args.costs)
+    simulations = [simulate(_timetable(name, args), costs) for name in args.schedules]
     return _write(args, {}, simulations)
 
 
 def _write(args: argparse.Namespace, endings: dict[str, str], simulations: list[Simulation]) -> int:
     ending = os.path.splitext(args.output)[1] if args.output else ""
-    form = args.format or {".html": "html", **endings}.get(ending, "text")
+    forms = {"": "text", ".html": "html", **endings}
+    if args.format is None and ending not in forms:
+        known = ", ".join(filter(None, forms))
+        raise ScheduleError(
+            f"-o {args.output}: {ending} is no ending that says a format; use {known}, or --format."
+        )
+    form = args.format or forms[ending]
     text = _as_text(args, simulations) if form == "text" else _render(form, simulations)
     if args.output is None:
         print(text)
@@ -62,7 +72,7 @@ def _write_file(path: str, text: str) -> None:
 
 def _as_text(args: argparse.Namespace, simulations: list[Simulation]) -> str:
     if args.verb == "compare":
-        return comparison(simulations)
+        return comparison(simulations, model_of(args))
     color = args.color == "always" or (
         args.color == "auto" and args.output is None and sys.stdout.isatty() and "NO_COLOR" not in os.environ
     )
@@ -89,9 +99,12 @@ def _render(form: str, simulations: list[Simulation]) -> str:
     return (torch_csv if form == "csv" else dumps)(simulation.timetable).rstrip("\n")
 
 
-def comparison(simulations: Sequence[Simulation]) -> str:
-    """A table: makespan, bubble, peak activations, messages, copies of the weights; times relative to the first."""
-    head = ("schedule", "makespan", "vs first", "bubble", "peak act.", "messages", "weights")
+def comparison(simulations: Sequence[Simulation], model: ModelSizes | None = None) -> str:
+    """A table: makespan, bubble, peak activations, messages, copies of the weights; times relative to the first.
+
+    With ``model`` also the bytes of the worst rank. Raises ScheduleError when its layers do not fit the stages.
+    """
+    head = ("schedule", "makespan", "vs first", "bubble", "peak act.", "messages", "weights", "memory")
     rows = [
         (
             s.timetable.schedule,
@@ -101,20 +114,17 @@ def comparison(simulations: Sequence[Simulation]) -> str:
             f"{max(s.peak_activations):g}",
             f"{s.messages}",
             f"{s.timetable.placement.replicas}x",
+            "" if model is None else format_bytes(max(rank.total for rank in memory(s, model))),
         )
         for s in simulations
     ]
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    lines = []
-    for row in [head, *rows]:
-        cells = [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells))
-    return "\n".join(lines)
+    columns = len(head) - (model is None)
+    return "\n".join(aligned([row[:columns] for row in (head, *rows)], left=(0,)))
 
 
 def run_check(args: argparse.Namespace) -> int:
     """Print what was proven; a refusal goes to stderr."""
-    timetable, _ = _request(args)
+    timetable = _timetable(args.schedule, args)
     if args.link_slots is not None and args.link_slots < 1:
         raise ScheduleError(f"--link-slots must be at least 1; got {args.link_slots}.")
     try:
@@ -123,7 +133,7 @@ def run_check(args: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return EXIT_INVALID
     computations = sum(map(len, timetable.ranks))
-    print(f"{_sizes(timetable)}: valid")
+    print(f"{describe_sizes(timetable)}: valid")
     print(
         f"  {computations} computations, each once, on the rank that holds its stage and after what it needs"
     )
@@ -136,25 +146,8 @@ def run_check(args: argparse.Namespace) -> int:
 
 def run_dump(args: argparse.Namespace) -> int:
     """Print the lowered timetable as JSON."""
-    timetable, _ = _request(args)
+    timetable = _timetable(args.schedule, args)
     print(json.dumps(dump(lower(timetable))))
-    return EXIT_OK
-
-
-def run_simulate(args: argparse.Namespace) -> int:
-    """Print the price, as text or JSON."""
-    simulation = _simulation(args)
-    if args.json:
-        print(json.dumps(simulation.as_dict()))
-        return EXIT_OK
-    timetable = simulation.timetable
-    peaks = " ".join(f"{peak:g}" for peak in simulation.peak_activations)
-    print(_sizes(timetable))
-    print(f"  makespan          {simulation.makespan:g}")
-    print(f"  ideal             {simulation.ideal:g}  (computing time of one rank)")
-    print(f"  bubble            {simulation.bubble:.1%}")
-    print(f"  peak activations  {peaks}  (per rank, in units of 1/{timetable.placement.ranks} of the model)")
-    print(f"  messages          {simulation.messages}")
     return EXIT_OK
 
 
@@ -162,14 +155,12 @@ def run_optimise(args: argparse.Namespace) -> int:
     """Search, print what was found and what is proven, and write it as a timetable file."""
     from .optimise import optimise
 
-    given = _simulation(args)
+    given = simulation_of(args)
     room = max(given.peak_activations) if args.max_activations is None else args.max_activations
     if not args.time_limit > 0:
         raise ScheduleError(f"--time-limit must be more than 0 seconds; got {args.time_limit:g}.")
-    found = optimise(
-        given.timetable, parse_costs(args.costs), max_activations=room, time_limit_s=args.time_limit
-    )
-    print(f"{_sizes(given.timetable)}, at most {room:g} activations a rank")
+    found = optimise(given.timetable, given.costs, max_activations=room, time_limit_s=args.time_limit)
+    print(f"{describe_sizes(given.timetable)}, at most {room:g} activations a rank")
     print(f"  its own order   {found.given:g}")
     print(f"  the best found  {found.makespan:g}")
     bound = "the same: there is no better order" if found.proven else f"{found.bound:g}"
@@ -186,12 +177,13 @@ def title(simulation: Simulation) -> str:
     """The schedule, its sizes and its price in one line."""
     peaks = " ".join(f"{peak:g}" for peak in simulation.peak_activations)
     return (
-        f"{_sizes(simulation.timetable)}: makespan {simulation.makespan:g}, ideal {simulation.ideal:g}, "
+        f"{describe_sizes(simulation.timetable)}: makespan {simulation.makespan:g}, ideal {simulation.ideal:g}, "
         f"bubble {simulation.bubble:.1%}, peak activations {peaks}"
     )
 
 
-def _sizes(timetable: Timetable) -> str:
+def describe_sizes(timetable: Timetable) -> str:
+    """``bitpipe, 4 stages, 8 micro-batches``."""
     ranks, micro_batches = timetable.placement.ranks, timetable.micro_batches
     return (
         f"{timetable.schedule}, {ranks} stage{'s' if ranks != 1 else ''}, "
@@ -199,20 +191,34 @@ def _sizes(timetable: Timetable) -> str:
     )
 
 
-def _simulation(args: argparse.Namespace) -> Simulation:
-    timetable, costs = _request(args)
-    return simulate(timetable, costs)
+def simulation_of(args: argparse.Namespace) -> Simulation:
+    """The priced timetable that the shared arguments ask for. Raises ScheduleError."""
+    return simulate(_timetable(args.schedule, args), read_costs(args.costs))
 
 
-def _request(args: argparse.Namespace) -> tuple[Timetable, Costs]:
-    """The timetable and the costs that the shared arguments ask for. Raises ScheduleError."""
-    return _timetable(args.schedule, args), parse_costs(args.costs)
+def read_costs(given: str) -> Costs:
+    """``f=1,b=1,w=1,comm=0``, or a JSON file that says more. Raises ScheduleError."""
+    if os.path.isfile(given) or given.endswith(".json"):
+        return load_costs(given)
+    return parse_costs(given)
+
+
+def _of_these_sizes(made: Timetable, args: argparse.Namespace) -> Timetable:
+    """A timetable from a file, which other sizes cannot be asked of."""
+    asked = (args.stages, args.micro_batches)
+    has = (made.placement.ranks, made.micro_batches)
+    if any(a not in (None, h) for a, h in zip(asked, has, strict=True)):
+        raise ScheduleError(
+            f"the timetable file is for --stages {has[0]} --micro-batches {has[1]}; leave both out, or give a schedule."
+        )
+    return made
 
 
 def _timetable(name: str, args: argparse.Namespace) -> Timetable:
     """A registered schedule for the given sizes, or a timetable file, which has its own."""
-    if os.path.isfile(name):
-        return read_timetable(name)
+    costs = read_costs(args.costs)
+    if os.path.isfile(name) or is_timetable_file(name):
+        return _of_these_sizes(read_timetable(name), args)
     if args.stages is None or args.micro_batches is None:
         get_schedule(name)
         raise ScheduleError(
@@ -222,7 +228,7 @@ def _timetable(name: str, args: argparse.Namespace) -> Timetable:
     schedule = get_schedule(name)
     if args.verb == "compare":
         options = {key: value for key, value in options.items() if key in schedule.options}
-    return schedule.timetable(args.stages, args.micro_batches, options, parse_costs(args.costs))
+    return schedule.timetable(args.stages, args.micro_batches, options, costs)
 
 
 def _option(text: str) -> tuple[str, int | float | str]:

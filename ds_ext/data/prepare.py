@@ -169,7 +169,10 @@ def _prepare(args: argparse.Namespace, output: Path, identity: dict[str, Any]) -
 def _made(folder: Path) -> Iterator[None]:
     """Have ``folder``; if what follows fails, remove it and its parents again as far as they were not there before."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {folder}: the folder cannot be made ({error.strerror}).") from None
     try:
         yield
     except BaseException:

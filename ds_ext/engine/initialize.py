@@ -36,11 +36,19 @@ def init_distributed(timeout_s: float = 120.0) -> None:
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     if not dist.is_initialized():
-        deepspeed.init_distributed(
-            get_accelerator().communication_backend_name(),
-            verbose=False,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        try:
+            deepspeed.init_distributed(
+                get_accelerator().communication_backend_name(),
+                verbose=False,
+                timeout=timedelta(seconds=timeout_s),
+            )
+        except torch.distributed.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise ConfigError(
+                f"port {os.environ.get('MASTER_PORT')} is taken on this host, perhaps by another job: give "
+                f"the launcher --master_port with a free one."
+            ) from None
     os.environ.setdefault("LOCAL_RANK", "0")
 
 

@@ -40,6 +40,11 @@ from .registry import Option, Orders, check_multiple, every_rank, planned_schedu
             0.0, 0, "greedy: most activations a device keeps, in D-ths of the model; 0: 1.5 D"
         ),
     },
+    variants=lambda ranks, micro_batches: [
+        {"mode": "unit"},
+        {"mode": "greedy"},
+        {"mode": "greedy", "max_activations": ranks},
+    ],
 )
 def bitpipe(
     placement: Placement, micro_batches: int, costs: Costs, mode: str, max_activations: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from ..errors import ScheduleError
@@ -11,13 +12,22 @@ from .placement import Placement
 from .registry import Orders, Schedule
 from .text import loads
 
+_ENDINGS = (".txt", ".csv")
+
+
+def is_timetable_file(name: str) -> bool:
+    """Whether ``name``, where a schedule is asked for, means a file: it has a folder, or the ending of one."""
+    return os.sep in name or Path(name).suffix in _ENDINGS
+
 
 def read_timetable(path: str | Path) -> Timetable:
     """The timetable in a file. Raises ScheduleError with line and column, or when it cannot be read."""
     try:
         text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ScheduleError(f"the timetable file {str(path)!r} cannot be read: {error}.") from None
+    except OSError as error:
+        raise ScheduleError(f"the timetable file {str(path)!r} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ScheduleError(f"the timetable file {str(path)!r} cannot be read: it is no text.") from None
     return loads(text, Path(path).stem)
 
 
@@ -35,9 +45,12 @@ def schedule_of_file(path: str | Path) -> Schedule:
 
     def program(placement: Placement, asked: int, costs: Costs) -> Orders:
         if asked != micro_batches:
+            steps, rest = divmod(micro_batches, placement.replicas)
+            way = f"Use gradient_accumulation_steps {steps}."
+            if rest:
+                way = f"No job has that many: its {placement.replicas} pipes take equally many."
             raise ScheduleError(
-                f"the timetable in {path} is for {micro_batches} micro-batches a step; got {asked}. Use "
-                f"gradient_accumulation_steps {micro_batches / placement.replicas:g}."
+                f"the timetable in {path} is for {micro_batches} micro-batches a step; got {asked}. {way}"
             )
         return made.ranks
 

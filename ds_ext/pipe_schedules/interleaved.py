@@ -22,6 +22,7 @@ from .registry import Option, schedule
     place=looped,
     micro_batches_multiple_of_ranks=True,
     options={"chunks": Option(2, 1, "stages a device")},
+    variants=lambda ranks, micro_batches: [{"chunks": chunks} for chunks in (2, 3, 4)],
 )
 def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Op]:
     """1F1B over D x chunks stages: the bubble shrinks by the number of chunks, messages grow by it."""

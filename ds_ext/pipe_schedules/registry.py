@@ -16,7 +16,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -29,6 +29,7 @@ from .placement import Placement
 Orders = tuple[tuple[Op, ...], ...]
 Generator = Callable[..., Iterator[Op]]
 Planner = Callable[..., Orders]
+Variants = Callable[[int, int], Sequence[Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,16 @@ class Option:
         return f"{'a number' if float in numbers else 'an integer'} of at least {self.minimum}"
 
 
+def _defaults(ranks: int, micro_batches: int) -> Sequence[Mapping[str, Any]]:
+    return [{}]
+
+
 @dataclass(frozen=True)
 class Schedule:
-    """What a method is: its order, its placement and the sizes it accepts."""
+    """What a method is: its order, its placement and the sizes it accepts.
+
+    ``variants(D, N)`` lists the options that are worth trying when a schedule is to be chosen.
+    """
 
     name: str
     program: Callable[..., Any]
@@ -67,6 +75,7 @@ class Schedule:
     micro_batches_multiple_of_ranks: bool = False
     options: Mapping[str, Option] = field(default_factory=dict)
     planned: bool = False
+    variants: Variants = _defaults
 
     @property
     def summary(self) -> str:
@@ -170,6 +179,7 @@ def schedule(
     even_ranks: bool = False,
     micro_batches_multiple_of_ranks: bool = False,
     options: Mapping[str, Option] | None = None,
+    variants: Variants = _defaults,
 ) -> Callable[[Generator], Generator]:
     """Register a generator ``program(rank, ranks, micro_batches, **options) -> Iterator[Op]``.
 
@@ -179,11 +189,13 @@ def schedule(
         even_ranks: the method needs an even number of devices.
         micro_batches_multiple_of_ranks: the method needs N to be a multiple of D.
         options: the keys of "schedule_options" that it takes.
+        variants: (D, N) -> the options that are worth trying when a schedule is to be chosen.
     """
 
     def register(program: Generator) -> Generator:
         known = MappingProxyType(dict(options or {}))
-        _register(Schedule(name, program, place, even_ranks, micro_batches_multiple_of_ranks, known))
+        multiple = micro_batches_multiple_of_ranks
+        _register(Schedule(name, program, place, even_ranks, multiple, known, variants=variants))
         return program
 
     return register
@@ -199,6 +211,7 @@ def planned_schedule(
     place: Callable[..., Placement],
     even_ranks: bool = False,
     options: Mapping[str, Option] | None = None,
+    variants: Variants = _defaults,
 ) -> Callable[[Planner], Planner]:
     """Register ``program(placement, micro_batches, costs, **options) -> the order of every rank``.
 
@@ -208,7 +221,7 @@ def planned_schedule(
 
     def register(program: Planner) -> Planner:
         known = MappingProxyType({**(options or {}), _COSTS: _COSTS_OPTION})
-        _register(Schedule(name, program, place, even_ranks, options=known, planned=True))
+        _register(Schedule(name, program, place, even_ranks, options=known, planned=True, variants=variants))
         return program
 
     return register

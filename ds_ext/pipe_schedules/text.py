@@ -56,7 +56,7 @@ def torch_csv(timetable: Timetable) -> str:
     if timetable.placement.replicas > 1:
         raise ScheduleError(
             f"{timetable.schedule} has {timetable.placement.replicas} pipes, and torch's CSV holds one: its cells "
-            f"do not say which pipe a stage belongs to. Use the text form of dumps()."
+            f"do not say which pipe a stage belongs to. Write a timetable file instead (FILE.txt, dumps())."
         )
     # With input gradients in the place of whole backwards every computation costs the same: one step.
     steps = replace(timetable, ranks=tuple(tuple(map(_one_step, order)) for order in timetable.ranks))

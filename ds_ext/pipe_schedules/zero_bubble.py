@@ -46,7 +46,16 @@ def zb_h1(rank: int, ranks: int, micro_batches: int) -> Iterator[Op]:
     return split_order(rank, linear(ranks), micro_batches)
 
 
-@planned_schedule("zb_v", place=v, options={"max_activations": _MAX_ACTIVATIONS})
+@planned_schedule(
+    "zb_v",
+    place=v,
+    options={"max_activations": _MAX_ACTIVATIONS},
+    variants=lambda ranks, micro_batches: [
+        {},
+        {"max_activations": ranks},
+        {"max_activations": 1.5 * ranks},
+    ],
+)
 def zb_v(placement: Placement, micro_batches: int, costs: Costs, max_activations: float) -> Orders:
     """A V-shaped pipe with split backwards: (D-1)F/2 beyond ideal when F = I = W, for D activations."""
     return _order("zb_v", placement, micro_batches, costs, max_activations)
@@ -60,6 +69,12 @@ def zb_v(placement: Placement, micro_batches: int, costs: Costs, max_activations
         "waves": Option(1, 1, "times a pipe goes there and back over the devices"),
         "max_activations": _MAX_ACTIVATIONS,
     },
+    variants=lambda ranks, micro_batches: [
+        {"waves": 1},
+        {"waves": 2},
+        {"waves": 1, "max_activations": ranks},
+        {"waves": 1, "max_activations": 1.5 * ranks},
+    ],
 )
 def bitpipe_zb(
     placement: Placement, micro_batches: int, costs: Costs, waves: int, max_activations: float

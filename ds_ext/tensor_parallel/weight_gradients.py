@@ -111,13 +111,14 @@ def _anchor(like: Tensor) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, parameters: tuple[Tensor, Tensor | None]) -> Tensor:
-        ctx.save_for_backward(x)
+        # The weight too: so autograd notices when somebody changes it in the meantime.
+        ctx.save_for_backward(x, parameters[0])
         ctx.parameters = parameters
         return F.linear(x, *parameters)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), (weight, bias) = ctx.saved_tensors, ctx.parameters
+        (x, _), (weight, bias) = ctx.saved_tensors, ctx.parameters
         rows = grads[0].reshape(-1, grads[0].shape[-1])
         grad_x = (rows @ weight).view_as(x) if ctx.needs_input_grad[0] else None
         _now_or_later(weight, lambda: rows.t() @ x.reshape(-1, x.shape[-1]))
@@ -155,7 +156,9 @@ def _now_or_later(weight: Tensor, gradient: Gradient) -> None:
 def let_defer(module: nn.Module) -> None:
     """Let torch's own nn.Linear and nn.Embedding below ``module`` defer their weight gradients as ours do."""
     for layer in module.modules():
-        # Not their subclasses, which may compute something else.
+        # Not their subclasses, nor one whose forward somebody has replaced: they may compute something else.
+        if "forward" in vars(layer):
+            continue
         if type(layer) is nn.Linear:
             layer.forward = functools.partial(_forward_linear, layer)
         elif type(layer) is nn.Embedding and not _is_special(layer):

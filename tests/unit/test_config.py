@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ds_ext.config import BatchSizes, batch_sizes, load_config, parse_section
-from ds_ext.deepspeed_json import DEEPSPEED_KEYS
+from ds_ext.deepspeed_json import DEEPSPEED_KEYS, refuse_fp16_without_zero, zero_stage
+from ds_ext.deepspeed_nested import NESTED_KEYS
 from ds_ext.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
@@ -285,3 +286,62 @@ def batch(train: object, micro: object, steps: object) -> dict[str, object]:
 def test_batch_sizes_that_do_not_fit(train: object, micro: object, steps: object, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         batch_sizes(batch(train, micro, steps), replicas=2, data_parallel_size=2)
+
+
+def test_fp16_needs_zero() -> None:
+    fp16 = {"fp16": {"enabled": True}}
+    for config in (fp16, fp16 | {"zero_optimization": {"stage": 0}}):
+        with pytest.raises(ConfigError, match=r'"fp16" needs "zero_optimization": \{"stage": 1\}'):
+            refuse_fp16_without_zero(config)
+    refuse_fp16_without_zero(fp16 | {"zero_optimization": {"stage": 1}})
+    refuse_fp16_without_zero({"fp16": {"enabled": False}})
+
+
+def test_the_keys_of_nested_sections_are_deepspeeds() -> None:
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    models = {
+        "bf16": DeepSpeedBF16Config,
+        "bfloat16": DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+        "zero_optimization": DeepSpeedZeroConfig,
+        "tensorboard": TensorBoardConfig,
+        "csv_monitor": CSVConfig,
+        "wandb": WandbConfig,
+        "comet": CometConfig,
+        "comms_logger": CommsLoggerConfig,
+    }
+    assert models.keys() == NESTED_KEYS.keys()
+    for name, model in models.items():
+        fields = {key for n, f in model.model_fields.items() for key in (n, f.alias or n)}
+        assert set(NESTED_KEYS[name].split()) == fields, name
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (
+            {"zero_optimization": {"reduce_buckt_size": 1}},
+            r"\"zero_optimization\" has no key 'reduce_buckt_size' \(did you mean 'reduce_bucket_size'\?\)\.",
+        ),
+        ({"bf16": {"enable": True}}, r"\"bf16\" has no key 'enable' \(did you mean 'enabled'\?\)\."),
+        ({"bf16": True}, r"\"bf16\" must be an object such as \{\"enabled\": true\}; got True\."),
+        ({"fp16": {"enabled": "yes"}}, r"\"fp16\": enabled must be true or false; got 'yes'\."),
+        ({"zero_optimization": None}, r"must be an object such as \{\"stage\": 1\}; got None\."),
+        ({"zero_optimization": {"stage": 4}}, r"stage must be 0 or 1; got 4\."),
+        ({"zero_optimization": {"stage": 2.0}}, "ZeRO stage 2 does not work"),
+        ({"zero_optimization": {"stage": "3"}}, "ZeRO stage 3 does not work"),
+        ({"zero_optimization": {"stage": True}}, r"stage must be 0 or 1; got True\."),
+    ],
+)
+def test_mistakes_in_nested_sections(config: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load_config(config)
+
+
+def test_forms_of_nested_sections_that_deepspeed_takes() -> None:
+    load_config({"bf16": None, "fp16": None, "zero_optimization": True})
+    assert [zero_stage({"zero_optimization": z}) for z in (True, False, {}, {"stage": "1"})] == [1, 0, 0, 1]

@@ -213,3 +213,38 @@ def test_checkpoints_that_do_not_say_what_they_are(tmp_path: Path) -> None:
             check_resume(str(tmp_path), made)
     file.unlink()
     check_resume(str(tmp_path), made)
+
+
+def auto(world_size: int | None = None, **changes: Any) -> Plan:
+    config = {
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": 1,
+        "ds_ext": {"schedule": "auto", "pipeline_parallel_size": 4, **changes},
+    }
+    return make_plan(load_config(config), world_size)
+
+
+def test_auto_is_planned_for_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    one, two = auto(), auto(8)
+    assert (one.layout.data_parallel_size, two.layout.data_parallel_size) == (1, 2)
+    assert (one.timetable.micro_batches, two.timetable.micro_batches) == (16, 8)
+    assert one.sizes.train_batch_size == two.sizes.train_batch_size == 16
+    assert one.timetable.schedule == two.timetable.schedule == "bitpipe_zb"
+    with pytest.raises(ConfigError, match="6 processes cannot hold pipeline_parallel_size 4"):
+        auto(6)
+
+
+def test_the_plan_shows_what_auto_chose_from() -> None:
+    made = auto(schedule_options={"costs": "comm=0.2"})
+    assert made.choice is not None and made.choice.best is not None
+    stages = made.layout.placement.stages
+    boundaries = layer_boundaries(stages, 0, 0, stages, "auto")
+    text = describe(made, boundaries=boundaries, layer_names=["layer"] * stages, message_bytes=4)
+    lines = text.splitlines()
+    at = lines.index(f"auto      {made.choice.reason()}")
+    assert lines[at + 1].split() == ["schedule", "recompute", "time", "bubble", "memory"]
+    shown = lines[at + 2 : at + 7]
+    labels = [row.label for row in made.choice.fitting[:5]]
+    assert [line.strip().startswith(label) for line, label in zip(shown, labels, strict=True)] == [True] * 5
+    assert "auto " not in describe(plan(), boundaries=[0] * 8 + [1], layer_names=["layer"], message_bytes=4)

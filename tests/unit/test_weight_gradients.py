@@ -175,3 +175,58 @@ def test_a_whole_backward_after_a_deferrable_forward() -> None:
     y.sum().backward()
     for mine, theirs in zip(halves.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=0)
+
+
+def test_a_replaced_forward_stays() -> None:
+    layer = nn.Linear(3, 2)
+    layer.forward = lambda x: x  # pyright: ignore[reportAttributeAccessIssue]
+    let_defer(layer)
+    x = torch.ones(1, 3)
+    assert layer(x) is x
+
+
+def test_a_weight_that_changes_before_the_backward_is_noticed() -> None:
+    layer = nn.Linear(3, 2)
+    let_defer(layer)
+    with deferrable():
+        y = layer(torch.ones(1, 3, requires_grad=True))
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with deferring(WeightGradients()), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward([y.sum()])
+
+
+def test_under_autocast_layers_are_torchs_own() -> None:
+    layer = nn.Linear(3, 2)
+    let_defer(layer)
+    with deferrable(), torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(torch.ones(1, 3))
+    assert y.dtype == torch.bfloat16
+    later = WeightGradients()
+    with deferring(later):
+        torch.autograd.backward([y.sum()])
+    assert not later.weights and layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("rare", [{"scale_grad_by_freq": True}, {"sparse": True}, {"max_norm": 1.0}])
+def test_rare_embeddings_stay_torchs_own(rare: dict) -> None:
+    layer = nn.Embedding(11, 6, **rare)
+    let_defer(layer)
+    later = WeightGradients()
+    with deferrable():
+        y = layer(ids())
+    with deferring(later):
+        torch.autograd.backward([y.sum()])
+    assert not later.weights and layer.weight.grad is not None
+
+
+def test_gradients_that_come_later_keep_no_graph() -> None:
+    layer = nn.Linear(3, 2)
+    let_defer(layer)
+    later = WeightGradients()
+    with deferrable():
+        y = layer(torch.ones(1, 3, requires_grad=True))
+    with deferring(later):
+        torch.autograd.backward([y.sum()])
+    later.compute()
+    assert layer.weight.grad is not None and not layer.weight.grad.requires_grad

@@ -1,0 +1,216 @@
+"""What ``python -m ds_ext simulate`` and ``plan`` do: what a schedule costs, in time and bytes, and which to take.
+
+They import neither torch nor deepspeed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from .choice import Candidate, aligned, format_bytes, parse_bytes
+from .errors import ScheduleError
+from .model_flags import add_model_flags, model_of
+from .parallel_sizes import Cluster, Cut, Cuts, job_section, join_reasons, message_bytes, parallel_sizes
+from .pipe_schedules.memory import ModelSizes, memory
+from .pipe_schedules.placement import linear
+from .verbs import EXIT_INVALID, EXIT_OK, describe_sizes, read_costs, simulation_of
+
+_SHOWN = 10  # of the ways to cut the devices
+_NOT_PRICED = "tensor-parallel communication, gradient reduction, the optimizer's step"
+
+
+def run_simulate(args: argparse.Namespace) -> int:
+    """Print the price, as text or JSON; with a model also its bytes."""
+    simulation, model = simulation_of(args), model_of(args)
+    bytes_of = None if model is None else [{**asdict(m), "total": m.total} for m in memory(simulation, model)]
+    message = None if model is None else message_bytes(model)
+    if args.json:
+        further = {"busy": list(simulation.busy), "memory": bytes_of, "message_bytes": message}
+        given = {key: value for key, value in further.items() if value is not None}
+        print(json.dumps({**simulation.as_dict(), **given}))
+        return EXIT_OK
+    timetable = simulation.timetable
+    peaks = " ".join(f"{peak:g}" for peak in simulation.peak_activations)
+    each = "" if message is None else f", {format_bytes(message)} each"
+    print(describe_sizes(timetable))
+    print(f"  makespan          {simulation.makespan:g}")
+    print(f"  ideal             {simulation.ideal:g}  (computing time of one rank)")
+    print(f"  bubble            {simulation.bubble:.1%}")
+    print(f"  busy              {' '.join(f'{share:.1%}' for share in simulation.busy)}  (per rank)")
+    print(f"  peak activations  {peaks}  (per rank, in units of 1/{timetable.placement.ranks} of the model)")
+    print(f"  messages          {simulation.messages}{each}")
+    if bytes_of is not None:
+        print("\n".join(_byte_lines(bytes_of)))
+    return EXIT_OK
+
+
+def _byte_lines(ranks: Sequence[dict[str, int]]) -> list[str]:
+    """A line per rank: weights, gradients, optimizer, activations, total."""
+    cells = [["rank", *ranks[0]]]
+    cells += [
+        [str(rank), *(format_bytes(size) for size in sizes.values())] for rank, sizes in enumerate(ranks)
+    ]
+    return [f"  {line}" for line in aligned(cells, left=())]
+
+
+def add_plan_flags(verb: argparse.ArgumentParser) -> None:
+    """The flags of ``plan``."""
+    verb.add_argument("--devices", type=int, required=True, metavar="N", help="all devices of the job")
+    verb.add_argument("--memory", required=True, metavar="80GB", help="of a device")
+    verb.add_argument(
+        "--global-batch-size", type=int, required=True, metavar="G", help="samples of a step, of all devices"
+    )
+    verb.add_argument(
+        "--tflops",
+        type=float,
+        default=150.0,
+        metavar="T",
+        help="10^12 operations a second of a device, as reached in training (%(default)g)",
+    )
+    verb.add_argument(
+        "--bandwidth", default="25GB", metavar="25GB", help="of a message, a second (%(default)s)"
+    )
+    verb.add_argument(
+        "--costs",
+        default="f=1,b=1,w=1",
+        metavar="f=1,b=1,w=1",
+        help="input and weight gradient relative to a forward (%(default)s), or a JSON file",
+    )
+    verb.add_argument("--tensor-parallel", type=int, metavar="T", help="this size only (all up to 8)")
+    verb.add_argument("--json", action="store_true", help="for programs")
+    add_model_flags(verb, parallel=False)
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Print the best ways to cut the devices, why the first is the best, and the JSON that trains so.
+
+    The exit status is 1 when nothing fits the memory.
+    """
+    cluster = Cluster(
+        args.devices,
+        parse_bytes(args.memory),
+        args.global_batch_size,
+        args.tflops * 1e12,
+        parse_bytes(args.bandwidth),
+        args.tensor_parallel,
+    )
+    # Tensor parallelism is the plan's to choose; the flag only narrows it.
+    args.tensor_parallel = None
+    model = model_of(args)
+    if model is None:
+        raise ScheduleError("plan needs a model: give --model gpt-10b, or its sizes.")
+    cuts = parallel_sizes(cluster, model, read_costs(args.costs))
+    best = cuts.found[0]
+    status = EXIT_OK if best.fits else EXIT_INVALID
+    config = None if best.row is None else _config(best, cluster, model)
+    if args.json:
+        print(json.dumps(_as_dict(cuts, config)))
+        return status
+    print("\n".join([*_head(args, cluster, model), "", *_table(cuts.found[:_SHOWN]), "", _why(cuts)]))
+    if cuts.refused:
+        print(f"not possible: {'; '.join(join_reasons(cuts.refused))}.")
+    if config is not None and best.fits:
+        print(f"\n{_json_text(config)}")
+    return status
+
+
+def _head(args: argparse.Namespace, cluster: Cluster, model: ModelSizes) -> list[str]:
+    parameters = model.device_parameters(linear(1), 0) / 1e9
+    return [
+        f"{args.model or 'the model'} ({parameters:.3g} billion parameters) on {cluster.devices} devices of "
+        f"{format_bytes(cluster.memory_bytes)}; {cluster.batch} samples a step in micro-batches of {model.micro_batch}",
+        f"16-bit weights, ZeRO stage {model.zero_stage}; {args.tflops:g} TFLOP/s a device, messages at "
+        f"{format_bytes(cluster.bandwidth)}/s",
+        f"not priced: {_NOT_PRICED}",
+    ]
+
+
+def _table(found: Sequence[Cut]) -> list[str]:
+    cells = [("TP", "PP", "DP", "N", "schedule", "recompute", "step", "bubble", "memory", "")]
+    for cut in found:
+        row = cut.row
+        sizes = (str(cut.tensor), str(cut.pipeline), str(cut.data), str(cut.micro_batches))
+        if row is None:
+            cells.append((*sizes, "-", "-", "-", "-", "-", cut.choice.reason()))
+        else:
+            cells.append((*sizes, row.label, row.recompute, *_figures(cut, row)))
+    return aligned(cells, left=(4, 5, 9))
+
+
+def _figures(cut: Cut, row: Candidate) -> tuple[str, str, str, str]:
+    size = format_bytes(row.memory_bytes or 0)
+    return f"{cut.step_s:.4g} s", f"{row.bubble or 0:.1%}", size, "" if cut.fits else "too large"
+
+
+def _why(cuts: Cuts) -> str:
+    """The best cut, why its schedule, and how the next one compares."""
+    best = cuts.found[0]
+    name = f"TP {best.tensor} x PP {best.pipeline} x DP {best.data}"
+    if not best.fits:
+        return f"nearest: {name}\n  {best.choice.reason()}"
+    others = [cut for cut in cuts.found[1:] if cut.fits and cut.step_s is not None]
+    if not others or best.step_s is None:
+        return f"best: {name}, the only one that fits\n  {best.choice.reason()}"
+    second, longer = others[0], (others[0].step_s or 0.0) / best.step_s - 1
+    than = f"TP {second.tensor} x PP {second.pipeline} x DP {second.data}"
+    how = f"{than} takes {longer:.1%} longer" if longer > 5e-4 else f"as fast as {than} and not larger"
+    return f"best: {name}; {how}\n  {best.choice.reason()}"
+
+
+def _config(cut: Cut, cluster: Cluster, model: ModelSizes) -> dict[str, Any]:
+    """The keys of a DeepSpeed JSON that the plan decides."""
+    return {
+        "train_batch_size": cluster.batch,
+        "train_micro_batch_size_per_gpu": model.micro_batch,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": model.zero_stage},
+        "ds_ext": job_section(cut, model),
+    }
+
+
+def _json_text(config: dict[str, Any]) -> str:
+    """As the files in configs/ are written: a line per key, and per key of "ds_ext"."""
+    lines = []
+    for key, value in config.items():
+        text = json.dumps(value)
+        if key == "ds_ext":
+            inner = ",\n".join(f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
+            text = f"{{\n{inner}\n  }}"
+        lines.append(f"  {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}"
+
+
+def _as_dict(cuts: Cuts, config: dict[str, Any] | None) -> dict[str, Any]:
+    return {
+        "best": [_cut_as_dict(cut) for cut in cuts.found[:_SHOWN]],
+        "reason": _why(cuts),
+        "fits": cuts.found[0].fits,
+        "refused": [{"sizes": sizes, "reason": reason} for sizes, reason in cuts.refused],
+        "config": config,
+    }
+
+
+def _cut_as_dict(cut: Cut) -> dict[str, Any]:
+    row = cut.row
+    found: dict[str, Any] = {
+        "tensor_parallel_size": cut.tensor,
+        "pipeline_parallel_size": cut.pipeline,
+        "data_parallel_size": cut.data,
+        "micro_batches": cut.micro_batches,
+        "fits": cut.fits,
+        "reason": cut.choice.reason(),
+    }
+    if row is not None:
+        found |= {
+            "schedule": row.schedule,
+            "schedule_options": row.settings,
+            "recompute": row.recompute,
+            "step_s": cut.step_s,
+            "bubble": row.bubble,
+            "memory_bytes": row.memory_bytes,
+        }
+    return found
