@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -51,6 +52,13 @@ JSON_FAULTS: dict[str, tuple[Change, int, tuple[str, ...]]] = {
     "typo beside": (lambda c: c.update(ds_exts=c.pop("ds_ext")), 1, ("'ds_exts'", "did you mean 'ds_ext'")),
     "ZeRO 2": (lambda c: c["zero_optimization"].update(stage=2), 2, ("ZeRO stage 2", '{"stage": 1}')),
     "ZeRO 3": (lambda c: c["zero_optimization"].update(stage=3), 2, ("ZeRO stage 3",)),
+    "ZeRO's key": (
+        lambda c: c["zero_optimization"].update(reduce_buckt_size=1),
+        2,
+        ("'reduce_buckt_size'", "did you mean 'reduce_bucket_size'"),
+    ),
+    "no section": (lambda c: c.update(bf16=True), 2, ('"bf16" must be an object', "got True")),
+    "data path": (lambda c: c["ds_ext"]["train"].update(data_path=7), 2, ("data_path", "got 7")),
     "no optimizer": (lambda c: c.pop("optimizer"), 2, ("optimizer", "AdamW")),
     "batch sizes": (lambda c: c.update(train_batch_size=5), 2, ("5", "train_batch_size")),
     "optimizer": (lambda c: c["optimizer"].update(type="Adamm"), 2, ("'Adamm'", "did you mean 'Adam'")),
@@ -175,3 +183,19 @@ def test_dry_run_ends_quietly_when_its_reader_leaves(config: Path) -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(60) == 141
+
+
+def test_a_port_that_is_taken(config: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with Job(command("deepspeed", 2, port, SCRIPT, "--deepspeed_config", str(config)), tmp_path) as job:
+            job.seconds_until_gone(90)
+            assert job.wait(5) != 0
+            told = [line for line in job.lines if line.startswith("error: ")]
+            assert told == [
+                f"error: port {port} is taken on this host, perhaps by another job: give the launcher --master_port "
+                f"with a free one."
+            ]
+            assert "EADDRINUSE" not in job.text
