@@ -29,6 +29,9 @@ def main() -> int | None:
     world_size = process.world_size()
     launched = world_size > 1 or not args.dry_run
     plan = make_plan(job, world_size if launched else None)
+    if args.recompute_granularity is None:
+        chosen = plan.choice and plan.choice.best
+        args.recompute_granularity = chosen.recompute if chosen else "none"
     if args.load:
         try:
             check_resume(args.load, plan, world_is_known=launched)

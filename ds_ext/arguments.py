@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from . import __version__
+from .auto import AUTO, MODEL_SIZES
 from .config import JobConfig, load_config
 from .errors import ConfigError
 from .megatron_flags import TOKENIZER_TYPES, refusal
@@ -103,8 +104,9 @@ def _add_model(group: Any) -> None:
     group.add_argument(
         "--recompute-granularity",
         choices=["none", "full"],
-        default="none",
-        help="full: keep only each layer's input, compute the rest again in the backward",
+        default=None,
+        help="full: keep only each layer's input, compute the rest again in the backward (none, or what the schedule "
+        "auto chooses)",
     )
     group.add_argument(
         "--recompute-interval",
@@ -196,6 +198,7 @@ def parse(prog: str, argv: Sequence[str]) -> tuple[argparse.Namespace, JobConfig
     parser.set_defaults(**_train_defaults(parser, job.ds_ext.train))
     args = parser.parse_args(argv)
     merged, flags = _merge_json_flags(job.deepspeed, args)
+    _tell_auto(merged, args)
     return args, JobConfig(merged, load_config(merged).ds_ext, path, flags)
 
 
@@ -276,6 +279,19 @@ def _merge_json_flags(
         _set_key(merged, path, value, flag, said_by, args.deepspeed_config)
     _merge_betas(merged, args, said_by)
     return merged, said_by
+
+
+def _tell_auto(config: dict[str, Any], args: argparse.Namespace) -> None:
+    """Have "schedule": "auto" choose for the model that the flags make, and for recomputation if they leave it open."""
+    section = config.get("ds_ext", {})
+    if section.get("schedule") != AUTO:
+        return
+    known = {key: getattr(args, key) for key in MODEL_SIZES if getattr(args, key) is not None}
+    recompute = {
+        "recompute_granularity": args.recompute_granularity or AUTO,
+        "recompute_interval": args.recompute_interval,
+    }
+    section["train"] = {**section.get("train", {}), **known, **recompute}
 
 
 def _merge_betas(config: dict[str, Any], args: argparse.Namespace, said_by: dict[str, str]) -> None:

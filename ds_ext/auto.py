@@ -28,7 +28,7 @@ _OPTIONS = {
     "memory": Option("", None, 'of a device, such as "16GB"; "": no limit'),
     "vocab_size": Option(_GPT2_VOCABULARY, 1, "entries of the tokenizer, for the memory"),
 }
-_SIZES = {
+MODEL_SIZES = {
     "num_layers": "layers",
     "hidden_size": "hidden",
     "num_attention_heads": "heads",
@@ -49,7 +49,8 @@ def choose_for_job(
 
     Args:
         config: the whole DeepSpeed JSON.
-        devices, tensor_parallel: D and TP of its "ds_ext" section; ``options`` and ``train`` are the section's too.
+        devices, tensor_parallel: D and TP of its "ds_ext" section; ``options`` and ``train`` are the section's too. A
+            ``recompute_granularity`` of "auto" is chosen as well.
         world_size: number of processes; None: what the launcher set (WORLD_SIZE), without one a pipeline group.
 
     Raises:
@@ -63,13 +64,13 @@ def choose_for_job(
         limit = parse_bytes(values["memory"]) if values["memory"] else None
         if limit is not None and sizes is None:
             raise ConfigError(
-                f'"schedule": "auto" with "memory" needs the model\'s sizes: give {", ".join(_SIZES)} in '
+                f'"schedule": "auto" with "memory" needs the model\'s sizes: give {", ".join(MODEL_SIZES)} in '
                 f'"ds_ext": {{"train": ...}}, or leave "memory" out.'
             )
-        recompute = sizes.recompute if sizes is not None else "none"
-        request = Request(
-            devices, micro_batches, parse_costs(values["costs"]), sizes, limit, recompute=(recompute,)
-        )
+        kinds = (sizes.recompute,) if sizes is not None else ("none",)
+        if train.get("recompute_granularity") == AUTO and train.get("recompute_interval", 1) == 1:
+            kinds = ("none", "full")
+        request = Request(devices, micro_batches, parse_costs(values["costs"]), sizes, limit, recompute=kinds)
         choice = choose(request)
     except ScheduleError as error:
         raise ConfigError(f'"schedule": "auto": {error}') from None
@@ -139,12 +140,12 @@ def _model(
     data: int,
 ) -> ModelSizes | None:
     """The sizes that "train" says; None unless it says all. Raises ScheduleError."""
-    if not all(isinstance(train.get(key), int) for key in _SIZES):
+    if not all(isinstance(train.get(key), int) for key in MODEL_SIZES):
         return None
     half = precision(config) != "fp32"
     whole = train.get("recompute_granularity") == "full" and train.get("recompute_interval", 1) == 1
     return ModelSizes(
-        **{name: train[key] for key, name in _SIZES.items()},
+        **{name: train[key] for key, name in MODEL_SIZES.items()},
         vocab=vocabulary,
         # Activations are counted in 16 bits: twice the samples are as many bytes as 32 bits.
         micro_batch=micro_batch if half else 2 * micro_batch,

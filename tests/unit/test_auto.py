@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ds_ext.arguments import parse
+from ds_ext.choice import Candidate
 from ds_ext.choose import Request, choose
 from ds_ext.config import JobConfig, batch_sizes, load_config, parse_section
 from ds_ext.errors import ConfigError
@@ -146,3 +150,34 @@ def test_auto_needs_the_whole_json() -> None:
         ConfigError, match="needs the whole DeepSpeed JSON, as load_config reads it, and not its"
     ):
         parse_section(AUTO["ds_ext"]).placement()
+
+
+def test_recomputation_is_chosen_where_the_flags_leave_it_open(tmp_path: Path) -> None:
+    """By train_gpt.py's own way from the flags: with room for all without it, and with too little for that."""
+    config = json.loads(json.dumps(AUTO))
+    config["ds_ext"]["train"].pop("recompute_granularity", None)
+    file = tmp_path / "auto.json"
+
+    def chosen(memory: int | None, *flags: str) -> tuple[str, int]:
+        config["ds_ext"]["schedule_options"] = {} if memory is None else {"memory": f"{memory}B"}
+        file.write_text(json.dumps(config))
+        _, job = parse("train_gpt.py", ["--deepspeed_config", str(file), "--data-path", "x", *flags])
+        choice = job.ds_ext.choice()
+        assert choice is not None and choice.best is not None and choice.best.memory_bytes is not None
+        return choice.best.recompute, choice.best.memory_bytes
+
+    kind, most = chosen(None)
+    assert kind == "none"
+    least = min(row.memory_bytes for row in table(file) if row.memory_bytes and row.recompute == "none")
+    assert least <= most
+    kind, less = chosen(least - 1)
+    assert kind == "full" and less < least
+    with pytest.raises(ConfigError, match="no schedule fits"):
+        chosen(least - 1, "--recompute-granularity", "none")
+
+
+def table(file: Path) -> tuple[Candidate, ...]:
+    _, job = parse("train_gpt.py", ["--deepspeed_config", str(file), "--data-path", "x"])
+    choice = job.ds_ext.choice()
+    assert choice is not None
+    return choice.table
