@@ -1,4 +1,4 @@
-"""``python -m ds_ext``: look at schedules before anything is launched, and prepare data.
+"""``python -m ds_ext``: look at schedules before anything is launched, prepare data, measure.
 
 The verbs about schedules are pure and answer at once: they import neither torch nor deepspeed.
 """
@@ -112,6 +112,12 @@ def build_parser(verb: str) -> argparse.ArgumentParser:
 
         data.add_arguments(prepare)
         prepare.set_defaults(run=data.run)
+    measure = verbs.add_parser("bench", help="measure on this host: schedules", description="Benchmarks.")
+    if verb == "bench":
+        from . import bench
+
+        bench.add_arguments(measure)
+        measure.set_defaults(run=bench.run)
     return parser
 
 

@@ -1,0 +1,155 @@
+"""Layers that compute by waiting: a device that takes a known time, without the device.
+
+Every pass of a layer takes a given time: forward, input gradient and weight gradient. The processor is free while a
+layer waits, so many ranks share few cores and still show the bubble of as many devices. A layer is one small linear
+layer: there is a parameter to train, a gradient to reduce and an activation to send.
+
+A layer runs in any engine. Its weight gradient waits in a hook of the weight, which every engine calls when it computes
+that gradient: within a whole backward, or later when it splits backwards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..pipe_schedules.costs import Costs
+from ..pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Op
+from ..pipe_schedules.placement import Placement
+
+WIDTH = 32
+# A sleep ends 0.05 to 0.1 ms late: the end of a wait is spun.
+_SPUN_S = 0.0002
+
+
+def rows_of(message_kb: float) -> int:
+    """Rows of ``WIDTH`` fp32 numbers in an activation of that many KiB; at least one."""
+    return max(1, round(message_kb * 1024 / (4 * WIDTH)))
+
+
+def make_batches(micro_batches: int, rows: int) -> list[tuple[Tensor, Tensor]]:
+    """(inputs, labels) of every micro-batch, both (rows, WIDTH), the same in every process."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw() -> Tensor:
+        return torch.randn(rows, WIDTH, generator=generator)
+
+    return [(draw(), draw()) for _ in range(micro_batches)]
+
+
+class EmulatedDevice:
+    """How long the passes of this rank take, when the last of them ended, and what all of a step took together.
+
+    It is the clock of a :class:`ds_ext.PipelineModule`, which tells it the micro-batch. Other engines do not, and
+    forward the micro-batches of a stage in order.
+
+    Args:
+        costs: times in milliseconds, as the simulator takes them, jitter included.
+        placement: cuts the model into stages.
+
+    Attributes:
+        split_backwards: the (stage, micro-batch) whose halves have a jitter of their own, as in the timetable.
+    """
+
+    split_backwards: frozenset[tuple[int, int]] = frozenset()
+
+    def __init__(self, costs: Costs, placement: Placement) -> None:
+        self.costs, self._durations = costs, costs.durations(placement)
+        self.last_end = self.computed_ms = 0.0
+        self._told: int | None = None
+        self._forwards: defaultdict[int, int] = defaultdict(int)
+        self._halved: defaultdict[int, deque[int]] = defaultdict(deque)
+
+    def start_step(self) -> None:
+        """A step begins: micro-batches count from 0."""
+        self.computed_ms = 0.0
+        self._forwards.clear()
+        self._halved.clear()
+
+    def set(self, step: int, micro_batch: int) -> None:
+        """Forwards that follow are of this micro-batch."""
+        self._told = micro_batch
+
+    def next_micro_batch(self, stage: int) -> int:
+        """The micro-batch that a forward of ``stage`` is about."""
+        if self._told is not None:
+            return self._told
+        self._forwards[stage] += 1
+        return self._forwards[stage] - 1
+
+    def forward(self, stage: int, micro_batch: int, start: float) -> None:
+        """Wait until a forward that began at ``start`` (of time.perf_counter) has taken its time."""
+        self._wait(Op(FORWARD, stage, micro_batch), start)
+
+    def input_gradient(self, stage: int, micro_batch: int) -> None:
+        """Wait as long as the input gradient takes."""
+        self._wait(Op(BACKWARD_INPUT, stage, micro_batch), time.perf_counter())
+        self._halved[stage].append(micro_batch)
+
+    def weight_gradient(self, stage: int) -> None:
+        """Wait as long as the weight gradient takes; those of a stage come in the order of its input gradients."""
+        micro_batch = self._halved[stage].popleft()
+        self._wait(Op(BACKWARD_WEIGHT, stage, micro_batch), time.perf_counter())
+
+    def _wait(self, op: Op, start: float) -> None:
+        takes_ms = self._durations[op.kind][op.stage] * self.costs.factor(self._in_timetable(op))
+        end = start + takes_ms / 1000
+        left = end - time.perf_counter() - _SPUN_S
+        if left > 0:
+            time.sleep(left)
+        while time.perf_counter() < end:
+            pass
+        self.last_end = time.perf_counter()
+        self.computed_ms += takes_ms
+
+    def _in_timetable(self, op: Op) -> Op:
+        """The computation that a pass belongs to: half of a whole backward, or one of its own."""
+        whole = op.kind != FORWARD and (op.stage, op.micro_batch) not in self.split_backwards
+        return op._replace(kind=BACKWARD) if whole else op
+
+
+class EmulatedLayer(nn.Module):
+    """One stage: (rows, WIDTH) to (rows, WIDTH), slowly.
+
+    Args:
+        stage: of the model; it decides the start weights.
+        device: waits.
+    """
+
+    def __init__(self, stage: int, device: EmulatedDevice) -> None:
+        super().__init__()
+        self.stage, self.device = stage, device
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        nn.init.orthogonal_(self.linear.weight, generator=torch.Generator().manual_seed(stage))
+        self.linear.weight.register_hook(self._weight_gradient)
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = time.perf_counter()
+        micro_batch = self.device.next_micro_batch(self.stage)
+        return _Wait.apply(self.linear(x), self.device, self.stage, micro_batch, start)
+
+    def _weight_gradient(self, grad: Tensor) -> None:
+        self.device.weight_gradient(self.stage)
+
+
+class _Wait(torch.autograd.Function):
+    """Comes after the linear layer, so that its backward comes first: the input gradient before the weight's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, device: EmulatedDevice, stage: int, micro_batch: int, start: float
+    ) -> Tensor:
+        ctx.device, ctx.stage, ctx.micro_batch = device, stage, micro_batch
+        # A copy and no view: torch.distributed.pipelining detaches outputs in place.
+        copied = y.clone()
+        device.forward(stage, micro_batch, start)
+        return copied
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        ctx.device.input_gradient(ctx.stage, ctx.micro_batch)
+        return grads[0], None, None, None, None

@@ -1,0 +1,242 @@
+"""The benchmark of schedules, run as a user runs it: real ranks, engines and messages, layers that wait."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_ext.bench import rivals, schedules
+from ds_ext.bench.emulated import WIDTH, EmulatedDevice, EmulatedLayer, make_batches, rows_of
+from ds_ext.bench.report import Result, as_json, as_table
+from ds_ext.pipe_schedules import get_schedule
+from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.tensor_parallel import WeightGradients, deferrable, deferring, let_defer
+
+ROOT = Path(__file__).parents[2]
+SIZES = ["--stages", "2", "--micro-batches", "4", "--forward-ms", "5"]
+
+
+def bench(*flags: str) -> list[str]:
+    return [sys.executable, "-m", "ds_ext", "bench", "schedules", *SIZES, *flags]
+
+
+def call(*flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(bench(*flags), cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_measures_ours_and_deepspeed() -> None:
+    done = call("--schedules", "1f1b,bitpipe_zb", "--rivals", "deepspeed_1f1b", "--steps", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    assert [item["name"] for item in found] == ["1f1b", "deepspeed_1f1b", "bitpipe_zb"]
+    for item in found:
+        assert set(item) == {"name", "params", "median", "best", "unit", "repeats"}
+        assert (item["unit"], item["repeats"]) == ("ms", 2)
+        assert item["params"]["ideal"] == 60.0
+        assert all(map(math.isfinite, item["params"]["losses"]))
+        # The order is bound by the simulation from below; above it is a loaded machine's affair.
+        assert 0.95 < item["best"] / item["params"]["simulated"] < 20
+        assert item["best"] <= item["median"]
+    assert [item["params"]["simulated"] for item in found] == [75.0, 75.0, 60.0]
+    assert found[0]["params"]["machine"]["cores"] == os.cpu_count()
+    # The same layers, samples and optimizer: what differs is only who runs them.
+    assert found[0]["params"]["losses"] == pytest.approx(found[1]["params"]["losses"], rel=1e-5)
+    assert found[0]["params"]["losses"][2] < found[0]["params"]["losses"][0]
+
+
+def test_a_rival_that_cannot_run_is_shown_as_failed() -> None:
+    # DeepSpeed's DualPipeV needs twice as many micro-batches as ranks; with three it refuses.
+    done = call(
+        "--micro-batches", "3", "--schedules", "1f1b", "--rivals", "deepspeed_dualpipev", "--steps", "1"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "deepspeed_dualpipev failed: rank " in done.stdout
+    assert "at least 2 * 2 micro-batches, got 3" in done.stdout
+    assert "1f1b " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--stages", "1"], "--stages must be at least 2"),
+        (["--schedules", "bitpip"], "did you mean 'bitpipe'"),
+        (["--schedules", "bitpipe", "--micro-batches", "5"], "multiple of 2"),
+        (["--schedules", "bitpipe_zb", "--micro-batches", "5"], "Use 4 or 6."),
+        (["--rivals", "megatron"], "rival 'megatron' is not known"),
+        (["--schedules", "none", "--rivals", "none"], "nothing to measure"),
+        (["--jitter", "2"], "jitter must be within 0 and 1"),
+        (["--message-kb", "0"], "--message-kb must be more than 0"),
+    ],
+)
+def test_a_wrong_request_is_one_error(flags: list[str], expected: str) -> None:
+    done = call(*flags)
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_rank_outlives_the_benchmark(number: signal.Signals, folder: Path) -> None:
+    process = start_endless(folder)
+    try:
+        process.send_signal(number)
+        process.communicate(timeout=60)
+        # Python's resource tracker and the server end by themselves, a moment later.
+        wait_until(lambda: not session_of(process.pid))
+    finally:
+        kill_session(process)
+    assert number == signal.SIGKILL or not list(folder.glob("ds_ext_bench_*"))
+
+
+def test_a_rank_of_ours_that_dies_is_a_failure(folder: Path) -> None:
+    process = start_endless(folder)
+    try:
+        os.kill(max(session_of(process.pid), key=start_time), signal.SIGKILL)  # the ranks are the youngest
+        said, _ = process.communicate(timeout=100)
+    finally:
+        kill_session(process)
+    assert process.returncode == 1
+    assert "1f1b failed: rank " in said
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """For temporary files; its path is short, because sockets are among them."""
+    with tempfile.TemporaryDirectory(prefix="b") as path:
+        yield Path(path)
+
+
+def start_endless(folder: Path) -> subprocess.Popen[str]:
+    """A benchmark that has started its ranks."""
+    process = subprocess.Popen(
+        bench("--schedules", "1f1b", "--rivals", "none", "--steps", "100000"),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "TMPDIR": str(folder)},
+    )
+    # With the tracker, the server and two ranks.
+    wait_until(lambda: process.poll() is not None or len(session_of(process.pid)) >= 5)
+    assert process.poll() is None, process.communicate()[0]
+    return process
+
+
+def kill_session(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def start_time(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def session_of(leader: int) -> list[int]:
+    """Living processes of a session."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+                if int(session) == leader and state not in "ZX":
+                    found.append(int(folder.name))
+    return found
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = 120.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "the limit has passed"
+        time.sleep(0.2)
+
+
+def one_layer() -> tuple[EmulatedLayer, EmulatedDevice]:
+    placement = get_schedule("1f1b").placement(2)
+    device = EmulatedDevice(Costs(f=3.0, b=5.0, w=7.0), placement)
+    return EmulatedLayer(0, device), device
+
+
+def test_a_layer_takes_its_times_in_a_whole_backward() -> None:
+    layer, device = one_layer()
+    start = time.perf_counter()
+    y = layer(torch.randn(2, WIDTH, requires_grad=True))
+    assert device.computed_ms == 3.0
+    assert time.perf_counter() - start >= 0.003
+    y.sum().backward()
+    assert device.computed_ms == 15.0
+    assert time.perf_counter() - start >= 0.015
+
+
+def test_a_layer_leaves_its_weight_gradient_and_its_time_for_later() -> None:
+    layer, device = one_layer()
+    let_defer(layer)
+    x, later = torch.randn(2, WIDTH, requires_grad=True), WeightGradients()
+    with deferrable():
+        y = layer(x)
+    with deferring(later):
+        y.sum().backward()
+    assert x.grad is not None and layer.linear.weight.grad is None
+    assert device.computed_ms == 8.0
+    later.compute()
+    assert layer.linear.weight.grad is not None
+    assert device.computed_ms == 15.0
+
+
+def test_every_rival_that_is_offered_exists() -> None:
+    assert tuple(rivals.RIVALS) == schedules.RIVALS
+
+
+def test_a_schedule_that_plans_is_told_the_costs() -> None:
+    costs = Costs(f=20.0, b=10.0, w=30.0, jitter=0.5)
+    assert rivals.options_of("1f1b", costs) == {}
+    options = rivals.options_of("zb_v", costs)
+    planned = get_schedule("zb_v").timetable(2, 4, options)
+    assert planned == get_schedule("zb_v").timetable(2, 4, {}, Costs(f=20.0, b=10.0, w=30.0))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_jitter_is_the_simulators(name: str) -> None:
+    costs = Costs(f=1.0, b=2.0, w=3.0, jitter=0.5, seed=4)
+    timetable = get_schedule(name).timetable(2, 3)
+    device = EmulatedDevice(costs, timetable.placement)
+    device.split_backwards = timetable.split_backwards
+    layers = [EmulatedLayer(stage, device) for stage in range(2)]
+    for batch, _ in make_batches(3, 1):
+        layers[1](layers[0](batch)).sum().backward()
+    assert device.computed_ms == pytest.approx(2 * simulate(timetable, costs).ideal)
+
+
+def test_messages_have_the_size_that_is_asked_for() -> None:
+    assert rows_of(4) * WIDTH * 4 == 4096
+    assert rows_of(0.001) == 1
+    inputs, labels = make_batches(3, rows_of(2))[2]
+    assert inputs.shape == labels.shape == (16, WIDTH)
+
+
+def test_report_of_a_failure() -> None:
+    failed = Result("rival", error="rank 1: ValueError: no")
+    simulation = simulate(get_schedule("1f1b").timetable(2, 4), Costs(5, 5, 5))
+    good = Result("1f1b", simulation, times_ms=[80.0, 76.0, 90.0], losses=[1.0])
+    first, second = as_json([failed, good], {"stages": 2})
+    assert (first["best"], first["median"], first["repeats"]) == (None, None, 0)
+    assert first["params"]["error"] == "rank 1: ValueError: no" and "machine" in first["params"]
+    assert (second["best"], second["median"], second["repeats"]) == (76.0, 80.0, 3)
+    lines = as_table([failed, good]).splitlines()
+    assert lines[1].split() == ["rival", "failed"]
+    assert lines[2].split() == ["1f1b", "76.0", "80.0", "75.0", "60.0", "1.267", "1.250", "1.013"]
+    assert lines[3] == "rival failed: rank 1: ValueError: no"
