@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -105,7 +106,7 @@ def test_no_rank_outlives_the_benchmark(number: signal.Signals, folder: Path) ->
 def test_a_rank_of_ours_that_dies_is_a_failure(folder: Path) -> None:
     process = start_endless(folder)
     try:
-        os.kill(max(session_of(process.pid), key=start_time), signal.SIGKILL)  # the ranks are the youngest
+        os.kill(ranks_of(process.pid)[-1], signal.SIGKILL)
         said, _ = process.communicate(timeout=100)
     finally:
         kill_session(process)
@@ -130,9 +131,10 @@ def start_endless(folder: Path) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
         env={**os.environ, "TMPDIR": str(folder)},
+        # As from a terminal, also when the tests themselves run in the background, where SIGINT is ignored.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
-    # With the tracker, the server and two ranks.
-    wait_until(lambda: process.poll() is not None or len(session_of(process.pid)) >= 5)
+    wait_until(lambda: process.poll() is not None or len(ranks_of(process.pid)) == 2)
     assert process.poll() is None, process.communicate()[0]
     return process
 
@@ -142,8 +144,16 @@ def kill_session(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def start_time(process: int) -> int:
-    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
+def ranks_of(leader: int) -> list[int]:
+    """The ranks: the benchmark starts a server, and that forks them."""
+    return [process for process in session_of(leader) if parent_of(parent_of(process)) == leader]
+
+
+def parent_of(process: int) -> int:
+    """0 for a process that is gone."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
 
 
 def session_of(leader: int) -> list[int]:
