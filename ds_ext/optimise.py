@@ -62,6 +62,10 @@ def optimise(
         ScheduleError: ``timetable`` cannot run, or nothing was found that keeps to ``max_activations``.
     """
     cp_model = _import_solver()
+    if max_activations is not None and not max_activations > 0:
+        raise ScheduleError(
+            f"max_activations must be more than 0 (D-ths of the model); got {max_activations}."
+        )
     costs = replace(costs or Costs(), jitter=0.0)
     given = simulate(timetable, costs)
     problem = _Problem(cp_model, given, costs)

@@ -16,7 +16,7 @@ from .choice import aligned, format_bytes
 from .errors import ScheduleError
 from .model_flags import model_of
 from .pipe_schedules import Timetable, get_schedule
-from .pipe_schedules.check import check
+from .pipe_schedules.check import check, check_timetable
 from .pipe_schedules.costs import Costs, load_costs, parse_costs
 from .pipe_schedules.files import is_timetable_file, read_timetable
 from .pipe_schedules.lower import dump, lower
@@ -39,8 +39,7 @@ def run_show(args: argparse.Namespace) -> int:
 
 def run_compare(args: argparse.Namespace) -> int:
     """Print a line per schedule, or write one page with all timetables on one scale."""
-    costs = read_costs(args.costs)
-    simulations = [simulate(_timetable(name, args), costs) for name in args.schedules]
+    simulations = [_priced(name, args) for name in args.schedules]
     return _write(args, {}, simulations)
 
 
@@ -109,7 +108,7 @@ def comparison(simulations: Sequence[Simulation], model: ModelSizes | None = Non
         (
             s.timetable.schedule,
             f"{s.makespan:g}",
-            f"{s.makespan / simulations[0].makespan:.3f}",
+            f"{s.makespan / simulations[0].makespan:.3f}" if simulations[0].makespan else "",
             f"{s.bubble:.1%}",
             f"{max(s.peak_activations):g}",
             f"{s.messages}",
@@ -141,6 +140,8 @@ def run_check(args: argparse.Namespace) -> int:
     print(f"  all ranks reach the end, also when a link holds only {report.link_slots} of its messages")
     print(f"  {' '.join(map(str, report.num_slots))} buffers per rank, none used twice at a time")
     print(f"  the loss is on rank {', '.join(map(str, report.loss_ranks))}")
+    if not timetable.trains:
+        print("  there are no backwards: an evaluation")
     return EXIT_OK
 
 
@@ -162,6 +163,8 @@ def run_optimise(args: argparse.Namespace) -> int:
     found = optimise(given.timetable, given.costs, max_activations=room, time_limit_s=args.time_limit)
     print(f"{describe_sizes(given.timetable)}, at most {room:g} activations a rank")
     print(f"  its own order   {found.given:g}")
+    if given.costs.jitter:
+        print("  (without the jitter of the costs)")
     print(f"  the best found  {found.makespan:g}")
     bound = "the same: there is no better order" if found.proven else f"{found.bound:g}"
     print(f"  proven bound    {bound}")
@@ -193,7 +196,14 @@ def describe_sizes(timetable: Timetable) -> str:
 
 def simulation_of(args: argparse.Namespace) -> Simulation:
     """The priced timetable that the shared arguments ask for. Raises ScheduleError."""
-    return simulate(_timetable(args.schedule, args), read_costs(args.costs))
+    return _priced(args.schedule, args)
+
+
+def _priced(name: str, args: argparse.Namespace) -> Simulation:
+    """A file may hold anything: its computations are looked at before they are priced."""
+    made = _timetable(name, args)
+    check_timetable(made)
+    return simulate(made, read_costs(args.costs))
 
 
 def read_costs(given: str) -> Costs:

@@ -149,11 +149,16 @@ def _links(given: object, path: str) -> dict[tuple[int, int], float]:
     pairs: dict[tuple[int, int], float] = {}
     for name, time in given.items() if isinstance(given, dict) else [(given, 0.0)]:
         ends = str(name).split(">")
-        if len(ends) != 2 or not all(end.strip().isdigit() for end in ends):
+        if len(ends) != 2 or not all(end.strip().isdecimal() and end.isascii() for end in ends):
             raise ScheduleError(f'costs {path}: a link is written "0>1" (sender, receiver); got {name!r}.')
         pairs[int(ends[0]), int(ends[1])] = time
     return pairs
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False  # an integer that is no float

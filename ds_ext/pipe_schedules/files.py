@@ -34,6 +34,8 @@ def read_timetable(path: str | Path) -> Timetable:
 def schedule_of_file(path: str | Path) -> Schedule:
     """A schedule that is one timetable: it has the sizes of the file and no others. Raises ScheduleError."""
     made = read_timetable(path)
+    if not made.trains:
+        raise ScheduleError(f"the timetable in {path} has no backwards; a job needs one for every forward.")
     ranks, micro_batches = made.placement.ranks, made.micro_batches
 
     def place(asked: int) -> Placement:

@@ -39,7 +39,8 @@ def plan(
         ScheduleError: when that is less than one micro-batch needs.
     """
     work = Work(placement, micro_batches, costs, split)
-    room = math.floor(max_activations * placement.stages / placement.ranks + 1e-9)
+    everything = placement.stages * micro_batches
+    room = math.floor(min(max_activations * placement.stages / placement.ranks, everything) + 1e-9)
     least = max(devices.count(d) for devices in placement.pipes for d in range(placement.ranks))
     if room < least:
         raise ScheduleError(

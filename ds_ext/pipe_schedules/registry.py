@@ -27,6 +27,8 @@ from .ops import Op, Timetable
 from .placement import Placement
 
 Orders = tuple[tuple[Op, ...], ...]
+_MOST_RANKS = 16_384
+
 Generator = Callable[..., Iterator[Op]]
 Planner = Callable[..., Orders]
 Variants = Callable[[int, int], Sequence[Mapping[str, Any]]]
@@ -103,6 +105,8 @@ class Schedule:
 
     def placement(self, ranks: int, options: Mapping[str, object] | None = None) -> Placement:
         """Where the stages live on ``ranks`` devices. Raises ScheduleError when it cannot use that many."""
+        if ranks > _MOST_RANKS:
+            raise ScheduleError(f"{self.name}: {ranks} stages are more than {_MOST_RANKS}.")
         if ranks < 1:
             raise ScheduleError(f"{self.name} needs at least 1 stage (pipeline_parallel_size); got {ranks}.")
         if self.even_ranks and ranks % 2:

@@ -25,6 +25,7 @@ from .simulate import simulate
 
 _HEADER = "# timetable"
 _WAIT = "."
+_MOST_MICRO_BATCHES = 1_000_000
 _KEYS = ("schedule", "micro_batches", "pipes")
 
 # A cell may hold blanks only between parentheses: torch writes two overlapped computations as (0F1;1B0)OVERLAP_F_B.
@@ -120,6 +121,10 @@ def loads(text: str, name: str = "timetable") -> Timetable:
     )
     found = 1 + max(op.micro_batch for order in ranks for op in order)
     micro_batches = _read_count(header["micro_batches"], header_at) if "micro_batches" in header else found
+    if max(found, micro_batches) > _MOST_MICRO_BATCHES:
+        raise header_at.error(
+            f"there are {max(found, micro_batches)} micro-batches, from 0; expected at most {_MOST_MICRO_BATCHES}."
+        )
     return Timetable(header.get("schedule", name), placement, micro_batches, tuple(ranks))
 
 

@@ -91,5 +91,5 @@ def _order(
     equal = costs == Costs(costs.f, costs.f, costs.f)
     if equal and not max_activations and micro_batches % ranks == 0:
         return tuple(tuple(split_order(rank, placement, micro_batches)) for rank in range(ranks))
-    most = max_activations or (1.5 if costs.comm else 1) * ranks
+    most = max_activations or (1.5 if costs.comm or any(costs.links.values()) else 1) * ranks
     return plan(name, placement, micro_batches, costs, split=True, max_activations=most)

@@ -18,6 +18,7 @@ from tests.reference import ReferenceRun, random_batches, train_reference
 
 TOLERANCE = 1e-5
 WITH_DROPOUT = dataclasses.replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
+MIRRORED = [name for name in SCHEDULES if get_schedule(name).placement(4).replicas > 1]
 LAYOUTS = [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)]
 
 
@@ -44,7 +45,14 @@ def named(runs: list[tuple[str, tuple[int, int, int]]]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("schedule", "layout"),
-    named([*product(WHOLE, LAYOUTS), *product(SPLIT, [(4, 1, 1), (2, 2, 2)]), ("bitpipe_zb", (2, 1, 2))]),
+    named(
+        [
+            *product(WHOLE, LAYOUTS),
+            *product(SPLIT, [(4, 1, 1)]),
+            ("zb_v", (2, 1, 2)),
+            ("bitpipe_zb", (2, 2, 2)),
+        ]
+    ),
 )
 def test_trains_as_one_process(ranks: Ranks, schedule: str, layout: tuple[int, int, int]) -> None:
     pp, tp, dp = layout
@@ -86,7 +94,10 @@ def test_trains_as_one_process_with_dropout(
     assert_equal(results, reference(job))
 
 
-@pytest.mark.parametrize(("schedule", "dp"), [*product(WHOLE, [1, 2]), ("bitpipe_zb", 1)])
+@pytest.mark.parametrize(
+    ("schedule", "dp"),
+    [*product(WHOLE, [1]), *product(["gpipe", "1f1b", "interleaved", "bitpipe"], [2]), ("bitpipe_zb", 1)],
+)
 def test_dropout_at_tensor_parallel_size_2_equals_two_plain_ranks(
     ranks: Ranks, schedule: str, dp: int
 ) -> None:
@@ -102,10 +113,13 @@ def tensor_parallel_reference(rank: int, job: Job) -> ReferenceRun:
     return train_reference(job.model, batches, job.steps, lr=0.1, momentum=0.9, clip=1.0, tp=tp)
 
 
-@pytest.mark.parametrize("layout", [(4, 1, 1), (2, 2, 2)], ids=lambda s: "pp{}-tp{}-dp{}".format(*s))
-@pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(
-    "schedule", [name for name in SCHEDULES if get_schedule(name).placement(4).replicas > 1]
+    ("schedule", "layout", "zero"),
+    [
+        *product(MIRRORED, [(4, 1, 1)], [0, 1]),
+        ("bitpipe", (2, 2, 2), 0),
+        ("bitpipe_zb", (2, 2, 2), 1),
+    ],
 )
 def test_mirror_replicas_are_bitwise_equal_after_every_step(
     ranks: Ranks, schedule: str, layout: tuple[int, int, int], zero: int

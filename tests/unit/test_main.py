@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from ds_ext.__main__ import main
+from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import SCHEDULES, timetable
 from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.files import schedule_of_file
 from ds_ext.pipe_schedules.lower import dump, lower
 from ds_ext.pipe_schedules.render import time_grid
 from ds_ext.pipe_schedules.simulate import simulate
@@ -204,3 +206,58 @@ def test_a_timetable_file_has_its_own_sizes(tmp_path: Path, capsys: pytest.Captu
     assert "none.txt' cannot be read: No such file or directory." in capsys.readouterr().err
     assert main(["show", "1f1b", "--stages", "2", "--micro-batches", "4", "-o", "x.foo"]) == 2
     assert "-o x.foo: .foo is no ending that says a format; use .html, .csv, .svg" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["show", "simulate", "compare"])
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "F0@0 F1@0 B0@0",
+            "micro-batch 1 at stage 0 (rank 0) has F; it needs F and either B or both I and W",
+        ),
+        ("F0@0 F0@0 B0@0", "rank 0 runs F0@0 twice."),
+        (
+            "F0@0 B0@0 F999999999@0 B999999999@0",
+            "there are 1000000000 micro-batches, from 0; expected at most",
+        ),
+    ],
+)
+def test_a_file_with_a_mistake_is_not_priced(
+    verb: str, text: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "wrong.txt"
+    file.write_text(text)
+    assert main([verb, str(file)]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_forward_only_file_is_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "forward.txt"
+    file.write_text("F0@0 F1@0\nF0@1 F1@1\n")
+    assert main(["check", str(file)]) == 0
+    assert "there are no backwards: an evaluation" in capsys.readouterr().out
+    with pytest.raises(ScheduleError, match=r"has no backwards; a job needs one for every forward\."):
+        schedule_of_file(file)
+
+
+def test_costs_of_nothing_and_numbers_that_are_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--stages", "4", "--micro-batches", "4"]
+    assert main(["compare", "1f1b", "bitpipe", *sizes, "--costs", "f=0,b=0,w=0"]) == 0
+    assert (
+        main(["simulate", "bitpipe_zb", *sizes, "--option", "max_activations=1e308", "--costs", "w=2"]) == 0
+    )
+    capsys.readouterr()
+    for words in (
+        ["optimise", "1f1b", *sizes, "--max-activations", "nan"],
+        ["show", "1f1b", "--stages", "99999999999", "--micro-batches", "1"],
+    ):
+        assert main(words) == 2
+        assert capsys.readouterr().err.startswith("error: ")
+    file = tmp_path / "costs.json"
+    for text in ('{"links": {"²>1": 1}}', '{"f": 1' + "0" * 400 + "}"):
+        file.write_text(text)
+        assert main(["simulate", "1f1b", *sizes, "--costs", str(file)]) == 2
+        assert capsys.readouterr().err.startswith("error: costs")
