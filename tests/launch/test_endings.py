@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.jobs import LAUNCHERS, Job, command
+from tests.launch.toy import EVERY
 
 TOY = str(Path(__file__).with_name("toy.py"))
 ENDLESS = "1000000"
@@ -97,6 +99,20 @@ def test_exception_is_told_first_and_in_full_once(
             root_cause = job.lines[job.first("Root Cause") :]
             assert f"  rank      : {failing} (local_rank: {failing})" in root_cause
             assert "  ValueError: the layer is at fault" in root_cause
+
+
+@both
+def test_of_ranks_that_fail_together_the_first_speaks_first(start: Callable[..., Job], launcher: str) -> None:
+    with start(launcher, 3, ENDLESS, "60", str(EVERY), "3") as job:
+        job.seconds_until_gone(240)
+        assert job.wait(5) == 1
+        ours = job.lines[: job.first("Killing subprocess", "closing signal", "failed (exitcode")]
+        told = [line for line in ours if re.match(r"rank \d failed", line)]
+        assert re.fullmatch(r"rank \d failed\.", told[0]), job.text
+        assert all(
+            re.fullmatch(r"rank \d failed too: ValueError: all are at fault", line) for line in told[1:]
+        )
+        assert "ValueError: all are at fault" in ours
 
 
 @pytest.mark.parametrize(("launcher", "stuck"), [("deepspeed", 0), ("torchrun", 2)])

@@ -12,6 +12,7 @@ from typing import Any
 from ds_ext import process
 
 WIDTH = 4
+EVERY = -2  # as a failing rank: all of them, as soon as they have met
 
 
 def main() -> None:
@@ -47,6 +48,8 @@ def main() -> None:
     }
     # Starting takes longer than the limit that some tests set for messages.
     init_distributed(60)
+    if failing_rank == EVERY:
+        raise ValueError("all are at fault")
     layers = [Faulty(WIDTH, WIDTH) for _ in range(ranks)]
     model = ds_ext.PipelineModule(layers, config, loss_fn=nn.MSELoss(), partition_method="uniform")
     engine, *_ = ds_ext.initialize(model=model, model_parameters=model.parameters(), config=config)
