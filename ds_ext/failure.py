@@ -31,6 +31,7 @@ RANK_0_FIRST_S = (
 CAUSE_S = 3.0  # how long a rank that lost another one looks for the cause
 STORE_S = 2.0  # how long the store may take: it is silent when it lives in the rank that is gone
 CLAIM_DELAY_S = 0.5
+LINGER_S = 2.0
 TOLD_S = 1.0  # how long those that failed too let the first speak
 
 _FIRST, _TOLD, _LOST = "ds_ext/first_failure", "ds_ext/first_failure_told", "ds_ext/lost_peer_of_rank_"
@@ -90,6 +91,8 @@ def _report_own(error: BaseException) -> None:
         say(f"rank {rank()} failed too: {_headline(error)}")
     else:
         _say_cause(f"rank {rank()} failed.\n{_text(error)}")
+        if _joined() and rank() == 0:
+            time.sleep(LINGER_S)  # it may serve the store, which the others ask who was first
 
 
 def _report_lost_peer(error: BaseException, ending: Ending) -> None:
