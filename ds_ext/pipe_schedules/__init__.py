@@ -1,7 +1,7 @@
 """Schedules as values: generate, lower, check, simulate and draw pipeline timetables without torch."""
 
-# Importing a method's file registers it.
-from . import bitpipe, chimera, dualpipev, gpipe, interleaved, one_f_one_b, zero_bubble  # noqa: F401
+from importlib import import_module
+
 from .ops import Instruction, Op, Program, Timetable
 from .placement import Chunk, Placement
 from .registry import SCHEDULES, Schedule, get_schedule, schedule, timetable
@@ -19,3 +19,8 @@ __all__ = [
     "schedule",
     "timetable",
 ]
+
+# Importing a method's file registers it.
+METHODS = ("bitpipe", "chimera", "dualpipev", "gpipe", "interleaved", "one_f_one_b", "zero_bubble")
+for _method in METHODS:
+    import_module(f".{_method}", __name__)

@@ -16,6 +16,7 @@ from ds_ext.pipe_schedules.check import Report, check
 from ds_ext.pipe_schedules.lower import dump, lower
 from ds_ext.pipe_schedules.placement import linear
 from ds_ext.pipe_schedules.simulate import simulate
+from tests.timetables import with_order
 from tests.unit.dump_checker import DumpChecker
 
 ARROW = "<-- ERROR HERE"
@@ -57,11 +58,6 @@ def assert_explains(error: ScheduleError) -> None:
     sentence, _, grid = str(error).partition("\n")
     assert sentence.endswith(".") and any(c.isdigit() for c in sentence)
     assert ARROW in grid
-
-
-def with_order(made: Timetable, rank: int, order: list[Op]) -> Timetable:
-    ranks = (*made.ranks[:rank], tuple(order), *made.ranks[rank + 1 :])
-    return dataclasses.replace(made, ranks=ranks)
 
 
 def with_instructions(program: Program, rank: int, instructions: list[Instruction]) -> Program:

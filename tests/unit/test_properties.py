@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import cache
+from typing import TypeVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_ext.errors import ScheduleError
-from ds_ext.pipe_schedules import SCHEDULES, Op, Program, Schedule, Timetable, get_schedule
+from ds_ext.pipe_schedules import SCHEDULES, Program, Schedule, Timetable, get_schedule
 from ds_ext.pipe_schedules.check import check
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.inference import forward_timetable
 from ds_ext.pipe_schedules.lower import lower
 from ds_ext.pipe_schedules.memory import ModelSizes, memory
-from ds_ext.pipe_schedules.simulate import dependencies, simulate
+from ds_ext.pipe_schedules.simulate import simulate
+from tests.timetables import assert_keeps_time, with_order
+
+T = TypeVar("T")
 
 TIMES = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 2.0])
 COSTS = st.builds(
@@ -106,27 +111,17 @@ def assert_sound(made: Timetable, costs: Costs) -> None:
     assert keeps == [made.trains and len(order) > 0 for order in made.ranks]
 
 
-def assert_keeps_time(made: Timetable, costs: Costs) -> None:
-    """Nothing starts before what it needs is there, and something always holds it up until it starts."""
-    simulation = simulate(made, costs)
-    times = costs.durations(made.placement)
-    ends = {op: end for spans in simulation.spans for op, _, end in spans}
-    busy = []
-    for rank, spans in enumerate(simulation.spans):
-        assert tuple(op for op, _, _ in spans) == made.ranks[rank]
-        free = 0.0
-        for op, start, end in spans:
-            arrivals = [
-                ends[need] + costs.delay(owner, rank) * costs.factor(op, message=True)
-                for need, owner in dependencies(op, made)
-            ]
-            assert start == pytest.approx(max([free, *arrivals]))
-            assert end - start == pytest.approx(times[op.kind][op.stage] * costs.factor(op))
-            free = end
-        busy.append(sum(end - start for _, start, end in spans))
-    assert simulation.makespan == max(ends.values())
-    assert simulation.ideal == pytest.approx(sum(busy) / len(busy))
-    assert [share * simulation.makespan for share in simulation.busy] == pytest.approx(busy)
+def mutate(data: st.DataObject, given: Sequence[T], among: int, what: str) -> list[T]:
+    """The list with one of its first ``among`` items swapped with another, dropped or doubled."""
+    changed = list(given)
+    i, j = (data.draw(st.integers(0, among - 1)) for _ in range(2))
+    if what == "swap":
+        changed[i], changed[j] = changed[j], changed[i]
+    elif what == "drop":
+        del changed[i]
+    else:
+        changed.insert(j, changed[i])
+    return changed
 
 
 # --- broken timetables ----------------------------------------------------------------------------------------------
@@ -136,15 +131,8 @@ def assert_keeps_time(made: Timetable, costs: Costs) -> None:
 @given(data=st.data(), made=TIMETABLES, what=st.sampled_from(["swap", "drop", "double"]))
 def test_a_mutation_is_found_or_harmless(data: st.DataObject, made: Timetable, what: str) -> None:
     rank = data.draw(st.integers(0, len(made.ranks) - 1))
-    order = list(made.ranks[rank])
-    i, j = (data.draw(st.integers(0, len(order) - 1)) for _ in range(2))
-    if what == "swap":
-        order[i], order[j] = order[j], order[i]
-    elif what == "drop":
-        del order[i]
-    else:
-        order.insert(j, order[i])
-    mutated = with_order(made, rank, order)
+    order = made.ranks[rank]
+    mutated = with_order(made, rank, mutate(data, order, len(order), what))
     try:
         check(lower(mutated))
     except ScheduleError as error:
@@ -160,15 +148,10 @@ def test_a_mutation_is_found_or_harmless(data: st.DataObject, made: Timetable, w
 def test_a_mutated_program_is_found_or_runs(data: st.DataObject, made: Timetable, what: str) -> None:
     program = lower(made)
     rank = data.draw(st.integers(0, len(program.ranks) - 1))
-    instructions = list(program.ranks[rank])
-    i, j = (data.draw(st.integers(0, len(instructions) - 4)) for _ in range(2))
-    if what == "swap":
-        instructions[i], instructions[j] = instructions[j], instructions[i]
-    elif what == "drop":
-        del instructions[i]
-    else:
-        instructions.insert(j, instructions[i])
-    ranks = (*program.ranks[:rank], tuple(instructions), *program.ranks[rank + 1 :])
+    instructions = program.ranks[rank]
+    # The last three, reductions and step, are not looked at.
+    changed = mutate(data, instructions, len(instructions) - 3, what)
+    ranks = (*program.ranks[:rank], tuple(changed), *program.ranks[rank + 1 :])
     mutated = dataclasses.replace(program, ranks=ranks)
     try:
         check(mutated)
@@ -177,10 +160,6 @@ def test_a_mutated_program_is_found_or_runs(data: st.DataObject, made: Timetable
         return
     assert what == "swap"
     run(mutated)
-
-
-def with_order(made: Timetable, rank: int, order: list[Op]) -> Timetable:
-    return dataclasses.replace(made, ranks=(*made.ranks[:rank], tuple(order), *made.ranks[rank + 1 :]))
 
 
 def possible(made: Timetable) -> bool:

@@ -9,6 +9,7 @@ from ds_ext.pipe_schedules import Op, Timetable, timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.placement import linear
 from ds_ext.pipe_schedules.simulate import dependencies, simulate
+from tests.timetables import assert_keeps_time
 
 
 def test_spans_and_price_of_two_ranks() -> None:
@@ -85,21 +86,8 @@ def test_jitter_moves_ends_and_not_the_order() -> None:
     costs = Costs(1, 1.2, 0.8, 0.1, jitter=0.3, seed=5)
     shaken, again = simulate(made, costs), simulate(made, costs)
     assert shaken == again
-    times = costs.durations(made.placement)
-    for spans in shaken.spans:
-        for op, start, end in spans:
-            assert end - start == pytest.approx(times[op.kind][op.stage] * costs.factor(op))
     # A message is there after its own jittered time, and never earlier.
-    ends = {op: end for spans in shaken.spans for op, _, end in spans}
-    for rank, spans in enumerate(shaken.spans):
-        free = 0.0
-        for op, start, end in spans:
-            arrivals = [
-                ends[need] + costs.delay(owner, rank) * costs.factor(op, message=True)
-                for need, owner in dependencies(op, made)
-            ]
-            assert start == pytest.approx(max([free, *arrivals]))
-            free = end
+    assert_keeps_time(made, costs)
     assert simulate(made, Costs(1, 1.2, 0.8, 0.1, jitter=0.3, seed=6)).makespan != shaken.makespan
 
 

@@ -1,0 +1,38 @@
+"""What tests of timetables share: a changed order, and the rule by which starts and ends follow from an order."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ds_ext.pipe_schedules import Op, Timetable
+from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.simulate import dependencies, simulate
+
+
+def with_order(made: Timetable, rank: int, order: list[Op]) -> Timetable:
+    return dataclasses.replace(made, ranks=(*made.ranks[:rank], tuple(order), *made.ranks[rank + 1 :]))
+
+
+def assert_keeps_time(made: Timetable, costs: Costs) -> None:
+    """Nothing starts before what it needs is there, and something always holds it up until it starts."""
+    simulation = simulate(made, costs)
+    times = costs.durations(made.placement)
+    ends = {op: end for spans in simulation.spans for op, _, end in spans}
+    busy = []
+    for rank, spans in enumerate(simulation.spans):
+        assert tuple(op for op, _, _ in spans) == made.ranks[rank]
+        free = 0.0
+        for op, start, end in spans:
+            arrivals = [
+                ends[need] + costs.delay(owner, rank) * costs.factor(op, message=True)
+                for need, owner in dependencies(op, made)
+            ]
+            assert start == pytest.approx(max([free, *arrivals]))
+            assert end - start == pytest.approx(times[op.kind][op.stage] * costs.factor(op))
+            free = end
+        busy.append(sum(end - start for _, start, end in spans))
+    assert simulation.makespan == max(ends.values())
+    assert simulation.ideal == pytest.approx(sum(busy) / len(busy))
+    assert [share * simulation.makespan for share in simulation.busy] == pytest.approx(busy)
