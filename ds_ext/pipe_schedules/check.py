@@ -17,6 +17,7 @@ from ..errors import ScheduleError
 from .check_links import Links
 from .check_rank import RankCheck
 from .check_timetable import check_timetable, fail
+from .collection import without_collection
 from .ops import Program
 
 __all__ = ["Report", "check", "check_timetable", "fail"]
@@ -39,6 +40,7 @@ class Report:
     messages: int
 
 
+@without_collection
 def check(program: Program, *, link_slots: int | None = None, order: str = "fifo") -> Report:
     """Prove that ``program`` ends, or raise ScheduleError with a sentence and the grid with an arrow.
 

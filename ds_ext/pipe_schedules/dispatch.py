@@ -5,10 +5,11 @@ the due date of an op is when it would start if its micro-batch entered at a giv
 :class:`Fixed` keeps a given order of forwards and backwards. Both compute weight gradients, which nobody waits
 for, when nothing else can be computed, or when the device has no room for another activation.
 
-**No deadlock.** A micro-batch is admitted as a whole, when every device has room for all its stages. What is admitted
-can then always proceed: the furthest op of the oldest admitted micro-batch has all that it needs, and its room. (A
-limit on what a device keeps, without admission, does deadlock where a pipe comes back to a device: the device can be
-full of micro-batches that have yet to come back.)
+**Deadlock.** A micro-batch is admitted as a whole, when every device has room for all its stages. What is admitted
+can then always proceed: the furthest op of the oldest admitted micro-batch has all that it needs, and its room. Who
+plans ahead may admit more than there is room for, as a device rarely holds all stages of a micro-batch at once; the
+orders are often better, but the devices can come to wait for each other, full of micro-batches that have yet to come
+back. Then there is no order, and :func:`dispatch` returns None.
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ class Work:
     def times(self) -> dict[str, tuple[float, ...]]:
         """Kind of op -> its time at every stage."""
         return self.costs.durations(self.placement)
+
+    @cached_property
+    def ops(self) -> int:
+        """Computations of the step, on all devices."""
+        return self.micro_batches * self.placement.stages * (3 if self.split else 2)
 
     @cached_property
     def gradient(self) -> str:
@@ -114,27 +120,29 @@ class _Device:
     def _weight(self) -> Op | None:
         return self.weights.popleft() if self.weights else None
 
-    def _full(self, op: Op) -> bool:
-        """Whether a weight gradient has to make room before ``op``."""
-        return op.kind == FORWARD and self.live >= self.room and bool(self.weights)
-
 
 class Urgent(_Device):
-    """Takes the op with the earliest due date."""
+    """Takes the op with the earliest due date; without room for a forward, makes it or goes on with a backward."""
 
     def __init__(self, work: Work, entries: Sequence[float], room: int) -> None:
         super().__init__(room)
         self.work, self.entries = work, entries
-        self.ready: list[tuple[float, Op]] = []
+        self.forwards: list[tuple[float, Op]] = []
+        self.backwards: list[tuple[float, Op]] = []
 
     def arrive(self, op: Op) -> None:
         walk = self.work.walks[self.work.pipes[op.micro_batch]]
-        heappush(self.ready, (self.entries[op.micro_batch] + walk[op.kind][op.stage], op))
+        ready = self.forwards if op.kind == FORWARD else self.backwards
+        heappush(ready, (self.entries[op.micro_batch] + walk[op.kind][op.stage], op))
 
     def choose(self) -> Op | None:
-        if not self.ready or self._full(self.ready[0][1]):
-            return self._weight()
-        return heappop(self.ready)[1]
+        forwards, backwards = self.forwards, self.backwards
+        if forwards and (not backwards or forwards[0] < backwards[0]):
+            if self.live < self.room:
+                return heappop(forwards)[1]
+            if self.weights:
+                return self.weights.popleft()
+        return heappop(backwards)[1] if backwards else self._weight()
 
 
 class Fixed(_Device):
@@ -154,9 +162,17 @@ class Fixed(_Device):
         self.here.remove(self.order[0])
         return self.order.popleft()
 
+    def _full(self, op: Op) -> bool:
+        """Whether a weight gradient has to make room before ``op``."""
+        return op.kind == FORWARD and self.live >= self.room and bool(self.weights)
+
 
 class Admission:
-    """Lets micro-batches in, by their entry times, as soon as every device has room for all their stages."""
+    """Lets micro-batches in, by their entry times, as soon as every device may hold all their stages.
+
+    Args:
+        room: stages of admitted micro-batches that a device may hold.
+    """
 
     def __init__(self, work: Work, entries: Sequence[float], room: int) -> None:
         first = [work.pipes.index(pipe) for pipe in range(work.placement.replicas) if pipe in work.pipes]
@@ -197,8 +213,11 @@ class Run:
     orders: Orders
 
 
-def dispatch(work: Work, devices: Sequence[Policy], admission: Admission) -> Run:
-    """Run the step: every device computes what its policy chooses, as soon as it is free."""
+def dispatch(work: Work, devices: Sequence[Policy], admission: Admission) -> Run | None:
+    """Run the step: every device computes what its policy chooses, as soon as it is free.
+
+    None when the devices come to wait for each other.
+    """
     orders: list[list[Op]] = [[] for _ in devices]
     busy = [False] * len(devices)
     events: list[tuple[float, bool, int, Op]] = []  # time, whether it is an arrival, device, op
@@ -220,7 +239,7 @@ def dispatch(work: Work, devices: Sequence[Policy], admission: Admission) -> Run
                 heappush(events, (now + work.times[op.kind][op.stage], False, rank, op))
         awake.clear()
         if not events:
-            return Run(now, tuple(map(tuple, orders)))
+            return Run(now, tuple(map(tuple, orders))) if sum(map(len, orders)) == work.ops else None
         now = events[0][0]
         while events and events[0][0] <= now + _SAME_TIME * now:
             _, arrives, rank, op = heappop(events)
@@ -241,13 +260,19 @@ def dispatch(work: Work, devices: Sequence[Policy], admission: Admission) -> Run
 _SAME_TIME = 1e-12
 
 
-def by_due_date(work: Work, entries: Sequence[float], room: int) -> Run:
-    """List scheduling: micro-batch m should enter at ``entries[m]``; a device keeps at most ``room`` stages."""
+def by_due_date(work: Work, entries: Sequence[float], room: int, admitted: int) -> Run | None:
+    """List scheduling. None when the devices come to wait for each other, which ``admitted`` <= ``room`` excludes.
+
+    Args:
+        entries: when each micro-batch should enter.
+        room: stages that a device may keep for their backward.
+        admitted: stages of admitted micro-batches that a device may hold.
+    """
     devices = [Urgent(work, entries, room) for _ in range(work.placement.ranks)]
-    return dispatch(work, devices, Admission(work, entries, room))
+    return dispatch(work, devices, Admission(work, entries, admitted))
 
 
-def fill_waits(work: Work, orders: Sequence[Iterable[Op]], room: int) -> Run:
+def fill_waits(work: Work, orders: Sequence[Iterable[Op]], room: int) -> Run | None:
     """The given orders of forwards and backwards, with the weight gradients where a device would wait."""
     everything = work.micro_batches * work.placement.stages
     devices = [Fixed(order, room) for order in orders]

@@ -14,12 +14,14 @@ import heapq
 from collections.abc import Iterator
 
 from .check import check_timetable
+from .collection import without_collection
 from .messages import inboxes
 from .ops import BACKWARD_INPUT, BACKWARD_WEIGHT, COMPUTE_NAME, FORWARD, Instruction, Op, Program, Timetable
 
 _AFTER_BACKWARDS = ("ReduceTiedGrads", "ReduceGrads", "OptimizerStep")
 
 
+@without_collection
 def lower(timetable: Timetable) -> Program:
     """The whole program of a training step, or of an evaluation when the timetable has no backwards.
 

@@ -1,9 +1,15 @@
-"""The best order for given costs, from a few candidates, and the bound that no order can beat."""
+"""The best order for given costs that a short search finds, and the bound that no order can beat.
+
+List scheduling by due dates (:mod:`.dispatch`) makes an order of every guess at when the micro-batches should enter;
+the search is over those guesses: some evenly spaced ones, then random changes of the best.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from random import Random
 
 from ..errors import ScheduleError
 from .costs import Costs
@@ -16,7 +22,17 @@ from .slots import slots
 
 # Micro-batches of a pipe should enter this many times the work of one apart; the rest follows from what arrives.
 _SPACINGS = (0.5, 1.0, 0.25, 0.75, 1.5, 2.0)
-_MOST_OPS = 1_000_000  # that all candidates together may take: some ten seconds
+_MOST_OPS = 60_000  # that all runs together may take, about 0.2 s; one guess is tried at any size
+_OFTEN = 0.3  # how often a change is also one of how much is admitted
+_SLACK = 1e-9  # sums of the same times in another order differ by rounding
+
+
+@dataclass(frozen=True)
+class _Guess:
+    """When each micro-batch enters, and how many stages of admitted ones a device may hold."""
+
+    entries: tuple[float, ...]
+    admitted: int
 
 
 def plan(
@@ -47,30 +63,55 @@ def plan(
             f"{schedule}: max_activations {max_activations:g} has no room for one micro-batch, which needs "
             f"{least * placement.ranks / placement.stages:g} (D-ths of the model). Use at least that."
         )
-    floor, best, done = lower_bound(work), None, 0
-    for run in _candidates(work, room):
-        peak = max(map(peak_stages, run.orders))
-        if peak <= room and (best is None or (run.makespan, peak) < best[:2]):
-            best = (run.makespan, peak, run)
-        done += sum(map(len, run.orders))
-        if best is not None and (best[0] <= floor * (1 + 1e-9) or done >= _MOST_OPS):
+    limits = [room, room + least, room + 2 * least]
+    floor, random, guesses = lower_bound(work), Random(0), list(_even_guesses(work, limits))
+    best, leader, its_time, tried = _slot_rule(work, room), guesses[0], math.inf, 0
+    while best is None or best.makespan > floor * (1 + _SLACK):
+        if best is not None and tried and (tried + 1) * work.ops >= _MOST_OPS:
             break
-    assert best is not None, "list scheduling keeps to the room it is given"
-    return best[2].orders
+        guess = guesses[tried] if tried < len(guesses) else _change(leader, work, limits, random)
+        run, tried = by_due_date(work, guess.entries, room, guess.admitted), tried + 1
+        if run is None:
+            continue  # more was admitted than there was room for
+        if run.makespan <= its_time:
+            leader, its_time = guess, run.makespan
+        if best is None or _cost(run) < _cost(best):
+            best = run
+    return best.orders
 
 
-def _candidates(work: Work, room: int) -> Iterator[Run]:
+def _cost(run: Run) -> tuple[float, int]:
+    return run.makespan, max(map(peak_stages, run.orders))
+
+
+def _slot_rule(work: Work, room: int) -> Run | None:
+    """The rule of :mod:`.slots`, which at equal costs is the best there is, with these costs."""
     placement, n = work.placement, work.micro_batches
-    if n % placement.ranks == 0:
-        yield fill_waits(work, [[op for _, op in slots(r, placement, n, work.gradient)]
-                                for r in range(placement.ranks)], room)  # fmt: skip
+    if n % placement.ranks:
+        return None
+    orders = [[op for _, op in slots(rank, placement, n, work.gradient)] for rank in range(placement.ranks)]
+    run = fill_waits(work, orders, room)
+    return run if run is not None and _cost(run)[1] <= room else None
+
+
+def _even_guesses(work: Work, limits: list[int]) -> Iterator[_Guess]:
+    """Micro-batches at equal distances; first what cannot make devices wait for each other."""
     one = sum(work.costs.of(kind) for kind in (FORWARD, BACKWARD))
     first = [work.pipes.index(pipe) for pipe in work.pipes]
-    for spacing in _SPACINGS:
-        run = by_due_date(work, [(m - first[m]) * spacing * one for m in range(n)], room)
-        yield run
-        if work.split:
-            yield fill_waits(work, run.orders, room)
+    for admitted in limits:
+        for spacing in _SPACINGS:
+            entries = tuple((m - first[m]) * spacing * one for m in range(work.micro_batches))
+            yield _Guess(entries, admitted)
+
+
+def _change(guess: _Guess, work: Work, limits: list[int], random: Random) -> _Guess:
+    """One to three micro-batches enter earlier or later, and sometimes more or fewer at once."""
+    one = sum(work.costs.of(kind) for kind in (FORWARD, BACKWARD))
+    entries = list(guess.entries)
+    for _ in range(random.randint(1, 3)):
+        entries[random.randrange(len(entries))] += random.uniform(-one, one)
+    admitted = random.choice(limits) if random.random() < _OFTEN else guess.admitted
+    return replace(guess, entries=tuple(entries), admitted=admitted)
 
 
 def lower_bound(work: Work) -> float:

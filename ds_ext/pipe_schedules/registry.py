@@ -22,12 +22,15 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import ScheduleError
+from .collection import without_collection
 from .costs import Costs, parse_costs
 from .ops import Op, Timetable
 from .placement import Placement
 
 Orders = tuple[tuple[Op, ...], ...]
 _MOST_RANKS = 16_384
+_MOST_STAGES = 200_000
+_MOST_OPS = 5_000_000  # forwards and backwards of a timetable: half a minute and some gigabytes
 
 Generator = Callable[..., Iterator[Op]]
 Planner = Callable[..., Orders]
@@ -117,10 +120,20 @@ class Schedule:
             )
         wanted = inspect.signature(self.place).parameters
         values = {name: value for name, value in self.resolve_options(options).items() if name in wanted}
+        # The integers that a placement takes count stages of a device: chunks, waves.
+        counts = [value for value in values.values() if isinstance(value, int)]
+        if ranks * math.prod(counts) > _MOST_STAGES:
+            given = " x ".join([f"{ranks} devices", *(f"{value:,}" for value in counts)])
+            which = " or ".join(["devices", *(name for name in values if isinstance(values[name], int))])
+            raise ScheduleError(
+                f"{self.name}: the model would be cut into {given} = {ranks * math.prod(counts):,} stages, more than "
+                f"{_MOST_STAGES:,}. Use fewer {which}."
+            )
         placement = self.place(ranks, **values)
         placement.check_replicas(self.name)
         return placement
 
+    @without_collection
     def timetable(
         self,
         ranks: int,
@@ -138,6 +151,7 @@ class Schedule:
             check_multiple(self.name, micro_batches, placement)
         if micro_batches < 1:
             raise ScheduleError(f"{self.name} needs at least 1 micro-batch; got {micro_batches}.")
+        check_size(self.name, placement, micro_batches)
         values = self.resolve_options(options)
         if self.planned:
             text = values.pop(_COSTS, "")
@@ -152,6 +166,17 @@ def every_rank(program: Generator, placement: Placement, micro_batches: int, **o
     """``program(rank, ranks, micro_batches, **options)`` of all ranks."""
     ranks = placement.ranks
     return tuple(tuple(program(rank, ranks, micro_batches, **options)) for rank in range(ranks))
+
+
+def check_size(name: str, placement: Placement, micro_batches: int) -> None:
+    """Refuse a timetable that no memory would hold, before it is made. Raises ScheduleError with the numbers."""
+    ops = 2 * placement.stages * micro_batches
+    if ops > _MOST_OPS:
+        most = _MOST_OPS // (2 * placement.stages)
+        raise ScheduleError(
+            f"{name}: {placement.stages:,} stages of the model and {micro_batches:,} micro-batches make {ops:,} "
+            f"forwards and backwards, more than {_MOST_OPS:,}. Use at most {most:,} micro-batches, or fewer stages."
+        )
 
 
 def check_multiple(name: str, micro_batches: int, placement: Placement, otherwise: str = "") -> None:

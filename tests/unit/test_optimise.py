@@ -35,6 +35,7 @@ def test_no_generator_beats_the_bound_and_what_is_found_runs(name: str, costs: C
     [
         ("bitpipe_zb", 4, 4, Costs(), 4),
         ("bitpipe_zb", 4, 3, Costs(), 4),
+        ("bitpipe_zb", 4, 5, Costs(), 4),
         ("bitpipe_zb", 4, 4, Costs(1, 1.2, 0.8), 4),
         ("bitpipe_zb", 4, 4, Costs(comm=0.2), 6),
         ("zb_h1", 3, 5, Costs(), 3),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ext.errors import ScheduleError
-from ds_ext.pipe_schedules import Placement, Timetable, get_schedule
+from ds_ext.pipe_schedules import Placement, Timetable, get_schedule, planning
 from ds_ext.pipe_schedules.check import check
 from ds_ext.pipe_schedules.costs import Costs
-from ds_ext.pipe_schedules.dispatch import Work
+from ds_ext.pipe_schedules.dispatch import Work, by_due_date
 from ds_ext.pipe_schedules.lower import lower
 from ds_ext.pipe_schedules.placement import bidirectional_v, linear, looped, v
 from ds_ext.pipe_schedules.planning import lower_bound, plan
@@ -49,7 +51,7 @@ def test_greedy_bitpipe_meets_the_bound_of_whole_backwards(ranks: int, units: in
 
 @pytest.mark.parametrize("ratio", RATIOS, ids=str)
 @pytest.mark.parametrize(
-    ("ranks", "micro_batches"), [(4, 4), (4, 8), (4, 16), (8, 16), (8, 32), (12, 24), (16, 32)]
+    ("ranks", "micro_batches"), [(4, 4), (4, 8), (8, 8), (8, 16), (8, 32), (12, 24), (16, 16), (16, 32)]
 )
 def test_zero_bubble_at_other_ratios(
     ratio: tuple[float, float, float], ranks: int, micro_batches: int
@@ -63,7 +65,7 @@ def test_zero_bubble_at_other_ratios(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "micro_batches", "bubble"), [(4, 8, 0.0439), (8, 16, 0.0608), (8, 32, 0.032)]
+    ("ranks", "micro_batches", "bubble"), [(4, 8, 0.0362), (8, 16, 0.0477), (8, 32, 0.0244)]
 )
 def test_zero_bubble_hides_messages(ranks: int, micro_batches: int, bubble: float) -> None:
     costs = Costs(comm=0.2)
@@ -93,9 +95,7 @@ def test_split_backward_meets_the_bound_for_any_number(ranks: int) -> None:
     for n in range(ranks, 4 * ranks + 1):
         made = zero_bubble(ranks, n, Costs())
         bound = lower_bound(Work(made.placement, n, Costs(), split=True))
-        assert simulate(made).makespan <= bound * 1.04, n
-        if n % 2 == 0:
-            assert bound == 3 * n + (ranks - 2) / 4
+        assert simulate(made).makespan == bound == 3 * n + (ranks - 2) / 4, n
 
 
 TIMES = st.floats(0.1, 3)
@@ -106,7 +106,7 @@ TIMES = st.floats(0.1, 3)
         [linear(3), looped(2, 3), v(3), bidirectional_v(2), bidirectional_v(4), bidirectional_v(4, 2)]
     ),
     micro_batches=st.integers(1, 9),
-    costs=st.builds(Costs, TIMES, TIMES, TIMES, st.floats(0, 2)),
+    costs=st.builds(Costs, TIMES, TIMES, TIMES, st.just(0.0) | TIMES),
     split=st.booleans(),
     room=st.floats(1, 2),
 )
@@ -114,12 +114,39 @@ def test_every_plan_is_sound_and_keeps_to_its_room(
     placement: Placement, micro_batches: int, costs: Costs, split: bool, room: float
 ) -> None:
     ranks = placement.ranks
-    order = plan("planned", placement, micro_batches, costs, split=split, max_activations=room * ranks)
+    with patch.object(planning, "_MOST_OPS", 5_000):  # a shorter search, for more examples
+        order = plan("planned", placement, micro_batches, costs, split=split, max_activations=room * ranks)
     made = Timetable("planned", placement, micro_batches, order)
     assert check(lower(made)).num_slots
     simulation = simulate(made, costs)
     assert max(simulation.peak_activations) <= room * ranks + 1e-9
     assert simulation.makespan >= lower_bound(Work(placement, micro_batches, costs, split)) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "costs", "best"),
+    [
+        (5, Costs(1, 1.2, 0.8), 15.6),
+        (6, Costs(1, 1.2, 0.8), 18.6),
+        (7, Costs(1, 1.2, 0.8), 21.6),
+        (3, Costs(1, 1, 0.01), 9.005),
+        (6, Costs(1, 1, 0.01), 13.025),
+    ],
+    ids=str,
+)
+def test_odd_numbers_at_odd_costs(micro_batches: int, costs: Costs, best: float) -> None:
+    """What the solver proves to be the best on four devices (minutes, so not asked again here)."""
+    made = zero_bubble(4, micro_batches, costs)
+    assert simulate(made, costs).makespan == pytest.approx(best)
+    assert max(simulate(made, costs).peak_activations) <= 4
+
+
+def test_more_may_be_admitted_than_fits_where_that_ends() -> None:
+    """Both pipes come back to every device; one that is full of outward stages cannot take the way home."""
+    work = Work(bidirectional_v(4), 8, Costs(), split=True)
+    entries = [0.0] * 8
+    assert by_due_date(work, entries, 8, 8) is not None
+    assert by_due_date(work, entries, 4, 16) is None
 
 
 def test_room_for_less_than_one_micro_batch_is_refused() -> None:
