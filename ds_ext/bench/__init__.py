@@ -1,20 +1,19 @@
-"""Benchmarks: ``python -m ds_ext bench NAME``, so far ``schedules``."""
+"""Benchmarks: ``python -m ds_ext bench NAME``."""
 
 from __future__ import annotations
 
 import argparse
 
-from . import schedules
+from . import engine, schedules
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmarks and the options of each."""
     benchmarks = parser.add_subparsers(dest="benchmark", metavar="NAME", required=True, title="benchmarks")
-    known = benchmarks.add_parser(
-        "schedules", help=schedules.SUMMARY, description=f"Measure {schedules.SUMMARY}."
-    )
-    schedules.add_arguments(known)
-    known.set_defaults(benchmark_run=schedules.run)
+    for name, module in (("engine", engine), ("schedules", schedules)):
+        known = benchmarks.add_parser(name, help=module.SUMMARY, description=f"Measure {module.SUMMARY}.")
+        module.add_arguments(known)
+        known.set_defaults(benchmark_run=module.run)
 
 
 def run(args: argparse.Namespace) -> int:

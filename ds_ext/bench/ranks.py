@@ -7,6 +7,7 @@ with the process that started them, however it ends.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import multiprocessing
 import os
@@ -36,7 +37,8 @@ class RankFailure(DsExtError):
 class Job:
     """What every engine is to run: D devices, N micro-batches, costs in milliseconds, KiB of an activation.
 
-    ``timeout_s`` bounds every wait of an engine for its peers.
+    ``timeout_s`` bounds every wait of an engine for its peers; ``builder`` is the module whose ``build(name, job)``
+    makes what the ranks run.
     """
 
     devices: int
@@ -44,6 +46,7 @@ class Job:
     costs: Costs
     message_kb: float
     timeout_s: float
+    builder: str = "ds_ext.bench.rivals"
 
 
 @dataclass(frozen=True)
@@ -103,13 +106,17 @@ class RankGroup:
             self._lifelines.append(lifeline)
         return self._collect(START_LIMIT_S)[0]
 
-    def step(self, limit_s: float) -> Timing:
-        """Run one step on all ranks. Raises RankFailure."""
+    def ask(self, limit_s: float) -> list[Any]:
+        """Have all ranks run once, from a barrier on. Returns what each measured; raises RankFailure."""
         for pipe in self._pipes:
             # The pipe of a rank that is gone is broken; its end is found below.
             with contextlib.suppress(BrokenPipeError):
                 pipe.send(None)
-        starts, ends, computed, losses = zip(*self._collect(limit_s), strict=True)
+        return self._collect(limit_s)
+
+    def step(self, limit_s: float) -> Timing:
+        """Run one step of :mod:`.rivals` on all ranks. Raises RankFailure."""
+        starts, ends, computed, losses = zip(*self.ask(limit_s), strict=True)
         known = [loss for loss in losses if loss is not None]
         milliseconds = 1000 * (max(ends) - min(starts))
         return Timing(milliseconds, sum(computed), known[0] if known else float("nan"))
@@ -171,11 +178,14 @@ def _rank_main(
     threading.Thread(target=_end_with, args=(end_of_life,), daemon=True).start()
     _write_to(log)
     try:
+        import torch.distributed as dist
+
         built = _build(rank, name, job, port)
         pipe.send(built.timetable if rank == 0 else None)
         while True:
             pipe.recv()
-            pipe.send(_step(built))
+            dist.barrier()
+            pipe.send(built.run())
     except EOFError:
         os._exit(0)
     except BaseException as error:
@@ -214,20 +224,8 @@ def _build(rank: int, name: str, job: Job, port: int) -> Any:
     import torch
 
     from ..engine import init_distributed
-    from .rivals import build
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
     init_distributed(job.timeout_s)
-    return build(name, job)
-
-
-def _step(built: Any) -> tuple[float, float, float, float | None]:
-    """(start, end, milliseconds computed, loss); the times are of one clock, which all processes of a host share."""
-    import torch.distributed as dist
-
-    built.device.start_step()
-    dist.barrier()
-    start = time.perf_counter()
-    loss = built.step()
-    return start, built.device.last_end, built.device.computed_ms, loss
+    return importlib.import_module(job.builder).build(name, job)

@@ -6,6 +6,7 @@ Imported by the ranks only: it needs torch and DeepSpeed.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,13 @@ class Built:
     timetable: Timetable
     device: EmulatedDevice
 
+    def run(self) -> tuple[float, float, float, float | None]:
+        """(start, end, milliseconds computed, loss); the times are of a clock that all processes of a host share."""
+        self.device.start_step()
+        start = time.perf_counter()
+        loss = self.step()
+        return start, self.device.last_end, self.device.computed_ms, loss
+
 
 def build(name: str, job: Job) -> Built:
     """The engine called ``name`` on this rank: a rival's of ``RIVALS``, or ours with the schedule of that name."""
@@ -54,7 +62,7 @@ def options_of(name: str, costs: Costs) -> dict[str, Any]:
     return {"costs": f"f={costs.f!r},b={costs.b!r},w={costs.w!r},comm={costs.comm!r}"} if planned else {}
 
 
-def _config(job: Job, replicas: int) -> dict[str, Any]:
+def config_of(job: Job, replicas: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": rows_of(job.message_kb),
         "gradient_accumulation_steps": job.micro_batches // replicas,
@@ -74,7 +82,7 @@ def _layers(device: EmulatedDevice, placement: Placement) -> list[LayerSpec]:
 # --- ours ---
 
 
-class _SameBatches:
+class SameBatches:
     """Batches that are the same in every step."""
 
     def __init__(self, batches: list[Any]) -> None:
@@ -96,12 +104,12 @@ def _ours(name: str, job: Job) -> Built:
         "schedule_options": options,
         "transport_options": {"timeout_s": job.timeout_s},
     }
-    config = {**_config(job, timetable.placement.replicas), "ds_ext": section}
+    config = {**config_of(job, timetable.placement.replicas), "ds_ext": section}
     device = EmulatedDevice(job.costs, timetable.placement)
     layers = _layers(device, timetable.placement)
     model = PipelineModule(layers, config, loss_fn=F.mse_loss, clock=device, partition_method="uniform")
     engine, *_ = initialize(model=model, config=config)
-    batches = _SameBatches(_batches(job))
+    batches = SameBatches(_batches(job))
     return Built(lambda: float(engine.train_batch(batches)), timetable, device)
 
 
@@ -112,7 +120,7 @@ def _deepspeed(job: Job, module: type[Any], timetable: Timetable) -> Built:
     device = EmulatedDevice(job.costs, timetable.placement)
     layers = _layers(device, timetable.placement)
     model = module(layers, num_stages=job.devices, loss_fn=F.mse_loss, partition_method="uniform")
-    engine, *_ = deepspeed.initialize(model=model, config=_config(job, 1))
+    engine, *_ = deepspeed.initialize(model=model, config=config_of(job, 1))
     batches = itertools.cycle(_batches(job))
     return Built(lambda: float(engine.train_batch(data_iter=batches)), timetable, device)
 

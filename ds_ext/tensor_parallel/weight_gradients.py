@@ -71,13 +71,13 @@ def deferrable() -> Iterator[None]:
 @contextmanager
 def deferring(later: WeightGradients) -> Iterator[None]:
     """Leave weight gradients in ``later`` during a backward, also of forwards that it recomputes."""
-    global _later
-    before, _later = _later, later
+    global _later, _deferrable
+    before = _later, _deferrable
+    _later, _deferrable = later, True
     try:
-        with deferrable():
-            yield
+        yield
     finally:
-        _later = before
+        _later, _deferrable = before
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -85,14 +85,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     late = _deferrable and _is_trained(weight) and (bias is None or _is_trained(bias))
     if not late or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
-    return _Linear.apply(x, _anchor(x), (weight, bias))
+    return _Linear.apply(x, _anchor(x.dtype, x.device), (weight, bias))
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int = -1) -> Tensor:
     """``F.embedding`` whose weight gradient can be deferred: ids (...), table (rows, columns) to (..., columns)."""
     if not (_deferrable and _is_trained(weight) and torch.is_grad_enabled()):
         return torch.embedding(weight, ids, padding_idx)
-    return _Embedding.apply(_anchor(weight), ids, (weight,), padding_idx)
+    return _Embedding.apply(_anchor(weight.dtype, weight.device), ids, (weight,), padding_idx)
 
 
 def _is_trained(weight: Tensor) -> bool:
@@ -100,12 +100,11 @@ def _is_trained(weight: Tensor) -> bool:
     return weight.is_leaf and weight.requires_grad
 
 
-def _anchor(like: Tensor) -> Tensor:
+@functools.cache
+def _anchor(dtype: torch.dtype, device: torch.device) -> Tensor:
     # To the functions below parameters come in a tuple, so that autograd does not see them: it would run their hooks in
     # the first half, with no gradient. Something else has to say that the result needs one.
-    return torch.empty(
-        0, dtype=like.dtype if like.is_floating_point() else None, device=like.device
-    ).requires_grad_()
+    return torch.empty(0, dtype=dtype if dtype.is_floating_point else None, device=device).requires_grad_()
 
 
 class _Linear(torch.autograd.Function):

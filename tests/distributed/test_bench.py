@@ -24,6 +24,7 @@ from ds_ext.bench.emulated import WIDTH, EmulatedDevice, EmulatedLayer, make_bat
 from ds_ext.bench.report import Result, as_json, as_table
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.lower import lower
 from ds_ext.pipe_schedules.simulate import simulate
 from ds_ext.tensor_parallel import WeightGradients, deferrable, deferring, let_defer
 
@@ -57,6 +58,25 @@ def test_measures_ours_and_deepspeed() -> None:
     # The same layers, samples and optimizer: what differs is only who runs them.
     assert found[0]["params"]["losses"] == pytest.approx(found[1]["params"]["losses"], rel=1e-5)
     assert found[0]["params"]["losses"][2] < found[0]["params"]["losses"][0]
+
+
+def test_what_an_instruction_costs() -> None:
+    flags = ["--micro-batches", "4", "--schedules", "bitpipe_zb", "--repeats", "2", "--json"]
+    command = [sys.executable, "-m", "ds_ext", "bench", "engine", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    assert [item["name"] for item in found] == ["bitpipe_zb", "deepspeed_1f1b"]
+    program = lower(get_schedule("bitpipe_zb").timetable(2, 4)).ranks[0]
+    assert found[0]["params"]["instructions"] == len(program)
+    assert found[0]["params"]["messages"] == sum(one.peer is not None for one in program)
+    for item in found:
+        assert (item["unit"], item["repeats"]) == ("us per instruction", 2)
+        # Nothing in Python takes less than a microsecond; a loaded machine does not count, as this is processor time.
+        assert 1 < item["best"] <= item["median"] < 5_000
+        assert 1 < item["params"]["us_per_message"] < 50_000
+    wrong = subprocess.run([*command, "--stages", "1"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert wrong.returncode == 2 and "--stages must be at least 2" in wrong.stderr
 
 
 def test_a_rival_that_cannot_run_is_shown_as_failed() -> None:
