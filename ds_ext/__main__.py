@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from .choosing_verbs import add_plan_flags, run_plan, run_simulate
 from .errors import DsExtError
 from .model_flags import add_model_flags
-from .pipe_schedules import SCHEDULES
 from .pipe_schedules.render import LEGEND, SPLIT_LEGEND
+from .schedule_flags import add_schedule_flags, import_modules, list_schedules
 from .verbs import (
     EXIT_OK,
     EXIT_PIPE,
@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return EXIT_OK
     try:
+        import_modules(getattr(args, "modules", ()))
         status = args.run(args)
         sys.stdout.flush()
         return status
@@ -93,7 +94,11 @@ def build_parser(verb: str) -> argparse.ArgumentParser:
     whole.set_defaults(run=run_plan)
 
     best = _schedule_verb(
-        verbs, "optimise", run_optimise, "search for the best order of its computations (needs ds_ext[solve])"
+        verbs,
+        "optimise",
+        run_optimise,
+        "search for the best order of its computations (needs ds_ext[solve])",
+        forward_only=False,
     )
     best.add_argument(
         "--max-activations",
@@ -127,43 +132,19 @@ def _schedule_verb(
     run: Verb,
     text: str,
     note: str = "",
+    *,
     several: bool = False,
+    forward_only: bool = True,
 ) -> argparse.ArgumentParser:
     """A verb with the arguments that all verbs about a schedule share."""
     verb = verbs.add_parser(
         name,
         help=text,
         description=text[0].upper() + text[1:] + ".",
-        epilog=f"schedules:\n{_list_schedules()}\n\n{note}".rstrip(),
+        epilog=f"schedules:\n{list_schedules()}\n\n{note}".rstrip(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    if several:
-        verb.add_argument(
-            "schedules", nargs="+", metavar="NAME", help="schedules, see below, or timetable files"
-        )
-    else:
-        verb.add_argument("schedule", metavar="NAME", help="a schedule, see below, or a timetable file")
-    verb.add_argument("--stages", type=int, metavar="D", help="devices of one pipeline group")
-    verb.add_argument(
-        "--micro-batches",
-        type=int,
-        metavar="N",
-        help="micro-batches per pipeline group and step",
-    )
-    verb.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="K=V",
-        help="an option of the schedule, e.g. chunks=3",
-    )
-    verb.add_argument(
-        "--costs",
-        default="f=1,b=1,w=1,comm=0",
-        metavar="f=1,b=1,w=1,comm=0",
-        help="times of forward, input gradient, weight gradient of one D-th of the model, and of a message; or a "
-        "JSON file with these and more (stages, links, jitter, seed)",
-    )
+    add_schedule_flags(verb, several=several, forward_only=forward_only)
     verb.set_defaults(run=run)
     return verb
 
@@ -171,15 +152,6 @@ def _schedule_verb(
 def _add_output(verb: argparse.ArgumentParser, formats: list[str]) -> None:
     verb.add_argument("--format", choices=formats, default=None, help="text, or what the ending of -o says")
     verb.add_argument("-o", "--output", metavar="FILE", help="write there instead of to standard output")
-
-
-def _list_schedules() -> str:
-    width = max(map(len, SCHEDULES))
-    lines = []
-    for name, schedule in sorted(SCHEDULES.items()):
-        options = [f"--option {key}={o.default} ({o.help})" for key, o in sorted(schedule.options.items())]
-        lines += [f"  {name:<{width}}  {schedule.summary}", *(f"  {'':<{width}}  {o}" for o in options)]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

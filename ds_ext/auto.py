@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .choice import Choice, parse_bytes
-from .choose import Request, choose
+from .choose import RECOMPUTE, Request, choose
 from .deepspeed_sections import precision, zero_stage
 from .errors import ConfigError, ScheduleError
 from .layout import data_parallel_size
@@ -69,7 +69,7 @@ def choose_for_job(
             )
         kinds = (sizes.recompute,) if sizes is not None else ("none",)
         if train.get("recompute_granularity") == AUTO and train.get("recompute_interval", 1) == 1:
-            kinds = ("none", "full")
+            kinds = RECOMPUTE
         request = Request(devices, micro_batches, parse_costs(values["costs"]), sizes, limit, recompute=kinds)
         choice = choose(request)
     except ScheduleError as error:
@@ -143,7 +143,8 @@ def _model(
     if not all(isinstance(train.get(key), int) for key in MODEL_SIZES):
         return None
     half = precision(config) != "fp32"
-    whole = train.get("recompute_granularity") == "full" and train.get("recompute_interval", 1) == 1
+    # Of layers some of which recompute: as if none did, which is the safe side.
+    recompute = train.get("recompute_granularity") if train.get("recompute_interval", 1) == 1 else None
     return ModelSizes(
         **{name: train[key] for key, name in MODEL_SIZES.items()},
         vocab=vocabulary,
@@ -155,7 +156,8 @@ def _model(
         tensor_parallel=tensor_parallel,
         data_parallel=data,
         zero_stage=min(zero_stage(config), 1),
-        recompute="full" if whole else "none",
+        sequence_parallel=bool(config.get("ds_ext", {}).get("sequence_parallel")),
+        recompute=recompute if recompute in RECOMPUTE else "none",
     )
 
 

@@ -18,8 +18,8 @@ _REASONS = 3  # of a choice that has nothing to choose from
 class Candidate:
     """A row of the table. ``refusal`` says in a sentence why it is not taken, "" where it could be.
 
-    ``time`` is of a step, in the costs' unit; ``memory_bytes`` of the worst rank. What was not priced has no time, and
-    what has no model or was not priced no bytes.
+    ``time`` is of a step, in the costs' unit; ``memory_bytes`` of the worst rank; the model is cut into ``stages``.
+    What was not priced has no time, and what has no model or was not priced no bytes.
     """
 
     schedule: str
@@ -33,6 +33,7 @@ class Candidate:
     memory_bytes: int | None = None
     weights: int = 1
     activations: float = 0.0
+    stages: int = 0
 
     @property
     def label(self) -> str:
@@ -52,6 +53,11 @@ class Candidate:
         if self.memory_bytes is not None:
             return (self.memory_bytes,)
         return (self.weights, self.activations)
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """Of equals in time: least memory; as large, the simplest, cut into fewest stages; then by name."""
+        return (*self.weight, self.stages, self.schedule)
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ class Choice:
     def nearest(self) -> Candidate | None:
         """Of those too large, the one that needs least memory."""
         large = [c for c in self.table if c.refusal and c.memory_bytes is not None]
-        return min(large, key=lambda c: c.weight, default=None)
+        return min(large, key=lambda c: c.order, default=None)
 
     def reason(self) -> str:
         """Why the best one, in a sentence; or what is nearest."""
@@ -90,7 +96,7 @@ class Choice:
         )
         if not others:
             return f"{self.best.label} is the only schedule that is possible."
-        second = min(others, key=lambda c: (c.time, c.weight))
+        second = min(others, key=lambda c: (c.time, c.order))
         if (second.time or 0.0) > time * (1 + SAME):
             longer = (second.time or 0.0) / time
             gain = f"{longer - 1:.1%}" if longer < 2 else f"{longer:.2f} times"

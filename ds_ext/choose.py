@@ -26,6 +26,7 @@ from .pipe_schedules.simulate import simulate
 
 RECOMPUTE = ("none", "selective", "full")
 _PLANS = 12  # orders that a planned schedule looks at, about
+_SEARCH = 60_000  # computations of all that it looks at when none meets the bound, at least
 _MOST_OPS = 500_000  # of one candidate; planning takes about 5 microseconds for each of up to a million
 
 
@@ -52,7 +53,7 @@ class Request:
     sizes: ModelSizes | None = None
     memory_bytes: int | None = None
     recompute: tuple[str, ...] = RECOMPUTE
-    cheap_ops: int = 60_000  # some tenths of a second
+    cheap_ops: int = 30_000  # a tenth of a second
 
     def __post_init__(self) -> None:
         for name in ("devices", "micro_batches", "memory_bytes"):
@@ -159,8 +160,10 @@ class _Trial:
 
     @cached_property
     def costly(self) -> bool:
-        """Whether it takes more than a moment to plan."""
-        return self.schedule.planned and self._ops(self.placement) * _PLANS > self.request.cheap_ops
+        """Whether it takes more than a moment to plan; with equal costs and free messages the bound is soon met."""
+        ops, f = self._ops(self.placement) * _PLANS, self.costs.f
+        soon = self.costs == Costs(f, f, f) and self.request.micro_batches % self.request.devices == 0
+        return self.schedule.planned and (ops if soon else max(ops, _SEARCH)) > self.request.cheap_ops
 
     @cached_property
     def promise(self) -> tuple[float, ...]:
@@ -200,6 +203,7 @@ class _Trial:
             memory_bytes=need,
             weights=made.placement.replicas,
             activations=max(priced.peak_activations),
+            stages=made.placement.stages,
         )
 
     def row(self, **found: Any) -> Candidate:
@@ -230,16 +234,16 @@ def _without_twins(table: list[Candidate]) -> Iterator[Candidate]:
 
 
 def _sorted(rows: Iterator[Candidate]) -> list[Candidate]:
-    """The best first, of equals in time the one with least memory; then by time; the refused by bytes, at the end."""
+    """The best first, of equals in time by :attr:`.Candidate.order`; then by time; the refused by bytes, at the end."""
     table = list(rows)
-    fits = sorted((c for c in table if not c.refusal), key=lambda c: (c.time, c.weight))
+    fits = sorted((c for c in table if not c.refusal), key=lambda c: (c.time, c.order))
     if fits:
         least = (fits[0].time or 0.0) * (1 + SAME)
-        best = min((c for c in fits if (c.time or 0.0) <= least), key=lambda c: c.weight)
+        best = min((c for c in fits if (c.time or 0.0) <= least), key=lambda c: c.order)
         fits = [best, *(c for c in fits if c is not best)]
     large = [c for c in table if c.refusal and c.memory_bytes is not None]
     rest = [c for c in table if c.refusal and c.memory_bytes is None]
-    return [*fits, *sorted(large, key=lambda c: c.weight), *rest]
+    return [*fits, *sorted(large, key=lambda c: c.order), *rest]
 
 
 def _first_sentence(error: ScheduleError) -> str:

@@ -17,7 +17,8 @@ from .model_flags import add_model_flags, model_of
 from .parallel_sizes import Cluster, Cut, Cuts, job_section, join_reasons, message_bytes, parallel_sizes
 from .pipe_schedules.memory import ModelSizes, memory
 from .pipe_schedules.placement import linear
-from .verbs import EXIT_INVALID, EXIT_OK, describe_sizes, read_costs, simulation_of
+from .schedule_flags import add_import_flag, read_costs, simulation_of
+from .verbs import EXIT_INVALID, EXIT_OK, describe_sizes
 
 _SHOWN = 10  # of the ways to cut the devices
 _NOT_PRICED = "tensor-parallel communication, gradient reduction, the optimizer's step"
@@ -82,6 +83,7 @@ def add_plan_flags(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("--tensor-parallel", type=int, metavar="T", help="this size only (all up to 8)")
     verb.add_argument("--json", action="store_true", help="for programs")
+    add_import_flag(verb)
     add_model_flags(verb, parallel=False)
 
 

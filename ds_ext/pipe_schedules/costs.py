@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -14,6 +15,9 @@ from .placement import Placement
 
 _TIMES = ("f", "b", "w", "comm")
 _IN_TEXT = (*_TIMES, "jitter", "seed")
+# Sums of up to ten million times, and their ratios, stay within what a float holds.
+_LEAST, _MOST = 1e-15, 1e15
+_LONGEST = 60  # characters of a value in an error
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,8 @@ class Costs:
         seed: of the jitter. An op has the same jitter in every timetable and every order.
 
     Raises:
-        ScheduleError: a time is negative or not finite, or the jitter is not within 0 and 1.
+        ScheduleError: a time is neither 0 nor within 1e-15 and 1e15, the jitter is not within 0 and 1, or the seed
+            is no integer.
     """
 
     f: float = 1.0
@@ -48,17 +53,18 @@ class Costs:
         times |= {f"stages[{i}]": factor for i, factor in enumerate(self.stages or ())}
         times |= {f"links {a}>{b}": time for (a, b), time in self.links.items()}
         for name, time in times.items():
-            if not _is_number(time) or time < 0:
+            if not _is_number(time) or not (time == 0 or _LEAST <= time <= _MOST):
                 raise ScheduleError(
-                    f"costs are finite and not negative: {', '.join(_TIMES)} (times for one D-th of the model), stages "
-                    f"(factors) and links (times); got {name} = {time!r}."
+                    f"costs are finite and not negative: {', '.join(_TIMES)} (times for one D-th of the model), "
+                    f"stages (factors) and links (times) are 0 or within {_LEAST:g} and {_MOST:g}; got {name} = "
+                    f"{_short(time)}."
                 )
         if not _is_number(self.jitter) or not 0 <= self.jitter <= 1:
             raise ScheduleError(
-                f"costs: jitter must be within 0 and 1, as no time is negative; got {self.jitter!r}."
+                f"costs: jitter must be within 0 and 1, as no time is negative; got {_short(self.jitter)}."
             )
-        if not isinstance(self.seed, int):
-            raise ScheduleError(f"costs: seed must be an integer, for example 0; got {self.seed!r}.")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ScheduleError(f"costs: seed must be an integer, for example 0; got {_short(self.seed)}.")
 
     def of(self, kind: str) -> float:
         """Cost of one computation of that kind on one D-th of the model."""
@@ -68,17 +74,28 @@ class Costs:
     def durations(self, placement: Placement) -> dict[str, tuple[float, ...]]:
         """Kind of op -> its time at every stage, without jitter: its share of the model, times its factor.
 
-        Raises ScheduleError when there are not as many factors as stages.
+        Raises ScheduleError when the factors or the links are not those of the placement.
         """
+        self.check_fits(placement)
         share, factors = placement.ranks / placement.stages, self.stages
         if factors is None:
             return {kind: (self.of(kind) * share,) * placement.stages for kind in KINDS}
-        if len(factors) != placement.stages:
+        return {kind: tuple(self.of(kind) * share * factor for factor in factors) for kind in KINDS}
+
+    def check_fits(self, placement: Placement) -> None:
+        """Raise ScheduleError when there are not as many factors as stages, or a link joins no two ranks."""
+        if self.stages is not None and len(self.stages) != placement.stages:
             raise ScheduleError(
-                f"costs: stages has {len(factors)} factors, but the schedule cuts the model into "
+                f"costs: stages has {len(self.stages)} factors, but the schedule cuts the model into "
                 f"{placement.stages} stages. Give {placement.stages} factors."
             )
-        return {kind: tuple(self.of(kind) * share * factor for factor in factors) for kind in KINDS}
+        for ends in self.links:
+            if not all(0 <= rank < placement.ranks for rank in ends) or ends[0] == ends[1]:
+                last = placement.ranks - 1
+                raise ScheduleError(
+                    f"costs: link {ends[0]}>{ends[1]} does not join two of the {placement.ranks} ranks, which are "
+                    f"counted from 0; give only links between ranks 0 to {last}."
+                )
 
     def delay(self, sender: int, receiver: int) -> float:
         """Time of a message between two devices, without jitter; 0 on one device."""
@@ -112,6 +129,8 @@ def parse_costs(text: str) -> Costs:
             raise ScheduleError(
                 f"costs are {', '.join(_IN_TEXT)} (times for one D-th of the model); got {text!r}."
             )
+        if key in values:
+            raise ScheduleError(f"costs: {key} is given twice in {text!r}; give it once.")
         try:
             values[key] = int(value) if key == "seed" else float(value)
         except ValueError:
@@ -124,34 +143,58 @@ def load_costs(path: str) -> Costs:
 
     The keys are the arguments of :class:`Costs`, all optional; a link is "sender>receiver". Raises ScheduleError.
     """
-    try:
-        with open(path) as file:
-            values = json.load(file)
-    except OSError as error:
-        raise ScheduleError(f"costs {path}: {error.strerror}.") from None
-    except ValueError as error:
-        raise ScheduleError(f"costs {path}: not JSON: {error}.") from None
+    values = _read_json(path)
     known = [f.name for f in fields(Costs)]
     if not isinstance(values, dict) or not set(values) <= set(known):
-        wrong = ", ".join(sorted(set(values) - set(known))) if isinstance(values, dict) else values
+        wrong = _short(values)
+        if isinstance(values, dict):
+            wrong = ", ".join(sorted(set(values) - set(known)))[:_LONGEST]
         raise ScheduleError(
             f"costs {path}: expected an object with {', '.join(known)}, all optional; got {wrong}."
         )
     if "stages" in values and not isinstance(values["stages"], list | None):
-        raise ScheduleError(f"costs {path}: stages is a list of factors; got {values['stages']!r}.")
+        raise ScheduleError(f"costs {path}: stages is a list of factors; got {_short(values['stages'])}.")
     if "links" in values:
         values["links"] = _links(values["links"], path)
     return Costs(**values)
+
+
+def _read_json(path: str) -> Any:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise ScheduleError(f"costs {path}: {twice!r} is given twice; give it once.")
+        return found
+
+    try:
+        with open(path) as file:
+            return json.load(file, object_pairs_hook=once)
+    except OSError as error:
+        raise ScheduleError(f"costs {path}: {error.strerror}.") from None
+    except RecursionError:
+        raise ScheduleError(f"costs {path}: nested too deeply; expected one object of numbers.") from None
+    except ScheduleError:
+        raise  # it is a ValueError too
+    except ValueError as error:
+        raise ScheduleError(f"costs {path}: not JSON: {error}.") from None
 
 
 def _links(given: object, path: str) -> dict[tuple[int, int], float]:
     """``{"0>1": 0.3}`` -> ``{(0, 1): 0.3}``."""
     pairs: dict[tuple[int, int], float] = {}
     for name, time in given.items() if isinstance(given, dict) else [(given, 0.0)]:
-        ends = str(name).split(">")
-        if len(ends) != 2 or not all(end.strip().isdecimal() and end.isascii() for end in ends):
-            raise ScheduleError(f'costs {path}: a link is written "0>1" (sender, receiver); got {name!r}.')
-        pairs[int(ends[0]), int(ends[1])] = time
+        ends = name.split(">") if isinstance(name, str) and isinstance(given, dict) else []
+        # No pipeline has ranks of more than nine digits.
+        if len(ends) != 2 or not all(re.fullmatch(r" *[0-9]{1,9} *", end) for end in ends):
+            raise ScheduleError(
+                f'costs {path}: a link is written "0>1" (sender, receiver); got {_short(name)}.'
+            )
+        link = (int(ends[0]), int(ends[1]))
+        if link in pairs:
+            raise ScheduleError(f"costs {path}: link {link[0]}>{link[1]} is given twice; give it once.")
+        pairs[link] = time
     return pairs
 
 
@@ -162,3 +205,12 @@ def _is_number(value: object) -> bool:
         return math.isfinite(value)
     except OverflowError:
         return False  # an integer that is no float
+
+
+def _short(value: object) -> str:
+    """``repr``, cut where it is long: an error stays a sentence."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        return "thousands of digits or brackets"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -140,7 +140,9 @@ def svg(simulation: Simulation) -> str:
     )
     column = min(max(1200 / max(columns, 1), 12), 26)
     # A few very short computations must not make a picture that nothing can open.
-    scale = min(columns * column, 12000) / (simulation.makespan or 1)
+    scale = (
+        min(columns * column, 12000) / (simulation.makespan or 1) or column
+    )  # nothing takes time: any scale
     ranks = len(simulation.spans)
     width = max(_LEFT + simulation.makespan * scale + _RIGHT, 560)
     bottom = _TOP + ranks * _ROW

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import heapq
 
+from ..errors import ScheduleError
 from .ops import FORWARD, Op, Timetable
 from .placement import Placement
+from .registry import check_size
 
 
 def forward_timetable(placement: Placement, micro_batches: int, name: str = "inference") -> Timetable:
@@ -14,7 +16,12 @@ def forward_timetable(placement: Placement, micro_batches: int, name: str = "inf
     At most D micro-batches are under way in a pipe: enough to keep D devices busy, and a link never has to hold
     more than a few messages however many micro-batches there are. ``micro_batches`` may be any number from 1; no
     pipe gets more than one more than another.
+
+    Raises ScheduleError for less than one micro-batch, and for more than fit a memory.
     """
+    if micro_batches < 1:
+        raise ScheduleError(f"{name} needs at least 1 micro-batch; got {micro_batches}.")
+    check_size(name, placement, micro_batches)
     timetable = Timetable(name, placement, micro_batches, ())
     ranks: list[list[Op]] = [[] for _ in range(placement.ranks)]
     waiting: list[list[int]] = [[] for _ in placement.pipes]

@@ -12,25 +12,49 @@ let queued = false;
 const short = (x) => String(Number(x.toPrecision(6)));
 const range = (n) => [...Array(n).keys()];
 
-/** A plot per canvas. A row arrives as [code, wait before, duration, ...] with code = (m * stages + stage) * 4 + kind. */
+/** Numbers from text: to the base 30 with digits from "=", the last digit of each from "]". */
+function* unpack(text) {
+  let number = 0;
+  for (let i = 0; i < text.length; i++) {
+    const digit = text.charCodeAt(i) - 61, last = digit >= 32;
+    number = number * 30 + (last ? digit - 32 : digit);
+    if (!last) continue;
+    yield number;
+    number = 0;
+  }
+}
+
+/**
+ * The computations of a rank from its text: numbers of words. A word is the time of a wait, or a computation: kind,
+ * how many stages and micro-batches it is from the last one of that kind, and its time.
+ */
+function* computations(text, words) {
+  const last = [...KINDS].map(() => ({ stage: 0, m: 0 }));
+  let time = 0;
+  for (const number of unpack(text)) {
+    const word = words[number];
+    if (typeof word === "number") {
+      time += word;
+      continue;
+    }
+    const [kind, stages, microBatches, duration] = word;
+    const stage = (last[kind].stage += stages), m = (last[kind].m += microBatches);
+    yield { kind: KINDS[kind], m, stage, start: time, end: (time += duration) };
+  }
+}
+
+/** A plot per canvas. */
 function read(data, canvas) {
   const stages = data.pipes[0].length;
   const visits = data.pipes.map((devices) => {
     const seen = {};
     return devices.map((device) => (seen[device] = (seen[device] ?? -1) + 1));
   });
-  const rows = data.rows.map((flat) => {
-    const ops = [];
-    for (let i = 0, time = 0; i < flat.length; i += 3) {
-      const start = time + flat[i + 1];
-      time = start + flat[i + 2];
-      const place = flat[i] >> 2, m = Math.floor(place / stages), stage = place % stages;
-      const pipe = data.pipe[m];
-      const visit = visits[pipe][stage] / Math.max(1, Math.max(...visits[pipe]));
-      ops.push({ kind: KINDS[flat[i] & 3], m, stage, pipe, start, end: time, visit });
-    }
-    return ops;
-  });
+  const visitsOf = visits.map((counts) => Math.max(1, ...counts));
+  const rows = data.rows.map((text) => Array.from(computations(text, data.words), (op) => {
+    const pipe = data.pipe[op.m];
+    return { ...op, pipe, visit: visits[pipe][op.stage] / visitsOf[pipe] };
+  }));
   const held = data.rows.map((_, rank) => data.pipes.map((devices) =>
     range(stages).filter((stage) => devices[stage] === rank).join(" ")).join(" · "));
   const height = rows.length <= 8 ? 30 : rows.length <= 16 ? 24 : rows.length <= 32 ? 17 : 12;
@@ -114,7 +138,7 @@ function drawMargins(plot, write, color) {
     if (two) write(`stage${/\d\D+\d/.test(held[r]) ? "s" : ""} ${held[r]}`, LEFT - 12, y + 7, "right", "muted", 9);
     pen.fillStyle = color("bar");
     pen.fillRect(width - RIGHT + 22, y - 4, (40 * data.peaks[r]) / most, 8);
-    write(short(data.peaks[r]), width - 4, y, "right", "ink", small);
+    write(String(Number(data.peaks[r].toPrecision(3))), width - 4, y, "right", "ink", small);
   });
 }
 

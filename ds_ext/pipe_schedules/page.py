@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.resources import files
 
 from ..errors import ScheduleError
 from .drawing import DARK, KINDS, LATER, LIGHT, WORDS, Theme, axis_title, heading, kinds_of, numbers, svg
+from .ops import Op
 from .simulate import Simulation
 
 __all__ = ["html", "svg"]
+
+Word = float | tuple[float, ...]
+
+_ROUNDING = 1e-8  # of a time: more than the ninth digits of all before it add up to
+_BASE, _DIGIT, _LAST_DIGIT = 30, ord("="), ord("]")
 
 _HINT = (
     "Point at a computation, or use the arrow keys, to see it and follow its micro-batch. The wheel and + − zoom, "
@@ -19,10 +27,17 @@ _HINT = (
 )
 
 
-def html(simulations: Sequence[Simulation]) -> str:
+def html(
+    simulations: Sequence[Simulation], table: Sequence[Sequence[str]] = (), notes: Sequence[str] = ()
+) -> str:
     """A page with the timetables under each other on one time scale.
 
-    The computations are drawn by a script from a compact list, so the page stays small: about 10 bytes each.
+    The computations are drawn by a script from a compact text, so the page stays small: one to six bytes each,
+    unless jitter makes all times different.
+
+    Args:
+        table: to be shown above them: a head, then rows of equally many cells, the first of each a name.
+        notes: sentences below the table.
 
     Raises:
         ScheduleError: if there is no timetable.
@@ -40,6 +55,7 @@ def html(simulations: Sequence[Simulation]) -> str:
             f"<style>\n{_theme_css()}\n{_file('page.css')}</style>",
             f'<header>\n<ul class="legend" aria-label="Legend">{_legend(simulations)}</ul>\n{_tools()}\n</header>',
             "<main>",
+            *_table(table, notes),
             *(_section(number, simulation) for number, simulation in enumerate(simulations)),
             f'</main>\n<footer>{_HINT}</footer>\n<div id="tip" role="tooltip" hidden></div>',
             '<p id="said" class="unseen" aria-live="polite"></p>',
@@ -105,25 +121,34 @@ def _section(number: int, simulation: Simulation) -> str:
     )
 
 
+def _table(table: Sequence[Sequence[str]], notes: Sequence[str]) -> Iterator[str]:
+    if table:
+        head, *rows = table
+        yield "<table>\n<thead><tr>" + "".join(f'<th scope="col">{escape(c)}</th>' for c in head)
+        yield "</tr></thead>\n<tbody>"
+        for name, *cells in rows:
+            values = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+            yield f'<tr><th scope="row">{escape(name)}</th>{values}</tr>'
+        yield "</tbody>\n</table>"
+    yield from (f"<p>{escape(note)}</p>" for note in notes)
+
+
 def _data(simulations: Sequence[Simulation]) -> str:
-    """What page.js reads: per rank a flat list of (code, wait, duration), see there."""
+    """What page.js reads; see :func:`_plot`."""
     text = json.dumps([_plot(simulation) for simulation in simulations], separators=(",", ":"))
     return text.replace("<", "\\u003c")
 
 
 def _plot(simulation: Simulation) -> dict[str, object]:
+    """``rows`` has a text a rank: the numbers, packed, of the words that its computations and waits are.
+
+    A word is a wait, its time; or a computation: kind, how many stages and micro-batches it is from the rank's last
+    one of that kind, and its time. An order repeats itself, so there are few; the commonest have the least numbers.
+    """
     timetable = simulation.timetable
-    stages = timetable.placement.stages
-    rows = []
-    for spans in simulation.spans:
-        row: list[float] = []
-        at = 0.0
-        for op, start, end in spans:
-            wait, duration = _number(start - at), _number(end - start)
-            row += [(op.micro_batch * stages + op.stage) * 4 + KINDS.index(op.kind), wait, duration]
-            # The script adds up what it is given: rounding must not add up with it.
-            at += wait + duration
-        rows.append(row)
+    rows = [_words(spans) for spans in simulation.spans]
+    words = [word for word, _ in Counter(itertools.chain.from_iterable(rows)).most_common()]
+    number = {word: _packed(i) for i, word in enumerate(words)}
     return {
         "makespan": _number(simulation.makespan),
         "ideal": _number(simulation.ideal),
@@ -131,11 +156,39 @@ def _plot(simulation: Simulation) -> dict[str, object]:
         "axis": axis_title(simulation),
         "pipes": timetable.placement.pipes,
         "pipe": [timetable.pipe(m) for m in range(timetable.micro_batches)],
-        "rows": rows,
+        "words": words,
+        "rows": ["".join(map(number.__getitem__, row)) for row in rows],
     }
 
 
+def _words(spans: Sequence[tuple[Op, float, float]]) -> list[Word]:
+    """The waits and computations of a rank."""
+    found: list[Word] = []
+    last = {kind: (0, 0) for kind in KINDS}
+    at = 0.0
+    for (kind, stage, m), start, end in spans:
+        # The script adds up what it is given: rounding must not add up with it, and is no wait.
+        wait = start - at
+        if abs(wait) > _ROUNDING * start:
+            found.append(_number(wait))
+            at += _number(wait)
+        before, duration = last[kind], _number(end - start)
+        found.append((KINDS.index(kind), stage - before[0], m - before[1], duration))
+        last[kind] = (stage, m)
+        at += duration
+    return found
+
+
+def _packed(number: int) -> str:
+    """To the base 30, digits from ``=``; the last one, from ``]``, says that it is the last."""
+    text = chr(_LAST_DIGIT + number % _BASE)
+    while number >= _BASE:
+        number //= _BASE
+        text = chr(_DIGIT + number % _BASE) + text
+    return text
+
+
 def _number(value: float) -> float | int:
-    """``value`` without the digits that only rounding errors have; whole numbers without a point."""
-    rounded = float(f"{value:.9g}") if abs(value) > 1e-9 else 0.0
+    """``value`` to nine digits: without those that only rounding errors have; whole numbers without a point."""
+    rounded = float(f"{value:.9g}")
     return int(rounded) if rounded.is_integer() else rounded

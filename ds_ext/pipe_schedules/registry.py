@@ -30,7 +30,7 @@ from .placement import Placement
 Orders = tuple[tuple[Op, ...], ...]
 _MOST_RANKS = 16_384
 _MOST_STAGES = 200_000
-_MOST_OPS = 5_000_000  # forwards and backwards of a timetable: half a minute and some gigabytes
+_MOST_OPS = 5_000_000  # forwards and backwards of a timetable: to check as many takes a minute and 4 GB
 
 Generator = Callable[..., Iterator[Op]]
 Planner = Callable[..., Orders]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import TYPE_CHECKING
 
 from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Op, Timetable
-from .simulate import Simulation
+
+if TYPE_CHECKING:  # the simulation itself draws a grid where it stands still
+    from .simulate import Simulation
 
 LEGEND = "3 forward of micro-batch 3   3'- its backward   . waiting"
 SPLIT_LEGEND = "3' its input gradient   3\" its weight gradient"
@@ -20,12 +23,14 @@ _MAX_UNITS_PER_OP = 12
 def time_grid(simulation: Simulation, *, labels: str = "micro-batch", color: bool = False) -> str:
     """One line per rank over time: ``3`` a forward of micro-batch 3, ``3'-`` its backward, ``.`` waiting.
 
-    A timetable too long to be drawn to scale is drawn step by step.
+    A timetable too long to be drawn to scale, or in which nothing takes time, is drawn step by step.
 
     Args:
         labels: ``"micro-batch"`` or ``"op"`` (``F3@1`` in full).
         color: paint the pipes in different terminal colours.
     """
+    if not any(end > start for row in simulation.spans for _, start, end in row):
+        return order_grid(simulation.timetable)
     unit = _time_unit(simulation)
     cells = [
         [(op, _column(start, unit), _column(end, unit)) for op, start, end in spans]
@@ -82,10 +87,12 @@ def _column(time: float, unit: float) -> int:
 def _time_unit(simulation: Simulation) -> float:
     """The length of a column: the shortest time between two events, unless that would draw very long lines."""
     spans = [(start, end) for row in simulation.spans for _, start, end in row if end > start]
-    edges = sorted({0.0, *(round(t, 6) for span in spans for t in span)})
-    shortest = min((b - a for a, b in itertools.pairwise(edges)), default=1.0)
+    # Times that differ by rounding only, in whatever unit they are, are one edge.
+    scale = simulation.makespan
+    edges = sorted({0.0, *(round(t / scale, 9) for span in spans for t in span)})
+    shortest = min(b - a for a, b in itertools.pairwise(edges)) * scale
     durations = [end - start for start, end in spans]
-    return shortest if max(durations, default=1.0) <= _MAX_UNITS_PER_OP * shortest else min(durations)
+    return shortest if max(durations) <= _MAX_UNITS_PER_OP * shortest else min(durations)
 
 
 def order_grid(

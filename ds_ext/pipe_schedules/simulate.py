@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import ScheduleError
+from .check_timetable import fail
+from .collection import without_collection
 from .costs import Costs
 from .ops import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Op, Timetable
+
+_MOST_LISTED = 64  # of the ranks that wait for each other
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ def dependencies(op: Op, timetable: Timetable) -> list[tuple[Op, int]]:
     return [(need, timetable.rank(need.stage, m)) for need in needed]
 
 
+@without_collection
 def simulate(timetable: Timetable, costs: Costs | None = None) -> Simulation:
     """Run the timetable on ideal devices. Raises ScheduleError when no device can move."""
     clock = _Clock(timetable, costs or Costs())
@@ -99,8 +103,6 @@ class _Clock:
         self.ends: list[list[float]] = [[] for _ in timetable.ranks]
         self.messages = 0
         self._times = costs.durations(timetable.placement)
-        devices = range(max(timetable.placement.ranks, len(timetable.ranks)))
-        self._delays = [[costs.delay(a, b) for b in devices] for a in devices]
         # End of every op by its number, -1 if it has not ended; one more for what needs nothing.
         self._end = [-1.0] * (3 * self.pairs) + [0.0]
         self._waiting: dict[int, list[int]] = {}  # op -> devices that need it
@@ -121,6 +123,7 @@ class _Clock:
         order, numbers = self.timetable.ranks[rank], self.timetable.numbers[rank]
         starts, ends, end = self.starts[rank], self.ends[rank], self._end
         jitter, times, woken = self.costs.jitter, self._times, []
+        links, comm = self.costs.links, self.costs.comm
         now = ends[-1] if ends else 0.0
         for at in range(len(ends), len(order)):
             op, number = order[at], numbers[at]
@@ -131,7 +134,7 @@ class _Clock:
             arrives = end[message]
             if sender != rank:
                 self.messages += 1
-                delay = self._delays[sender][rank]
+                delay = links.get((sender, rank), comm) if links else comm
                 arrives += delay * self.costs.factor(op, message=True) if jitter else delay
             now = max(now, end[local], arrives)
             starts.append(now)
@@ -156,17 +159,22 @@ class _Clock:
 
 
 def _refuse_deadlock(timetable: Timetable, ends: list[list[float]]) -> None:
-    """Raise the sentence that says which rank waits for what, if some did not reach the end."""
-    if all(len(done) == len(order) for order, done in zip(timetable.ranks, ends, strict=True)):
+    """Raise the sentence that says which rank waits for what, and the grid, if some did not reach the end."""
+    at = [len(done) for done in ends]
+    stuck = [rank for rank, order in enumerate(timetable.ranks) if at[rank] < len(order)]
+    if not stuck:
         return
-    ended = {op for order, done in zip(timetable.ranks, ends, strict=True) for op in order[: len(done)]}
-    stuck = []
-    for rank, (order, done) in enumerate(zip(timetable.ranks, ends, strict=True)):
-        if len(done) < len(order):
-            op = order[len(done)]
-            missing = [str(need) for need, _ in dependencies(op, timetable) if need not in ended]
-            stuck.append(f"rank {rank}: {op} needs {' and '.join(missing)}")
-    raise ScheduleError(f"{timetable.schedule}: no rank can move; waiting: {', '.join(stuck)}.")
+    ended = {op for order, done in zip(timetable.ranks, at, strict=True) for op in order[:done]}
+    waits = []
+    for rank in stuck[:_MOST_LISTED]:
+        op = timetable.ranks[rank][at[rank]]
+        missing = [str(need) for need, _ in dependencies(op, timetable) if need not in ended]
+        waits.append(f"rank {rank}: {op} needs {' and '.join(missing)}")
+    if len(stuck) > _MOST_LISTED:
+        waits.append(f"and {len(stuck) - _MOST_LISTED} more")
+    first = stuck[0]
+    sentence = f"no rank can move; waiting: {', '.join(waits)}."
+    raise fail(timetable, sentence, first, timetable.ranks[first][at[first]])
 
 
 def peak_stages(order: Sequence[Op], trains: bool = True) -> int:

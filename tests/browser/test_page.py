@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ds_ext.pipe_schedules import Op, Timetable, timetable
+from ds_ext.pipe_schedules import Op, Timetable, get_schedule, timetable
+from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.drawing import DARK, KINDS, LIGHT, WORDS, Theme
+from ds_ext.pipe_schedules.memory import MODELS
 from ds_ext.pipe_schedules.page import html
 from ds_ext.pipe_schedules.placement import linear
 from ds_ext.pipe_schedules.simulate import Simulation, simulate
+from ds_ext.verbs import comparison
 
 from .webdriver import Browser, browser, missing
 
@@ -42,8 +45,10 @@ class Show:
     def __init__(self, window: Browser, path: Path) -> None:
         self.window, self.path = window, path
 
-    def __call__(self, *simulations: Simulation) -> None:
-        self.path.write_text(html(simulations), "utf-8")
+    def __call__(
+        self, *simulations: Simulation, table: Sequence[Sequence[str]] = (), notes: Sequence[str] = ()
+    ) -> None:
+        self.path.write_text(html(simulations, table, notes), "utf-8")
         self.window.prefer(prefers_color_scheme="light")
         self.window.move(1, 1)
         self.window.open(self.path)
@@ -123,6 +128,34 @@ def test_every_computation_is_where_and_what_it_should_be(show: Show) -> None:
         spans = [(rank, *span) for rank, spans in enumerate(simulation.spans) for span in spans]
         seen = show.colors([((start + end) / 2, rank) for rank, _, start, end in spans], plot)
         assert seen == [paint(op, simulation.timetable) for _, op, _, _ in spans]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "costs"),
+    [
+        ("interleaved", {"chunks": 8}, Costs()),
+        ("bitpipe_zb", {"waves": 4}, Costs(1, 1.2, 0.8)),
+        ("zb_v", {}, Costs(comm=0.1, jitter=0.3)),
+    ],
+    ids=str,
+)
+def test_what_is_packed_is_unpacked(show: Show, name: str, options: dict[str, object], costs: Costs) -> None:
+    simulation = simulate(get_schedule(name).timetable(8, 32, options, costs), costs)
+    show(simulation)
+    rows = show.window.run("return plots[0].rows.map((ops) => ops.map((op) => [name(op), op.start, op.end]))")
+    for seen, spans in zip(rows, simulation.spans, strict=True):
+        assert [op for op, _, _ in seen] == [str(op) for op, _, _ in spans]
+        times = [time for _, start, end in spans for time in (start, end)]
+        assert [time for _, start, end in seen for time in (start, end)] == pytest.approx(times, rel=1e-7)
+
+
+def test_the_table_of_a_comparison_is_shown(show: Show) -> None:
+    show(*COMPARED, table=comparison(COMPARED, MODELS["gpt-1.3b"]), notes=["chunks: interleaved only"])
+    text = show.window.run("return document.querySelector('table').innerText")
+    assert [line.split("\t") for line in text.splitlines()] == [
+        list(row) for row in comparison(COMPARED, MODELS["gpt-1.3b"])
+    ]
+    assert show.window.run("return document.querySelector('main > p').innerText").startswith("chunks:")
 
 
 def test_pointing_tells_op_start_and_end(show: Show) -> None:

@@ -20,10 +20,19 @@ from ds_ext.parallel_sizes import (
     message_bytes,
     parallel_sizes,
 )
-from ds_ext.pipe_schedules import SCHEDULES, get_schedule
+from ds_ext.pipe_schedules import SCHEDULES, get_schedule, planning
 from ds_ext.pipe_schedules.costs import Costs, parse_costs
 from ds_ext.pipe_schedules.memory import ModelSizes, memory
 from ds_ext.pipe_schedules.simulate import simulate
+
+EVERYTHING = 10**9  # "cheap_ops" with which nothing is left out
+
+
+@pytest.fixture(autouse=True)
+def a_short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is planned is the same for the choice and for whom it is compared with, and the choice is of many."""
+    monkeypatch.setattr(planning, "_MOST_OPS", 2_000)
+
 
 MODEL = ModelSizes(layers=48, hidden=1024, heads=16, vocab=32000, seq=1024)
 SIZES = [(4, 8, 0.0), (4, 8, 0.3), (4, 6, 0.1), (2, 4, 0.0), (3, 7, 0.05), (1, 4, 0.0), (8, 16, 0.1)]
@@ -115,6 +124,17 @@ def test_recomputation_costs_forward_time() -> None:
     assert {r.recompute for r in only.table} == {"full"}
 
 
+def test_of_equals_the_simplest_is_chosen() -> None:
+    """On one device all orders take the same time, and most of them the same memory."""
+    choice = choose(Request(1, 4, Costs(comm=0.1), MODEL, cheap_ops=EVERYTHING))
+    best = choice.best
+    assert best is not None and (best.schedule, best.stages) == ("1f1b", 1)
+    alike = {c.schedule for c in choice.fitting if (c.time, c.weight) == (best.time, best.weight)}
+    assert {"1f1b", "interleaved"} <= alike
+    nearest = choose(Request(1, 4, Costs(comm=0.1), MODEL, 10**9)).nearest
+    assert nearest is not None and nearest.schedule == "1f1b"
+
+
 def test_refusals_are_one_sentence_each() -> None:
     choice = choose(Request(3, 7, sizes=MODEL))
     reasons = {(r.label, r.recompute): r.refusal for r in choice.table}
@@ -136,7 +156,7 @@ def test_refusals_are_one_sentence_each() -> None:
 def test_leaving_out_what_cannot_win_changes_nothing(
     devices: int, micro_batches: int, comm: float, limit: int | None
 ) -> None:
-    request = Request(devices, micro_batches, Costs(comm=comm), MODEL, limit)
+    request = Request(devices, micro_batches, Costs(comm=comm), MODEL, limit, cheap_ops=EVERYTHING)
     everything = choose(request)
     pruned = choose(replace(request, cheap_ops=0))
     assert pruned.best == everything.best
@@ -160,7 +180,7 @@ def test_many_devices_are_chosen_for_without_planning_what_cannot_win() -> None:
 
 
 def test_a_job_plans_the_order_that_was_priced() -> None:
-    choice = choose(Request(4, 8, Costs(b=1.5, comm=0.25), MODEL))
+    choice = choose(Request(4, 8, Costs(b=1.5, comm=0.25), MODEL, cheap_ops=EVERYTHING))
     for row in choice.fitting:
         schedule = get_schedule(row.schedule)
         assert simulate(schedule.timetable(4, 8, row.settings), row.costs).makespan == row.time

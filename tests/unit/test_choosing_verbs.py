@@ -12,7 +12,7 @@ import pytest
 from ds_ext.__main__ import main
 from ds_ext.choice import format_bytes
 from ds_ext.config import load_config
-from ds_ext.pipe_schedules import get_schedule, timetable
+from ds_ext.pipe_schedules import get_schedule, planning, timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.memory import MODELS, ModelSizes, memory
 from ds_ext.pipe_schedules.simulate import simulate
@@ -101,6 +101,20 @@ def test_compare_with_a_model(capsys: pytest.CaptureFixture[str]) -> None:
         assert more.startswith(line) and more.removeprefix(line).strip() == format_bytes(worst)
 
 
+def test_the_page_of_a_comparison_has_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["compare", "1f1b", "interleaved", "--stages", "5", "--micro-batches", "10", "--model", "gpt-10b"]
+    assert main([*shape, "--option", "chunks=5"]) == 0
+    *rows, note = capsys.readouterr().out.splitlines()
+    file = tmp_path / "page.html"
+    assert main([*shape, "--option", "chunks=5", "-o", str(file)]) == 0
+    page = file.read_text("utf-8")
+    found = re.findall(r"<tr>(.*?)</tr>", page, re.DOTALL)
+    cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in found]
+    assert [" ".join(row) for row in cells] == [" ".join(row.split()) for row in rows]
+    assert cells[0][-1] == "memory" and cells[1][-1].endswith(" GB")
+    assert f"<p>{note}</p>" in page and note == "--option chunks=5: interleaved only."
+
+
 @pytest.mark.parametrize("verb", ["show", "dump", "check", "simulate", "compare", "optimise"])
 def test_costs_from_a_file(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if verb == "optimise":
@@ -123,9 +137,16 @@ def test_costs_from_a_file(verb: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "none.json: No such file or directory." in capsys.readouterr().err
 
 
+@pytest.fixture
+def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orders that are not the best that are known, in a tenth of the time."""
+    monkeypatch.setattr(planning, "_MOST_OPS", 2_000)
+
+
 PLAN = ["plan", "--devices", "8", "--memory", "16GB", "--model", "gpt-1.3b", "--global-batch-size", "32"]
 
 
+@pytest.mark.usefixtures("short_search")
 def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, "--tensor-parallel", "1", "--zero", "1"]) == 0
     out = capsys.readouterr().out
@@ -143,6 +164,7 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert (made.sizes.train_batch_size, made.sizes.micro_batches) == (32, int(first[3]))
 
 
+@pytest.mark.usefixtures("short_search")
 def test_plan_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, "--json", "--costs", "b=1.5,w=0.5", "--tflops", "100", "--bandwidth", "10GB"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -153,6 +175,24 @@ def test_plan_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert best["memory_bytes"] <= 16e9 and best["step_s"] == pytest.approx(least)
     sizes = {(c["tensor_parallel_size"], c["pipeline_parallel_size"]) for c in found["best"]}
     assert len(sizes) == len(found["best"])
+
+
+def test_one_device_a_pipeline_has_nothing_to_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    for size in ("80GB", "15GB", "1GB"):
+        words = [
+            "plan",
+            "--devices",
+            "1",
+            "--memory",
+            size,
+            "--model",
+            "gpt-1.3b",
+            "--global-batch-size",
+            "8",
+        ]
+        main([*words, "--json"])
+        [only] = json.loads(capsys.readouterr().out)["best"]
+        assert (only["pipeline_parallel_size"], only["schedule"], only["schedule_options"]) == (1, "1f1b", {})
 
 
 def test_plan_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,10 @@ def test_costs_from_text() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["f", "f=x", "g=1", "f=-1", "f=nan", "comm=inf", "stages=1", "jitter=2", "jitter=-0.1", "seed=1.5"],
+    [
+        *("f", "f=x", "g=1", "f=-1", "f=nan", "comm=inf", "stages=1", "jitter=2", "jitter=-0.1", "seed=1.5"),
+        *("f=1e308", "b=1e-300", "f=1,f=2", "w=1, w =1"),
+    ],
 )
 def test_costs_that_make_no_sense(text: str) -> None:
     with pytest.raises(ScheduleError, match="costs"):
@@ -53,6 +56,15 @@ def test_links() -> None:
     assert [costs.delay(*ends) for ends in ((0, 1), (1, 0), (1, 2), (1, 1))] == [3, 0.5, 0.5, 0]
 
 
+def test_costs_of_another_placement() -> None:
+    for ends in ((0, 4), (7, 1), (-1, 0), (2, 2)):
+        with pytest.raises(
+            ScheduleError, match=rf"link {ends[0]}>{ends[1]} does not join two of the 4 ranks, .* 0 to 3"
+        ):
+            Costs(links={(0, 1): 1, ends: 1}).durations(linear(4))
+    Costs(links={(0, 3): 1}).check_fits(v(4))
+
+
 def test_costs_are_values() -> None:
     links = {(0, 1): 3.0}
     costs = Costs(stages=(1, 2), links=links)
@@ -72,6 +84,10 @@ def test_costs_are_values() -> None:
         ({"links": {(0, 1): -2}}, "got links 0>1 = -2"),
         ({"jitter": 1.5}, "jitter must be within 0 and 1, .*; got 1.5"),
         ({"seed": 0.5}, "seed must be an integer, .*; got 0.5"),
+        ({"seed": True}, "seed must be an integer, .*; got True"),
+        ({"f": 1e308}, r"are 0 or within 1e-15 and 1e\+15; got f = 1e\+308\."),
+        ({"f": True}, "got f = True"),
+        ({"b": 10**6000}, "got b = thousands of digits or brackets"),
     ],
 )
 def test_values_out_of_range(arguments: dict[str, Any], sentence: str) -> None:
@@ -133,6 +149,13 @@ def test_costs_from_a_file(tmp_path: Path) -> None:
         ('{"links": [1]}', r"a link is written .*; got \[1\]"),
         ('{"links": {"0>1": null}}', "got links 0>1 = None"),
         ('{"f": NaN}', "got f = nan"),
+        ('{"f": 1, "f": 2}', "'f' is given twice; give it once"),
+        ('{"links": {"0>1": 1, " 0 > 1": 2}}', "link 0>1 is given twice"),
+        ('{"links": "0>1"}', "a link is written \"0>1\" .*; got '0>1'"),
+        ('{"links": {"9999999999>1": 1}}', "a link is written"),
+        ('{"seed": true}', "seed must be an integer"),
+        ("[" * 200_000, "nested too deeply"),
+        ('{"f": ' + "[" * 5_000 + "]" * 5_000 + "}", "costs"),
     ],
 )
 def test_files_that_make_no_sense(text: str, sentence: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections.abc import Iterator
 from xml.etree import ElementTree
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ext.errors import ScheduleError
-from ds_ext.pipe_schedules import Op, Timetable, timetable
+from ds_ext.pipe_schedules import SCHEDULES, Op, Timetable, timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.drawing import DARK, KINDS, LIGHT, ON_DARK, Theme, axis_title, nice_step, visits
 from ds_ext.pipe_schedules.page import html, svg
@@ -29,38 +30,95 @@ def data_of(page: str) -> list[dict]:
     return json.loads(found[1])
 
 
+def numbers_of(text: str) -> Iterator[int]:
+    """To the base 30, digits from ``=``, the last one of a number from ``]``."""
+    number = 0
+    for sign in text:
+        number = number * 30 + (ord(sign) - 61) % 32
+        if sign >= "]":
+            yield number
+            number = 0
+
+
 def spans_of(plot: dict) -> list[list[tuple[Op, float, float]]]:
     """What page.js makes of the data."""
-    stages = len(plot["pipes"][0])
     rows = []
-    for flat in plot["rows"]:
-        row, time = [], 0.0
-        for code, wait, duration in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
-            place, kind = divmod(code, 4)
-            start, time = time + wait, time + wait + duration
-            row.append((Op(KINDS[kind], place % stages, place // stages), start, time))
+    for text in plot["rows"]:
+        row, time, last = [], 0.0, {kind: (0, 0) for kind in KINDS}
+        for word in (plot["words"][number] for number in numbers_of(text)):
+            if not isinstance(word, list):
+                time += word
+                continue
+            number, stages, micro_batches, duration = word
+            kind = KINDS[number]
+            stage, m = last[kind] = (last[kind][0] + stages, last[kind][1] + micro_batches)
+            row.append((Op(kind, stage, m), time, time + duration))
+            time += duration
         rows.append(row)
     return rows
 
 
+def assert_has_everything(plot: dict, simulation: Simulation) -> None:
+    assert [[op for op, _, _ in row] for row in spans_of(plot)] == list(map(list, simulation.timetable.ranks))
+    for drawn, spans in zip(spans_of(plot), simulation.spans, strict=True):
+        for (_, start, end), (_, wanted_start, wanted_end) in zip(drawn, spans, strict=True):
+            assert (start, end) == pytest.approx((wanted_start, wanted_end), rel=1e-6, abs=1e-12)
+
+
+TIMES = st.floats(1e-6, 1e6)
+
+
 @given(
-    st.sampled_from(["1f1b", "interleaved", "bitpipe"]),
-    st.builds(Costs, *[st.floats(0.01, 100)] * 3, st.floats(0, 10)),
+    st.sampled_from(["1f1b", "interleaved", "bitpipe", "zb_h1"]),
+    st.builds(Costs, TIMES, TIMES, TIMES, TIMES, jitter=st.sampled_from([0.0, 0.5])),
 )
 def test_the_page_has_every_computation_with_its_times(name: str, costs: Costs) -> None:
     simulation = simulate(timetable(name, 4, 8), costs)
     (plot,) = data_of(html([simulation]))
-    assert [[op for op, _, _ in row] for row in spans_of(plot)] == [
-        list(r) for r in simulation.timetable.ranks
-    ]
-    for drawn, spans in zip(spans_of(plot), simulation.spans, strict=True):
-        for (_, start, end), (_, wanted_start, wanted_end) in zip(drawn, spans, strict=True):
-            assert (start, end) == pytest.approx((wanted_start, wanted_end), rel=1e-6, abs=1e-6)
+    assert_has_everything(plot, simulation)
     assert plot["pipe"] == [simulation.timetable.pipe(m) for m in range(8)]
 
 
-def test_the_page_is_small() -> None:
-    assert len(html([simulate(timetable("bitpipe", 8, 32))]).encode()) <= 60_000
+LARGEST = [(name, {}) for name in sorted(SCHEDULES)] + [
+    ("interleaved", {"chunks": 8}),
+    ("bitpipe_zb", {"waves": 4}),
+    ("bitpipe", {"mode": "greedy"}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), LARGEST, ids=str)
+def test_the_page_is_small(name: str, options: dict[str, object]) -> None:
+    simulation = simulate(timetable(name, 8, 32, **options))
+    page = html([simulation])
+    assert len(page.encode()) <= 60_000
+    assert_has_everything(data_of(page)[0], simulation)
+
+
+@pytest.mark.parametrize("name", ["interleaved", "bitpipe_zb"])
+def test_the_page_is_small_at_costs_that_are_no_round_numbers(name: str) -> None:
+    costs = Costs(1, 1.234567, 0.87654321, 0.0123456)
+    options = {"chunks": 8} if name == "interleaved" else {"waves": 4}
+    made = timetable(name, 8, 32, **options)
+    assert len(html([simulate(made, costs)]).encode()) <= 60_000
+
+
+def test_the_page_has_the_table_of_a_comparison() -> None:
+    page = html([simulate(timetable("1f1b", 2, 2))], [("schedule", "memory"), ("<mine>", "3 GB")], ["a & b"])
+    found = re.search(r"<table>.*</table>\n(.*)", page, re.DOTALL)
+    assert found
+    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in found[0].split("<tr>")[1:]]
+    assert rows == [["schedule", "memory"], ["&lt;mine&gt;", "3 GB"]]
+    assert found[1].startswith("<p>a &amp; b</p>")
+    assert "<table>" not in html([simulate(timetable("1f1b", 2, 2))])
+
+
+@pytest.mark.parametrize("costs", [Costs(0, 0, 0), Costs(0, 0, 0, 1)], ids=["nothing", "messages"])
+def test_pictures_of_computations_that_take_no_time(costs: Costs) -> None:
+    simulation = simulate(timetable("bitpipe", 2, 2), costs)
+    (plot,) = data_of(html([simulation]))
+    assert_has_everything(plot, simulation)
+    assert len(boxes(simulation)) == 16
+    assert {box.attrib["width"] for box in boxes(simulation).values()} == {"0"}
 
 
 def test_the_page_needs_nothing_else() -> None:

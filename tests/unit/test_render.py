@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from ds_ext.pipe_schedules import Op, Timetable, timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.placement import linear
@@ -34,7 +36,14 @@ def test_split_backwards_and_free_computations() -> None:
     made = Timetable("split", linear(1), 1, order)
     assert time_grid(simulate(made)) == "rank 0  0  0' 0\""
     assert time_grid(simulate(made, Costs(w=0))) == "rank 0  0  0'"
-    assert time_grid(simulate(made, Costs(0, 0, 0))) == "rank 0"
+    assert time_grid(simulate(made, Costs(0, 0, 0))) == order_grid(made)
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e-3, 1e9])
+def test_the_unit_of_time_does_not_matter(scale: float) -> None:
+    made = timetable("bitpipe", 4, 8)
+    scaled = Costs(scale, 1.2 * scale, 0.8 * scale, 0.1 * scale)
+    assert time_grid(simulate(made, scaled)) == time_grid(simulate(made, Costs(1, 1.2, 0.8, 0.1)))
 
 
 def test_colors_do_not_move_anything() -> None:

@@ -60,6 +60,14 @@ def test_ranks_that_wait_for_each_other() -> None:
         simulate(Timetable("mine", linear(2), 1, order))
 
 
+def test_many_ranks_that_wait_are_not_all_listed() -> None:
+    made = timetable("1f1b", 80, 1)
+    backwards_first = Timetable("mine", made.placement, 1, tuple(order[::-1] for order in made.ranks))
+    with pytest.raises(ScheduleError, match=r"rank 63: \S+ needs [^,]*, and 16 more\.\n") as caught:
+        simulate(backwards_first)
+    assert next(line for line in str(caught.value).splitlines() if "ERROR HERE" in line).startswith("rank 0 ")
+
+
 def test_everything_free() -> None:
     simulation = simulate(timetable("1f1b", 2, 2), Costs(0, 0, 0, 0))
     assert (simulation.makespan, simulation.bubble) == (0, 0)

@@ -1,0 +1,222 @@
+"""The flags of ``python -m ds_ext`` that say which timetable is meant and what its computations cost."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .errors import ScheduleError
+from .pipe_schedules import SCHEDULES, Schedule, Timetable, get_schedule
+from .pipe_schedules.check import check_timetable
+from .pipe_schedules.costs import Costs, load_costs, parse_costs
+from .pipe_schedules.files import is_timetable_file, read_timetable
+from .pipe_schedules.inference import forward_timetable
+from .pipe_schedules.simulate import Simulation, simulate
+
+_DEFAULT_COSTS = "f=1,b=1,w=1,comm=0"
+_COSTS = "costs"
+
+
+def add_schedule_flags(verb: argparse.ArgumentParser, *, several: bool, forward_only: bool) -> None:
+    """What all verbs about schedules take; ``forward_only``: also an evaluation."""
+    if several:
+        verb.add_argument(
+            "schedules", nargs="+", metavar="NAME", help="schedules, see below, or timetable files"
+        )
+    else:
+        verb.add_argument("schedule", metavar="NAME", help="a schedule, see below, or a timetable file")
+    verb.add_argument("--stages", type=int, metavar="D", help="devices of one pipeline group")
+    verb.add_argument(
+        "--micro-batches", type=int, metavar="N", help="micro-batches per pipeline group and step"
+    )
+    verb.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="K=V",
+        help="an option of the schedule, e.g. chunks=3",
+    )
+    verb.add_argument(
+        "--costs",
+        metavar=_DEFAULT_COSTS,
+        help="times of forward, input gradient, weight gradient of one D-th of the model, and of a message; or a "
+        "JSON file with these and more (stages, links, jitter, seed)",
+    )
+    if forward_only:
+        verb.add_argument(
+            "--forward-only",
+            action="store_true",
+            help="an evaluation on the schedule's placement; any number of micro-batches",
+        )
+    add_import_flag(verb)
+
+
+def add_import_flag(verb: argparse.ArgumentParser) -> None:
+    """``--import``, for schedules that are not part of the package."""
+    verb.add_argument(
+        "--import",
+        dest="modules",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="a Python module with a schedule of your own, from this folder or PYTHONPATH",
+    )
+
+
+def import_modules(names: Sequence[str]) -> None:
+    """Import what registers schedules. Raises ScheduleError for a module that is not there."""
+    for name in names:
+        if name.endswith(".py") or not all(part.isidentifier() for part in name.split(".")):
+            raise ScheduleError(
+                f"--import {name!r}: give the name of a module, such as eager_1f1b for eager_1f1b.py in this folder."
+            )
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # What the module itself does not find, or any other failure in it, is for its author to see whole.
+            if not f"{name}.".startswith(f"{error.name}."):
+                raise
+            raise ScheduleError(
+                f"--import {name}: there is no module {error.name!r} in this folder or in PYTHONPATH."
+            ) from None
+
+
+def read_costs(given: str) -> Costs:
+    """``f=1,b=1,w=1,comm=0``, or a JSON file that says more. Raises ScheduleError."""
+    if os.path.isfile(given) or given.endswith(".json"):
+        return load_costs(given)
+    return parse_costs(given)
+
+
+def simulation_of(args: argparse.Namespace) -> Simulation:
+    """The priced timetable that the flags ask for. Raises ScheduleError."""
+    made, costs = _timetable(args.schedule, args, _options(args))
+    # A file may hold anything: its computations are looked at before they are priced.
+    check_timetable(made)
+    return simulate(made, costs)
+
+
+def timetable_of(args: argparse.Namespace) -> Timetable:
+    """The timetable that the flags ask for. Raises ScheduleError."""
+    return _timetable(args.schedule, args, _options(args))[0]
+
+
+def simulations_of(args: argparse.Namespace) -> tuple[list[Simulation], list[str]]:
+    """Every schedule of a comparison, priced; and a sentence for each option that not all of them have.
+
+    Raises ScheduleError also for an option that none has.
+    """
+    options, simulations = _options(args), []
+    known = {
+        name: {} if _is_file(name) else get_schedule(name).options for name in dict.fromkeys(args.schedules)
+    }
+    notes = _partial(options, known)
+    for name in args.schedules:
+        made, costs = _timetable(name, args, {k: v for k, v in options.items() if k in known[name]})
+        check_timetable(made)
+        simulations.append(simulate(made, costs))
+    return simulations, notes
+
+
+def _partial(options: Mapping[str, object], known: Mapping[str, Mapping[str, object]]) -> list[str]:
+    """What each option that not all schedules have is for. Raises ScheduleError for one that none has."""
+    notes = []
+    for key, value in options.items():
+        having = [name for name, its in known.items() if key in its]
+        if not having:
+            each = "; ".join(f"{name} has {', '.join(sorted(its)) or 'none'}" for name, its in known.items())
+            raise ScheduleError(f"--option {key}: none of the schedules has it; {each}.")
+        if len(having) < len(known):
+            whose = ", ".join(having)
+            told = f"planned for by {whose}; all are priced with them" if key == _COSTS else f"{whose} only"
+            notes.append(f"--option {key}={value}: {told}.")
+    return notes
+
+
+def _timetable(name: str, args: argparse.Namespace, options: Mapping[str, object]) -> tuple[Timetable, Costs]:
+    """A registered schedule for the given sizes, or a timetable file, which has its own; and the costs."""
+    costs = _costs_of(args)
+    made = _from_file(name, args) if _is_file(name) else _made(get_schedule(name), args, options, costs)
+    costs.check_fits(made.placement)
+    return made, costs
+
+
+def _is_file(name: str) -> bool:
+    return os.path.isfile(name) or is_timetable_file(name)
+
+
+def _made(
+    schedule: Schedule, args: argparse.Namespace, options: Mapping[str, object], costs: Costs
+) -> Timetable:
+    if args.stages is None or args.micro_batches is None:
+        raise ScheduleError(
+            f"{schedule.name} needs --stages D and --micro-batches N, for example --stages 4 --micro-batches 8."
+        )
+    if getattr(args, "forward_only", False):
+        placement = schedule.placement(args.stages, options)
+        return forward_timetable(placement, args.micro_batches, schedule.name)
+    return schedule.timetable(args.stages, args.micro_batches, options, costs)
+
+
+def _from_file(name: str, args: argparse.Namespace) -> Timetable:
+    """A timetable from a file, which other sizes and options cannot be asked of, but for an evaluation any N."""
+    if args.option and "schedule" in args:
+        raise ScheduleError(f"--option {args.option[0]}: a timetable file has no options; leave it out.")
+    made = read_timetable(name)
+    has = (made.placement.ranks, made.micro_batches)
+    asked = (args.stages, args.micro_batches)
+    forward_only = getattr(args, "forward_only", False)
+    if asked[0] not in (None, has[0]) or (asked[1] not in (None, has[1]) and not forward_only):
+        raise ScheduleError(
+            f"the timetable file is for --stages {has[0]} --micro-batches {has[1]}; leave both out, or give a schedule."
+        )
+    if not forward_only:
+        return made
+    micro_batches = made.micro_batches if args.micro_batches is None else args.micro_batches
+    return forward_timetable(made.placement, micro_batches, made.schedule)
+
+
+def _costs_of(args: argparse.Namespace) -> Costs:
+    """``--costs``, or the option "costs" of planned schedules, which here means the same. Raises ScheduleError."""
+    option = _options(args).get(_COSTS)
+    if option is not None and args.costs is not None:
+        raise ScheduleError(
+            f"costs are given twice, --costs {args.costs} and --option costs={option}, and both say what is planned "
+            "for and priced with; give one of them."
+        )
+    given = args.costs if option is None else str(option)
+    return read_costs(_DEFAULT_COSTS if given is None else given)
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """``--option`` as a dict. Raises ScheduleError."""
+    options: dict[str, Any] = {}
+    for text in args.option:
+        key, equals, value = text.partition("=")
+        if not (key and equals):
+            raise ScheduleError(f"--option {text!r} is not of the form chunks=3.")
+        if key in options:
+            raise ScheduleError(f"--option {key} is given twice, {options[key]} and {value}; give it once.")
+        options[key] = _number_or_text(value)
+    return options
+
+
+def _number_or_text(value: str) -> int | float | str:
+    for number in (int, float):
+        with contextlib.suppress(ValueError):
+            return number(value)
+    return value
+
+
+def list_schedules() -> str:
+    """All registered schedules with their options, a line each."""
+    width = max(map(len, SCHEDULES))
+    lines = []
+    for name, schedule in sorted(SCHEDULES.items()):
+        options = [f"--option {key}={o.default} ({o.help})" for key, o in sorted(schedule.options.items())]
+        lines += [f"  {name:<{width}}  {schedule.summary}", *(f"  {'':<{width}}  {o}" for o in options)]
+    return "\n".join(lines)
