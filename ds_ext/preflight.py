@@ -6,23 +6,16 @@ Pure: neither torch nor the data are read.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .config import counted
-from .deepspeed_json import refuse_fp16_without_zero, zero_stage
-from .deepspeed_sections import check_optimizer, check_scheduler, precision
+from .checkpoint_folder import open_checkpoint
+from .deepspeed_sections import check_optimizer, check_scheduler
 from .errors import CheckpointError, ConfigError
 from .megatron_flags import TOKENIZER_FILES, TOKENIZER_TYPES
-from .plan import Plan
-
-# In every checkpoint that the scripts write: the sizes that decide which of its files a rank reads.
-JOB_FILE = "ds_ext.json"
-_SIZES = {"PP": "pipeline", "TP": "tensor", "DP": "data"}
 
 
 def check_job(
@@ -33,7 +26,6 @@ def check_job(
     ``flags`` says which keys of the JSON a flag filled in, as ``JobConfig.flags``.
     """
     require_optimizer(config)
-    refuse_fp16_without_zero(config)
     check_optimizer(config, flags)
     check_scheduler(config)
     _check_tokenizer(args)
@@ -48,7 +40,7 @@ def check_job(
         if value < lowest:
             raise ConfigError(f"--{flag.replace('_', '-')} must be at least {lowest}; got {value}.")
     if args.load:
-        find_checkpoint(args.load)
+        require_checkpoint(args.load)
     if args.save:
         _require_writable("--save", Path(args.save), make=not args.dry_run)
     if args.metrics_file:
@@ -95,89 +87,12 @@ def require_optimizer(config: Mapping[str, Any]) -> None:
         )
 
 
-def find_checkpoint(folder: str) -> Path:
-    """The latest checkpoint in ``folder``. Raises ConfigError when there is none."""
-    latest = Path(folder) / "latest"
-    if not latest.is_file():
-        raise ConfigError(
-            f"--load {folder}: there is no checkpoint (no file 'latest' in it). Leave --load out to start from the "
-            f"beginning."
-        )
-    name = latest.read_text(errors="replace").strip()
-    checkpoint = Path(folder) / name
-    if not name or checkpoint.parent != Path(folder) or not checkpoint.is_dir():
-        tags = sorted(path.name for path in Path(folder).iterdir() if path.is_dir())
-        raise ConfigError(
-            f"--load {folder}: its file 'latest' names {name!r}, which is not there. Write one of the names "
-            f"that are into it: {', '.join(tags) or 'none'}."
-        )
-    return checkpoint
-
-
-def describe_job(plan: Plan) -> dict[str, Any]:
-    """What a checkpoint's files depend on, as :func:`check_resume` compares it."""
-    layout = plan.layout
-    return {
-        "schedule": plan.timetable.schedule,
-        "pipeline_parallel_size": layout.placement.ranks,
-        "tensor_parallel_size": layout.tensor_parallel_size,
-        "data_parallel_size": layout.data_parallel_size,
-        "zero_stage": zero_stage(plan.job.deepspeed),
-        "precision": precision(plan.job.deepspeed),
-        # Device by pipe and stage: schedules that agree in it (1f1b and gpipe) read each other's checkpoints.
-        "devices": [list(pipe) for pipe in layout.placement.pipes],
-    }
-
-
-def check_resume(load: str, plan: Plan, world_is_known: bool = True) -> None:
-    """Raise CheckpointError when the checkpoint in ``load`` was written under a schedule or sizes that do not fit.
-
-    Args:
-        world_is_known: False for a plan that no launcher started: its data-parallel size is not compared.
-    """
-    checkpoint, ours = find_checkpoint(load), describe_job(plan)
-    theirs = _read_job_file(checkpoint / JOB_FILE, ours)
-    if theirs is None:
-        return
-    keys = ["devices", "tensor_parallel_size", "zero_stage", "precision"]
-    if ours["zero_stage"] > 0 and world_is_known:
-        # Without ZeRO every data-parallel rank holds, and the first saves, the whole optimizer state.
-        keys.append("data_parallel_size")
-    if all(theirs[key] == ours[key] for key in keys):
-        if ours["precision"] == "bf16" and ours["zero_stage"] == 0:
-            raise CheckpointError(
-                f"{checkpoint} was written with bf16 and without ZeRO; DeepSpeed cannot load that optimizer's states "
-                f'again. A run in bf16 that is to be resumed needs "zero_optimization": {{"stage": 1}} from its start. '
-                f"Leave --load out."
-            )
-        return
-    ranks = theirs["pipeline_parallel_size"] * theirs["tensor_parallel_size"] * theirs["data_parallel_size"]
-    raise CheckpointError(
-        f"{checkpoint} was written with {_in_short(theirs)}; this job has {_in_short(ours)}, and checkpoints are not "
-        f"converted. Resume with what the checkpoint was written with, on {counted(ranks, 'process')}, or leave "
-        f"--load out."
-    )
-
-
-def _read_job_file(path: Path, needed: Collection[str]) -> dict[str, Any] | None:
-    """What a checkpoint was written with; None when it does not say. Raises CheckpointError for a damaged file."""
+def require_checkpoint(folder: str) -> None:
+    """Raise ConfigError unless the current checkpoint in ``folder`` is there, with all its files in full size."""
     try:
-        job = json.loads(path.read_text())
-        if not (isinstance(job, dict) and job.keys() >= set(needed)):
-            raise ValueError(f"it needs the keys {', '.join(needed)}")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path}, which says how the checkpoint was written, cannot be read ({error}). Without this file the "
-            f"checkpoint is loaded unchecked."
-        ) from None
-    return job
-
-
-def _in_short(job: Mapping[str, Any]) -> str:
-    sizes = " x ".join(f"{word} {job[f'{key}_parallel_size']}" for word, key in _SIZES.items())
-    return f"schedule {job['schedule']}, {sizes}, ZeRO stage {job['zero_stage']} and {job['precision']}"
+        open_checkpoint(Path(folder))
+    except (ConfigError, CheckpointError) as error:
+        raise ConfigError(f"--load {folder}: {str(error).removeprefix(f'{folder}: ')}") from None
 
 
 def _require_writable(flag: str, folder: Path, make: bool = False) -> None:

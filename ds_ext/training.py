@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import shlex
@@ -21,7 +20,6 @@ from .errors import CheckpointError
 from .observe.metrics import MetricsFile, StepMetrics, peak_memory_bytes
 from .pipe_schedules.files import is_timetable_file
 from .plan import Plan
-from .preflight import JOB_FILE, describe_job, find_checkpoint
 from .process import rank, world_size
 
 EXIT_PIPE = 141  # a shell's code for a program that SIGPIPE ended
@@ -125,37 +123,39 @@ class Trainer:
         say(f"step {step}: validation loss {loss:.4f}, perplexity {_perplexity(loss)}")
 
     def save(self, step: int) -> None:
-        """Write a checkpoint in DeepSpeed's layout with the position in the data and the sizes of this job."""
-        folder = Path(self.args.save) / f"step_{step}"
-        if rank() == 0:
-            # First, so that no checkpoint that "latest" names is without it.
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / JOB_FILE).write_text(json.dumps(describe_job(self.plan)) + "\n")
-        state = {"step": step, "tokenizer": self.tokenizer, **self.train.state_dict()}
-        self.engine.save_checkpoint(self.args.save, tag=folder.name, client_state=state)
-        say(f"step {step}: saved {folder}")
+        """Write a checkpoint with the position in the data."""
+        state = {"step": step, "tokenizer": self.tokenizer, "sizes": self._sizes(), **self.train.state_dict()}
+        self.engine.save_checkpoint(self.args.save, tag=f"step_{step}", client_state=state)
+        say(f"step {step}: saved {Path(self.args.save) / f'step_{step}'}")
 
     def resume(self) -> int:
         """Load ``--load`` if given. Returns the number of steps done."""
         if not self.args.load:
             return 0
-        checkpoint = find_checkpoint(self.args.load)
-        path, state = self.engine.load_checkpoint(self.args.load, tag=checkpoint.name)
-        if path is None or "step" not in state or "consumed_samples" not in state:
+        path, state = self.engine.load_checkpoint(self.args.load)
+        if path is None or state is None or "step" not in state or "consumed_samples" not in state:
             raise CheckpointError(
-                f"{checkpoint} holds no step and position in the data: it is incomplete, or it was saved by another "
-                f"script. Write an older one's name into {checkpoint.parent / 'latest'}, or leave --load out."
+                f"{path or self.args.load} holds no step and position in the data: it was saved by another script. "
+                f"Write an older one's name into {Path(self.args.load) / 'latest'}, or leave --load out."
             )
         if state.get("tokenizer") not in (None, self.tokenizer):
             raise CheckpointError(
-                f"{checkpoint} was trained on data of another tokenizer (fingerprint {state['tokenizer']}; the "
+                f"{path} was trained on data of another tokenizer (fingerprint {state['tokenizer']}; the "
                 f"data's is {self.tokenizer}). Give the --data-path of that run, or another --load."
             )
         self.train.load_state_dict(state)
+        other = "" if state.get("sizes") == self._sizes() else f" (written with {state.get('sizes')})"
         say(
-            f"resumed from {checkpoint} at step {state['step']}, {self.train.consumed_samples} samples consumed"
+            f"resumed from {path} at step {state['step']}, {self.train.consumed_samples} samples consumed{other}"
         )
         return int(state["step"])
+
+    def _sizes(self) -> str:
+        layout = self.plan.layout
+        return (
+            f"{self.plan.timetable.schedule}, PP {layout.placement.ranks} x TP {layout.tensor_parallel_size} x "
+            f"DP {layout.data_parallel_size}"
+        )
 
     def say_goodbye(self, loss: float) -> None:
         """The result in one line, and what to run next."""

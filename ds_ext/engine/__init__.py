@@ -11,6 +11,14 @@ if not torch.accelerator.is_available():
 from .engine import PipelineEngine
 from .initialize import init_distributed, initialize
 from .module import PipelineModule
+from .parameter_groups import weight_decay_groups
 from .topology import FoldedTopology
 
-__all__ = ["FoldedTopology", "PipelineEngine", "PipelineModule", "init_distributed", "initialize"]
+__all__ = [
+    "FoldedTopology",
+    "PipelineEngine",
+    "PipelineModule",
+    "init_distributed",
+    "initialize",
+    "weight_decay_groups",
+]

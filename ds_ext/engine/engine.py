@@ -2,8 +2,8 @@
 
 What differs from DeepSpeed's PipelineEngine: tensors live in the buffer that the instruction names; loss and
 gradients belong to a buffer, not to the engine; micro-batches are fetched by id; messages carry their shapes
-and go to any peer without blocking. Everything else (optimizer, ZeRO-1, checkpoints, learning rate, monitors)
-is the parent's.
+and go to any peer without blocking; checkpoints fit any schedule and sizes. Everything else (optimizer, ZeRO-1,
+learning rate, monitors) is the parent's.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule as ds
 from torch import Tensor
+from torch.autograd import profiler
 from torch.profiler import record_function
 
 from ..comm.transport import create_transport
@@ -31,9 +32,11 @@ from ..pipe_schedules.simulate import simulate
 from ..tensor_parallel import let_defer
 from .batches import Batches, IteratorBatches
 from .busy import BusyClock
+from .checkpoint_methods import CheckpointMethods
 from .grad_sync import EagerReduction, why_not_eager
 from .handlers import InstructionHandlers
-from .messages import Kind, StageMessages, directed_pairs
+from .link_slots import link_slots
+from .messages import Kind, StageMessages
 from .micro_batches import MicroBatches
 
 logger = logging.getLogger(__name__)
@@ -43,7 +46,7 @@ _LOOKAHEAD = 8
 _RECEIVES = {ds.RecvActivation: Kind.ACTIVATION, ds.RecvGrad: Kind.GRADIENT}
 
 
-class PipelineEngine(InstructionHandlers):
+class PipelineEngine(CheckpointMethods, InstructionHandlers):
     """Trains a :class:`ds_ext.PipelineModule`; made by :func:`ds_ext.initialize`.
 
     Attributes:
@@ -74,7 +77,7 @@ class PipelineEngine(InstructionHandlers):
             self.module.settings.transport,
             timeout_s=options.timeout_s,
             device=self.device,
-            pairs=directed_pairs(self.layout, [self._schedule.program, self._inference_schedule(1).program]),
+            pairs=link_slots(self.layout, [self._schedule.program, self._inference_schedule(1).program]),
         )
         self._messages = StageMessages(self.transport, self.layout, self.global_rank)
         self._eager = self._make_eager()
@@ -151,7 +154,10 @@ class PipelineEngine(InstructionHandlers):
     def _execute(self, instruction: ds.PipeInstruction) -> None:
         handler = self._INSTRUCTION_MAP[type(instruction)]
         try:
-            with record_function(instruction.label):
+            if profiler._is_profiler_enabled:  # naming costs as much as some handlers do
+                with record_function(instruction.label):
+                    handler(self, **instruction.kwargs)
+            else:
                 handler(self, **instruction.kwargs)
         except Exception as error:
             error.add_note(self._where(instruction))

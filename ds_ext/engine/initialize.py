@@ -17,7 +17,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from ..comm.groups import limit_waits
 from ..config import JobConfig, batch_sizes, load_config
-from ..deepspeed_json import refuse_fp16_without_zero
+from ..deepspeed_json import fp16_through_zero
 from ..errors import ConfigError
 from .engine import PipelineEngine
 from .module import PipelineModule
@@ -87,10 +87,9 @@ def initialize(
     if source is None:
         raise ConfigError("no DeepSpeed JSON: pass config=... or args.deepspeed_config.")
     job = load_config(source)
-    refuse_fp16_without_zero(job.deepspeed)
     sizes = batch_sizes(job.deepspeed, model.layout.placement.replicas, model.layout.data_parallel_size)
     config_dict = dict(
-        job.deepspeed,
+        fp16_through_zero(job.deepspeed),
         train_micro_batch_size_per_gpu=sizes.micro_batch_size,
         gradient_accumulation_steps=sizes.gradient_accumulation_steps,
         train_batch_size=sizes.train_batch_size,

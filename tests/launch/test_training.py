@@ -68,7 +68,7 @@ def test_training_shows_its_own_lines_only_and_resumes_where_it_was(
     for record in at_once:
         numbers = [value for value in record.values() if not isinstance(value, str)]
         assert all(math.isfinite(value) for value in numbers), record
-        assert record["schedule"] == "bitpipe" and record["transport"] == "torch"
+        assert record["schedule"] == "bitpipe" and record["transport"] == "shm"
         assert record["consumed_samples"] == record["step"] * 8
     assert "at step 3, 24 samples consumed" in second.text
 
@@ -107,29 +107,34 @@ def changed(config: Path, name: str, **keys: Any) -> str:
     return name
 
 
-def test_resuming_under_another_schedule_or_sizes(
+def test_resuming_under_another_schedule_sizes_and_batch(
     config: Path, train: Callable[..., Job], tmp_path: Path, free_port: Callable[[], int]
 ) -> None:
-    saved = str(tmp_path / "saved")
-    linear: dict[str, Any] = {"gradient_accumulation_steps": 4}
-    one = changed(config, "1f1b.json", ds_ext={"schedule": "1f1b"}, **linear)
-    other = changed(config, "gpipe.json", ds_ext={"schedule": "gpipe"}, **linear)
-    train("torchrun", "--deepspeed_config", one, "--train-iters", "1", "--save", saved)
-    # The stages of both lie on the same devices.
-    again = train("torchrun", "--deepspeed_config", other, "--train-iters", "2", "--load", saved)
-    assert "at step 1, 8 samples consumed" in again.text
-    refused = command("deepspeed", 2, free_port(), SCRIPT, "--deepspeed_config", config.name, "--load", saved)
+    saved, metrics = tmp_path / "saved", tmp_path / "metrics.jsonl"
+    keep = ("--save", str(saved), "--metrics-file", str(metrics))
+    one = changed(config, "1f1b.json", ds_ext={"schedule": "1f1b"}, gradient_accumulation_steps=4)
+    train("torchrun", "--deepspeed_config", one, "--train-iters", "2", *keep)
+    # Tensor instead of pipeline parallelism, and a batch of three times the size; the data go on at the next sample.
+    sizes = changed(
+        config,
+        "gpipe.json",
+        ds_ext={"schedule": "gpipe", "pipeline_parallel_size": 1, "tensor_parallel_size": 2},
+        gradient_accumulation_steps=12,
+    )
+    again = train("deepspeed", "--deepspeed_config", sizes, "--train-iters", "3", "--load", str(saved), *keep)
+    assert "step_2 at step 2, 16 samples consumed (written with 1f1b, PP 2 x TP 1 x DP 1)" in again.text
+    assert [record["consumed_samples"] for record in records(metrics)] == [8, 16, 16 + 24]
+    assert (saved / "latest").read_text() == "step_3"
+
+    (saved / "step_3" / "layer_01-model_00-model_states.pt").write_bytes(b"")
+    refused = command("deepspeed", 2, free_port(), SCRIPT, "--deepspeed_config", one, "--load", str(saved))
     with Job(refused, tmp_path) as job:
         job.seconds_until_gone(240)
         assert job.wait(5) == 2
     told = [line for line in job.lines if line.startswith("error: ")]
     assert len(told) == 1 and "Traceback" not in job.text, job.text
-    for words in (
-        "step_1 was written with schedule 1f1b, PP 2 x TP 1 x DP 1, ZeRO stage 1 and fp32; ",
-        "this job has schedule bitpipe, PP 2 x TP 1 x DP 1, ZeRO stage 1 and fp32, ",
-        "on 2 processes, or leave --load out.",
-    ):
-        assert words in told[0]
+    assert "step_3/layer_01-model_00-model_states.pt is damaged: it has 0 bytes" in told[0]
+    assert told[0].endswith(f"into {saved / 'latest'}: step_2.")
 
 
 @pytest.mark.parametrize(
