@@ -58,7 +58,7 @@ class DsExtConfig(_Section):
     sequence_parallel: bool = False
     schedule_options: dict[str, Any] = Field(default_factory=dict)
     eager_gradient_sync: bool = True
-    transport: Literal["auto", "torch"] = "auto"
+    transport: Literal["auto", "shm", "torch"] = "auto"
     transport_options: TransportOptions = TransportOptions()
     fbd: FbdOptions = FbdOptions()
     trace: TraceOptions = TraceOptions()
@@ -163,7 +163,6 @@ class BatchSizes:
 
 # Keys whose feature this version does not have: only the default, which means "off", is accepted.
 _NOT_YET = (
-    "sequence_parallel",
     "fbd.merge_forward_tensor_parallel",
     "fbd.backward_per_forward",
     "trace.dir",

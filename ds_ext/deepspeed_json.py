@@ -155,14 +155,18 @@ def _refuse_two_precisions(config: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_fp16_without_zero(config: Mapping[str, Any]) -> None:
-    """DeepSpeed's fp16 optimizers without ZeRO divide a pipeline's gradients by a loss scale that was never applied."""
-    fp16 = config.get("fp16")
-    if isinstance(fp16, Mapping) and fp16.get("enabled") is True and not zero_stage(config):
-        raise ConfigError(
-            '"fp16" needs "zero_optimization": {"stage": 1} with pipeline parallelism: without ZeRO DeepSpeed scales '
-            'neither the loss nor the gradient norm rightly. Or use "bf16", which works with stage 0 too.'
-        )
+def fp16_through_zero(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config``, with ZeRO stage 1 where it asks for fp16 without ZeRO.
+
+    DeepSpeed's fp16 optimizers without ZeRO divide a pipeline's gradients by a loss scale that was never applied.
+    Stage 1 is the same arithmetic with the optimizer's states spread over the data-parallel ranks. Optimizers that
+    stage 0 takes are taken here too.
+    """
+    fp16, zero = config.get("fp16"), config.get("zero_optimization")
+    if not (isinstance(fp16, Mapping) and fp16.get("enabled") is True) or zero_stage(config):
+        return dict(config)
+    section = {**zero, "stage": 1} if isinstance(zero, Mapping) else {"stage": 1}
+    return {"zero_allow_untested_optimizer": True, **config, "zero_optimization": section}
 
 
 def zero_stage(config: Mapping[str, Any]) -> int:

@@ -10,10 +10,10 @@ from functools import cached_property
 
 from .choice import Choice, describe_rows
 from .config import BatchSizes, JobConfig, batch_sizes, counted
-from .errors import ConfigError
 from .layout import ParallelLayout, data_parallel_size
 from .pipe_schedules import Program, Timetable
 from .pipe_schedules.check import Report, check
+from .pipe_schedules.costs import Costs
 from .pipe_schedules.lower import lower
 from .pipe_schedules.render import LEGEND, SPLIT_LEGEND, time_grid
 from .pipe_schedules.simulate import Simulation, simulate
@@ -61,32 +61,6 @@ def make_plan(job: JobConfig, world_size: int | None = None) -> Plan:
     return Plan(job, ParallelLayout(placement, tensor, data), sizes, timetable, job.ds_ext.choice(world_size))
 
 
-def layer_boundaries(num_layers: int, before: int, after: int, stages: int, schedule: str) -> list[int]:
-    """Cut ``num_layers`` equal layers evenly into stages.
-
-    Args:
-        before, after: layers of other kinds, which join the first and the last stage.
-        schedule: its name, for the error.
-
-    Returns:
-        The stages + 1 boundaries among before + num_layers + after layers.
-
-    Raises:
-        ConfigError: it does not divide; the sentence says which numbers would.
-    """
-    below, above = num_layers // stages * stages, (num_layers // stages + 1) * stages
-    if num_layers < stages or num_layers % stages:
-        do = "does" if num_layers == 1 else "do"
-        raise ConfigError(
-            f"{schedule} cuts the model into {counted(stages, 'stage')}, and {counted(num_layers, 'layer')} {do} not "
-            f"divide into {stages}. Use num_layers {f'{below} or ' if below > 0 else ''}{max(above, stages)}, or "
-            f"another pipeline_parallel_size."
-        )
-    share = num_layers // stages
-    inner = [before + stage * share for stage in range(1, stages)]
-    return [0, *inner, before + num_layers + after]
-
-
 def describe_groups(layout: ParallelLayout) -> str:
     """The table of process groups."""
     sizes = (
@@ -105,30 +79,38 @@ def _legend(plan: Plan) -> str:
 
 
 def describe(
-    plan: Plan, *, boundaries: list[int], layer_names: list[str], message_bytes: int, grid: bool = True
+    plan: Plan,
+    *,
+    boundaries: list[int],
+    layer_names: list[str],
+    message_bytes: int,
+    weights: tuple[float, ...] | None = None,
+    grid: bool = True,
 ) -> str:
     """The plan as text: groups, stages and their layers, cost, and the timetable.
 
     Args:
-        boundaries: from :func:`layer_boundaries`.
+        boundaries: stage s holds the layers ``boundaries[s]`` to ``boundaries[s + 1]``.
         layer_names: one a layer; numbered ones ("layer 3") are joined to ranges.
         message_bytes: size of one activation or gradient between stages.
+        weights: of the stages, as factors, where they differ; from :func:`ds_ext.partition.stage_weights`.
         grid: draw the timetable too.
     """
     sizes = plan.sizes
+    simulation = plan.simulation if weights is None else simulate(plan.timetable, Costs(stages=weights))
     lines = [
         f"schedule  {plan.timetable.schedule}, {counted(sizes.micro_batches, 'micro-batch')} of "
         f"{sizes.micro_batch_size} per pipeline group, {counted(sizes.train_batch_size, 'sample')} a step",
         describe_groups(plan.layout),
         "stages",
         *_describe_stages(plan, boundaries, layer_names),
-        *_describe_costs(plan, message_bytes),
+        *_describe_costs(plan, simulation, message_bytes),
         *_describe_choice(plan.choice),
     ]
     if "ds_ext" not in plan.job.deepspeed:
         lines.insert(0, 'the JSON has no "ds_ext" section: schedule and sizes are the defaults')
     if grid:
-        lines += ["", time_grid(plan.simulation), f"        {_legend(plan)}"]
+        lines += ["", time_grid(simulation), f"        {_legend(plan)}"]
     return "\n".join(lines)
 
 
@@ -142,8 +124,8 @@ def _describe_stages(plan: Plan, boundaries: list[int], layer_names: list[str]) 
     return lines
 
 
-def _describe_costs(plan: Plan, message_bytes: int) -> list[str]:
-    placement, simulation, report = plan.layout.placement, plan.simulation, plan.report
+def _describe_costs(plan: Plan, simulation: Simulation, message_bytes: int) -> list[str]:
+    placement, report = plan.layout.placement, plan.report
     peaks = ", ".join(f"{peak:g}" for peak in simulation.peak_activations)
     activations = "activation" if peaks == "1" else "activations"
     copies = "1 copy" if placement.replicas == 1 else f"{placement.replicas} copies"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_ext.engine import PipelineEngine, PipelineModule, initialize
+from ds_ext.engine import PipelineEngine, PipelineModule, initialize, weight_decay_groups
 from ds_ext.models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel, create_tensor_parallel, shard_dim
 from tests.reference import gather_shards, random_batches
@@ -43,8 +43,10 @@ class Job:
     steps: int = 20
     options: dict[str, Any] = field(default_factory=dict)
     deepspeed: dict[str, Any] = field(default_factory=dict)
-    partition_method: str = "type:TransformerLayer"
+    partition_method: str | list[int] = "type:TransformerLayer"
     eager: bool = True
+    ragged: bool = False
+    decay_groups: bool = False
 
     @property
     def world_size(self) -> int:
@@ -67,6 +69,17 @@ class Job:
                 "transport_options": {"timeout_s": 30},
             },
         }
+
+
+def batches_of(job: Job) -> list[list[Any]]:
+    """``batches[step][micro_batch]``; of a ragged job every one has another number of tokens."""
+    batches = random_batches(job.model, job.steps, job.micro_batches * job.dp)
+    if job.ragged:
+        for step, micro_batches in enumerate(batches):
+            for m, (tokens_BS, labels_BS) in enumerate(micro_batches):
+                length = job.model.seq_length - (3 * step + m) % 7
+                micro_batches[m] = tokens_BS[:, :length].contiguous(), labels_BS[:, :length].contiguous()
+    return batches
 
 
 class StepBatches:
@@ -97,7 +110,8 @@ def build(job: Job) -> tuple[PipelineEngine, TensorParallel]:
         clock=clock,
         partition_method=job.partition_method,
     )
-    engine, *_ = initialize(model=model, config=config)
+    groups = weight_decay_groups(model) if job.decay_groups else None
+    engine, *_ = initialize(model=model, model_parameters=groups, config=config)
     return engine, tp
 
 
@@ -121,7 +135,7 @@ def digest(engine: PipelineEngine) -> str:
 def train(rank: int, job: Job) -> dict[str, Any]:
     """Run ``job`` on this rank of the pool's world."""
     engine, tp = build(job)
-    batches = StepBatches(random_batches(job.model, job.steps, job.micro_batches * job.dp))
+    batches = StepBatches(batches_of(job))
     losses, norms, digests = [], [], []
     for _ in range(job.steps):
         losses.append(float(engine.train_batch(batches)))

@@ -85,6 +85,7 @@ def train_reference(
     weight_decay: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
+    no_decay: Callable[[nn.Parameter], bool] = lambda parameter: False,
     clip: float | None = 1.0,
     dropout: bool = True,
     tp: TensorParallel | None = None,
@@ -94,6 +95,7 @@ def train_reference(
 
     Args:
         batches: ``batches[step][micro_batch]``; step t uses entry t modulo the length.
+        no_decay: tells the parameters that are not to decay.
         clip: largest 2-norm of the gradient; None only measures it.
         dropout: False sets both dropout probabilities of ``config`` to zero.
         tp: a tensor-parallel group to run in, for parity at an equal size with dropout; the plain single
@@ -105,12 +107,14 @@ def train_reference(
     clock = DropoutClock()
     model = Chain(config, tp, clock).to(dtype)
     loss_fn = gpt_loss(config, tp)
+    groups = [
+        {"params": [p for p in model.parameters() if not no_decay(p)], "weight_decay": weight_decay},
+        {"params": [p for p in model.parameters() if no_decay(p)], "weight_decay": 0.0},
+    ]
     if optimizer == "sgd":
-        update: torch.optim.Optimizer = torch.optim.SGD(
-            model.parameters(), lr=lr, momentum=momentum, weight_decay=weight_decay
-        )
+        update: torch.optim.Optimizer = torch.optim.SGD(groups, lr=lr, momentum=momentum)
     else:
-        update = torch.optim.AdamW(model.parameters(), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        update = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps)
 
     losses, grad_norms = [], []
     for step in range(steps):

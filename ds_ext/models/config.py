@@ -26,8 +26,10 @@ class TransformerConfig:
         make_vocab_size_divisible_by: the padded vocabulary is a multiple of this times the tensor-parallel
             size.
         recompute: "full" drops the inner activations of a layer after its forward pass and computes them
-            again in the backward pass; "none" keeps them.
-        recompute_interval: with "full", every how many layers one is recomputed; 1 is all of them.
+            again in the backward pass; "selective" those inside the attention, which are the many for the least
+            work (arXiv 2205.05198, section 4); "none" keeps them.
+        recompute_interval: every how many layers one is recomputed; 1 is all of them.
+        sequence_parallel: between the tensor-parallel layers each rank of the group holds a slice of the tokens.
         seed: of the start weights and of the dropout masks.
 
     Raises:
@@ -46,8 +48,9 @@ class TransformerConfig:
     init_std: float = 0.02
     layernorm_epsilon: float = 1e-5
     make_vocab_size_divisible_by: int = 128
-    recompute: Literal["none", "full"] = "none"
+    recompute: Literal["none", "selective", "full"] = "none"
     recompute_interval: int = 1
+    sequence_parallel: bool = False
     seed: int = 1234
 
     def __post_init__(self) -> None:
@@ -66,8 +69,8 @@ class TransformerConfig:
                 f"max_position_embeddings is {self.positions}. Raise it to {self.seq_length} "
                 "or shorten the samples."
             )
-        if self.recompute not in ("none", "full"):
-            raise ConfigError(f'recompute must be "none" or "full"; got {self.recompute!r}.')
+        if self.recompute not in ("none", "selective", "full"):
+            raise ConfigError(f'recompute must be "none", "selective" or "full"; got {self.recompute!r}.')
 
     @property
     def ffn_size(self) -> int:
@@ -103,17 +106,23 @@ class TransformerConfig:
                     f"tensor_parallel_size must divide {name}; got {tp_size} for {name} {total}. "
                     f"Use tensor_parallel_size {_either(common)}."
                 )
+        if self.sequence_parallel and self.seq_length % tp_size:
+            lower = self.seq_length - self.seq_length % tp_size
+            raise ConfigError(
+                f"with sequence_parallel, seq_length must be a multiple of {tp_size} (tensor_parallel_size); got "
+                f"{self.seq_length}. Use seq_length {lower or tp_size}, or leave sequence_parallel out."
+            )
 
-    def recomputes(self, layer: int) -> bool:
-        """Whether transformer layer number ``layer`` computes its activations again in the backward pass."""
-        return self.recompute == "full" and layer % self.recompute_interval == 0
+    def recomputes(self, layer: int) -> Literal["none", "selective", "full"]:
+        """What transformer layer number ``layer`` computes again in the backward pass."""
+        return "none" if layer % self.recompute_interval else self.recompute
 
     def _check_ranges(self) -> None:
         for name, value in vars(self).items():
             if name in ("hidden_dropout", "attention_dropout"):
                 if not 0.0 <= value < 1.0:
                     raise ConfigError(f"{name} must be at least 0 and below 1; got {value}.")
-            elif name not in ("seed", "recompute") and value is not None and value <= 0:
+            elif name not in ("seed", "recompute", "sequence_parallel") and value is not None and value <= 0:
                 raise ConfigError(f"{name} must be positive; got {value}.")
 
 

@@ -23,16 +23,16 @@ from torch import Tensor, nn
 
 from ds_ext.errors import ConfigError
 from ds_ext.models.config import TransformerConfig
-from ds_ext.models.layers import TransformerLayer
+from ds_ext.models.layers import LayerNorm, TransformerLayer, hidden_dropout
 from ds_ext.tensor_parallel import (
     IGNORE_INDEX,
     DropoutClock,
-    KeyedDropout,
     TensorParallel,
     VocabParallelEmbedding,
-    copy_to_tensor_model_parallel_region,
+    enter_tensor_parallel,
     keyed_normal,
     linear,
+    shared_parameters,
     vocab_parallel_cross_entropy,
 )
 
@@ -59,7 +59,14 @@ class GPTEmbedding(nn.Module):
             full_VD[config.vocab_size :].zero_()
 
         rows = config.padded_vocab_size(tp.size)
-        self.word_embeddings = VocabParallelEmbedding(rows, config.hidden_size, tp, init=fill)
+        self.word_embeddings = VocabParallelEmbedding(
+            rows,
+            config.hidden_size,
+            tp,
+            init=fill,
+            padding=rows - config.vocab_size,
+            sequence_parallel=config.sequence_parallel,
+        )
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         return self.word_embeddings(tokens_BS)
@@ -68,34 +75,37 @@ class GPTEmbedding(nn.Module):
 class GPTPositionEmbedding(nn.Module):
     """Add the learned position embeddings, then drop out: hidden_BSD to hidden_BSD.
 
+    With sequence parallelism to this rank's slice of the tokens.
+
     Raises:
         ConfigError: at run time, for more tokens than there are positions.
     """
 
-    def __init__(self, config: TransformerConfig, clock: DropoutClock) -> None:
+    def __init__(self, config: TransformerConfig, tp: TensorParallel, clock: DropoutClock) -> None:
         super().__init__()
+        # Of the tokens of a sample this rank holds one slice, or all.
+        self.tp = tp if config.sequence_parallel else TensorParallel()
         table_PD = torch.empty(config.positions, config.hidden_size, dtype=torch.float32, device="cpu")
         name = "position_embeddings.weight"
         keyed_normal(config.init_std, config.seed, _BEFORE_THE_FIRST_LAYER, name)(table_PD)
         self.weight = nn.Parameter(table_PD.to(torch.get_default_dtype()))
-        self.dropout = KeyedDropout(
-            config.hidden_dropout, config.seed, _BEFORE_THE_FIRST_LAYER, "embedding_output", clock
-        )
+        self.dropout = hidden_dropout(config, _BEFORE_THE_FIRST_LAYER, "embedding_output", tp, clock)
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
-        tokens, positions = hidden_BSD.size(1), self.weight.size(0)
+        tokens, positions = hidden_BSD.size(1) * self.tp.size, self.weight.size(0)
         if tokens > positions:
             raise ConfigError(
                 f"a sample of {tokens} tokens does not fit {positions} position embeddings. "
                 f"Raise max_position_embeddings to {tokens} or shorten the samples."
             )
-        return self.dropout(hidden_BSD + self.weight[:tokens])
+        (table_PD,) = shared_parameters(self.tp, self.weight)
+        return self.dropout(hidden_BSD + self.tp.shard(table_PD[:tokens], 0))
 
 
 def output_logits(embedding: GPTEmbedding, hidden_BSD: Tensor) -> Tensor:
     """The language model head over the tied word embeddings: hidden_BSD to this rank's logits_BSV."""
     words = embedding.word_embeddings
-    return linear(copy_to_tensor_model_parallel_region(hidden_BSD, words.tp), words.weight)
+    return linear(enter_tensor_parallel(hidden_BSD, words.tp, words.sequence_parallel), words.weight)
 
 
 def gpt_layer_specs(config: TransformerConfig, tp: TensorParallel, clock: DropoutClock) -> list[LayerSpec]:
@@ -116,9 +126,9 @@ def gpt_layer_specs(config: TransformerConfig, tp: TensorParallel, clock: Dropou
     weight = "word_embeddings.weight"
     return [
         TiedLayerSpec("embed", GPTEmbedding, config, tp, tied_weight_attr=weight),
-        LayerSpec(GPTPositionEmbedding, config, clock),
+        LayerSpec(GPTPositionEmbedding, config, tp, clock),
         *(LayerSpec(TransformerLayer, config, layer, tp, clock) for layer in range(config.num_layers)),
-        LayerSpec(nn.LayerNorm, config.hidden_size, eps=config.layernorm_epsilon),
+        LayerSpec(LayerNorm, config, tp),
         TiedLayerSpec("embed", GPTEmbedding, config, tp, forward_fn=output_logits, tied_weight_attr=weight),
     ]
 

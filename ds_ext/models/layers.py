@@ -1,12 +1,15 @@
 """A pre-LN transformer layer over tensor-parallel linear layers (GPT-2; Shoeybi et al. 2019, section 3).
 
-Shapes: B samples of a micro-batch, S tokens, D hidden size, N heads of this rank, H head size, F this rank's
-share of the MLP's inner width.
+Shapes: B samples of a micro-batch, S tokens (those of this rank where sequence parallelism cuts them), D hidden size,
+N heads of this rank, H head size, F this rank's share of the MLP's inner width.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,62 +26,80 @@ from ds_ext.tensor_parallel import (
     TensorParallel,
     keyed_normal,
     keyed_rng,
+    shared_parameters,
 )
 
 
 class SelfAttention(nn.Module):
-    """Causal self attention over this rank's heads: hidden_BSD to hidden_BSD.
+    """Self attention over this rank's heads: hidden_BSD to hidden_BSD; every token sees itself and those before it.
 
     The output features of ``linear_qkv`` are ordered (head, query | key | value, head size), so a
     tensor-parallel shard is a number of whole heads, and concatenated shards are the layer of one rank.
     """
 
+    causal: ClassVar[bool] = True
+
     def __init__(
         self, config: TransformerConfig, layer: int, tp: TensorParallel, clock: DropoutClock
     ) -> None:
         super().__init__()
-        size = config.hidden_size
-        self.head_size = config.head_size
-        self.linear_qkv = ColumnParallelLinear(
-            size, 3 * size, tp, init=_weight_init(config, layer, "self_attention.linear_qkv.weight")
-        )
-        self.linear_proj = RowParallelLinear(
-            size, size, tp, init=_output_init(config, layer, "self_attention.linear_proj.weight")
-        )
+        size, sequence = config.hidden_size, config.sequence_parallel
+        self.head_size, self.clock = config.head_size, clock
+        self.recompute = config.recomputes(layer) == "selective"
+        qkv_init = _weight_init(config, layer, "self_attention.linear_qkv.weight")
+        self.linear_qkv = ColumnParallelLinear(size, 3 * size, tp, sequence_parallel=sequence, init=qkv_init)
+        proj_init = _output_init(config, layer, "self_attention.linear_proj.weight")
+        self.linear_proj = RowParallelLinear(size, size, tp, sequence_parallel=sequence, init=proj_init)
         # Each rank holds other heads, so each needs masks of its own.
         self.dropout = KeyedDropout(config.attention_dropout, config.seed, layer, "attention", clock, tp.rank)
 
-    def forward(self, hidden_BSD: Tensor) -> Tensor:
-        batch, tokens = hidden_BSD.shape[:2]
-        qkv_BSN3H = self.linear_qkv(hidden_BSD).view(batch, tokens, -1, 3, self.head_size)
+    def forward(self, hidden_BSD: Tensor, mask_B11S: Tensor | None = None) -> Tensor:
+        qkv_BSF = self.linear_qkv(hidden_BSD)
+        batch, tokens = qkv_BSF.shape[:2]
+        qkv_BSN3H = qkv_BSF.view(batch, tokens, -1, 3, self.head_size)
         q_BNSH, k_BNSH, v_BNSH = (part.transpose(1, 2) for part in qkv_BSN3H.unbind(3))
-        context_BNSH = self._attend(q_BNSH, k_BNSH, v_BNSH)
+        if self.recompute:
+            context_BNSH = recomputed(self.clock, self._attend, q_BNSH, k_BNSH, v_BNSH, mask_B11S)
+        else:
+            context_BNSH = self._attend(q_BNSH, k_BNSH, v_BNSH, mask_B11S)
         return self.linear_proj(context_BNSH.transpose(1, 2).reshape(batch, tokens, -1))
 
-    def _attend(self, q_BNSH: Tensor, k_BNSH: Tensor, v_BNSH: Tensor) -> Tensor:
-        if not self.training or self.dropout.p == 0.0:
-            return F.scaled_dot_product_attention(q_BNSH, k_BNSH, v_BNSH, is_causal=True)
-        with keyed_rng(self.dropout.key(), q_BNSH.device):
+    def _attend(self, q_BNSH: Tensor, k_BNSH: Tensor, v_BNSH: Tensor, mask_B11S: Tensor | None) -> Tensor:
+        p = self.dropout.p if self.training else 0.0
+        with keyed_rng(self.dropout.key(), q_BNSH.device) if p else nullcontext():
             return F.scaled_dot_product_attention(
-                q_BNSH, k_BNSH, v_BNSH, is_causal=True, dropout_p=self.dropout.p
+                q_BNSH, k_BNSH, v_BNSH, mask_B11S, dropout_p=p, is_causal=self.causal
             )
 
 
 class MLP(nn.Module):
     """Two linear layers around a GELU (tanh form, as GPT-2 has it): hidden_BSD to hidden_BSD."""
 
+    gelu: ClassVar[str] = "tanh"
+
     def __init__(self, config: TransformerConfig, layer: int, tp: TensorParallel) -> None:
         super().__init__()
-        self.linear_fc1 = ColumnParallelLinear(
-            config.hidden_size, config.ffn_size, tp, init=_weight_init(config, layer, "mlp.linear_fc1.weight")
-        )
-        self.linear_fc2 = RowParallelLinear(
-            config.ffn_size, config.hidden_size, tp, init=_output_init(config, layer, "mlp.linear_fc2.weight")
-        )
+        size, inner, sequence = config.hidden_size, config.ffn_size, config.sequence_parallel
+        fc1_init = _weight_init(config, layer, "mlp.linear_fc1.weight")
+        self.linear_fc1 = ColumnParallelLinear(size, inner, tp, sequence_parallel=sequence, init=fc1_init)
+        fc2_init = _output_init(config, layer, "mlp.linear_fc2.weight")
+        self.linear_fc2 = RowParallelLinear(inner, size, tp, sequence_parallel=sequence, init=fc2_init)
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
-        inner_BSF = F.gelu(self.linear_fc1(hidden_BSD), approximate="tanh")
+        inner_BSF = F.gelu(self.linear_fc1(hidden_BSD), approximate=self.gelu)
         return self.linear_fc2(inner_BSF)
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch's, over all tokens or this rank's slice of them: hidden_BSD to hidden_BSD."""
+
+    def __init__(self, config: TransformerConfig, tp: TensorParallel) -> None:
+        super().__init__(config.hidden_size, config.layernorm_epsilon)
+        self.tp = tp if config.sequence_parallel else TensorParallel()
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = shared_parameters(self.tp, self.weight, self.bias)
+        return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
 class TransformerLayer(nn.Module):
@@ -96,31 +117,43 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.clock = clock
-        self.recompute = config.recomputes(layer)
-        p, seed = config.hidden_dropout, config.seed
-        self.input_layernorm = nn.LayerNorm(config.hidden_size, config.layernorm_epsilon)
+        self.recompute = config.recomputes(layer) == "full"
+        self.input_layernorm = LayerNorm(config, tp)
         self.self_attention = SelfAttention(config, layer, tp, clock)
-        self.attention_dropout = KeyedDropout(p, seed, layer, "attention_output", clock)
-        self.pre_mlp_layernorm = nn.LayerNorm(config.hidden_size, config.layernorm_epsilon)
+        self.attention_dropout = hidden_dropout(config, layer, "attention_output", tp, clock)
+        self.pre_mlp_layernorm = LayerNorm(config, tp)
         self.mlp = MLP(config, layer, tp)
-        self.mlp_dropout = KeyedDropout(p, seed, layer, "mlp_output", clock)
+        self.mlp_dropout = hidden_dropout(config, layer, "mlp_output", tp, clock)
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
-        if not (self.recompute and torch.is_grad_enabled()):
-            return self._layer(hidden_BSD)
-        step, micro_batch = self.clock.step, self.clock.micro_batch
-
-        def layer_at_its_time(hidden_BSD: Tensor) -> Tensor:
-            # By the time of the backward pass the clock is at another micro-batch.
-            with self.clock.at(step, micro_batch):
-                return self._layer(hidden_BSD)
-
-        return checkpoint(layer_at_its_time, hidden_BSD, use_reentrant=False, preserve_rng_state=False)
+        return recomputed(self.clock, self._layer, hidden_BSD) if self.recompute else self._layer(hidden_BSD)
 
     def _layer(self, hidden_BSD: Tensor) -> Tensor:
         attended_BSD = self.self_attention(self.input_layernorm(hidden_BSD))
         hidden_BSD = hidden_BSD + self.attention_dropout(attended_BSD)
         return hidden_BSD + self.mlp_dropout(self.mlp(self.pre_mlp_layernorm(hidden_BSD)))
+
+
+def recomputed(clock: DropoutClock, function: Callable[..., Any], *inputs: Any) -> Any:
+    """``function(*inputs)``, whose inner activations are dropped and computed again in the backward pass."""
+    if not torch.is_grad_enabled():
+        return function(*inputs)
+    step, micro_batch = clock.step, clock.micro_batch
+
+    def at_its_time(*inputs: Any) -> Any:
+        # By the time of the backward pass the clock is at another micro-batch.
+        with clock.at(step, micro_batch):
+            return function(*inputs)
+
+    return checkpoint(at_its_time, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def hidden_dropout(
+    config: TransformerConfig, layer: int, site: str, tp: TensorParallel, clock: DropoutClock
+) -> KeyedDropout:
+    """Dropout between the tensor-parallel layers: one mask for all ranks, or one for each rank's slice."""
+    shard = tp.rank if config.sequence_parallel else 0
+    return KeyedDropout(config.hidden_dropout, config.seed, layer, site, clock, shard)
 
 
 def _weight_init(config: TransformerConfig, layer: int, name: str) -> InitMethod:

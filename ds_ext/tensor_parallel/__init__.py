@@ -6,7 +6,9 @@ from ds_ext.tensor_parallel.layers import (
     InitMethod,
     RowParallelLinear,
     VocabParallelEmbedding,
+    enter_tensor_parallel,
     shard_dim,
+    unpadded_size,
 )
 from ds_ext.tensor_parallel.loss import IGNORE_INDEX, vocab_parallel_cross_entropy
 from ds_ext.tensor_parallel.mappings import (
@@ -16,6 +18,11 @@ from ds_ext.tensor_parallel.mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from ds_ext.tensor_parallel.random import DropoutClock, KeyedDropout, keyed_normal, keyed_rng, mix_key
+from ds_ext.tensor_parallel.sequence import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    shared_parameters,
+)
 from ds_ext.tensor_parallel.weight_gradients import (
     WeightGradients,
     deferrable,
@@ -40,6 +47,8 @@ __all__ = [
     "deferrable",
     "deferring",
     "embedding",
+    "enter_tensor_parallel",
+    "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
     "keyed_normal",
     "keyed_rng",
@@ -47,7 +56,10 @@ __all__ = [
     "linear",
     "mix_key",
     "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
     "shard_dim",
+    "shared_parameters",
+    "unpadded_size",
     "vocab_parallel_cross_entropy",
 ]

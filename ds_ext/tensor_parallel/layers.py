@@ -2,7 +2,8 @@
 
 A sharded parameter carries ``model_parallel`` and ``tensor_model_parallel`` (DeepSpeed and Megatron count it
 on every rank when they take a gradient norm) and ``partition_dim``, the dimension along which the shards of
-the ranks, concatenated in rank order, give the full weight. A replicated parameter carries none of them.
+the ranks, concatenated in rank order, give the full weight. A replicated parameter carries none of them. A weight
+whose last rows are padding, which depends on the size of the group, also carries ``unpadded_size``.
 
 The full weight is always made first, on the CPU, and then cut: a start value cannot depend on the size of the
 group.
@@ -22,6 +23,11 @@ from ds_ext.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from ds_ext.tensor_parallel.sequence import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    shared_parameters,
+)
 from ds_ext.tensor_parallel.weight_gradients import embedding, linear
 
 InitMethod = Callable[[Tensor], object]
@@ -37,6 +43,7 @@ class ColumnParallelLinear(nn.Module):
     Args:
         input_size, output_size: sizes of the full layer.
         tp: this rank's place in its group.
+        sequence_parallel: the input is (B, S / size, input_size), this rank's tokens; the output has all of them.
         init: fills the full (output_size, input_size) weight; the bias starts at zero.
 
     Raises:
@@ -50,6 +57,7 @@ class ColumnParallelLinear(nn.Module):
         tp: TensorParallel,
         bias: bool = True,
         gather_output: bool = False,
+        sequence_parallel: bool = False,
         *,
         init: InitMethod,
     ) -> None:
@@ -57,11 +65,12 @@ class ColumnParallelLinear(nn.Module):
         tp.shard_size(output_size, "output_size")
         self.tp = tp
         self.gather_output = gather_output
+        self.sequence_parallel = sequence_parallel
         self.weight = _sharded_parameter((output_size, input_size), 0, tp, init)
         self.bias = _sharded_parameter((output_size,), 0, tp, nn.init.zeros_) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = linear(copy_to_tensor_model_parallel_region(x, self.tp), self.weight, self.bias)
+        y = linear(enter_tensor_parallel(x, self.tp, self.sequence_parallel), self.weight, self.bias)
         return gather_from_tensor_model_parallel_region(y, self.tp) if self.gather_output else y
 
 
@@ -74,6 +83,7 @@ class RowParallelLinear(nn.Module):
     Args:
         input_size, output_size: sizes of the full layer.
         tp: this rank's place in its group.
+        sequence_parallel: the output is (B, S / size, output_size), this rank's tokens.
         init: fills the full (output_size, input_size) weight; the bias starts at zero.
 
     Raises:
@@ -87,6 +97,7 @@ class RowParallelLinear(nn.Module):
         tp: TensorParallel,
         bias: bool = True,
         input_is_parallel: bool = True,
+        sequence_parallel: bool = False,
         *,
         init: InitMethod,
     ) -> None:
@@ -94,24 +105,30 @@ class RowParallelLinear(nn.Module):
         tp.shard_size(input_size, "input_size")
         self.tp = tp
         self.input_is_parallel = input_is_parallel
+        self.sequence_parallel = sequence_parallel
         self.weight = _sharded_parameter((output_size, input_size), 1, tp, init)
         self.bias = nn.Parameter(torch.zeros(output_size, device="cpu")) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
             x = scatter_to_tensor_model_parallel_region(x, self.tp)
-        y = reduce_from_tensor_model_parallel_region(linear(x, self.weight), self.tp)
-        return y if self.bias is None else y + self.bias
+        y = leave_tensor_parallel(linear(x, self.weight), self.tp, self.sequence_parallel)
+        if self.bias is None:
+            return y
+        return y + (shared_parameters(self.tp, self.bias)[0] if self.sequence_parallel else self.bias)
 
 
 class VocabParallelEmbedding(nn.Module):
     """A token embedding whose rows are shared out over the group: ids_BS to hidden_BSD, on all ranks.
+
+    With ``sequence_parallel`` every rank gets its tokens of the result, (B, S / size, D); the ids are those of all.
 
     Args:
         num_embeddings: rows of the full table, padded to a multiple of the size of the group.
         embedding_dim: columns.
         tp: this rank's place in its group.
         init: fills the full (num_embeddings, embedding_dim) table.
+        padding: how many of the last rows no id ever names, so that a checkpoint is one of any padding.
 
     Raises:
         ConfigError: if ``num_embeddings`` does not divide by the size of the group.
@@ -119,13 +136,22 @@ class VocabParallelEmbedding(nn.Module):
     """
 
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, tp: TensorParallel, *, init: InitMethod
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        tp: TensorParallel,
+        *,
+        init: InitMethod,
+        padding: int = 0,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         self.tp = tp
         self.num_embeddings = num_embeddings
+        self.sequence_parallel = sequence_parallel
         self.rows = tp.shard_size(num_embeddings, "num_embeddings")
         self.weight = _sharded_parameter((num_embeddings, embedding_dim), 0, tp, init)
+        self.weight.unpadded_size = num_embeddings - padding  # type: ignore[attr-defined]
 
     def forward(self, ids_BS: Tensor) -> Tensor:
         if self.tp.size == 1:
@@ -134,14 +160,32 @@ class VocabParallelEmbedding(nn.Module):
         local_BS = ids_BS - self.tp.rank * self.rows
         foreign_BS = (local_BS < 0) | (local_BS >= self.rows)
         partial_BSD = embedding(local_BS.masked_fill(foreign_BS, 0), self.weight)
-        return reduce_from_tensor_model_parallel_region(
-            partial_BSD.masked_fill(foreign_BS.unsqueeze(-1), 0.0), self.tp
-        )
+        partial_BSD = partial_BSD.masked_fill(foreign_BS.unsqueeze(-1), 0.0)
+        return leave_tensor_parallel(partial_BSD, self.tp, self.sequence_parallel)
+
+
+def enter_tensor_parallel(x: Tensor, tp: TensorParallel, sequence_parallel: bool) -> Tensor:
+    """What sharded weights read: the tokens of all ranks, or the tensor that all ranks have."""
+    if sequence_parallel:
+        return gather_from_sequence_parallel_region(x, tp)
+    return copy_to_tensor_model_parallel_region(x, tp)
+
+
+def leave_tensor_parallel(x: Tensor, tp: TensorParallel, sequence_parallel: bool) -> Tensor:
+    """The sum of the ranks' partial results: on every rank its tokens of it, or all of it."""
+    if sequence_parallel:
+        return reduce_scatter_to_sequence_parallel_region(x, tp)
+    return reduce_from_tensor_model_parallel_region(x, tp)
 
 
 def shard_dim(parameter: Tensor) -> int | None:
     """The dimension along which the ranks' shards concatenate to the full weight; None if replicated."""
     return getattr(parameter, "partition_dim", None)
+
+
+def unpadded_size(parameter: Tensor, padded: int) -> int:
+    """How many of the ``padded`` elements along ``shard_dim()`` of the full weight are not padding."""
+    return getattr(parameter, "unpadded_size", padded)
 
 
 def check_ids(ids: Tensor, limit: int) -> None:

@@ -23,7 +23,7 @@ def json(precision: str, zero: int, **section: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("precision", "zero"), [("bf16", 0), ("bf16", 1), ("fp16", 1)])
+@pytest.mark.parametrize(("precision", "zero"), [("bf16", 0), ("bf16", 1), ("fp16", 0), ("fp16", 1)])
 def test_schedules_agree_in_half_precision(ranks: Ranks, precision: str, zero: int) -> None:
     scale = {"initial_scale_power": 8} if precision == "fp16" else {}
     results = [
@@ -35,6 +35,9 @@ def test_schedules_agree_in_half_precision(ranks: Ranks, precision: str, zero: i
     for result in results[1:]:
         assert result["losses"] == pytest.approx(results[0]["losses"], rel=TOLERANCE)
         assert result["norms"] == pytest.approx(results[0]["norms"], rel=10 * TOLERANCE)
+    # The loss scale, whatever it is, leaves the gradient as it is without one.
+    whole = ranks(2).run(train, Job("1f1b", 2, 1, 1, 4, MODEL, steps=6, deepspeed=ADAM))[0]
+    assert results[0]["norms"] == pytest.approx(whole["norms"], rel=0.05)
     # Halves of a backward are the whole, whatever the precision.
     assert results[1]["losses"] == pytest.approx(results[2]["losses"], rel=1e-5)
 

@@ -142,10 +142,10 @@ def cross_entropy_equals_one_rank(rank: int, vocab_size: int, padded: int, dtype
     torch.testing.assert_close(gather_shards(shard.grad, 2, tp), full.grad)
 
 
-def gpt_gradients_equal_one_rank(rank: int, recompute: str) -> None:
+def gpt_gradients_equal_one_rank(rank: int, recompute: str, sequence_parallel: bool) -> None:
     tp = world(rank)
     tokens_BS, labels_BS = random_batches(CONFIG, 1, 1)[0][0]
-    config = replace(CONFIG, recompute=recompute)  # type: ignore[arg-type]
+    config = replace(CONFIG, recompute=recompute, sequence_parallel=sequence_parallel)  # type: ignore[arg-type]
     ours, expected = Chain(config, tp, DropoutClock()), Chain(CONFIG, ONE, DropoutClock())
     for (name, p), full in zip(ours.parameters_by_layer().items(), expected.parameters(), strict=True):
         start = gather_shards(p, shard_dim(p), tp)
@@ -158,6 +158,27 @@ def gpt_gradients_equal_one_rank(rank: int, recompute: str) -> None:
         losses.append(loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert_same_gradients(ours, expected, tp)
+
+
+def a_layer_takes_and_gives_slices(rank: int) -> None:
+    """Outputs and input gradients are slices of the full ones; dropout masks of the slices differ."""
+    tp = world(rank)
+    config = replace(CONFIG, sequence_parallel=True)
+    layer, whole = (
+        TransformerLayer(config, 0, tp, DropoutClock()),
+        TransformerLayer(CONFIG, 0, ONE, DropoutClock()),
+    )
+    hidden_BSD, grad_BSD = random(2, 12, 32), random(2, 12, 32, seed=1).detach()
+    mine_BsD = tp.shard(hidden_BSD, 1).detach().requires_grad_()
+    full_BSD, out_BsD = whole(hidden_BSD), layer(mine_BsD)
+    torch.testing.assert_close(out_BsD, tp.shard(full_BSD, 1))
+    full_BSD.backward(grad_BSD)
+    out_BsD.backward(tp.shard(grad_BSD, 1))
+    assert hidden_BSD.grad is not None and mine_BsD.grad is not None
+    torch.testing.assert_close(mine_BsD.grad, tp.shard(hidden_BSD.grad, 1))
+    dropping = TransformerLayer(replace(config, hidden_dropout=0.4), 0, tp, DropoutClock(1, 2))
+    keys = gather_shards(torch.tensor([dropping.mlp_dropout.key() >> 1]), 0, tp)
+    assert len(set(keys.tolist())) == tp.size
 
 
 def training_equals_one_rank(rank: int, optimizer: str) -> None:
@@ -220,9 +241,16 @@ def test_cross_entropy(ranks: Ranks, size: int, vocab_size: int, padded: int, dt
 
 
 @SIZES
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_gpt_gradients_and_start_weights(ranks: Ranks, size: int, recompute: str) -> None:
-    ranks(size).run(gpt_gradients_equal_one_rank, recompute)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_gpt_gradients_and_start_weights(
+    ranks: Ranks, size: int, recompute: str, sequence_parallel: bool
+) -> None:
+    ranks(size).run(gpt_gradients_equal_one_rank, recompute, sequence_parallel)
+
+
+def test_sequence_parallel_ranks_keep_and_pass_on_a_slice_of_the_tokens(ranks: Ranks) -> None:
+    ranks(2).run(a_layer_takes_and_gives_slices)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ds_ext.config import BatchSizes, batch_sizes, load_config, parse_section
-from ds_ext.deepspeed_json import DEEPSPEED_KEYS, refuse_fp16_without_zero, zero_stage
+from ds_ext.deepspeed_json import DEEPSPEED_KEYS, fp16_through_zero, zero_stage
 from ds_ext.deepspeed_nested import NESTED_KEYS
 from ds_ext.errors import ConfigError
 
@@ -73,10 +73,6 @@ def test_the_whole_section_is_accepted_with_the_values_that_mean_off() -> None:
             {"transport_options": {"node_ips": "10.0.0.1"}},
             r"does not support 'transport_options.node_ips'. Leave it out",
         ),
-        (
-            {"sequence_parallel": True},
-            r"does not support 'sequence_parallel'. Leave it out or set it to false",
-        ),
         ({"fbd": {"backward_per_forward": 3}}, r"does not support 'fbd.backward_per_forward'.* set it to 1"),
         (
             {"fbd": {"backwards_per_forward": 1}},
@@ -89,7 +85,7 @@ def test_the_whole_section_is_accepted_with_the_values_that_mean_off() -> None:
         ({"pipeline_parallel_size": "4"}, r"pipeline_parallel_size: .* valid integer; got '4'"),
         ({"pipeline_parallel_size": True}, r"pipeline_parallel_size: .* valid integer; got True"),
         ({"tensor_parallel_size": 1.5}, r"tensor_parallel_size: .* valid integer; got 1.5"),
-        ({"transport": "carrier pigeon"}, r"transport: .*'auto' or 'torch'; got 'carrier pigeon'"),
+        ({"transport": "carrier pigeon"}, r"transport: .*'auto', 'shm' or 'torch'; got 'carrier pigeon'"),
         ({"train": 3}, r"train: .* valid dictionary; got 3"),
     ],
 )
@@ -288,13 +284,15 @@ def test_batch_sizes_that_do_not_fit(train: object, micro: object, steps: object
         batch_sizes(batch(train, micro, steps), replicas=2, data_parallel_size=2)
 
 
-def test_fp16_needs_zero() -> None:
+def test_fp16_goes_through_zero() -> None:
     fp16 = {"fp16": {"enabled": True}}
-    for config in (fp16, fp16 | {"zero_optimization": {"stage": 0}}):
-        with pytest.raises(ConfigError, match=r'"fp16" needs "zero_optimization": \{"stage": 1\}'):
-            refuse_fp16_without_zero(config)
-    refuse_fp16_without_zero(fp16 | {"zero_optimization": {"stage": 1}})
-    refuse_fp16_without_zero({"fp16": {"enabled": False}})
+    for zero in ({}, {"zero_optimization": False}, {"zero_optimization": {"stage": 0}}):
+        made = fp16_through_zero(fp16 | zero)
+        assert made == fp16 | {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+    buckets = fp16_through_zero(fp16 | {"zero_optimization": {"stage": 0, "reduce_bucket_size": 5}})
+    assert buckets["zero_optimization"] == {"stage": 1, "reduce_bucket_size": 5}
+    for config in (fp16 | {"zero_optimization": {"stage": 1}}, {"fp16": {"enabled": False}}, {}):
+        assert fp16_through_zero(config) == config
 
 
 def test_the_keys_of_nested_sections_are_deepspeeds() -> None:

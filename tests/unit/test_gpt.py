@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -128,10 +129,12 @@ def test_the_padding_changes_no_start_weight() -> None:
     assert torch.equal(tables[0], tables[1][:37])
 
 
-@pytest.mark.parametrize("interval", [1, 2])
-def test_recomputation_changes_no_bit_of_a_gradient(interval: int) -> None:
+@pytest.mark.parametrize(("recompute", "interval"), [("full", 1), ("full", 2), ("selective", 1)])
+def test_recomputation_changes_no_bit_of_a_gradient(
+    recompute: Literal["full", "selective"], interval: int
+) -> None:
     expected = gradients(CONFIG, 3, 5)
-    recomputed = gradients(replace(CONFIG, recompute="full", recompute_interval=interval), 3, 5)
+    recomputed = gradients(replace(CONFIG, recompute=recompute, recompute_interval=interval), 3, 5)
     assert expected.keys() == recomputed.keys()
     for name, grad in expected.items():
         assert torch.equal(recomputed[name], grad), name
@@ -152,12 +155,15 @@ def test_recomputation_keeps_less_and_only_in_the_chosen_layers() -> None:
         return sum(sizes.values())
 
     config = replace(CONFIG, num_layers=4)
-    none, some, every = (
+    none, some, every, core = (
         saved_bytes(replace(config, recompute=mode, recompute_interval=interval))
-        for mode, interval in (("none", 1), ("full", 2), ("full", 1))
+        for mode, interval in (("none", 1), ("full", 2), ("full", 1), ("selective", 1))
     )
     assert some - every == pytest.approx(none - some, rel=0.1)
     assert every < some < none
+    # With dropout the attention keeps scores and mask, 4 + 1 bytes at least for every pair of tokens and head.
+    scores = 8 * config.num_layers * config.num_attention_heads * config.seq_length**2
+    assert every < core <= none - 5 * scores
 
 
 def test_dropout_depends_on_step_and_micro_batch_and_on_nothing_global() -> None:
@@ -237,7 +243,7 @@ def test_padded_vocabulary_is_a_multiple_for_every_rank() -> None:
         ({"num_layers": 0}, "num_layers must be positive; got 0"),
         ({"ffn_hidden_size": -4}, "ffn_hidden_size must be positive; got -4"),
         ({"hidden_dropout": 1.0}, "hidden_dropout must be at least 0 and below 1; got 1.0"),
-        ({"recompute": "some"}, '"none" or "full"; got \'some\''),
+        ({"recompute": "some"}, '"none", "selective" or "full"; got \'some\''),
         ({"recompute_interval": 0}, "recompute_interval must be positive; got 0"),
     ],
 )
@@ -254,6 +260,13 @@ def test_a_tensor_parallel_size_that_cuts_a_head_is_refused() -> None:
         config.check_tensor_parallel(4)
     with pytest.raises(ConfigError, match=r"ffn_hidden_size; got 3 for ffn_hidden_size 40\. Use .* 1 or 2\."):
         replace(config, ffn_hidden_size=40).check_tensor_parallel(3)
+
+
+def test_tokens_that_cannot_be_shared_out_are_refused() -> None:
+    config = replace(CONFIG, sequence_parallel=True, seq_length=10)
+    config.check_tensor_parallel(2)
+    with pytest.raises(ConfigError, match=r"seq_length must be a multiple of 4 .* got 10\. Use seq_length 8"):
+        config.check_tensor_parallel(4)
 
 
 def test_a_sample_longer_than_the_position_table_is_refused() -> None:

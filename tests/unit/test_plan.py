@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ds_ext.config import load_config
-from ds_ext.errors import CheckpointError, ConfigError
-from ds_ext.plan import Plan, describe, layer_boundaries, make_plan
-from ds_ext.preflight import JOB_FILE, check_resume, describe_job
+from ds_ext.errors import ConfigError
+from ds_ext.plan import Plan, describe, make_plan
 
 JSON: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 3,
@@ -52,37 +49,27 @@ def test_what_does_not_fit(world: int, section: dict[str, Any], sentence: str) -
         plan(world, **section)
 
 
-def test_layers_are_cut_evenly() -> None:
-    assert layer_boundaries(8, 2, 2, 4, "1f1b") == [0, 4, 6, 8, 12]
-    assert layer_boundaries(3, 0, 0, 3, "1f1b") == [0, 1, 2, 3]
-    assert layer_boundaries(5, 1, 2, 1, "1f1b") == [0, 8]
-
-
-@pytest.mark.parametrize(
-    ("layers", "ways"), [(12, "8 or 16"), (7, "8"), (0, "8"), (-8, "8"), (17, "16 or 24")]
-)
-def test_layers_that_do_not_divide(layers: int, ways: str) -> None:
-    sentence = rf"bitpipe cuts the model into 8 stages, and {layers} layers do not .* Use num_layers {ways}, or another"
-    with pytest.raises(ConfigError, match=sentence):
-        layer_boundaries(layers, 2, 2, 8, "bitpipe")
-
-
 def test_one_of_a_thing_is_not_many() -> None:
-    with pytest.raises(
-        ConfigError, match=r"1f1b cuts the model into 1 stage, and 0 layers do not divide into 1\."
-    ):
-        layer_boundaries(0, 2, 2, 1, "1f1b")
-    with pytest.raises(ConfigError, match=r"into 2 stages, and 1 layer does not divide"):
-        layer_boundaries(1, 2, 2, 2, "1f1b")
     made = make_plan(load_config({"train_batch_size": 1}))
     text = describe(made, boundaries=[0, 1], layer_names=["head"], message_bytes=4)
     assert "1 micro-batch of 1 per pipeline group, 1 sample a step" in text
 
 
+def test_uneven_stages_are_priced_as_they_are_cut() -> None:
+    def bubble(weights: tuple[float, ...] | None) -> str:
+        names = [f"layer {i}" for i in range(10)]
+        text = describe(
+            plan(), boundaries=[0, 2, 4, *range(5, 11)], layer_names=names, message_bytes=4, weights=weights
+        )
+        return next(line for line in text.splitlines() if line.startswith("bubble"))
+
+    assert bubble(None) != bubble((1.6, 1.6, *[0.8] * 6))
+
+
 def test_the_plan_as_text() -> None:
     made = plan(16, tensor_parallel_size=2)
     names = ["embedding", "positions", *(f"layer {i}" for i in range(16)), "final norm", "head"]
-    boundaries = layer_boundaries(16, 2, 2, 8, "bitpipe")
+    boundaries = [0, *range(4, 18, 2), 20]
     text = describe(made, boundaries=boundaries, layer_names=names, message_bytes=65536)
     assert text.splitlines()[:17] == [
         "schedule  bitpipe, 8 micro-batches of 3 per pipeline group, 48 samples a step",
@@ -133,88 +120,6 @@ def test_a_plan_is_made_without_torch() -> None:
     assert done.stdout == "False\n"
 
 
-LINEAR = {"schedule": "1f1b"}
-ZERO_1 = {"zero_optimization": {"stage": 1}}
-BF16 = {"bf16": {"enabled": True}}
-
-
-def job(world: int, section: dict[str, Any], more: dict[str, Any]) -> Plan:
-    return make_plan(load_config(JSON | more | {"ds_ext": JSON["ds_ext"] | section}), world)
-
-
-def checkpoint_of(plan: Plan, folder: Path) -> str:
-    (folder / "step_3").mkdir()
-    (folder / "latest").write_text("step_3")
-    (folder / "step_3" / JOB_FILE).write_text(json.dumps(describe_job(plan)))
-    return str(folder)
-
-
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [
-        ((4, {}, ZERO_1), (4, {}, ZERO_1)),
-        ((4, LINEAR, ZERO_1), (4, {"schedule": "gpipe"}, ZERO_1)),
-        ((4, {}, {}), (8, {}, {})),
-        ((8, LINEAR, {}), (4, {"schedule": "gpipe"}, {})),
-        ((4, LINEAR, ZERO_1 | BF16), (4, LINEAR, ZERO_1 | BF16)),
-    ],
-)
-def test_checkpoints_that_fit(saved: Any, loaded: Any, tmp_path: Path) -> None:
-    check_resume(checkpoint_of(job(*saved), tmp_path), job(*loaded))
-
-
-@pytest.mark.parametrize(
-    ("saved", "loaded", "sentence"),
-    [
-        (
-            (4, LINEAR, ZERO_1),
-            (4, {}, ZERO_1),
-            r"step_3 was written with schedule 1f1b, PP 4 x TP 1 x DP 1, ZeRO stage 1 and fp32; this job has schedule "
-            r"bitpipe, PP 4 .* on 4 processes, or leave --load out\.",
-        ),
-        ((4, {}, {}), (4, {"schedule": "chimera"}, {}), r"this job has schedule chimera"),
-        ((4, LINEAR, {}), (4, {"schedule": "interleaved"}, {}), r"this job has schedule interleaved"),
-        (
-            (4, {}, {}),
-            (2, {"pipeline_parallel_size": 2}, {}),
-            r"this job has schedule bitpipe, PP 2 x TP 1 x DP 1",
-        ),
-        (
-            (8, {}, {}),
-            (8, {"tensor_parallel_size": 2}, {}),
-            r"TP 1 x DP 2.* has .* TP 2 x DP 1.* on 8 processes",
-        ),
-        ((4, {}, ZERO_1), (8, {}, ZERO_1), r"DP 1, ZeRO stage 1 .* this job has .* DP 2, ZeRO stage 1"),
-        ((4, {}, ZERO_1), (4, {}, {}), r"ZeRO stage 1 and fp32; .* ZeRO stage 0 and fp32"),
-        ((4, {}, ZERO_1 | BF16), (4, {}, ZERO_1), r"and bf16; .* and fp32"),
-        (
-            (4, {}, BF16),
-            (4, {}, BF16),
-            r"bf16 and without ZeRO; .* needs \"zero_optimization\": {\"stage\": 1}",
-        ),
-    ],
-)
-def test_checkpoints_that_do_not_fit(saved: Any, loaded: Any, sentence: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=sentence):
-        check_resume(checkpoint_of(job(*saved), tmp_path), job(*loaded))
-
-
-def test_a_dry_run_does_not_know_the_data_parallel_size(tmp_path: Path) -> None:
-    saved = checkpoint_of(job(8, {}, ZERO_1), tmp_path)
-    check_resume(saved, job(4, {}, ZERO_1), world_is_known=False)
-
-
-def test_checkpoints_that_do_not_say_what_they_are(tmp_path: Path) -> None:
-    made = job(4, {}, {})
-    file = Path(checkpoint_of(made, tmp_path)) / "step_3" / JOB_FILE
-    for text in ("{", "[]", '{"schedule": "1f1b"}'):
-        file.write_text(text)
-        with pytest.raises(CheckpointError, match=r"ds_ext\.json, which says how .* loaded unchecked"):
-            check_resume(str(tmp_path), made)
-    file.unlink()
-    check_resume(str(tmp_path), made)
-
-
 def auto(world_size: int | None = None, **changes: Any) -> Plan:
     config = {
         "train_batch_size": 16,
@@ -239,7 +144,7 @@ def test_the_plan_shows_what_auto_chose_from() -> None:
     made = auto(schedule_options={"costs": "comm=0.2"})
     assert made.choice is not None and made.choice.best is not None
     stages = made.layout.placement.stages
-    boundaries = layer_boundaries(stages, 0, 0, stages, "auto")
+    boundaries = [*range(stages + 1)]
     text = describe(made, boundaries=boundaries, layer_names=["layer"] * stages, message_bytes=4)
     lines = text.splitlines()
     at = lines.index(f"auto      {made.choice.reason()}")
