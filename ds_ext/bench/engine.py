@@ -9,14 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
 from ..pipe_schedules import get_schedule
 from ..pipe_schedules.costs import Costs
-from .ranks import Job, RankGroup, prepare_host
+from .ranks import Job, take_turns
 from .report import describe_machine, machine
 
 SUMMARY = "processor time that an engine takes for an instruction, without layers and transport"
@@ -62,23 +60,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(names: list[str], job: Job, repeats: int) -> dict[str, list[Any]]:
-    """Engine -> what rank 0 spent, for every repeat; the engines take turns."""
-    prepare_host()
-    found: dict[str, list[Any]] = {name: [] for name in names}
-    with tempfile.TemporaryDirectory(prefix="ds_ext_bench_") as folder:
-        groups = {name: RankGroup(name, job, Path(folder)) for name in names}
-        try:
-            for group in groups.values():
-                group.start()
-            for repeat in range(1 + repeats):
-                for name, group in groups.items():
-                    spent = group.ask(_LIMIT_S)
-                    if repeat:
-                        found[name].append(spent[0])
-        finally:
-            for group in groups.values():
-                group.close()
-    return found
+    """Engine -> what rank 0 spent, for every repeat."""
+    found = take_turns(names, job, repeats, 1, _LIMIT_S)
+    return {name: [answers[0] for answers in rounds] for name, rounds in found.items()}
 
 
 def _per_instruction_us(spent: Any) -> float:

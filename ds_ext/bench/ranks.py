@@ -13,8 +13,10 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -159,6 +161,31 @@ class RankGroup:
 
     def _log(self, rank: int) -> Path:
         return self._folder / f"{self.name}.{rank}.log"
+
+
+def take_turns(
+    names: Sequence[str], job: Job, rounds: int, warm_up: int, limit_s: float
+) -> dict[str, list[Any]]:
+    """Start all engines, and let each run in turn, so that what disturbs the machine disturbs them alike.
+
+    Returns for every engine what its ranks measured in each round after the ``warm_up`` first. Raises RankFailure.
+    """
+    prepare_host()
+    found: dict[str, list[Any]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory(prefix="ds_ext_bench_") as folder:
+        groups = {name: RankGroup(name, job, Path(folder)) for name in names}
+        try:
+            for group in groups.values():
+                group.start()
+            for turn in range(warm_up + rounds):
+                for name, group in groups.items():
+                    answers = group.ask(limit_s)
+                    if turn >= warm_up:
+                        found[name].append(answers)
+        finally:
+            for group in groups.values():
+                group.close()
+    return found
 
 
 def prepare_host() -> None:

@@ -79,6 +79,18 @@ def test_what_an_instruction_costs() -> None:
     assert wrong.returncode == 2 and "--stages must be at least 2" in wrong.stderr
 
 
+def test_tokens_a_second() -> None:
+    flags = ["--micro-batches", "2", "--schedules", "1f1b", "--steps", "1", "--json"]
+    command = [sys.executable, "-m", "ds_ext", "bench", "training", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    ours, rival = json.loads(done.stdout)
+    assert (ours["name"], rival["name"]) == ("1f1b", "deepspeed_1f1b")
+    assert (ours["unit"], ours["repeats"], rival["params"]["ratio"]) == ("tokens/s", 1, 1.0)
+    assert ours["params"]["ratio"] == pytest.approx(ours["median"] / rival["median"])
+    assert 1 < rival["median"] == rival["best"] < 1e7
+
+
 def test_a_rival_that_cannot_run_is_shown_as_failed() -> None:
     # DeepSpeed's DualPipeV needs twice as many micro-batches as ranks; with three it refuses.
     done = call(
