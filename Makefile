@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 RANKS ?= 4
 CONFIG ?= configs/bitpipe.json
+# The script and the data that the configuration is for: BERT's are called bert_*.json.
+model := $(if $(findstring bert,$(notdir $(CONFIG))),bert,gpt)
 # A port that nobody listens at: the launcher's own default may be another job's.
 PORT ?= $(shell $(bin)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
 PYTEST_FLAGS ?=
@@ -13,11 +15,13 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup data train test check clean
+.PHONY: help setup data train test test-all check clean
 
 bin := $(abspath $(VENV))/bin
 stamp := $(VENV)/.ds_ext-installed
-corpus := data/stdlib/meta.json
+gpt_corpus := data/stdlib/meta.json
+bert_corpus := data/stdlib_bert/meta.json
+corpus := $($(model)_corpus)
 native := $(wildcard kernels/*/*.cpp kernels/*/*.hpp)
 spelled := $(wildcard *.py *.md Makefile ds_ext tests kernels configs docs)
 
@@ -27,7 +31,7 @@ export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 export PYRIGHT_PYTHON_CACHE_DIR ?= $(abspath $(VENV))/pyright
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
 setup: $(stamp)  ## virtual environment, pinned dependencies, native build
 
@@ -51,19 +55,24 @@ $(stamp): setup.py pyproject.toml constraints.txt $(native)
 
 data: $(corpus)  ## the text that `make train` trains on: Python's own sources, no download
 
-$(corpus): $(stamp)
+$(bert_corpus): tokenizer := wordpiece
+$(gpt_corpus): tokenizer := bpe
+$(gpt_corpus) $(bert_corpus): $(stamp)
 	@echo "Preparing Python's own sources as training text in $(@D): about 15 seconds."
-	@$(bin)/python -m ds_ext prepare --source stdlib --output $(@D)
+	@$(bin)/python -m ds_ext prepare --source stdlib --tokenizer-type $(tokenizer) --output $(@D)
 
 # Hosts with fewer GPUs than ranks train on the CPU, where each rank gets one thread.
-train: $(stamp) $(corpus)  ## train a GPT: RANKS=4 CONFIG=configs/bitpipe.json PORT=...
+train: $(stamp) $(corpus)  ## train a GPT, or a BERT with CONFIG=configs/bert_bitpipe.json; RANKS=4 PORT=...
 	@if ! $(bin)/python -c 'import sys, torch; sys.exit(torch.cuda.device_count() < $(RANKS))'; then \
 	  export DS_ACCELERATOR=cpu OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; \
 	fi; \
-	set -x; exec deepspeed --num_gpus $(RANKS) --master_port $(PORT) train_gpt.py --deepspeed_config $(CONFIG)
+	set -x; exec deepspeed --num_gpus $(RANKS) --master_port $(PORT) train_$(model).py --deepspeed_config $(CONFIG)
 
 test: $(stamp)  ## the whole test suite; PYTEST_FLAGS="-m 'not slow'" for a quick one
 	$(bin)/python -m pytest $(PYTEST_FLAGS)
+
+test-all: $(stamp)  ## the tests with the whole matrices, some hours: schedule x precision x ZeRO x parallelism x recomputation
+	DS_EXT_TEST_ALL=1 $(bin)/python -m pytest $(PYTEST_FLAGS)
 
 check: $(stamp)  ## formatting, lint and types of Python and C++
 	$(bin)/ruff format --check .

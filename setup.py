@@ -11,7 +11,7 @@ NATIVE = Pybind11Extension(
     "ds_ext.comm._native",
     sources=["kernels/transport/bindings.cpp"],
     include_dirs=["kernels/transport"],
-    depends=["kernels/transport/descriptor.hpp", "kernels/transport/errors.hpp"],
+    depends=sorted(str(path.relative_to(HERE)) for path in HERE.glob("kernels/transport/*.hpp")),
     cxx_std=17,
     extra_compile_args=["-O3", "-Wall", "-Wextra"],
 )
@@ -64,6 +64,9 @@ setup(
             "clang-format",
             "codespell",
             "pybind11>=2.12",
+            # Our models' logits are compared with its models'.
+            "transformers",
+            "safetensors",
         ],
     },
 )

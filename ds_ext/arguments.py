@@ -1,4 +1,4 @@
-"""Flags of the training scripts, under Megatron's names. Pure: parsing imports neither torch nor deepspeed.
+"""Flags and JSON of the training scripts together. Pure: parsing imports neither torch nor deepspeed.
 
 Two sources meet here. Flags win over the defaults in the JSON's ``"ds_ext": {"train": {...}}``. Flags that mean a
 key of the JSON itself (sizes, schedule, batch, learning rate) fill it in, and may not contradict it.
@@ -9,15 +9,16 @@ from __future__ import annotations
 import argparse
 import copy
 import difflib
-import importlib.metadata
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-from . import __version__
 from .auto import AUTO, MODEL_SIZES
 from .config import JobConfig, load_config
 from .errors import ConfigError
-from .megatron_flags import TOKENIZER_TYPES, refusal
+from .flags import Model, build_parser
+from .megatron_flags import refusal
+
+__all__ = ["build_parser", "parse"]
 
 # Flag -> path in the DeepSpeed JSON, and the value it sets when it is a switch.
 _JSON_FLAGS: dict[str, tuple[tuple[str, ...], Any]] = {
@@ -44,155 +45,9 @@ _BETA_FLAGS = ("adam_beta1", "adam_beta2")
 _DEFAULT_BETAS = (0.9, 0.999)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises what argparse would print in every rank."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}. `python {self.prog} --help` lists the flags.")
-
-
-def build_parser(prog: str) -> argparse.ArgumentParser:
-    """The parser of ``train_gpt.py``."""
-    parser = _Parser(
-        prog=prog, description="Pretrain a GPT with a pipeline schedule of ds_ext.", allow_abbrev=False
-    )
-    parser.add_argument("--version", action="version", version=_versions())
-    parser.add_argument(
-        "--deepspeed_config", required=True, metavar="JSON", help='DeepSpeed JSON with a "ds_ext" section'
-    )
-    parser.add_argument(
-        "--deepspeed", action="store_true", help="accepted for launch scripts; DeepSpeed is always used"
-    )
-    parser.add_argument(
-        "--local_rank", "--local-rank", type=int, default=None, help="set by the deepspeed launcher"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="validate, print the plan and exit; launches nothing"
-    )
-    parser.add_argument(
-        "--metrics-file", metavar="PATH", help="one JSON object a line and step, written by rank 0"
-    )
-    _add_model(parser.add_argument_group("model"))
-    _add_data(parser.add_argument_group("data"))
-    _add_training(parser.add_argument_group("training"))
-    _add_json_flags(parser.add_argument_group("keys of the JSON (a contradiction is an error)"))
-    return parser
-
-
-def _versions() -> str:
-    """Ours and those of what we run on, read without importing them."""
-    words = [f"ds_ext {__version__}"]
-    for package in ("deepspeed", "torch"):
-        try:
-            words.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            words.append(f"{package} is not installed")
-    return ", ".join(words)
-
-
-def _add_model(group: Any) -> None:
-    group.add_argument("--num-layers", type=int, default=8, help="transformer layers (%(default)s)")
-    group.add_argument("--hidden-size", type=int, default=128)
-    group.add_argument("--num-attention-heads", type=int, default=4)
-    group.add_argument("--ffn-hidden-size", type=int, default=None, help="4 x hidden-size by default")
-    group.add_argument("--seq-length", type=int, default=128)
-    group.add_argument("--max-position-embeddings", type=int, default=None, help="seq-length by default")
-    group.add_argument("--hidden-dropout", type=float, default=0.1)
-    group.add_argument("--attention-dropout", type=float, default=0.1)
-    group.add_argument("--init-method-std", type=float, default=0.02)
-    group.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
-    group.add_argument(
-        "--recompute-granularity",
-        choices=["none", "full"],
-        default=None,
-        help="full: keep only each layer's input, compute the rest again in the backward (none, or what the schedule "
-        "auto chooses)",
-    )
-    group.add_argument(
-        "--recompute-interval",
-        type=int,
-        default=1,
-        metavar="K",
-        help="recompute every K-th layer (%(default)s)",
-    )
-    group.add_argument("--seed", type=int, default=1234)
-
-
-def _add_data(group: Any) -> None:
-    group.add_argument(
-        "--data-path",
-        nargs="*",
-        default=[],
-        metavar="PATH",
-        help="a prepared folder or .bin/.idx prefix, or a blend: 0.3 a 0.7 b",
-    )
-    group.add_argument("--split", default="969,30,1", help="train, valid, test shares (%(default)s)")
-    group.add_argument(
-        "--tokenizer",
-        "--tokenizer-model",
-        metavar="FILE",
-        help="tokenizer.json or sentencepiece model; checked against the data",
-    )
-    group.add_argument(
-        "--tokenizer-type",
-        choices=[*TOKENIZER_TYPES],
-        help="accepted for launch scripts; must agree with the files, which say what they are",
-    )
-    group.add_argument("--vocab-file", metavar="FILE", help="GPT-2 vocab.json, with --merge-file")
-    group.add_argument("--merge-file", metavar="FILE")
-
-
-def _add_training(group: Any) -> None:
-    group.add_argument(
-        "--train-iters", type=int, default=100, help="optimizer steps in all, those before a resume included"
-    )
-    group.add_argument("--eval-interval", type=int, default=0, metavar="STEPS", help="0: only at the end")
-    group.add_argument("--eval-iters", type=int, default=2, help="steps an evaluation averages over; 0: none")
-    group.add_argument("--save", metavar="DIR", help="write checkpoints here")
-    group.add_argument("--save-interval", type=int, default=0, metavar="STEPS", help="0: only at the end")
-    group.add_argument("--load", metavar="DIR", help="resume from the latest checkpoint in DIR")
-    group.add_argument(
-        "--log-interval",
-        type=int,
-        default=1,
-        metavar="STEPS",
-        help="print every so many steps, and the first and the last (%(default)s)",
-    )
-
-
-def _add_json_flags(group: Any) -> None:
-    group.add_argument("--schedule", help="ds_ext.schedule")
-    group.add_argument(
-        "--pipeline-model-parallel-size", type=int, metavar="D", help="ds_ext.pipeline_parallel_size"
-    )
-    group.add_argument(
-        "--tensor-model-parallel-size", type=int, metavar="T", help="ds_ext.tensor_parallel_size"
-    )
-    group.add_argument("--micro-batch-size", type=int, help="train_micro_batch_size_per_gpu")
-    group.add_argument("--global-batch-size", type=int, help="train_batch_size")
-    group.add_argument("--lr", type=float, help="optimizer.params.lr")
-    group.add_argument("--weight-decay", type=float, help="optimizer.params.weight_decay")
-    group.add_argument("--adam-beta1", type=float, help="optimizer.params.betas, the first")
-    group.add_argument("--adam-beta2", type=float, help="optimizer.params.betas, the second")
-    group.add_argument("--adam-eps", type=float, help="optimizer.params.eps")
-    group.add_argument("--bf16", action="store_true", help="bf16.enabled")
-    group.add_argument("--fp16", action="store_true", help="fp16.enabled")
-    group.add_argument("--sequence-parallel", action="store_true", help="ds_ext.sequence_parallel")
-    group.add_argument("--clip-grad", type=float, help="gradient_clipping")
-    group.add_argument("--enable-bitpipe-schedule", action="store_true", help='"schedule": "bitpipe"')
-    group.add_argument("--use-dpp", action="store_true", help='"schedule": "dpp"')
-    group.add_argument("--forward-backward-disaggregating", action="store_true", help='"schedule": "fbd"')
-    group.add_argument(
-        "--ignore-forward-tensor-parallel",
-        action="store_true",
-        help="ds_ext.fbd.merge_forward_tensor_parallel",
-    )
-    group.add_argument("--node-ips", metavar="IP,IP", help="ds_ext.transport_options.node_ips")
-
-
-def parse(prog: str, argv: Sequence[str]) -> tuple[argparse.Namespace, JobConfig]:
-    """Flags and JSON together, validated. Raises ConfigError."""
-    parser = build_parser(prog)
+def parse(prog: str, argv: Sequence[str], model: Model = "gpt") -> tuple[argparse.Namespace, JobConfig]:
+    """Flags and JSON together, validated, for the script that trains ``model``. Raises ConfigError."""
+    parser = build_parser(prog, model)
     path = _parse_known(parser, argv).deepspeed_config
     job = load_config(path)
     parser.set_defaults(**_train_defaults(parser, job.ds_ext.train))
@@ -248,6 +103,10 @@ def _typed(action: argparse.Action, key: str, value: Any) -> Any:
         if not isinstance(value, str | list):
             raise ConfigError(f'"ds_ext": "train": {key} must be a text or a list; got {value!r}.')
         return value.split() if isinstance(value, str) else [str(v) for v in value]
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise ConfigError(f'"ds_ext": "train": {key} must be true or false; got {value!r}.')
+        return value
     if value is None or action.type is None:
         ok = value is None or isinstance(value, str)
     elif action.type is int:

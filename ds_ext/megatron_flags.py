@@ -16,12 +16,14 @@ TOKENIZER_TYPES: Mapping[str, str] = MappingProxyType(
         "SentencePieceTokenizer": "model",
         "GPTSentencePieceTokenizer": "model",
         "Llama2Tokenizer": "model",
+        "BertWordPieceLowerCase": "json",
+        "BertWordPieceCase": "json",
     }
 )
 TOKENIZER_FILES: Mapping[str, str] = MappingProxyType(
     {
         "gpt2": "--vocab-file vocab.json and --merge-file merges.txt",
-        "json": "--tokenizer-model tokenizer.json",
+        "json": "--tokenizer-model tokenizer.json (or BERT's vocab.txt)",
         "model": "--tokenizer-model with a sentencepiece .model file",
     }
 )
@@ -29,7 +31,8 @@ TOKENIZER_FILES: Mapping[str, str] = MappingProxyType(
 _SCHEDULER = 'the learning rate over time is the "scheduler" section of the JSON: '
 _COSINE = _SCHEDULER + '"type": "WarmupCosineLR" with '
 _FIXED_MODEL = (
-    "the model is GPT-2's (learnt positions, LayerNorm, GELU, biases, one embedding for input and head)"
+    "the models are GPT-2 and BERT (learnt positions, LayerNorm, GELU, biases, one embedding for input and "
+    "head)"
 )
 _ONE_KERNEL = (
     "there is one implementation, torch's scaled_dot_product_attention and plain layers; leave it out"
@@ -39,6 +42,7 @@ _WHOLE = "--load resumes weights, optimizer, scheduler and position in the data 
 _BLEND = "--data-path takes the data of all three splits, --split their shares"
 _INTERLEAVED = 'use --schedule interleaved, with "schedule_options": {"chunks": 2} in the "ds_ext" section'
 _FULL = "use --recompute-granularity full (and --recompute-interval K for every K-th layer)"
+_SELECTIVE = "use --recompute-granularity selective"
 _ZERO = 'use "zero_optimization": {"stage": 1} in the JSON'
 _OVERLAP = "when gradients are reduced is decided by the engine; leave it out"
 _SCALE = "it is a key of the JSON: "
@@ -50,8 +54,8 @@ _REFUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "Megatron cuts a stage into units of K layers or recomputes K layers a stage; here every K-th layer of the "
         "model is recomputed: use --recompute-interval K": ("recompute-num-layers",),
         "all layers are alike here; use --recompute-interval K for every K-th layer": ("recompute-method",),
+        _SELECTIVE: ("recompute-activations",),
         _FULL: (
-            "recompute-activations",
             "checkpoint-activations",
             "deepspeed-activation-checkpointing",
             "checkpoint-num-layers",
@@ -76,6 +80,13 @@ _REFUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         _SCALE + '"fp16": {"enabled": true, "loss_scale_window": 1000}': ("loss-scale-window",),
         _OVERLAP: ("overlap-grad-reduce", "overlap-param-gather", "no-overlap-p2p-communication"),
         # Sizes
+        "use --stage-layers 2,3,3,2, the layers of every stage": (
+            "decoder-first-pipeline-num-layers",
+            "decoder-last-pipeline-num-layers",
+            "account-for-embedding-in-pipeline-split",
+            "account-for-loss-in-pipeline-split",
+            "pipeline-model-parallel-layout",
+        ),
         "use --micro-batch-size": ("batch-size",),
         "use --tensor-model-parallel-size": ("model-parallel-size",),
         "use --train-iters; a step is --global-batch-size samples": ("train-samples",),
@@ -128,6 +139,7 @@ _REFUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         _BLEND: ("train-data-path", "valid-data-path", "test-data-path"),
         "the size of the vocabulary is that of the data's tokenizer; leave it out": ("vocab-size",),
+        "it is a flag of train_bert.py": ("mask-prob", "short-seq-prob", "bert-no-binary-head"),
         _MICRO: ("eod-mask-loss", "reset-attention-mask", "reset-position-ids"),
         # Checkpoints, logs, processes
         _WHOLE: (

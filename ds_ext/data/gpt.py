@@ -171,21 +171,21 @@ def build_gpt_datasets(
         ConfigError: a file is missing or damaged, a weight or share is wrong, or a split has not one sample.
     """
     weights, prefixes = parse_data_path(data_path)
-    shares = _parse_split(split)
+    shares = parse_split(split)
     sources = [IndexedTokens(prefix) for prefix in prefixes]
     built = []
     for place, name in enumerate(SPLIT_NAMES):
         wanted = num_samples[place]
         table = BlendTable(weights, wanted)
         parts = [
-            GPTDataset(source, _split_documents(source, shares)[place], seq_length, count, seed, name)
+            GPTDataset(source, split_documents(source, shares)[place], seq_length, count, seed, name)
             for source, count in zip(sources, table.counts, strict=True)
         ]
         built.append(parts[0] if len(parts) == 1 else BlendedGPTDataset(parts, table, wanted))
     return built[0], built[1], built[2]
 
 
-def _parse_split(split: str) -> tuple[float, float, float]:
+def parse_split(split: str) -> tuple[float, float, float]:
     """Shares of train, valid, test, adding up to 1."""
     try:
         shares = [float(word) for word in split.replace("/", ",").split(",")]
@@ -200,7 +200,7 @@ def _parse_split(split: str) -> tuple[float, float, float]:
     return train, valid, test
 
 
-def _split_documents(indexed: IndexedTokens, shares: tuple[float, float, float]) -> list[range]:
+def split_documents(indexed: IndexedTokens, shares: tuple[float, float, float]) -> list[range]:
     """Consecutive documents for each split, borders rounded to whole documents."""
     borders = np.rint(np.cumsum([0.0, *shares]) * indexed.num_documents).astype(int).tolist()
     return [range(start, stop) for start, stop in pairwise(borders)]

@@ -1,7 +1,8 @@
 """`python -m ds_ext prepare`: text to `text_document.bin/.idx`, a tokenizer and `meta.json` in one folder.
 
-The pair is Megatron's indexed dataset, written by megatron-core's own builder, with an end-of-document token
-after each document (Megatron's `--append-eod`).
+The pair is Megatron's indexed dataset, written by megatron-core's own builder: with an end-of-document token
+after each document (Megatron's `--append-eod`) for GPT, or, with a WordPiece tokenizer, with every sentence a
+sequence of its own (`--split-sentences`) for BERT.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from ds_ext.data.tokenizer import (
     train_bpe,
     train_sentencepiece,
 )
+from ds_ext.data.wordpiece import VOCAB_NAME, WordPieceTokenizer, train_wordpiece
 from ds_ext.errors import ConfigError
 
 FORMAT = 1
@@ -37,17 +39,27 @@ SOURCE_HELP = (
     "the Python standard library, the manuals of Linux and Python (through apt), or a text file, a .jsonl "
     "file or a folder (default: stdlib)"
 )
-TYPE_HELP = "tokenizer to train (default: byte-level BPE)"
-TOKENIZER_HELP = "use this tokenizer.json, .model file or prepared folder instead of training one"
+TRAINERS = {"bpe": train_bpe, "sentencepiece": train_sentencepiece, "wordpiece": train_wordpiece}
+TYPE_HELP = (
+    "tokenizer to train (default: byte-level BPE); wordpiece makes data for BERT, split into sentences"
+)
+TOKENIZER_HELP = "use this tokenizer.json, .model, vocab.txt or prepared folder instead of training one"
+NEXT_GPT = "train_gpt.py --deepspeed_config configs/bitpipe.json"
+NEXT_BERT = "train_bert.py --deepspeed_config configs/bert_bitpipe.json"
 VERSIONED_PACKAGES = ("ds_ext", "tokenizers", "sentencepiece", "megatron-core", "numpy", "torch")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb `prepare`."""
     parser.add_argument("--source", default="stdlib", metavar="stdlib|debian-docs|PATH", help=SOURCE_HELP)
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: data/NAME_OF_THE_SOURCE")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="default: data/NAME_OF_THE_SOURCE; with _bert behind it for BERT",
+    )
     parser.add_argument("--json-key", default="text", help="key of the text in jsonl objects (default: text)")
-    parser.add_argument("--tokenizer-type", choices=("bpe", "sentencepiece"), default="bpe", help=TYPE_HELP)
+    parser.add_argument("--tokenizer-type", choices=[*TRAINERS], default="bpe", help=TYPE_HELP)
     parser.add_argument("--vocab-size", type=int, help=f"of a tokenizer trained here (default: {VOCAB_SIZE})")
     parser.add_argument("--tokenizer", metavar="PATH", help=TOKENIZER_HELP)
     parser.add_argument("--vocab-file", help="GPT-2's vocab.json, instead of training a tokenizer")
@@ -64,7 +76,9 @@ def run(args: argparse.Namespace) -> int:
     """
     _check_options(args)
     source_path = Path(args.source).resolve()
-    output = args.output or Path("data") / source_path.stem
+    given = _given_tokenizer(args)
+    for_bert = isinstance(given, WordPieceTokenizer) or (given is None and args.tokenizer_type == "wordpiece")
+    output = args.output or Path("data") / (source_path.stem + ("_bert" if for_bert else ""))
     if source_path.is_dir() and output.resolve().is_relative_to(source_path):
         raise ConfigError(f"--output {output} lies inside --source {args.source}: choose a folder outside it")
     identity = _identity(args)
@@ -81,15 +95,17 @@ def run(args: argparse.Namespace) -> int:
         f"unigram entropy {meta['unigram_entropy_nats']:.3f} nats"
     )
     print(
-        "next: deepspeed --num_gpus 4 train_gpt.py --deepspeed_config configs/bitpipe.json --data-path "
-        f"{output} --save checkpoints/{output.name}"
+        f"next: deepspeed --num_gpus 4 {NEXT_BERT if for_bert else NEXT_GPT} --data-path {output} "
+        f"--save checkpoints/{output.name}"
     )
     return 0
 
 
 def _check_options(args: argparse.Namespace) -> None:
     if (args.vocab_file is None) != (args.merge_file is None):
-        raise ConfigError("--vocab-file and --merge-file belong together: give both")
+        raise ConfigError(
+            "--vocab-file and --merge-file belong together: give both (BERT's vocab.txt goes to --tokenizer)"
+        )
     if args.tokenizer and args.vocab_file:
         raise ConfigError("--tokenizer and --vocab-file exclude each other: give one of them")
     if args.vocab_size is not None and (args.tokenizer or args.vocab_file):
@@ -158,7 +174,7 @@ def _prepare(args: argparse.Namespace, output: Path, identity: dict[str, Any]) -
         }
         (partial / META_NAME).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
         # While the files are exchanged there is no meta.json: a run that is cut here is seen as unfinished.
-        for name in (META_NAME, *TOKENIZER_NAMES):
+        for name in (META_NAME, *TOKENIZER_NAMES, VOCAB_NAME):
             (output / name).unlink(missing_ok=True)
         for name in (*tokenizer_files, f"{DATA_NAME}.bin", f"{DATA_NAME}.idx", META_NAME):
             os.replace(partial / name, output / name)
@@ -195,10 +211,9 @@ def _make_tokenizer(args: argparse.Namespace, source: Source) -> Tokenizer:
     given = _given_tokenizer(args)
     if given is not None:
         return given
-    train = train_bpe if args.tokenizer_type == "bpe" else train_sentencepiece
     wanted = args.vocab_size or VOCAB_SIZE
     print(f"training a {args.tokenizer_type} tokenizer with {wanted} tokens", flush=True)
-    result = train(_first_bytes(source.documents(), TOKENIZER_TRAINING_BYTES), wanted)
+    result = TRAINERS[args.tokenizer_type](_first_bytes(source.documents(), TOKENIZER_TRAINING_BYTES), wanted)
     if result.vocab_size < wanted:
         print(f"the text gives only {result.vocab_size} tokens")
     return result
@@ -212,14 +227,15 @@ def _write_tokens(source: Source, tokenizer: Tokenizer, prefix: Path) -> dict[st
     dtype = np.uint16 if tokenizer.vocab_size < 65500 else np.int32
     builder = _import_builder()(str(prefix) + ".bin", dtype=dtype)
     frequencies = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-    documents = num_bytes = 0
+    documents = sequences = num_bytes = 0
     with progress("encoding", source.num_bytes) as advance:
         for batch in _batches(source.documents(), ENCODE_BATCH_BYTES):
-            encoded = [np.array([*ids, tokenizer.eod_id], dtype) for ids in tokenizer.encode_batch(batch)]
-            for tokens in encoded:
-                builder.add_document(tokens, [len(tokens)])
-            frequencies += np.bincount(np.concatenate(encoded), minlength=len(frequencies))
-            documents += len(batch)
+            for document in filter(None, tokenizer.encode_documents(batch)):
+                tokens = np.concatenate([np.array(sequence, dtype) for sequence in document])
+                builder.add_document(tokens, [len(sequence) for sequence in document])
+                frequencies += np.bincount(tokens, minlength=len(frequencies))
+                documents += 1
+                sequences += len(document)
             batch_bytes = sum(len(text.encode()) for text in batch)
             num_bytes += batch_bytes
             advance(batch_bytes)
@@ -227,6 +243,7 @@ def _write_tokens(source: Source, tokenizer: Tokenizer, prefix: Path) -> dict[st
     shares = frequencies[frequencies > 0] / frequencies.sum()
     return {
         "documents": documents,
+        **({"sentences": sequences} if isinstance(tokenizer, WordPieceTokenizer) else {}),
         "tokens": int(frequencies.sum()),
         "bytes": num_bytes,
         "max_token_id": int(np.flatnonzero(frequencies).max()),

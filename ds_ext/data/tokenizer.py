@@ -1,7 +1,7 @@
 """Tokenizers that are trained on the user's own text or read from files; nothing is downloaded.
 
 Byte-level BPE (Radford et al. 2019, section 2.2) through `tokenizers` is the default, sentencepiece unigram
-(Kudo 2018) an option. Both give back every text they encode, byte for byte.
+(Kudo 2018) an option. Both give back every text they encode, byte for byte. BERT's WordPiece is in wordpiece.py.
 """
 
 import hashlib
@@ -40,6 +40,10 @@ class Tokenizer(ABC):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` for many texts at once, on all cores."""
 
+    def encode_documents(self, texts: Sequence[str]) -> list[list[list[int]]]:
+        """The sequences of each document as the data files hold them: here one, ended by the end-of-document token."""
+        return [[[*ids, self.eod_id]] for ids in self.encode_batch(texts)]
+
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; special tokens are left out."""
@@ -69,7 +73,7 @@ class BpeTokenizer(Tokenizer):
         self._backend = backend
         self.vocab_size = max(vocab.values()) + 1
         self.eod_id = known[0]
-        self.fingerprint = _fingerprint([sorted(vocab.items()), merges])
+        self.fingerprint = fingerprint_of([sorted(vocab.items()), merges])
 
     def encode(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
@@ -102,7 +106,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._model_proto = model_proto
         self.vocab_size = self._backend.vocab_size()
         self.eod_id = self._backend.eos_id()
-        self.fingerprint = _fingerprint([[self._backend.id_to_piece(i), i] for i in range(self.vocab_size)])
+        self.fingerprint = fingerprint_of([[self._backend.id_to_piece(i), i] for i in range(self.vocab_size)])
 
     def encode(self, text: str) -> list[int]:
         return self._backend.encode(text)
@@ -131,7 +135,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int = 4096) -> BpeTokenizer:
             f"byte-level BPE needs a vocabulary of at least {BYTE_VALUES + 1} (256 bytes and "
             f"{END_OF_DOCUMENT}); got {vocab_size}. Use --vocab-size 4096."
         )
-    library = _tokenizers()
+    library = tokenizers_library()
     backend = _byte_level(library, library.models.BPE())
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -175,7 +179,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int = 4096) -> Sentenc
 def load_gpt2_files(vocab_file: str | Path, merge_file: str | Path) -> BpeTokenizer:
     """Load GPT-2's pair of files (Megatron's `--vocab-file` and `--merge-file`)."""
     vocab_path, merge_path = _existing(vocab_file, "--vocab-file"), _existing(merge_file, "--merge-file")
-    library = _tokenizers()
+    library = tokenizers_library()
     try:
         backend = _byte_level(library, library.models.BPE.from_file(str(vocab_path), str(merge_path)))
     except Exception as error:
@@ -187,7 +191,7 @@ def load_gpt2_files(vocab_file: str | Path, merge_file: str | Path) -> BpeTokeni
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a `tokenizer.json`, a sentencepiece `.model`, or a folder with one of them or with GPT-2's files.
+    """Load a `tokenizer.json`, a sentencepiece `.model`, a BERT `vocab.txt`, or a folder with one of them or GPT-2's.
 
     Raises:
         ConfigError: nothing is there, or it cannot be read.
@@ -202,15 +206,19 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise ConfigError(
             f"no tokenizer in {path}: expected tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
         )
+    from ds_ext.data.wordpiece import VOCAB_NAME, WordPieceTokenizer, is_word_piece, load_vocab_txt
+
     path = _existing(path, "the tokenizer")
     if path.suffix == ".model":
         return SentencePieceTokenizer(path.read_bytes(), str(path))
+    if path.suffix == Path(VOCAB_NAME).suffix:
+        return load_vocab_txt(path)
     try:
-        backend = _tokenizers().Tokenizer.from_file(str(path))
+        backend = tokenizers_library().Tokenizer.from_file(str(path))
     # The library raises bare Exception for a file that it cannot parse.
     except Exception as error:
         raise ConfigError(f"{path} is not a tokenizer.json that `tokenizers` can read: {error}") from error
-    return BpeTokenizer(backend, str(path))
+    return (WordPieceTokenizer if is_word_piece(backend) else BpeTokenizer)(backend, str(path))
 
 
 def _byte_level(library: Any, model: Any) -> Any:
@@ -220,7 +228,8 @@ def _byte_level(library: Any, model: Any) -> Any:
     return backend
 
 
-def _fingerprint(definition: object) -> str:
+def fingerprint_of(definition: object) -> str:
+    """16 hex digits for what decides the meaning of token ids, given as JSON values."""
     return hashlib.sha256(json.dumps(definition, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
@@ -236,7 +245,8 @@ def _existing(path: str | Path, what: str) -> Path:
     return path
 
 
-def _tokenizers() -> Any:
+def tokenizers_library() -> Any:
+    """The package `tokenizers`. Raises ConfigError when it is missing."""
     try:
         import tokenizers
     except ModuleNotFoundError as error:

@@ -66,8 +66,8 @@ class ColumnParallelLinear(nn.Module):
         self.tp = tp
         self.gather_output = gather_output
         self.sequence_parallel = sequence_parallel
-        self.weight = _sharded_parameter((output_size, input_size), 0, tp, init)
-        self.bias = _sharded_parameter((output_size,), 0, tp, nn.init.zeros_) if bias else None
+        self.weight = sharded_parameter((output_size, input_size), 0, tp, init)
+        self.bias = sharded_parameter((output_size,), 0, tp, nn.init.zeros_) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         y = linear(enter_tensor_parallel(x, self.tp, self.sequence_parallel), self.weight, self.bias)
@@ -106,7 +106,7 @@ class RowParallelLinear(nn.Module):
         self.tp = tp
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel = sequence_parallel
-        self.weight = _sharded_parameter((output_size, input_size), 1, tp, init)
+        self.weight = sharded_parameter((output_size, input_size), 1, tp, init)
         self.bias = nn.Parameter(torch.zeros(output_size, device="cpu")) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class VocabParallelEmbedding(nn.Module):
         self.num_embeddings = num_embeddings
         self.sequence_parallel = sequence_parallel
         self.rows = tp.shard_size(num_embeddings, "num_embeddings")
-        self.weight = _sharded_parameter((num_embeddings, embedding_dim), 0, tp, init)
+        self.weight = sharded_parameter((num_embeddings, embedding_dim), 0, tp, init)
         self.weight.unpadded_size = num_embeddings - padding  # type: ignore[attr-defined]
 
     def forward(self, ids_BS: Tensor) -> Tensor:
@@ -204,7 +204,8 @@ def check_ids(ids: Tensor, limit: int) -> None:
         )
 
 
-def _sharded_parameter(shape: Sequence[int], dim: int, tp: TensorParallel, init: InitMethod) -> nn.Parameter:
+def sharded_parameter(shape: Sequence[int], dim: int, tp: TensorParallel, init: InitMethod) -> nn.Parameter:
+    """This rank's shard along ``dim`` of a parameter of ``shape``, which ``init`` fills while it is whole."""
     full = torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
     with torch.no_grad():
         init(full)

@@ -43,7 +43,11 @@ NO_DATA = (
 JSON_FAULTS: dict[str, tuple[Change, int, tuple[str, ...]]] = {
     "odd devices": (lambda c: c["ds_ext"].update(pipeline_parallel_size=3), 3, ("bitpipe", "3", "2 or 4")),
     "micro-batches": (lambda c: c.update(gradient_accumulation_steps=1), 4, ("multiple of 4", "got 2")),
-    "layers": (lambda c: c["ds_ext"]["train"].update(num_layers=6), 2, ("6 layers", "num_layers 4 or 8")),
+    "layers": (
+        lambda c: c["ds_ext"]["train"].update(num_layers=3),
+        2,
+        ("4 stages", "num_layers is 3", "at least 4"),
+    ),
     "our key": (lambda c: c["ds_ext"].update(schedules="gpipe"), 2, ("schedules", "did you mean 'schedule'")),
     "train key": (lambda c: c["ds_ext"]["train"].update(sed=1), 2, ("'sed'", "did you mean 'seed'")),
     "world": (lambda c: None, 3, ("3 processes", "multiple of 2", "deepspeed --num_gpus 2", "torchrun")),

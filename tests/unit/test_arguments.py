@@ -77,7 +77,11 @@ def test_flags_fill_in_the_json(run: Any) -> None:
         ),
         ({"bf16": {"enabled": False}}, ["--bf16"], r"--bf16 contradicts \"bf16.enabled\": False of"),
         ({"bf16": {"enabled": True}}, ["--fp16"], r"\"bf16\" and \"fp16\" are both enabled"),
-        ({}, ["--sequence-parallel"], r"does not support 'sequence_parallel'"),
+        (
+            {"ds_ext": {"sequence_parallel": False}},
+            ["--sequence-parallel"],
+            r"--sequence-parallel contradicts \"ds_ext.sequence_parallel\": False of",
+        ),
         ({"optimizer": {"params": 3}}, ["--adam-beta1", "1"], r"\"optimizer.params\" must be an object in"),
         ({"optimizer": None}, ["--lr", "1"], r"\"optimizer\" must be an object in .*job\.json"),
         ({}, ["--node-ips", "10.0.0.1"], r"does not support 'transport_options.node_ips'"),
@@ -101,7 +105,7 @@ def test_contradictions(run: Any, config: dict[str, Any], flags: list[str], sent
         ({"num_layers": True}, r"num_layers must be int; got True"),
         ({"hidden_dropout": "none"}, r"hidden_dropout must be float; got 'none'"),
         ({"save": 3}, r"save must be str; got 3"),
-        ({"recompute_granularity": "half"}, r"recompute_granularity must be one of none, full; got 'half'"),
+        ({"recompute_granularity": "half"}, r"recompute_granularity must be one of none, selective, full; got 'half'"),
     ],
 )
 def test_wrong_keys_and_types_in_train(run: Any, train: dict[str, Any], sentence: str) -> None:
@@ -166,7 +170,7 @@ def test_the_tokenizers_two_names(run: Any) -> None:
     [
         ("--recompute-num-layers 2", r"use --recompute-interval K"),
         ("--recompute-method uniform", r"use --recompute-interval K"),
-        ("--recompute-activations", r"use --recompute-granularity full"),
+        ("--recompute-activations", r"use --recompute-granularity selective"),
         (
             "--min-lr=1e-5",
             r"--min-lr is a flag of Megatron's .* \"scheduler\" .*\"cos_min_ratio\" = min-lr / lr\.",

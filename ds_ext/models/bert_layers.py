@@ -1,0 +1,132 @@
+"""The layers of BERT (Devlin et al. 2018): every residual sum is normalized, all tokens see all others but padding.
+
+Shapes: B samples of a micro-batch, S tokens (those of this rank where sequence parallelism cuts them), D hidden size.
+``seen_BS`` is False where a sample is padded, and has all tokens on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ds_ext.models.config import TransformerConfig
+from ds_ext.models.layers import MLP, LayerNorm, SelfAttention, hidden_dropout, recomputed
+from ds_ext.tensor_parallel import (
+    DropoutClock,
+    InitMethod,
+    TensorParallel,
+    gather_from_sequence_parallel_region,
+    keyed_normal,
+    linear,
+    shared_parameters,
+)
+
+
+class BertSelfAttention(SelfAttention):
+    """Attention of every token to all that the mask does not hide; weights are laid out as GPT's."""
+
+    causal: ClassVar[bool] = False
+
+
+class BertMLP(MLP):
+    """Two linear layers around the exact GELU: hidden_BSD to hidden_BSD."""
+
+    gelu: ClassVar[str] = "none"
+
+
+class BertLayer(nn.Module):
+    """One post-LN layer, attention then MLP: (hidden_BSD, seen_BS) to the same, on all ranks.
+
+    Args:
+        config: sizes; decides whether this layer recomputes its activations in the backward pass.
+        layer: number of the layer in the whole model, from 0.
+        tp: this rank's place in its tensor-parallel group.
+        clock: the step and micro-batch that the dropout masks belong to.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, layer: int, tp: TensorParallel, clock: DropoutClock
+    ) -> None:
+        super().__init__()
+        self.clock = clock
+        self.recompute = config.recomputes(layer) == "full"
+        self.self_attention = BertSelfAttention(config, layer, tp, clock)
+        self.attention_dropout = hidden_dropout(config, layer, "attention_output", tp, clock)
+        self.attention_layernorm = LayerNorm(config, tp)
+        self.mlp = BertMLP(config, layer, tp)
+        self.mlp_dropout = hidden_dropout(config, layer, "mlp_output", tp, clock)
+        self.mlp_layernorm = LayerNorm(config, tp)
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        hidden_BSD, seen_BS = inputs
+        if self.recompute:
+            return recomputed(self.clock, self._layer, hidden_BSD, seen_BS), seen_BS
+        return self._layer(hidden_BSD, seen_BS), seen_BS
+
+    def _layer(self, hidden_BSD: Tensor, seen_BS: Tensor) -> Tensor:
+        attended_BSD = self.self_attention(hidden_BSD, seen_BS[:, None, None, :])
+        hidden_BSD = self.attention_layernorm(hidden_BSD + self.attention_dropout(attended_BSD))
+        return self.mlp_layernorm(hidden_BSD + self.mlp_dropout(self.mlp(hidden_BSD)))
+
+
+class BertHeads(nn.Module):
+    """What the two objectives read: (hidden_BSD, seen_BS) to (words_BSD, order_B2).
+
+    ``words_BSD`` goes on to the word embeddings; ``order_B2`` are the logits that the two segments stand in order
+    (0) or not (1), from the pooled first token. Without a sentence head it is (words_BSD,). The weights are replicated:
+    they are a small part of a layer's, and need no communication.
+    """
+
+    def __init__(self, config: TransformerConfig, tp: TensorParallel, order_classes: int | None) -> None:
+        super().__init__()
+        # Of the tokens of a sample this rank holds one slice, or all.
+        self.tp = tp if config.sequence_parallel else TensorParallel()
+        size = config.hidden_size
+
+        def dense(outputs: int, name: str) -> nn.Linear:
+            init = keyed_normal(config.init_std, config.seed, config.num_layers, name)
+            return _linear(size, outputs, init)
+
+        self.transform = dense(size, "lm_head.transform.weight")
+        self.transform_layernorm = LayerNorm(config, tp)
+        self.pooler = self.classifier = None
+        if order_classes is not None:
+            self.pooler = dense(size, "pooler.weight")
+            self.classifier = dense(order_classes, "binary_head.weight")
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        hidden_BSD, _ = inputs
+        weight, bias = shared_parameters(self.tp, self.transform.weight, self.transform.bias)
+        words_BSD = self.transform_layernorm(F.gelu(linear(hidden_BSD, weight, bias)))
+        if self.pooler is None or self.classifier is None:
+            return (words_BSD,)
+        pooled_BD = torch.tanh(self.pooler(_first_token(hidden_BSD, self.tp)))
+        return words_BSD, self.classifier(pooled_BD)
+
+
+def _first_token(hidden_BSD: Tensor, tp: TensorParallel) -> Tensor:
+    """The first token of every sample, on all ranks: hidden_BSD to (B, D)."""
+    if tp.size == 1:
+        return hidden_BSD[:, 0]
+    first_BD = gather_from_sequence_parallel_region(hidden_BSD[:, :1], tp)[:, 0]
+    if first_BD.requires_grad:
+        # What follows is the same on all ranks, so each has the whole gradient; the gather adds them up.
+        first_BD.register_hook(lambda grad: grad / tp.size)
+    return first_BD
+
+
+def _linear(inputs: int, outputs: int, init: InitMethod) -> nn.Linear:
+    """torch's layer with start weights of our own, drawn in fp32.
+
+    It is made without memory, for otherwise its constructor would draw start weights from the global generator.
+    """
+    layer = nn.Linear(inputs, outputs, device="meta").to_empty(device="cpu")
+    weight = torch.empty(outputs, inputs, dtype=torch.float32, device="cpu")
+    init(weight)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        layer.bias.zero_()
+    return layer

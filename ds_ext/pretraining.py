@@ -1,0 +1,110 @@
+"""What the pretraining scripts share in front of the training loop: a checked job, sizes, data, the plan's text.
+
+Nothing here imports torch before a job has passed its checks.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .arguments import parse
+from .deepspeed_sections import precision
+from .errors import ConfigError
+from .flags import Model
+from .partition import stage_weights
+from .plan import Plan, describe, make_plan
+from .preflight import check_job
+from .process import world_size
+
+if TYPE_CHECKING:
+    from .engine.micro_batches import MapDataset, MicroBatches
+
+
+def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Namespace, Plan]:
+    """Flags and the plan that follows from them, the JSON and the world size. Raises ConfigError.
+
+    Everything that can be wrong is found before any process group is made, the cheapest first.
+    """
+    args, job = parse(prog, argv, model)
+    check_job(args, job.deepspeed, job.flags)
+    if not args.data_path:
+        raise ConfigError(
+            'no data: give --data-path or "train": {"data_path": ...}. `python -m ds_ext prepare` makes some.'
+        )
+    launched = world_size() > 1 or not args.dry_run
+    plan = make_plan(job, world_size() if launched else None)
+    if args.recompute_granularity is None:
+        chosen = plan.choice and plan.choice.best
+        args.recompute_granularity = chosen.recompute if chosen else "none"
+    return args, plan
+
+
+def model_sizes(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
+    """The fields of a TransformerConfig that flags and JSON decide: all but the vocabulary."""
+    return {
+        "num_layers": args.num_layers,
+        "hidden_size": args.hidden_size,
+        "num_attention_heads": args.num_attention_heads,
+        "ffn_hidden_size": args.ffn_hidden_size,
+        "seq_length": args.seq_length,
+        "max_position_embeddings": args.max_position_embeddings,
+        "hidden_dropout": args.hidden_dropout,
+        "attention_dropout": args.attention_dropout,
+        "init_std": args.init_method_std,
+        "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by,
+        "recompute": args.recompute_granularity,
+        "recompute_interval": args.recompute_interval,
+        "sequence_parallel": plan.job.ds_ext.sequence_parallel,
+        "seed": args.seed,
+    }
+
+
+def micro_batches(
+    args: argparse.Namespace,
+    plan: Plan,
+    build: Callable[[tuple[int, int, int]], Sequence[MapDataset]],
+) -> tuple[MicroBatches, MicroBatches | None]:
+    """Training and validation micro-batches, enough for the whole run.
+
+    Args:
+        build: gives the three datasets for the numbers of samples that are wanted of train, valid and test.
+    """
+    from .engine.micro_batches import MicroBatches
+
+    step, size = plan.sizes.train_batch_size, plan.sizes.micro_batch_size
+    train, valid, _ = build((args.train_iters * step, args.eval_iters * step, 0))
+    return MicroBatches(train, size), MicroBatches(valid, size) if args.eval_iters else None
+
+
+def describe_job(
+    args: argparse.Namespace,
+    plan: Plan,
+    boundaries: list[int],
+    before: list[str],
+    after: list[str],
+    token_bytes: int = 0,
+) -> str:
+    """The plan with the names of the model's layers and the size of its messages.
+
+    Args:
+        boundaries: from :func:`ds_ext.partition.layer_boundaries`.
+        before, after: names of the layers around the transformer layers.
+        token_bytes: what a message holds of each token besides its activation.
+    """
+    names = [*before, *(f"layer {i}" for i in range(args.num_layers)), *after]
+    number_bytes = 4 if precision(plan.job.deepspeed) == "fp32" else 2
+    tokens = plan.sizes.micro_batch_size * args.seq_length
+    if plan.job.ds_ext.sequence_parallel:
+        tokens //= plan.layout.tensor_parallel_size
+    message_bytes = tokens * (args.hidden_size * number_bytes + token_bytes)
+    grid = plan.sizes.micro_batches <= 32
+    return describe(
+        plan,
+        boundaries=boundaries,
+        layer_names=names,
+        message_bytes=message_bytes,
+        weights=stage_weights(boundaries, len(before), len(after)),
+        grid=grid,
+    )

@@ -1,0 +1,84 @@
+"""The weights of our models under the names that transformers has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ds_ext.models.config import TransformerConfig
+
+Weights = Mapping[str, Tensor]
+
+
+def split_heads(qkv: Tensor, config: TransformerConfig) -> tuple[Tensor, ...]:
+    """Query, key and value rows of a fused weight or bias, which we order by (head, query | key | value, head size)."""
+    return tuple(
+        part.reshape(config.hidden_size, *qkv.shape[1:])
+        for part in qkv.unflatten(0, (config.num_attention_heads, 3, config.head_size)).unbind(1)
+    )
+
+
+def gpt2_state(weights: Weights, config: TransformerConfig) -> dict[str, Tensor]:
+    """The state_dict of GPT2LMHeadModel; its Conv1D layers hold weights as (in, out)."""
+    last = config.num_layers + 2
+    state = {
+        "transformer.wte.weight": weights["0.word_embeddings.weight"][: config.vocab_size],
+        "transformer.wpe.weight": weights["1.weight"],
+        "transformer.ln_f.weight": weights[f"{last}.weight"],
+        "transformer.ln_f.bias": weights[f"{last}.bias"],
+    }
+    state["lm_head.weight"] = state["transformer.wte.weight"]
+    for layer in range(config.num_layers):
+        ours, theirs = f"{layer + 2}.", f"transformer.h.{layer}."
+        for kind in ("weight", "bias"):
+            qkv = torch.cat(split_heads(weights[f"{ours}self_attention.linear_qkv.{kind}"], config))
+            values = {
+                "ln_1": weights[f"{ours}input_layernorm.{kind}"],
+                "ln_2": weights[f"{ours}pre_mlp_layernorm.{kind}"],
+                "attn.c_attn": qkv.t() if kind == "weight" else qkv,
+            }
+            for name, conv in (
+                ("self_attention.linear_proj", "attn.c_proj"),
+                ("mlp.linear_fc1", "mlp.c_fc"),
+                ("mlp.linear_fc2", "mlp.c_proj"),
+            ):
+                value = weights[f"{ours}{name}.{kind}"]
+                values[conv] = value.t() if kind == "weight" else value
+            state.update({f"{theirs}{name}.{kind}": value for name, value in values.items()})
+    return state
+
+
+def bert_state(weights: Weights, config: TransformerConfig) -> dict[str, Tensor]:
+    """The state_dict of BertForPreTraining."""
+    heads = config.num_layers + 2
+    embeddings, predictions = "bert.embeddings.", "cls.predictions."
+    state = {
+        f"{embeddings}word_embeddings.weight": weights["0.word_embeddings.weight"][: config.vocab_size],
+        f"{embeddings}position_embeddings.weight": weights["1.position_embeddings"],
+        f"{embeddings}token_type_embeddings.weight": weights["1.token_type_embeddings"],
+        f"{predictions}bias": weights[f"{heads + 2}.bias"][: config.vocab_size],
+    }
+    state[f"{predictions}decoder.weight"] = state[f"{embeddings}word_embeddings.weight"]
+    state[f"{predictions}decoder.bias"] = state[f"{predictions}bias"]
+    for kind in ("weight", "bias"):
+        state[f"{embeddings}LayerNorm.{kind}"] = weights[f"1.layernorm.{kind}"]
+        state[f"bert.pooler.dense.{kind}"] = weights[f"{heads}.pooler.{kind}"]
+        state[f"cls.seq_relationship.{kind}"] = weights[f"{heads}.classifier.{kind}"]
+        state[f"{predictions}transform.dense.{kind}"] = weights[f"{heads}.transform.{kind}"]
+        state[f"{predictions}transform.LayerNorm.{kind}"] = weights[f"{heads}.transform_layernorm.{kind}"]
+        for layer in range(config.num_layers):
+            ours, theirs = f"{layer + 2}.", f"bert.encoder.layer.{layer}."
+            qkv = split_heads(weights[f"{ours}self_attention.linear_qkv.{kind}"], config)
+            for name, part in zip(("query", "key", "value"), qkv, strict=True):
+                state[f"{theirs}attention.self.{name}.{kind}"] = part
+            for name, their_name in (
+                ("self_attention.linear_proj", "attention.output.dense"),
+                ("attention_layernorm", "attention.output.LayerNorm"),
+                ("mlp.linear_fc1", "intermediate.dense"),
+                ("mlp.linear_fc2", "output.dense"),
+                ("mlp_layernorm", "output.LayerNorm"),
+            ):
+                state[f"{theirs}{their_name}.{kind}"] = weights[f"{ours}{name}.{kind}"]
+    return state

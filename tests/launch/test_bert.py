@@ -1,0 +1,55 @@
+"""train_bert.py from text to a saved checkpoint."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.launch.jobs import ROOT, Job, command, environment, tiny_config, write_json
+
+WORDS = ["the", "pipe", "takes", "a", "batch", "and", "hands", "it", "on", "until", "all", "is", "through"]
+
+
+def prepare(folder: Path) -> Path:
+    """A prepared folder of sentences."""
+    text, output = folder / "text", folder / "bert"
+    text.mkdir()
+    for number in range(30):
+        sentences = [
+            " ".join(WORDS[(number * 7 + i * place) % len(WORDS)] for place in range(9)).capitalize() + "."
+            for i in range(40)
+        ]
+        (text / f"{number:02}.txt").write_text("\n".join(sentences) + "\n")
+    verb = [sys.executable, "-m", "ds_ext", "prepare", "--source", str(text), "--output", str(output)]
+    words = [*verb, "--tokenizer-type", "wordpiece", "--vocab-size", "90"]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), check=True, capture_output=True, text=True)
+    assert f"train_bert.py --deepspeed_config configs/bert_bitpipe.json --data-path {output}" in done.stdout
+    return output
+
+
+def test_bert_trains_on_ranks_and_its_data_are_refused_for_gpt(
+    tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    data, metrics, saved = prepare(tmp_path), tmp_path / "metrics.jsonl", tmp_path / "saved"
+    config = tiny_config(data)
+    config["ds_ext"]["train"] |= {"seq_length": 24, "train_iters": 4, "bert_no_binary_head": False}
+    write_json(tmp_path / "bert.json", config)
+    flags = ["--deepspeed_config", "bert.json", "--metrics-file", str(metrics), "--save", str(saved)]
+    with Job(command("torchrun", 2, free_port(), str(ROOT / "train_bert.py"), *flags), tmp_path) as job:
+        job.seconds_until_gone(240)
+        assert job.wait(5) == 0, job.text
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    # At the start every word and either order are equally likely, or nearly so.
+    assert 4 < records[0]["loss"] < 7 and records[-1]["consumed_samples"] == 32
+    assert "embedding, positions and types, layer 0" in job.text and "heads, words, bias" in job.text
+    assert "unigram entropy plus ln 2 of" in job.text and (saved / "latest").read_text().strip() == "step_4"
+
+    del config["ds_ext"]["train"]["bert_no_binary_head"]
+    write_json(tmp_path / "gpt.json", config)
+    words = [sys.executable, str(ROOT / "train_gpt.py"), "--deepspeed_config", "gpt.json", "--dry-run"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 2 and "it is for train_bert.py" in done.stderr, done.stderr

@@ -1,0 +1,78 @@
+#!/usr/bin/env python3
+"""Pretrain a BERT: ``deepspeed train_bert.py --deepspeed_config configs/bert_bitpipe.json``.
+
+Masked words, and whether the two segments of a sample stand in order. Read it from top to bottom.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+
+from ds_ext import process
+from ds_ext.partition import layer_boundaries
+from ds_ext.pretraining import describe_job, micro_batches, model_sizes, plan_job
+
+BEFORE, AFTER = ["embedding", "positions and types"], ["heads", "words", "bias"]
+PADDING_MASK_BYTES = 1  # of a token, in every activation message
+
+
+def main() -> int | None:
+    args, plan = plan_job("train_bert.py", sys.argv[1:], "bert")
+    placement, schedule = plan.layout.placement, plan.timetable.schedule
+    boundaries = layer_boundaries(
+        args.num_layers, len(BEFORE), len(AFTER), placement, schedule, args.stage_layers
+    )
+
+    from ds_ext.data.bert import BertOptions, bert_tokenizer, build_bert_datasets
+    from ds_ext.models.bert import BertConfig
+    from ds_ext.observe.logs import set_up_logging
+    from ds_ext.training import Trainer, say, show, shut_down
+
+    set_up_logging()
+    options = BertOptions(args.mask_prob, args.short_seq_prob, not args.bert_no_binary_head)
+    tokenizer = bert_tokenizer(args.data_path, args.tokenizer)
+    classes = 2 if options.binary_head else None
+    config = BertConfig(**model_sizes(args, plan), vocab_size=tokenizer.vocab_size, order_classes=classes)
+    config.check_tensor_parallel(plan.layout.tensor_parallel_size)
+    datasets = functools.partial(build_bert_datasets, args.data_path, args.split, args.seq_length)
+    train, valid = micro_batches(args, plan, lambda samples: datasets(samples, args.seed, tokenizer, options))
+    text = describe_job(args, plan, boundaries, BEFORE, AFTER, PADDING_MASK_BYTES)
+    if args.dry_run:
+        return show(text)
+
+    import ds_ext
+    from ds_ext.data.meta import read_meta
+    from ds_ext.engine import init_distributed, weight_decay_groups
+    from ds_ext.models.bert import bert_layer_specs, bert_loss
+    from ds_ext.tensor_parallel import DropoutClock, create_tensor_parallel
+
+    settings = plan.job.ds_ext
+    init_distributed(settings.transport_options.timeout_s)
+    say(text)
+    tp = create_tensor_parallel(plan.layout.groups()["tensor"])
+    clock = DropoutClock()
+    model = ds_ext.PipelineModule(
+        bert_layer_specs(config, tp, clock),
+        settings,
+        loss_fn=bert_loss(config, tp),
+        clock=clock,
+        partition_method=boundaries,
+    )
+    engine, *_ = ds_ext.initialize(
+        model=model, model_parameters=weight_decay_groups(model), config=plan.job.deepspeed
+    )
+    meta = read_meta(args.data_path) or {}
+    # The loss of a model that knows how often each word occurs, and tosses a coin for the order of the segments.
+    floor = None
+    if "unigram_entropy_nats" in meta:
+        coin = math.log(2) if options.binary_head else 0.0
+        floor = ("unigram entropy" + " plus ln 2" * options.binary_head, meta["unigram_entropy_nats"] + coin)
+    Trainer(engine, args, plan, train, valid, args.seq_length, floor, tokenizer.fingerprint).run()
+    shut_down(engine)
+    return None
+
+
+if __name__ == "__main__":
+    process.run(main)
