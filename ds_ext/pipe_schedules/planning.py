@@ -22,7 +22,7 @@ from .slots import slots
 
 # Micro-batches of a pipe should enter this many times the work of one apart; the rest follows from what arrives.
 _SPACINGS = (0.5, 1.0, 0.25, 0.75, 1.5, 2.0)
-_MOST_OPS = 60_000  # that all runs together may take, about 0.2 s; one guess is tried at any size
+_MOST_OPS = 50_000  # that all runs together may take, about 0.2 s; one guess is tried at any size
 _OFTEN = 0.3  # how often a change is also one of how much is admitted
 _SLACK = 1e-9  # sums of the same times in another order differ by rounding
 
@@ -87,8 +87,6 @@ def _cost(run: Run) -> tuple[float, int]:
 def _slot_rule(work: Work, room: int) -> Run | None:
     """The rule of :mod:`.slots`, which at equal costs is the best there is, with these costs."""
     placement, n = work.placement, work.micro_batches
-    if n % placement.ranks:
-        return None
     orders = [[op for _, op in slots(rank, placement, n, work.gradient)] for rank in range(placement.ranks)]
     run = fill_waits(work, orders, room)
     return run if run is not None and _cost(run)[1] <= room else None

@@ -45,16 +45,18 @@ def slots(
     """(slot, op) of the forwards and backwards of ``rank``, by slot.
 
     Args:
-        micro_batches: N, a multiple of the replicas; of D too if the tiling is to have no gaps.
+        micro_batches: N; a multiple of D if the tiling is to have no gaps.
         backward: the kind of the backward ops, whole or input gradient.
     """
-    stages, count = placement.stages, micro_batches // placement.replicas
-    n = placement.ranks // placement.replicas
+    stages, replicas = placement.stages, placement.replicas
+    n = placement.ranks // replicas
     found = []
     for pipe, devices in enumerate(placement.pipes):
         mine = [stage for stage, device in enumerate(devices) if device == rank]
-        for k in range(count):
-            enters, m = 2 * stages * (k // n) + 2 * (k % n), pipe * count + k
+        first, end = (-(-p * micro_batches // replicas) for p in (pipe, pipe + 1))
+        for m in range(first, end):
+            k = m - first
+            enters = 2 * stages * (k // n) + 2 * (k % n)
             for stage in mine:
                 found.append((enters + stage, Op(FORWARD, stage, m)))
                 found.append((enters + 2 * stages - 1 - stage, Op(backward, stage, m)))

@@ -88,6 +88,7 @@ def _order(
 ) -> Orders:
     """The slot rule where it reaches the bound, else the best order that planning finds."""
     ranks = placement.ranks
+    # What planning would come to as well, in no time.
     equal = costs == Costs(costs.f, costs.f, costs.f)
     if equal and not max_activations and micro_batches % ranks == 0:
         return tuple(tuple(split_order(rank, placement, micro_batches)) for rank in range(ranks))
