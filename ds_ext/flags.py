@@ -82,6 +82,12 @@ def _add_model(group: Any) -> None:
     group.add_argument("--init-method-std", type=float, default=0.02)
     group.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
     group.add_argument(
+        "--transformer-impl",
+        choices=["local", "transformer_engine"],
+        default="local",
+        help="GPT's layers: ours, or Transformer Engine's (CUDA, no dropout)",
+    )
+    group.add_argument(
         "--recompute-granularity",
         choices=["none", "selective", "full"],
         default=None,

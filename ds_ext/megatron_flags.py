@@ -124,7 +124,6 @@ _REFUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "no-gradient-accumulation-fusion",
             "no-masked-softmax-fusion",
             "no-persist-layer-norm",
-            "transformer-impl",
             "use-flash-attn",
             "use-legacy-models",
             "use-mcore-models",

@@ -57,6 +57,7 @@ def model_sizes(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
         "recompute": args.recompute_granularity,
         "recompute_interval": args.recompute_interval,
         "sequence_parallel": plan.job.ds_ext.sequence_parallel,
+        "transformer_impl": args.transformer_impl,
         "seed": args.seed,
     }
 

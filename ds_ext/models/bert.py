@@ -62,6 +62,11 @@ class BertConfig(TransformerConfig):
     layernorm_epsilon: float = 1e-12
     order_classes: int | None = 2
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.transformer_impl != "local":
+            raise ConfigError("--transformer-impl must be local for BERT: its layers are post-LN.")
+
 
 class BertEmbedding(nn.Module):
     """Add positions and token types to the word embeddings, normalize, drop out.

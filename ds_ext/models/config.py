@@ -29,6 +29,7 @@ class TransformerConfig:
             again in the backward pass; "selective" those inside the attention, which are the many for the least
             work (arXiv 2205.05198, section 4); "none" keeps them.
         recompute_interval: every how many layers one is recomputed; 1 is all of them.
+        transformer_impl: of GPT's layers: ours, or NVIDIA's for CUDA.
         sequence_parallel: between the tensor-parallel layers each rank of the group holds a slice of the tokens.
         seed: of the start weights and of the dropout masks.
 
@@ -51,6 +52,7 @@ class TransformerConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_interval: int = 1
     sequence_parallel: bool = False
+    transformer_impl: Literal["local", "transformer_engine"] = "local"
     seed: int = 1234
 
     def __post_init__(self) -> None:
@@ -122,7 +124,7 @@ class TransformerConfig:
             if name in ("hidden_dropout", "attention_dropout"):
                 if not 0.0 <= value < 1.0:
                     raise ConfigError(f"{name} must be at least 0 and below 1; got {value}.")
-            elif name not in ("seed", "recompute", "sequence_parallel") and value is not None and value <= 0:
+            elif type(value) in (int, float) and name != "seed" and value <= 0:
                 raise ConfigError(f"{name} must be positive; got {value}.")
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ds_ext.errors import ConfigError
 from ds_ext.models.config import TransformerConfig
 from ds_ext.models.layers import LayerNorm, TransformerLayer, hidden_dropout
+from ds_ext.models.te import TransformerEngineLayer, check_transformer_engine
 from ds_ext.tensor_parallel import (
     IGNORE_INDEX,
     DropoutClock,
@@ -42,6 +43,11 @@ _BEFORE_THE_FIRST_LAYER = -1
 @dataclass(frozen=True)
 class GPTConfig(TransformerConfig):
     """Sizes of a GPT; see TransformerConfig for the fields."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.transformer_impl == "transformer_engine":
+            check_transformer_engine(self)
 
 
 class GPTEmbedding(nn.Module):
@@ -124,10 +130,11 @@ def gpt_layer_specs(config: TransformerConfig, tp: TensorParallel, clock: Dropou
     """
     config.check_tensor_parallel(tp.size)
     weight = "word_embeddings.weight"
+    layer_class = TransformerLayer if config.transformer_impl == "local" else TransformerEngineLayer
     return [
         TiedLayerSpec("embed", GPTEmbedding, config, tp, tied_weight_attr=weight),
         LayerSpec(GPTPositionEmbedding, config, tp, clock),
-        *(LayerSpec(TransformerLayer, config, layer, tp, clock) for layer in range(config.num_layers)),
+        *(LayerSpec(layer_class, config, layer, tp, clock) for layer in range(config.num_layers)),
         LayerSpec(LayerNorm, config, tp),
         TiedLayerSpec("embed", GPTEmbedding, config, tp, forward_fn=output_logits, tied_weight_attr=weight),
     ]
