@@ -29,7 +29,7 @@ from ..pipe_schedules.inference import forward_timetable
 from ..pipe_schedules.lower import lower
 from ..pipe_schedules.render import order_grid
 from ..pipe_schedules.simulate import simulate
-from ..tensor_parallel import let_defer
+from ..tensor_parallel import Deferral, let_defer
 from .batches import Batches, IteratorBatches
 from .busy import BusyClock
 from .checkpoint_methods import CheckpointMethods
@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 # Instructions: far enough that a receive is posted before the computation in front of it starts.
 _LOOKAHEAD = 8
+_WORTH_SPLITTING = 0.5  # of the parameters
 _RECEIVES = {ds.RecvActivation: Kind.ACTIVATION, ds.RecvGrad: Kind.GRADIENT}
 
 
@@ -66,7 +67,7 @@ class PipelineEngine(CheckpointMethods, InstructionHandlers):
         self._schedule, self.bubble_simulated = self._make_schedule(self.micro_batches)
         self._running = self._schedule
         if self._schedule.program.timetable.split_backwards:
-            let_defer(self.module)
+            self._tell_split(let_defer(self.module))
         self._fetched: dict[int, Any] = {}
         self._busy = BusyClock(self.device)
         self.bubble_measured: float | None = None
@@ -99,6 +100,19 @@ class PipelineEngine(CheckpointMethods, InstructionHandlers):
             logger.debug("gradients are reduced after the last backward: %s", reason)
             return None
         return EagerReduction(self, self._schedule.program.timetable)
+
+    def _tell_split(self, deferral: Deferral) -> None:
+        """Which layers split their backward; that of the others is whole, in its first half."""
+        name = self._schedule.program.timetable.schedule
+        if deferral.share >= _WORTH_SPLITTING:
+            logger.info("%s splits backwards: %s", name, deferral)
+        elif self.global_rank == 0:
+            logger.warning(
+                "%s splits backwards, but here gains little: %s. Use nn.Linear, or the layers and linear() of "
+                "ds_ext.tensor_parallel.",
+                name,
+                deferral,
+            )
 
     def _bridge(self, program: Program) -> TimetableSchedule:
         check(program)

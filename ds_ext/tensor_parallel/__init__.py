@@ -24,6 +24,7 @@ from ds_ext.tensor_parallel.sequence import (
     shared_parameters,
 )
 from ds_ext.tensor_parallel.weight_gradients import (
+    Deferral,
     WeightGradients,
     deferrable,
     deferring,
@@ -35,6 +36,7 @@ from ds_ext.tensor_parallel.weight_gradients import (
 __all__ = [
     "IGNORE_INDEX",
     "ColumnParallelLinear",
+    "Deferral",
     "DropoutClock",
     "InitMethod",
     "KeyedDropout",

@@ -12,6 +12,7 @@ group.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,8 @@ class ColumnParallelLinear(nn.Module):
     Raises:
         ConfigError: if ``output_size`` does not divide by the size of the group.
     """
+
+    defers_weight_gradients: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -89,6 +92,8 @@ class RowParallelLinear(nn.Module):
     Raises:
         ConfigError: if ``input_size`` does not divide by the size of the group.
     """
+
+    defers_weight_gradients: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -134,6 +139,8 @@ class VocabParallelEmbedding(nn.Module):
         ConfigError: if ``num_embeddings`` does not divide by the size of the group.
         IndexError: at run time, on CPU, for an id outside the table (a device assertion on CUDA).
     """
+
+    defers_weight_gradients: ClassVar[bool] = True
 
     def __init__(
         self,

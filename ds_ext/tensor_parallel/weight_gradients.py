@@ -17,8 +17,10 @@ once, in the first half. Either way every gradient is the same product of the sa
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -152,16 +154,48 @@ def _now_or_later(weight: Tensor, gradient: Gradient) -> None:
         _later.add(weight, gradient)
 
 
-def let_defer(module: nn.Module) -> None:
-    """Let torch's own nn.Linear and nn.Embedding below ``module`` defer their weight gradients as ours do."""
+@dataclass
+class Deferral:
+    """Numbers of trained parameters by the type of their layer: whose gradients can wait, and whose come at once."""
+
+    later: Counter[str]
+    at_once: Counter[str]
+
+    @property
+    def share(self) -> float:
+        """How many of the parameters can wait, from 0 to 1."""
+        return self.later.total() / max(self.later.total() + self.at_once.total(), 1)
+
+    def __str__(self) -> str:
+        names = ", ".join(sorted(self.later)) or "none"
+        others = ", ".join(sorted(self.at_once)) or "none"
+        return f"the weight gradients of {self.share:.1%} of the parameters wait ({names}), those of {others} do not"
+
+
+def let_defer(module: nn.Module) -> Deferral:
+    """Let torch's own nn.Linear and nn.Embedding below ``module`` defer their weight gradients as ours do.
+
+    Returns which layers do. A layer of one's own that computes with :func:`linear` or :func:`embedding` says so by an
+    attribute ``defers_weight_gradients`` that is True.
+    """
+    found = Deferral(Counter(), Counter())
     for layer in module.modules():
         # Not their subclasses, nor one whose forward somebody has replaced: they may compute something else.
-        if "forward" in vars(layer):
-            continue
-        if type(layer) is nn.Linear:
-            layer.forward = functools.partial(_forward_linear, layer)
-        elif type(layer) is nn.Embedding and not _is_special(layer):
-            layer.forward = functools.partial(_forward_embedding, layer)
+        if "forward" not in vars(layer):
+            if type(layer) is nn.Linear:
+                _replace_forward(layer, _forward_linear)
+            elif type(layer) is nn.Embedding and not _is_special(layer):
+                _replace_forward(layer, _forward_embedding)
+        defers = getattr(layer, "defers_weight_gradients", False)
+        count = sum(p.numel() for p in layer.parameters(recurse=False) if p.requires_grad)
+        if count:
+            (found.later if defers else found.at_once)[type(layer).__name__] += count
+    return found
+
+
+def _replace_forward(layer: Any, forward: Callable[..., Tensor]) -> None:
+    layer.forward = functools.partial(forward, layer)
+    layer.defers_weight_gradients = True
 
 
 def _is_special(layer: nn.Embedding) -> bool:

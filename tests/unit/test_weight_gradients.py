@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -230,3 +230,20 @@ def test_gradients_that_come_later_keep_no_graph() -> None:
         torch.autograd.backward([y.sum()])
     later.compute()
     assert layer.weight.grad is not None and not layer.weight.grad.requires_grad
+
+
+def test_it_is_said_which_layers_split_their_backward() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 4))
+
+    own: Any = Own()
+    layers = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), own)
+    found = let_defer(layers)
+    assert (dict(found.later), dict(found.at_once)) == ({"Linear": 20}, {"LayerNorm": 8, "Own": 16})
+    assert str(found) == (
+        "the weight gradients of 45.5% of the parameters wait (Linear), those of LayerNorm, Own do not"
+    )
+    own.defers_weight_gradients = True
+    assert let_defer(layers).at_once.total() == 8
