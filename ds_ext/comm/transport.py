@@ -18,14 +18,20 @@ if TYPE_CHECKING:
 
 ITEM_BITS = 16
 TAG_LIMIT = 1 << 31
+DEFAULT_SLOTS = 16  # messages of a link that a receiver holds at a time, where no timetable tells
 
 # A value is "module:function"; the function takes create_transport's arguments after the name.
 TRANSPORTS: Mapping[str, str] = MappingProxyType(
     {
-        "auto": "ds_ext.comm.torch_p2p:create",
+        "auto": "ds_ext.comm.native:create_auto",
+        "shm": "ds_ext.comm.native:create_shm",
         "torch": "ds_ext.comm.torch_p2p:create",
     }
 )
+
+
+class ProtocolError(TransportError):
+    """What a peer has written cannot be right; nothing of it is used."""
 
 
 class Ticket(Protocol):
@@ -109,7 +115,11 @@ def check_address(rank: int, world_size: int, peer: int, tag: int) -> None:
 
 
 def create_transport(
-    name: str, *, timeout_s: float, device: device, pairs: Iterable[tuple[int, int]] = ()
+    name: str,
+    *,
+    timeout_s: float,
+    device: device,
+    pairs: Iterable[tuple[int, int]] | Mapping[tuple[int, int], int] = (),
 ) -> Transport:
     """Make the transport `name` on every rank of the world (a collective call).
 
@@ -117,15 +127,16 @@ def create_transport(
         name: a key of TRANSPORTS.
         timeout_s: the longest wait for a peer, in seconds.
         device: where received tensors are to lie.
-        pairs: the directed pairs (source, destination) of global ranks that will be used, the same list on
-        every rank.
-            Only GPUs need it: each pair gets a communicator.
+        pairs: the directed pairs (source, destination) of global ranks that will be used, the same on every rank; as
+            a mapping also how many messages the receiver of each holds at a time. On GPUs each gets a communicator, in
+            shared memory a segment; left out: every rank with every other.
 
     Raises:
-        TransportError: the name is unknown, or torch.distributed is not initialized.
+        TransportError: the name is unknown or cannot be used here, or torch.distributed is not initialized.
     """
     if name not in TRANSPORTS:
         raise TransportError(f'transport "{name}" unknown; known: {", ".join(TRANSPORTS)}')
     module, function = TRANSPORTS[name].split(":")
     factory = getattr(importlib.import_module(module), function)
-    return factory(timeout_s=timeout_s, device=device, pairs=tuple(pairs))
+    links = pairs if isinstance(pairs, Mapping) else dict.fromkeys(pairs, DEFAULT_SLOTS) or ()
+    return factory(timeout_s=timeout_s, device=device, pairs=links)

@@ -2,12 +2,13 @@
 #include <pybind11/stl.h>
 
 #include "descriptor.hpp"
+#include "shm_bindings.hpp"
 
 namespace py = pybind11;
 using ds_ext::Descriptor;
 
 PYBIND11_MODULE(_native, m) {
-    m.doc() = "The message descriptor of ds_ext's transports; kernels/README.md draws its layout.";
+    m.doc() = "The message descriptor of ds_ext's transports, and shared memory; kernels/README.md draws both.";
     py::register_exception<ds_ext::DescriptorError>(m, "DescriptorError", PyExc_ValueError);
     m.attr("DESCRIPTOR_BYTES") = ds_ext::kDescriptorBytes;
     m.attr("ALIGNMENT") = ds_ext::kAlignment;
@@ -21,6 +22,7 @@ PYBIND11_MODULE(_native, m) {
     cls.def_readwrite("seq", &Descriptor::seq).def_readwrite("link_seq", &Descriptor::link_seq);
     cls.def_readwrite("acknowledged", &Descriptor::acknowledged).def_readwrite("offset", &Descriptor::offset);
     cls.def_readwrite("nbytes", &Descriptor::nbytes).def_readwrite("body_bytes", &Descriptor::body_bytes);
+    cls.def_readwrite("place", &Descriptor::place);
     cls.def_property(
         "shape", [](const Descriptor& d) { return py::tuple(py::cast(ds_ext::shape_of(d))); }, &ds_ext::set_shape);
 
@@ -38,4 +40,5 @@ PYBIND11_MODULE(_native, m) {
     m.def("pack_at", [at](const Descriptor& d, std::uintptr_t address) { ds_ext::pack(d, at(address)); });
     m.def("unpack_at", [at](std::uintptr_t address) { return ds_ext::unpack(at(address)); });
     m.def("sealed_at", [at](std::uintptr_t address) { return ds_ext::sealed(at(address)); });
+    ds_ext::bind_shm(m);
 }

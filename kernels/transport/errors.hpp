@@ -1,6 +1,9 @@
 #pragma once
 
+#include <cerrno>
 #include <stdexcept>
+#include <string>
+#include <system_error>
 
 namespace ds_ext {
 
@@ -9,5 +12,16 @@ class DescriptorError : public std::runtime_error {
   public:
     using std::runtime_error::runtime_error;
 };
+
+/// Shared memory that is not the expected segment, or whose counters cannot be right.
+class SegmentError : public std::runtime_error {
+  public:
+    using std::runtime_error::runtime_error;
+};
+
+/// The error of the last system call, for `what` was wanted.
+[[noreturn]] inline void throw_errno(const std::string& what) {
+    throw std::system_error(errno, std::generic_category(), what);
+}
 
 }  // namespace ds_ext

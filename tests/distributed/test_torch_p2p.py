@@ -1,4 +1,4 @@
-"""Messages between real ranks over gloo."""
+"""Messages between real ranks: what every transport does, and what is particular to the one over gloo."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ TIMEOUT_S = 20.0
 
 
 def make(kind: str, timeout_s: float = TIMEOUT_S) -> Transport:
-    """Either transport over gloo; the one for GPUs runs its whole code, with gloo in the place of NCCL."""
-    if kind == "frames":
-        return create_transport("torch", timeout_s=timeout_s, device=CPU)
+    """Any transport; the one for GPUs ("split") runs its whole code, with gloo in the place of NCCL."""
+    if kind != "split":
+        return create_transport(kind, timeout_s=timeout_s, device=CPU)
     size = dist.get_world_size()
     pairs = [(i, j) for i in range(size) for j in range(size) if i != j]
     return SplitTransport.create(timeout_s, CPU, pairs, backend="gloo")
 
 
-both_kinds = pytest.mark.parametrize("kind", ["frames", "split"])
+all_kinds = pytest.mark.parametrize("kind", ["torch", "split", "shm"])
+on_cpu = pytest.mark.parametrize("kind", ["torch", "shm"])
 
 
 def sample_messages() -> list[list[Tensor]]:
@@ -73,14 +74,14 @@ def exchange_samples(rank: int, kind: str) -> list[bool]:
     return [same(got, sent) for got, sent in zip(received, messages, strict=True)]
 
 
-@both_kinds
+@all_kinds
 def test_every_kind_of_tensor_both_ways_at_once(ranks2: RankPool, kind: str) -> None:
     for result in ranks2.run(exchange_samples, kind):
         assert result == [True] * len(sample_messages())
 
 
-def received_tensors_are_kept(rank: int) -> list[float]:
-    transport = make("frames")
+def received_tensors_are_kept(rank: int, kind: str) -> list[float]:
+    transport = make(kind)
     peer = 1 - rank
     kept = []
     for item in range(6):
@@ -95,8 +96,9 @@ def received_tensors_are_kept(rank: int) -> list[float]:
     return [tensor[-1].item() for tensor in kept]
 
 
-def test_messages_do_not_alias(ranks2: RankPool) -> None:
-    assert ranks2.run(received_tensors_are_kept) == [[-5, 11, 12, 13, 14, 15], [-5, 1, 2, 3, 4, 5]]
+@on_cpu
+def test_messages_do_not_alias(ranks2: RankPool, kind: str) -> None:
+    assert ranks2.run(received_tensors_are_kept, kind) == [[-5, 11, 12, 13, 14, 15], [-5, 1, 2, 3, 4, 5]]
 
 
 def many_outstanding(rank: int, kind: str) -> int:
@@ -119,7 +121,7 @@ def many_outstanding(rank: int, kind: str) -> int:
     return right
 
 
-@both_kinds
+@all_kinds
 def test_hundreds_of_outstanding_sends(ranks2: RankPool, kind: str) -> None:
     assert ranks2.run(many_outstanding, kind) == [600, 600]
 
@@ -155,7 +157,7 @@ def random_traffic(rank: int, kind: str, seed: int) -> int:
     return wrong
 
 
-@both_kinds
+@all_kinds
 @pytest.mark.parametrize("seed", range(3))
 def test_random_interleavings_of_four_ranks(ranks4: RankPool, kind: str, seed: int) -> None:
     assert ranks4.run(random_traffic, kind, seed) == [0] * 4
@@ -178,9 +180,9 @@ def test_one_transfer_per_message_while_shapes_stay(ranks2: RankPool) -> None:
     assert ranks2.run(transfers_per_message)[0] == [2, 1, 1, 1, 1, 2, 1]
 
 
-def polling(rank: int) -> list[bool]:
+def polling(rank: int, kind: str) -> list[bool]:
     """done() and ready() see an arrival without waiting, although torch's own is_completed() does not."""
-    transport = make("frames")
+    transport = make(kind)
     seen = []
     if rank == 0:
         ticket, later = transport.recv(1, make_tag(1, 0)), transport.recv(1, make_tag(2, 0))
@@ -202,8 +204,9 @@ def polling(rank: int) -> list[bool]:
     return seen
 
 
-def test_polling(ranks2: RankPool) -> None:
-    assert ranks2.run(polling) == [[False, True, False, True, True, True], [True]]
+@on_cpu
+def test_polling(ranks2: RankPool, kind: str) -> None:
+    assert ranks2.run(polling, kind) == [[False, True, False, True, True, True], [True]]
 
 
 def frames_alive(rank: int) -> int:
@@ -260,8 +263,8 @@ def catch(action: object) -> str:
     return "no error"
 
 
-def time_limit(rank: int) -> tuple[str, str, float]:
-    transport = make("frames")
+def time_limit(rank: int, kind: str) -> tuple[str, str, float]:
+    transport = make(kind)
     if rank == 1:
         dist.barrier()
         return "", "", 0.0
@@ -273,8 +276,9 @@ def time_limit(rank: int) -> tuple[str, str, float]:
     return first, second, elapsed
 
 
-def test_time_limit_names_everything(ranks2: RankPool) -> None:
-    first, second, elapsed_s = ranks2.run(time_limit)[0]
+@on_cpu
+def test_time_limit_names_everything(ranks2: RankPool, kind: str) -> None:
+    first, second, elapsed_s = ranks2.run(time_limit, kind)[0]
     assert first.startswith(
         "rank 0: recv from rank 1 of tag 131079 (channel 2, item 7): nothing moved within the limit of"
     )
@@ -282,8 +286,8 @@ def test_time_limit_names_everything(ranks2: RankPool) -> None:
     assert "cannot be used: it has failed before: recv from rank 1" in second
 
 
-def send_time_limit(rank: int) -> str:
-    transport = make("frames", timeout_s=1.0)
+def send_time_limit(rank: int, kind: str) -> str:
+    transport = make(kind, timeout_s=1.0)
     message = ""
     if rank == 0:
         transport.send([torch.zeros(10)], 1, 3)
@@ -292,13 +296,14 @@ def send_time_limit(rank: int) -> str:
     return message
 
 
-def test_close_gives_up_on_a_send_that_nobody_takes(ranks2: RankPool) -> None:
-    message = ranks2.run(send_time_limit)[0]
+@on_cpu
+def test_close_gives_up_on_a_send_that_nobody_takes(ranks2: RankPool, kind: str) -> None:
+    message = ranks2.run(send_time_limit, kind)[0]
     assert message.startswith("rank 0: send to rank 1 of tag 3") and "limit" in message
 
 
-def other_order(rank: int) -> tuple[str, str]:
-    transport = make("frames")
+def other_order(rank: int, kind: str) -> tuple[str, str]:
+    transport = make(kind)
     if rank == 0:
         transport.send([torch.zeros(4)], 1, make_tag(1, 0))
         transport.send([torch.ones(4)], 1, make_tag(1, 1))
@@ -311,8 +316,9 @@ def other_order(rank: int) -> tuple[str, str]:
     return first, second
 
 
-def test_wrong_order_is_an_error_and_never_a_wrong_tensor(ranks2: RankPool) -> None:
-    first, second = ranks2.run(other_order)[1]
+@on_cpu
+def test_wrong_order_is_an_error_and_never_a_wrong_tensor(ranks2: RankPool, kind: str) -> None:
+    first, second = ranks2.run(other_order, kind)[1]
     assert "expected tag 65537 (channel 1, item 1) as message 0" in first and "got tag 65536" in first
     assert "cannot be used" in second
 
@@ -340,8 +346,8 @@ def test_damaged_descriptor_is_refused(ranks2: RankPool, position: int) -> None:
     )
 
 
-def peer_dies(rank: int) -> None:
-    transport = make("frames")
+def peer_dies(rank: int, kind: str) -> None:
+    transport = make(kind)
     if rank == 1:
         transport.recv(0, 0).wait()
         os._exit(7)
@@ -355,9 +361,10 @@ def peer_dies(rank: int) -> None:
     raise TransportError(message)
 
 
-def test_death_of_a_peer_ends_the_wait(ranks2: RankPool) -> None:
+@on_cpu
+def test_death_of_a_peer_ends_the_wait(ranks2: RankPool, kind: str) -> None:
     with pytest.raises((RankError, TransportError)) as caught:
-        ranks2.run(peer_dies)
+        ranks2.run(peer_dies, kind)
     assert "closed the connection" in "\n".join([str(caught.value), *caught.value.__notes__])
 
 

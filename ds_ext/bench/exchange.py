@@ -1,0 +1,129 @@
+"""A rank of ``bench transport``: two ranks that send each other messages back and forth, in every way in turn."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..comm import _native
+from ..comm.shm import ShmTransport
+from ..comm.shm_links import Links
+from ..comm.transport import Transport, create_transport
+from .ranks import Job
+from .transport import PEERS, ExchangeJob, Times
+
+_TURNS_BYTES = 96 << 20  # what a measurement moves, with at least _FEWEST and at most _MOST turns
+_FEWEST, _MOST = 4, 200
+
+
+class Exchange:
+    """Two ranks, their transports, and the seconds that a message takes one way."""
+
+    timetable = None
+
+    def __init__(self, sizes: Sequence[int], timeout_s: float) -> None:
+        # The same warm memory for every way.
+        self.sources = {size: torch.ones(size, dtype=torch.uint8) for size in sizes}
+        self.rank, self.peer = dist.get_rank(), 1 - dist.get_rank()
+        cpu = torch.device("cpu")
+        shm = create_transport("shm", timeout_s=timeout_s, device=cpu)
+        assert isinstance(shm, ShmTransport)
+        frames = create_transport("torch", timeout_s=timeout_s, device=cpu)
+        self.ways: dict[str, Callable[[int], float]] = {
+            "shm": self._through(shm),
+            "shm_hand_over": self._loaned(shm),
+            "torch": self._through(frames),
+            "gloo": self._gloo,
+        }
+        self._polled = _linked_with_itself(PEERS, timeout_s)
+
+    def run(self) -> Times:
+        """One measurement of every way and size; the seconds of each turn, seen from rank 0.
+
+        A turn before them warms up: it takes the memory.
+        """
+        found: Times = {}
+        for num_bytes in self.sources:
+            turns = max(_FEWEST, min(_MOST, _TURNS_BYTES // num_bytes))
+            for name, measure in self.ways.items():
+                measure(num_bytes)
+                dist.barrier()
+                found[name, num_bytes] = [
+                    measure(num_bytes) for _ in range(_MOST if name == "shm_hand_over" else turns)
+                ]
+            dist.barrier()
+            if self.rank == 0:
+                found["memcpy", num_bytes] = _copies(self.sources[num_bytes], turns)
+        if self.rank == 0:
+            found["ready", PEERS] = [_elapsed(self._polled.ready) for _ in range(_MOST)]
+        return found
+
+    def _through(self, transport: Transport) -> Callable[[int], float]:
+        def measure(num_bytes: int) -> float:
+            tensor = self.sources[num_bytes]
+
+            def send() -> None:
+                transport.send([tensor], self.peer, 0)
+
+            return self._turn(send, lambda: transport.recv(self.peer, 0).wait())
+
+        return measure
+
+    def _loaned(self, transport: ShmTransport) -> Callable[[int], float]:
+        def measure(num_bytes: int) -> float:
+            def send() -> None:
+                with transport.loan((num_bytes,), torch.uint8, self.peer, 0):
+                    pass  # a layer would write its result here
+
+            return self._turn(send, lambda: transport.recv(self.peer, 0).wait())
+
+        return measure
+
+    def _gloo(self, num_bytes: int) -> float:
+        tensor = self.sources[num_bytes]
+        into = torch.empty_like(tensor)
+        return self._turn(lambda: dist.send(tensor, self.peer), lambda: dist.recv(into, self.peer))
+
+    def _turn(self, send: Callable[[], Any], receive: Callable[[], Any]) -> float:
+        """Seconds one way: half of the way there and back."""
+        steps = (send, receive) if self.rank == 0 else (receive, send)
+        start = time.perf_counter()
+        for step in steps:
+            step()
+        return (time.perf_counter() - start) / 2
+
+
+def _copies(source: torch.Tensor, turns: int) -> list[float]:
+    target = source.clone()
+    return [_elapsed(lambda: target.copy_(source)) for _ in range(1 + turns)][1:]
+
+
+def _elapsed(action: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def _linked_with_itself(peers: int, timeout_s: float) -> ShmTransport:
+    """The transport of a rank with so many peers, all of them in this process."""
+    job, port = bytes(16), _native.Port()
+    incoming, outgoing = {}, {}
+    for peer in range(1, peers + 1):
+        link = incoming[peer] = _native.Incoming(peer, 0, job)
+        files = os.dup(link.fileno()), os.dup(port.fileno())
+        outgoing[peer] = _native.Outgoing(*files, peer, 0, job, 1 << 20)
+        link.connect(os.dup(port.fileno()))
+        port.add(link)
+    links = Links(port, incoming, outgoing, dict.fromkeys(incoming, 1), {})
+    return ShmTransport(links, 0, peers + 1, timeout_s)
+
+
+def build(name: str, job: Job) -> Exchange:
+    """What :mod:`.ranks` runs."""
+    assert isinstance(job, ExchangeJob)
+    return Exchange(job.sizes, job.timeout_s)

@@ -1,0 +1,272 @@
+"""Messages between ranks of one host through shared memory.
+
+Each directed pair has a segment, which the receiver made (kernels/README.md draws it). A sender copies a message into
+a slot of the message's size and publishes 256 bytes that describe it; the receiver gets tensors that lie in the slot,
+which goes back with the last of them. A receiver that holds as many slots of a link as the timetable needs copies
+messages out instead. Only the two ranks take part: there are no threads, and no system calls unless one sleeps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ds_ext.comm import _native
+from ds_ext.comm.shm_health import Health
+from ds_ext.comm.shm_links import CODES, Links, Pieces, copies, pieces_of, views
+from ds_ext.comm.shm_tickets import SENT, Channel, LentSlot, RecvTicket, Sent
+from ds_ext.comm.transport import ITEM_BITS, TAG_LIMIT, ProtocolError, check_address, describe_tag
+from ds_ext.errors import TransportError
+
+SLICE_S = 0.03  # how long a sleep lasts at most, so that signals and the end of a peer are noticed
+COPIED_BYTES = 4096  # up to here a copy costs less than to keep a slot
+
+_End = TypeVar("_End")
+
+
+class ShmTransport:
+    """Transport (see transport.py) for CPU tensors between ranks of one host; shm_setup.py connects them."""
+
+    name = "shm"
+
+    def __init__(self, links: Links, rank: int, world_size: int, timeout_s: float) -> None:
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self._links = links
+        self._port = links.port
+        self._channels: dict[tuple[int, int], Channel] = {}
+        self._arrived: dict[_native.Message, tuple[int, int]] = {}
+        self._health = Health(rank)
+
+    # --- the interface ---
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Sent:
+        """Copy the tensors into the peer's memory; see Transport.send."""
+        link = self._link(self._links.outgoing, self.rank, peer, tag)
+        pieces, plain = pieces_of(tensors)
+        try:
+            if plain and link.send(tag, pieces):
+                return SENT
+        except (_native.DescriptorError, _native.SegmentError, OSError) as error:
+            raise self._not_sent(peer, tag, error) from error
+        if plain:
+            self._await_room(link, peer, tag, lambda: link.send(tag, pieces))
+        else:
+            slot = self._lend(link, pieces, peer, tag)
+            for place, tensor in zip(views(slot), tensors, strict=True):
+                place.copy_(tensor.detach())
+            slot.publish()
+        return SENT
+
+    def recv(self, peer: int, tag: int) -> RecvTicket:
+        """Ask for the next message of the tag's channel; see Transport.recv."""
+        self._link(self._links.incoming, peer, peer, tag)
+        ticket = RecvTicket(self, peer, tag)
+        channel = self._channel(peer, tag)
+        channel.tickets.append(ticket)
+        if channel.messages:
+            self._match(channel, peer)
+        return ticket
+
+    def ready(self) -> list[tuple[int, int]]:
+        """(peer, tag) of what has arrived and was not yet waited for, asked for or not."""
+        self._health.check()
+        self.drain()
+        return list(self._arrived.values())
+
+    def close(self) -> None:
+        """Wait until the peers have taken what was sent, `timeout_s` in all; one that has failed is just dropped."""
+        deadline = time.monotonic() + self.timeout_s
+        try:
+            if self._health.reason is None:
+                for peer, link in self._links.outgoing.items():
+                    untaken, tag, _ = link.untaken()
+                    if untaken:
+                        limit_s = max(0.0, deadline - time.monotonic())
+                        self._await_room(link, peer, tag, lambda link=link: not link.untaken()[0], limit_s)
+        finally:
+            self._health.reason = self._health.reason or "it is closed"
+            self._links.close()
+            self._channels.clear()
+            self._arrived.clear()
+
+    # --- more than the interface asks for ---
+
+    def loan(self, shape: Sequence[int], dtype: torch.dtype, peer: int, tag: int) -> LentSlot:
+        """``with transport.loan(...) as out:`` writes a result to the peer's memory, and sends it without a copy.
+
+        The contents of ``out`` are undefined at first, and it must not be written to after the block. A block that
+        raises sends nothing.
+        """
+        link = self._link(self._links.outgoing, self.rank, peer, tag)
+        if dtype not in CODES:
+            raise TransportError(f"tensors of {dtype} cannot be sent")
+        return LentSlot(self._lend(link, [(CODES[dtype], tuple(shape), 0)], peer, tag))
+
+    def try_recv(self, peer: int, tag: int) -> tuple[Tensor, ...] | None:
+        """The next message of the tag's channel if it is here and no ticket asks for it; None otherwise."""
+        self._link(self._links.incoming, peer, peer, tag)
+        self.drain()
+        channel = self._channel(peer, tag)
+        return self.recv(peer, tag).wait() if channel.messages else None
+
+    def wait_any(self, tickets: Sequence[RecvTicket], timeout_s: float | None = None) -> int:
+        """Wait until one of the tickets is done; its position. TransportError as for a ticket's wait()."""
+        if not tickets:
+            raise TransportError(f"rank {self.rank}: wait_any() needs at least one ticket")
+        return self._await_arrival(tickets, timeout_s)
+
+    def held(self) -> dict[int, int]:
+        """By peer, how many of its messages live on in tensors in its slots."""
+        return {peer: link.held() for peer, link in self._links.incoming.items()}
+
+    # --- receiving ---
+
+    def drain(self) -> None:
+        """Take every message that has arrived, without waiting and without a system call."""
+        try:
+            messages = self._port.take()
+        except (_native.DescriptorError, _native.SegmentError) as error:
+            raise self._health.broken(f"a message is damaged: {error}", kind=ProtocolError) from error
+        for message in messages:
+            peer, tag = message.source, message.tag
+            self._arrived[message] = peer, tag
+            channel = self._channel(peer, tag)
+            channel.messages.append(message)
+            if channel.tickets:
+                self._match(channel, peer)
+
+    def finish_recv(self, ticket: RecvTicket, timeout_s: float | None = None) -> tuple[Tensor, ...]:
+        """Wait for the ticket's message and make its tensors."""
+        if ticket.tensors is None:
+            if ticket.message is None:
+                self._await_arrival((ticket,), timeout_s)
+            self._health.check()
+            message, ticket.message = ticket.message, None
+            assert message is not None
+            del self._arrived[message]
+            ticket.tensors = self._tensors(message, ticket)
+        return ticket.tensors
+
+    def _tensors(self, message: _native.Message, ticket: RecvTicket) -> tuple[Tensor, ...]:
+        try:
+            if message.nbytes > COPIED_BYTES and message.hold(self._links.slots[ticket.peer]):
+                return views(message)
+            return copies(message)
+        except _native.DescriptorError as error:
+            what = f"recv from rank {ticket.peer} of {describe_tag(ticket.tag)}: {error}"
+            raise self._health.broken(what, kind=ProtocolError) from error
+
+    def _channel(self, peer: int, tag: int) -> Channel:
+        key = peer, tag >> ITEM_BITS
+        channel = self._channels.get(key)
+        if channel is None:
+            channel = self._channels[key] = Channel()
+        return channel
+
+    def _match(self, channel: Channel, peer: int) -> None:
+        """Give the channel's messages to its tickets, in order."""
+        while channel.messages and channel.tickets:
+            message, ticket = channel.messages[0], channel.tickets[0]
+            if message.tag != ticket.tag:
+                raise self._health.broken(
+                    f"expected {describe_tag(ticket.tag)} as message {message.seq} of the channel from rank {peer}, "
+                    f"got {describe_tag(message.tag)} as message {message.seq}: the two ranks use the channel in "
+                    "different orders"
+                )
+            ticket.message = channel.messages.popleft()
+            channel.tickets.popleft()
+
+    def _await_arrival(self, tickets: Sequence[RecvTicket], timeout_s: float | None) -> int:
+        """Wait until one of the tickets has its message; its position."""
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        start = time.monotonic()
+        gone: tuple[int, str] | None = None
+        while True:
+            self._health.check()
+            self.drain()
+            for position, ticket in enumerate(tickets):
+                if ticket.arrived:
+                    return position
+            waited_s = time.monotonic() - start
+            if gone is not None:
+                tag = next(ticket.tag for ticket in tickets if ticket.peer == gone[0])
+                raise self._health.lost("recv from", gone, tag, waited_s)
+            if waited_s >= limit_s:
+                raise self._health.timed_out("recv from", tickets[0].peer, tickets[0].tag, limit_s)
+            if not self._port.wait_arrival(min(SLICE_S, limit_s - waited_s)):
+                # Asked before the next look for messages: what a peer has sent before its end still counts.
+                gone = self._links.gone(dict.fromkeys(ticket.peer for ticket in tickets))
+
+    # --- sending ---
+
+    def _lend(self, link: _native.Outgoing, pieces: Pieces, peer: int, tag: int) -> _native.Loan:
+        """A slot of the peer, as soon as there is room."""
+        lent: list[_native.Loan] = []
+
+        def lend() -> bool:
+            slot = link.loan(tag, pieces)
+            lent.extend(() if slot is None else (slot,))
+            return bool(lent)
+
+        self._await_room(link, peer, tag, lend)
+        return lent[0]
+
+    def _not_sent(self, peer: int, tag: int, error: Exception) -> TransportError:
+        """A native error as ours."""
+        if isinstance(error, _native.DescriptorError):
+            return TransportError(f"rank {self.rank}: this cannot be sent to rank {peer}: {error}")
+        what = f"send to rank {peer} of {describe_tag(tag)}: {error}"
+        if isinstance(error, _native.SegmentError):
+            return self._health.broken(what, kind=ProtocolError)
+        return self._health.broken(
+            f'{what}. Give the host or the container more memory, or use "transport": "torch"'
+        )
+
+    def _await_room(
+        self,
+        link: _native.Outgoing,
+        peer: int,
+        tag: int,
+        attempt: Callable[[], bool],
+        limit_s: float | None = None,
+    ) -> None:
+        """Wait until `attempt` succeeds. What arrives meanwhile is taken, so that two ranks that both send get on."""
+        limit_s = self.timeout_s if limit_s is None else limit_s
+        start = time.monotonic()
+        gone: tuple[int, str] | None = None
+        while not self._sent(attempt, peer, tag):
+            waited_s = time.monotonic() - start
+            if gone is not None:
+                raise self._health.lost("send to", gone, tag, waited_s)
+            if waited_s >= limit_s:
+                untaken, _, slots = link.untaken()
+                more = f" ({untaken} messages untaken, {slots} slots not back)"
+                raise self._health.timed_out("send to", peer, tag, limit_s, more)
+            if not self._port.wait_room(link, min(SLICE_S, limit_s - waited_s)):
+                gone = self._links.gone((peer,))
+            self.drain()
+
+    def _sent(self, attempt: Callable[[], bool], peer: int, tag: int) -> bool:
+        try:
+            return attempt()
+        except (_native.DescriptorError, _native.SegmentError, OSError) as error:
+            raise self._not_sent(peer, tag, error) from error
+
+    # --- refusals and failures ---
+
+    def _link(self, links: Mapping[int, _End], source: int, peer: int, tag: int) -> _End:
+        """The link to use, after the checks that every call begins with."""
+        self._health.check()
+        link = links.get(peer)
+        if link is None or not 0 <= tag < TAG_LIMIT:
+            check_address(self.rank, self.world_size, peer, tag)
+            destination = peer if source == self.rank else self.rank
+            raise TransportError(
+                f"rank {self.rank}: no link from rank {source} to rank {destination}; "
+                "give the pair to create_transport(pairs=...), on every rank"
+            )
+        return link

@@ -1,0 +1,118 @@
+"""What a rank is connected to through shared memory: the native ends, and who of the peers is still there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ds_ext.comm import _native
+from ds_ext.errors import TransportError
+
+_DTYPES = tuple(getattr(torch, name, None) for name, _ in _native.ELEMENT_TYPES)
+CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
+Pieces = list[tuple[int, Sequence[int], int]]  # of a message: (dtype code, shape, address of the contents)
+
+
+class Links:
+    """Everything native of one rank, by peer.
+
+    Args:
+        port: the rank's bell, and all incoming links.
+        incoming: ends of the links to this rank.
+        outgoing: ends of the links from this rank.
+        slots: how many messages of a peer this rank may hold at a time.
+        watches: descriptors that become readable when the peer's process ends; taken over.
+    """
+
+    def __init__(
+        self,
+        port: _native.Port,
+        incoming: Mapping[int, _native.Incoming],
+        outgoing: Mapping[int, _native.Outgoing],
+        slots: Mapping[int, int],
+        watches: Mapping[int, int],
+    ) -> None:
+        self.port, self.incoming, self.outgoing, self.slots = port, incoming, outgoing, slots
+        self._watches = dict(watches)
+        self._polls = {peer: select.poll() for peer in watches}
+        for peer, watch in watches.items():
+            self._polls[peer].register(watch, select.POLLIN)
+
+    def gone(self, peers: Iterable[int]) -> tuple[int, str] | None:
+        """The first of the peers from which nothing more will come, and what became of it; one system call each."""
+        for peer in peers:
+            if self._polls[peer].poll(0):
+                return peer, "has ended"
+            ends = [links[peer] for links in (self.incoming, self.outgoing) if peer in links]
+            if any(end.peer_closed() for end in ends):
+                return peer, "has closed its transport"
+        return None
+
+    def close(self) -> None:
+        """Tell the peers that this rank is done. Memory that tensors lie in stays until the last of them is gone."""
+        for link in (*self.incoming.values(), *self.outgoing.values()):
+            link.close()
+        for watch in self._watches.values():
+            with contextlib.suppress(OSError):
+                os.close(watch)
+        self._watches, self._polls = {}, {}
+
+
+def pieces_of(tensors: Sequence[Tensor]) -> tuple[Pieces, bool]:
+    """The tensors as the native code takes them, and whether all of them can be copied as they lie in memory.
+
+    Raises:
+        TransportError: one of them has a device, layout or dtype that cannot be sent.
+    """
+    pieces: Pieces = []
+    plain = True
+    for tensor in tensors:
+        code = CODES.get(tensor.dtype)
+        if code is None or not tensor.is_cpu or tensor.layout is not torch.strided:
+            raise TransportError(_why_not(tensor))
+        plain = plain and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        pieces.append((code, tensor.shape, tensor.data_ptr()))
+    return pieces, plain
+
+
+def views(memory: _native.Message | _native.Loan) -> tuple[Tensor, ...]:
+    """The tensors of a message where they lie; each keeps the slot.
+
+    They are no views to autograd: each has a storage and a version counter of its own.
+    """
+    return tuple(
+        torch.frombuffer(memory, dtype=dtype_of(code), count=count, offset=offset).resize_(shape)
+        if count
+        else torch.empty(shape, dtype=dtype_of(code))
+        for code, shape, count, offset in memory.layout
+    )
+
+
+def copies(message: _native.Message) -> tuple[Tensor, ...]:
+    """The tensors of a message in memory of their own; its slot goes back."""
+    made = tuple(torch.empty(shape, dtype=dtype_of(code)) for code, shape, _, _ in message.layout)
+    message.copy_out([tensor.data_ptr() for tensor in made])
+    return made
+
+
+def dtype_of(code: int) -> torch.dtype:
+    """The dtype with a code that the native code has checked."""
+    dtype = _DTYPES[code]
+    if dtype is None:
+        name = _native.ELEMENT_TYPES[code][0]
+        raise _native.DescriptorError(f"the peer sends {name}, which torch {torch.__version__} does not have")
+    return dtype
+
+
+def _why_not(tensor: Tensor) -> str:
+    if tensor.dtype not in CODES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in CODES)
+        return f"tensors of {tensor.dtype} cannot be sent; known: {names}"
+    if not tensor.is_cpu:
+        return f'a tensor on {tensor.device} cannot be sent through shared memory: use "transport": "torch"'
+    return f"a {tensor.layout} tensor cannot be sent: make it dense with to_dense()"

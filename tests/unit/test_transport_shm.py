@@ -1,0 +1,353 @@
+"""Shared memory within one process: every byte that another process could spoil, and the life of slots."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_ext.comm import _native
+from ds_ext.comm.shm import COPIED_BYTES, ShmTransport
+from ds_ext.comm.shm_links import Links
+from ds_ext.comm.transport import ProtocolError, make_tag
+from ds_ext.errors import TransportError
+
+JOB = bytes(range(16))
+WINDOW = 64 << 20
+SUPERBLOCK_BYTES, RING, COUNTERS, SLOTS = 64, 8192, 4096, 2 << 20
+LARGE = COPIED_BYTES // 4 + 1  # floats that are used where they arrive
+
+
+class Pair:
+    """Two endpoints in this process, and the memory of the segment from the first to the second."""
+
+    def __init__(self, slots: int = 4, window: int = WINDOW, timeout_s: float = 5.0) -> None:
+        ports = [_native.Port(), _native.Port()]
+        ends = [_native.Incoming(1 - rank, rank, JOB) for rank in (0, 1)]
+        self.memory = mmap.mmap(ends[1].fileno(), SLOTS + (1 << 20))
+        transports = []
+        for rank, peer in ((0, 1), (1, 0)):
+            files = os.dup(ends[peer].fileno()), os.dup(ports[peer].fileno())
+            sender = _native.Outgoing(*files, rank, peer, JOB, window)
+            ports[rank].add(ends[rank])
+            watches = {peer: os.pidfd_open(os.getpid())}
+            links = Links(ports[rank], {peer: ends[rank]}, {peer: sender}, {peer: slots}, watches)
+            transports.append(ShmTransport(links, rank, 2, timeout_s))
+        for rank in (0, 1):
+            ends[rank].connect(os.dup(ports[1 - rank].fileno()))
+        for port in ports:
+            port.close_fileno()
+        self.left, self.right = transports
+        self.port = ports[1]
+
+    def close(self) -> None:
+        self.left.close()
+        self.right.close()
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+def test_each_changed_byte_of_the_superblock_is_refused() -> None:
+    link, port = _native.Incoming(0, 1, JOB), _native.Port()
+
+    def attach() -> _native.Outgoing:
+        return _native.Outgoing(os.dup(link.fileno()), os.dup(port.fileno()), 0, 1, JOB, WINDOW)
+
+    with mmap.mmap(link.fileno(), 4096) as memory:
+        for position in range(SUPERBLOCK_BYTES):
+            memory[position] ^= 0x40
+            with pytest.raises(_native.SegmentError):
+                attach()
+            memory[position] ^= 0x40
+    attach()
+    with pytest.raises(_native.SegmentError, match="other ranks or another job"):
+        _native.Outgoing(os.dup(link.fileno()), os.dup(port.fileno()), 0, 1, bytes(16), WINDOW)
+
+
+def test_each_changed_byte_of_a_descriptor_is_refused(pair: Pair) -> None:
+    first, second = torch.arange(6.0).reshape(2, 3), torch.tensor([True, False])
+    pair.left.send([first, second], 1, 5)
+    in_slot = SLOTS + 2 * 64  # behind the contents of both tensors
+    for place in (RING, in_slot):
+        for position in range(place, place + _native.DESCRIPTOR_BYTES):
+            pair.memory[position] ^= 0x01
+            with pytest.raises(_native.DescriptorError):
+                pair.port.take()
+            pair.memory[position] ^= 0x01
+    got = pair.right.recv(0, 5).wait()
+    assert torch.equal(got[0], first) and torch.equal(got[1], second)
+    pair.left.send([first], 1, 6)
+    pair.memory[RING + 256 + 100] ^= 0x80
+    ticket = pair.right.recv(0, 6)
+    with pytest.raises(ProtocolError, match="rank 1: a message is damaged: the checksum is wrong"):
+        ticket.wait()
+    with pytest.raises(TransportError, match="cannot be used: it has failed before"):
+        pair.right.ready()
+
+
+def test_a_descriptor_with_a_right_checksum_must_still_fit(pair: Pair) -> None:
+    """A peer that is wrong, rather than a byte that changed on its way."""
+    pair.left.send([torch.ones(4)], 1, 5)
+    right = bytes(pair.memory[RING : RING + 256])
+    for field, value in [
+        ("place", 1 << 40),
+        ("place", 8),
+        ("link_seq", 1),
+        ("seq", 1),
+        ("body_bytes", 1 << 50),
+    ]:
+        wrong = _native.unpack(right)
+        setattr(wrong, field, value)
+        pair.memory[RING : RING + 256] = _native.pack(wrong)
+        with pytest.raises(_native.DescriptorError):
+            pair.port.take()
+
+
+def test_wrong_counters_are_refused(pair: Pair) -> None:
+    pair.left.send([torch.ones(4)], 1, 5)
+    pair.right.recv(0, 5).wait()
+    pair.memory[SLOTS - 8 : SLOTS] = bytes(8)
+    returned = COUNTERS + 256
+    pair.memory[returned : returned + 8] = (2).to_bytes(8, "little")
+    with pytest.raises(ProtocolError, match=r"send to rank 1 of tag 6 .* count of slots is wrong"):
+        pair.left.send([torch.ones(4)], 1, 6)
+    other = Pair()
+    other.memory[COUNTERS : COUNTERS + 8] = (1 << 40).to_bytes(8, "little")
+    with pytest.raises(ProtocolError, match="count of messages is wrong"):
+        other.right.ready()
+
+
+def test_a_slot_goes_back_with_the_last_alias(pair: Pair) -> None:
+    for step in range(10):
+        pair.left.send([torch.full((LARGE,), float(step)), torch.ones(2)], 1, step)
+        received, other = pair.right.recv(0, step).wait()
+        assert pair.right.held() == {0: 1}
+        received.requires_grad_()
+        part = (received * received)[1:3].sum()
+        version = received._version
+        received.data.add_(0)
+        assert received._version == version and received.is_leaf
+        row = received.detach()[3:4]
+        del received, other
+        gc.collect()
+        assert pair.right.held() == {0: 1}
+        part.backward()
+        del part
+        assert pair.right.held() == {0: 1} and row.item() == step
+        del row
+        assert pair.right.held() == {0: 0}
+    pair.close()
+
+
+def test_slots_that_run_low_are_copied_out() -> None:
+    pair = Pair(slots=2)
+    kept: list[Tensor] = []
+    for step in range(40):
+        pair.left.send([torch.full((LARGE,), float(step))], 1, step)
+        kept += pair.right.recv(0, step).wait()
+        assert pair.right.held()[0] == min(len(kept), 2)
+    assert [tensor[-1].item() for tensor in kept] == list(range(40))
+    kept[0] = kept[5]
+    pair.left.send([torch.full((LARGE,), 40.0)], 1, 40)
+    kept += pair.right.recv(0, 40).wait()
+    assert pair.right.held()[0] == 2 and [t[0].item() for t in kept[1:]] == list(range(1, 41))
+
+
+def test_tensors_outlive_the_transport(pair: Pair) -> None:
+    pair.left.send([torch.arange(float(LARGE))], 1, 0)
+    (received,) = pair.right.recv(0, 0).wait()
+    pair.close()
+    gone = weakref.ref(pair.right), weakref.ref(pair.left)
+    pair.left = pair.right = None  # pyright: ignore[reportAttributeAccessIssue]
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+    assert torch.equal(received, torch.arange(float(LARGE)))
+
+
+def test_a_loan_is_written_where_it_is_read(pair: Pair) -> None:
+    with pair.left.loan((3, LARGE), torch.float64, 1, 7) as out:
+        assert not pair.right.ready()
+        torch.arange(3.0 * LARGE, out=out.view(-1))
+        address = pair.memory[SLOTS : SLOTS + 16]
+        assert address == bytes(8) + b"\0\0\0\0\0\0\xf0?"  # 0.0 and 1.0 are in the receiver's memory already
+    assert pair.right.ready() == [(0, 7)]
+    (received,) = pair.right.recv(0, 7).wait()
+    assert torch.equal(received, torch.arange(3.0 * LARGE).reshape(3, LARGE))
+    with pytest.raises(ZeroDivisionError), pair.left.loan((4,), torch.int8, 1, 8):
+        raise ZeroDivisionError
+    pair.left.send([torch.tensor(2)], 1, 9)
+    assert pair.right.ready() == [(0, 9)]
+
+
+def test_asking_without_waiting(pair: Pair) -> None:
+    first, second = make_tag(1, 0), make_tag(2, 0)
+    assert pair.right.try_recv(0, first) is None
+    pair.left.send([torch.tensor(1)], 1, first)
+    got = pair.right.try_recv(0, first)
+    assert got is not None and got[0].item() == 1 and pair.right.ready() == []
+    tickets = [pair.right.recv(0, tag) for tag in (first, second)]
+    pair.left.send([torch.tensor(2)], 1, second)
+    assert pair.right.wait_any(tickets) == 1
+    assert tickets[1].wait()[0].item() == 2
+    with pytest.raises(TransportError, match=r"recv from rank 0 of tag 65536 .* within the limit of 0.05 s"):
+        pair.right.wait_any(tickets[:1], timeout_s=0.05)
+
+
+@pytest.mark.parametrize("messages", [40, 3000])
+def test_two_ranks_that_both_send_first_do_not_block_each_other(messages: int) -> None:
+    """More bytes than the window."""
+    pair = Pair(window=8 << 20 if messages < 100 else 8 << 10)
+    value = torch.ones((2 << 20) // 4 if messages < 100 else 1)
+    sums = {}
+
+    def talk(transport: ShmTransport, peer: int) -> None:
+        for item in range(messages):
+            transport.send([value * item], peer, make_tag(1, item))
+        received = (transport.recv(peer, make_tag(1, item)).wait()[0] for item in range(messages))
+        sums[peer] = sum(int(tensor[-1]) for tensor in received)
+
+    threads = [threading.Thread(target=talk, args=end) for end in ((pair.left, 1), (pair.right, 0))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sums == dict.fromkeys((0, 1), messages * (messages - 1) // 2)
+
+
+def test_a_full_window_waits_for_the_receiver() -> None:
+    pair = Pair(window=1 << 20, timeout_s=0.2)
+    pair.left.send([torch.zeros(4 << 20, dtype=torch.uint8)], 1, 0)  # a single one may be larger
+    with pytest.raises(
+        TransportError, match=r"send to rank 1 of tag 1 .* 0.2 s \(1 messages untaken, 1 slots not back\)"
+    ):
+        pair.left.send([torch.zeros(1)], 1, 1)
+
+
+def test_a_forked_child_returns_no_slot_and_sends_nothing(pair: Pair) -> None:
+    pair.left.send([torch.arange(float(LARGE))], 1, 0)
+    (received,) = pair.right.recv(0, 0).wait()
+    child = os.fork()
+    if child == 0:  # as a data loader's worker does: it inherits the tensor, and drops it
+        code = 1
+        try:
+            right = received[5].item() == 5.0
+            del received
+            gc.collect()
+            try:
+                pair.left.send([torch.ones(1)], 1, 1)
+            except RuntimeError as error:
+                code = 0 if right and "forked" in str(error) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert pair.right.held() == {0: 1}
+    pair.left.send([torch.full((LARGE,), -1.0)], 1, 1)
+    assert pair.right.recv(0, 1).wait()[0][0].item() == -1 and received[5].item() == 5.0
+
+
+def test_a_waiting_rank_is_idle() -> None:
+    pair = Pair(timeout_s=1.0)
+    threads = len(os.listdir("/proc/self/task"))
+    start = time.process_time()
+    with pytest.raises(TransportError, match="within the limit of 1 s"):
+        pair.right.recv(0, 0).wait()
+    assert time.process_time() - start < 0.1
+    assert len(os.listdir("/proc/self/task")) == threads
+
+
+def test_opening_and_closing_leaves_nothing() -> None:
+    def cycle() -> None:
+        pair = Pair()
+        for transport, peer in ((pair.left, 1), (pair.right, 0)):
+            transport.send([torch.ones(LARGE)], peer, 0)
+        kept = [pair.left.recv(1, 0).wait(), pair.right.recv(0, 0).wait()]
+        pair.close()
+        pair.memory.close()
+        del kept
+
+    def state() -> tuple[int, int, list[str]]:
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text().count("memfd:ds_ext")
+        return len(os.listdir("/proc/self/fd")), maps, [n for n in os.listdir("/dev/shm") if "ds_ext" in n]
+
+    cycle()
+    before = state()
+    for _ in range(20):
+        cycle()
+    assert state() == before
+
+
+# Refuses system calls with an error number, as containers and full hosts do: {number: error}.
+REFUSING = """
+import ctypes, errno, struct, sys
+def refuse(calls):
+    code = [(0x20, 0, 0, 0)]  # load the number of the system call
+    for number, error in calls.items():
+        code += [(0x15, 0, 1, number), (0x06, 0, 0, 0x00050000 | error)]
+    code.append((0x06, 0, 0, 0x7FFF0000))
+    rules = b"".join(struct.pack("<HBBI", *rule) for rule in code)
+    buffer = ctypes.create_string_buffer(rules)
+    program = struct.pack("<HxxxxxxQ", len(code), ctypes.addressof(buffer))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0
+    assert libc.prctl(22, 2, program, 0, 0) == 0, errno.errorcode[ctypes.get_errno()]
+MEMFD, FALLOCATE = 319, 285
+import torch
+from ds_ext.errors import TransportError
+from tests.unit.test_transport_shm import Pair
+"""
+
+
+def run_refused(script: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSING + script],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of system calls are those of x86-64")
+def test_refused_memory() -> None:
+    """Without memfd_create a file without a name serves; memory that runs out is an error, never a signal."""
+    assert run_refused(
+        """
+refuse({MEMFD: errno.EPERM})
+pair = Pair()
+assert "/dev/shm/#" in open("/proc/self/maps").read()
+pair.left.send([torch.arange(5000.0)], 1, 3)
+print(int(pair.right.recv(0, 3).wait()[0].sum()))
+pair.close()
+pair = Pair()
+refuse({FALLOCATE: errno.ENOSPC})
+try:
+    pair.left.send([torch.zeros(3 << 20)], 1, 4)
+except TransportError as error:
+    print(error)
+try:
+    Pair()
+except OSError as error:
+    print(error.errno == errno.ENOSPC)
+"""
+    ).splitlines() == [
+        "12497500",
+        "rank 0: send to rank 1 of tag 4 (channel 0, item 4): [Errno 28] no memory for 12582912 bytes of a segment: "
+        'No space left on device. Give the host or the container more memory, or use "transport": "torch"',
+        "True",
+    ]
