@@ -69,7 +69,8 @@ def main() -> int | None:
     if "unigram_entropy_nats" in meta:
         coin = math.log(2) if options.binary_head else 0.0
         floor = ("unigram entropy" + " plus ln 2" * options.binary_head, meta["unigram_entropy_nats"] + coin)
-    Trainer(engine, args, plan, train, valid, args.seq_length, floor, tokenizer.fingerprint).run()
+    fingerprint = tokenizer.fingerprint
+    Trainer(engine, args, plan, train, valid, args.seq_length, floor, fingerprint, config).run()
     shut_down(engine)
     return None
 

@@ -63,7 +63,7 @@ def main() -> int | None:
     meta = read_meta(args.data_path) or {}
     floor = ("unigram entropy", meta["unigram_entropy_nats"]) if "unigram_entropy_nats" in meta else None
     tokenizer = meta.get("tokenizer_fingerprint")
-    Trainer(engine, args, plan, train, valid, args.seq_length, floor, tokenizer).run()
+    Trainer(engine, args, plan, train, valid, args.seq_length, floor, tokenizer, config).run()
     shut_down(engine)
     return None
 

@@ -117,6 +117,16 @@ def build_parser(verb: str) -> argparse.ArgumentParser:
 
         data.add_arguments(prepare)
         prepare.set_defaults(run=data.run)
+    convert = verbs.add_parser(
+        "convert",
+        help="checkpoints to and from Hugging Face's transformers",
+        description="Checkpoints to and from Hugging Face's transformers (GPT-2 and BERT; needs ds_ext[hf]).",
+    )
+    if verb == "convert":
+        from . import convert as conversion
+
+        conversion.add_arguments(convert)
+        convert.set_defaults(run=conversion.run)
     measure = verbs.add_parser("bench", help="measure on this host: schedules", description="Benchmarks.")
     if verb == "bench":
         from . import bench

@@ -145,7 +145,8 @@ def _tell_auto(config: dict[str, Any], args: argparse.Namespace) -> None:
     section = config.get("ds_ext", {})
     if section.get("schedule") != AUTO:
         return
-    known = {key: getattr(args, key) for key in MODEL_SIZES if getattr(args, key) is not None}
+    keys = (*MODEL_SIZES, "data_path", "stage_layers")
+    known = {key: getattr(args, key) for key in keys if getattr(args, key)}
     recompute = {
         "recompute_granularity": args.recompute_granularity or AUTO,
         "recompute_interval": args.recompute_interval,

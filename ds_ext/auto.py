@@ -6,27 +6,30 @@ group, is the same for every schedule, whatever its number of replicas, and all 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from .choice import Choice, parse_bytes
 from .choose import RECOMPUTE, Request, choose
+from .data.layout import DATA_NAME, META_NAME
 from .deepspeed_sections import precision, zero_stage
 from .errors import ConfigError, ScheduleError
 from .layout import data_parallel_size
 from .pipe_schedules import Placement, Schedule, get_schedule
-from .pipe_schedules.costs import Costs, parse_costs
+from .pipe_schedules.costs import Costs, read_costs
 from .pipe_schedules.memory import ModelSizes
 from .pipe_schedules.placement import linear
 from .pipe_schedules.registry import Option, Orders
 
 AUTO = "auto"
-_GPT2_VOCABULARY = 50257
+_GPT2_VOCABULARY, _UNKNOWN = 50257, 0
 _OPTIONS = {
     "costs": Option("f=1,b=1,w=1,comm=0", None, "what to choose for, as --costs"),
     "memory": Option("", None, 'of a device, such as "16GB"; "": no limit'),
-    "vocab_size": Option(_GPT2_VOCABULARY, 1, "entries of the tokenizer, for the memory"),
+    "vocab_size": Option(_UNKNOWN, 0, "entries of the tokenizer; 0: those of the data's, or GPT-2's"),
 }
 MODEL_SIZES = {
     "num_layers": "layers",
@@ -60,7 +63,8 @@ def choose_for_job(
     micro, micro_batches = _micro_batches(config, data)
     try:
         values = _SHELL.resolve_options(options)
-        sizes = _model(config, train, values["vocab_size"], micro, tensor_parallel, data)
+        entries, _ = vocabulary(values["vocab_size"], train)
+        sizes = _model(config, train, entries, micro, tensor_parallel, data)
         limit = parse_bytes(values["memory"]) if values["memory"] else None
         if limit is not None and sizes is None:
             raise ConfigError(
@@ -70,29 +74,83 @@ def choose_for_job(
         kinds = (sizes.recompute,) if sizes is not None else ("none",)
         if train.get("recompute_granularity") == AUTO and train.get("recompute_interval", 1) == 1:
             kinds = RECOMPUTE
-        request = Request(devices, micro_batches, parse_costs(values["costs"]), sizes, limit, recompute=kinds)
+        costs = read_costs(values["costs"])
+        layers = train.get("stage_layers")
+        request = Request(devices, micro_batches, costs, sizes, limit, recompute=kinds, stage_layers=layers)
+        _require_layers(request)
         choice = choose(request)
     except ScheduleError as error:
         raise ConfigError(f'"schedule": "auto": {error}') from None
     if choice.best is None:
-        way = ""
-        if choice.nearest is not None:
-            way = " Use more devices, a smaller micro-batch, or recompute_granularity full."
+        way = "" if choice.nearest is None else f" Use {_ways(request)}."
         raise ConfigError(f'"schedule": "auto": {choice.reason()}{way}')
     return choice
+
+
+def vocabulary(given: int, train: Mapping[str, Any]) -> tuple[int, str]:
+    """Entries of the tokenizer that "auto" counts with, and who says so.
+
+    Args:
+        given: the option "vocab_size"; 0 if it is not given.
+        train: whose "data_path" may have a ``meta.json`` beside it. Of a blend the first one counts: all its parts
+            have one tokenizer.
+    """
+    if given:
+        return given, '"vocab_size"'
+    words = train.get("data_path") or []
+    words = [words] if isinstance(words, str) else words
+    for word in [word for text in words for word in (text, *str(text).split())]:
+        path = Path(str(word))
+        # A folder of `prepare`, or the prefix in it.
+        folder = path.parent if path.with_suffix("").name == DATA_NAME else path
+        try:
+            found = json.loads((folder / META_NAME).read_text(encoding="utf-8"))["vocab_size"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # what is wrong with the data is said when they are read
+        if isinstance(found, int) and found > 0:
+            return found, str(folder / META_NAME)
+    return _GPT2_VOCABULARY, "GPT-2, as nothing says another one"
+
+
+def _require_layers(request: Request) -> None:
+    """Every schedule has a stage on every device. Raises ScheduleError."""
+    sizes, devices = request.sizes, request.devices
+    if sizes is None or not isinstance(sizes.layers, int) or request.stage_layers is not None:
+        return
+    if sizes.layers < devices:
+        raise ScheduleError(
+            f"num_layers {sizes.layers} is less than pipeline_parallel_size {devices}, and every device needs a layer. "
+            f"Use at least {devices} layers, or a pipeline_parallel_size of at most {sizes.layers}."
+        )
+
+
+def _ways(request: Request) -> str:
+    """What would make a model fit that does not, of what was not tried."""
+    sizes = request.sizes
+    assert sizes is not None, "only bytes are too many"
+    ways = ["more devices (pipeline_parallel_size, tensor_parallel_size)"]
+    if sizes.micro_batch > (2 if sizes.weight_bytes > 2 else 1):  # see _model
+        ways.append("a smaller micro-batch")
+    if sizes.zero_stage == 0:
+        ways.append("ZeRO stage 1, which shards the optimizer over replicas and data-parallel ranks")
+    if "full" not in request.recompute:
+        ways.append("recompute_granularity full")
+    if sizes.weight_bytes > 2:
+        ways.append("bf16")
+    return f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
 
 
 def chosen_schedule(choice: Choice) -> Schedule:
     """The best of a choice as a schedule that takes the options of "auto", whatever its own are."""
     best = choice.best
     assert best is not None, "choose_for_job refuses a choice without a best"
-    found, settings = get_schedule(best.schedule), best.settings
+    found = get_schedule(best.schedule)
 
     def place(ranks: int) -> Placement:
-        return found.placement(ranks, settings)
+        return found.placement(ranks, best.options)
 
     def program(placement: Placement, micro_batches: int, costs: Costs, **_: object) -> Orders:
-        return found.timetable(placement.ranks, micro_batches, settings).ranks
+        return found.timetable(placement.ranks, micro_batches, best.options, best.costs).ranks
 
     return Schedule(found.name, program, place, options=_OPTIONS, planned=True)
 

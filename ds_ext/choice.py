@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import ScheduleError
-from .pipe_schedules.costs import Costs
+from .pipe_schedules.costs import Costs, factors_text
 
-SAME = 1e-9  # times closer than this are equal
+SAME = 1e-7  # times closer than this are equal: factors of stages are rounded to 1e-8
 _REASONS = 3  # of a choice that has nothing to choose from
 
 
@@ -19,7 +19,8 @@ class Candidate:
     """A row of the table. ``refusal`` says in a sentence why it is not taken, "" where it could be.
 
     ``time`` is of a step, in the costs' unit; ``memory_bytes`` of the worst rank; the model is cut into ``stages``.
-    What was not priced has no time, and what has no model or was not priced no bytes.
+    What was not priced has no time, and what has no model or was not priced no bytes. ``layers`` are those of every
+    stage; ``unpriced`` says that only a bound kept it from being looked at.
     """
 
     schedule: str
@@ -34,6 +35,8 @@ class Candidate:
     weights: int = 1
     activations: float = 0.0
     stages: int = 0
+    layers: tuple[int, ...] | None = None
+    unpriced: bool = False
 
     @property
     def label(self) -> str:
@@ -64,11 +67,12 @@ class Candidate:
 class Choice:
     """The table: what could be taken, by time; then what does not fit, by bytes; then what was not priced.
 
-    ``limit`` is what a device has, in bytes; None for no limit.
+    ``limit`` is what a device has, in bytes; None for no limit. ``margin``: what saves less was not looked for.
     """
 
     table: tuple[Candidate, ...]
     limit: int | None = None
+    margin: float = 0.0
 
     @property
     def best(self) -> Candidate | None:
@@ -95,7 +99,7 @@ class Choice:
             [c for c in self.fitting[1:] if c.schedule != self.best.schedule],
         )
         if not others:
-            return f"{self.best.label} is the only schedule that is possible."
+            return self._only(self.best)
         second = min(others, key=lambda c: (c.time, c.order))
         if (second.time or 0.0) > time * (1 + SAME):
             longer = (second.time or 0.0) / time
@@ -104,10 +108,19 @@ class Choice:
             return f"{self.best.label} takes the least time; the next schedule priced, {second.label}, {how}."
         return f"{self.best.label} takes as little time as {second.label} and needs no more memory."
 
+    def _only(self, best: Candidate) -> str:
+        """Of a best one without a second."""
+        if any(c.unpriced for c in self.table):
+            gain = f"{self.margin:.0%} less time" if self.margin else "less time"
+            return f"{best.label} is the best one priced; no other can take {gain}."
+        if self.limit is not None:
+            return f"{best.label} is the only schedule that fits {format_bytes(self.limit)}."
+        return f"{best.label} is the only schedule that is possible."
+
     def _nothing(self) -> str:
         near, limit = self.nearest, self.limit
         if near is None or near.memory_bytes is None or limit is None:
-            reasons = sorted({c.refusal.removesuffix(".") for c in self.table})
+            reasons = _joined(c.refusal.removesuffix(".") for c in self.table)
             more = f"; and {len(reasons) - _REASONS} more reasons" if len(reasons) > _REASONS else ""
             return f"no schedule is possible: {'; '.join(reasons[:_REASONS])}{more}."
         again = "" if near.recompute == "none" else f" with {near.recompute} recomputation"
@@ -142,14 +155,37 @@ def aligned(cells: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
     return lines
 
 
+def _joined(reasons: Iterable[str]) -> list[str]:
+    """Each once; those that differ in one number as one: "3 layers are fewer than the 4, 8 stages"."""
+    joined: dict[tuple[str, ...], set[int]] = {}
+    for reason in sorted(set(reasons)):
+        words = re.split(r"(?<= )(\d+)(?= )", reason)
+        # The last number between two words; a reason without one stands for itself.
+        last = len(words) - 2
+        numbers = joined.setdefault(tuple(w for i, w in enumerate(words) if i != last), set())
+        if last > 0:
+            numbers.add(int(words[last]))
+    found = []
+    for words, numbers in joined.items():
+        *start, end = words
+        found.append(f"{''.join(start)}{', '.join(map(str, sorted(numbers)))}{end}")
+    return found
+
+
 def costs_text(costs: Costs) -> str:
     """``Costs`` as ``--costs`` and the option "costs" take them. Raises ScheduleError for what these cannot say."""
-    if costs.stages is not None or costs.links:
-        raise ScheduleError(
-            "costs of single stages and links cannot be written as text, so a job cannot plan for them."
-        )
+    if costs.links:
+        raise ScheduleError("costs of single links cannot be written as text; give the job a costs file.")
     keys = ["f", "b", "w", "comm", *(["jitter", "seed"] if costs.jitter else [])]
-    return ",".join(f"{key}={_short(getattr(costs, key))}" for key in keys)
+    text = ",".join(f"{key}={_short(getattr(costs, key))}" for key in keys)
+    return text if costs.stages is None else f"{text},stages={factors_text(costs.stages)}"
+
+
+def describe_costs(costs: Costs) -> str:
+    """``Costs`` in words for people: "f=1,b=1.2,w=0.8,comm=0.1, each stage by its work"."""
+    text = costs_text(replace(costs, stages=None, links={}))
+    stages = "" if costs.stages is None else ", stages by their factors"
+    return f"{text}{stages}{', links by their own times' if costs.links else ''}"
 
 
 def parse_bytes(text: str) -> int:

@@ -3,7 +3,7 @@
 Nothing here knows a schedule by name: each says itself which of its options are worth trying
 (:attr:`~ds_ext.pipe_schedules.registry.Schedule.variants`). Recomputation is tried with each: "full" computes every
 forward again in the backward, "selective" the attention's core, where that stores its scores at all (arXiv
-2205.05198, section 4).
+2205.05198, section 4). With a model every stage costs what its layers and the head cost (:mod:`.stage_costs`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .pipe_schedules.memory import ModelSizes, memory
 from .pipe_schedules.ops import BACKWARD, FORWARD, KINDS
 from .pipe_schedules.planning import lower_bound
 from .pipe_schedules.simulate import simulate
+from .stage_costs import cut, stage_costs
 
 RECOMPUTE = ("none", "selective", "full")
 _PLANS = 12  # orders that a planned schedule looks at, about
@@ -42,6 +43,8 @@ class Request:
         memory_bytes: what a device has; None: no limit.
         recompute: the kinds of recomputation to try.
         cheap_ops: computations that a schedule may plan in any case; more, only while it can still be the best.
+        margin: share of the time that a better one must save to be worth looking for, whatever it takes to price.
+        stage_layers: the layers of every stage, as the scripts' flag; None: by their work.
 
     Raises:
         ScheduleError: a size is not positive, or a limit is given without a model.
@@ -54,6 +57,8 @@ class Request:
     memory_bytes: int | None = None
     recompute: tuple[str, ...] = RECOMPUTE
     cheap_ops: int = 30_000  # a tenth of a second
+    margin: float = 0.0
+    stage_layers: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("devices", "micro_batches", "memory_bytes"):
@@ -74,15 +79,8 @@ class Request:
         """Those kinds of recomputation that make a difference."""
         if self.sizes is None:
             return RECOMPUTE[:1]
-        return tuple(k for k in self.recompute if k != "selective" or self.sizes.attention_scores)
-
-    def costs_with(self, recompute: str) -> Costs:
-        """The costs when the backward computes that much of the forward again."""
-        again = 1.0 if recompute == "full" else 0.0
-        if recompute == "selective" and self.sizes is not None:
-            # 4bs²h of a layer's 24bsh² + 4bs²h operations.
-            again = self.sizes.seq / (6 * self.sizes.hidden + self.sizes.seq)
-        return replace(self.costs, b=self.costs.b + again * self.costs.f) if again else self.costs
+        differ = tuple(k for k in self.recompute if k != "selective" or self.sizes.attention_scores)
+        return differ or self.recompute
 
 
 def choose(request: Request) -> Choice:
@@ -94,13 +92,14 @@ def choose(request: Request) -> Choice:
     table, trials = [], []
     for trial in _trials(request):
         try:
-            trials.append((trial.costly, trial.promise, trial))
+            # Of equals the simplest first: with a margin it may be the only one.
+            trials.append((trial.costly, trial.promise, trial.placement.stages, trial))
         except ScheduleError as error:
             table.append(trial.row(refusal=_first_sentence(error)))
     best: tuple[float, ...] | None = None
-    for costly, promise, trial in sorted(trials, key=lambda t: t[:2]):
-        if costly and best is not None and promise > best:
-            table.append(trial.row(refusal=_hopeless(promise)))
+    for costly, promise, _, trial in sorted(trials, key=lambda t: t[:3]):
+        if best is not None and _hopeless(promise, best, costly, request.margin):
+            table.append(trial.row(refusal=_not_priced(promise, request.margin), unpriced=not promise[0]))
             continue
         try:
             row = trial.price()
@@ -110,7 +109,14 @@ def choose(request: Request) -> Choice:
         table.append(row)
         reached = _rank(bool(row.refusal), row.time or 0.0, row.memory_bytes or 0)
         best = reached if best is None else min(best, reached)
-    return Choice(tuple(_sorted(_without_twins(table))), request.memory_bytes)
+    return Choice(tuple(_sorted(_without_twins(table))), request.memory_bytes, request.margin)
+
+
+def _hopeless(promise: tuple[float, ...], best: tuple[float, ...], costly: bool, margin: float) -> bool:
+    """Whether what keeps its promise would not be the best, or with a margin not better by that."""
+    if margin and promise[0] == best[0] == 0:
+        return promise[1] > best[1] * (1 - margin)
+    return (costly or margin > 0) and promise > best
 
 
 def _rank(too_large: bool, time: float, size: float) -> tuple[float, ...]:
@@ -118,10 +124,11 @@ def _rank(too_large: bool, time: float, size: float) -> tuple[float, ...]:
     return (1, size) if too_large else (0, time)
 
 
-def _hopeless(promise: tuple[float, ...]) -> str:
+def _not_priced(promise: tuple[float, ...], margin: float) -> str:
     large, least = promise
     need = f"needs {format_bytes(math.ceil(least))}" if large else f"takes {least:.4g}"
-    return f"Not planned: it {need} at least, more than another one."
+    than = f"not {margin:.0%} less than another one" if margin else "more than another one"
+    return f"Not planned: it {need} at least, {than}."
 
 
 @dataclass(frozen=True)
@@ -135,12 +142,19 @@ class _Trial:
 
     @cached_property
     def costs(self) -> Costs:
-        return self.request.costs_with(self.recompute)
+        """Of a stage each, with recomputation. Raises ScheduleError when they do not fit the stages."""
+        costs = self.request.costs if self.sizes is None else stage_costs(self.request.costs, self.sizes)
+        costs.check_fits(self.placement)
+        return costs
 
     @cached_property
     def sizes(self) -> ModelSizes | None:
+        """The model, cut into the schedule's stages. Raises ScheduleError when it has too few layers."""
         sizes = self.request.sizes
-        return None if sizes is None else replace(sizes, recompute=self.recompute)
+        if sizes is None:
+            return None
+        sizes = replace(sizes, recompute=self.recompute)
+        return cut(sizes, self.placement, self.schedule.name, self.request.stage_layers)
 
     @cached_property
     def placement(self) -> Placement:
@@ -183,7 +197,7 @@ class _Trial:
         # of the same times differ by rounding.
         least = lower_bound(Work(self.placement, n, self.costs, split=True))
         least *= (1 - self.costs.jitter) * (1 - SAME)
-        return _rank(self._too_large(need), least, need)
+        return _rank(self._too_large(need), float(f"{least:.6g}") if self.request.margin else least, need)
 
     def _too_large(self, need: int) -> bool:
         limit = self.request.memory_bytes
@@ -204,12 +218,18 @@ class _Trial:
             weights=made.placement.replicas,
             activations=max(priced.peak_activations),
             stages=made.placement.stages,
+            costs=self.costs,
+            layers=self.sizes.layers
+            if self.sizes is not None and isinstance(self.sizes.layers, tuple)
+            else None,
         )
 
     def row(self, **found: Any) -> Candidate:
         """A row of the table with what was found."""
-        name, planned = self.schedule.name, self.schedule.planned
-        return Candidate(name, self.options, self.recompute, self.costs, planned, **found)
+        found = {"costs": self.request.costs, **found}
+        return Candidate(
+            self.schedule.name, self.options, self.recompute, planned=self.schedule.planned, **found
+        )
 
 
 def _trials(request: Request) -> Iterator[_Trial]:

@@ -6,31 +6,47 @@ They import neither torch nor deepspeed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from .choice import Candidate, aligned, format_bytes, parse_bytes
 from .errors import ScheduleError
 from .model_flags import add_model_flags, model_of
 from .parallel_sizes import Cluster, Cut, Cuts, job_section, join_reasons, message_bytes, parallel_sizes
+from .pipe_schedules.costs import Costs, read_costs
 from .pipe_schedules.memory import ModelSizes, memory
 from .pipe_schedules.placement import linear
-from .schedule_flags import add_import_flag, read_costs, simulation_of
+from .schedule_flags import add_import_flag, simulation_of
+from .stage_costs import cut, recomputed
 from .verbs import EXIT_INVALID, EXIT_OK, describe_sizes
 
 _SHOWN = 10  # of the ways to cut the devices
+# Usual for GPT, to be set for the run; torch's own Adam needs no compiler.
+_ADAM = {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "torch_adam": True}
+_PATIENCE_S = 2.0  # before a plan says how far it is
 _NOT_PRICED = "tensor-parallel communication, gradient reduction, the optimizer's step"
 
 
 def run_simulate(args: argparse.Namespace) -> int:
     """Print the price, as text or JSON; with a model also its bytes."""
     simulation, model = simulation_of(args), model_of(args)
+    if model is not None:
+        model = cut(model, simulation.timetable.placement, simulation.timetable.schedule)
     bytes_of = None if model is None else [{**asdict(m), "total": m.total} for m in memory(simulation, model)]
     message = None if model is None else message_bytes(model)
     if args.json:
-        further = {"busy": list(simulation.busy), "memory": bytes_of, "message_bytes": message}
+        layers = None if model is None else model.layers
+        further = {
+            "busy": list(simulation.busy),
+            "memory": bytes_of,
+            "message_bytes": message,
+            "layers": layers,
+        }
         given = {key: value for key, value in further.items() if value is not None}
         print(json.dumps({**simulation.as_dict(), **given}))
         return EXIT_OK
@@ -44,9 +60,22 @@ def run_simulate(args: argparse.Namespace) -> int:
     print(f"  busy              {' '.join(f'{share:.1%}' for share in simulation.busy)}  (per rank)")
     print(f"  peak activations  {peaks}  (per rank, in units of 1/{timetable.placement.ranks} of the model)")
     print(f"  messages          {simulation.messages}{each}")
-    if bytes_of is not None:
-        print("\n".join(_byte_lines(bytes_of)))
+    if model is not None and bytes_of is not None:
+        print("\n".join([*_stage_lines(model, simulation.costs), *_byte_lines(bytes_of)]))
     return EXIT_OK
+
+
+def _stage_lines(model: ModelSizes, costs: Costs) -> Iterator[str]:
+    """The layers of the stages, their costs, and what recomputation adds."""
+    assert not isinstance(model.layers, int), "cut comes before"
+    yield f"  layers            {' '.join(map(str, model.layers))}  (per stage)"
+    if costs.stages is not None:
+        factors = " ".join(f"{factor:.3g}" for factor in costs.stages)
+        yield f"  costs             {factors}  (per stage, factors: its layers, and the head on the last one)"
+    if recomputed(model):
+        yield (
+            f"  recompute         {model.recompute}: backwards repeat {recomputed(model):.0%} of a layer's forward"
+        )
 
 
 def _byte_lines(ranks: Sequence[dict[str, int]]) -> list[str]:
@@ -105,7 +134,11 @@ def run_plan(args: argparse.Namespace) -> int:
     model = model_of(args)
     if model is None:
         raise ScheduleError("plan needs a model: give --model gpt-10b, or its sizes.")
-    cuts = parallel_sizes(cluster, model, read_costs(args.costs))
+    if args.zero is None:
+        # It takes no longer than averaging gradients: as many bytes are sent.
+        model = replace(model, zero_stage=1)
+    with _progress() as progress:
+        cuts = parallel_sizes(cluster, model, read_costs(args.costs), progress)
     best = cuts.found[0]
     status = EXIT_OK if best.fits else EXIT_INVALID
     config = None if best.row is None else _config(best, cluster, model)
@@ -113,11 +146,43 @@ def run_plan(args: argparse.Namespace) -> int:
         print(json.dumps(_as_dict(cuts, config)))
         return status
     print("\n".join([*_head(args, cluster, model), "", *_table(cuts.found[:_SHOWN]), "", _why(cuts)]))
+    if not best.fits and best.row is not None:
+        print(f"  Use {_ways(model)}.")
     if cuts.refused:
         print(f"not possible: {'; '.join(join_reasons(cuts.refused))}.")
     if config is not None and best.fits:
-        print(f"\n{_json_text(config)}")
+        print(
+            f"  to train so, with --data-path and its tokenizer of {model.vocab:,} entries:\n\n{_json_text(config)}"
+        )
     return status
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """Says on a terminal how far a long plan is, and takes it back at the end."""
+    start, shown = time.monotonic(), False
+
+    def show(done: int, of: int) -> None:
+        nonlocal shown
+        if sys.stderr.isatty() and time.monotonic() - start > _PATIENCE_S:
+            shown = True
+            print(f"\rplan: {done} of {of} sizes ...", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        if shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _ways(model: ModelSizes) -> str:
+    """What would make a model fit, of what a plan has not tried itself."""
+    ways = ["more devices", "devices with more memory"]
+    if model.micro_batch > 1:
+        ways.append("a smaller --micro-batch-size")
+    if not model.zero_stage:
+        ways.append("--zero 1")
+    return f"{', '.join(ways[:-1])} or {ways[-1]}"
 
 
 def _head(args: argparse.Namespace, cluster: Cluster, model: ModelSizes) -> list[str]:
@@ -125,21 +190,29 @@ def _head(args: argparse.Namespace, cluster: Cluster, model: ModelSizes) -> list
     return [
         f"{args.model or 'the model'} ({parameters:.3g} billion parameters) on {cluster.devices} devices of "
         f"{format_bytes(cluster.memory_bytes)}; {cluster.batch} samples a step in micro-batches of {model.micro_batch}",
-        f"16-bit weights, ZeRO stage {model.zero_stage}; {args.tflops:g} TFLOP/s a device, messages at "
+        f"16-bit weights, {_zero_words(model)}; {args.tflops:g} TFLOP/s a device, messages at "
         f"{format_bytes(cluster.bandwidth)}/s",
-        f"not priced: {_NOT_PRICED}",
+        f"not priced: {_NOT_PRICED}; not looked for: schedules that save less than 1 %",
     ]
+
+
+def _zero_words(model: ModelSizes) -> str:
+    return (
+        "ZeRO stage 1 where there is more than one copy of the weights"
+        if model.zero_stage
+        else "ZeRO stage 0"
+    )
 
 
 def _table(found: Sequence[Cut]) -> list[str]:
     cells = [("TP", "PP", "DP", "N", "schedule", "recompute", "step", "bubble", "memory", "")]
-    for cut in found:
-        row = cut.row
-        sizes = (str(cut.tensor), str(cut.pipeline), str(cut.data), str(cut.micro_batches))
+    for way in found:
+        row = way.row
+        sizes = (str(way.tensor), str(way.pipeline), str(way.data), str(way.micro_batches))
         if row is None:
-            cells.append((*sizes, "-", "-", "-", "-", "-", cut.choice.reason()))
+            cells.append((*sizes, "-", "-", "-", "-", "-", way.choice.reason()))
         else:
-            cells.append((*sizes, row.label, row.recompute, *_figures(cut, row)))
+            cells.append((*sizes, row.label, row.recompute, *_figures(way, row)))
     return aligned(cells, left=(4, 5, 9))
 
 
@@ -163,14 +236,16 @@ def _why(cuts: Cuts) -> str:
     return f"best: {name}; {how}\n  {best.choice.reason()}"
 
 
-def _config(cut: Cut, cluster: Cluster, model: ModelSizes) -> dict[str, Any]:
+def _config(way: Cut, cluster: Cluster, model: ModelSizes) -> dict[str, Any]:
     """The keys of a DeepSpeed JSON that the plan decides."""
+    copies = way.data * (1 if way.row is None else way.row.weights)
     return {
         "train_batch_size": cluster.batch,
         "train_micro_batch_size_per_gpu": model.micro_batch,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": model.zero_stage},
-        "ds_ext": job_section(cut, model),
+        "zero_optimization": {"stage": min(model.zero_stage, copies - 1)},
+        "optimizer": {"type": "AdamW", "params": _ADAM},
+        "ds_ext": job_section(way, model),
     }
 
 

@@ -33,7 +33,8 @@ def add_model_flags(verb: argparse.ArgumentParser, *, parallel: bool = True) -> 
     for dest in _SIZES:
         group.add_argument(_flag(dest), type=int, metavar="SIZE", help="instead of the model's")
     group.add_argument("--micro-batch-size", type=int, metavar="B", help="samples of a micro-batch (1)")
-    group.add_argument("--zero", type=int, choices=[0, 1], help="1: shard the optimizer (0)")
+    default = "0" if parallel else "1 where there is more than one copy of the weights"
+    group.add_argument("--zero", type=int, choices=[0, 1], help=f"1: shard the optimizer ({default})")
     if parallel:
         group.add_argument("--tensor-parallel", type=int, metavar="T", help="(1)")
         group.add_argument("--data-parallel", type=int, metavar="DP", help="copies of the pipeline group (1)")

@@ -17,6 +17,8 @@ from typing import Any
 from .errors import ConfigError, ScheduleError
 from .pipe_schedules import Op, Timetable
 from .pipe_schedules.costs import Costs
+from .pipe_schedules.dispatch import Work
+from .pipe_schedules.planning import lower_bound
 from .pipe_schedules.simulate import Simulation, dependencies, simulate
 
 _MOST_TICKS = 10_000_000  # of a step; the solver counts in integers
@@ -27,7 +29,7 @@ class Optimum:
     """What the solver found. Times are in the costs' unit.
 
     ``bound`` is proven: no order of these computations on these devices takes less. ``given`` is the time of the
-    timetable that the search started from.
+    timetable whose computations they are, which may keep more activations than were allowed.
     """
 
     timetable: Timetable
@@ -81,6 +83,11 @@ def optimise(
         limit = (
             "" if max_activations is None else f" that keeps at most {max_activations:g} activations a device"
         )
+        if status == cp_model.INFEASIBLE:
+            raise ScheduleError(
+                f"{timetable.schedule}: there is no order{limit} (infeasible: more time cannot help). Allow more "
+                f"activations."
+            )
         raise ScheduleError(
             f"{timetable.schedule}: no order{limit} was found in {solver.wall_time:.1f} s "
             f"({solver.status_name(status).lower()}). Allow more activations or more than {time_limit_s:g} s."
@@ -91,7 +98,10 @@ def optimise(
         max_activations is None or max(given.peak_activations) <= max_activations + 1e-9
     ):
         found, makespan = timetable, given.makespan
-    bound = min(solver.best_objective_bound * problem.tick, makespan)
+    # What the placement alone allows is often more than a short search can prove.
+    work = Work(timetable.placement, timetable.micro_batches, costs, split=bool(timetable.split_backwards))
+    known = lower_bound(work) if timetable.trains else 0.0
+    bound = min(max(solver.best_objective_bound * problem.tick, known), makespan)
     return Optimum(found, makespan, bound, given.makespan)
 
 

@@ -2,14 +2,15 @@
 
 A device computes at a given rate and messages have a given bandwidth. The forward of a transformer layer takes
 24bsh² + 4bs²h operations and that of the head 2bshV (arXiv 2104.04473, appendix; b the micro-batch size, s the
-sequence length, h the hidden size, V the vocabulary), spread evenly over the stages. A message is 2bsh bytes.
+sequence length, h the hidden size, V the vocabulary). Layers are cut so that the work of the devices is as even as it
+can be, the head being all on the last stage (:mod:`.stage_costs`). A message is 2bsh bytes.
 
 Not priced: tensor-parallel communication, gradient reduction over data-parallel ranks, the optimizer's step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from .errors import ScheduleError
 from .pipe_schedules.costs import Costs
 from .pipe_schedules.memory import ModelSizes
 
+_MARGIN = 0.01  # a schedule that saves less is not looked for
 _MOST_TENSOR_PARALLEL = 8
 _TRAINED = ("none", "full")  # the kinds of recomputation that the scripts have
 
@@ -91,12 +93,20 @@ class Cuts:
     refused: tuple[tuple[str, str], ...]
 
 
-def parallel_sizes(cluster: Cluster, sizes: ModelSizes, ratios: Costs | None = None) -> Cuts:
+def parallel_sizes(
+    cluster: Cluster,
+    sizes: ModelSizes,
+    ratios: Costs | None = None,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> Cuts:
     """Choose a schedule for every TP x PP x DP that uses all devices.
+
+    What would be less than 1 % faster than another schedule for the same sizes is not looked for.
 
     Args:
         sizes: of the model, with its micro-batch size; its parallel sizes do not count.
         ratios: times of input and weight gradient relative to the forward's, and jitter.
+        progress: called with how many of how many sizes are done, before each.
 
     Raises:
         ScheduleError: nothing divides the devices, heads, layers and batch; or ``ratios`` has times of messages.
@@ -107,8 +117,9 @@ def parallel_sizes(cluster: Cluster, sizes: ModelSizes, ratios: Costs | None = N
             "plan: costs are f, b and w relative to each other, and jitter; times of messages follow from the "
             "bandwidth, and factors of stages belong to one number of stages."
         )
-    found, refused = [], []
-    for tensor, pipeline, data in _factors(cluster):
+    found, refused, every = [], [], list(_factors(cluster))
+    for done, (tensor, pipeline, data) in enumerate(every):
+        progress(done, len(every))
         reason = _refusal(cluster, sizes, tensor, pipeline, data)
         if reason:
             refused.append((f"TP {tensor} PP {pipeline} DP {data}", reason))
@@ -147,13 +158,15 @@ def job_section(cut: Cut, sizes: ModelSizes) -> dict[str, Any]:
     row = cut.row
     if row is None:
         raise ScheduleError(cut.choice.reason())
-    train = {
+    train: dict[str, Any] = {
         "num_layers": sizes.layers,
         "hidden_size": sizes.hidden,
         "num_attention_heads": sizes.heads,
         "seq_length": sizes.seq,
         "recompute_granularity": row.recompute,
     }
+    if row.layers is not None and len(set(row.layers)) > 1:
+        train["stage_layers"] = ",".join(map(str, row.layers))
     return {
         "schedule": row.schedule,
         "pipeline_parallel_size": cut.pipeline,
@@ -181,8 +194,8 @@ def _refusal(cluster: Cluster, sizes: ModelSizes, tensor: int, pipeline: int, da
     assert isinstance(sizes.layers, int), "layers of every stage belong to one number of stages"
     if sizes.heads % tensor:
         return f"{sizes.heads} heads do not divide by TP {tensor}"
-    if sizes.layers % pipeline:
-        return f"{sizes.layers} layers do not divide by PP {pipeline}"
+    if sizes.layers < pipeline:
+        return f"{sizes.layers} layers are fewer than PP {pipeline}"
     if cluster.batch % (data * sizes.micro_batch):
         return f"{cluster.batch} samples in micro-batches of {sizes.micro_batch} do not divide by DP {data}"
     return ""
@@ -195,7 +208,9 @@ def _cut(cluster: Cluster, sizes: ModelSizes, ratios: Costs, tensor: int, pipeli
     message = round(message_bytes(sizes) / cluster.bandwidth / forward_s, 6)
     costs = replace(ratios, f=1.0, b=ratios.b / ratios.f, w=ratios.w / ratios.f, comm=message)
     micro_batches = cluster.batch // (data * sizes.micro_batch)
-    request = Request(pipeline, micro_batches, costs, sizes, cluster.memory_bytes, _TRAINED, cheap_ops=0)
+    request = Request(
+        pipeline, micro_batches, costs, sizes, cluster.memory_bytes, _TRAINED, cheap_ops=0, margin=_MARGIN
+    )
     return Cut(tensor, pipeline, data, micro_batches, forward_s, choose(request))
 
 
@@ -205,4 +220,4 @@ def _order(cut: Cut) -> tuple[float, ...]:
         return (2,)
     size = cut.row.memory_bytes or 0
     # Times of the same work, summed up in another order, differ by rounding.
-    return (0, float(f"{cut.step_s:.9g}"), size) if cut.fits else (1, size)
+    return (0, float(f"{cut.step_s:.7g}"), size) if cut.fits else (1, size)

@@ -8,9 +8,21 @@ from itertools import pairwise
 from .errors import ConfigError
 from .pipe_schedules import Placement
 
-# What the layers in front of the first and behind the last transformer layer weigh, in transformer layers: enough to
-# send one that is left over elsewhere.
+# What the layers in front of the first and behind the last transformer layer weigh, in transformer layers, when that is
+# not known: enough to send one that is left over elsewhere.
 _END = 0.5
+
+
+def end_weights(hidden: int, seq: int, vocab: int, again: float = 0.0) -> tuple[float, float]:
+    """The work of embedding and head, in transformer layers, as :func:`layer_boundaries` takes it.
+
+    Looking up an embedding is no work. A head's forward is 2bshV operations against 24bsh² + 4bs²h of a layer (arXiv
+    2104.04473, appendix; s the sequence length, h the hidden size, V the vocabulary), its backward twice as many.
+
+    Args:
+        again: share of a layer's forward that its backward computes again; 1 for full recomputation.
+    """
+    return 0.0, vocab / (12 * hidden + 2 * seq) * 3 / (3 + again)
 
 
 def layer_boundaries(
@@ -20,17 +32,21 @@ def layer_boundaries(
     placement: Placement,
     schedule: str,
     stage_layers: str | None = None,
+    weights: tuple[float, float] | None = None,
 ) -> list[int]:
     """Cut ``num_layers`` equal layers into stages, as evenly as it goes.
 
-    Layers that are left over go where the busiest device stays the least busy (with two pipes a device holds stages of
-    both, which are cut alike), and among equals to later stages, which keep fewer activations.
+    Each goes where the busiest device stays the least busy (with two pipes a device holds stages of both, which are cut
+    alike), there to the smallest stage if ``weights`` are known, and among equals to later ones, which keep fewer
+    activations.
 
     Args:
         before, after: layers of other kinds, which join the first and the last stage.
         placement: where the stages live.
         schedule: its name, for errors.
         stage_layers: the layers of every stage, ``"3,2,2,1"``, for example by measured time; None: evenly.
+        weights: of the layers of other kinds, in transformer layers, from :func:`end_weights`: stages at the ends then
+            hold as many fewer. None: not known, and only layers that are left over are kept from the ends.
 
     Returns:
         The stages + 1 boundaries among before + num_layers + after layers.
@@ -47,36 +63,57 @@ def layer_boundaries(
             f"layer. Use at least {stages} layers, or a smaller pipeline_parallel_size."
         )
     else:
-        counts = _even(num_layers, (before, after), placement)
+        counts = _even(num_layers, (before, after), placement, weights)
     inner = [before + sum(counts[:stage]) for stage in range(1, stages)]
     return [0, *inner, before + num_layers + after]
 
 
-def stage_weights(boundaries: Sequence[int], before: int, after: int) -> tuple[float, ...] | None:
-    """The layers of every stage as factors of their mean, as ``Costs.stages`` takes them; None if all are alike."""
+def stage_weights(
+    boundaries: Sequence[int], before: int, after: int, weights: tuple[float, float] = (0.0, 0.0)
+) -> tuple[float, ...] | None:
+    """The work of every stage as factors of its mean, as ``Costs.stages`` takes them; None if all are alike.
+
+    ``weights`` are those of the layers of other kinds, as for :func:`layer_boundaries`.
+    """
     ends = [boundaries[0] + before, *boundaries[1:-1], boundaries[-1] - after]
-    counts = [stop - start for start, stop in pairwise(ends)]
+    counts: list[float] = [stop - start for start, stop in pairwise(ends)]
+    counts[0] += weights[0]
+    counts[-1] += weights[1]
     mean = sum(counts) / len(counts)
     return None if len(set(counts)) == 1 else tuple(count / mean for count in counts)
 
 
-def _even(num_layers: int, ends: tuple[int, int], placement: Placement) -> list[int]:
+def _even(
+    num_layers: int, ends: tuple[int, int], placement: Placement, weights: tuple[float, float] | None
+) -> list[int]:
     stages = placement.stages
-    counts = [num_layers // stages] * stages
-    weights = [float(count) for count in counts]
-    weights[0] += _END * bool(ends[0])
-    weights[-1] += _END * bool(ends[1])
+    first, last = weights or (_END * bool(ends[0]), _END * bool(ends[1]))
+    counts = [num_layers // stages if weights is None else 1] * stages
+    if weights is not None:
+        # A stage with as much other work as a layer may do without one.
+        counts[0] -= bool(ends[0]) and first >= 1
+        counts[-1] -= bool(ends[1]) and last >= 1 and stages > 1
+    work = [float(count) for count in counts]
+    work[0] += first
+    work[-1] += last
     homes = [[pipe[stage] for pipe in placement.pipes] for stage in range(stages)]
     loads = [0.0] * placement.ranks
     for stage, devices in enumerate(homes):
         for device in devices:
-            loads[device] += weights[stage]
-    for _ in range(num_layers % stages):
-        stage = min(
-            (stage for stage in range(stages) if counts[stage] == num_layers // stages),
-            key=lambda stage: (max(loads[device] for device in homes[stage]), -stage),
-        )
+            loads[device] += work[stage]
+
+    def busy(stage: int) -> tuple[float, float, int]:
+        # Rounded, as sums of the same weights in another order differ.
+        own = 0.0 if weights is None else round(work[stage], 9)
+        return round(max(loads[device] for device in homes[stage]), 9), own, -stage
+
+    base = num_layers // stages
+    for _ in range(num_layers - sum(counts)):
+        # Where the ends are only guessed at, no stage gets two layers more than another.
+        free = (stage for stage in range(stages) if weights is not None or counts[stage] == base)
+        stage = min(free, key=busy)
         counts[stage] += 1
+        work[stage] += 1
         for device in homes[stage]:
             loads[device] += 1
     return counts

@@ -5,15 +5,16 @@ Pure: no torch, no processes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from .choice import Choice, describe_rows
+from .auto import vocabulary
+from .choice import Choice, describe_costs, describe_rows
 from .config import BatchSizes, JobConfig, batch_sizes, counted
 from .layout import ParallelLayout, data_parallel_size
 from .pipe_schedules import Program, Timetable
 from .pipe_schedules.check import Report, check
-from .pipe_schedules.costs import Costs
+from .pipe_schedules.costs import Costs, read_costs
 from .pipe_schedules.lower import lower
 from .pipe_schedules.render import LEGEND, SPLIT_LEGEND, time_grid
 from .pipe_schedules.simulate import Simulation, simulate
@@ -42,9 +43,17 @@ class Plan:
         return check(self.program)
 
     @cached_property
+    def costs(self) -> Costs:
+        """What the order was planned or chosen for; forward = input gradient = weight gradient = 1 if nothing says."""
+        if self.choice is not None and self.choice.best is not None:
+            return self.choice.best.costs
+        given = self.job.ds_ext.schedule_options.get("costs")
+        return Costs() if given is None else read_costs(given)
+
+    @cached_property
     def simulation(self) -> Simulation:
-        """Priced with forward = input gradient = weight gradient = 1 and free messages."""
-        return simulate(self.timetable)
+        """Priced with :attr:`costs`."""
+        return simulate(self.timetable, self.costs)
 
 
 def make_plan(job: JobConfig, world_size: int | None = None) -> Plan:
@@ -97,7 +106,9 @@ def describe(
         grid: draw the timetable too.
     """
     sizes = plan.sizes
-    simulation = plan.simulation if weights is None else simulate(plan.timetable, Costs(stages=weights))
+    simulation = plan.simulation
+    if weights is not None and plan.costs.stages is None:
+        simulation = simulate(plan.timetable, replace(plan.costs, stages=weights))
     lines = [
         f"schedule  {plan.timetable.schedule}, {counted(sizes.micro_batches, 'micro-batch')} of "
         f"{sizes.micro_batch_size} per pipeline group, {counted(sizes.train_batch_size, 'sample')} a step",
@@ -105,7 +116,7 @@ def describe(
         "stages",
         *_describe_stages(plan, boundaries, layer_names),
         *_describe_costs(plan, simulation, message_bytes),
-        *_describe_choice(plan.choice),
+        *_describe_choice(plan),
     ]
     if "ds_ext" not in plan.job.deepspeed:
         lines.insert(0, 'the JSON has no "ds_ext" section: schedule and sizes are the defaults')
@@ -131,8 +142,11 @@ def _describe_costs(plan: Plan, simulation: Simulation, message_bytes: int) -> l
     copies = "1 copy" if placement.replicas == 1 else f"{placement.replicas} copies"
     slots = counted(report.link_slots, "message")
     losses = ", ".join(map(str, report.loss_ranks))
+    how = "simulated, forward : backward = 1 : 2, free messages"
+    if plan.costs != Costs():
+        how = f"simulated with {describe_costs(simulation.costs)}"
     return [
-        f"bubble    {simulation.bubble:.1%} (simulated, forward : backward = 1 : 2, free messages)",
+        f"bubble    {simulation.bubble:.1%} ({how})",
         f"peak      {peaks} live {activations} per device, in units of 1/{placement.ranks} of the model and a "
         f"micro-batch",
         f"messages  {simulation.messages} a step and pipeline group, {message_bytes:,} bytes each",
@@ -142,12 +156,18 @@ def _describe_costs(plan: Plan, simulation: Simulation, message_bytes: int) -> l
     ]
 
 
-def _describe_choice(choice: Choice | None) -> list[str]:
-    """Why "auto" chose, and the best of what it chose from."""
-    if choice is None:
+def _describe_choice(plan: Plan) -> list[str]:
+    """Why "auto" chose, the best of what it chose from, and for which vocabulary."""
+    choice = plan.choice
+    if choice is None or choice.best is None:
         return []
     rows = describe_rows(choice.fitting[:_CHOICES_SHOWN])
-    return [f"auto      {choice.reason()}", *(f"  {row}" for row in rows)]
+    lines = [f"auto      {choice.reason()}", *(f"  {row}" for row in rows)]
+    if choice.best.memory_bytes is not None:
+        settings = plan.job.ds_ext
+        entries, source = vocabulary(settings.schedule_options.get("vocab_size", 0), settings.train)
+        lines.append(f"  chosen for a vocabulary of {entries:,} ({source})")
+    return lines
 
 
 def _ranges(names: list[str]) -> str:

@@ -35,9 +35,11 @@ def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Nam
         )
     launched = world_size() > 1 or not args.dry_run
     plan = make_plan(job, world_size() if launched else None)
+    chosen = plan.choice and plan.choice.best
     if args.recompute_granularity is None:
-        chosen = plan.choice and plan.choice.best
         args.recompute_granularity = chosen.recompute if chosen else "none"
+    if args.stage_layers is None and chosen and chosen.layers:
+        args.stage_layers = ",".join(map(str, chosen.layers))  # as it was priced
     return args, plan
 
 

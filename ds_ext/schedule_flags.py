@@ -6,16 +6,19 @@ import argparse
 import contextlib
 import importlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .errors import ScheduleError
-from .pipe_schedules import SCHEDULES, Schedule, Timetable, get_schedule
+from .model_flags import model_of
+from .pipe_schedules import SCHEDULES, Placement, Timetable, get_schedule
 from .pipe_schedules.check import check_timetable
-from .pipe_schedules.costs import Costs, load_costs, parse_costs
+from .pipe_schedules.costs import Costs, read_costs
 from .pipe_schedules.files import is_timetable_file, read_timetable
 from .pipe_schedules.inference import forward_timetable
 from .pipe_schedules.simulate import Simulation, simulate
+from .stage_costs import cut, stage_costs
 
 _DEFAULT_COSTS = "f=1,b=1,w=1,comm=0"
 _COSTS = "costs"
@@ -85,19 +88,9 @@ def import_modules(names: Sequence[str]) -> None:
             ) from None
 
 
-def read_costs(given: str) -> Costs:
-    """``f=1,b=1,w=1,comm=0``, or a JSON file that says more. Raises ScheduleError."""
-    if os.path.isfile(given) or given.endswith(".json"):
-        return load_costs(given)
-    return parse_costs(given)
-
-
 def simulation_of(args: argparse.Namespace) -> Simulation:
     """The priced timetable that the flags ask for. Raises ScheduleError."""
-    made, costs = _timetable(args.schedule, args, _options(args))
-    # A file may hold anything: its computations are looked at before they are priced.
-    check_timetable(made)
-    return simulate(made, costs)
+    return _priced(args.schedule, args, _options(args))
 
 
 def timetable_of(args: argparse.Namespace) -> Timetable:
@@ -105,21 +98,60 @@ def timetable_of(args: argparse.Namespace) -> Timetable:
     return _timetable(args.schedule, args, _options(args))[0]
 
 
-def simulations_of(args: argparse.Namespace) -> tuple[list[Simulation], list[str]]:
-    """Every schedule of a comparison, priced; and a sentence for each option that not all of them have.
+@dataclass(frozen=True)
+class Comparison:
+    """Schedules side by side: those that are possible, why the others are not, and what to know about the table.
 
-    Raises ScheduleError also for an option that none has.
+    ``refused`` maps the place of a schedule among those asked for to its name and the reason.
     """
-    options, simulations = _options(args), []
+
+    simulations: tuple[Simulation, ...]
+    refused: Mapping[int, tuple[str, str]]
+    notes: tuple[str, ...]
+
+
+def comparison_of(args: argparse.Namespace) -> Comparison:
+    """Every schedule of a comparison, priced, or the reason why it is not possible.
+
+    Raises ScheduleError when none is, for a schedule that is not known and for an option that none has.
+    """
+    options = _options(args)
     known = {
         name: {} if _is_file(name) else get_schedule(name).options for name in dict.fromkeys(args.schedules)
     }
     notes = _partial(options, known)
-    for name in args.schedules:
-        made, costs = _timetable(name, args, {k: v for k, v in options.items() if k in known[name]})
+    simulations: list[Simulation] = []
+    refused: dict[int, tuple[str, str]] = {}
+    first: ScheduleError | None = None
+    for place, name in enumerate(args.schedules):
+        try:
+            simulations.append(_priced(name, args, {k: v for k, v in options.items() if k in known[name]}))
+        except ScheduleError as error:
+            first = first or error
+            refused[place] = (name, str(error).splitlines()[0].removeprefix(f"{name}: "))
+    if first is not None and not simulations:
+        raise first
+    if len({s.timetable.micro_batches for s in simulations}) > 1:
+        sizes = simulations[0].timetable.micro_batches
+        notes.append(f"vs first: only for {sizes} micro-batches, as the first has.")
+    return Comparison(tuple(simulations), refused, tuple(notes))
+
+
+def _priced(name: str, args: argparse.Namespace, options: Mapping[str, object]) -> Simulation:
+    made, costs = _timetable(name, args, options)
+    # A file may hold anything: its computations are looked at before they are priced.
+    with naming(name):
         check_timetable(made)
-        simulations.append(simulate(made, costs))
-    return simulations, notes
+        return simulate(made, costs)
+
+
+@contextlib.contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Errors about a timetable file say its name: the schedule's, in its first line, may be another one's."""
+    try:
+        yield
+    except ScheduleError as error:
+        raise error if not _is_file(name) else ScheduleError(f"{name}: {error}") from None
 
 
 def _partial(options: Mapping[str, object], known: Mapping[str, Mapping[str, object]]) -> list[str]:
@@ -138,28 +170,36 @@ def _partial(options: Mapping[str, object], known: Mapping[str, Mapping[str, obj
 
 
 def _timetable(name: str, args: argparse.Namespace, options: Mapping[str, object]) -> tuple[Timetable, Costs]:
-    """A registered schedule for the given sizes, or a timetable file, which has its own; and the costs."""
-    costs = _costs_of(args)
-    made = _from_file(name, args) if _is_file(name) else _made(get_schedule(name), args, options, costs)
-    costs.check_fits(made.placement)
-    return made, costs
+    """A registered schedule for the given sizes, or a timetable file, which has its own; and the costs.
 
+    With a model these are the costs of its stages.
+    """
+    costs, model = _costs_of(args), model_of(args) if "model" in args else None
 
-def _is_file(name: str) -> bool:
-    return os.path.isfile(name) or is_timetable_file(name)
+    def of(placement: Placement) -> Costs:
+        fitting = costs if model is None else stage_costs(costs, cut(model, placement, name))
+        fitting.check_fits(placement)
+        return fitting
 
-
-def _made(
-    schedule: Schedule, args: argparse.Namespace, options: Mapping[str, object], costs: Costs
-) -> Timetable:
+    if _is_file(name):
+        made = _from_file(name, args)
+        return made, of(made.placement)
+    schedule = get_schedule(name)
     if args.stages is None or args.micro_batches is None:
         raise ScheduleError(
             f"{schedule.name} needs --stages D and --micro-batches N, for example --stages 4 --micro-batches 8."
         )
+    # First what the schedule itself refuses.
+    placement = schedule.placement(args.stages, options)
     if getattr(args, "forward_only", False):
-        placement = schedule.placement(args.stages, options)
-        return forward_timetable(placement, args.micro_batches, schedule.name)
-    return schedule.timetable(args.stages, args.micro_batches, options, costs)
+        made = forward_timetable(placement, args.micro_batches, schedule.name)
+        return made, of(placement)
+    fitting = of(placement)
+    return schedule.timetable(args.stages, args.micro_batches, options, fitting), fitting
+
+
+def _is_file(name: str) -> bool:
+    return os.path.isfile(name) or is_timetable_file(name)
 
 
 def _from_file(name: str, args: argparse.Namespace) -> Timetable:
@@ -172,7 +212,7 @@ def _from_file(name: str, args: argparse.Namespace) -> Timetable:
     forward_only = getattr(args, "forward_only", False)
     if asked[0] not in (None, has[0]) or (asked[1] not in (None, has[1]) and not forward_only):
         raise ScheduleError(
-            f"the timetable file is for --stages {has[0]} --micro-batches {has[1]}; leave both out, or give a schedule."
+            f"the timetable file {name} is for --stages {has[0]} --micro-batches {has[1]}; leave both out."
         )
     if not forward_only:
         return made

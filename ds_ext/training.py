@@ -8,15 +8,18 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from .engine import PipelineEngine
 from .engine.micro_batches import MicroBatches
 from .errors import CheckpointError
+from .models.config import TransformerConfig
+from .models.hf_config import unseen_in_weights
 from .observe.metrics import MetricsFile, StepMetrics, peak_memory_bytes
 from .pipe_schedules.files import is_timetable_file
 from .plan import Plan
@@ -52,6 +55,7 @@ class Trainer:
         tokens_per_sample: for tokens/s.
         tokenizer: fingerprint of the data's tokenizer; a checkpoint made with another one is refused.
         floor: (name, loss in nats) that a model which has learnt something is below.
+        model: sizes of the model; a checkpoint holds those that its weights do not tell.
     """
 
     engine: PipelineEngine
@@ -62,6 +66,7 @@ class Trainer:
     tokens_per_sample: int
     floor: tuple[str, float] | None = None
     tokenizer: str | None = None
+    model: TransformerConfig | None = None
     validation_loss: float | None = None
 
     def run(self) -> None:
@@ -124,7 +129,14 @@ class Trainer:
 
     def save(self, step: int) -> None:
         """Write a checkpoint with the position in the data."""
-        state = {"step": step, "tokenizer": self.tokenizer, "sizes": self._sizes(), **self.train.state_dict()}
+        state = {
+            "step": step,
+            "tokenizer": self.tokenizer,
+            "data_path": list(self.args.data_path),
+            "model": None if self.model is None else unseen_in_weights(self.model),
+            "sizes": self._sizes(),
+            **self.train.state_dict(),
+        }
         self.engine.save_checkpoint(self.args.save, tag=f"step_{step}", client_state=state)
         say(f"step {step}: saved {Path(self.args.save) / f'step_{step}'}")
 
@@ -143,12 +155,25 @@ class Trainer:
                 f"{path} was trained on data of another tokenizer (fingerprint {state['tokenizer']}; the "
                 f"data's is {self.tokenizer}). Give the --data-path of that run, or another --load."
             )
+        self._check_model(path, state.get("model"))
         self.train.load_state_dict(state)
         other = "" if state.get("sizes") == self._sizes() else f" (written with {state.get('sizes')})"
         say(
             f"resumed from {path} at step {state['step']}, {self.train.consumed_samples} samples consumed{other}"
         )
         return int(state["step"])
+
+    def _check_model(self, path: str, saved: Mapping[str, Any] | None) -> None:
+        """What the weights' shapes do not tell must be as it was: with other heads they mean something else."""
+        if self.model is None or not saved:
+            return
+        ours = unseen_in_weights(self.model)
+        for key in ("num_attention_heads", "layernorm_epsilon"):
+            if saved[key] != ours[key]:
+                raise CheckpointError(
+                    f"{path} is of a model with {key} {saved[key]}; this one has {ours[key]}. Give the model the sizes "
+                    f"of that run."
+                )
 
     def _sizes(self) -> str:
         layout = self.plan.layout

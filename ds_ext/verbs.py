@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from .choice import aligned, format_bytes
 from .errors import ScheduleError
@@ -20,7 +20,8 @@ from .pipe_schedules.lower import dump, lower
 from .pipe_schedules.memory import ModelSizes, memory
 from .pipe_schedules.render import time_grid
 from .pipe_schedules.simulate import Simulation
-from .schedule_flags import simulation_of, simulations_of, timetable_of
+from .schedule_flags import comparison_of, naming, simulation_of, timetable_of
+from .stage_costs import cut
 
 EXIT_OK, EXIT_INVALID, EXIT_USAGE, EXIT_PIPE = 0, 1, 2, 141
 
@@ -35,15 +36,21 @@ def run_show(args: argparse.Namespace) -> int:
 
 
 def run_compare(args: argparse.Namespace) -> int:
-    """Print a line per schedule, or write one page with that table and all timetables on one scale."""
-    form = _form(args, {})
-    simulations, notes = simulations_of(args)
-    table = comparison(simulations, model_of(args))
+    """Print a line per schedule, or write one page with that table and all timetables on one scale.
+
+    A schedule that is not possible has its reason in its line, and the exit status is 1.
+    """
+    form, model = _form(args, {}), model_of(args)
+    compared = comparison_of(args)
+    table = comparison(compared.simulations, model, compared.refused)
+    status = EXIT_INVALID if compared.refused else EXIT_OK
     if form == "text":
-        return _write(args, form, "\n".join([*aligned(table, left=(0,)), *notes]))
+        _write(args, form, "\n".join([*aligned(table, left=(0, len(table[0]) - 1)), *compared.notes]))
+        return status
     from .pipe_schedules.page import html
 
-    return _write(args, form, html(simulations, table, notes))
+    _write(args, form, html(compared.simulations, table, compared.notes))
+    return status
 
 
 def _form(args: argparse.Namespace, endings: dict[str, str]) -> str:
@@ -101,28 +108,51 @@ def _render(form: str, simulation: Simulation) -> str:
     return (torch_csv if form == "csv" else dumps)(simulation.timetable).rstrip("\n")
 
 
-def comparison(simulations: Sequence[Simulation], model: ModelSizes | None = None) -> list[tuple[str, ...]]:
+def comparison(
+    simulations: Sequence[Simulation],
+    model: ModelSizes | None = None,
+    refused: Mapping[int, tuple[str, str]] | None = None,
+) -> list[tuple[str, ...]]:
     """A table: makespan, bubble, peak activations, messages, copies of the weights; times relative to the first.
 
-    Its first row is the head. With ``model`` also the bytes of the worst rank. Raises ScheduleError when its layers
-    do not fit the stages.
+    Its first row is the head. With ``model`` also the bytes of the worst rank. Times of other numbers of micro-batches
+    than the first's are not compared. Raises ScheduleError when the model's layers do not fit the stages.
+
+    Args:
+        refused: place in the table -> name and reason of a schedule that is not possible.
     """
-    head = ("schedule", "makespan", "vs first", "bubble", "peak act.", "messages", "weights", "memory")
+    first = simulations[0]
+    head = ("schedule", "makespan", "vs first", "bubble", "peak act.", "messages", "weights", "memory", "")
     rows = [
         (
             s.timetable.schedule,
             f"{s.makespan:g}",
-            f"{s.makespan / simulations[0].makespan:.3f}" if simulations[0].makespan else "",
+            f"{s.makespan / first.makespan:.3f}" if first.makespan and _alike(s, first) else "",
             f"{s.bubble:.1%}",
             f"{max(s.peak_activations):g}",
             f"{s.messages}",
             f"{s.timetable.placement.replicas}x",
-            "" if model is None else format_bytes(max(rank.total for rank in memory(s, model))),
+            "" if model is None else format_bytes(_worst(s, model)),
+            "",
         )
         for s in simulations
     ]
-    columns = len(head) - (model is None)
-    return [row[:columns] for row in (head, *rows)]
+    for place, (name, reason) in sorted((refused or {}).items()):
+        size = "" if model is None else "-"
+        rows.insert(place, (name, "-", "-", "-", "-", "-", "-", size, reason))
+    columns = [i for i, word in enumerate(head) if word or refused]
+    columns = [i for i in columns if head[i] != "memory" or model is not None]
+    return [tuple(row[i] for i in columns) for row in (head, *rows)]
+
+
+def _alike(one: Simulation, other: Simulation) -> bool:
+    return one.timetable.micro_batches == other.timetable.micro_batches
+
+
+def _worst(simulation: Simulation, model: ModelSizes) -> int:
+    """Bytes of the rank that needs most."""
+    made = simulation.timetable
+    return max(rank.total for rank in memory(made, cut(model, made.placement, made.schedule)))
 
 
 def run_check(args: argparse.Namespace) -> int:
@@ -131,7 +161,8 @@ def run_check(args: argparse.Namespace) -> int:
     if args.link_slots is not None and args.link_slots < 1:
         raise ScheduleError(f"--link-slots must be at least 1; got {args.link_slots}.")
     try:
-        report = check(lower(timetable), link_slots=args.link_slots)
+        with naming(args.schedule):
+            report = check(lower(timetable), link_slots=args.link_slots)
     except ScheduleError as error:
         print(error, file=sys.stderr)
         return EXIT_INVALID
@@ -171,7 +202,9 @@ def run_optimise(args: argparse.Namespace) -> int:
         raise ScheduleError(f"--time-limit must be more than 0 seconds; got {args.time_limit:g}.")
     found = optimise(given.timetable, given.costs, max_activations=room, time_limit_s=args.time_limit)
     print(f"{describe_sizes(given.timetable)}, at most {room:g} activations a rank")
-    print(f"  its own order   {found.given:g}")
+    kept = max(given.peak_activations)
+    more = f"  (keeps {kept:g} activations, more than the limit)" if kept > room + 1e-9 else ""
+    print(f"  its own order   {found.given:g}{more}")
     if given.costs.jitter:
         print("  (without the jitter of the costs)")
     print(f"  the best found  {found.makespan:g}")

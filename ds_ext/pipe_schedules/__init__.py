@@ -4,18 +4,20 @@ from importlib import import_module
 
 from .ops import Instruction, Op, Program, Timetable
 from .placement import Chunk, Placement
-from .registry import SCHEDULES, Schedule, get_schedule, schedule, timetable
+from .registry import SCHEDULES, Option, Schedule, get_schedule, planned_schedule, schedule, timetable
 
 __all__ = [
     "SCHEDULES",
     "Chunk",
     "Instruction",
     "Op",
+    "Option",
     "Placement",
     "Program",
     "Schedule",
     "Timetable",
     "get_schedule",
+    "planned_schedule",
     "schedule",
     "timetable",
 ]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ..errors import ScheduleError
 from .check_timetable import fail
-from .ops import COMPUTE, FORWARD, Instruction, Op, Program
+from .ops import BACKWARD_INPUT, COMPUTE, FORWARD, Instruction, Op, Program
 
 ACTIVATION, GRADIENT, LABELS, OUTPUT, INPUT_GRADIENT, WEIGHT_GRADIENT = 1, 2, 4, 8, 16, 32
 WORDS = {
@@ -182,7 +182,10 @@ class RankCheck:
         assert m is not None and stage is not None
         op = instruction.op
         if op is not None:
-            return fail(self.program.timetable, f"rank {rank} runs {op} without its {WORDS[what]}.", rank, op)
+            # What the rank makes itself comes later, as every computation is there once.
+            made = {OUTPUT: FORWARD, INPUT_GRADIENT: BACKWARD_INPUT}.get(what)
+            lack = f"without its {WORDS[what]}" if made is None else f"before {Op(made, stage, m)}"
+            return fail(self.program.timetable, f"rank {rank} runs {op} {lack}.", rank, op)
         sentence = f"rank {rank} hands on the {WORDS[what]} of micro-batch {m} at stage {stage} before it is computed."
         return fail(self.program.timetable, sentence, rank, made_by(self.program, Item(what, stage, m)))
 

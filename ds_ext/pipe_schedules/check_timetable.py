@@ -65,6 +65,9 @@ def _incomplete(timetable: Timetable, stage: int, m: int, seen: int) -> Schedule
     have = ", ".join(kind for kind in KINDS if seen & _BIT[kind]) or "nothing"
     needed = "F and either B or both I and W" if timetable.trains else "F"
     rank = timetable.rank(stage, m)
-    near = next((op for op in timetable.ranks[rank] if (op.stage, op.micro_batch) == (stage, m)), None)
+    # The last one that is there: what is missing comes after it.
+    near = next(
+        (op for op in reversed(timetable.ranks[rank]) if (op.stage, op.micro_batch) == (stage, m)), None
+    )
     sentence = f"micro-batch {m} at stage {stage} (rank {rank}) has {have}; it needs {needed}."
     return fail(timetable, sentence, rank, near)

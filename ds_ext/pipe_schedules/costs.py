@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -14,7 +16,8 @@ from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KINDS, Op
 from .placement import Placement
 
 _TIMES = ("f", "b", "w", "comm")
-_IN_TEXT = (*_TIMES, "jitter", "seed")
+_IN_TEXT = (*_TIMES, "stages", "jitter", "seed")
+_MOST_FACTORS = 200_000
 # Sums of up to ten million times, and their ratios, stay within what a float holds.
 _LEAST, _MOST = 1e-15, 1e15
 _LONGEST = 60  # characters of a value in an error
@@ -119,23 +122,55 @@ def _mix(x: int) -> int:
     return x ^ x >> 31
 
 
+def read_costs(given: str) -> Costs:
+    """``"f=1,b=1,w=1,comm=0"``, or the path of a JSON file that says more. Raises ScheduleError."""
+    if os.path.isfile(given) or given.endswith(".json"):
+        return load_costs(given)
+    return parse_costs(given)
+
+
 def parse_costs(text: str) -> Costs:
-    """``"f=1,b=1,w=1,comm=0,jitter=0,seed=0"`` -> Costs; all are optional. Raises ScheduleError."""
+    """``"f=1,b=1,w=1,comm=0,stages=0.9x7/1.7,jitter=0,seed=0"`` -> Costs; all are optional. Raises ScheduleError."""
     values: dict[str, Any] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         key, _, value = part.partition("=")
         key = key.strip()
         if key not in _IN_TEXT:
+            wrong = "links are for a JSON file" if key == "links" else f"{_short(key)} is none of them"
             raise ScheduleError(
-                f"costs are {', '.join(_IN_TEXT)} (times for one D-th of the model); got {text!r}."
+                f"costs are {', '.join(_IN_TEXT)} (times for one D-th of the model), and in a JSON file also links; "
+                f"{wrong}: {_short(text)}."
             )
         if key in values:
             raise ScheduleError(f"costs: {key} is given twice in {text!r}; give it once.")
         try:
-            values[key] = int(value) if key == "seed" else float(value)
+            if key == "stages":
+                values[key] = _factors(value)
+            else:
+                values[key] = int(value) if key == "seed" else float(value)
         except ValueError:
-            raise ScheduleError(f"costs: {part!r} is not of the form f=1.5 or seed=1.") from None
+            raise ScheduleError(
+                f"costs: {_short(part)} is not of the form f=1.5, seed=1 or stages=0.9x7/1.7 (a factor for each stage)."
+            ) from None
     return Costs(**values)
+
+
+def _factors(text: str) -> tuple[float, ...]:
+    """``"0.9x7/1.7"``: seven times 0.9, then 1.7. Raises ValueError."""
+    factors: list[float] = []
+    for part in text.split("/"):
+        factor, x, times = part.partition("x")
+        count = int(times) if x else 1
+        if not 1 <= count <= _MOST_FACTORS - len(factors):
+            raise ValueError(text)
+        factors += [float(factor)] * count
+    return tuple(factors)
+
+
+def factors_text(factors: tuple[float, ...]) -> str:
+    """The text that :func:`parse_costs` reads as these factors."""
+    runs = [(factor, len(list(same))) for factor, same in itertools.groupby(factors)]
+    return "/".join(f"{factor!r}x{count}" if count > 1 else repr(factor) for factor, count in runs)
 
 
 def load_costs(path: str) -> Costs:

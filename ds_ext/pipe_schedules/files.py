@@ -28,7 +28,7 @@ def read_timetable(path: str | Path) -> Timetable:
         raise ScheduleError(f"the timetable file {str(path)!r} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise ScheduleError(f"the timetable file {str(path)!r} cannot be read: it is no text.") from None
-    return loads(text, Path(path).stem)
+    return loads(text, Path(path).stem, f"timetable {path}")
 
 
 def schedule_of_file(path: str | Path) -> Schedule:

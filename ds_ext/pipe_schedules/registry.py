@@ -13,9 +13,12 @@ order depends on what computations and messages cost is a function of all ranks,
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import math
+import os
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -23,7 +26,7 @@ from typing import Any
 
 from ..errors import ScheduleError
 from .collection import without_collection
-from .costs import Costs, parse_costs
+from .costs import Costs, read_costs
 from .ops import Op, Timetable
 from .placement import Placement
 
@@ -129,9 +132,30 @@ class Schedule:
                 f"{self.name}: the model would be cut into {given} = {ranks * math.prod(counts):,} stages, more than "
                 f"{_MOST_STAGES:,}. Use fewer {which}."
             )
-        placement = self.place(ranks, **values)
+        with self._naming():
+            placement = self.place(ranks, **values)
+        if placement.ranks != ranks:
+            raise ScheduleError(
+                f"{self.name}: its placement is for {placement.ranks} devices; got {ranks} (pipeline_parallel_size). "
+                f"Use {placement.ranks}, or have `place` follow the number of ranks."
+            )
         placement.check_replicas(self.name)
         return placement
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        """An exception of the schedule's own code as a ScheduleError that names it and the line, caused by it."""
+        try:
+            yield
+        except (ScheduleError, MemoryError):
+            raise
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            said = " ".join(str(error).split())
+            raise ScheduleError(
+                f"{self.name}: its code failed with {type(error).__name__}{f' ({said})' if said else ''} in "
+                f"{os.path.basename(last.filename)}, line {last.lineno}."
+            ) from error
 
     @without_collection
     def timetable(
@@ -155,10 +179,12 @@ class Schedule:
         values = self.resolve_options(options)
         if self.planned:
             text = values.pop(_COSTS, "")
-            costs = costs or parse_costs(text)
-            orders = self.program(placement, micro_batches, costs, **values)
-        else:
-            orders = every_rank(self.program, placement, micro_batches, **values)
+            costs = costs or read_costs(text)
+        with self._naming():
+            if self.planned:
+                orders = self.program(placement, micro_batches, costs, **values)
+            else:
+                orders = every_rank(self.program, placement, micro_batches, **values)
         return Timetable(self.name, placement, micro_batches, tuple(orders))
 
 

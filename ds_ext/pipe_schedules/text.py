@@ -84,16 +84,18 @@ class _Place:
 
     line: int
     column: int
+    source: str
 
     def error(self, sentence: str) -> ScheduleError:
-        return ScheduleError(f"timetable, line {self.line}, column {self.column}: {sentence}")
+        return ScheduleError(f"{self.source}, line {self.line}, column {self.column}: {sentence}")
 
 
-def loads(text: str, name: str = "timetable") -> Timetable:
+def loads(text: str, name: str = "timetable", source: str = "timetable") -> Timetable:
     """The timetable that ``text`` describes; whether it can run is for :func:`.check.check` to say.
 
     Args:
         name: what the schedule is called if the text does not say.
+        source: where the text is from, for errors.
 
     Raises:
         ScheduleError: with line and column, what was found and what was expected.
@@ -101,13 +103,13 @@ def loads(text: str, name: str = "timetable") -> Timetable:
     header: dict[str, str] = {}
     ranks: list[tuple[Op, ...]] = []
     places: list[list[_Place]] = []
-    header_at = _Place(1, 1)
+    header_at = _Place(1, 1, source)
     for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
         if line.split()[:2] == _HEADER.split():
-            header_at = _Place(number, 1)
+            header_at = _Place(number, 1, source)
             header = _read_header(line, header_at)
         elif line.strip() and not line.lstrip().startswith("#"):
-            cells = list(_read_cells(line, number))
+            cells = list(_read_cells(line, number, source))
             ranks.append(tuple(op for op, _ in cells))
             places.append([place for _, place in cells])
     if not any(ranks):
@@ -187,9 +189,9 @@ def _infer_placement(ranks: list[tuple[Op, ...]], places: list[list[_Place]]) ->
     return Placement((tuple(device[stage] for stage in range(len(device))),))
 
 
-def _read_cells(line: str, number: int) -> Iterator[tuple[Op, _Place]]:
+def _read_cells(line: str, number: int, source: str) -> Iterator[tuple[Op, _Place]]:
     for cell in _CELL.finditer(line):
-        place = _Place(number, cell.start() + 1)
+        place = _Place(number, cell.start() + 1, source)
         for op in _read_cell(cell.group(), place):
             yield op, place
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ds_ext.arguments import parse
+from ds_ext.auto import vocabulary
 from ds_ext.choice import Candidate
 from ds_ext.choose import Request, choose
 from ds_ext.config import JobConfig, batch_sizes, load_config, parse_section
@@ -45,7 +46,10 @@ def test_auto_is_the_best_schedule_for_the_jobs_sizes(monkeypatch: pytest.Monkey
     found = job.ds_ext.timetable(16)
     best = get_schedule(choice.best.schedule)
     assert found == best.timetable(4, 16, choice.best.settings)
-    assert simulate(found, request.costs).makespan == choice.best.time
+    # Every device has the work of its stages: the head is as much as V / (12h + 2s) layers.
+    assert choice.best.costs.stages is not None and choice.best.layers is not None
+    assert sum(choice.best.layers) == 16
+    assert simulate(found, choice.best.costs).makespan == choice.best.time
     # What the PipelineModule asks: the schedule's placement with the options of the JSON.
     placement = job.ds_ext.resolve_schedule().placement(4, job.ds_ext.schedule_options)
     assert placement == job.ds_ext.placement() == found.placement
@@ -54,8 +58,8 @@ def test_auto_is_the_best_schedule_for_the_jobs_sizes(monkeypatch: pytest.Monkey
 
 def test_auto_has_the_same_samples_whatever_it_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    tight = auto(schedule_options={"memory": "100MB", "vocab_size": 100})
-    wide = auto()
+    tight = auto(schedule_options={"memory": "90MB", "vocab_size": 100})
+    wide = auto(schedule_options={"vocab_size": 100})
     replicas = [job.ds_ext.placement().replicas for job in (tight, wide)]
     assert replicas == [1, 2]
     for job, count in zip((tight, wide), replicas, strict=True):
@@ -65,7 +69,7 @@ def test_auto_has_the_same_samples_whatever_it_chooses(monkeypatch: pytest.Monke
 
 def test_auto_knows_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
     def micro_batches(world: int | None = None) -> set[int]:
-        choice = auto(schedule_options={}).ds_ext.choice(world)
+        choice = auto(train={}).ds_ext.choice(world)
         assert choice is not None
         # 1F1B at b = w = f = 1 takes 3 (N + D - 1).
         [row] = [row for row in choice.table if row.label == "1f1b"]
@@ -79,7 +83,8 @@ def test_auto_knows_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_auto_counts_bytes_as_the_job_is_trained() -> None:
     def largest(batch: dict[str, Any], **train: Any) -> int:
-        job = auto(batch, train=AUTO["ds_ext"]["train"] | train)
+        options = {"vocab_size": 1000}
+        job = auto(batch, train=AUTO["ds_ext"]["train"] | train, schedule_options=options)
         choice = job.ds_ext.choice()
         assert choice is not None
         [row] = [row for row in choice.table if row.label == "gpipe"]
@@ -123,7 +128,8 @@ def test_auto_counts_bytes_as_the_job_is_trained() -> None:
         (
             {},
             {"schedule_options": {"memory": "1MB"}},
-            r"no schedule fits 1.0 MB; the nearest, .* MB too much\. Use more devices, a smaller micro-batch",
+            r"no schedule fits 1.0 MB; the nearest, .* MB too much\. Use more devices \(pipeline_parallel_size, "
+            r"tensor_parallel_size\), a smaller micro-batch or recompute_granularity full\.$",
         ),
         (
             {},
@@ -132,8 +138,22 @@ def test_auto_counts_bytes_as_the_job_is_trained() -> None:
         ),
         (
             {},
-            {"train": AUTO["ds_ext"]["train"] | {"num_layers": 6}},
-            r'"auto": no schedule is possible: .*6 layers do not divide into 4 stages; and',
+            {"train": AUTO["ds_ext"]["train"] | {"num_layers": 3}},
+            r'"auto": num_layers 3 is less than pipeline_parallel_size 4, .* Use at least 4 layers, or a '
+            r"pipeline_parallel_size of at most 3\.$",
+        ),
+        (
+            {"zero_optimization": {"stage": 0}},
+            {
+                "schedule_options": {"memory": "1MB"},
+                "train": AUTO["ds_ext"]["train"] | {"recompute_granularity": "auto"},
+            },
+            r"Use more devices \(.*\), a smaller micro-batch or ZeRO stage 1, which shards .* ranks\.$",
+        ),
+        (
+            {},
+            {"train": AUTO["ds_ext"]["train"] | {"stage_layers": "4,4,4,4,4"}},
+            r"no schedule is possible: .*--stage-layers 4,4,4,4,4 gives 5 stages 20 layers in all",
         ),
     ],
 )
@@ -143,6 +163,59 @@ def test_what_auto_cannot_choose(batch: dict[str, Any], section: dict[str, Any],
     job = load_config({k: v for k, v in (job.deepspeed | batch).items() if v is not None})
     with pytest.raises(ConfigError, match=sentence):
         job.ds_ext.placement()
+
+
+def test_the_vocabulary_is_that_of_the_data(tmp_path: Path) -> None:
+    (tmp_path / "meta.json").write_text('{"vocab_size": 777}')
+    train = AUTO["ds_ext"]["train"]
+
+    def used(options: dict[str, Any], data_path: Any) -> tuple[int, str, int]:
+        job = auto(schedule_options=options, train=train | {"data_path": data_path})
+        choice = job.ds_ext.choice()
+        assert choice is not None and choice.best is not None and choice.best.memory_bytes is not None
+        return *vocabulary(options.get("vocab_size", 0), job.ds_ext.train), choice.best.memory_bytes
+
+    folder, source = str(tmp_path), str(tmp_path / "meta.json")
+    *said, least = used({}, folder)
+    assert said == [777, source]
+    for path in (f"{folder}/text_document", [f"{folder}/text_document.bin"], f"1 {folder} 2 elsewhere"):
+        assert used({}, path) == (777, source, least)
+    assert used({"vocab_size": 777}, folder) == (777, '"vocab_size"', least)
+    assert used({"vocab_size": 5000}, folder)[2] > least
+    entries, source, most = used({}, str(tmp_path / "none"))
+    assert (entries, source) == (50257, "GPT-2, as nothing says another one") and most > least
+
+
+def test_costs_from_a_file(tmp_path: Path) -> None:
+    """Also costs that cannot be written as text; and "zb_v" of a job plans for them too."""
+    file = tmp_path / "costs.json"
+    file.write_text('{"b": 1.5, "links": {"0>1": 2.0}}')
+    costs = Costs(b=1.5, links={(0, 1): 2.0})
+    job = auto(train={}, schedule_options={"costs": str(file)})
+    assert job.ds_ext.choice() == choose(Request(4, 16, costs))
+    choice = job.ds_ext.choice()
+    assert choice is not None and choice.best is not None
+    assert simulate(job.ds_ext.timetable(16), costs).makespan == choice.best.time
+    named = load_config(
+        {
+            "ds_ext": {
+                "schedule": "zb_v",
+                "pipeline_parallel_size": 4,
+                "schedule_options": {"costs": str(file)},
+            }
+        }
+    )
+    assert named.ds_ext.timetable(8) == get_schedule("zb_v").timetable(4, 8, {}, costs)
+    missing = auto(train={}, schedule_options={"costs": "none.json"})
+    with pytest.raises(ConfigError, match=r'"auto": costs none.json: No such file'):
+        missing.ds_ext.placement()
+
+
+def test_auto_prices_the_layers_that_are_given() -> None:
+    train = AUTO["ds_ext"]["train"] | {"stage_layers": "5,5,4,2"}
+    choice = auto(train=train).ds_ext.choice()
+    assert choice is not None and choice.best is not None
+    assert choice.best.layers == (5, 5, 4, 2) and {row.stages for row in choice.fitting} == {4}
 
 
 def test_auto_needs_the_whole_json() -> None:

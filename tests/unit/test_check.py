@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import Instruction, Op, Program, Timetable, timetable
-from ds_ext.pipe_schedules.check import Report, check
+from ds_ext.pipe_schedules.check import Report, check, check_timetable
 from ds_ext.pipe_schedules.lower import dump, lower
 from ds_ext.pipe_schedules.placement import linear
 from ds_ext.pipe_schedules.simulate import simulate
@@ -136,7 +136,7 @@ def test_dropped_doubled_and_moved_ops(data: st.DataObject, made: Timetable, wha
 @pytest.mark.parametrize(
     ("orders", "sentence"),
     [
-        ((("F00", "B00"), ("B10", "F10")), r"rank 1 runs B0@1 without its output"),
+        ((("F00", "B00"), ("B10", "F10")), r"rank 1 runs B0@1 before F0@1"),
         (
             (("B00", "F00"), ("F10", "B10")),
             r"no rank can move; waiting: rank 0: RecvGrad 0@0 from rank 1, rank 1: Recv",
@@ -155,7 +155,7 @@ def test_dropped_doubled_and_moved_ops(data: st.DataObject, made: Timetable, wha
         ),
         ((("F00", "B00", "X00"), ("F10", "B10")), r"rank 0 runs X0@0, but 'X' is none of F, B, I, W"),
         ((("F00", "B00"),), r"there are 1 orders for 2 devices"),
-        ((("F00", "W00", "I00"), ("F10", "I10", "W10")), r"rank 0 runs W0@0 without its input gradient"),
+        ((("F00", "W00", "I00"), ("F10", "I10", "W10")), r"rank 0 runs W0@0 before I0@0"),
     ],
 )
 def test_sentences(orders: tuple[tuple[str, ...], ...], sentence: str) -> None:
@@ -321,3 +321,13 @@ def test_the_mistake_that_stops_a_rank_is_told_before_those_that_wait_for_it() -
     program = lower(timetable("1f1b", 4, 4))
     with pytest.raises(ScheduleError, match="rank 0 runs F0@0 without its activation"):
         check(with_instructions(program, 0, list(program.ranks[0][1:])))
+
+
+def test_what_is_missing_is_shown_at_what_it_follows() -> None:
+    ranks = ((Op("F", 0, 0), Op("I", 0, 0)), (Op("F", 1, 0), Op("I", 1, 0), Op("W", 1, 0)))
+    with pytest.raises(
+        ScheduleError, match=r"micro-batch 0 at stage 0 \(rank 0\) has F, I; it needs"
+    ) as caught:
+        check_timetable(Timetable("mine", linear(2), 1, ranks))
+    _, _, grid, arrow, _ = str(caught.value).splitlines()
+    assert arrow.index("^") == grid.index("I0@0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -20,9 +21,10 @@ from ds_ext.parallel_sizes import (
     message_bytes,
     parallel_sizes,
 )
-from ds_ext.pipe_schedules import SCHEDULES, get_schedule, planning
+from ds_ext.pipe_schedules import SCHEDULES, Schedule, get_schedule, planning
 from ds_ext.pipe_schedules.costs import Costs, parse_costs
 from ds_ext.pipe_schedules.memory import ModelSizes, memory
+from ds_ext.pipe_schedules.placement import linear
 from ds_ext.pipe_schedules.simulate import simulate
 
 EVERYTHING = 10**9  # "cheap_ops" with which nothing is left out
@@ -49,7 +51,8 @@ def price(choice: Choice, request: Request) -> None:
         priced = simulate(made, row.costs)
         assert (row.time, row.bubble) == (priced.makespan, priced.bubble)
         if request.sizes is not None:
-            sizes = replace(request.sizes, recompute=row.recompute)
+            sizes = replace(request.sizes, recompute=row.recompute, layers=row.layers)
+            assert row.layers is not None and sum(row.layers) == request.sizes.layers
             assert row.memory_bytes == max(rank.total for rank in memory(made, sizes))
 
 
@@ -116,8 +119,19 @@ def test_recomputation_costs_forward_time() -> None:
     request = Request(4, 8, sizes=replace(MODEL, attention_scores=True))
     rows = {r.recompute: r for r in choose(request).table if r.label == "1f1b"}
     assert set(rows) == {"none", "selective", "full"}
-    # 33 = (8 + 3) x 3; full adds a forward to each, selective s / (6h + s) = 1/7 of one.
-    assert [rows[k].time for k in rows] == pytest.approx([33, 11 * (3 + 1 / 7), 44])
+    # The head is as much as V / (12h + 2s) = 2.23 layers, and not recomputed; the model is four D-ths of f = 1.
+    head, again = 32000 / 14336, 1 / 7
+    for (kind, extra), layers in zip(
+        {"none": 0.0, "selective": again, "full": 1.0}.items(),
+        [(12, 13, 13, 10), (12, 13, 13, 10), (12, 12, 13, 11)],
+        strict=True,
+    ):
+        assert rows[kind].layers == layers
+        times = rows[kind].costs.durations(linear(4))
+        for stage, count in enumerate(layers):
+            work = count * (3 + extra) + 3 * head * (stage == 3)
+            assert times["B"][stage] + times["F"][stage] == pytest.approx(work * 4 / (48 + head))
+    assert [rows[k].time for k in rows] == sorted(rows[k].time or 0.0 for k in rows)
     sizes = [rows[k].memory_bytes or 0 for k in rows]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 3
     only = choose(replace(request, recompute=("full",)))
@@ -146,7 +160,7 @@ def test_refusals_are_one_sentence_each() -> None:
     odd = {r.label: r.refusal for r in choose(Request(4, 7, sizes=MODEL)).table}
     assert odd["bitpipe_zb waves=1"] == "bitpipe_zb shares the micro-batches evenly between 2 pipes; got 7."
     layers = {r.label: r.refusal for r in choose(Request(4, 8, sizes=replace(MODEL, layers=8))).table}
-    assert layers["bitpipe_zb waves=2"] == "model sizes: 8 layers do not divide into 16 stages."
+    assert layers["bitpipe_zb waves=2"] == "8 layers are fewer than the 16 stages."
     for reason in [*reasons.values(), *odd.values(), *layers.values()]:
         assert not reason or (reason.endswith(".") and ". " not in reason)
 
@@ -186,7 +200,7 @@ def test_a_job_plans_the_order_that_was_priced() -> None:
         assert simulate(schedule.timetable(4, 8, row.settings), row.costs).makespan == row.time
         assert ("costs" in row.settings) == schedule.planned
     text = {r.label: r.settings for r in choice.fitting if r.recompute == "full"}["zb_v"]
-    assert text == {"costs": "f=1,b=2.5,w=1,comm=0.25"}
+    assert text["costs"].startswith("f=1,b=2.5,w=1,comm=0.25,stages=0.9")
 
 
 @pytest.mark.parametrize(
@@ -216,9 +230,13 @@ def test_bytes_and_costs_as_text() -> None:
             parse_bytes(wrong)
     costs = Costs(f=2.5, w=0.1, comm=1 / 3, jitter=0.1, seed=4)
     assert parse_costs(costs_text(costs)) == costs
-    for cannot in (Costs(stages=(1.0, 2.0)), Costs(links={(0, 1): 0.5})):
-        with pytest.raises(ScheduleError, match="cannot be written as text"):
-            costs_text(cannot)
+    stages = Costs(stages=(0.1, 0.1, 0.1, 2.0, 1 / 3))
+    assert (
+        costs_text(stages).endswith(f",stages=0.1x3/2.0/{1 / 3!r}")
+        and parse_costs(costs_text(stages)) == stages
+    )
+    with pytest.raises(ScheduleError, match="cannot be written as text"):
+        costs_text(Costs(links={(0, 1): 0.5}))
 
 
 def test_rows_are_aligned() -> None:
@@ -249,16 +267,16 @@ def test_every_cut_uses_all_devices_and_fits_heads_layers_and_batch() -> None:
 
 
 def test_what_does_not_divide_is_refused_with_its_numbers() -> None:
-    found = parallel_sizes(replace(CLUSTER, devices=12, batch=30), replace(MODEL, layers=20))
+    found = parallel_sizes(replace(CLUSTER, devices=12, batch=30), replace(MODEL, layers=5))
     assert {c.tensor for c in found.found} == {1, 2, 4}
-    assert {c.data for c in found.found} == {3, 6}
+    assert {(c.pipeline, c.data) for c in found.found if c.tensor == 1} == {(2, 6), (3, 4), (4, 3)} - {(3, 4)}
     assert sorted(join_reasons(found.refused)) == [
         "16 heads do not divide by TP 3, 6",
-        "20 layers do not divide by PP 3, 6, 12",
-        "30 samples in micro-batches of 1 do not divide by DP 12",
+        "30 samples in micro-batches of 1 do not divide by DP 4, 12",
+        "5 layers are fewer than PP 6, 12",
     ]
-    with pytest.raises(ScheduleError, match=r"plan: no way to cut 7 devices: .* do not divide by PP 7"):
-        parallel_sizes(replace(CLUSTER, devices=7), replace(MODEL, layers=20))
+    with pytest.raises(ScheduleError, match=r"plan: no way to cut 7 devices: .* layers are fewer than PP 7"):
+        parallel_sizes(replace(CLUSTER, devices=7), replace(MODEL, layers=5))
 
 
 def test_times_follow_from_operations_and_bandwidth() -> None:
@@ -270,6 +288,69 @@ def test_times_follow_from_operations_and_bandwidth() -> None:
     assert cut.row is not None
     assert cut.row.costs.comm * cut.forward_s == pytest.approx(message_bytes(MODEL) / 10e9, rel=1e-4)
     assert cut.step_s == pytest.approx((cut.row.time or 0.0) * cut.forward_s)
+
+
+def test_the_head_is_on_the_last_stage_and_layers_make_room_for_it() -> None:
+    """A head of 2.24 layers: no order beats the device with the most work, and the section cuts as was priced."""
+    model = ModelSizes(layers=32, hidden=4096, heads=32, vocab=128256, seq=4096)
+    found = parallel_sizes(Cluster(8, 80 * 10**9, 64, tensor_parallel=1), model)
+    head, total = 128256 / (12 * 4096 + 2 * 4096), forward_flops(model)
+    for cut in found.found:
+        row = cut.row
+        if row is None or row.layers is None or cut.step_s is None:
+            continue
+        assert sum(row.layers) == 32
+        loads = [0.0] * cut.pipeline
+        placement = get_schedule(row.schedule).placement(cut.pipeline, row.options)
+        for pipe in placement.pipes:
+            for stage, device in enumerate(pipe):
+                loads[device] += row.layers[stage] + head * (stage == placement.stages - 1)
+        share = max(loads) / placement.replicas / (32 + head)
+        again = 4 / 3 if row.recompute == "full" else 1.0
+        assert cut.step_s >= share * cut.micro_batches * 3 * total / 150e12 * (1 - 1e-6)
+        even = (32 / cut.pipeline + head) / (32 + head) * cut.micro_batches * 3 * total / 150e12
+        assert cut.pipeline == 1 or cut.step_s < even * again
+        given = job_section(cut, model)["train"].get("stage_layers")
+        assert given == (None if len(set(row.layers)) == 1 else ",".join(map(str, row.layers)))
+    assert {cut.pipeline for cut in found.found} == {1, 2, 4, 8}
+
+
+def test_with_a_margin_the_best_is_not_further_off() -> None:
+    request = Request(4, 16, Costs(comm=0.02), MODEL, 30 * 10**9, cheap_ops=0)
+    exact, near = choose(request), choose(replace(request, margin=0.01))
+    assert exact.best is not None and near.best is not None
+    assert (exact.best.time or 0.0) <= (near.best.time or 0.0) <= (exact.best.time or 0.0) * 1.0101
+    left_out = [row for row in near.table if row.unpriced]
+    assert len(left_out) > sum(row.unpriced for row in exact.table)
+    assert all(
+        "at least, not 1% less than another one" in row.refusal for row in left_out if row.recompute == "none"
+    )
+
+
+def test_what_is_the_only_one() -> None:
+    request = Request(4, 8, Costs(comm=0.1), MODEL)
+    rows = sorted((r for r in choose(request).table if r.memory_bytes), key=lambda r: r.memory_bytes or 0)
+    limit = (rows[0].memory_bytes or 0) + 1
+    assert choose(replace(request, memory_bytes=limit)).reason() == (
+        f"{rows[0].label} is the only schedule that fits {format_bytes(limit)}."
+    )
+
+
+def test_one_schedule_that_fails_does_not_stop_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(rank: int, ranks: int, micro_batches: int) -> object:
+        raise ZeroDivisionError("no\nreason")
+
+    others = {**SCHEDULES, "broken": Schedule("broken", broken, linear)}
+    monkeypatch.setattr("ds_ext.choose.SCHEDULES", others)
+    table = {row.schedule: row.refusal for row in choose(Request(4, 8, cheap_ops=EVERYTHING)).table}
+    assert re.fullmatch(
+        r"broken: its code failed with ZeroDivisionError \(no reason\) in test_choose.py, line \d+\.",
+        table["broken"],
+    )
+    assert table["1f1b"] == ""
+    with pytest.raises(ScheduleError) as caught:
+        others["broken"].timetable(4, 8)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 def test_one_size_of_tensor_parallelism() -> None:

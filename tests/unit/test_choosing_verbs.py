@@ -10,13 +10,17 @@ from pathlib import Path
 import pytest
 
 from ds_ext.__main__ import main
+from ds_ext.arguments import parse
 from ds_ext.choice import format_bytes
 from ds_ext.config import load_config
+from ds_ext.partition import layer_boundaries
 from ds_ext.pipe_schedules import get_schedule, planning, timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.memory import MODELS, ModelSizes, memory
 from ds_ext.pipe_schedules.simulate import simulate
 from ds_ext.plan import make_plan
+from ds_ext.preflight import check_job
+from ds_ext.stage_costs import cut, stage_costs
 
 BITPIPE = ["bitpipe", "--stages", "4", "--micro-batches", "8"]
 
@@ -34,6 +38,13 @@ def test_simulate_with_a_model(capsys: pytest.CaptureFixture[str]) -> None:
         layers=8, hidden=64, heads=4, vocab=1000, seq=32,
         micro_batch=2, tensor_parallel=2, data_parallel=3, zero_stage=1, recompute="full",
     )  # fmt: skip
+    placement = timetable("bitpipe", 4, 8).placement
+    sizes = cut(sizes, placement, "bitpipe")
+    costs = stage_costs(Costs(), sizes)
+    assert priced["layers"] == list(sizes.layers) and sum(priced["layers"]) == 8  # pyright: ignore[reportArgumentType]
+    # A head of 1000 / (12 x 64 + 2 x 32) layers, and every layer's forward again.
+    assert costs.b == 2 and costs.stages is not None
+    assert priced["makespan"] == simulate(timetable("bitpipe", 4, 8), costs).makespan
     ranks = memory(timetable("bitpipe", 4, 8), sizes)
     assert priced["memory"] == [
         {
@@ -48,18 +59,24 @@ def test_simulate_with_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert priced["message_bytes"] == 2 * 2 * 32 * 64
     assert main(["simulate", *BITPIPE, "--model", "gpt-1.3b"]) == 0
     out = capsys.readouterr().out
-    assert "  messages          96, 8.4 MB each\n  rank " in out
+    assert (
+        "  messages          96, 8.4 MB each\n  layers            3 3 3 3 3 3 4 2  (per stage)\n  costs "
+        in out
+    )
     head, *rows = out.splitlines()[-5:]
     assert head.split() == ["rank", "weights", "gradients", "optimizer", "activations", "total"]
-    worst = memory(timetable("bitpipe", 4, 8), MODELS["gpt-1.3b"])[0]
+    worst = memory(timetable("bitpipe", 4, 8), cut(MODELS["gpt-1.3b"], placement, "bitpipe"))[0]
     assert rows[0].split()[:3] == ["0", *format_bytes(worst.weights).split()]
     assert rows[0].endswith(format_bytes(worst.total)) and len(rows) == 4
 
 
 def test_single_sizes_change_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["simulate", "1f1b", "--stages", "4", "--micro-batches", "4", "--model", "gpt-10b", "--json"]
-    assert main(shape) == 2
-    assert "50 layers do not divide into 4 stages. Use 48 or 52 layers" in capsys.readouterr().err
+    assert main(shape) == 0
+    # A head of 50257 / (12 x 4096 + 2 x 1024) = 0.98 layers.
+    assert json.loads(capsys.readouterr().out)["layers"] == [12, 13, 13, 12]
+    assert main([*shape, "--num-layers", "3"]) == 2
+    assert capsys.readouterr().err == "error: 3 layers are fewer than the 4 stages.\n"
     assert main([*shape, "--num-layers", "48", "--sequence-parallel", "--tensor-parallel", "2"]) == 0
     priced = json.loads(capsys.readouterr().out)
     sizes = replace(MODELS["gpt-10b"], layers=48, sequence_parallel=True, tensor_parallel=2)
@@ -97,8 +114,51 @@ def test_compare_with_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     with_bytes = capsys.readouterr().out.splitlines()
     assert with_bytes[0].split()[-2:] == ["weights", "memory"]
     for line, more, name in zip(plain[1:], with_bytes[1:], ["1f1b", "bitpipe"], strict=True):
-        worst = max(rank.total for rank in memory(timetable(name, 4, 8), MODELS["gpt-1.3b"]))
-        assert more.startswith(line) and more.removeprefix(line).strip() == format_bytes(worst)
+        made = timetable(name, 4, 8)
+        sizes = cut(MODELS["gpt-1.3b"], made.placement, name)
+        worst = max(rank.total for rank in memory(made, sizes))
+        words = more.split()
+        assert words[1] == f"{simulate(made, stage_costs(Costs(), sizes)).makespan:g}"
+        assert [words[0], *words[4:7]] == [name, *line.split()[4:]] and more.endswith(
+            f"  {format_bytes(worst)}"
+        )
+
+
+def test_recomputation_takes_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """As in the table of "plan": full repeats a layer's forward, selective s / (6h + s) of it."""
+    shape = ["1f1b", "--stages", "1", "--micro-batches", "4", *SMALL, "--attention-scores"]
+    head, again = 1000 / (12 * 64 + 2 * 32), 32 / (6 * 64 + 32)
+    for kind, extra in (("none", 0.0), ("selective", again), ("full", 1.0)):
+        assert main(["simulate", *shape, "--recompute", kind, "--json"]) == 0
+        time = json.loads(capsys.readouterr().out)["makespan"]
+        assert time == pytest.approx(4 * (3 + extra * 8 / (8 + head)))
+        assert main(["compare", *shape, "--recompute", kind]) == 0
+        assert capsys.readouterr().out.splitlines()[1].split()[1] == f"{time:g}"
+    assert main(["simulate", *shape, "--recompute", "selective"]) == 0
+    assert (
+        "  recompute         selective: backwards repeat 8% of a layer's forward\n" in capsys.readouterr().out
+    )
+
+
+def test_plan_for_a_head_that_is_heavy_runs_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The JSON passes the checks of the script, and the stages are those that were priced."""
+    words = "--num-layers 9 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 2000"
+    assert main(["plan", "--devices", "4", "--memory", "80MB", *words.split(), "--global-batch-size", "16",
+                 "--tensor-parallel", "1", "--json"]) == 0  # fmt: skip
+    found = json.loads(capsys.readouterr().out)
+    file = tmp_path / "job.json"
+    for best in found["best"]:
+        assert best["fits"] and best["pipeline_parallel_size"] in (1, 2, 4)
+    file.write_text(json.dumps(found["config"]))
+    args, job = parse("train_gpt.py", ["--deepspeed_config", str(file), "--data-path", str(tmp_path)])
+    check_job(args, job.deepspeed, job.flags)
+    made = make_plan(job, 4)
+    bounds = layer_boundaries(9, 2, 2, made.layout.placement, "any", args.stage_layers)
+    assert (len(bounds), bounds[-1]) == (made.layout.placement.stages + 1, 13)
+    replicas = made.layout.placement.replicas * made.layout.data_parallel_size
+    assert found["config"]["zero_optimization"]["stage"] == (1 if replicas > 1 else 0)
 
 
 def test_the_page_of_a_comparison_has_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,6 +215,7 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     rows = table.splitlines()[1:]
     assert [row.split()[0] for row in rows] == ["1"] * 4
     assert rest.startswith("best: TP 1 x PP ")
+    assert "tokenizer of 50,257 entries:" in out
     config = json.loads(out[out.index("\n{") :])
     first = rows[0].split()
     job = load_config({key: value for key, value in config.items()})
@@ -199,7 +260,9 @@ def test_plan_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([word.replace("16GB", "1GB") for word in PLAN]) == 1
     out = capsys.readouterr().out
     assert re.search(
-        r"nearest: TP 8 x PP 1 .*\n  no schedule fits 1.0 GB; the nearest, .* GB too much\.", out
+        r"nearest: TP 8 x PP 1 .*\n  no schedule fits 1.0 GB; the nearest, .* GB too much\."
+        r"\n  Use more devices or devices with more memory\.\n",
+        out,
     )
     assert "{" not in out
 

@@ -27,7 +27,21 @@ def test_costs_from_text() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("f", "f=x", "g=1", "f=-1", "f=nan", "comm=inf", "stages=1", "jitter=2", "jitter=-0.1", "seed=1.5"),
+        *(
+            "f",
+            "f=x",
+            "g=1",
+            "f=-1",
+            "f=nan",
+            "comm=inf",
+            "stages=1x0",
+            "stages=1/x",
+            "stages=1x999999",
+            "links=1",
+            "jitter=2",
+            "jitter=-0.1",
+            "seed=1.5",
+        ),
         *("f=1e308", "b=1e-300", "f=1,f=2", "w=1, w =1"),
     ],
 )

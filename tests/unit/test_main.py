@@ -201,7 +201,7 @@ def test_a_timetable_file_has_its_own_sizes(tmp_path: Path, capsys: pytest.Captu
     assert main(["check", file]) == main(["check", file, "--stages", "2", "--micro-batches", "4"]) == 0
     capsys.readouterr()
     assert main(["check", file, "--stages", "4"]) == 2
-    assert "the timetable file is for --stages 2 --micro-batches 4; leave both out" in capsys.readouterr().err
+    assert "mine.txt is for --stages 2 --micro-batches 4; leave both out" in capsys.readouterr().err
     assert main(["check", str(tmp_path / "none.txt")]) == 2
     assert "none.txt' cannot be read: No such file or directory." in capsys.readouterr().err
     assert main(["show", "1f1b", "--stages", "2", "--micro-batches", "4", "-o", "x.foo"]) == 2

@@ -6,13 +6,16 @@ import sys
 
 import pytest
 
+from ds_ext.__main__ import main
 from ds_ext.errors import ConfigError, ScheduleError
 from ds_ext.optimise import optimise
 from ds_ext.pipe_schedules import SCHEDULES, Op, Timetable, get_schedule
 from ds_ext.pipe_schedules.check import check
 from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.dispatch import Work
 from ds_ext.pipe_schedules.lower import lower
 from ds_ext.pipe_schedules.placement import linear
+from ds_ext.pipe_schedules.planning import lower_bound
 from ds_ext.pipe_schedules.simulate import simulate
 
 ODD = Costs(1, 1.2, 0.8, 0.1)
@@ -68,7 +71,8 @@ def test_a_bad_order_is_mended() -> None:
 
 def test_what_cannot_be_done_is_said() -> None:
     with pytest.raises(
-        ScheduleError, match=r"no order that keeps at most 0\.5 activations a device .*infeasible"
+        ScheduleError,
+        match=r"there is no order that keeps at most 0\.5 activations a device \(infeasible: more time cannot help\)",
     ):
         optimise(get_schedule("1f1b").timetable(2, 2), max_activations=0.5)
     with pytest.raises(ScheduleError, match="nothing to optimise"):
@@ -79,3 +83,17 @@ def test_without_the_solver_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     with pytest.raises(ConfigError, match=r"optimise needs OR-tools.*pip install 'ds_ext\[solve\]'"):
         optimise(get_schedule("1f1b").timetable(2, 2))
+
+
+def test_the_bound_is_at_least_that_of_the_placement(capsys: pytest.CaptureFixture[str]) -> None:
+    """However short the search; and an order that keeps more than is allowed says so."""
+    made = get_schedule("bitpipe_zb").timetable(4, 6)
+    least = lower_bound(Work(made.placement, 6, Costs(), split=True))
+    assert least == 18.5
+    optimum = optimise(made, max_activations=2, time_limit_s=0.5)
+    assert least <= optimum.bound <= optimum.makespan and optimum.given == 18.5
+    words = "bitpipe_zb --stages 4 --micro-batches 6 --time-limit 0.5 --max-activations 2"
+    assert main(["optimise", *words.split()]) == 0
+    out = capsys.readouterr().out
+    assert "  its own order   18.5  (keeps 4 activations, more than the limit)\n" in out
+    assert float(out.rsplit("proven bound", 1)[1].split()[0]) >= 18.5

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ext.errors import ConfigError
-from ds_ext.partition import layer_boundaries, stage_weights
+from ds_ext.partition import end_weights, layer_boundaries, stage_weights
 from ds_ext.pipe_schedules.placement import Placement, bidirectional_v, linear, v
 
 
@@ -56,6 +56,44 @@ def test_devices_differ_by_little(layers: int, placement: Placement) -> None:
     assert max(loads) - min(loads) <= placement.replicas
 
 
+def weighed(layers: int, placement: Placement, head: float) -> list[int]:
+    bounds = layer_boundaries(layers, 1, 1, placement, "any", None, (0.0, head))
+    found = [stop - start for start, stop in pairwise(bounds)]
+    return [found[0] - 1, *found[1:-1], found[-1] - 1] if len(found) > 1 else [found[0] - 2]
+
+
+def test_a_heavy_end_leaves_its_stage_fewer_layers() -> None:
+    assert weighed(8, linear(4), 0.9) == [2, 2, 2, 2]
+    assert weighed(32, linear(4), 2.24) == [8, 9, 9, 6]
+    # More work than the others' whole share: the last stage does without layers.
+    assert weighed(8, linear(4), 4.0) == [2, 3, 3, 0]
+    # Both ends are on device 0, and its stages are as even as they can be.
+    assert weighed(16, v(2), 2.0) == [4, 4, 5, 3]
+    assert weighed(5, linear(1), 3.0) == [5]
+    assert end_weights(4096, 4096, 128256) == (0.0, 128256 / 57344)
+    assert end_weights(4096, 4096, 128256, again=1.0)[1] == pytest.approx(128256 / 57344 * 3 / 4)
+
+
+@given(
+    st.integers(16, 60),
+    st.floats(0, 6),
+    st.sampled_from([linear(1), linear(4), v(3), bidirectional_v(4), bidirectional_v(4, 2)]),
+)
+def test_no_layer_could_move_to_a_less_busy_device(layers: int, head: float, placement: Placement) -> None:
+    found = weighed(layers, placement, head)
+    assert sum(found) == layers and min(found[:-1], default=1) >= 1 and found[-1] >= (0 if head >= 1 else 1)
+    loads = [0.0] * placement.ranks
+    for pipe in placement.pipes:
+        for stage, device in enumerate(pipe):
+            loads[device] += found[stage] + head * (stage == placement.stages - 1)
+    least = [1] * placement.stages
+    least[-1] = int(head < 1)
+    # Those whose stages could give a layer away are at most that layer busier than the least busy.
+    for device in range(placement.ranks):
+        if any(found[s] > least[s] for pipe in placement.pipes for s, d in enumerate(pipe) if d == device):
+            assert loads[device] <= min(loads) + 1 + 1e-6
+
+
 def test_layers_of_every_stage_may_be_given() -> None:
     assert counts(8, linear(4), "3,2,2,1") == [3, 2, 2, 1]
     assert counts(8, linear(3), "0,8,0") == [0, 8, 0]
@@ -74,3 +112,5 @@ def test_layers_of_every_stage_may_be_given() -> None:
 def test_weights_of_stages() -> None:
     assert stage_weights([0, 4, 6, 8, 12], 2, 2) is None
     assert stage_weights([0, 4, 7, 8, 12], 2, 2) == (1.0, 1.5, 0.5, 1.0)
+    assert stage_weights([0, 4, 6, 8, 12], 2, 2, (0.0, 2.0)) == (0.8, 0.8, 0.8, 1.6)
+    assert stage_weights([0, 4, 6, 8, 10], 2, 2, (0.0, 2.0)) is None

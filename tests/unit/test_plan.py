@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ds_ext.config import load_config
 from ds_ext.errors import ConfigError
+from ds_ext.pipe_schedules.costs import read_costs
+from ds_ext.pipe_schedules.render import time_grid
+from ds_ext.pipe_schedules.simulate import simulate
 from ds_ext.plan import Plan, describe, make_plan
 
 JSON: dict[str, Any] = {
@@ -138,6 +142,43 @@ def test_auto_is_planned_for_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one.timetable.schedule == two.timetable.schedule == "bitpipe_zb"
     with pytest.raises(ConfigError, match="6 processes cannot hold pipeline_parallel_size 4"):
         auto(6)
+
+
+def test_the_plan_is_priced_with_the_costs_that_are_given(tmp_path: Path) -> None:
+    """In the headline and in the grid: those of "auto", of a planned schedule, and of a file."""
+    file = tmp_path / "costs.json"
+    file.write_text('{"comm": 0.5, "links": {"0>1": 2}}')
+    options = {"boundaries": [*range(9)], "layer_names": ["layer"] * 8, "message_bytes": 4}
+    for costs, words in (
+        ("b=1.5,comm=0.5", "f=1,b=1.5,w=1,comm=0.5"),
+        (str(file), "f=1,b=1,w=1,comm=0.5, links by their own times"),
+    ):
+        made = plan(schedule="bitpipe_zb", schedule_options={"costs": costs})
+        priced = simulate(made.timetable, read_costs(costs))
+        text = describe(made, **options)
+        assert f"bubble    {priced.bubble:.1%} (simulated with {words})\n" in text
+        assert text.endswith(f"{time_grid(priced)}\n{text.splitlines()[-1]}")
+        weighed = describe(made, **options, weights=(0.5,) * 4 + (1.5,) * 4)
+        assert f"(simulated with {words.partition(', links')[0]}, stages by their factors" in weighed
+    made = auto(schedule_options={"costs": "comm=0.2"})
+    assert made.choice is not None and made.choice.best is not None
+    stages = made.layout.placement.stages
+    options = {"boundaries": [*range(stages + 1)], "layer_names": ["layer"] * stages, "message_bytes": 4}
+    text = describe(made, **options)
+    assert f"bubble    {made.choice.best.bubble:.1%} (simulated with f=1,b=1,w=1,comm=0.2)\n" in text
+    assert "chosen for a vocabulary" not in text
+
+
+def test_the_plan_says_for_which_vocabulary_auto_chose() -> None:
+    sizes = {"num_layers": 16, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
+    made = auto(train=sizes, schedule_options={"vocab_size": 1000})
+    stages = made.layout.placement.stages
+    options = {"boundaries": [*range(stages + 1)], "layer_names": ["layer"] * stages, "message_bytes": 4}
+    text = describe(made, **options)
+    assert '  chosen for a vocabulary of 1,000 ("vocab_size")\n' in text
+    assert "comm=0, stages by their factors)" in text
+    text = describe(auto(train=sizes), boundaries=[0] * 99, layer_names=["layer"], message_bytes=4)
+    assert "  chosen for a vocabulary of 50,257 (GPT-2, as nothing says another one)\n" in text
 
 
 def test_the_plan_shows_what_auto_chose_from() -> None:

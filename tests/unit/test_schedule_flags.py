@@ -74,6 +74,17 @@ def test_costs_are_given_in_one_way(verb: str, capsys: pytest.CaptureFixture[str
     assert error.startswith("costs are given twice, --costs comm=0.5 and --option costs=comm=1, and both say")
 
 
+def test_a_key_that_costs_do_not_have_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for text, wrong in (("f=1,bb=2", "'bb' is none of them"), ("links=1", "links are for a JSON file")):
+        error = refused(capsys, "show", "1f1b", *SIZES, "--costs", text)
+        assert f"and in a JSON file also links; {wrong}: '{text}'" in error
+    assert main(["simulate", "1f1b", *SIZES, "--costs", "stages=0.5x3/2", "--json"]) == 0
+    costs = Costs(stages=(0.5, 0.5, 0.5, 2.0))
+    assert (
+        json.loads(capsys.readouterr().out)["makespan"] == simulate(timetable("1f1b", 4, 8), costs).makespan
+    )
+
+
 def test_the_option_costs_means_the_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "costs.json"
     file.write_text('{"comm": 0.5}')
@@ -150,6 +161,30 @@ def test_sizes_that_no_memory_holds(
     assert sentence in refused(capsys, verb, *words.split())
 
 
+def test_what_is_not_possible_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["compare", "bitpipe", "1f1b", "interleaved", "--stages", "4", "--micro-batches", "6"]
+    assert main(words) == 1
+    head, first, second, third = capsys.readouterr().out.splitlines()
+    assert head.split()[:2] == ["schedule", "makespan"]
+    assert first.split()[:2] == ["bitpipe", "-"] and "needs micro_batches to be a multiple of 4" in first
+    assert second.split()[:3] == ["1f1b", "27", "1.000"]
+    assert third.split()[:2] == ["interleaved", "-"] and third.endswith("gradient_accumulation_steps 4 or 8.")
+    assert "bitpipe needs micro_batches" in refused(capsys, "compare", "bitpipe", "interleaved", *words[4:])
+
+
+def test_other_numbers_of_micro_batches_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(tmp_path / "six.txt")
+    assert main(["show", "1f1b", "--stages", "4", "--micro-batches", "6", "-o", file]) == 0
+    capsys.readouterr()
+    (tmp_path / "mine.txt").write_text("F0@0 B0@0")
+    assert main(["compare", file, str(tmp_path / "mine.txt"), file]) == 0
+    _, first, other, again, note = capsys.readouterr().out.splitlines()
+    assert first.split()[2] == again.split()[2] == "1.000" and other.split()[1:3] == ["3", "0.0%"]
+    assert note == "vs first: only for 6 micro-batches, as the first has."
+
+
 # --- evaluations -----------------------------------------------------------------------------------------------------
 
 
@@ -200,7 +235,7 @@ def test_a_file_that_stands_still_comes_with_the_grid(
     assert main([verb, str(file)]) == 2
     error = capsys.readouterr().err
     assert error == (
-        "error: wrong: no rank can move; waiting: rank 0: B0@0 needs B0@1, rank 1: F1@1 needs F1@0.\n"
+        f"error: {file}: wrong: no rank can move; waiting: rank 0: B0@0 needs B0@1, rank 1: F1@1 needs F1@0.\n"
         "step    0     1     2     3\n"
         "rank 0  F0@0  B0@0  F1@0  B1@0   <-- ERROR HERE\n"
         "              ^^^^\n"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import ds_ext.pipe_schedules as package
 from ds_ext.errors import ScheduleError
-from ds_ext.pipe_schedules import SCHEDULES, Chunk, Op, get_schedule, timetable
+from ds_ext.pipe_schedules import SCHEDULES, Chunk, Op, Placement, get_schedule, timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.placement import bidirectional_v, linear, looped
 from ds_ext.pipe_schedules.registry import schedule
@@ -254,3 +255,17 @@ def test_the_pictures_in_the_file_are_what_show_prints(file: str, names: list[st
 def test_every_schedule_has_a_picture_and_a_summary() -> None:
     pictured = set(itertools.chain(*PICTURED.values()))
     assert pictured == {name for name in SCHEDULES if SCHEDULES[name].summary}
+
+
+def test_a_placement_is_for_as_many_devices_as_asked_for() -> None:
+    """The page's example for one of one's own ignores the number of ranks."""
+    method = get_schedule("1f1b")
+    fixed = replace(method, name="fixed", place=lambda ranks: Placement(((0, 1, 1, 0),)))
+    assert fixed.placement(2).stages == 4
+    with pytest.raises(
+        ScheduleError, match=r"fixed: its placement is for 2 devices; got 4 .* Use 2, or have"
+    ):
+        fixed.placement(4)
+    wrong = replace(method, name="wrong", place=lambda ranks: Placement(((1 // (ranks - 4),),)))
+    with pytest.raises(ScheduleError, match=r"^wrong: its code failed with ZeroDivisionError .* line \d+\.$"):
+        wrong.placement(4)

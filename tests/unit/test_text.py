@@ -14,8 +14,9 @@ from ds_ext.config import DsExtConfig, load_config
 from ds_ext.errors import ConfigError, ScheduleError
 from ds_ext.pipe_schedules import SCHEDULES, Op, Placement, Timetable, timetable
 from ds_ext.pipe_schedules.check import check, check_timetable
+from ds_ext.pipe_schedules.files import read_timetable
 from ds_ext.pipe_schedules.lower import lower
-from ds_ext.pipe_schedules.placement import bidirectional_v, linear, looped
+from ds_ext.pipe_schedules.placement import bidirectional_linear, bidirectional_v, linear, looped
 from ds_ext.pipe_schedules.simulate import simulate
 from ds_ext.pipe_schedules.text import dumps, loads, torch_csv
 
@@ -238,3 +239,22 @@ def test_a_timetable_file_is_a_schedule_of_a_job(tmp_path: Path) -> None:
     file.write_text("0F0,bad")
     with pytest.raises(ConfigError, match="line 1, column 5: 'bad' is not a computation"):
         section(4).placement()
+
+
+def test_errors_of_a_file_say_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text("F0@0 X")
+    with pytest.raises(ScheduleError) as caught:
+        read_timetable(file)
+    assert str(caught.value).startswith(f"timetable {file}, line 1, column 6: 'X' is not a computation")
+
+
+def test_the_example_of_the_page() -> None:
+    """docs/schedules.md shows the format by a file, which runs, and is what the text around it says."""
+    page = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
+    section = page.split("## Timetable files")[1].split("\n## ")[0]
+    block = "\n".join(line[4:] for line in section.splitlines() if line.startswith("    "))
+    made = loads(block)
+    assert len(block.splitlines()) <= 10 and check(lower(made)).messages == 8
+    assert (made.schedule, made.placement, made.micro_batches) == ("mine", bidirectional_linear(2), 4)
+    assert simulate(made).makespan < simulate(timetable("gpipe", 2, 4)).makespan

@@ -1,0 +1,123 @@
+"""Checkpoints of ranks go to transformers, and its models are trained on over ranks."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ds_ext.__main__ import main
+from ds_ext.errors import CheckpointError
+from ds_ext.models.hf_config import unseen_in_weights
+from ds_ext.training import Trainer
+from tests.distributed import test_bert, test_checkpoint
+from tests.engine_runs import MODEL, Job, StepBatches, build
+from tests.ranks import Ranks
+from tests.reference import random_batches
+
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+# The padded vocabulary is 88 without tensor parallelism and 96 with two ranks.
+GPT = dataclasses.replace(MODEL, vocab_size=84)
+HALF = {
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+    "zero_optimization": {"stage": 1},
+}
+
+
+def train_and_save(rank: int, job: Job, folder: str) -> None:
+    """Some steps and a checkpoint as train_gpt.py makes it."""
+    engine, _ = build(job)
+    batches = StepBatches(random_batches(job.model, 3, job.micro_batches))
+    for _ in range(3):
+        engine.train_batch(batches)
+    engine.save_checkpoint(folder, client_state={"step": 3, "model": unseen_in_weights(job.model)})
+    engine.transport.close()
+
+
+def best_weights(checkpoint: Path) -> dict[str, Tensor]:
+    """Every whole weight by "layer.name", the master weights where there are some; read without the code under test."""
+    found = test_checkpoint.contents(checkpoint)
+    names = [name for name in found if " " not in name]
+    return {
+        name.replace("tied_modules.embed.", "0."): found.get(f"{name} fp32", found[name]) for name in names
+    }
+
+
+def test_from_tensor_and_pipeline_parallel_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    from tests.hf_models import loaded, logits_difference
+
+    gpt, bert = tmp_path / "gpt", tmp_path / "bert"
+    job = Job("1f1b", 2, 2, 1, 4, GPT, deepspeed=HALF)
+    ranks(4).run(train_and_save, job, str(gpt), timeout_s=120)
+    config = dataclasses.replace(test_bert.MODEL, num_layers=4, hidden_dropout=0.0, attention_dropout=0.0)
+    ranks(4).run(test_bert.train, "bitpipe", 2, 2, 1, config, 1, None, str(bert), timeout_s=120)
+
+    assert main(["convert", str(gpt), "--to", "hf", str(tmp_path / "gpt_hf")]) == 0
+    weights = best_weights(gpt / "global_step3")
+    theirs = loaded("GPT2LMHeadModel", tmp_path / "gpt_hf")
+    assert all(weight.dtype == torch.float32 for weight in weights.values())
+    assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in weights.values())
+    assert logits_difference(GPT, weights, theirs) < 1e-5
+
+    # A checkpoint of another script, which does not say how many heads there are.
+    words = ["convert", str(bert), "--to", "hf", str(tmp_path / "bert_hf")]
+    assert main(words) == 2
+    assert main([*words, "--num-attention-heads", str(config.num_attention_heads)]) == 0
+    theirs = loaded("BertForPreTraining", tmp_path / "bert_hf")
+    assert logits_difference(config, best_weights(bert / "last"), theirs) < 1e-5
+
+
+def load_and_train(rank: int, job: Job, folder: str) -> tuple[list[float], str]:
+    """The losses of some steps after the checkpoint, and what a script says whose model has other heads."""
+    engine, _ = build(job)
+    path, state = engine.load_checkpoint(folder)
+    assert path is not None and state is not None and state["step"] == engine.global_steps == 0
+    batches: Any = StepBatches(random_batches(job.model, 3, job.micro_batches * job.dp))
+    losses = [float(engine.train_batch(batches)) for _ in range(3)]
+    other = dataclasses.replace(job.model, num_attention_heads=8)
+    args, plan = argparse.Namespace(load=folder), argparse.Namespace()
+    with pytest.raises(CheckpointError) as refused:
+        Trainer(engine, args, plan, batches, None, 16, model=other).resume()  # pyright: ignore[reportArgumentType]
+    engine.transport.close()
+    return losses, str(refused.value)
+
+
+@pytest.mark.parametrize(("sizes", "zero"), [(("bitpipe_zb", 2, 2, 1, 4), 1), (("1f1b", 2, 1, 2, 2), 0)])
+def test_training_goes_on_from_transformers(
+    ranks: Ranks, tmp_path: Path, sizes: tuple[str, int, int, int, int], zero: int
+) -> None:
+    """The losses are those of the model itself, trained by a plain loop."""
+    from tests.hf_models import random_gpt2
+
+    theirs = random_gpt2(vocab_size=84, n_positions=16, n_layer=8, n_inner=None)
+    theirs.save_pretrained(tmp_path / "hf")
+    assert main(["convert", str(tmp_path / "hf"), "--from", "hf", str(tmp_path / "ours")]) == 0
+    sections = {"zero_optimization": {"stage": zero}, "zero_allow_untested_optimizer": True}
+    job = Job(*sizes, GPT, 3, deepspeed=sections)
+    results = ranks(4).run(load_and_train, job, str(tmp_path / "ours"), timeout_s=120)
+
+    update = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
+    expected = []
+    for micro_batches in random_batches(GPT, 3, 4):
+        losses = [
+            F.cross_entropy(theirs(tokens_BS).logits.flatten(0, 1), labels_BS.flatten())
+            for tokens_BS, labels_BS in micro_batches
+        ]
+        loss = sum(losses, torch.zeros(())) / len(losses)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        update.step()
+        update.zero_grad()
+        expected.append(float(loss.detach()))
+    for losses, refused in results:
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert "with num_attention_heads 4; this one has 8" in refused

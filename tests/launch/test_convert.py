@@ -1,0 +1,60 @@
+"""From transformers to a trained model of transformers again, with the script in between."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ds_ext.__main__ import main
+from ds_ext.data.tokenizer import load_tokenizer
+from tests.launch.jobs import ROOT, Job, command
+
+pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+def test_the_script_trains_a_model_of_transformers(
+    config: Path,
+    corpus: Path,
+    tmp_path: Path,
+    free_port: Callable[[], int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from tests.hf_models import loaded, random_gpt2
+
+    tokenizer = load_tokenizer(corpus)
+    given, ours, saved, back = (tmp_path / name for name in ("given", "ours", "saved", "back"))
+    # Neither the heads nor the inner width are those of the JSON.
+    sizes = {"n_embd": 16, "n_layer": 4, "n_head": 4, "n_inner": 48, "n_positions": 16}
+    random_gpt2(**sizes, vocab_size=tokenizer.vocab_size).save_pretrained(given)
+    shutil.copy(corpus / "tokenizer.json", given)
+    assert main(["convert", str(given), "--from", "hf", str(ours)]) == 0
+
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("next: "))
+    script, *flags = shlex.split(line.removeprefix("next: deepspeed "))
+    flags[flags.index("JSON")], flags[flags.index("DATA")] = config.name, str(corpus)
+    words = [str(ROOT / script), *flags, "--save", str(saved), "--train-iters", "3", "--eval-iters", "0"]
+    with Job(command("torchrun", 2, free_port(), *words), tmp_path) as job:
+        job.seconds_until_gone(240)
+        assert job.wait(5) == 0, job.text
+    assert (
+        f"resumed from {ours / 'step_0'} at step 0, 0 samples consumed (written with transformers, from given)"
+        in job.text
+    )
+
+    # The checkpoint knows its heads and where its tokenizer is.
+    assert main(["convert", str(saved), "--to", "hf", str(back)]) == 0
+    told = capsys.readouterr().out
+    assert f"wrote {back} from {saved / 'step_3'}: GPT2LMHeadModel" in told and "with the tokenizer" in told
+    assert load_tokenizer(back).fingerprint == tokenizer.fingerprint
+    after = json.loads((back / "config.json").read_text())
+    assert (after["n_head"], after["n_inner"], after["eos_token_id"]) == (4, 48, tokenizer.eod_id)
+    before, trained = (safetensors.load_file(folder / "model.safetensors") for folder in (given, back))
+    loaded("GPT2LMHeadModel", back)
+    for name, weight in before.items():
+        assert 0 < (trained[name] - weight).abs().max() < 0.01, name  # three steps of at most 1e-3 each
