@@ -105,7 +105,10 @@ def test_contradictions(run: Any, config: dict[str, Any], flags: list[str], sent
         ({"num_layers": True}, r"num_layers must be int; got True"),
         ({"hidden_dropout": "none"}, r"hidden_dropout must be float; got 'none'"),
         ({"save": 3}, r"save must be str; got 3"),
-        ({"recompute_granularity": "half"}, r"recompute_granularity must be one of none, selective, full; got 'half'"),
+        (
+            {"recompute_granularity": "half"},
+            r"recompute_granularity must be one of none, selective, full; got 'half'",
+        ),
     ],
 )
 def test_wrong_keys_and_types_in_train(run: Any, train: dict[str, Any], sentence: str) -> None:
