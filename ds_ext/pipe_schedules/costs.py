@@ -204,7 +204,7 @@ def _read_json(path: str) -> Any:
         return found
 
     try:
-        with open(path) as file:
+        with open(path, encoding="utf-8-sig") as file:
             return json.load(file, object_pairs_hook=once)
     except OSError as error:
         raise ScheduleError(f"costs {path}: {error.strerror}.") from None

@@ -23,7 +23,7 @@ def is_timetable_file(name: str) -> bool:
 def read_timetable(path: str | Path) -> Timetable:
     """The timetable in a file. Raises ScheduleError with line and column, or when it cannot be read."""
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text("utf-8-sig")  # as it is written, whatever the locale
     except OSError as error:
         raise ScheduleError(f"the timetable file {str(path)!r} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:

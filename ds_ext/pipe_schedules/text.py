@@ -21,6 +21,7 @@ from ..errors import ScheduleError
 from .costs import Costs
 from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Op, Timetable
 from .placement import Placement
+from .registry import check_size
 from .simulate import simulate
 
 _HEADER = "# timetable"
@@ -127,7 +128,9 @@ def loads(text: str, name: str = "timetable", source: str = "timetable") -> Time
         raise header_at.error(
             f"there are {max(found, micro_batches)} micro-batches, from 0; expected at most {_MOST_MICRO_BATCHES}."
         )
-    return Timetable(header.get("schedule", name), placement, micro_batches, tuple(ranks))
+    schedule = header.get("schedule", name)
+    check_size(schedule, placement, micro_batches)
+    return Timetable(schedule, placement, micro_batches, tuple(ranks))
 
 
 def _read_header(line: str, place: _Place) -> dict[str, str]:

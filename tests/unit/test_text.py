@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -258,3 +261,25 @@ def test_the_example_of_the_page() -> None:
     assert len(block.splitlines()) <= 10 and check(lower(made)).messages == 8
     assert (made.schedule, made.placement, made.micro_batches) == ("mine", bidirectional_linear(2), 4)
     assert simulate(made).makespan < simulate(timetable("gpipe", 2, 4)).makespan
+
+
+def test_sizes_that_no_memory_holds_are_refused_before_they_are_checked() -> None:
+    pipes = ",".join(["0"] * 300)
+    cells = " ".join(f"F{0}@{stage}" for stage in range(300)) + " "
+    cells += " ".join(f"B{0}@{stage}" for stage in reversed(range(300)))
+    with pytest.raises(
+        ScheduleError, match=r"300 stages of the model and 1,000,000 micro-batches make 600,000,000"
+    ):
+        loads(f"# timetable schedule=own micro_batches=1000000 pipes={pipes}\n{cells}")
+
+
+def test_a_file_is_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    made = timetable("1f1b", 2, 2)
+    path = tmp_path / "ours.txt"
+    path.write_bytes(b"\xef\xbb\xbf# \xc3\xa4 comment\n" + dumps(made).encode())
+    code = (
+        f"from ds_ext.pipe_schedules.files import read_timetable; print(read_timetable({str(path)!r}).ranks)"
+    )
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=plain, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == str(made.ranks), done.stderr
