@@ -42,8 +42,9 @@ class ModelFolder:
                 raise ConfigError(f"{path} is missing or no safetensors file: {error}.") from None
 
         self._opened = opened
+        there = {path: set(self._opened(path).keys()) for path in set(self._files.values())}
         for name, path in self._files.items():
-            if name not in self._opened(path).keys():  # noqa: SIM118, no dictionary
+            if name not in there[path]:
                 raise ConfigError(f"{folder / INDEX} says that {path.name} holds {name}, which is not there.")
 
     @property

@@ -110,8 +110,8 @@ class BertOutputBias(nn.Module):
 
     def __init__(self, config: TransformerConfig, tp: TensorParallel) -> None:
         super().__init__()
-        self.bias = sharded_parameter((config.padded_vocab_size(tp.size),), 0, tp, nn.init.zeros_)
-        self.bias.unpadded_size = config.vocab_size  # type: ignore[attr-defined]
+        rows = config.padded_vocab_size(tp.size)
+        self.bias = sharded_parameter((rows,), 0, tp, nn.init.zeros_, unpadded=config.vocab_size)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         logits_BSV, *order = inputs

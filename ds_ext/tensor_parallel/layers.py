@@ -12,7 +12,7 @@ group.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -157,8 +157,8 @@ class VocabParallelEmbedding(nn.Module):
         self.num_embeddings = num_embeddings
         self.sequence_parallel = sequence_parallel
         self.rows = tp.shard_size(num_embeddings, "num_embeddings")
-        self.weight = sharded_parameter((num_embeddings, embedding_dim), 0, tp, init)
-        self.weight.unpadded_size = num_embeddings - padding  # type: ignore[attr-defined]
+        shape, unpadded = (num_embeddings, embedding_dim), num_embeddings - padding
+        self.weight = sharded_parameter(shape, 0, tp, init, unpadded=unpadded)
 
     def forward(self, ids_BS: Tensor) -> Tensor:
         if self.tp.size == 1:
@@ -211,14 +211,20 @@ def check_ids(ids: Tensor, limit: int) -> None:
         )
 
 
-def sharded_parameter(shape: Sequence[int], dim: int, tp: TensorParallel, init: InitMethod) -> nn.Parameter:
-    """This rank's shard along ``dim`` of a parameter of ``shape``, which ``init`` fills while it is whole."""
+def sharded_parameter(
+    shape: Sequence[int], dim: int, tp: TensorParallel, init: InitMethod, unpadded: int | None = None
+) -> nn.Parameter:
+    """This rank's shard along ``dim`` of a parameter of ``shape``, which ``init`` fills while it is whole.
+
+    Of the whole, ``unpadded`` elements along ``dim`` are no padding; None: all.
+    """
     full = torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
     with torch.no_grad():
         init(full)
     # A clone, because a view would keep the full weight alive.
-    parameter = nn.Parameter(tp.shard(full, dim).to(torch.get_default_dtype()).clone())
-    parameter.model_parallel = True  # type: ignore[attr-defined]
-    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
-    parameter.partition_dim = dim  # type: ignore[attr-defined]
+    parameter: Any = nn.Parameter(tp.shard(full, dim).to(torch.get_default_dtype()).clone())
+    parameter.model_parallel = parameter.tensor_model_parallel = True
+    parameter.partition_dim = dim
+    if unpadded is not None:
+        parameter.unpadded_size = unpadded
     return parameter

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,9 +60,9 @@ def build(data: Path) -> Build:
     tokenizer = bert_tokenizer(str(data))
 
     def make(
-        samples: int, seed: int = 1, seq_length: int = 48, split: str = "1", **options: float
+        samples: int, seed: int = 1, seq_length: int = 48, split: str = "1", **options: Any
     ) -> BertDataset:
-        wanted = BertOptions(**options)  # type: ignore[arg-type]
+        wanted = BertOptions(**options)
         return build_bert_datasets(str(data), split, seq_length, (samples, 0, 0), seed, tokenizer, wanted)[0]
 
     return make
