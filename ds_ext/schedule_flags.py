@@ -241,11 +241,12 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
             raise ScheduleError(f"--option {text!r} is not of the form chunks=3.")
         if key in options:
             raise ScheduleError(f"--option {key} is given twice, {options[key]} and {value}; give it once.")
-        options[key] = _number_or_text(value)
+        options[key] = number_or_text(value)
     return options
 
 
-def _number_or_text(value: str) -> int | float | str:
+def number_or_text(value: str) -> int | float | str:
+    """The value of an option as the schedules take it."""
     for number in (int, float):
         with contextlib.suppress(ValueError):
             return number(value)

@@ -10,8 +10,10 @@ that gradient: within a whole backward, or later when it splits backwards.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import defaultdict, deque
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +24,15 @@ from ..pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORW
 from ..pipe_schedules.placement import Placement
 
 WIDTH = 32
-# A sleep ends 0.05 to 0.1 ms late: the end of a wait is spun.
-_SPUN_S = 0.0002
+# A sleep ends 0.03 ms late with exact timers and processors that are awake: the end of a wait is spun.
+_SPUN_S = 0.00005
+_TIMER_SLACK = Path("/proc/self/timerslack_ns")
+
+
+def exact_timers() -> None:
+    """Have the sleeps of this process's first thread end on time, not up to 0.05 ms later; Linux only."""
+    with contextlib.suppress(OSError):
+        _TIMER_SLACK.write_text("1")
 
 
 def rows_of(message_kb: float) -> int:

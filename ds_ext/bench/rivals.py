@@ -23,19 +23,22 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from ..engine import PipelineModule, initialize
 from ..pipe_schedules import Timetable, get_schedule
-from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.ops import BACKWARD, FORWARD, Op
 from ..pipe_schedules.placement import Placement, linear, looped, v
 from ..pipe_schedules.text import loads
-from .emulated import EmulatedDevice, EmulatedLayer, make_batches, rows_of
+from .emulated import EmulatedDevice, EmulatedLayer, exact_timers, make_batches, rows_of
 from .ranks import Job
+from .requests import options_for, read_request, timetable_for
 
 Step = Callable[[], float | None]
 
 
 @dataclass(frozen=True)
 class Built:
-    """An engine of this rank. ``step()`` trains one step and gives its loss where it is known."""
+    """An engine of this rank. ``step()`` trains one step and gives its loss where it is known.
+
+    A step that comes after those of other engines begins with cold caches, so every second one counts.
+    """
 
     step: Step
     timetable: Timetable
@@ -44,6 +47,9 @@ class Built:
     def run(self) -> tuple[float, float, float, float | None]:
         """(start, end, milliseconds computed, loss); the times are of a clock that all processes of a host share."""
         self.device.start_step()
+        self.step()
+        dist.barrier()
+        self.device.start_step()
         start = time.perf_counter()
         loss = self.step()
         return start, self.device.last_end, self.device.computed_ms, loss
@@ -51,15 +57,10 @@ class Built:
 
 def build(name: str, job: Job) -> Built:
     """The engine called ``name`` on this rank: a rival's of ``RIVALS``, or ours with the schedule of that name."""
+    exact_timers()
     built = RIVALS[name](job) if name in RIVALS else _ours(name, job)
     built.device.split_backwards = built.timetable.split_backwards
     return built
-
-
-def options_of(name: str, costs: Costs) -> dict[str, Any]:
-    """The schedule's options: one that plans is told the costs, without the jitter, which nobody can plan for."""
-    planned = get_schedule(name).planned
-    return {"costs": f"f={costs.f!r},b={costs.b!r},w={costs.w!r},comm={costs.comm!r}"} if planned else {}
 
 
 def config_of(job: Job, replicas: int) -> dict[str, Any]:
@@ -95,11 +96,12 @@ class SameBatches:
         """The next step reads them again."""
 
 
-def _ours(name: str, job: Job) -> Built:
-    options = options_of(name, job.costs)
-    timetable = get_schedule(name).timetable(job.devices, job.micro_batches, options)
+def _ours(request: str, job: Job) -> Built:
+    schedule, _ = read_request(request)
+    options = options_for(request, job.costs)
+    timetable = timetable_for(request, job.devices, job.micro_batches, job.costs)
     section = {
-        "schedule": name,
+        "schedule": schedule.name,
         "pipeline_parallel_size": job.devices,
         "schedule_options": options,
         "transport_options": {"timeout_s": job.timeout_s},

@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import ConfigError, ScheduleError
-from ..pipe_schedules import SCHEDULES, get_schedule
+from ..pipe_schedules import SCHEDULES
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.simulate import simulate
+from .awake import processors_awake
 from .ranks import Job, RankFailure, RankGroup, prepare_host
 from .report import Result, as_json, as_table, describe_machine
+from .requests import timetable_for
 
 SUMMARY = "step times of schedules and rivals, with layers that wait instead of computing"
 RIVALS = (
@@ -34,7 +36,8 @@ RIVALS = (
     "torch_zbv",
     "torch_dualpipev",
 )
-_WAIT_S, _LIMIT_FACTOR = 30.0, 20.0  # every wait ends after so long and so many times what is to be done
+VARIANTS = ("bitpipe:mode=greedy",)  # measured too when nothing is asked for
+_WAIT_S, _LIMIT_FACTOR = 30.0, 40.0  # every wait ends after so long and so many times what is to be done
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--message-kb", type=float, default=4.0, metavar="KB", help="size of an activation (%(default)s)"
     )
     parser.add_argument(
-        "--schedules", metavar="A,B", help="default: all that can have these sizes; none: rivals only"
+        "--schedules",
+        metavar="A,B",
+        help="NAME[:OPTION=VALUE]; default: all that can have these sizes; none: rivals only",
     )
     parser.add_argument(
         "--rivals", default=",".join(RIVALS), metavar="A,B", help="or none; default: %(default)s"
@@ -82,12 +87,13 @@ def run(args: argparse.Namespace) -> int:
     rivals = _rivals(args)
     if not ours + rivals:
         raise ConfigError("there is nothing to measure: give --schedules or --rivals.")
-    with _sigterm_cleans_up():
+    loaded = describe_machine()
+    with _sigterm_cleans_up(), processors_awake():
         results = _measure(_take_turns(ours, rivals), _job(args), args.steps)
     if args.json:
         print(json.dumps(as_json(results, _params(args)), indent=1))
     else:
-        print(_title(args))
+        print(_title(args), loaded, sep="\n")
         print(as_table(results))
     for name, reason in left_out:
         print(f"{name} left out: {reason}", file=sys.stderr if args.json else sys.stdout)
@@ -105,12 +111,12 @@ def _schedules(args: argparse.Namespace) -> tuple[list[str], list[tuple[str, str
     if not args.forward_ms > 0:
         raise ConfigError(f"--forward-ms must be more than 0; got {args.forward_ms:g}.")
     _costs(args)
-    names = list(SCHEDULES) if args.schedules is None else _names(args.schedules)
+    names = [*SCHEDULES, *VARIANTS] if args.schedules is None else _names(args.schedules)
     fitting, left_out = [], []
     for name in names:
         try:
-            _check_sizes(name, args.stages, args.micro_batches)
-            fitting.append(get_schedule(name).name)
+            _check_sizes(name, args)
+            fitting.append(name)
         except ScheduleError as error:
             if args.schedules is not None:
                 raise
@@ -118,9 +124,10 @@ def _schedules(args: argparse.Namespace) -> tuple[list[str], list[tuple[str, str
     return fitting, left_out
 
 
-def _check_sizes(name: str, devices: int, micro_batches: int) -> None:
+def _check_sizes(name: str, args: argparse.Namespace) -> None:
     """Refuse what the engine cannot run: DeepSpeed counts the same number of micro-batches on every replica."""
-    replicas = get_schedule(name).timetable(devices, micro_batches).placement.replicas
+    micro_batches = args.micro_batches
+    replicas = timetable_for(name, args.stages, micro_batches, _costs(args)).placement.replicas
     if micro_batches % replicas:
         raise ScheduleError(
             f"{name} has {replicas} pipes that take as many micro-batches each; got {micro_batches}. Use "
@@ -249,5 +256,5 @@ def _title(args: argparse.Namespace) -> str:
     return (
         f"{args.stages} ranks, {args.micro_batches} micro-batches; ms of one {args.stages}-th of the model: forward "
         f"{costs.f:g}, input gradient {costs.b:g}, weight gradient {costs.w:g}{jitter}; messages of "
-        f"{args.message_kb:g} KiB; {args.steps} steps\n{describe_machine()}"
+        f"{args.message_kb:g} KiB; {args.steps} steps"
     )

@@ -22,6 +22,7 @@ import torch
 from ds_ext.bench import rivals, schedules
 from ds_ext.bench.emulated import WIDTH, EmulatedDevice, EmulatedLayer, make_batches, rows_of
 from ds_ext.bench.report import Result, as_json, as_table
+from ds_ext.bench.requests import options_for
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.lower import lower
@@ -109,6 +110,7 @@ def test_a_rival_that_cannot_run_is_shown_as_failed() -> None:
         (["--schedules", "bitpip"], "did you mean 'bitpipe'"),
         (["--schedules", "bitpipe", "--micro-batches", "5"], "multiple of 2"),
         (["--schedules", "bitpipe_zb", "--micro-batches", "5"], "Use 4 or 6."),
+        (["--schedules", "bitpipe:greedy"], "'bitpipe:greedy' is not of the form bitpipe:mode=greedy"),
         (["--rivals", "megatron"], "rival 'megatron' is not known"),
         (["--schedules", "none", "--rivals", "none"], "nothing to measure"),
         (["--jitter", "2"], "jitter must be within 0 and 1"),
@@ -245,10 +247,12 @@ def test_every_rival_that_is_offered_exists() -> None:
 
 def test_a_schedule_that_plans_is_told_the_costs() -> None:
     costs = Costs(f=20.0, b=10.0, w=30.0, jitter=0.5)
-    assert rivals.options_of("1f1b", costs) == {}
-    options = rivals.options_of("zb_v", costs)
+    assert options_for("1f1b", costs) == {}
+    options = options_for("zb_v", costs)
     planned = get_schedule("zb_v").timetable(2, 4, options)
     assert planned == get_schedule("zb_v").timetable(2, 4, {}, Costs(f=20.0, b=10.0, w=30.0))
+    greedy = options_for("bitpipe:mode=greedy:max_activations=3", costs)
+    assert greedy == {"mode": "greedy", "max_activations": 3, "costs": options["costs"]}
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])

@@ -1,0 +1,36 @@
+"""What is to be measured, as it is written on the command line: ``bitpipe`` or ``bitpipe:mode=greedy``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import ScheduleError
+from ..pipe_schedules import Schedule, Timetable, get_schedule
+from ..pipe_schedules.costs import Costs
+from ..schedule_flags import number_or_text
+
+
+def read_request(text: str) -> tuple[Schedule, dict[str, Any]]:
+    """A schedule and its options, ``NAME[:KEY=VALUE...]``. Raises ScheduleError."""
+    name, *parts = text.split(":")
+    options: dict[str, Any] = {}
+    for part in parts:
+        key, equals, value = part.partition("=")
+        if not (key and equals):
+            raise ScheduleError(f"{text!r} is not of the form {name}:mode=greedy.")
+        options[key] = number_or_text(value)
+    return get_schedule(name), options
+
+
+def options_for(text: str, costs: Costs) -> dict[str, Any]:
+    """Its options: one that plans is told the costs, without the jitter, which nobody can plan for."""
+    schedule, options = read_request(text)
+    if schedule.planned:
+        options["costs"] = f"f={costs.f!r},b={costs.b!r},w={costs.w!r},comm={costs.comm!r}"
+    return options
+
+
+def timetable_for(text: str, devices: int, micro_batches: int, costs: Costs) -> Timetable:
+    """The order of what is asked for. Raises ScheduleError."""
+    schedule, _ = read_request(text)
+    return schedule.timetable(devices, micro_batches, options_for(text, costs))
