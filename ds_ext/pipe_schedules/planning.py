@@ -14,16 +14,17 @@ from random import Random
 from ..errors import ScheduleError
 from .costs import Costs
 from .dispatch import Run, Work, by_due_date, fill_waits
-from .ops import BACKWARD, FORWARD
+from .ops import BACKWARD, FORWARD, Timetable
 from .placement import Placement
 from .registry import Orders
-from .simulate import peak_stages
+from .simulate import peak_stages, simulate
 from .slots import slots
 
 # Micro-batches of a pipe should enter this many times the work of one apart; the rest follows from what arrives.
 _SPACINGS = (0.5, 1.0, 0.25, 0.75, 1.5, 2.0)
 _MOST_OPS = 50_000  # that all runs together may take, about 0.2 s; one guess is tried at any size
 _OFTEN = 0.3  # how often a change is also one of how much is admitted
+_LITTLE = 0.01  # of a forward of one D-th of the model
 _SLACK = 1e-9  # sums of the same times in another order differ by rounding
 
 
@@ -44,7 +45,7 @@ def plan(
     split: bool,
     max_activations: float,
 ) -> Orders:
-    """The order of every rank with the least time found; among equals the one that keeps the least.
+    """The order of every rank with the least time found; among equals one that bears it when messages take a little.
 
     Args:
         schedule: its name, for errors.
@@ -64,10 +65,19 @@ def plan(
             f"{least * placement.ranks / placement.stages:g} (D-ths of the model). Use at least that."
         )
     limits = [room, room + least, room + 2 * least]
+    best, slow = _search(work, room, limits, _MOST_OPS), slow_links(work)
+    if slow is None:
+        return best.orders
+    if split:
+        return unhurried(work, best.orders, fill_waits(slow, best.orders, room), room)
+    return unhurried(work, best.orders, _search(slow, room, limits, _MOST_OPS // 2), room)
+
+
+def _search(work: Work, room: int, limits: list[int], most_ops: int) -> Run:
     floor, random, guesses = lower_bound(work), Random(0), list(_even_guesses(work, limits))
     best, leader, its_time, tried = _slot_rule(work, room), guesses[0], math.inf, 0
     while best is None or best.makespan > floor * (1 + _SLACK):
-        if best is not None and tried and (tried + 1) * work.ops >= _MOST_OPS:
+        if best is not None and tried and (tried + 1) * work.ops >= most_ops:
             break
         guess = guesses[tried] if tried < len(guesses) else _change(leader, work, limits, random)
         run, tried = by_due_date(work, guess.entries, room, guess.admitted), tried + 1
@@ -77,7 +87,31 @@ def plan(
             leader, its_time = guess, run.makespan
         if best is None or _cost(run) < _cost(best):
             best = run
-    return best.orders
+    return best
+
+
+def slow_links(work: Work) -> Work | None:
+    """The same with messages that take a little time, as they always do; None where links are not free.
+
+    At free links many orders take the same time, and in most of them every result is needed the moment it is there:
+    then each message delays the step.
+    """
+    costs = work.costs
+    if costs.comm or any(costs.links.values()):
+        return None
+    return replace(work, costs=replace(costs, comm=_LITTLE * costs.f))
+
+
+def unhurried(work: Work, orders: Orders, other: Run | None, room: int) -> Orders:
+    """The orders found with slow links, if with free ones they take no longer than ``orders`` and have the room."""
+    if other is None or _cost(other)[1] > room:
+        return orders
+    as_given, slower = (_time(work, each) for each in (orders, other.orders))
+    return other.orders if slower <= as_given * (1 + _SLACK) else orders
+
+
+def _time(work: Work, orders: Orders) -> float:
+    return simulate(Timetable("", work.placement, work.micro_batches, orders), work.costs).makespan
 
 
 def _cost(run: Run) -> tuple[float, int]:

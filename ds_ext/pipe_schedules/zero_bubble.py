@@ -2,7 +2,8 @@
 
 ``2'`` is the input gradient (I) of micro-batch 2, which the previous stage waits for, ``2"`` its weight gradient (W),
 which nobody waits for. All three are the slot rule of :mod:`.slots` on a placement, with at most D activations on a
-device. `zb_h1`, one linear pipe (2401.10241, section 2.2)::
+device; where it takes no longer, weight gradients come earlier, so that a message may be a little late. `zb_h1`, one
+linear pipe (2401.10241, section 2.2)::
 
     rank 0  0  1  2  3  .  .  .  0' 0" 1' 1" 2' 2" 3' 3"
     rank 1  .  0  1  2  .  .  0' 3  1' 0" 2' 1" 3' 2" 3"
@@ -11,17 +12,17 @@ device. `zb_h1`, one linear pipe (2401.10241, section 2.2)::
 
 `zb_v`, one V-shaped pipe, so that the loss is on rank 0 and all ranks keep equally much (2405.15362, section 3)::
 
-    rank 0  0  1  2  3  .  .  .  0  0' 1  1' 2  2' 3  3' 0' 0" 1' 1" 2' 2" 3' 3" 0" 1" 2" 3"
-    rank 1  .  0  1  2  .  .  0  3  1  0' 2  1' 3  2' 0' 3' 1' 0" 2' 1" 3' 2" 0" 3" 1" 2" 3"
-    rank 2  .  .  0  1  .  0  2  1  3  2  0' 3  1' 0' 2' 1' 3' 2' 0" 3' 1" 0" 2" 1" 3" 2" 3"
-    rank 3  .  .  .  0  0  1  1  2  2  3  3  0' 0' 1' 1' 2' 2' 3' 3' 0" 0" 1" 1" 2" 2" 3" 3"
+    rank 0  0  1  2  3  .  .  .  0  0' 1  1' 0" 2  2' 1" 3  3' 2" 0' 3" 1' 0" 1" 2' 2" 3' 3"
+    rank 1  .  0  1  2  .  .  0  3  1  0' 2  1' 0" 3  2' 1" 0' 3' 1' 2" 0" 2' 3" 1" 3' 2" 3"
+    rank 2  .  .  0  1  .  0  2  1  3  2  0' 3  1' 0" 0' 2' 1' 1" 3' 2' 0" 2" 3' 1" 3" 2" 3"
+    rank 3  .  .  .  0  0  1  1  2  2  3  3  0' 0' 1' 1' 0" 2' 2' 0" 3' 3' 1" 1" 2" 2" 3" 3"
 
 `bitpipe_zb`, BitPipe's two V-shaped pipes::
 
-    rank 0  0  1  .  2  2  3  3  0  0' 1  1' 2' 2' 3' 3' 0' 0" 1' 1" 2" 2" 3" 3" 0" 1"
-    rank 1  .  0  2  1  3  2  0  3  1  0' 2' 1' 3' 2' 0' 3' 1' 0" 2" 1" 3" 2" 0" 3" 1"
-    rank 2  .  2  0  3  1  0  2  1  3  2' 0' 3' 1' 0' 2' 1' 3' 2" 0" 3" 1" 0" 2" 1" 3"
-    rank 3  2  3  .  0  0  1  1  2  2' 3  3' 0' 0' 1' 1' 2' 2" 3' 3" 0" 0" 1" 1" 2" 3"
+    rank 0  0  1  .  2  2  3  3  0  0' 0" 1  1' 1" 2' 2' 2" 3' 3' 2" 0' 3" 3" 1' 0" 1"
+    rank 1  .  0  2  1  3  2  0  3  1  0' 0" 2' 1' 2" 3' 2' 1" 0' 3' 3" 1' 2" 0" 3" 1"
+    rank 2  .  2  0  3  1  0  2  1  3  2' 2" 0' 3' 0" 1' 0' 3" 2' 1' 1" 3' 0" 2" 1" 3"
+    rank 3  2  3  .  0  0  1  1  2  2' 2" 3  3' 3" 0' 0' 0" 1' 1' 0" 2' 1" 1" 3' 2" 3"
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .costs import Costs
+from .dispatch import Work, fill_waits
 from .ops import Op
 from .placement import Placement, bidirectional_v, linear, v
-from .planning import plan
+from .planning import plan, slow_links, unhurried
 from .registry import Option, Orders, planned_schedule, schedule
 from .slots import split_order
 
@@ -91,6 +93,10 @@ def _order(
     # What planning would come to as well, in no time.
     equal = costs == Costs(costs.f, costs.f, costs.f)
     if equal and not max_activations and micro_batches % ranks == 0:
-        return tuple(tuple(split_order(rank, placement, micro_batches)) for rank in range(ranks))
+        orders = tuple(tuple(split_order(rank, placement, micro_batches)) for rank in range(ranks))
+        work = Work(placement, micro_batches, costs, split=True)
+        slow = slow_links(work)
+        assert slow is not None
+        return unhurried(work, orders, fill_waits(slow, orders, placement.stages), placement.stages)
     most = max_activations or (1.5 if costs.comm or any(costs.links.values()) else 1) * ranks
     return plan(name, placement, micro_batches, costs, split=True, max_activations=most)
