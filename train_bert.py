@@ -11,8 +11,7 @@ import math
 import sys
 
 from ds_ext import process
-from ds_ext.partition import layer_boundaries
-from ds_ext.pretraining import describe_job, micro_batches, model_sizes, plan_job
+from ds_ext.pretraining import cut_layers, describe_job, micro_batches, model_sizes, plan_job
 
 BEFORE, AFTER = ["embedding", "positions and types"], ["heads", "words", "bias"]
 PADDING_MASK_BYTES = 1  # of a token, in every activation message
@@ -20,10 +19,6 @@ PADDING_MASK_BYTES = 1  # of a token, in every activation message
 
 def main() -> int | None:
     args, plan = plan_job("train_bert.py", sys.argv[1:], "bert")
-    placement, schedule = plan.layout.placement, plan.timetable.schedule
-    boundaries = layer_boundaries(
-        args.num_layers, len(BEFORE), len(AFTER), placement, schedule, args.stage_layers
-    )
 
     from ds_ext.data.bert import BertOptions, bert_tokenizer, build_bert_datasets
     from ds_ext.models.bert import BertConfig
@@ -36,9 +31,10 @@ def main() -> int | None:
     classes = 2 if options.binary_head else None
     config = BertConfig(**model_sizes(args, plan), vocab_size=tokenizer.vocab_size, order_classes=classes)
     config.check_tensor_parallel(plan.layout.tensor_parallel_size)
+    boundaries = cut_layers(args, plan, BEFORE, AFTER, config.vocab_size)
     datasets = functools.partial(build_bert_datasets, args.data_path, args.split, args.seq_length)
     train, valid = micro_batches(args, plan, lambda samples: datasets(samples, args.seed, tokenizer, options))
-    text = describe_job(args, plan, boundaries, BEFORE, AFTER, PADDING_MASK_BYTES)
+    text = describe_job(args, plan, boundaries, BEFORE, AFTER, config.vocab_size, PADDING_MASK_BYTES)
     if args.dry_run:
         return show(text)
 

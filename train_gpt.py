@@ -12,18 +12,13 @@ import sys
 
 from ds_ext import process
 from ds_ext.errors import ConfigError
-from ds_ext.partition import layer_boundaries
-from ds_ext.pretraining import describe_job, micro_batches, model_sizes, plan_job
+from ds_ext.pretraining import cut_layers, describe_job, micro_batches, model_sizes, plan_job
 
 BEFORE, AFTER = ["embedding", "positions"], ["final norm", "head"]
 
 
 def main() -> int | None:
     args, plan = plan_job("train_gpt.py", sys.argv[1:], "gpt")
-    placement, schedule = plan.layout.placement, plan.timetable.schedule
-    boundaries = layer_boundaries(
-        args.num_layers, len(BEFORE), len(AFTER), placement, schedule, args.stage_layers
-    )
 
     from ds_ext.data.gpt import build_gpt_datasets
     from ds_ext.models.gpt import GPTConfig
@@ -33,9 +28,10 @@ def main() -> int | None:
     set_up_logging()
     config = GPTConfig(**model_sizes(args, plan), vocab_size=vocab_size(args))
     config.check_tensor_parallel(plan.layout.tensor_parallel_size)
+    boundaries = cut_layers(args, plan, BEFORE, AFTER, config.vocab_size)
     datasets = functools.partial(build_gpt_datasets, args.data_path, args.split, args.seq_length)
     train, valid = micro_batches(args, plan, lambda samples: datasets(samples, args.seed))
-    text = describe_job(args, plan, boundaries, BEFORE, AFTER)
+    text = describe_job(args, plan, boundaries, BEFORE, AFTER, config.vocab_size)
     if args.dry_run:
         return show(text)
 

@@ -18,6 +18,7 @@ from .data.layout import DATA_NAME, META_NAME
 from .deepspeed_sections import precision, zero_stage
 from .errors import ConfigError, ScheduleError
 from .layout import data_parallel_size
+from .partition import BALANCED
 from .pipe_schedules import Placement, Schedule, get_schedule
 from .pipe_schedules.costs import Costs, read_costs
 from .pipe_schedules.memory import ModelSizes
@@ -115,7 +116,7 @@ def vocabulary(given: int, train: Mapping[str, Any]) -> tuple[int, str]:
 def _require_layers(request: Request) -> None:
     """Every schedule has a stage on every device. Raises ScheduleError."""
     sizes, devices = request.sizes, request.devices
-    if sizes is None or not isinstance(sizes.layers, int) or request.stage_layers is not None:
+    if sizes is None or not isinstance(sizes.layers, int) or request.stage_layers not in (None, BALANCED):
         return
     if sizes.layers < devices:
         raise ScheduleError(

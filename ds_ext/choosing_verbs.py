@@ -72,10 +72,9 @@ def _stage_lines(model: ModelSizes, costs: Costs) -> Iterator[str]:
     if costs.stages is not None:
         factors = " ".join(f"{factor:.3g}" for factor in costs.stages)
         yield f"  costs             {factors}  (per stage, factors: its layers, and the head on the last one)"
-    if recomputed(model):
-        yield (
-            f"  recompute         {model.recompute}: backwards repeat {recomputed(model):.0%} of a layer's forward"
-        )
+    again = recomputed(model.recompute, model.hidden, model.seq)
+    if again:
+        yield (f"  recompute         {model.recompute}: backwards repeat {again:.0%} of a layer's forward")
 
 
 def _byte_lines(ranks: Sequence[dict[str, int]]) -> list[str]:

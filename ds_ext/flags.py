@@ -70,7 +70,9 @@ def _versions() -> str:
 def _add_model(group: Any) -> None:
     group.add_argument("--num-layers", type=int, default=8, help="transformer layers (%(default)s)")
     group.add_argument(
-        "--stage-layers", metavar="A,B,..", help="transformer layers of every stage of the model (evenly)"
+        "--stage-layers",
+        metavar="A,B,..",
+        help="transformer layers of every stage of the model, or balanced: by the work of layers and head (evenly)",
     )
     group.add_argument("--hidden-size", type=int, default=128)
     group.add_argument("--num-attention-heads", type=int, default=4)

@@ -11,6 +11,7 @@ from .pipe_schedules import Placement
 # What the layers in front of the first and behind the last transformer layer weigh, in transformer layers, when that is
 # not known: enough to send one that is left over elsewhere.
 _END = 0.5
+BALANCED = "balanced"  # in place of the layers of every stage: count the head's work too
 
 
 def end_weights(hidden: int, seq: int, vocab: int, again: float = 0.0) -> tuple[float, float]:
@@ -44,7 +45,8 @@ def layer_boundaries(
         before, after: layers of other kinds, which join the first and the last stage.
         placement: where the stages live.
         schedule: its name, for errors.
-        stage_layers: the layers of every stage, ``"3,2,2,1"``, for example by measured time; None: evenly.
+        stage_layers: the layers of every stage, ``"3,2,2,1"``, for example by measured time; None or ``BALANCED``:
+            evenly, as far as ``weights`` tell.
         weights: of the layers of other kinds, in transformer layers, from :func:`end_weights`: stages at the ends then
             hold as many fewer. None: not known, and only layers that are left over are kept from the ends.
 
@@ -55,7 +57,7 @@ def layer_boundaries(
         ConfigError: there are fewer layers than stages, or ``stage_layers`` does not fit.
     """
     stages = placement.stages
-    if stage_layers is not None:
+    if stage_layers is not None and stage_layers != BALANCED:
         counts = _given(stage_layers, num_layers, (before, after), stages, schedule)
     elif num_layers < stages:
         raise ConfigError(
@@ -124,7 +126,7 @@ def _given(text: str, num_layers: int, ends: tuple[int, int], stages: int, sched
         counts = [int(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(
-            f'--stage-layers is a list of numbers with commas, for example "2,3,2"; got {text!r}.'
+            f'--stage-layers is a list of numbers with commas, for example "2,3,2", or "{BALANCED}"; got {text!r}.'
         ) from None
     if len(counts) != stages or sum(counts) != num_layers:
         raise ConfigError(

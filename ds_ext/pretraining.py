@@ -13,10 +13,11 @@ from .arguments import parse
 from .deepspeed_sections import precision
 from .errors import ConfigError
 from .flags import Model
-from .partition import stage_weights
+from .partition import BALANCED, end_weights, layer_boundaries, stage_weights
 from .plan import Plan, describe, make_plan
 from .preflight import check_job
 from .process import world_size
+from .stage_costs import recomputed
 
 if TYPE_CHECKING:
     from .engine.micro_batches import MapDataset, MicroBatches
@@ -38,9 +39,28 @@ def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Nam
     chosen = plan.choice and plan.choice.best
     if args.recompute_granularity is None:
         args.recompute_granularity = chosen.recompute if chosen else "none"
-    if args.stage_layers is None and chosen and chosen.layers:
+    if args.stage_layers in (None, BALANCED) and chosen and chosen.layers:
         args.stage_layers = ",".join(map(str, chosen.layers))  # as it was priced
     return args, plan
+
+
+def cut_layers(
+    args: argparse.Namespace, plan: Plan, before: list[str], after: list[str], vocab_size: int
+) -> list[int]:
+    """The layers of every stage, as :func:`ds_ext.partition.layer_boundaries` gives them. Raises ConfigError."""
+    placement, schedule = plan.layout.placement, plan.timetable.schedule
+    ends = _ends(args, vocab_size)
+    return layer_boundaries(
+        args.num_layers, len(before), len(after), placement, schedule, args.stage_layers, ends
+    )
+
+
+def _ends(args: argparse.Namespace, vocab_size: int) -> tuple[float, float] | None:
+    """What embedding and head weigh, where that is to count."""
+    if args.stage_layers != BALANCED:
+        return None
+    hidden, seq = args.hidden_size, args.seq_length
+    return end_weights(hidden, seq, vocab_size, recomputed(args.recompute_granularity, hidden, seq))
 
 
 def model_sizes(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
@@ -87,12 +107,13 @@ def describe_job(
     boundaries: list[int],
     before: list[str],
     after: list[str],
+    vocab_size: int,
     token_bytes: int = 0,
 ) -> str:
     """The plan with the names of the model's layers and the size of its messages.
 
     Args:
-        boundaries: from :func:`ds_ext.partition.layer_boundaries`.
+        boundaries: from :func:`cut_layers`.
         before, after: names of the layers around the transformer layers.
         token_bytes: what a message holds of each token besides its activation.
     """
@@ -108,6 +129,6 @@ def describe_job(
         boundaries=boundaries,
         layer_names=names,
         message_bytes=message_bytes,
-        weights=stage_weights(boundaries, len(before), len(after)),
+        weights=stage_weights(boundaries, len(before), len(after), _ends(args, vocab_size) or (0.0, 0.0)),
         grid=grid,
     )

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from .errors import ConfigError, ScheduleError
-from .partition import end_weights, layer_boundaries
+from .partition import BALANCED, end_weights, layer_boundaries
 from .pipe_schedules import Placement
 from .pipe_schedules.costs import Costs
 from .pipe_schedules.memory import ModelSizes
@@ -18,12 +18,16 @@ from .pipe_schedules.memory import ModelSizes
 _DIGITS = 8  # of a factor: enough for any plan, and a job's JSON stays readable
 
 
-def recomputed(sizes: ModelSizes) -> float:
+def recomputed(recompute: str, hidden: int, seq: int) -> float:
     """Share of a layer's forward that its backward computes again."""
-    if sizes.recompute == "selective":
+    if recompute == "selective":
         # 4bs²h of a layer's 24bsh² + 4bs²h operations.
-        return sizes.seq / (6 * sizes.hidden + sizes.seq)
-    return 1.0 if sizes.recompute == "full" else 0.0
+        return seq / (6 * hidden + seq)
+    return 1.0 if recompute == "full" else 0.0
+
+
+def _recomputed(sizes: ModelSizes) -> float:
+    return recomputed(sizes.recompute, sizes.hidden, sizes.seq)
 
 
 def cut(
@@ -41,9 +45,9 @@ def cut(
     if not isinstance(sizes.layers, int):
         sizes.layers_of(placement.stages)
         return sizes
-    if sizes.layers < placement.stages and stage_layers is None:
+    if sizes.layers < placement.stages and stage_layers in (None, BALANCED):
         raise ScheduleError(f"{sizes.layers} layers are fewer than the {placement.stages} stages.")
-    weights = end_weights(sizes.hidden, sizes.seq, sizes.vocab, recomputed(sizes))
+    weights = end_weights(sizes.hidden, sizes.seq, sizes.vocab, _recomputed(sizes))
     try:
         # Something is in front of the first and behind the last layer, and how many does not count.
         bounds = layer_boundaries(sizes.layers, 1, 1, placement, schedule, stage_layers, weights)
@@ -64,7 +68,7 @@ def stage_costs(costs: Costs, sizes: ModelSizes) -> Costs:
         sizes: from :func:`cut`.
     """
     assert not isinstance(sizes.layers, int), "cut comes before"
-    again, whole = recomputed(sizes), costs.f + costs.b + costs.w
+    again, whole = _recomputed(sizes), costs.f + costs.b + costs.w
     with_again = replace(costs, b=costs.b + again * costs.f) if again else costs
     if costs.stages is not None or not whole:
         return with_again

@@ -70,7 +70,9 @@ ALLOWED: dict[str, set[str]] = {
         "sentencepiece:",
         "rich:",
     },
-    "engine": PURE | {"pipe_schedules/bridge", "comm", "tensor_parallel", "torch:", "deepspeed:"},
+    "observe/trace": {"errors", "pipe_schedules"},
+    "engine": PURE
+    | {"pipe_schedules/bridge", "observe/trace", "comm", "tensor_parallel", "torch:", "deepspeed:"},
     "failure": {"errors", "torch:"},
     "process": {"errors", "failure"},
     "preflight": PURE | {"failure"},
@@ -81,7 +83,16 @@ ALLOWED: dict[str, set[str]] = {
     "choice": {"errors", "pipe_schedules"},
     "stage_costs": {"errors", "pipe_schedules", "partition"},
     "choose": {"errors", "pipe_schedules", "choice", "stage_costs"},
-    "auto": {"errors", "pipe_schedules", "choice", "choose", "deepspeed_sections", "layout", "data/layout"},
+    "auto": {
+        "errors",
+        "pipe_schedules",
+        "choice",
+        "choose",
+        "deepspeed_sections",
+        "layout",
+        "partition",
+        "data/layout",
+    },
     "parallel_sizes": {"errors", "pipe_schedules", "choice", "choose"},
     "model_flags": {"errors", "pipe_schedules"},
     "bench": EVERYTHING,
@@ -100,6 +111,7 @@ ALLOWED: dict[str, set[str]] = {
         *("errors", "pipe_schedules", "verbs", "choice", "parallel_sizes", "model_flags", "schedule_flags"),
         "stage_costs",
     },
+    "trace_verbs": {"errors", "choice", "observe/trace"},
     "__main__": EVERYTHING,
 }
 

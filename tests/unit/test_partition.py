@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from ds_ext.errors import ConfigError
 from ds_ext.partition import end_weights, layer_boundaries, stage_weights
 from ds_ext.pipe_schedules.placement import Placement, bidirectional_v, linear, v
+from ds_ext.pretraining import cut_layers, plan_job
 
 
 def counts(layers: int, placement: Placement, given: str | None = None) -> list[int]:
@@ -62,6 +64,27 @@ def weighed(layers: int, placement: Placement, head: float) -> list[int]:
     return [found[0] - 1, *found[1:-1], found[-1] - 1] if len(found) > 1 else [found[0] - 2]
 
 
+def test_balanced_is_by_the_work_of_the_job() -> None:
+    config = Path(__file__).parents[2] / "configs" / "1f1b.json"
+    before, after = ["embedding"], ["norm", "head"]
+    vocab = 4 * (12 * 128 + 2 * 128)  # as much work as four layers
+    for flags, layers in [
+        ([], [2, 2, 2, 2]),
+        (["--stage-layers", "balanced"], [2, 3, 3, 0]),
+        (["--stage-layers", "balanced", "--num-layers", "16"], [5, 5, 5, 1]),
+        # A layer's work grows by a third, and the head's does not.
+        (
+            ["--stage-layers", "balanced", "--num-layers", "16", "--recompute-granularity", "full"],
+            [4, 5, 5, 2],
+        ),
+        (["--stage-layers", "4,2,1,1"], [4, 2, 1, 1]),
+    ]:
+        args, plan = plan_job("train_gpt.py", ["--deepspeed_config", str(config), "--dry-run", *flags], "gpt")
+        bounds = cut_layers(args, plan, before, after, vocab)
+        found = [stop - start for start, stop in pairwise(bounds)]
+        assert [found[0] - 1, *found[1:-1], found[-1] - 2] == layers
+
+
 def test_a_heavy_end_leaves_its_stage_fewer_layers() -> None:
     assert weighed(8, linear(4), 0.9) == [2, 2, 2, 2]
     assert weighed(32, linear(4), 2.24) == [8, 9, 9, 6]
@@ -102,7 +125,7 @@ def test_layers_of_every_stage_may_be_given() -> None:
         ("3,2,2,2", "gives 4 stages 9 layers in all"),
         ("4,4,0,0", "leaves stage 2 with 0 layers. Give it at least 1"),
         ("9,-1,0,0", "leaves stage 1 with -1 layers"),
-        ("3,2,two,1", "a list of numbers with commas, for example \"2,3,2\"; got '3,2,two,1'"),
+        ("3,2,two,1", 'a list of numbers with commas, for example "2,3,2", or "balanced"; got \'3,2,two,1\''),
     ]:
         with pytest.raises(ConfigError) as caught:
             counts(8, linear(4), text)
