@@ -160,6 +160,11 @@ class _Trial:
     def placement(self) -> Placement:
         """Raises ScheduleError when the schedule cannot have these sizes."""
         placement = self.schedule.placement(self.request.devices, self.options)
+        if placement.forward is not None:
+            raise ScheduleError(
+                f"{self.schedule.name} takes {placement.ranks} devices for {placement.width} stages, as forwards have "
+                f"devices of their own; there are {self.request.devices}."
+            )
         n = self.request.micro_batches
         if n % placement.replicas:
             raise ScheduleError(

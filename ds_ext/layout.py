@@ -46,6 +46,15 @@ class ParallelLayout:
         device, data = divmod(rest, self.data_parallel_size)
         return device, data, tensor
 
+    def role(self, rank: int) -> str | None:
+        """What a rank does where forwards have ranks of their own; None: everything."""
+        return None
+
+    def peers(self, rank: int, device: int) -> tuple[int, ...]:
+        """The ranks of ``device`` with which ``rank`` exchanges messages."""
+        _, data, tensor = self.coordinates(rank)
+        return (self.rank(device, data, tensor),)
+
     def groups(self) -> dict[str, list[list[int]]]:
         """Rank lists of every kind of group: tensor, pipeline, data and (with replicas) mirror."""
         devices, tp, dp = self.placement.ranks, self.tensor_parallel_size, self.data_parallel_size
@@ -66,14 +75,21 @@ class ParallelLayout:
 
 def data_parallel_size(world_size: int, placement: Placement, tensor_parallel_size: int) -> int:
     """What is left of the world for data parallelism. Raises ConfigError with the sizes that would fit."""
-    unit = placement.ranks * tensor_parallel_size
+    unit, forward = placement.ranks * tensor_parallel_size, placement.forward
+    sizes = f"pipeline_parallel_size {placement.ranks} x tensor_parallel_size {tensor_parallel_size}"
+    if forward is not None:
+        merged = tensor_parallel_size // forward.merged
+        unit = placement.stages * (merged + placement.replicas * tensor_parallel_size)
+        sizes = (
+            f"pipeline_parallel_size {placement.stages} x ({merged} forward + {placement.replicas} x "
+            f"{tensor_parallel_size} backward ranks a stage)"
+        )
     if world_size >= unit and world_size % unit == 0:
         return world_size // unit
     below, above = world_size // unit * unit, (world_size // unit + 1) * unit
     fits = f"{below} or {above}" if below else str(above)
     raise ConfigError(
-        f"{world_size} process{'es' if world_size != 1 else ''} cannot hold pipeline_parallel_size "
-        f"{placement.ranks} x tensor_parallel_size {tensor_parallel_size}: the world size must be a multiple of "
-        f"{unit}. Start {fits} processes (deepspeed --num_gpus {below or above} ..., or torchrun "
+        f"{world_size} process{'es' if world_size != 1 else ''} cannot hold {sizes}: the world size must be a "
+        f"multiple of {unit}. Start {fits} processes (deepspeed --num_gpus {below or above} ..., or torchrun "
         f'--nproc_per_node {below or above} ...), or change the two sizes in the "ds_ext" section.'
     )

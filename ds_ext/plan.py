@@ -5,18 +5,20 @@ Pure: no torch, no processes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .auto import vocabulary
 from .choice import Choice, describe_costs, describe_rows
 from .config import BatchSizes, JobConfig, batch_sizes, counted
+from .fbd_layout import make_layout
 from .layout import ParallelLayout, data_parallel_size
 from .pipe_schedules import Program, Timetable
 from .pipe_schedules.check import Report, check
 from .pipe_schedules.costs import Costs, read_costs
 from .pipe_schedules.lower import lower
-from .pipe_schedules.render import LEGEND, SPLIT_LEGEND, time_grid
+from .pipe_schedules.render import LEGEND, REPEATED_LEGEND, SPLIT_LEGEND, time_grid
 from .pipe_schedules.simulate import Simulation, simulate
 
 _CHOICES_SHOWN = 5
@@ -67,24 +69,33 @@ def make_plan(job: JobConfig, world_size: int | None = None) -> Plan:
     data = 1 if world_size is None else data_parallel_size(world_size, placement, tensor)
     sizes = batch_sizes(job.deepspeed, placement.replicas, data, job.flags)
     timetable = job.ds_ext.timetable(sizes.micro_batches, world_size)
-    return Plan(job, ParallelLayout(placement, tensor, data), sizes, timetable, job.ds_ext.choice(world_size))
+    return Plan(job, make_layout(placement, tensor, data), sizes, timetable, job.ds_ext.choice(world_size))
 
 
-def describe_groups(layout: ParallelLayout) -> str:
-    """The table of process groups."""
-    sizes = (
-        f"world {layout.world_size} = {layout.placement.ranks} pipeline x "
-        f"{layout.tensor_parallel_size} tensor x {layout.data_parallel_size} data"
-    )
+def describe_groups(layout: ParallelLayout, hosts: Sequence[str] | None = None) -> str:
+    """The table of process groups; ``hosts`` are those of forward ranks, if the JSON names them."""
+    placement, tensor = layout.placement, layout.tensor_parallel_size
+    sizes = f"{placement.ranks} pipeline x {tensor} tensor"
+    if placement.forward is not None:
+        forward = tensor // placement.forward.merged
+        sizes = (
+            f"{placement.stages} pipeline x ({forward} forward + {placement.replicas} x {tensor} backward)"
+        )
+    sizes = f"world {layout.world_size} = {sizes} x {layout.data_parallel_size} data"
     rows = [
         f"  {name:<9} {' '.join(str(group).replace(' ', '') for group in groups)}"
         for name, groups in layout.groups().items()
     ]
+    if hosts:
+        rows.append(
+            f"  these are places: forward ranks are those of {', '.join(hosts)}, and so on in both roles"
+        )
     return "\n".join([sizes, *rows])
 
 
 def _legend(plan: Plan) -> str:
-    return f"{LEGEND}; {SPLIT_LEGEND}" if plan.timetable.split_backwards else LEGEND
+    legend = LEGEND if plan.layout.placement.forward is None else f"{LEGEND}; {REPEATED_LEGEND}"
+    return f"{legend}; {SPLIT_LEGEND}" if plan.timetable.split_backwards else legend
 
 
 def describe(
@@ -94,6 +105,7 @@ def describe(
     layer_names: list[str],
     message_bytes: int,
     weights: tuple[float, ...] | None = None,
+    with_head: bool = False,
     grid: bool = True,
 ) -> str:
     """The plan as text: groups, stages and their layers, cost, and the timetable.
@@ -103,6 +115,7 @@ def describe(
         layer_names: one a layer; numbered ones ("layer 3") are joined to ranges.
         message_bytes: size of one activation or gradient between stages.
         weights: of the stages, as factors, where they differ; from :func:`ds_ext.partition.stage_weights`.
+        with_head: the head's work is among ``weights``.
         grid: draw the timetable too.
     """
     sizes = plan.sizes
@@ -112,10 +125,10 @@ def describe(
     lines = [
         f"schedule  {plan.timetable.schedule}, {counted(sizes.micro_batches, 'micro-batch')} of "
         f"{sizes.micro_batch_size} per pipeline group, {counted(sizes.train_batch_size, 'sample')} a step",
-        describe_groups(plan.layout),
+        describe_groups(plan.layout, plan.job.ds_ext.fbd.forward_hosts),
         "stages",
         *_describe_stages(plan, boundaries, layer_names),
-        *_describe_costs(plan, simulation, message_bytes),
+        *_describe_costs(plan, simulation, message_bytes, with_head),
         *_describe_choice(plan),
     ]
     if "ds_ext" not in plan.job.deepspeed:
@@ -131,23 +144,27 @@ def _describe_stages(plan: Plan, boundaries: list[int], layer_names: list[str]) 
     for stage in range(placement.stages):
         names = layer_names[boundaries[stage] : boundaries[stage + 1]]
         devices = ", ".join(str(pipe[stage]) for pipe in placement.pipes)
+        if placement.forward is not None:
+            devices = f"{placement.forward.devices[stage]} > {devices}"
         lines.append(f"  stage {stage:<3} device {devices:<7} {_ranges(names)}")
     return lines
 
 
-def _describe_costs(plan: Plan, simulation: Simulation, message_bytes: int) -> list[str]:
+def _describe_costs(plan: Plan, simulation: Simulation, message_bytes: int, with_head: bool) -> list[str]:
     placement, report = plan.layout.placement, plan.report
     peaks = ", ".join(f"{peak:g}" for peak in simulation.peak_activations)
     activations = "activation" if peaks == "1" else "activations"
-    copies = "1 copy" if placement.replicas == 1 else f"{placement.replicas} copies"
+    count = placement.replicas + (placement.forward is not None)  # forward devices have the weights too
+    copies = "1 copy" if count == 1 else f"{count} copies"
     slots = counted(report.link_slots, "message")
     losses = ", ".join(map(str, report.loss_ranks))
-    how = "simulated, forward : backward = 1 : 2, free messages"
+    head = "with the head's work" if with_head else "of the layers alone"
+    how = f"simulated {head}, forward : backward = 1 : 2, free messages"
     if plan.costs != Costs():
         how = f"simulated with {describe_costs(simulation.costs)}"
     return [
         f"bubble    {simulation.bubble:.1%} ({how})",
-        f"peak      {peaks} live {activations} per device, in units of 1/{placement.ranks} of the model and a "
+        f"peak      {peaks} live {activations} per device, in units of 1/{placement.width} of the model and a "
         f"micro-batch",
         f"messages  {simulation.messages} a step and pipeline group, {message_bytes:,} bytes each",
         f"weights   {copies} of the model per pipeline group",

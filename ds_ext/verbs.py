@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from .choice import aligned, format_bytes
 from .errors import ScheduleError
+from .fbd_price import notes as forward_device_notes
 from .model_flags import model_of
 from .pipe_schedules import Timetable
 from .pipe_schedules.check import Report, check
@@ -43,13 +44,14 @@ def run_compare(args: argparse.Namespace) -> int:
     form, model = _form(args, {}), model_of(args)
     compared = comparison_of(args)
     table = comparison(compared.simulations, model, compared.refused)
+    notes = [*compared.notes, *forward_device_notes(compared.simulations)]
     status = EXIT_INVALID if compared.refused else EXIT_OK
     if form == "text":
-        _write(args, form, "\n".join([*aligned(table, left=(0, len(table[0]) - 1)), *compared.notes]))
+        _write(args, form, "\n".join([*aligned(table, left=(0, len(table[0]) - 1)), *notes]))
         return status
     from .pipe_schedules.page import html
 
-    _write(args, form, html(compared.simulations, table, compared.notes))
+    _write(args, form, html(compared.simulations, table, notes))
     return status
 
 
@@ -131,7 +133,7 @@ def comparison(
             f"{s.bubble:.1%}",
             f"{max(s.peak_activations):g}",
             f"{s.messages}",
-            f"{s.timetable.placement.replicas}x",
+            f"{_weights(s)}x",
             "" if model is None else format_bytes(_worst(s, model)),
             "",
         )
@@ -143,6 +145,12 @@ def comparison(
     columns = [i for i, word in enumerate(head) if word or refused]
     columns = [i for i in columns if head[i] != "memory" or model is not None]
     return [tuple(row[i] for i in columns) for row in (head, *rows)]
+
+
+def _weights(simulation: Simulation) -> int:
+    """Copies of the weights: of every pipe, and of forward devices."""
+    placement = simulation.timetable.placement
+    return placement.replicas + (placement.forward is not None)
 
 
 def _alike(one: Simulation, other: Simulation) -> bool:
@@ -229,8 +237,9 @@ def title(simulation: Simulation) -> str:
 
 def describe_sizes(timetable: Timetable) -> str:
     """``bitpipe, 4 stages, 8 micro-batches``, and of an evaluation that it is one."""
-    ranks, micro_batches = timetable.placement.ranks, timetable.micro_batches
+    ranks, micro_batches = timetable.placement.width, timetable.micro_batches
+    devices = "" if timetable.placement.forward is None else f" on {timetable.placement.ranks} devices"
     return (
-        f"{timetable.schedule}, {ranks} stage{'s' if ranks != 1 else ''}, "
+        f"{timetable.schedule}, {ranks} stage{'s' if ranks != 1 else ''}{devices}, "
         f"{micro_batches} micro-batch{'es' if micro_batches != 1 else ''}{'' if timetable.trains else ', forward only'}"
     )

@@ -23,6 +23,16 @@ __all__ = [
 ]
 
 # Importing a method's file registers it.
-METHODS = ("bitpipe", "chimera", "dualpipev", "gpipe", "interleaved", "one_f_one_b", "zero_bubble")
+METHODS = (
+    "bitpipe",
+    "chimera",
+    "dpp",
+    "dualpipev",
+    "fbd",
+    "gpipe",
+    "interleaved",
+    "one_f_one_b",
+    "zero_bubble",
+)
 for _method in METHODS:
     import_module(f".{_method}", __name__)

@@ -16,6 +16,7 @@ from ..errors import ScheduleError
 from .lower import lower
 from .ops import Instruction, Program
 from .registry import get_schedule
+from .render import order_grid
 
 
 class CopyActivation(ds.BufferOpInstruction):
@@ -46,6 +47,20 @@ class BackwardWeight(ds.BufferOpInstruction):
     """
 
 
+class RecomputeForward(ds.BufferOpInstruction):
+    """A forward that another device has computed without a graph, here with its graph, for the backward.
+
+    Roughly: ``buffers["outputs"][buffer_id] = forward(buffers["inputs"][buffer_id])``
+    """
+
+
+class SyncWeights(ds.PipeInstruction):
+    """New weights of ``stage`` go from the device that has stepped to ``peer``, which only computes forwards.
+
+    Roughly: ``send(weights, peer)`` on the one, ``weights.copy_(recv(peer))`` on the other.
+    """
+
+
 _CLASSES: dict[str, type[ds.PipeInstruction]] = {
     cls.__name__: cls
     for cls in (
@@ -63,6 +78,8 @@ _CLASSES: dict[str, type[ds.PipeInstruction]] = {
         CopyGrad,
         BackwardInput,
         BackwardWeight,
+        RecomputeForward,
+        SyncWeights,
     )
 }
 
@@ -80,12 +97,16 @@ _KEYWORDS = {
 class TimetableSchedule(ds.PipeSchedule):
     """A DeepSpeed schedule that replays one rank of a lowered program.
 
-    One step is one computation with the messages around it.
+    One step is one computation with the messages around it. An engine may take ``lookahead`` instructions before it
+    executes the first, to post receives early. A ``dynamic`` schedule decides its order while it runs.
 
     Args:
         program: the lowered timetable.
         stage_id: the device inside the pipeline group, 0..D-1.
     """
+
+    lookahead = 8  # far enough that a receive is posted before the computation in front of it starts
+    dynamic = False
 
     def __init__(self, program: Program, stage_id: int) -> None:
         timetable = program.timetable
@@ -100,6 +121,24 @@ class TimetableSchedule(ds.PipeSchedule):
     def num_pipe_buffers(self) -> int:
         """Most (stage, micro-batch) pairs alive at once on this device."""
         return self.program.num_slots[self.stage_id]
+
+    def start(self, messages: Any) -> Any:
+        """The messages to run a step with: those of the engine, which are all that a static order needs."""
+        return messages
+
+    def links(self, layout: Any) -> dict[tuple[int, int], int]:
+        """Links between global ranks beside those of the program, with the messages that a receiver holds; none."""
+        return {}
+
+    def picture(self, instruction: ds.PipeInstruction) -> str:
+        """The rank x step grid with an arrow at the computation that ``instruction`` belongs to."""
+        mine = self.program.ranks[self.stage_id]
+        source = instruction.source  # pyright: ignore[reportAttributeAccessIssue]
+        at = next(i for i, other in enumerate(mine) if other is source)
+        upcoming = [i.op for i in mine[at:] if i.op is not None]
+        timetable = self.program.timetable
+        step = timetable.ranks[self.stage_id].index(upcoming[0]) if upcoming else None
+        return order_grid(timetable, rank=self.stage_id, step=step)
 
 
 class NamedSchedule(TimetableSchedule):
@@ -153,6 +192,12 @@ class ZeroBubbleVSchedule(NamedSchedule):
     name = "zb_v"
 
 
+class ForwardBackwardDisaggregation(NamedSchedule):
+    """Forwards on devices of their own; ``stage_id`` counts forward and backward devices of all stages."""
+
+    name = "fbd"
+
+
 class ZeroBubbleBitPipeSchedule(NamedSchedule):
     """BitPipe with split backwards; options ``waves`` and ``max_activations``."""
 
@@ -176,7 +221,7 @@ def to_pipe_instruction(instruction: Instruction) -> ds.PipeInstruction:
     return made
 
 
-_COMPUTATIONS = (ds.ForwardPass, ds.BackwardPass, BackwardInput, BackwardWeight)
+_COMPUTATIONS = (ds.ForwardPass, ds.BackwardPass, BackwardInput, BackwardWeight, RecomputeForward)
 
 
 def _group(instructions: list[ds.PipeInstruction]) -> list[list[ds.PipeInstruction]]:

@@ -62,5 +62,7 @@ def check(program: Program, *, link_slots: int | None = None, order: str = "fifo
     traffic = [ranks.traffic(rank) for rank in range(len(program.ranks))]
     links = Links(program, traffic, order == "tagged")
     links.refuse(links.run(link_slots), link_slots)
-    loss_ranks = tuple(sorted({pipe[-1] for pipe in program.timetable.placement.pipes}))
+    timetable, placement = program.timetable, program.timetable.placement
+    ends = placement.pipes if timetable.trains else placement.forward_pipes
+    loss_ranks = tuple(sorted({pipe[-1] for pipe in ends}))
     return Report(program.num_slots, links.fewest_slots(), loss_ranks, links.messages)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ..errors import ScheduleError
 from .check_timetable import fail
-from .ops import BACKWARD_INPUT, COMPUTE, FORWARD, Instruction, Op, Program
+from .ops import BACKWARD_INPUT, COMPUTE, FORWARD, RECOMPUTE, Instruction, Op, Program
 
 ACTIVATION, GRADIENT, LABELS, OUTPUT, INPUT_GRADIENT, WEIGHT_GRADIENT = 1, 2, 4, 8, 16, 32
 WORDS = {
@@ -84,11 +84,15 @@ class RankCheck:
         def everywhere(*rule: int) -> tuple[_Rule, ...]:
             return (_Rule(*rule),) * (last + 1)
 
+        forward = tuple(
+            _Rule(ACTIVATION | (LABELS if stage == last > 0 else 0), OUTPUT) for stage in range(last + 1)
+        )
+        # Only where forwards have devices of their own; SyncWeights is of no micro-batch.
+        repeated = {"RecomputeForward": forward} if self.program.timetable.placement.forward else {}
         return {
             "LoadMicroBatch": tuple(_Rule(0, LABELS if stage else ACTIVATION) for stage in range(last + 1)),
-            "ForwardPass": tuple(
-                _Rule(ACTIVATION | (LABELS if stage == last > 0 else 0), OUTPUT) for stage in range(last + 1)
-            ),
+            "ForwardPass": forward,
+            **repeated,
             "BackwardPass": tuple(backward),
             "BackwardInput": tuple(backward),
             "BackwardWeight": everywhere(INPUT_GRADIENT, WEIGHT_GRADIENT),
@@ -183,7 +187,8 @@ class RankCheck:
         op = instruction.op
         if op is not None:
             # What the rank makes itself comes later, as every computation is there once.
-            made = {OUTPUT: FORWARD, INPUT_GRADIENT: BACKWARD_INPUT}.get(what)
+            output = FORWARD if self.program.timetable.placement.forward is None else RECOMPUTE
+            made = {OUTPUT: output, INPUT_GRADIENT: BACKWARD_INPUT}.get(what)
             lack = f"without its {WORDS[what]}" if made is None else f"before {Op(made, stage, m)}"
             return fail(self.program.timetable, f"rank {rank} runs {op} {lack}.", rank, op)
         sentence = f"rank {rank} hands on the {WORDS[what]} of micro-batch {m} at stage {stage} before it is computed."

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..errors import ScheduleError
-from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KINDS, Op
+from .ops import ALL_KINDS, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KINDS, RECOMPUTE, Op
 from .placement import Placement
 
 _TIMES = ("f", "b", "w", "comm")
@@ -72,7 +72,7 @@ class Costs:
     def of(self, kind: str) -> float:
         """Cost of one computation of that kind on one D-th of the model."""
         whole = {FORWARD: self.f, BACKWARD: self.b + self.w, BACKWARD_INPUT: self.b, BACKWARD_WEIGHT: self.w}
-        return whole[kind]
+        return self.f if kind == RECOMPUTE else whole[kind]
 
     def durations(self, placement: Placement) -> dict[str, tuple[float, ...]]:
         """Kind of op -> its time at every stage, without jitter: its share of the model, times its factor.
@@ -80,10 +80,14 @@ class Costs:
         Raises ScheduleError when the factors or the links are not those of the placement.
         """
         self.check_fits(placement)
-        share, factors = placement.ranks / placement.stages, self.stages
-        if factors is None:
-            return {kind: (self.of(kind) * share,) * placement.stages for kind in KINDS}
-        return {kind: tuple(self.of(kind) * share * factor for factor in factors) for kind in KINDS}
+        share = placement.width / placement.stages
+        factors = self.stages or (1.0,) * placement.stages
+        kinds = KINDS if placement.forward is None else ALL_KINDS
+        found = {kind: tuple(self.of(kind) * share * factor for factor in factors) for kind in kinds}
+        if placement.forward is not None:
+            slower = placement.forward.factor
+            found[FORWARD] = tuple(time * slower for time in found[FORWARD])
+        return found
 
     def check_fits(self, placement: Placement) -> None:
         """Raise ScheduleError when there are not as many factors as stages, or a link joins no two ranks."""
@@ -108,7 +112,7 @@ class Costs:
         """The jitter: what the time of ``op``, or of the message that it waits for, is multiplied by."""
         if not self.jitter:
             return 1.0
-        code = ((op.micro_batch << 20 | op.stage) << 3 | KINDS.index(op.kind)) << 1 | message
+        code = ((op.micro_batch << 20 | op.stage) << 3 | ALL_KINDS.index(op.kind)) << 1 | message
         u = _mix(_mix(self.seed) ^ code) / (1 << 63) - 1.0
         return 1.0 + self.jitter * u
 

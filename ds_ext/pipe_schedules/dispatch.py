@@ -29,12 +29,16 @@ from .registry import Orders
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be computed in a step, and how long each part takes."""
+    """What is to be computed in a step, and how long each part takes; with its jitter only if that is to count.
+
+    (Who plans ahead does not know the jitter. Who decides on the way meets it.)
+    """
 
     placement: Placement
     micro_batches: int
     costs: Costs
     split: bool
+    jittered: bool = False
 
     @cached_property
     def pipes(self) -> tuple[int, ...]:
@@ -76,6 +80,16 @@ class Work:
     def device(self, op: Op) -> int:
         """Where ``op`` is computed."""
         return self.placement.pipes[self.pipes[op.micro_batch]][op.stage]
+
+    def time(self, op: Op) -> float:
+        """How long ``op`` takes."""
+        time = self.times[op.kind][op.stage]
+        return time * self.costs.factor(op) if self.jittered else time
+
+    def delay(self, op: Op, sender: int, receiver: int) -> float:
+        """How long the message that ``op`` waits for is under way."""
+        delay = self.costs.delay(sender, receiver)
+        return delay * self.costs.factor(op, message=True) if self.jittered else delay
 
     def next(self, op: Op) -> Op | None:
         """The op that waits for the result of ``op``, if there is one."""
@@ -213,7 +227,22 @@ class Run:
     orders: Orders
 
 
-def dispatch(work: Work, devices: Sequence[Policy], admission: Admission) -> Run | None:
+class AllAtOnce:
+    """No admission but that of the policies themselves: every micro-batch is at its first device from the start."""
+
+    def __init__(self, micro_batches: int) -> None:
+        self.micro_batches = micro_batches
+
+    def admit(self) -> Iterator[Op]:
+        """The first ops of all micro-batches."""
+        return (Op(FORWARD, 0, m) for m in range(self.micro_batches))
+
+    def done(self, device: int, op: Op) -> Iterator[Op]:
+        """Nothing more."""
+        return iter(())
+
+
+def dispatch(work: Work, devices: Sequence[Policy], admission: Admission | AllAtOnce) -> Run | None:
     """Run the step: every device computes what its policy chooses, as soon as it is free.
 
     None when the devices come to wait for each other.
@@ -236,7 +265,7 @@ def dispatch(work: Work, devices: Sequence[Policy], admission: Admission) -> Run
             if op is not None:
                 busy[rank] = True
                 orders[rank].append(op)
-                heappush(events, (now + work.times[op.kind][op.stage], False, rank, op))
+                heappush(events, (now + work.time(op), False, rank, op))
         awake.clear()
         if not events:
             return Run(now, tuple(map(tuple, orders))) if sum(map(len, orders)) == work.ops else None
@@ -252,7 +281,7 @@ def dispatch(work: Work, devices: Sequence[Policy], admission: Admission) -> Run
             follower = work.next(op)
             if follower is not None:
                 to = work.device(follower)
-                heappush(events, (now + work.costs.delay(rank, to), True, to, follower))
+                heappush(events, (now + work.delay(follower, rank, to), True, to, follower))
             enter(admission.done(rank, op))
 
 

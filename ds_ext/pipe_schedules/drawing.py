@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Op, Timetable
+from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op, Timetable
 from .placement import Placement
 from .simulate import Simulation
 
@@ -15,16 +15,17 @@ WORDS = {
     BACKWARD: "backward",
     BACKWARD_INPUT: "input gradient",
     BACKWARD_WEIGHT: "weight gradient",
+    RECOMPUTE: "repeated forward",
 }
 
 
 class Theme(NamedTuple):
     """Colours of the light or the dark picture.
 
-    ``kinds[p]`` paints pipe p: forward, whole backward, input gradient, weight gradient. Hues tell pipes apart
-    (blue and orange first: the pair that all kinds of colour blindness keep apart), lightness the kinds, so that
-    the picture also survives a grey printer. ``text`` is written on forward and weight gradient, ``inverse`` on
-    the other two.
+    ``kinds[p]`` paints pipe p: forward, whole backward, input gradient, weight gradient; a repeated forward is painted
+    as a forward. Hues tell pipes apart (blue and orange first: the pair that all kinds of colour blindness keep apart),
+    lightness the kinds, so that the picture also survives a grey printer. ``text`` is written on forwards and weight
+    gradient, ``inverse`` on the other two.
     """
 
     paper: str
@@ -72,7 +73,8 @@ DARK = Theme(
 )
 _MOST_LISTED = 16
 LATER = "a later stage on the same rank"
-KINDS = FORWARD + BACKWARD + BACKWARD_INPUT + BACKWARD_WEIGHT
+KINDS = FORWARD + BACKWARD + BACKWARD_INPUT + BACKWARD_WEIGHT  # in the order of a palette
+DRAWN = KINDS + RECOMPUTE
 ON_DARK = (BACKWARD, BACKWARD_INPUT)
 
 
@@ -83,8 +85,9 @@ def color_class(op: Op, timetable: Timetable) -> str:
 
 def heading(timetable: Timetable) -> str:
     """``4 stages, 8 micro-batches``."""
-    ranks, micro_batches = timetable.placement.ranks, timetable.micro_batches
-    return f"{ranks} stage{'s' * (ranks != 1)}, {micro_batches} micro-batch{'es' * (micro_batches != 1)}"
+    ranks, micro_batches = timetable.placement.width, timetable.micro_batches
+    devices = "" if timetable.placement.forward is None else f" on {timetable.placement.ranks} devices"
+    return f"{ranks} stage{'s' * (ranks != 1)}{devices}, {micro_batches} micro-batch{'es' * (micro_batches != 1)}"
 
 
 def numbers(simulation: Simulation) -> list[tuple[str, str]]:
@@ -103,8 +106,9 @@ def numbers(simulation: Simulation) -> list[tuple[str, str]]:
 def axis_title(simulation: Simulation) -> str:
     """Says what a unit of time is: one forward of a D-th of the model, or how many units such a forward takes."""
     timetable = simulation.timetable
-    ranks = timetable.placement.ranks
-    forwards = sum(end - start for row in simulation.spans for op, start, end in row if op.kind == FORWARD)
+    ranks = timetable.placement.width
+    kind = FORWARD if timetable.placement.forward is None else RECOMPUTE
+    forwards = sum(end - start for row in simulation.spans for op, start, end in row if op.kind == kind)
     forward = f"{forwards / (timetable.micro_batches * ranks):.4g}"
     share = "the model" if ranks == 1 else f"1/{ranks} of the model"
     if forward == "1":
@@ -115,7 +119,13 @@ def axis_title(simulation: Simulation) -> str:
 def kinds_of(timetable: Timetable) -> list[str]:
     """The kinds of computation that occur, in the order of the palette."""
     found = {op.kind for order in timetable.ranks for op in order}
-    return [kind for kind in KINDS if kind in found]
+    return [kind for kind in DRAWN if kind in found]
+
+
+def paints(colors: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Every kind with its colour in the palette of a pipe."""
+    yield from zip(KINDS, colors, strict=True)
+    yield RECOMPUTE, colors[KINDS.index(FORWARD)]
 
 
 def visits(placement: Placement) -> dict[tuple[int, int], tuple[int, int]]:
@@ -170,7 +180,7 @@ def _style() -> str:
         fills = "".join(
             f".{kind}{pipe}{{fill:{color}}}"
             for pipe, colors in enumerate(theme.kinds)
-            for kind, color in zip(KINDS, colors, strict=True)
+            for kind, color in paints(colors)
         )
         return (
             f".paper{{fill:{theme.paper}}}text,.dark{{fill:{theme.text}}}.bright{{fill:{theme.inverse}}}"

@@ -1,4 +1,4 @@
-"""Timetable files: what `show -o FILE.txt` and `optimise -o FILE` write, torch's CSV, or an order written by hand."""
+"""Timetable files: what `show -o FILE.txt`, `optimise -o FILE` and `dump` write, torch's CSV, or written by hand."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from pathlib import Path
 
 from ..errors import ScheduleError
 from .costs import Costs
+from .dumped import read_dump
 from .ops import Timetable
 from .placement import Placement
 from .registry import Orders, Schedule
 from .text import loads
 
-_ENDINGS = (".txt", ".csv")
+_ENDINGS = (".txt", ".csv", ".json")
 
 
 def is_timetable_file(name: str) -> bool:
@@ -28,6 +29,8 @@ def read_timetable(path: str | Path) -> Timetable:
         raise ScheduleError(f"the timetable file {str(path)!r} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise ScheduleError(f"the timetable file {str(path)!r} cannot be read: it is no text.") from None
+    if text.lstrip().startswith("{"):
+        return read_dump(text, f"timetable {path}")
     return loads(text, Path(path).stem, f"timetable {path}")
 
 

@@ -32,10 +32,10 @@ def forward_timetable(placement: Placement, micro_batches: int, name: str = "inf
 
     def admit(pipe: int, now: int) -> None:
         if waiting[pipe]:
-            heapq.heappush(ready[placement.pipes[pipe][0]], (now, waiting[pipe].pop(), 0))
+            heapq.heappush(ready[placement.forward_pipes[pipe][0]], (now, waiting[pipe].pop(), 0))
 
     for pipe in range(placement.replicas):
-        for _ in range(placement.ranks):
+        for _ in range(placement.width):
             admit(pipe, 0)
     now = 0
     while any(ready):
@@ -44,7 +44,7 @@ def forward_timetable(placement: Placement, micro_batches: int, name: str = "inf
         for device, (_, m, stage) in turn:
             ranks[device].append(Op(FORWARD, stage, m))
             if stage + 1 < placement.stages:
-                heapq.heappush(ready[timetable.rank(stage + 1, m)], (now, m, stage + 1))
+                heapq.heappush(ready[timetable.rank(stage + 1, m, FORWARD)], (now, m, stage + 1))
             else:
                 admit(timetable.pipe(m), now)
     return Timetable(name, placement, micro_batches, tuple(map(tuple, ranks)))

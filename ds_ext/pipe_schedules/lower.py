@@ -16,7 +16,18 @@ from collections.abc import Iterator
 from .check import check_timetable
 from .collection import without_collection
 from .messages import inboxes
-from .ops import BACKWARD_INPUT, BACKWARD_WEIGHT, COMPUTE_NAME, FORWARD, Instruction, Op, Program, Timetable
+from .ops import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    COMPUTE_NAME,
+    FORWARD,
+    RECOMPUTE,
+    Instruction,
+    Op,
+    Program,
+    Timetable,
+)
+from .placement import Placement
 
 _AFTER_BACKWARDS = ("ReduceTiedGrads", "ReduceGrads", "OptimizerStep")
 
@@ -30,17 +41,30 @@ def lower(timetable: Timetable) -> Program:
     check_timetable(timetable)
     ranks, num_slots = [], []
     for rank, inbox in enumerate(inboxes(timetable)):
-        lowering = _Lowering(rank, timetable, inbox)
+        lowering = Lowering(rank, timetable, inbox)
         for op in timetable.ranks[rank]:
             lowering.add(op)
         if timetable.trains:
-            lowering.program += map(Instruction, _AFTER_BACKWARDS)
+            lowering.program += _end_of_step(timetable, rank)
         ranks.append(tuple(lowering.program))
         num_slots.append(lowering.slots.count)
     return Program(timetable, tuple(ranks), tuple(num_slots))
 
 
-class _Lowering:
+def _end_of_step(timetable: Timetable, rank: int) -> Iterator[Instruction]:
+    """Reductions and the step; where forwards have devices of their own, these get the new weights of their stages."""
+    forward = timetable.placement.forward
+    if forward is not None and rank in forward.devices:
+        stage = forward.devices.index(rank)
+        yield Instruction("SyncWeights", stage=stage, pipe=0, peer=timetable.placement.pipes[0][stage])
+        return
+    yield from map(Instruction, _AFTER_BACKWARDS)
+    if forward is not None and rank in timetable.placement.pipes[0]:
+        stage = timetable.placement.pipes[0].index(rank)
+        yield Instruction("SyncWeights", stage=stage, pipe=0, peer=forward.devices[stage])
+
+
+class Lowering:
     """The program of one rank, made computation by computation."""
 
     def __init__(self, rank: int, timetable: Timetable, inbox: dict[int, list[int]]) -> None:
@@ -56,15 +80,16 @@ class _Lowering:
         """One computation with what it needs before and what it hands over after."""
         kind, stage, m = op
         pipe, pair = self.timetable.pipes[m], m * self.stages + stage
-        if kind == FORWARD:
+        if kind in (FORWARD, RECOMPUTE):
             if stage in (0, self.last):
                 # The first stage needs the inputs, the last one the labels of the same micro-batch.
                 self._instruct("LoadMicroBatch", m, stage, pipe)
             if stage > 0:
-                self._receive(pair, self.placement.pipes[pipe][stage - 1])
+                wanted = pair if kind == FORWARD else 3 * self.pairs + pair
+                self._receive(wanted, self.placement.forward_pipes[pipe][stage - 1])
             self._compute(op, pipe)
-            if stage < self.last:
-                self._hand_over("CopyActivation", "SendActivation", m, stage, pipe, stage + 1)
+            if stage < self.last and kind == FORWARD:
+                self._hand_on(m, stage, pipe)
         elif kind == BACKWARD_WEIGHT:
             self._compute(op, pipe)
         else:
@@ -74,8 +99,20 @@ class _Lowering:
             if stage > 0:
                 self._hand_over("CopyGrad", "SendGrad", m, stage, pipe, stage - 1)
         # What a forward keeps is needed until the last part of its backward; evaluation keeps nothing.
-        if (kind != FORWARD or not self.timetable.trains) and kind != BACKWARD_INPUT:
+        kept = FORWARD if self.placement.forward is None else RECOMPUTE
+        if (kind != kept or not self.timetable.trains) and kind != BACKWARD_INPUT:
             self.slots.free(pair)
+
+    def _hand_on(self, m: int, stage: int, pipe: int) -> None:
+        """An output goes to the next stage: to its forward, and in training to the device that repeats that."""
+        if self.placement.forward is None:
+            self._hand_over("CopyActivation", "SendActivation", m, stage, pipe, stage + 1)
+            return
+        if not self.timetable.unused_forward(stage + 1):
+            peer = self.placement.forward_pipes[pipe][stage + 1]
+            self._instruct("SendActivation", m, stage, pipe, peer=peer)
+        if self.timetable.trains:
+            self._instruct("SendActivation", m, stage, pipe, peer=self.placement.pipes[pipe][stage + 1])
 
     def _receive(self, wanted: int, sender: int) -> None:
         """The message that the op with number ``wanted`` needs, after the earlier ones of its link."""
@@ -86,7 +123,7 @@ class _Lowering:
             return
         for number in self._inbox[sender]:
             m, stage = divmod(number % self.pairs, self.stages)
-            name = "RecvActivation" if number < self.pairs else "RecvGrad"
+            name = "RecvGrad" if self.pairs <= number < 2 * self.pairs else "RecvActivation"
             self._instruct(name, m, stage, self.timetable.pipes[m], peer=sender)
             if number == wanted:
                 return
@@ -94,7 +131,10 @@ class _Lowering:
 
     def _compute(self, op: Op, pipe: int) -> None:
         kind, stage, m = op
-        self._instruct(COMPUTE_NAME[kind], m, stage, pipe, chunk=self.placement.chunk_index[stage, pipe])
+        # A forward device has one stage.
+        apart = kind == FORWARD and self.placement.forward is not None
+        chunk = 0 if apart else self.placement.chunk_index[stage, pipe]
+        self._instruct(COMPUTE_NAME[kind], m, stage, pipe, chunk=chunk)
 
     def _hand_over(self, copy: str, send: str, m: int, stage: int, pipe: int, to: int) -> None:
         """The result goes to stage ``to``: a copy on the same device, else a message."""
@@ -146,16 +186,29 @@ def dump(program: Program) -> dict[str, object]:
     timetable, placement = program.timetable, program.timetable.placement
     return {
         "schedule": timetable.schedule,
-        "stages": placement.ranks,
+        "stages": placement.width,
         "micro_batches": timetable.micro_batches,
         "model_stages": placement.stages,
         "chunks": [
-            {"rank": rank, "chunk": index, "stage": chunk.stage, "pipe": chunk.pipe}
+            {
+                "rank": rank,
+                "chunk": index,
+                "stage": chunk.stage,
+                "pipe": chunk.pipe,
+                **_role(placement, rank),
+            }
             for rank, chunks in enumerate(placement.chunks)
             for index, chunk in enumerate(chunks)
         ],
         "ranks": [[_dump_instruction(i) for i in instructions] for instructions in program.ranks],
     }
+
+
+def _role(placement: Placement, rank: int) -> dict[str, str]:
+    """What the device does, where forwards have devices of their own."""
+    if placement.forward is None:
+        return {}
+    return {"role": "forward" if rank in placement.forward.devices else "backward"}
 
 
 def _dump_instruction(instruction: Instruction) -> dict[str, object]:

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 
 from ..errors import ScheduleError
-from .ops import BACKWARD_INPUT, FORWARD, Timetable
+from .ops import BACKWARD_INPUT, FORWARD, RECOMPUTE, Timetable
 from .placement import Placement
 from .simulate import Simulation
 
@@ -175,7 +175,12 @@ def memory(made: Timetable | Simulation, sizes: ModelSizes) -> tuple[RankMemory,
     for device in range(placement.ranks):
         count = sizes.device_parameters(placement, device)
         gradients, optimizer, activations = 0.0, 0.0, 0.0
-        if timetable.trains:
+        forward = placement.forward
+        if forward is not None and device in forward.devices:
+            # Weights, whole where one rank does the work of several; neither gradients nor optimizer nor a graph.
+            whole = replace(sizes, tensor_parallel=1) if forward.merged > 1 else sizes
+            count = whole.device_parameters(placement, device)
+        elif timetable.trains:
             gradients, optimizer = count * sizes.gradient_bytes, count * state
             activations = _peak_bytes(timetable, device, kept)
         parts = (count * sizes.weight_bytes, gradients, optimizer, activations)
@@ -187,7 +192,7 @@ def _peak_bytes(timetable: Timetable, device: int, kept: tuple[float, ...]) -> f
     """Most bytes alive at once: from a forward to the end of its backward."""
     live = peak = 0.0
     for kind, stage, _ in timetable.ranks[device]:
-        if kind == FORWARD:
+        if kind in (FORWARD, RECOMPUTE):
             live += kept[stage]
             peak = max(peak, live)
         elif kind != BACKWARD_INPUT:

@@ -18,6 +18,8 @@ def inboxes(timetable: Timetable) -> list[dict[int, list[int]]]:
     before = [(None, *devices[:-1]) for devices in placement.pipes]
     after = [(*devices[1:], None) for devices in placement.pipes]
     found: list[dict[int, list[int]]] = [{} for _ in timetable.ranks]
+    if placement.forward is not None:
+        return _with_forward_devices(timetable, found)
     for rank, numbers in enumerate(timetable.numbers):
         for number in numbers:
             if number >= 2 * pairs:
@@ -27,4 +29,24 @@ def inboxes(timetable: Timetable) -> list[dict[int, list[int]]]:
             peer = (after if forward else before)[pipes[m]][stage]
             if peer is not None and peer != rank:
                 found[peer].setdefault(rank, []).append(number + 1 if forward else number - 1)
+    return found
+
+
+def _with_forward_devices(
+    timetable: Timetable, found: list[dict[int, list[int]]]
+) -> list[dict[int, list[int]]]:
+    """An output goes to the next forward device and to the backward device that repeats the next stage."""
+    placement, pipes = timetable.placement, timetable.pipes
+    stages, pairs = placement.stages, placement.stages * timetable.micro_batches
+    for rank, numbers in enumerate(timetable.numbers):
+        for number in numbers:
+            m, stage = divmod(number % pairs, stages)
+            backwards, forwards = placement.pipes[pipes[m]], placement.forward_pipes[pipes[m]]
+            if number < pairs and stage < stages - 1:
+                if not timetable.unused_forward(stage + 1):
+                    found[forwards[stage + 1]].setdefault(rank, []).append(number + 1)
+                if timetable.trains:
+                    found[backwards[stage + 1]].setdefault(rank, []).append(number + 1 + 3 * pairs)
+            elif pairs <= number < 2 * pairs and stage > 0:
+                found[backwards[stage - 1]].setdefault(rank, []).append(number - 1)
     return found

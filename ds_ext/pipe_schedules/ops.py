@@ -17,10 +17,17 @@ from .placement import Placement
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "F", "B", "I", "W"
 KINDS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+RECOMPUTE = (
+    "R"  # of a placement with forward devices: the forward again, with its graph, on the backward device
+)
+ALL_KINDS = (*KINDS, RECOMPUTE)
 
 
 class Op(NamedTuple):
-    """One computation of a stage: ``kind`` is F forward, B whole backward, I input or W weight gradient."""
+    """One computation of a stage: ``kind`` is F forward, B whole backward, I input or W weight gradient.
+
+    Where forwards have devices of their own, R is the forward that a backward device repeats with its graph.
+    """
 
     kind: str
     stage: int
@@ -61,29 +68,38 @@ class Timetable:
         """False for an evaluation: forwards only."""
         return any(op.kind != FORWARD for order in self.ranks for op in order)
 
-    def rank(self, stage: int, micro_batch: int) -> int:
-        """The device that computes ``stage`` for ``micro_batch``."""
-        return self.placement.pipes[self.pipes[micro_batch]][stage]
+    def rank(self, stage: int, micro_batch: int, kind: str = BACKWARD) -> int:
+        """The device that computes ``stage`` for ``micro_batch``; forwards may have a device of their own."""
+        placement = self.placement
+        pipes = placement.forward_pipes if kind == FORWARD else placement.pipes
+        return pipes[self.pipes[micro_batch]][stage]
+
+    def unused_forward(self, stage: int) -> bool:
+        """Whether training needs no forward of ``stage``: of the last one, where a backward device repeats it."""
+        return self.placement.forward is not None and self.trains and stage == self.placement.stages - 1
 
     @cached_property
     def numbers(self) -> tuple[array[int], ...]:
         """Per device its ops as numbers, for passes over very long timetables.
 
         With S stages and N micro-batches F of (stage, m) is ``m*S + stage``, B and I are S*N more, W is 2*S*N more. (Of
-        B and I a pair has one, and both hand on the input gradient.) What an op needs is then found by arithmetic: F
-        needs the number before its own; B and I the one after their own, and their forward, S*N less; W its I, S*N
-        less. Raises ScheduleError for an op that these sizes do not have.
+        B and I a pair has one, and both hand on the input gradient.) R is 3*S*N more. What an op needs is then found by
+        arithmetic: F needs the number before its own; B and I the one after their own, and their forward, S*N less, or
+        their R, 2*S*N more; W its I, S*N less; R the F of the stage before. Raises ScheduleError for an op that these
+        sizes do not have.
         """
         stages, micro_batches = self.placement.stages, self.micro_batches
         pairs = stages * micro_batches
         first = {FORWARD: 0, BACKWARD: pairs, BACKWARD_INPUT: pairs, BACKWARD_WEIGHT: 2 * pairs}
+        if self.placement.forward is not None:
+            first[RECOMPUTE] = 3 * pairs
         for rank, order in enumerate(self.ranks):
             for op in order:
                 kind, stage, m = op
                 if kind not in first or not (0 <= stage < stages and 0 <= m < micro_batches):
                     raise ScheduleError(
                         f"{self.schedule}: rank {rank} runs {op}, but there are {stages} stages and "
-                        f"{micro_batches} micro-batches, both counted from 0, and the kinds {', '.join(KINDS)}."
+                        f"{micro_batches} micro-batches, both counted from 0, and the kinds {', '.join(first)}."
                     )
         return tuple(
             array("q", [first[kind] + m * stages + stage for kind, stage, m in order]) for order in self.ranks
@@ -145,6 +161,7 @@ COMPUTE = {
     "BackwardPass": BACKWARD,
     "BackwardInput": BACKWARD_INPUT,
     "BackwardWeight": BACKWARD_WEIGHT,
+    "RecomputeForward": RECOMPUTE,
 }
 COMPUTE_NAME = {kind: name for name, kind in COMPUTE.items()}
 

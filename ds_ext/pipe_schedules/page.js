@@ -1,12 +1,12 @@
 "use strict";
-const KINDS = "FBIW";
-const WORDS = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient" };
+const KINDS = "FBIWR";
+const WORDS = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient", R: "repeated forward" };
 const LEFT = 104, RIGHT = 104, TOP = 24, BOTTOM = 42;
 const plots = [];
 const view = { from: 0, to: 1, end: 1, least: 0.01 };
 const tip = document.getElementById("tip");
 const said = document.getElementById("said");
-let chosen = null; // {plot, row, index} of the computation under the pointer or the cursor keys
+let chosen = null; // {plot, row, index} of the computation under the pointer or the cursor keys; or {plot, row, mark}
 let queued = false;
 
 const short = (x) => String(Number(x.toPrecision(6)));
@@ -59,7 +59,8 @@ function read(data, canvas) {
     range(stages).filter((stage) => devices[stage] === rank).join(" ")).join(" · "));
   const height = rows.length <= 8 ? 30 : rows.length <= 16 ? 24 : rows.length <= 32 ? 17 : 12;
   canvas.style.height = `${TOP + rows.length * height + BOTTOM}px`;
-  return { data, canvas, rows, held, height, pen: canvas.getContext("2d"), width: 0 };
+  const marks = (data.marks ?? []).map((row) => row.map(([start, end, below, text]) => ({ start, end, below, text })));
+  return { data, canvas, rows, marks, held, height, pen: canvas.getContext("2d"), width: 0 };
 }
 
 const inner = (plot) => Math.max(plot.width - LEFT - RIGHT, 50);
@@ -107,7 +108,8 @@ function draw(plot, color) {
   pen.fillStyle = wait;
   range(rows.length).forEach((r) => pen.fillRect(left, TOP + r * height + 2, right - left, height - 4));
   rows.forEach((ops, r) => drawRow(plot, ops, TOP + r * height, color, font));
-  if (chosen) drawChosen(plot, color);
+  plot.marks.forEach((marks, r) => drawMarksOf(plot, marks, TOP + (r + 1) * height, color));
+  if (chosen?.index !== undefined) drawChosen(plot, color);
   pen.restore();
   drawMarks(plot, write, color);
 }
@@ -166,7 +168,7 @@ function drawAxis(plot, write, color) {
 
 function drawRow(plot, ops, y, color, font) {
   const { pen, height } = plot;
-  const fills = {}, tones = { F: color("text"), W: color("text"), B: color("inverse"), I: color("inverse") };
+  const fills = {}, tones = { F: color("text"), W: color("text"), R: color("text"), B: color("inverse"), I: color("inverse") };
   const paper = color("paper");
   const digits = String(plot.data.pipe.length - 1).length; // all numbers have room, or none is written
   let drawnTo = -Infinity;
@@ -174,7 +176,7 @@ function drawRow(plot, ops, y, color, font) {
     const op = ops[i], x = toX(plot, op.start), end = toX(plot, op.end), width = end - x;
     if (end - drawnTo < 0.5) continue; // less than a pixel beyond what is there: nobody would see it
     drawnTo = end;
-    const faint = chosen && opOf(chosen).m !== op.m;
+    const faint = chosen?.index !== undefined && opOf(chosen).m !== op.m;
     if (faint) {
       pen.fillStyle = paper; // hides the pattern of waiting
       pen.fillRect(x, y + 2, width, height - 4);
@@ -201,6 +203,17 @@ function drawRow(plot, ops, y, color, font) {
       pen.fillText(op.m, x + width / 2, y + height / 2 + 0.5);
     }
     pen.globalAlpha = 1;
+  }
+}
+
+/** What goes on below the computations of a row, and the wait that is pointed at. */
+function drawMarksOf(plot, marks, bottom, color) {
+  const { pen, height } = plot;
+  pen.fillStyle = pen.strokeStyle = color("ink");
+  for (const mark of marks) {
+    const x = toX(plot, mark.start), width = Math.max(toX(plot, mark.end) - x, 0.5);
+    if (mark.below) pen.fillRect(x, bottom - 1.5, width, 3);
+    else if (mark === chosen?.mark) pen.strokeRect(x, bottom - height + 2.5, width, height - 5);
   }
 }
 

@@ -8,15 +8,39 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.resources import files
+from typing import NamedTuple
 
 from ..errors import ScheduleError
-from .drawing import DARK, KINDS, LATER, LIGHT, WORDS, Theme, axis_title, heading, kinds_of, numbers, svg
+from .drawing import (
+    DARK,
+    DRAWN,
+    LATER,
+    LIGHT,
+    WORDS,
+    Theme,
+    axis_title,
+    heading,
+    kinds_of,
+    numbers,
+    paints,
+    svg,
+)
 from .ops import Op
 from .simulate import Simulation
 
 __all__ = ["html", "svg"]
 
 Word = float | tuple[float, ...]
+
+
+class Mark(NamedTuple):
+    """Something that took time besides the computations: told where one points at it, a bar if it is ``below`` them."""
+
+    start: float
+    end: float
+    below: bool
+    text: str
+
 
 _ROUNDING = 1e-8  # of a time: more than the ninth digits of all before it add up to
 _BASE, _DIGIT, _LAST_DIGIT = 30, ord("="), ord("]")
@@ -28,7 +52,11 @@ _HINT = (
 
 
 def html(
-    simulations: Sequence[Simulation], table: Sequence[Sequence[str]] = (), notes: Sequence[str] = ()
+    simulations: Sequence[Simulation],
+    table: Sequence[Sequence[str]] = (),
+    notes: Sequence[str] = (),
+    axis: str | None = None,
+    marks: Sequence[Sequence[Sequence[Mark]]] = (),
 ) -> str:
     """A page with the timetables under each other on one time scale.
 
@@ -38,6 +66,8 @@ def html(
     Args:
         table: to be shown above them: a head, then rows of equally many cells, the first of each a name.
         notes: sentences below the table.
+        axis: what the time is; by default that it is in forwards.
+        marks: what else is to be seen in each timetable's rows, beside or below the computations.
 
     Raises:
         ScheduleError: if there is no timetable.
@@ -53,14 +83,15 @@ def html(
             '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">',
             f"<title>{escape(title)}</title>",
             f"<style>\n{_theme_css()}\n{_file('page.css')}</style>",
-            f'<header>\n<ul class="legend" aria-label="Legend">{_legend(simulations)}</ul>\n{_tools()}\n</header>',
+            f'<header>\n<ul class="legend" aria-label="Legend">{_legend(simulations, marks)}</ul>',
+            f"{_tools()}\n</header>",
             "<main>",
             *_table(table, notes),
             *(_section(number, simulation) for number, simulation in enumerate(simulations)),
             f'</main>\n<footer>{_HINT}</footer>\n<div id="tip" role="tooltip" hidden></div>',
             '<p id="said" class="unseen" aria-live="polite"></p>',
             "<noscript>The timetables are drawn by a script, which this browser does not run.</noscript>",
-            f'<script type="application/json" id="data">{_data(simulations)}</script>',
+            f'<script type="application/json" id="data">{_data(simulations, axis, marks)}</script>',
             f"<script>\n{_file('page.js')}{_file('page_events.js')}</script>\n</html>\n",
         )
     )
@@ -75,7 +106,7 @@ def _theme_css() -> str:
         plain = theme._asdict()
         kinds = plain.pop("kinds")
         for pipe, colors in enumerate(kinds):
-            plain |= {f"{kind}{pipe}": color for kind, color in zip(KINDS, colors, strict=True)}
+            plain |= {f"{kind}{pipe}": color for kind, color in paints(colors)}
         return ":root{" + ";".join(f"--{key}:{color}" for key, color in plain.items()) + "}"
 
     return f"{variables(LIGHT)}\n@media (prefers-color-scheme:dark){{{variables(DARK)}}}"
@@ -91,9 +122,9 @@ def _tools() -> str:
     return f'<div class="tools" role="toolbar" aria-label="Zoom">{out}{zoom}{zoom_in}{show_all}</div>'
 
 
-def _legend(simulations: Sequence[Simulation]) -> str:
+def _legend(simulations: Sequence[Simulation], marks: Sequence[Sequence[Sequence[Mark]]]) -> str:
     used = {kind for s in simulations for kind in kinds_of(s.timetable)}
-    kinds = [kind for kind in KINDS if kind in used]
+    kinds = [kind for kind in DRAWN if kind in used]
     pipes = min(max(s.timetable.placement.replicas for s in simulations), len(LIGHT.kinds))
     items = []
     for pipe in range(pipes):
@@ -104,6 +135,8 @@ def _legend(simulations: Sequence[Simulation]) -> str:
     items.append('<span><i class="wait"></i>waiting</span>')
     if any(s.timetable.placement.stages > s.timetable.placement.ranks for s in simulations):
         items.append(f'<span><i class="later"></i>{LATER}</span>')
+    if any(mark.below for rows in marks for row in rows for mark in row):
+        items.append('<span><i class="below"></i>reduction of gradients, below the row</span>')
     return "".join(f"<li>{item}</li>" for item in items)
 
 
@@ -133,13 +166,18 @@ def _table(table: Sequence[Sequence[str]], notes: Sequence[str]) -> Iterator[str
     yield from (f"<p>{escape(note)}</p>" for note in notes)
 
 
-def _data(simulations: Sequence[Simulation]) -> str:
+def _data(
+    simulations: Sequence[Simulation], axis: str | None, marks: Sequence[Sequence[Sequence[Mark]]]
+) -> str:
     """What page.js reads; see :func:`_plot`."""
-    text = json.dumps([_plot(simulation) for simulation in simulations], separators=(",", ":"))
+    plots = [_plot(simulation, axis) for simulation in simulations]
+    for plot, rows in zip(plots, marks, strict=False):
+        plot["marks"] = [[(_number(m.start), _number(m.end), m.below, m.text) for m in row] for row in rows]
+    text = json.dumps(plots, separators=(",", ":"))
     return text.replace("<", "\\u003c")
 
 
-def _plot(simulation: Simulation) -> dict[str, object]:
+def _plot(simulation: Simulation, axis: str | None) -> dict[str, object]:
     """``rows`` has a text a rank: the numbers, packed, of the words that its computations and waits are.
 
     A word is a wait, its time; or a computation: kind, how many stages and micro-batches it is from the rank's last
@@ -153,7 +191,7 @@ def _plot(simulation: Simulation) -> dict[str, object]:
         "makespan": _number(simulation.makespan),
         "ideal": _number(simulation.ideal),
         "peaks": [_number(peak) for peak in simulation.peak_activations],
-        "axis": axis_title(simulation),
+        "axis": axis or axis_title(simulation),
         "pipes": timetable.placement.pipes,
         "pipe": [timetable.pipe(m) for m in range(timetable.micro_batches)],
         "words": words,
@@ -164,7 +202,7 @@ def _plot(simulation: Simulation) -> dict[str, object]:
 def _words(spans: Sequence[tuple[Op, float, float]]) -> list[Word]:
     """The waits and computations of a rank."""
     found: list[Word] = []
-    last = {kind: (0, 0) for kind in KINDS}
+    last = {kind: (0, 0) for kind in DRAWN}
     at = 0.0
     for (kind, stage, m), start, end in spans:
         # The script adds up what it is given: rounding must not add up with it, and is no wait.
@@ -173,7 +211,7 @@ def _words(spans: Sequence[tuple[Op, float, float]]) -> list[Word]:
             found.append(_number(wait))
             at += _number(wait)
         before, duration = last[kind], _number(end - start)
-        found.append((KINDS.index(kind), stage - before[0], m - before[1], duration))
+        found.append((DRAWN.index(kind), stage - before[0], m - before[1], duration))
         last[kind] = (stage, m)
         at += duration
     return found

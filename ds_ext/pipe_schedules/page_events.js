@@ -1,17 +1,20 @@
 /* The second half of the page's script: what the mouse, the wheel and the keys do. page.js draws. */
 
 function choose(at, aloud) {
-  if (chosen?.plot === at?.plot && chosen?.row === at?.row && chosen?.index === at?.index) return;
+  const same = (key) => chosen?.[key] === at?.[key];
+  if (same("plot") && same("row") && same("index") && same("mark")) return;
   chosen = at;
   tip.hidden = !at;
   if (at) {
-    const op = opOf(at), box = at.plot.canvas.getBoundingClientRect();
-    const lines = [
+    const op = at.mark ?? opOf(at), box = at.plot.canvas.getBoundingClientRect();
+    const times = `start ${short(op.start)}, end ${short(op.end)}, duration ${short(op.end - op.start)}`;
+    const lines = at.mark ? [`rank ${at.row}`, times] : [
       `${WORDS[op.kind]} of micro-batch ${op.m} at stage ${op.stage}`,
       `pipe ${op.pipe}, rank ${at.row}`,
-      `start ${short(op.start)}, end ${short(op.end)}, duration ${short(op.end - op.start)}`,
+      times,
     ];
-    tip.replaceChildren(Object.assign(document.createElement("b"), { textContent: name(op) }),
+    const title = op.text ?? name(op);
+    tip.replaceChildren(Object.assign(document.createElement("b"), { textContent: title }),
       ...lines.map((text) => Object.assign(document.createElement("div"), { textContent: text })));
     const middle = (Math.max(op.start, view.from) + Math.min(op.end, view.to)) / 2;
     const x = box.left + toX(at.plot, middle) - tip.offsetWidth / 2;
@@ -21,7 +24,7 @@ function choose(at, aloud) {
     const y = above > 4 ? above : box.top + TOP + (tall ? at.row + 1 : rows.length) * height + 6;
     tip.style.left = `${scrollX + Math.min(Math.max(x, 6), document.documentElement.clientWidth - tip.offsetWidth - 6)}px`;
     tip.style.top = `${scrollY + y}px`;
-    if (aloud) said.textContent = `${name(op)}: ${lines.join("; ")}`;
+    if (aloud) said.textContent = `${title}: ${lines.join("; ")}`;
   }
   redraw();
 }
@@ -30,7 +33,11 @@ function under(plot, event) {
   const row = Math.floor((event.offsetY - TOP) / plot.height);
   if (!plot.rows[row] || event.offsetX < LEFT || event.offsetX > plot.width - RIGHT) return null;
   const time = toTime(plot, event.offsetX), index = firstFrom(plot.rows[row], time);
-  return plot.rows[row][index]?.start <= time ? { plot, row, index } : null;
+  const marks = (plot.marks[row] ?? []).filter((mark) => mark.start <= time && time < mark.end);
+  const below = marks.find((mark) => mark.below), beside = marks.find((mark) => !mark.below);
+  if (below && event.offsetY > TOP + (row + 1) * plot.height - 4) return { plot, row, mark: below };
+  if (plot.rows[row][index]?.start <= time) return { plot, row, index };
+  return beside ? { plot, row, mark: beside } : null;
 }
 
 function look(from, to) {
@@ -51,7 +58,7 @@ function zoom(factor, about = (view.from + view.to) / 2) {
 const pan = (time) => look(view.from + time, view.to + time);
 
 function walk(plot, key) {
-  const at = chosen?.plot === plot ? chosen : null;
+  const at = chosen?.plot === plot && chosen.index !== undefined ? chosen : null;
   let row = at?.row ?? 0, index = at?.index ?? firstFrom(plot.rows[0], view.from);
   if (at && key === "ArrowRight") index++;
   if (at && key === "ArrowLeft") index--;

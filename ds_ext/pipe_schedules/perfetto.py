@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE
 from .simulate import Simulation, dependencies
 
 _CATEGORY = {
@@ -16,6 +16,7 @@ _CATEGORY = {
     BACKWARD: "backward",
     BACKWARD_INPUT: "backward input",
     BACKWARD_WEIGHT: "backward weight",
+    RECOMPUTE: "recompute",
 }
 _COMPUTE_THREAD = 0
 
@@ -35,7 +36,7 @@ def chrome_trace(simulation: Simulation, unit_us: float = 1000.0) -> dict[str, o
         "displayTimeUnit": "ms",
         "otherData": {
             "schedule": timetable.schedule,
-            "stages": timetable.placement.ranks,
+            "stages": timetable.placement.width,
             "micro_batches": timetable.micro_batches,
             **simulation.as_dict(),
         },

@@ -21,10 +21,36 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True)
+class ForwardPipe:
+    """Devices that only compute forwards, for all pipes of a placement (FBD): one stage each.
+
+    Args:
+        devices: ``devices[stage]`` computes that stage.
+        merged: tensor-parallel ranks of a backward device whose work one rank of a forward device does; 1: as many
+            ranks as a backward device.
+        slowdown: time of the same work on a forward device, relative to a backward device's.
+    """
+
+    devices: tuple[int, ...]
+    merged: int = 1
+    slowdown: float = 1.0
+
+    @property
+    def factor(self) -> float:
+        """Time of a stage's forward on its forward device, relative to a backward device's."""
+        return self.merged * self.slowdown
+
+
+@dataclass(frozen=True)
 class Placement:
-    """``pipes[p][stage]`` is the device that computes ``stage`` for the micro-batches of pipe ``p``."""
+    """``pipes[p][stage]`` is the device that computes ``stage`` for the micro-batches of pipe ``p``.
+
+    With ``forward`` the devices of the pipes repeat forwards and go backward, and those of ``forward`` compute the
+    forwards of all pipes.
+    """
 
     pipes: tuple[tuple[int, ...], ...]
+    forward: ForwardPipe | None = None
 
     @property
     def stages(self) -> int:
@@ -39,7 +65,17 @@ class Placement:
     @cached_property
     def ranks(self) -> int:
         """Number of devices."""
-        return 1 + max(max(pipe) for pipe in self.pipes)
+        return 1 + max(max(pipe) for pipe in (*self.pipes, *self.forward_pipes))
+
+    @cached_property
+    def width(self) -> int:
+        """D: the devices over which a pipe is laid; costs and activations are counted for one D-th of the model."""
+        return self.ranks if self.forward is None else len(set(self.pipes[0]))
+
+    @cached_property
+    def forward_pipes(self) -> tuple[tuple[int, ...], ...]:
+        """``forward_pipes[p][stage]``: the device that computes the forward of ``stage`` for pipe ``p``."""
+        return self.pipes if self.forward is None else (self.forward.devices,) * self.replicas
 
     @cached_property
     def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
@@ -53,12 +89,21 @@ class Placement:
             for stage, device in enumerate(devices):
                 visits[device].append((seen[device], pipe, stage))
                 seen[device] += 1
+        if self.forward is not None:
+            for stage, device in enumerate(self.forward.devices):
+                visits[device].append((0, 0, stage))  # one stage, of all pipes
         return tuple(tuple(Chunk(stage, pipe) for _, pipe, stage in sorted(visit)) for visit in visits)
 
     @cached_property
     def chunk_index(self) -> dict[tuple[int, int], int]:
         """(stage, pipe) -> chunk index on the device that holds it."""
-        return {(c.stage, c.pipe): i for chunks in self.chunks for i, c in enumerate(chunks)}
+        forward = () if self.forward is None else self.forward.devices
+        return {
+            (c.stage, c.pipe): i
+            for device, chunks in enumerate(self.chunks)
+            if device not in forward
+            for i, c in enumerate(chunks)
+        }
 
     @cached_property
     def replica_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -85,9 +130,12 @@ class Placement:
                 )
 
     def _same_stages(self) -> dict[frozenset[int], list[int]]:
-        """Devices by the set of stages that they hold."""
+        """Devices by the set of stages that they hold; those that only compute forwards are nobody's replicas."""
         groups: dict[frozenset[int], list[int]] = {}
+        forward = () if self.forward is None else self.forward.devices
         for device, chunks in enumerate(self.chunks):
+            if device in forward:
+                continue
             groups.setdefault(frozenset(c.stage for c in chunks), []).append(device)
         return groups
 

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import ScheduleError
 from .collection import without_collection
@@ -44,10 +44,10 @@ Variants = Callable[[int, int], Sequence[Mapping[str, Any]]]
 class Option:
     """An option of a schedule: default, least value if it is a number, what it means, and its words if it has such.
 
-    Its values have the type of the default; a float may be given as an integer.
+    Its values have the type of the default; a float may be given as an integer, and true or false as a word.
     """
 
-    default: int | float | str
+    default: bool | int | float | str
     minimum: int | None
     help: str
     choices: tuple[str, ...] = ()
@@ -56,6 +56,8 @@ class Option:
         """What ``value`` should have been; None if it is right."""
         if self.choices:
             return None if value in self.choices else f"one of {', '.join(self.choices)}"
+        if isinstance(self.default, bool):
+            return None if isinstance(value, bool) else "true or false"
         if isinstance(self.default, str):
             return None if isinstance(value, str) else "a text"
         numbers = (int, float) if isinstance(self.default, float) else (int,)
@@ -63,6 +65,45 @@ class Option:
         if right and (self.minimum is None or value >= self.minimum):  # pyright: ignore[reportOperatorIssue]
             return None
         return f"{'a number' if float in numbers else 'an integer'} of at least {self.minimum}"
+
+    def read(self, value: object) -> object:
+        """``value``, or what a command line's word means."""
+        words = {"true": True, "false": False}
+        return words.get(str(value).lower(), value) if isinstance(self.default, bool) else value
+
+
+class DynamicRules(Protocol):
+    """What the devices of a dynamic schedule agree on before a step; the order they find on the way."""
+
+    @property
+    def placement(self) -> Placement: ...
+
+    @property
+    def micro_batches(self) -> int: ...
+
+    @property
+    def split(self) -> bool:
+        """Whether backwards are split into input and weight gradient."""
+        ...
+
+    def device(self, device: int) -> Any:
+        """A new policy (:class:`.dispatch.Policy`) for one step of a device."""
+        ...
+
+    def entering(self, device: int) -> list[Op]:
+        """The ops that wait for nothing, of micro-batches that enter at ``device``."""
+        ...
+
+    def count(self, device: int) -> int:
+        """How many ops ``device`` computes in a step."""
+        ...
+
+    def room(self, device: int) -> int:
+        """Stages of micro-batches whose activations ``device`` keeps at most."""
+        ...
+
+
+Dynamic = Callable[[Placement, int, Costs, Mapping[str, Any]], DynamicRules]
 
 
 def _defaults(ranks: int, micro_batches: int) -> Sequence[Mapping[str, Any]]:
@@ -73,7 +114,8 @@ def _defaults(ranks: int, micro_batches: int) -> Sequence[Mapping[str, Any]]:
 class Schedule:
     """What a method is: its order, its placement and the sizes it accepts.
 
-    ``variants(D, N)`` lists the options that are worth trying when a schedule is to be chosen.
+    ``variants(D, N)`` lists the options that are worth trying when a schedule is to be chosen. A schedule with
+    ``dynamic`` decides its order at run time, by what that gives; its timetable is then one of its runs.
     """
 
     name: str
@@ -84,6 +126,7 @@ class Schedule:
     options: Mapping[str, Option] = field(default_factory=dict)
     planned: bool = False
     variants: Variants = _defaults
+    dynamic: Dynamic | None = None
 
     @property
     def summary(self) -> str:
@@ -100,7 +143,7 @@ class Schedule:
                 f"{self.name} has no option {unknown[0]!r}{_did_you_mean(unknown[0], self.options)}; "
                 f"its options: {known}."
             )
-        values = {name: given.get(name, option.default) for name, option in self.options.items()}
+        values = {name: option.read(given.get(name, option.default)) for name, option in self.options.items()}
         for name, option in self.options.items():
             expected = option.refusal(values[name])
             if expected:
@@ -134,10 +177,10 @@ class Schedule:
             )
         with self._naming():
             placement = self.place(ranks, **values)
-        if placement.ranks != ranks:
+        if placement.width != ranks:
             raise ScheduleError(
-                f"{self.name}: its placement is for {placement.ranks} devices; got {ranks} (pipeline_parallel_size). "
-                f"Use {placement.ranks}, or have `place` follow the number of ranks."
+                f"{self.name}: its placement is for {placement.width} devices; got {ranks} (pipeline_parallel_size). "
+                f"Use {placement.width}, or have `place` follow the number of ranks."
             )
         placement.check_replicas(self.name)
         return placement
@@ -186,6 +229,17 @@ class Schedule:
             else:
                 orders = every_rank(self.program, placement, micro_batches, **values)
         return Timetable(self.name, placement, micro_batches, tuple(orders))
+
+    def rules(
+        self, ranks: int, micro_batches: int, options: Mapping[str, object] | None = None
+    ) -> DynamicRules | None:
+        """By what the devices decide at run time; None if the timetable is what they run. Raises ScheduleError."""
+        if self.dynamic is None:
+            return None
+        values = self.resolve_options(options)
+        costs = read_costs(values.pop(_COSTS, ""))
+        with self._naming():
+            return self.dynamic(self.placement(ranks, options), micro_batches, costs, values)
 
 
 def every_rank(program: Generator, placement: Placement, micro_batches: int, **options: object) -> Orders:
@@ -267,16 +321,29 @@ def planned_schedule(
     even_ranks: bool = False,
     options: Mapping[str, Option] | None = None,
     variants: Variants = _defaults,
+    dynamic: Dynamic | None = None,
 ) -> Callable[[Planner], Planner]:
     """Register ``program(placement, micro_batches, costs, **options) -> the order of every rank``.
 
     ``place`` makes the placement from the number of ranks and those of the options that it has as parameters. The
-    schedule gets one more option, "costs", for where nothing else gives them, as in the JSON of a job.
+    schedule gets one more option, "costs", for where nothing else gives them, as in the JSON of a job. ``dynamic``,
+    with the same arguments but the options as one mapping, makes the rules of an order that is decided at run time.
     """
 
     def register(program: Planner) -> Planner:
         known = MappingProxyType({**(options or {}), _COSTS: _COSTS_OPTION})
-        _register(Schedule(name, program, place, even_ranks, options=known, planned=True, variants=variants))
+        _register(
+            Schedule(
+                name,
+                program,
+                place,
+                even_ranks,
+                options=known,
+                planned=True,
+                variants=variants,
+                dynamic=dynamic,
+            )
+        )
         return program
 
     return register

@@ -6,7 +6,7 @@ import itertools
 import math
 from typing import TYPE_CHECKING
 
-from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Op, Timetable
+from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op, Timetable
 
 if TYPE_CHECKING:  # the simulation itself draws a grid where it stands still
     from .simulate import Simulation
@@ -14,7 +14,9 @@ if TYPE_CHECKING:  # the simulation itself draws a grid where it stands still
 LEGEND = "3 forward of micro-batch 3   3'- its backward   . waiting"
 SPLIT_LEGEND = "3' its input gradient   3\" its weight gradient"
 
-_MARKS = {FORWARD: "", BACKWARD: "'", BACKWARD_INPUT: "'", BACKWARD_WEIGHT: '"'}
+REPEATED_LEGEND = "3* its forward again, with the graph"
+
+_MARKS = {FORWARD: "", BACKWARD: "'", BACKWARD_INPUT: "'", BACKWARD_WEIGHT: '"', RECOMPUTE: "*"}
 _COLORS = ("36", "33", "35", "32")  # one terminal colour per pipe
 _MAX_WIDTH = 4000
 _MAX_UNITS_PER_OP = 12
@@ -67,7 +69,7 @@ def time_grid(simulation: Simulation, *, labels: str = "micro-batch", color: boo
 
 def _cell(op: Op, text: str, width: int, timetable: Timetable, color: bool) -> str:
     """``text`` in ``width`` characters; backwards are drawn out to their length."""
-    body = text if op.kind == FORWARD else text.ljust(width - 1, "-")
+    body = text if op.kind in (FORWARD, RECOMPUTE) else text.ljust(width - 1, "-")
     gap = " " * (width - len(body))
     if color:
         code = _COLORS[timetable.pipe(op.micro_batch) % len(_COLORS)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from .check_timetable import fail
 from .collection import without_collection
 from .costs import Costs
-from .ops import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Op, Timetable
+from .ops import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op, Timetable
 
 _MOST_LISTED = 64  # of the ranks that wait for each other
 
@@ -56,16 +56,16 @@ def dependencies(op: Op, timetable: Timetable) -> list[tuple[Op, int]]:
     """What must have ended before ``op`` may start, and the device that computes it."""
     stage, m = op.stage, op.micro_batch
     needed: list[Op] = []
-    if op.kind == FORWARD:
+    if op.kind in (FORWARD, RECOMPUTE):
         if stage > 0:
             needed.append(Op(FORWARD, stage - 1, m))
     elif op.kind == BACKWARD_WEIGHT:
         needed.append(Op(BACKWARD_INPUT, stage, m))
     else:
-        needed.append(Op(FORWARD, stage, m))
+        needed.append(Op(FORWARD if timetable.placement.forward is None else RECOMPUTE, stage, m))
         if stage < timetable.placement.stages - 1:
             needed.append(timetable.gradient_op(stage + 1, m))
-    return [(need, timetable.rank(need.stage, m)) for need in needed]
+    return [(need, timetable.rank(need.stage, m, need.kind)) for need in needed]
 
 
 @without_collection
@@ -79,7 +79,7 @@ def simulate(timetable: Timetable, costs: Costs | None = None) -> Simulation:
         tuple(zip(*rows, strict=True)) for rows in zip(timetable.ranks, clock.starts, clock.ends, strict=True)
     )
     work = [sum(map(clock.duration, order)) for order in timetable.ranks]
-    share = timetable.placement.ranks / timetable.placement.stages
+    share = timetable.placement.width / timetable.placement.stages
     return Simulation(
         timetable,
         spans,
@@ -104,7 +104,9 @@ class _Clock:
         self.messages = 0
         self._times = costs.durations(timetable.placement)
         # End of every op by its number, -1 if it has not ended; one more for what needs nothing.
-        self._end = [-1.0] * (3 * self.pairs) + [0.0]
+        kinds = 3 if timetable.placement.forward is None else 4
+        self._nothing = kinds * self.pairs
+        self._end = [-1.0] * self._nothing + [0.0]
         self._waiting: dict[int, list[int]] = {}  # op -> devices that need it
 
     def duration(self, op: Op) -> float:
@@ -148,14 +150,18 @@ class _Clock:
     def _needs(self, op: Op, number: int, rank: int) -> tuple[int, int, int]:
         """What ``op`` needs of its own stage, and of the neighbouring one, and the device that has the latter."""
         kind, stage, m = op
-        nothing, placement = 3 * self.pairs, self.timetable.placement
-        if kind == FORWARD:
+        nothing, placement = self._nothing, self.timetable.placement
+        if kind in (FORWARD, RECOMPUTE):
             if stage == 0:
                 return nothing, nothing, rank
-            return nothing, number - 1, placement.pipes[self.timetable.pipes[m]][stage - 1]
+            sender = placement.forward_pipes[self.timetable.pipes[m]][stage - 1]
+            return nothing, number % self.pairs - 1, sender
+        local = number - self.pairs
+        if placement.forward is not None and kind != BACKWARD_WEIGHT:
+            local = number + 2 * self.pairs  # of the forward it has repeated
         if kind == BACKWARD_WEIGHT or stage == self.stages - 1:
-            return number - self.pairs, nothing, rank
-        return number - self.pairs, number + 1, placement.pipes[self.timetable.pipes[m]][stage + 1]
+            return local, nothing, rank
+        return local, number + 1, placement.pipes[self.timetable.pipes[m]][stage + 1]
 
 
 def _refuse_deadlock(timetable: Timetable, ends: list[list[float]]) -> None:
@@ -178,12 +184,17 @@ def _refuse_deadlock(timetable: Timetable, ends: list[list[float]]) -> None:
 
 
 def peak_stages(order: Sequence[Op], trains: bool = True) -> int:
-    """Most stages whose activations are alive at once: from a forward to the end of its backward."""
+    """Most stages whose activations are alive at once: from a forward to the end of its backward.
+
+    A device that only computes forwards while others train keeps none.
+    """
     if not trains:
         return min(len(order), 1)
     live = peak = 0
+    if all(kind == FORWARD for kind, _, _ in order):
+        return 0
     for kind, _, _ in order:
-        if kind == FORWARD:
+        if kind in (FORWARD, RECOMPUTE):
             live += 1
             peak = max(peak, live)
         elif kind != BACKWARD_INPUT:

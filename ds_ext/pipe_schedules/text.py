@@ -6,12 +6,15 @@ order, so waits carry no meaning. A first line like ::
 
     # timetable schedule=bitpipe micro_batches=4 pipes=0,1,1,0;1,0,0,1
 
-says what the cells cannot: the device of every stage of every pipe. Without it there is one pipe, and a stage lives
-on the rank whose line has it. Other lines that begin with ``#`` are comments.
+says what the cells cannot: the device of every stage of every pipe. Where forwards have devices of their own, those
+are after ``forward=``, with the tensor-parallel ranks that one of theirs stands for and how much slower they are:
+``forward=0,2:1:1.0``. Without a header there is one pipe, and a stage lives on the rank whose line has it. Other lines
+that begin with ``#`` are comments.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Iterator
@@ -19,19 +22,19 @@ from dataclasses import dataclass, replace
 
 from ..errors import ScheduleError
 from .costs import Costs
-from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Op, Timetable
-from .placement import Placement
+from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op, Timetable
+from .placement import ForwardPipe, Placement
 from .registry import check_size
 from .simulate import simulate
 
 _HEADER = "# timetable"
 _WAIT = "."
 _MOST_MICRO_BATCHES = 1_000_000
-_KEYS = ("schedule", "micro_batches", "pipes")
+_KEYS = ("schedule", "micro_batches", "pipes", "forward")
 
 # A cell may hold blanks only between parentheses: torch writes two overlapped computations as (0F1;1B0)OVERLAP_F_B.
 _CELL = re.compile(r'\([^)]*\)[^\s,"]*|[^\s,"]+')
-_OWN = re.compile(r"([FBIW])(\d{1,9})@(\d{1,9})")
+_OWN = re.compile(r"([FBIWR])(\d{1,9})@(\d{1,9})")
 _TORCH = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 _OVERLAP = re.compile(r"\(([^)]*)\)OVERLAP_F_B")
 # What torch inserts between the computations; lowering inserts ours.
@@ -45,6 +48,9 @@ def dumps(timetable: Timetable) -> str:
         raise ScheduleError(f"the schedule's name is written on one line; got {name!r}.")
     pipes = ";".join(",".join(map(str, pipe)) for pipe in timetable.placement.pipes)
     header = f"{_HEADER} schedule={shlex.quote(name)} micro_batches={timetable.micro_batches} pipes={pipes}"
+    apart = timetable.placement.forward
+    if apart is not None:
+        header += f" forward={','.join(map(str, apart.devices))}:{apart.merged}:{apart.slowdown!r}"
     orders = (", ".join(map(str, order)) or _WAIT for order in timetable.ranks)
     return "\n".join((header, *orders)) + "\n"
 
@@ -60,10 +66,15 @@ def torch_csv(timetable: Timetable) -> str:
             f"{timetable.schedule} has {timetable.placement.replicas} pipes, and torch's CSV holds one: its cells "
             f"do not say which pipe a stage belongs to. Write a timetable file instead (FILE.txt, dumps())."
         )
+    if timetable.placement.forward is not None:
+        raise ScheduleError(
+            f"{timetable.schedule} computes forwards on devices of their own, and torch's CSV has one device a stage. "
+            f"Write a timetable file instead (FILE.txt, dumps())."
+        )
     # With input gradients in the place of whole backwards every computation costs the same: one step.
     steps = replace(timetable, ranks=tuple(tuple(map(_one_step, order)) for order in timetable.ranks))
     step_of = simulate(steps, Costs(1.0, 1.0, 1.0, 0.0)).spans
-    share = timetable.placement.ranks / timetable.placement.stages
+    share = timetable.placement.width / timetable.placement.stages
     rows = []
     for order, spans in zip(timetable.ranks, step_of, strict=True):
         cells: list[str] = []
@@ -117,8 +128,10 @@ def loads(text: str, name: str = "timetable", source: str = "timetable") -> Time
         raise header_at.error(
             "there is no computation; expected a line a rank with cells such as F3@1 or 1F3."
         )
+    if "forward" in header and "pipes" not in header:
+        raise header_at.error("forward=... needs pipes=...: the devices that go backward.")
     placement = (
-        _read_pipes(header["pipes"], len(ranks), header_at)
+        _read_pipes(header["pipes"], len(ranks), header_at, _read_forward(header.get("forward"), header_at))
         if "pipes" in header
         else _infer_placement(ranks, places)
     )
@@ -154,14 +167,28 @@ def _read_count(value: str, place: _Place) -> int:
     return int(value)
 
 
-def _read_pipes(value: str, ranks: int, place: _Place) -> Placement:
+def _read_forward(value: str | None, place: _Place) -> ForwardPipe | None:
+    """``0,2:1:1.0``: the forward device of every stage, ranks merged into one, and how much slower it is."""
+    if value is None:
+        return None
+    found = re.fullmatch(
+        r"(\d{1,9}(?:,\d{1,9})*):(\d{1,9}):(\d{1,9}(?:\.\d{1,17})?(?:e[-+]?\d{1,3})?)", value
+    )
+    if found is None or int(found[2]) < 1 or not 0 <= float(found[3]) < math.inf:
+        raise place.error(
+            f"forward={value}: expected devices, ranks merged into one and a factor of time, such as 0,2:1:1.0."
+        )
+    return ForwardPipe(tuple(map(int, found[1].split(","))), int(found[2]), float(found[3]))
+
+
+def _read_pipes(value: str, ranks: int, place: _Place, forward: ForwardPipe | None) -> Placement:
     """``0,1,1,0;1,0,0,1``: a pipe a group, the device of every stage in it."""
     if not re.fullmatch(r"\d{1,9}(,\d{1,9})*(;\d{1,9}(,\d{1,9})*)*", value):
         raise place.error(
             f"pipes={value}: expected devices such as 0,1,1,0;1,0,0,1 for stages 0.. of two pipes."
         )
-    placement = Placement(tuple(tuple(map(int, pipe.split(","))) for pipe in value.split(";")))
-    lengths = sorted({len(pipe) for pipe in placement.pipes})
+    placement = Placement(tuple(tuple(map(int, pipe.split(","))) for pipe in value.split(";")), forward)
+    lengths = sorted({len(pipe) for pipe in (*placement.pipes, *placement.forward_pipes)})
     if len(lengths) > 1:
         raise place.error(
             f"pipes={value}: every pipe has all stages; got {lengths[0]} and {lengths[-1]} of them."
@@ -209,7 +236,7 @@ def _read_cell(cell: str, place: _Place) -> list[Op]:
         return [op for part in overlap[1].split(";") for op in _read_cell(part.strip(), place)]
     if cell == _WAIT or _NOT_COMPUTED.fullmatch(cell):
         return []
-    kinds = ", ".join((FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT))
+    kinds = ", ".join((FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, RECOMPUTE))
     raise place.error(
         f"{cell!r} is not a computation; expected F3@1 or 1F3 (one of {kinds}; micro-batch 3, stage 1), "
         f"or an empty cell or {_WAIT} for a wait."

@@ -103,6 +103,6 @@ def test_sizes_that_do_not_fit() -> None:
 def test_an_instruction_that_the_engine_does_not_have() -> None:
     with pytest.raises(
         ScheduleError,
-        match=r"SyncWeights 0@1 is a SyncWeights, which the engine cannot run; it runs LoadMicro",
+        match=r"Standstill 0@1 is a Standstill, which the engine cannot run; it runs LoadMicro",
     ):
-        to_pipe_instruction(Instruction("SyncWeights", 0, 1, 0, 0, slot=0))
+        to_pipe_instruction(Instruction("Standstill", 0, 1, 0, 0, slot=0))

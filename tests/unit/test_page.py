@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import SCHEDULES, Op, Timetable, timetable
 from ds_ext.pipe_schedules.costs import Costs
-from ds_ext.pipe_schedules.drawing import DARK, KINDS, LIGHT, ON_DARK, Theme, axis_title, nice_step, visits
+from ds_ext.pipe_schedules.drawing import (
+    DARK,
+    DRAWN,
+    KINDS,
+    LIGHT,
+    ON_DARK,
+    Theme,
+    axis_title,
+    nice_step,
+    visits,
+)
 from ds_ext.pipe_schedules.page import html, svg
 from ds_ext.pipe_schedules.placement import bidirectional_v, linear, looped
 from ds_ext.pipe_schedules.simulate import Simulation, simulate
@@ -44,13 +54,13 @@ def spans_of(plot: dict) -> list[list[tuple[Op, float, float]]]:
     """What page.js makes of the data."""
     rows = []
     for text in plot["rows"]:
-        row, time, last = [], 0.0, {kind: (0, 0) for kind in KINDS}
+        row, time, last = [], 0.0, {kind: (0, 0) for kind in DRAWN}
         for word in (plot["words"][number] for number in numbers_of(text)):
             if not isinstance(word, list):
                 time += word
                 continue
             number, stages, micro_batches, duration = word
-            kind = KINDS[number]
+            kind = DRAWN[number]
             stage, m = last[kind] = (last[kind][0] + stages, last[kind][1] + micro_batches)
             row.append((Op(kind, stage, m), time, time + duration))
             time += duration

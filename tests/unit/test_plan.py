@@ -91,7 +91,7 @@ def test_the_plan_as_text() -> None:
         "  stage 5   device 2, 1    layer 10-11",
         "  stage 6   device 1, 2    layer 12-13",
         "  stage 7   device 0, 3    layer 14-15, final norm, head",
-        "bubble    11.1% (simulated, forward : backward = 1 : 2, free messages)",
+        "bubble    11.1% (simulated of the layers alone, forward : backward = 1 : 2, free messages)",
         "peak      3.5, 4, 4, 3.5 live activations per device, in units of 1/4 of the model and a micro-batch",
     ]
     assert "messages  96 a step and pipeline group, 65,536 bytes each" in text

@@ -23,7 +23,8 @@ def test_every_stage_once_after_its_last_backward_in_a_common_order(
         place = {op: i for i, op in enumerate(order)}
         last = {op.stage: i for i, op in enumerate(order) if op.kind in "BW"}
         begun = {stage: place[op] for op, stages in starts[device].items() for stage in stages}
-        assert begun.keys() == last.keys() == set(made.placement.stages_of(device))
+        trains = any(device in group for group in made.placement.replica_groups)
+        assert begun.keys() == last.keys() == set(made.placement.stages_of(device) if trains else ())
         assert all(begun[stage] >= last[stage] for stage in last)
     for group in made.placement.replica_groups:
         orders = {tuple(s for op in made.ranks[d] for s in starts[d].get(op, ())) for d in group}

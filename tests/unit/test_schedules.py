@@ -237,8 +237,10 @@ PICTURED = {
     "interleaved": ["interleaved"],
     "zero_bubble": ["zb_h1", "zb_v", "bitpipe_zb"],
     "dualpipev": ["dualpipev"],
+    "dpp": ["dpp"],
+    "fbd": ["fbd"],
 }
-PICTURED_SIZE = {"dualpipev": (2, 5)}  # all others: 4 devices, 4 micro-batches
+PICTURED_SIZE = {"dualpipev": (2, 5), "fbd": (2, 4)}  # all others: 4 devices, 4 micro-batches
 
 
 @pytest.mark.parametrize(("file", "names"), PICTURED.items())

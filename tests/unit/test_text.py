@@ -36,7 +36,7 @@ def test_what_is_written_is_read(name: str, ranks: int, micro_batches: int) -> N
         assume(False)
         raise
     assert loads(dumps(made)) == made
-    if made.placement.replicas == 1:
+    if made.placement.replicas == 1 and made.placement.forward is None:
         assert loads(torch_csv(made), name) == made
 
 
@@ -47,7 +47,7 @@ ops = st.builds(Op, st.sampled_from("FBIW"), st.integers(0, 99), st.integers(0, 
     st.lists(st.lists(ops, max_size=9).map(tuple), min_size=2, max_size=2).filter(any),
     st.sampled_from([linear(2), looped(2, 2), bidirectional_v(2), Placement(((1, 1), (0, 1)))]),
     st.text(st.characters(codec="utf-8").filter(str.isprintable)),
-    st.integers(1, 10**6),
+    st.integers(1, 10**5),
 )
 def test_any_timetable_round_trips_also_a_wrong_one(
     ranks: list[tuple[Op, ...]], placement: Placement, name: str, micro_batches: int
@@ -161,7 +161,9 @@ def read_by_torch(text: str) -> list[list[Op]]:
 
 
 @pytest.mark.parametrize(
-    "made", [made for made in MADE if made.placement.replicas == 1], ids=lambda made: made.schedule
+    "made",
+    [m for m in MADE if m.placement.replicas == 1 and m.placement.forward is None],
+    ids=lambda made: made.schedule,
 )
 def test_torch_reads_what_is_written(made: Timetable) -> None:
     assert read_by_torch(torch_csv(made)) == [list(order) for order in made.ranks]

@@ -1,0 +1,169 @@
+"""DPP, dynamic pipeline parallel: every device decides at run time what it computes next.
+
+The decision is in :mod:`.dpp_policy`: of what has arrived and is admitted, by the policy's order, forwards and
+backwards in turn. The timetable of this file is the run of those same policies under given costs, jitter included: what
+``simulate`` prices and what the engine takes its links and buffers from. With free messages it takes as long as 1F1B,
+but admits micro-batches earlier; when messages are slow or late, the order goes round them::
+
+    rank 0  0 1 2 3 . . . . . . 0'- . 1'- . 2'- . 3'-
+    rank 1  . 0 1 2 3 . . . 0'- . 1'- . 2'- . 3'- . .
+    rank 2  . . 0 1 2 3 0'- . 1'- . 2'- . 3'- . . . .
+    rank 3  . . . 0 0'- 1 1'- 2 2'- 3 3'- . . . . . .
+
+The greedy rule is that of MegatronApp's dynamic scheduler (MegaDPP); admission, which keeps it from running into memory
+or a deadlock, is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..errors import ScheduleError
+from .costs import Costs
+from .dispatch import AllAtOnce, Policy, Work, dispatch
+from .dpp_follow import FollowRules
+from .dpp_policy import POLICIES, Rules, in_micro_batch_order, join_ends
+from .files import is_timetable_file, schedule_of_file
+from .ops import Timetable
+from .placement import Placement, bidirectional_v, linear, looped, v
+from .registry import DynamicRules, Option, Orders, Schedule, get_schedule, planned_schedule
+
+_PLACES: Mapping[str, Callable[[int, int], Placement]] = {
+    "linear": lambda ranks, chunks: linear(ranks),
+    "interleaved": looped,
+    "v": lambda ranks, chunks: v(ranks),
+    "bidirectional_v": lambda ranks, chunks: bidirectional_v(ranks),
+}
+_OPTIONS = {
+    "placement": Option("linear", None, "where the stages live", tuple(_PLACES)),
+    "chunks": Option(2, 1, "stages a device, of the placement interleaved"),
+    "policy": Option("group", None, "which of several ready computations is taken", POLICIES),
+    "backward": Option("whole", None, "split: weight gradients fill the waits", ("whole", "split")),
+    "max_in_flight": Option(0, 0, "micro-batches that are under way at most, all pipes together; 0: 2 D"),
+    "max_activations": Option(
+        0.0,
+        0,
+        "most activations a device keeps, in D-ths of the model; 0: those of all micro-batches under way",
+    ),
+    "follow": Option(False, None, "keep to a plan, and go round what is late"),
+    "plan": Option(
+        "", None, "the plan: a static schedule or a timetable file; else this schedule's own order"
+    ),
+    "window": Option(4, 1, "planned computations that a device that follows may look ahead"),
+    "report": Option(0, 0, "steps between two reports of who was slow and what it cost; 0: none"),
+    "record": Option("", None, "file for the order of the last step, as a timetable (.json or .txt)"),
+    "deterministic": Option(False, None, "gradients of a stage are added in the order of micro-batches"),
+}
+
+
+def _place(ranks: int, placement: str, chunks: int, plan: str) -> Placement:
+    if plan:
+        return schedule_to_follow(plan).placement(ranks)
+    if placement == "bidirectional_v" and ranks % 2:
+        ways = " or ".join(str(n) for n in (ranks - 1, ranks + 1) if n >= 2)
+        raise ScheduleError(
+            f"dpp: the placement bidirectional_v needs an even number of stages (pipeline_parallel_size), because "
+            f"devices work in mirrored pairs; got {ranks}. Use {ways}, or another placement."
+        )
+    return _PLACES[placement](ranks, chunks)
+
+
+def make_rules(
+    placed: Placement, micro_batches: int, costs: Costs, options: Mapping[str, Any]
+) -> DynamicRules:
+    """What all devices agree on before a step. Raises ScheduleError for a limit that leaves a pipe no micro-batch.
+
+    Args:
+        costs: by which orders are planned that must be known in advance; their jitter does not count.
+        options: of the schedule, complete.
+    """
+    plan, follow = options["plan"], options["follow"]
+    if plan and not follow:
+        raise ScheduleError(
+            f"dpp: plan {plan!r} is only used with follow; give both of the 2 options or none."
+        )
+    if follow and plan:
+        made = schedule_to_follow(plan).timetable(placed.ranks, micro_batches, {}, replace(costs, jitter=0.0))
+        return FollowRules(made, options["window"])
+    rules = _greedy_rules(placed, micro_batches, costs, options)
+    if follow:
+        orders = run(rules, replace(costs, jitter=0.0))
+        return FollowRules(Timetable("dpp", placed, micro_batches, orders), options["window"])
+    return rules
+
+
+def schedule_to_follow(plan: str) -> Schedule:
+    """The schedule by name or file. Raises ScheduleError for one that has no order of its own."""
+    found = schedule_of_file(plan) if is_timetable_file(plan) else get_schedule(plan)
+    if found.dynamic is not None:
+        raise ScheduleError(
+            f"dpp: plan {plan!r} has no fixed order to follow; leave it out, or name 1 static schedule."
+        )
+    return found
+
+
+def _greedy_rules(placed: Placement, micro_batches: int, costs: Costs, options: Mapping[str, Any]) -> Rules:
+    in_flight = options["max_in_flight"] or 2 * placed.ranks
+    if in_flight < placed.replicas:
+        raise ScheduleError(
+            f"dpp: max_in_flight {in_flight} leaves one of the {placed.replicas} pipes no micro-batch. Use at least "
+            f"{placed.replicas}."
+        )
+    share, rest = divmod(in_flight, placed.replicas)
+    credits = tuple(share + (pipe < rest) for pipe in range(placed.replicas))
+    rooms = _rooms(placed, credits, options["max_activations"], options["deterministic"])
+    rules = Rules(placed, micro_batches, options["backward"] == "split", options["policy"], credits, rooms)
+    return _in_order(rules, replace(costs, jitter=0.0)) if options["deterministic"] else rules
+
+
+def _rooms(placed: Placement, credits: tuple[int, ...], most: float, ordered: bool) -> tuple[int, ...]:
+    """Per device how many stages of micro-batches it may keep. Raises ScheduleError for less than one of each."""
+    by_credits = [
+        sum(devices.count(d) * n for devices, n in zip(placed.pipes, credits, strict=True))
+        for d in range(placed.ranks)
+    ]
+    share = placed.stages / placed.ranks
+    if most and ordered:
+        raise ScheduleError(
+            f"dpp: deterministic with max_activations {most:g} could make devices wait for each other: a micro-batch "
+            f"that came first may hold the room of one that is to be added before it. Lower max_in_flight (now "
+            f"{sum(credits)}) instead; a device keeps that many activations at most."
+        )
+    limit = math.floor(most * share + 1e-9) if most else max(by_credits)
+    least = max(map(len, placed.chunks))
+    if limit < least:
+        raise ScheduleError(
+            f"dpp: max_activations {most:g} has no room for one micro-batch at each of the {least} stages that a "
+            f"device holds (of all pipes). Use at least {least / share:g} (D-ths of the model)."
+        )
+    return tuple(min(limit, n) for n in by_credits)
+
+
+def _in_order(rules: Rules, costs: Costs) -> Rules:
+    """The same with gradients in the order of micro-batches; where that leaves it open, as these rules plan it."""
+    placed, devices = rules.placement, range(rules.placement.ranks)
+    lists = [in_micro_batch_order(placed, rules.pipes, device) for device in devices]
+    by_stage = replace(rules, sequences=tuple(tuple(map(tuple, mine)) for mine in lists))
+    if all(pipe[0] != pipe[-1] or placed.stages == 1 for pipe in placed.pipes):
+        return by_stage
+    orders = run(by_stage, costs)
+    joined = (join_ends(placed, order, mine) for order, mine in zip(orders, lists, strict=True))
+    return replace(rules, sequences=tuple(joined))
+
+
+def run(rules: DynamicRules, costs: Costs) -> Orders:
+    """The order of every device when computations and messages take what ``costs`` say, jitter included."""
+    work = Work(rules.placement, rules.micro_batches, costs, rules.split, jittered=True)
+    devices: list[Policy] = [rules.device(device) for device in range(rules.placement.ranks)]
+    done = dispatch(work, devices, AllAtOnce(rules.micro_batches))
+    assert done is not None, "admission of whole micro-batches keeps every device going"
+    return done.orders
+
+
+@planned_schedule("dpp", place=_place, options=_OPTIONS, variants=lambda ranks, n: [], dynamic=make_rules)
+def dpp(placed: Placement, micro_batches: int, costs: Costs, /, **options: Any) -> Orders:
+    """Order decided at run time, by what has arrived; here as it comes out under given costs."""
+    return run(make_rules(placed, micro_batches, costs, options), costs)

@@ -1,0 +1,159 @@
+"""Who was slow, against whom, and what it cost: from what the ranks of a dynamic schedule have measured.
+
+A stage is compared with the median of the other stages, and with its own past; a link likewise. What slowness costs is
+found by simulation: the run of the same rules when every stage and link takes the usual time, against the run when each
+takes what was measured. The regret is the time of the order that was run less that of the plan, both at measured times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Any
+
+from .costs import Costs
+from .ops import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Op, Timetable
+from .placement import Placement
+from .simulate import simulate
+
+SLOW = 1.25  # times the usual, from which on a stage or a link is named
+_LEAST_S = 1e-9
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Mean seconds of a pipeline group in some steps: ``stages[kind, stage]`` and ``links[sender, receiver]``."""
+
+    stages: Mapping[tuple[str, int], float]
+    links: Mapping[tuple[int, int], float]
+
+    @staticmethod
+    def of(spans: Sequence[tuple[Op, float]], waits: Sequence[tuple[int, int, float]]) -> Measured:
+        """From (op, seconds) and (sender, receiver, seconds), one each for a computation and a message."""
+        stages: dict[tuple[str, int], list[float]] = {}
+        links: dict[tuple[int, int], list[float]] = {}
+        for op, seconds in spans:
+            stages.setdefault((op.kind, op.stage), []).append(seconds)
+        for sender, receiver, seconds in waits:
+            links.setdefault((sender, receiver), []).append(max(seconds, 0.0))
+        return Measured(
+            {key: fmean(found) for key, found in stages.items()},
+            {key: fmean(found) for key, found in links.items()},
+        )
+
+    def work(self, stage: int) -> float:
+        """Seconds of all that is computed of a micro-batch at a stage."""
+        return sum(seconds for (_, at), seconds in self.stages.items() if at == stage)
+
+    def costs(self, placement: Placement, *, usual: bool) -> Costs:
+        """The same as costs; ``usual``: as if every stage and link took what the median one does."""
+        share, stages = placement.stages / placement.ranks, range(placement.stages)
+        middle = median(self.work(stage) for stage in stages)
+        kinds = {kind for kind, _ in self.stages}
+        means = {
+            kind: fmean(self.stages.get((kind, stage), 0.0) for stage in stages) * share for kind in kinds
+        }
+        whole = means.get("B", 0.0) / 2
+        scale = middle / max(fmean(self.work(stage) for stage in stages), _LEAST_S)
+        link = median(self.links.values()) if self.links else 0.0
+        return Costs(
+            means.get(FORWARD, 0.0) * scale,
+            means.get(BACKWARD_INPUT, whole) * scale,
+            means.get(BACKWARD_WEIGHT, whole) * scale,
+            link,
+            stages=None if usual else tuple(self.work(stage) / max(middle, _LEAST_S) for stage in stages),
+            links={} if usual else self.links,
+        )
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A stage (``where`` is its number) or a link ((sender, receiver)) that took longer than usual."""
+
+    where: int | tuple[int, int]
+    seconds: float
+    peers: float
+    past: float | None
+
+    def __str__(self) -> str:
+        name = f"stage {self.where}" if isinstance(self.where, int) else "link {}>{}".format(*self.where)
+        own = "" if self.past is None else f", {self.seconds / max(self.past, _LEAST_S):.2f} x its own past"
+        return (
+            f"{name}: {1000 * self.seconds:.3g} ms a micro-batch, {self.seconds / max(self.peers, _LEAST_S):.2f} x the "
+            f"others' {1000 * self.peers:.3g} ms{own}"
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What some steps were like.
+
+    Args:
+        slow: the stages and links that were slower than their peers or their own past, the slowest first.
+        cost_s: what that cost a step, in seconds.
+        regret_s: seconds that a step took longer than the plan's order would have; negative: it was shorter.
+        step_s: seconds of a step, by simulation at measured times.
+    """
+
+    slow: tuple[Slow, ...]
+    cost_s: float
+    regret_s: float
+    step_s: float
+
+    def __str__(self) -> str:
+        who = "; ".join(map(str, self.slow)) or "no stage and no link was slow"
+        return (
+            f"{who}. That cost {1000 * self.cost_s:.3g} of {1000 * self.step_s:.3g} ms a step; the regret against the "
+            f"plan is {1000 * self.regret_s:.3g} ms."
+        )
+
+
+@dataclass
+class Observer:
+    """Keeps the past of a pipeline group, and reports.
+
+    Args:
+        plan: the order that would have been run without decisions.
+    """
+
+    plan: Timetable
+    _past: list[Measured] = field(default_factory=list)
+
+    def report(self, now: Measured, ran: Timetable, expected: Timetable) -> Report:
+        """Compare steps with their peers and with the past, which they then belong to.
+
+        Args:
+            ran: the order of the last of the steps.
+            expected: the order that the same rules come to at usual times.
+        """
+        placement = self.plan.placement
+        slow = [*self._slow_stages(now), *self._slow_links(now)]
+        self._past.append(now)
+        measured, usual = now.costs(placement, usual=False), now.costs(placement, usual=True)
+        took = simulate(ran, measured).makespan
+        cost = took - simulate(expected, usual).makespan if slow else 0.0
+        regret = took - simulate(self.plan, measured).makespan
+        slow.sort(key=lambda s: s.seconds / max(s.peers, _LEAST_S), reverse=True)
+        return Report(tuple(slow), max(cost, 0.0), regret, took)
+
+    def _slow_stages(self, now: Measured) -> list[Slow]:
+        stages = range(self.plan.placement.stages)
+        works = {stage: now.work(stage) for stage in stages}
+        pasts = {stage: [before.work(stage) for before in self._past] for stage in stages}
+        return [s for s in (_slow(stage, works, pasts[stage]) for stage in stages) if s is not None]
+
+    def _slow_links(self, now: Measured) -> list[Slow]:
+        pasts = {link: [p.links[link] for p in self._past if link in p.links] for link in now.links}
+        return [
+            s for s in (_slow(link, now.links, pasts[link]) for link in sorted(now.links)) if s is not None
+        ]
+
+
+def _slow(where: int | tuple[int, int], now: Mapping[Any, float], past: Sequence[float]) -> Slow | None:
+    others = [seconds for key, seconds in now.items() if key != where]
+    seconds, peers = now[where], median(others) if others else now[where]
+    before = median(past) if past else None
+    if seconds < SLOW * peers and (before is None or seconds < SLOW * before):
+        return None
+    return Slow(where, seconds, peers, before)

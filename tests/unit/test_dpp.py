@@ -1,0 +1,238 @@
+"""The policies of the order that is decided at run time, without engine: what they choose, keep, refuse and reach."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from ds_ext.config import parse_section
+from ds_ext.errors import ConfigError, ScheduleError
+from ds_ext.pipe_schedules import Op, Timetable, get_schedule, timetable
+from ds_ext.pipe_schedules.check import check
+from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.dispatch import AllAtOnce, Work, dispatch
+from ds_ext.pipe_schedules.dpp import run
+from ds_ext.pipe_schedules.files import read_timetable, schedule_of_file
+from ds_ext.pipe_schedules.lower import dump, lower
+from ds_ext.pipe_schedules.registry import DynamicRules
+from ds_ext.pipe_schedules.simulate import dependencies, peak_stages, simulate
+from tests.selection import select
+
+PLACEMENTS = ["linear", "interleaved", "v", "bidirectional_v"]
+POLICIES = ["breadth", "depth", "group"]
+DPP = get_schedule("dpp")
+ZB = {"placement": "bidirectional_v", "backward": "split", "max_in_flight": 8, "max_activations": 6.0}
+
+
+def rules_of(ranks: int, n: int, options: dict[str, Any]) -> DynamicRules:
+    rules = DPP.rules(ranks, n, options)
+    assert rules is not None
+    return rules
+
+
+def random_case(random: Random) -> tuple[int, int, dict[str, Any]]:
+    """Sizes and options that are possible."""
+    placement = random.choice(PLACEMENTS)
+    ranks, n = (
+        random.choice([2, 4] if placement == "bidirectional_v" else [1, 2, 3, 4]),
+        random.randint(1, 12),
+    )
+    options: dict[str, Any] = {
+        "placement": placement,
+        "policy": random.choice(POLICIES),
+        "backward": random.choice(["whole", "split"]),
+        "max_in_flight": random.choice([0, 2, 3, 5, 8]),
+        "deterministic": random.random() < 0.3,
+    }
+    if not options["deterministic"]:
+        options["max_activations"] = random.choice([0.0, 2.0, 2.5, 4.0])
+    return ranks, n, options
+
+
+def test_links_of_random_latency_never_stop_a_step() -> None:
+    """Random sizes, options, latencies of links and jitter: every op once, after what it needs, within its memory."""
+    for seed in range(select([10_000], [200])[0]):
+        random = Random(seed)
+        ranks, n, options = random_case(random)
+        links = {
+            (a, b): random.choice([0, 0.5, 3, 20 * random.random()])
+            for a in range(ranks)
+            for b in range(ranks)
+            if a != b
+        }
+        costs = Costs(b=random.random(), comm=random.random(), links=links, jitter=random.random(), seed=seed)
+        rules = rules_of(ranks, n, options)
+        made = Timetable("dpp", rules.placement, n, run(rules, costs))
+        check(lower(made))
+        for device, order in enumerate(made.ranks):
+            assert peak_stages(order) <= rules.room(device), (seed, options)
+            assert len(order) == rules.count(device)
+
+
+def random_run(rules: DynamicRules, random: Random) -> list[list[Op]]:
+    """Any message may be late, and any device slow: at every moment one of what can happen does, by chance."""
+    work = Work(rules.placement, rules.micro_batches, Costs(), rules.split)
+    devices = [rules.device(device) for device in range(rules.placement.ranks)]
+    for op in AllAtOnce(rules.micro_batches).admit():
+        devices[work.device(op)].arrive(op)
+    orders: list[list[Op]] = [[] for _ in devices]
+    under_way: list[Op] = []
+    computing: dict[int, Op] = {}
+    while True:
+        for device, policy in enumerate(devices):
+            if device not in computing and (op := policy.choose()) is not None:
+                computing[device] = op
+                orders[device].append(op)
+        happens: list[Op | int] = [*under_way, *computing]
+        if not happens:
+            return orders
+        event = random.choice(happens)
+        if isinstance(event, Op):
+            under_way.remove(event)
+            devices[work.device(event)].arrive(event)
+            continue
+        op = computing.pop(event)
+        devices[event].done(op)
+        follower = work.next(op)
+        if follower is not None and work.device(follower) == event:
+            devices[event].arrive(follower)
+        elif follower is not None:
+            under_way.append(follower)
+
+
+def test_whatever_overtakes_whatever_every_label_meets_its_activation() -> None:
+    """1,000 runs with arrivals in random order; an op never runs before the very op whose result it takes."""
+    orders = set()
+    for seed in range(1000):
+        random = Random(seed)
+        ranks, n, options = random_case(random)
+        rules = rules_of(ranks, n, options)
+        found = random_run(rules, random)
+        made = Timetable("dpp", rules.placement, n, tuple(map(tuple, found)))
+        # A valid order of all ranks exists: each op comes after exactly its own (stage, micro-batch)'s inputs.
+        check(lower(made))
+        simulate(made)
+        assert all(peak_stages(order) <= rules.room(d) for d, order in enumerate(made.ranks)), (seed, options)
+        if options["deterministic"]:
+            for order in made.ranks:
+                gradients = [(op.stage, op.micro_batch) for op in order if op.kind in "BI"]
+                assert all(
+                    [m for s, m in gradients if s == stage] == sorted(m for s, m in gradients if s == stage)
+                    for stage, _ in gradients
+                )
+        orders.add(made.ranks)
+    assert len(orders) > 800  # of small pipelines many are alike
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_simulation_is_the_run_of_the_policies(placement: str) -> None:
+    """Starts and ends that the simulator finds for the order are those at which the policies chose."""
+    costs = Costs(b=1.3, w=0.8, comm=0.5, jitter=0.3, seed=4)
+    options = {"placement": placement, "backward": "split"}
+    made = DPP.timetable(4, 8, options, costs)
+    rules = rules_of(4, 8, options)
+    work = Work(rules.placement, 8, costs, rules.split, jittered=True)
+    live = dispatch(work, [rules.device(d) for d in range(4)], AllAtOnce(8))
+    assert live is not None and live.orders == made.ranks
+    assert simulate(made, costs).makespan == pytest.approx(live.makespan)
+    spans = {op: (start, end) for row in simulate(made, costs).spans for op, start, end in row}
+    assert all(spans[need][1] <= spans[op][0] for op in spans for need, _ in dependencies(op, made))
+
+
+@pytest.mark.parametrize(
+    ("static", "n", "options", "free", "slow"),
+    [
+        ("1f1b", 8, {}, (33, 33), (41, 36)),
+        ("1f1b", 16, {}, (57, 57), (71, 60)),
+        ("interleaved", 8, {"placement": "interleaved", "policy": "breadth"}, (28.5, 28.5), (35.5, 31.5)),
+        ("interleaved", 16, {"placement": "interleaved"}, (52.5, 52.5), (59.5, 59)),
+        ("bitpipe_zb", 8, ZB, (24.5, 24.5), (30.5, 26.5)),
+        ("bitpipe_zb", 16, ZB, (48.5, 48.5), (58.5, 50.5)),
+    ],
+)
+def test_late_messages_cost_less_than_in_the_static_order(
+    static: str, n: int, options: dict[str, Any], free: tuple[float, float], slow: tuple[float, float]
+) -> None:
+    """The table of docs/dpp.md: time with free links and with messages of half a forward, static and dynamic."""
+    planned = timetable(static, 4, n)
+    for costs, expected in ((Costs(), free), (Costs(comm=0.5), slow)):
+        found = simulate(DPP.timetable(4, n, options, costs), costs)
+        assert (simulate(planned, costs).makespan, found.makespan) == expected
+        assert max(found.peak_activations) <= options.get("max_activations", 8)
+
+
+def test_who_waits_admits_no_more_than_max_in_flight() -> None:
+    made = DPP.timetable(4, 16, {"max_in_flight": 5}, Costs(comm=3.0))
+    assert simulate(made).peak_activations[0] == 5
+    made = DPP.timetable(4, 16, {"placement": "bidirectional_v", "max_in_flight": 3}, Costs(comm=3.0))
+    assert max(simulate(made).peak_activations) <= 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"max_in_flight": 1, "placement": "bidirectional_v"},
+            r"leaves one of the 2 pipes .* Use at least 2",
+        ),
+        ({"max_activations": 0.5}, r"max_activations 0.5 has no room .* Use at least 1 "),
+        ({"placement": "v", "max_activations": 0.9}, r"each of the 2 stages .* Use at least 1 "),
+        ({"deterministic": True, "max_activations": 4}, r"Lower max_in_flight \(now 8\) instead"),
+        ({"deterministic": "perhaps"}, r"must be true or false; got 'perhaps'"),
+        ({"placement": "w"}, r"one of linear, interleaved, v, bidirectional_v; got 'w'"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        DPP.timetable(4, 8, options)
+
+
+def test_an_odd_number_of_devices_for_two_pipes() -> None:
+    with pytest.raises(ScheduleError, match=r"needs an even number of stages .*got 3. Use 2 or 4"):
+        DPP.placement(3, {"placement": "bidirectional_v"})
+
+
+def test_a_transport_that_cannot_be_polled() -> None:
+    section = {"schedule": "dpp", "pipeline_parallel_size": 4, "transport": "torch"}
+    with pytest.raises(ConfigError, match=r'gloo reports a finished receive only .* "auto" or "shm"'):
+        parse_section(section).placement()
+    assert parse_section({**section, "transport": "shm"}).placement().stages == 4
+
+
+# --- orders in files ---
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_dump_is_a_timetable_file(placement: str, tmp_path: Path) -> None:
+    made = DPP.timetable(4, 8, {"placement": placement, "backward": "split"}, Costs(comm=0.7))
+    path = tmp_path / "order.json"
+    path.write_text(json.dumps(dump(lower(made))))
+    assert read_timetable(path) == made
+    assert schedule_of_file(path).rules(4, 8) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.pop("chunks"), "there is no 'chunks'"),
+        (lambda d: d.update(micro_batches="4"), "micro_batches '4'"),
+        (lambda d: d["chunks"].pop(), "1 chunks are not 1 pipes of 1 stages|on 1"),
+        (lambda d: d["ranks"].pop(), "has 1 ranks, and its chunks are on 2"),
+        (lambda d: d["chunks"][0].update(rank=7), "on none of the 2 ranks"),
+        (lambda d: d["ranks"][0][1].pop("stage"), "there is no 'stage'"),
+    ],
+)
+def test_a_dump_that_is_damaged(change: Any, message: str, tmp_path: Path) -> None:
+    damaged = dump(lower(timetable("dpp", 2, 4)))
+    change(damaged)
+    path = tmp_path / "order.json"
+    path.write_text(json.dumps(damaged))
+    with pytest.raises(ScheduleError, match=message):
+        read_timetable(path)
+    path.write_text("{")
+    with pytest.raises(ScheduleError, match="is no dump of a timetable"):
+        read_timetable(path)
