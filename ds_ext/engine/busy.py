@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,39 +15,48 @@ class BusyClock:
 
     On CUDA the times are events on the current stream, read once after the step, so that nothing waits in the
     loop.
+
+    Args:
+        device: of the computations.
+        clock: seconds of this host, that never go back.
+
+    Attributes:
+        started: reading of the start of the step.
+        spans: readings of (begin, end) of its computations so far.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._start: Any = None
-        self._spans: list[tuple[Any, Any]] = []
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.on_cuda, self.clock = device.type == "cuda", clock
+        self.started: Any = None
+        self.spans: list[tuple[Any, Any]] = []
 
     def start_step(self) -> None:
         """A step begins now."""
-        self._start, self._spans = self._now(), []
+        self.started, self.spans = self.now(), []
 
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Everything inside is computation."""
-        begin = self._now()
+        begin = self.now()
         yield
-        self._spans.append((begin, self._now()))
+        self.spans.append((begin, self.now()))
 
     def read(self) -> tuple[float, float]:
         """(seconds computed, seconds from the start of the step to the end of the last computation)."""
-        if not self._spans:
+        if not self.spans:
             return 0.0, 0.0
-        if self._cuda:
+        if self.on_cuda:
             torch.cuda.synchronize()
-        busy = sum(self._seconds(begin, end) for begin, end in self._spans)
-        return busy, self._seconds(self._start, self._spans[-1][1])
+        busy = sum(self._seconds(begin, end) for begin, end in self.spans)
+        return busy, self._seconds(self.started, self.spans[-1][1])
 
-    def _now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
+    def now(self) -> Any:
+        """A reading: seconds of the clock, on CUDA an event on the current stream."""
+        if not self.on_cuda:
+            return self.clock()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def _seconds(self, begin: Any, end: Any) -> float:
-        return begin.elapsed_time(end) / 1000 if self._cuda else end - begin
+        return begin.elapsed_time(end) / 1000 if self.on_cuda else end - begin

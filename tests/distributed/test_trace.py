@@ -1,0 +1,201 @@
+"""Traces of real runs: all instructions, on one clock, reductions beside computations, also of a killed run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.profiler import ProfilerActivity, profile
+
+from ds_ext.observe.trace.file import TIMETABLE
+from ds_ext.observe.trace.merge import merge
+from ds_ext.observe.trace.read import Event, RankTrace, Traces, read_traces
+from ds_ext.observe.trace.summary import summarize
+from ds_ext.pipe_schedules import timetable
+from ds_ext.pipe_schedules.files import read_timetable
+from ds_ext.pipe_schedules.lower import lower
+from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build
+from tests.ranks import RankError, RankPool
+
+
+@dataclass(frozen=True)
+class TracedJob(Job):
+    """A run that writes traces."""
+
+    trace: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def config(self, replicas: int) -> dict[str, Any]:
+        made = super().config(replicas)
+        made["ds_ext"]["trace"] = self.trace
+        return made
+
+
+def job(folder: Path, schedule: str = "bitpipe", pp: int = 4, **given: Any) -> TracedJob:
+    trace = {"dir": str(folder), "steps": given.pop("traced", None)}
+    return TracedJob(schedule, pp, 1, given.pop("dp", 1), 8, MODEL, trace=trace, **given)
+
+
+def clock_of(rank: int) -> tuple[float, float]:
+    """(rate, offset in seconds) of the clock that a rank is given."""
+    return 1 + 2e-5 * rank, 1000.0 * rank
+
+
+def train_traced(rank: int, job: TracedJob) -> dict[str, Any]:
+    """Train with a clock of this rank's own, evaluate between two steps, profile the last one."""
+    engine, _ = build(job)
+    rate, offset = clock_of(rank)
+    engine._busy.clock = lambda: rate * time.perf_counter() + offset
+    batches, bubbles = StepBatches(batches_of(job)), []
+    profiler = profile(activities=[ProfilerActivity.CPU])
+    for step in range(job.steps):
+        with profiler if step == job.steps - 1 else nullcontext():
+            engine.train_batch(batches)
+        bubbles.append(engine.bubble_measured)
+        if step == 0:
+            engine.eval_batch(StepBatches(batches_of(job)))
+    assert engine.tracer is not None and engine.tracer._times is not None
+    engine.tracer.finish()
+    engine.transport.close()
+    return {
+        "bubbles": bubbles,
+        "opened": engine.tracer._times._opened,
+        "profiled": {event.key for event in profiler.key_averages()},
+    }
+
+
+def spans_of(trace: RankTrace, *threads: str) -> list[Event]:
+    return [event for event in trace.spans() if event["tid"] in threads]
+
+
+def overlapping(trace: RankTrace) -> list[tuple[str, str]]:
+    """(reduction, computation) that began while the reduction was under way, or the other way round."""
+    computations = spans_of(trace, "compute")
+    reductions = [event for event in trace.spans() if event["tid"].startswith("reduce")]
+    return [
+        (reduction["name"], other["name"])
+        for reduction in reductions
+        for other in computations
+        if reduction["ts"] < other["ts"] + other["dur"] and other["ts"] < reduction["ts"] + reduction["dur"]
+    ]
+
+
+def assert_has_every_instruction(traces: Traces, steps: list[int]) -> None:
+    """Each once a step, under the name that dumps and errors have, with what it is about."""
+    planned = lower(timetable(traces.run["schedule"], traces.run["pipeline_parallel_size"], 8))
+    for trace in traces.ranks.values():
+        mine = planned.ranks[trace.run["device"]]
+        about = {str(instruction): instruction for instruction in mine}
+        for step in steps:
+            found = [e for e in trace.spans() if e["args"].get("step") == step and e["name"] in about]
+            assert sorted(e["name"] for e in found) == sorted(map(str, mine))
+            for event in found:
+                known, values = about[event["name"]], event["args"]
+                for key in ("micro_batch", "stage", "pipe"):
+                    assert values.get(key) == getattr(known, key)
+                assert ("bytes" in values) == ("peer" in values) == (known.peer is not None)
+        whole = [e["name"] for e in spans_of(trace, "step") if e["cat"] == "step"]
+        assert whole == [f"step {step}" for step in steps]
+
+
+def assert_is_on_one_clock(traces: Traces, opened: list[float]) -> None:
+    """All clocks of a host are one, which the ranks' skewed ones are known functions of."""
+    for rank, trace in traces.ranks.items():
+        rate, offset = clock_of(rank)
+        limit_us = max(100.0, 1e6 * trace.align.error_s)
+        for event in trace.spans():
+            true_s = (opened[rank] + event["ts"] / 1e6 - offset) / rate
+            assert abs(trace.on_rank_0(event["ts"]) - 1e6 * (true_s - opened[0])) <= limit_us
+
+
+def test_a_run_is_traced_whole(ranks4: RankPool, tmp_path: Path) -> None:
+    """Every instruction once, the metrics' bubble, clocks that differ by minutes made one, an arrow a message."""
+    answers = ranks4.run(train_traced, job(tmp_path, steps=3))
+    traces = read_traces(tmp_path)
+    assert traces.notes == () and sorted(traces.ranks) == [0, 1, 2, 3]
+    assert read_timetable(tmp_path / TIMETABLE) == timetable("bitpipe", 4, 8)
+    assert_has_every_instruction(traces, [1, 2, 3])
+    assert_is_on_one_clock(traces, [answer["opened"] for answer in answers])
+    for trace in traces.ranks.values():
+        assert [e["name"] for e in trace.spans() if e["cat"] == "evaluation"] == ["evaluation"]
+
+    measured = summarize(traces).bubble_by_step
+    assert list(measured.values()) == pytest.approx(answers[0]["bubbles"], rel=0.01)
+
+    joined = merge(traces, tmp_path / "all.json")
+    events = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
+    assert (
+        joined.messages
+        == 3 * 96
+        == sum(e["ph"] == "s" for e in events)
+        == sum(e["ph"] == "f" for e in events)
+    )
+    assert joined.early_us <= max(100.0, *(2e6 * trace.align.error_s for trace in traces.ranks.values()))
+
+    named = {e["name"] for e in spans_of(traces.ranks[1], "compute", "send", "recv")}
+    assert named <= answers[1]["profiled"]
+    # A rank's reductions go on while it computes: the other holder of the stage ends at another time.
+    assert any(overlapping(trace) for trace in traces.ranks.values())
+
+
+def test_reductions_after_the_last_backward_overlap_nothing(ranks4: RankPool, tmp_path: Path) -> None:
+    ranks4.run(train_traced, job(tmp_path, steps=2, eager=False))
+    traces = read_traces(tmp_path)
+    assert_has_every_instruction(traces, [1, 2])
+    for trace in traces.ranks.values():
+        assert [e["name"] for e in spans_of(trace, "reduce")].count("ReduceGrads") == 2
+        assert not overlapping(trace)
+
+
+def test_some_steps_of_several_pipeline_groups(ranks4: RankPool, tmp_path: Path) -> None:
+    """The window; peers are global ranks; what an earlier run has left is kept in a folder with its name."""
+    wanted = job(tmp_path, "1f1b", 2, dp=2, steps=4, traced="2:3")
+    ranks4.run(train_traced, wanted)
+    first = read_traces(tmp_path)
+    assert_has_every_instruction(first, [2, 3])
+    peers = {
+        rank: {e["args"]["peer"] for e in spans_of(t, "send", "recv")} for rank, t in first.ranks.items()
+    }
+    assert peers == {0: {2}, 1: {3}, 2: {0}, 3: {1}}
+    ranks4.run(train_traced, dataclasses.replace(wanted, steps=2))
+    assert read_traces(tmp_path).run["run"] != first.run["run"]
+    earlier = read_traces(tmp_path / first.run["run"])
+    assert earlier.run == first.run and sorted(earlier.ranks) == [0, 1, 2, 3]
+    assert read_timetable(earlier.folder / TIMETABLE) == timetable("1f1b", 2, 8)
+
+
+def die_in_step_2(rank: int, job: TracedJob) -> None:
+    """Rank 1 is killed in the middle of its second step."""
+    engine, _ = build(job)
+    batches = StepBatches(batches_of(job))
+    engine.train_batch(batches)
+    if rank == 1:
+        at, backward = [0], engine._backward
+
+        def deadly(buffer_id: int, stage: int) -> None:
+            at[0] += 1
+            if at[0] == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            backward(buffer_id, stage)
+
+        engine._backward = deadly
+    engine.train_batch(batches)
+
+
+def test_a_killed_run_leaves_its_steps(ranks2: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="exit code -9"):
+        ranks2.run(die_in_step_2, job(tmp_path, "1f1b", 2, steps=2))
+    traces = read_traces(tmp_path)
+    assert_has_every_instruction(dataclasses.replace(traces, ranks={1: traces.ranks[1]}), [1])
+    assert "rank1.json has no end, as that of a run that was killed: it is read up to there." in traces.notes
+    assert summarize(traces).steps == 1
+    # The other rank has noticed: the last thing in its trace is what it was doing.
+    failed = [event["name"] for event in traces.ranks[0].events() if event.get("ph") == "i"]
+    assert len(failed) == 1 and failed[0].startswith("failed: ")

@@ -1,0 +1,103 @@
+"""Traces of runs that never were: a simulation, written as ranks with clocks of their own would have written it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ds_ext.observe.trace.event import EventText, reduction_lanes
+from ds_ext.observe.trace.file import CLOCK, TraceFile, metadata, write_timetable
+from ds_ext.pipe_schedules import Instruction
+from ds_ext.pipe_schedules.ops import COMPUTE_NAME, Op
+from ds_ext.pipe_schedules.simulate import Simulation, dependencies
+
+UNIT_US = 10_000.0  # of a unit of the simulation's time
+SEND_US = 10.0
+BYTES = 1 << 20
+GAP_US = 5_000.0  # between two steps
+
+
+def offset_us(rank: int) -> float:
+    """What rank 0's clock is ahead of that of a rank."""
+    return 12_345.678 * rank
+
+
+def write_traces(
+    folder: Path, simulation: Simulation, steps: int = 2, *, run: str = "20260101-000000-abcd"
+) -> None:
+    """A trace per device: every computation at its time, the message before it and after it, a reduction at the end.
+
+    A device that waits for a message receives it from the end of its last computation to the start of the next.
+    """
+    timetable = simulation.timetable
+    world = timetable.placement.ranks
+    for rank in range(world):
+        about: dict[str, Any] = {
+            "run": run, "world_size": world, "device": rank, "data_parallel_rank": 0, "tensor_parallel_rank": 0,
+            "data_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": world,
+            "schedule": timetable.schedule, "micro_batches": timetable.micro_batches,
+        }  # fmt: skip
+        file = TraceFile(folder, rank, about)
+        if rank == 0:
+            write_timetable(folder, timetable, first=True)
+        for number in range(2 if rank else 0):
+            values = {"at_us": 1e7 * number, "offset_us": offset_us(rank), "error_us": 20.0}
+            file.append([metadata(CLOCK, rank, values)])
+        for step in range(1, steps + 1):
+            file.append(_step(simulation, rank, step))
+        file.close()
+
+
+def _step(simulation: Simulation, rank: int, step: int) -> list[str]:
+    text = EventText(rank, lambda device: (device,), eager=True)
+    zero = (step - 1) * (simulation.makespan * UNIT_US + GAP_US) - offset_us(rank)
+    lines, free = [], 0.0
+    for op, start, end in simulation.spans[rank]:
+        for need, owner in dependencies(op, simulation.timetable):
+            if owner != rank:
+                lines.append(
+                    _received(
+                        text, simulation, op, need, owner, (zero, free * UNIT_US, start * UNIT_US), step
+                    )
+                )
+        compute = Instruction(
+            COMPUTE_NAME[op.kind], op.micro_batch, op.stage, simulation.timetable.pipe(op.micro_batch)
+        )
+        lines.append(text.instruction(compute, zero + start * UNIT_US, zero + end * UNIT_US, 0, step))
+        lines += _sent(text, simulation, op, rank, zero + end * UNIT_US, step)
+        free = end
+    last = zero + simulation.makespan * UNIT_US
+    lines.append(text.instruction(Instruction("ReduceGrads"), last, last + 100, 0, step))
+    lines.append(text.instruction(Instruction("OptimizerStep"), last + 100, last + 300, 0, step))
+    lines.append(text.step(step, zero, last + 400, simulation.timetable.micro_batches))
+    stages = sorted({op.stage for op, _, _ in simulation.spans[rank]})
+    return lines + reduction_lanes(rank, step, [(stage, BYTES, last - 2000, last + 50) for stage in stages])
+
+
+def _received(
+    text: EventText,
+    simulation: Simulation,
+    op: Op,
+    need: Op,
+    owner: int,
+    times: tuple[float, float, float],
+    step: int,
+) -> str:
+    zero, begin, end = times
+    name = "RecvActivation" if need.kind == "F" else "RecvGrad"
+    pipe = simulation.timetable.pipe(op.micro_batch)
+    received = Instruction(name, op.micro_batch, op.stage, pipe, peer=owner)
+    return text.instruction(received, zero + min(begin, end - 1), zero + end, BYTES, step)
+
+
+def _sent(text: EventText, simulation: Simulation, op: Op, rank: int, at: float, step: int) -> list[str]:
+    """A send for every op on another device that needs this one."""
+    lines = []
+    for device, spans in enumerate(simulation.spans):
+        for other, _, _ in spans:
+            if device != rank and (op, rank) in dependencies(other, simulation.timetable):
+                name = "SendActivation" if op.kind == "F" else "SendGrad"
+                pipe = simulation.timetable.pipe(op.micro_batch)
+                sent = Instruction(name, op.micro_batch, op.stage, pipe, peer=device)
+                lines.append(text.instruction(sent, at, at + SEND_US, BYTES, step))
+    return lines

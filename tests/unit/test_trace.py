@@ -1,0 +1,280 @@
+"""Traces without a run: files that are cut or missing, the joined trace, the summary, the page, the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_ext.__main__ import main
+from ds_ext.errors import ConfigError
+from ds_ext.observe.trace.file import TraceFile, rank_file
+from ds_ext.observe.trace.merge import merge
+from ds_ext.observe.trace.read import read_traces
+from ds_ext.observe.trace.summary import summarize
+from ds_ext.observe.trace.view import page
+from ds_ext.pipe_schedules import timetable
+from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.simulate import simulate
+from tests.trace_folders import BYTES, SEND_US, UNIT_US, write_traces
+
+PRICED = simulate(timetable("bitpipe", 4, 8), Costs(1, 1.2, 0.8, 0.05))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("traces")
+    write_traces(folder, PRICED)
+    return folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """A copy that may be damaged."""
+    return shutil.copytree(whole, tmp_path / "copy")
+
+
+# --- files ---
+
+
+def test_a_file_is_strict_json_and_every_event_a_line(whole: Path) -> None:
+    text = rank_file(whole, 1).read_text()
+    events = json.loads(text)
+    assert len(events) == len(text.splitlines()) - 2
+    assert all(event["pid"] == 1 for event in events)
+    assert {event["tid"] for event in events} == {
+        "step",
+        "compute",
+        "recv",
+        "send",
+        "reduce",
+        "reduce 2",
+        "reduce 3",
+        "reduce 4",
+    }
+
+
+def test_a_file_cut_anywhere_is_read_up_to_there(tmp_path: Path) -> None:
+    """At every byte of its last lines."""
+    write_traces(tmp_path, simulate(timetable("1f1b", 2, 2)), steps=1)
+    path = rank_file(tmp_path, 1)
+    data = path.read_bytes()
+    before = list(read_traces(tmp_path).ranks[1].events())
+    for size in range(len(data) - 200, len(data) - 1):
+        path.write_bytes(data[:size])
+        traces = read_traces(tmp_path)
+        found = list(traces.ranks[1].events())
+        assert found == before[: len(found)]
+        assert len(before) - len(found) <= data.count(b"\n", size) + 1
+        assert traces.notes == (
+            "rank1.json has no end, as that of a run that was killed: it is read up to there.",
+        )
+
+
+def test_what_is_missing_or_foreign_is_told_and_left_out(folder: Path) -> None:
+    rank_file(folder, 1).unlink()
+    rank_file(folder, 2).write_text("[\n{}\n]\n")
+    other = folder / "other"
+    write_traces(other, PRICED, run="20270101-000000-ffff")
+    shutil.copy(rank_file(other, 3), rank_file(folder, 3))
+    traces = read_traces(folder)
+    assert list(traces.ranks) == [0]
+    assert sorted(traces.notes) == [
+        "rank1.json is missing: rank 1 is left out.",
+        "rank2.json does not begin as the trace of rank 2: it is left out.",
+        "rank3.json is of run 20270101-000000-ffff, not of 20260101-000000-abcd: it is left out.",
+    ]
+    damaged = rank_file(folder, 0).read_text().splitlines()
+    damaged[40] = damaged[40][:30]
+    rank_file(folder, 0).write_text("\n".join(damaged) + "\n")
+    assert "rank0.json has 1 lines that cannot be read: they are left out." in read_traces(folder).notes
+
+
+def test_a_folder_without_traces_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no folder with traces"):
+        read_traces(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="holds no trace of a run"):
+        read_traces(tmp_path)
+
+
+def test_the_last_run_is_in_the_folder_and_earlier_ones_in_their_own(folder: Path) -> None:
+    """Also those of ranks that the new world does not have."""
+    before = {path.name: path.read_text() for path in folder.iterdir()}
+    small = simulate(timetable("1f1b", 2, 2))
+    write_traces(folder, small, run="20270101-000000-ffff")
+    assert sorted(path.name for path in folder.glob("*.*")) == ["rank0.json", "rank1.json", "timetable.txt"]
+    assert {path.name: path.read_text() for path in (folder / "20260101-000000-abcd").iterdir()} == before
+
+
+def test_a_file_that_is_no_trace_is_not_touched(tmp_path: Path) -> None:
+    rank_file(tmp_path, 0).write_text("mine")
+    with pytest.raises(ConfigError, match=r"rank0\.json is there already and is no trace of a rank"):
+        TraceFile(tmp_path, 0, {"run": "r", "world_size": 1})
+    assert rank_file(tmp_path, 0).read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"rank 3 cannot write .*rank3\.json: Not a directory"):
+        TraceFile(tmp_path / "file" / "traces", 3, {"run": "r", "world_size": 4})
+
+
+# --- joined ---
+
+
+def test_joined_times_are_those_of_the_simulation(whole: Path, tmp_path: Path) -> None:
+    """Although every rank's clock shows another time."""
+    merge(read_traces(whole), tmp_path / "all.json")
+    joined = json.loads((tmp_path / "all.json").read_text())
+    assert joined["otherData"]["world_size"] == 4 and len(joined["otherData"]["clocks"]) == 4
+    found: dict[tuple[int, str], dict[str, Any]] = {
+        (e["pid"], e["name"]): e
+        for e in joined["traceEvents"]
+        if e["ph"] == "X" and e["tid"] == "compute" and e["args"]["step"] == 1
+    }
+    assert len(found) == sum(map(len, PRICED.spans))
+    for rank, spans in enumerate(PRICED.spans):
+        for op, start, end in spans:
+            event = found[rank, str(op)]
+            assert event["ts"] == pytest.approx(start * UNIT_US, abs=0.01)
+            assert event["dur"] == pytest.approx((end - start) * UNIT_US, abs=0.01)
+            pipe = PRICED.timetable.pipe(op.micro_batch)
+            about = {"step": 1, "micro_batch": op.micro_batch, "stage": op.stage, "pipe": pipe}
+            assert event["args"] == about
+
+
+def test_an_arrow_leads_from_every_send_to_its_receive(whole: Path, tmp_path: Path) -> None:
+    merged = merge(read_traces(whole), tmp_path / "all.json")
+    events = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
+    assert merged.messages == 2 * PRICED.messages and merged.ends == {} and merged.early_us == 0
+    arrows = {phase: {e["id"]: e for e in events if e["ph"] == phase} for phase in "sf"}
+    assert len(arrows["s"]) == len(arrows["f"]) == merged.messages
+    spans = {(e["pid"], e["tid"]): [] for e in events if e["ph"] == "X"}
+    for event in events:
+        if event["ph"] == "X":
+            spans[event["pid"], event["tid"]].append(event)
+
+    def around(flow: dict[str, Any]) -> dict[str, Any]:
+        (span,) = (
+            s
+            for s in spans[flow["pid"], flow["tid"]]
+            if s["ts"] <= flow["ts"] <= s["ts"] + s["dur"] and s["dur"]
+        )
+        return span
+
+    for number, start in list(arrows["s"].items())[::7]:
+        sent, received = around(start), around(arrows["f"][number])
+        assert (sent["tid"], received["tid"], arrows["f"][number]["bp"]) == ("send", "recv", "e")
+        assert sent["args"]["peer"] == received["pid"] and received["args"]["peer"] == sent["pid"]
+        assert sent["args"]["micro_batch"] == received["args"]["micro_batch"]
+
+
+# --- summed up ---
+
+
+def test_the_summary_is_what_the_simulation_says(whole: Path) -> None:
+    found = summarize(read_traces(whole))
+    assert found.steps == 2 and found.schedule == "bitpipe" and not found.notes
+    assert list(found.bubble_by_step.values()) == pytest.approx([PRICED.bubble] * 2, abs=1e-6)
+    makespan_us = PRICED.makespan * UNIT_US
+    for rank, spans in zip(found.ranks, PRICED.spans, strict=True):
+        busy = sum(end - start for _, start, end in spans)
+        assert rank.busy == pytest.approx(busy / PRICED.makespan, abs=1e-6)
+        assert rank.bubble == pytest.approx(1 - rank.busy)
+        idle = (spans[-1][2] - busy) / PRICED.makespan
+        assert sum(rank.waits.values()) == pytest.approx(idle, abs=1e-3)
+        assert rank.p2p == pytest.approx(sum(rank.waits.values()), abs=len(spans) * SEND_US / makespan_us)
+        assert rank.reduction == pytest.approx(100 / makespan_us, rel=1e-3)
+        assert rank.optimizer == pytest.approx(200 / makespan_us, rel=1e-3)
+        hidden_us = sum(
+            max(0.0, end * UNIT_US - max(start * UNIT_US, makespan_us - 2000)) for _, start, end in spans
+        )
+        assert rank.reduction_hidden == pytest.approx(4 * hidden_us / makespan_us, abs=1e-6)
+    assert {peer for rank in found.ranks for peer in rank.waits} == {0, 1, 2, 3}
+
+
+def test_the_summary_names_the_slow_stage_and_the_slow_link(tmp_path: Path) -> None:
+    slow = Costs(comm=0.01, stages=(1, 1, 1, 1, 1, 1.5, 1, 1), links={(2, 3): 0.4})
+    write_traces(tmp_path, simulate(timetable("bitpipe", 4, 8), slow))
+    found = summarize(read_traces(tmp_path))
+    assert found.slowest_stage is not None and found.slowest_stage.stage == 5
+    assert found.slowest_stage.ms == pytest.approx(1.5 * 1.5 * UNIT_US / 1e3, rel=1e-6)
+    assert found.slowest_link is not None and (found.slowest_link.sender, found.slowest_link.receiver) == (
+        2,
+        3,
+    )
+    assert found.slowest_link.ms >= 0.4 * UNIT_US / 1e3 - 0.001 and found.slowest_link.bytes == BYTES
+
+
+def test_a_step_that_is_not_everywhere_is_not_counted(folder: Path) -> None:
+    path = rank_file(folder, 3)
+    lines = path.read_text().splitlines(keepends=True)
+    cut = next(i for i, line in enumerate(lines) if '"name": "step 2"' in line)
+    path.write_text("".join(lines[:cut]))
+    assert list(summarize(read_traces(folder)).bubble_by_step) == [1]
+    path.write_text("".join(lines[:30]))
+    nothing = summarize(read_traces(folder))
+    assert nothing.steps == 0 and "no step is complete on every rank." in nothing.notes
+
+
+# --- drawn ---
+
+
+def test_the_page_has_the_plan_and_the_run_on_one_scale(whole: Path) -> None:
+    text = page(read_traces(whole), 2)
+    assert re.findall(r"<h2[^>]*>([^<]*)<", text) == ["bitpipe, planned", "bitpipe, measured, step 2"]
+    assert not re.search(r"https?:|@import|url\(|\bsrc=", text)
+    found = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
+    assert found
+    planned, measured = json.loads(found[1])
+    free = simulate(PRICED.timetable, Costs(1, 1.2, 0.8, 0))
+    assert planned["makespan"] == pytest.approx(free.makespan * UNIT_US / 1e3, rel=1e-6)
+    assert measured["makespan"] == pytest.approx(PRICED.makespan * UNIT_US / 1e3, rel=1e-6)
+    assert planned["axis"] == measured["axis"] == "time, in milliseconds"
+    waits = [mark for row in measured["marks"] for mark in row if not mark[2]]
+    assert any(re.fullmatch(r"waits for rank \d: Recv(Activation|Grad) \d@\d", mark[3]) for mark in waits)
+    assert sum(mark[2] for row in measured["marks"] for mark in row) == 4 * 4
+
+
+def test_a_page_of_a_step_that_is_not_there(whole: Path, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--step 7: the traces in .* hold 2 complete steps, 1 to 2"):
+        page(read_traces(whole), 7)
+    (folder / "timetable.txt").unlink()
+    with pytest.raises(ConfigError, match="holds no timetable of 8 micro-batches"):
+        page(read_traces(folder))
+
+
+def test_a_rank_that_is_missing_has_an_empty_row(folder: Path) -> None:
+    rank_file(folder, 2).unlink()
+    assert "rank2.json is missing" in page(read_traces(folder))
+
+
+# --- the command line ---
+
+
+def test_the_three_verbs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rank_file(folder, 3).unlink()
+    out = folder / "joined.json"
+    assert main(["trace", "merge", str(folder), "-o", str(out)]) == 0
+    said = capsys.readouterr()
+    assert "3 of 4 ranks" in said.out and said.err == "note: rank3.json is missing: rank 3 is left out.\n"
+    assert main(["trace", "summary", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("bitpipe, 2 steps of ") and lines[2].split()[:3] == ["rank", "busy", "bubble"]
+    assert main(["trace", "summary", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"bubble", "bubble_by_step", "ranks", "slowest_stage", "slowest_link", "notes"} <= set(found)
+    assert main(["trace", "view", str(folder), "-o", str(folder / "page.html")]) == 0
+    assert (folder / "page.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize("verb", ["merge", "view"])
+def test_a_place_that_cannot_be_written(whole: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    assert main(["trace", verb, str(whole), "-o", str(whole / "no" / "folder")]) == 2
+    assert "error: -o" in capsys.readouterr().err
+    assert main(["trace", "merge", str(whole), "-o", str(rank_file(whole, 1))]) == 2
+    assert "is one of the traces that are joined" in capsys.readouterr().err
