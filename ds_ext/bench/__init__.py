@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from . import engine, schedules, training, transport
+from . import engine, fbd, schedules, training, transport
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmarks and the options of each."""
     benchmarks = parser.add_subparsers(dest="benchmark", metavar="NAME", required=True, title="benchmarks")
-    for module in (engine, schedules, training, transport):
+    for module in (engine, fbd, schedules, training, transport):
         name = module.__name__.rpartition(".")[2]
         known = benchmarks.add_parser(name, help=module.SUMMARY, description=f"Measure {module.SUMMARY}.")
         module.add_arguments(known)

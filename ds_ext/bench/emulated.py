@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..pipe_schedules.costs import Costs
-from ..pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Op
+from ..pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
 from ..pipe_schedules.placement import Placement
 
 WIDTH = 32
@@ -62,7 +62,10 @@ class EmulatedDevice:
 
     Attributes:
         split_backwards: the (stage, micro-batch) whose halves have a jitter of their own, as in the timetable.
+        repeats: whether its forwards are those that another device has computed before (FBD).
     """
+
+    repeats = False
 
     split_backwards: frozenset[tuple[int, int]] = frozenset()
 
@@ -92,7 +95,7 @@ class EmulatedDevice:
 
     def forward(self, stage: int, micro_batch: int, start: float) -> None:
         """Wait until a forward that began at ``start`` (of time.perf_counter) has taken its time."""
-        self._wait(Op(FORWARD, stage, micro_batch), start)
+        self._wait(Op(RECOMPUTE if self.repeats else FORWARD, stage, micro_batch), start)
 
     def input_gradient(self, stage: int, micro_batch: int) -> None:
         """Wait as long as the input gradient takes."""
@@ -117,7 +120,7 @@ class EmulatedDevice:
 
     def _in_timetable(self, op: Op) -> Op:
         """The computation that a pass belongs to: half of a whole backward, or one of its own."""
-        whole = op.kind != FORWARD and (op.stage, op.micro_batch) not in self.split_backwards
+        whole = op.kind not in (FORWARD, RECOMPUTE) and (op.stage, op.micro_batch) not in self.split_backwards
         return op._replace(kind=BACKWARD) if whole else op
 
 

@@ -23,14 +23,15 @@ def read_request(text: str) -> tuple[Schedule, dict[str, Any]]:
 
 
 def options_for(text: str, costs: Costs) -> dict[str, Any]:
-    """Its options: one that plans is told the costs, without the jitter, which nobody can plan for."""
+    """Its options: one that plans is told the costs, but neither the jitter nor how long links take."""
     schedule, options = read_request(text)
     if schedule.planned:
-        options["costs"] = f"f={costs.f!r},b={costs.b!r},w={costs.w!r},comm={costs.comm!r}"
+        options["costs"] = f"f={costs.f!r},b={costs.b!r},w={costs.w!r}"
     return options
 
 
 def timetable_for(text: str, devices: int, micro_batches: int, costs: Costs) -> Timetable:
-    """The order of what is asked for. Raises ScheduleError."""
+    """The order of what is asked for, or the one to expect if it is decided at run time. Raises ScheduleError."""
     schedule, _ = read_request(text)
-    return schedule.timetable(devices, micro_batches, options_for(text, costs))
+    met = None if schedule.dynamic is None else costs
+    return schedule.timetable(devices, micro_batches, options_for(text, costs), met)

@@ -29,6 +29,7 @@ from ..pipe_schedules.text import loads
 from .emulated import EmulatedDevice, EmulatedLayer, exact_timers, make_batches, rows_of
 from .ranks import Job
 from .requests import options_for, read_request, timetable_for
+from .slow_links import Delay, slow_down
 
 Step = Callable[[], float | None]
 
@@ -111,8 +112,20 @@ def _ours(request: str, job: Job) -> Built:
     layers = _layers(device, timetable.placement)
     model = PipelineModule(layers, config, loss_fn=F.mse_loss, clock=device, partition_method="uniform")
     engine, *_ = initialize(model=model, config=config)
+    if job.costs.comm:
+        slow_down(engine, _delays(job, timetable), job.costs.comm * (1 - job.costs.jitter) / 1000)
     batches = SameBatches(_batches(job))
     return Built(lambda: float(engine.train_batch(batches)), timetable, device)
+
+
+def _delays(job: Job, timetable: Timetable) -> Delay:
+    """What a message takes, as the simulator has it, jitter included; ranks are devices here."""
+
+    def delay(source: int, target: int, op: Op) -> float:
+        waiting = op if op.kind == FORWARD else timetable.gradient_op(op.stage, op.micro_batch)
+        return job.costs.delay(source, target) * job.costs.factor(waiting, message=True) / 1000
+
+    return delay
 
 
 # --- DeepSpeed's own ---

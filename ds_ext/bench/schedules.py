@@ -65,6 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="times vary evenly within 1 - S and 1 + S, the same for every schedule (%(default)s)",
     )
     parser.add_argument(
+        "--link-ms",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="messages of our engines are held back that long, with the jitter, which no plan is told (%(default)s)",
+    )
+    parser.add_argument(
         "--message-kb", type=float, default=4.0, metavar="KB", help="size of an activation (%(default)s)"
     )
     parser.add_argument(
@@ -140,6 +147,12 @@ def _rivals(args: argparse.Namespace) -> list[str]:
     unknown = [name for name in names if name not in RIVALS]
     if unknown:
         raise ConfigError(f"rival {unknown[0]!r} is not known; known: {', '.join(RIVALS)}, or none.")
+    if args.link_ms and names:
+        if names != list(RIVALS):
+            raise ConfigError(
+                f"--link-ms {args.link_ms:g} holds back the messages of our engines only; leave --rivals out."
+            )
+        return []
     return names
 
 
@@ -158,7 +171,7 @@ def _take_turns(ours: Sequence[str], rivals: Sequence[str]) -> list[str]:
 def _costs(args: argparse.Namespace) -> Costs:
     forward = args.forward_ms
     b, w = (forward if ms is None else ms for ms in (args.input_gradient_ms, args.weight_gradient_ms))
-    return Costs(f=forward, b=b, w=w, jitter=args.jitter)
+    return Costs(f=forward, b=b, w=w, comm=args.link_ms, jitter=args.jitter)
 
 
 def _job(args: argparse.Namespace) -> Job:
@@ -246,13 +259,15 @@ def _params(args: argparse.Namespace) -> dict[str, Any]:
         "input_gradient_ms": costs.b,
         "weight_gradient_ms": costs.w,
         "jitter": costs.jitter,
+        "link_ms": costs.comm,
         "message_kb": args.message_kb,
     }
 
 
 def _title(args: argparse.Namespace) -> str:
     costs = _costs(args)
-    jitter = f", jitter {costs.jitter:g}" if costs.jitter else ""
+    jitter = f", message {costs.comm:g}" if costs.comm else ""
+    jitter += f", jitter {costs.jitter:g}" if costs.jitter else ""
     return (
         f"{args.stages} ranks, {args.micro_batches} micro-batches; ms of one {args.stages}-th of the model: forward "
         f"{costs.f:g}, input gradient {costs.b:g}, weight gradient {costs.w:g}{jitter}; messages of "

@@ -1,0 +1,41 @@
+"""The order that a step has found, as a timetable file that can be run again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ..errors import ConfigError
+from ..layout import ParallelLayout
+from ..pipe_schedules import Op, Timetable
+from ..pipe_schedules.lower import dump, lower
+from ..pipe_schedules.text import dumps
+
+
+def record(path: str, timetable: Timetable, ran: Sequence[Op], layout: ParallelLayout) -> None:
+    """Write what the devices of the first pipeline group have run; a collective call of all ranks.
+
+    A file that is there is replaced at once, so that a reader sees one step or the next. Raises ConfigError on rank 0
+    when the file cannot be written.
+    """
+    everyone = [list(ran)] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(list(ran), everyone)
+    if everyone is None:
+        return
+    orders = (everyone[layout.rank(device, 0, 0)] for device in range(layout.placement.ranks))
+    made = replace(timetable, ranks=tuple(map(tuple, orders)))
+    text = json.dumps(dump(lower(made))) if path.endswith(".json") else dumps(made)
+    beside = f"{path}.{os.getpid()}.new"
+    try:
+        Path(beside).write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    except OSError as error:
+        raise ConfigError(
+            f'"schedule_options": record {path!r} cannot be written: {error.strerror}. Give a file in a folder that '
+            f"exists."
+        ) from None
