@@ -37,14 +37,14 @@ def main() -> int | None:
 
     import ds_ext
     from ds_ext.data.meta import read_meta
-    from ds_ext.engine import init_distributed, weight_decay_groups
+    from ds_ext.engine import init_distributed, on_hosts, weight_decay_groups
     from ds_ext.models.gpt import gpt_layer_specs, gpt_loss
     from ds_ext.tensor_parallel import DropoutClock, create_tensor_parallel
 
     settings = plan.job.ds_ext
     init_distributed(settings.transport_options.timeout_s)
     say(text)
-    tp = create_tensor_parallel(plan.layout.groups()["tensor"])
+    tp = create_tensor_parallel(on_hosts(plan.layout, settings.fbd.forward_hosts).groups()["tensor"])
     clock = DropoutClock()
     model = ds_ext.PipelineModule(
         gpt_layer_specs(config, tp, clock),

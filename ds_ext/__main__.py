@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from .choosing_verbs import add_plan_flags, run_plan, run_simulate
 from .errors import DsExtError
 from .model_flags import add_model_flags
-from .pipe_schedules.render import LEGEND, SPLIT_LEGEND
+from .pipe_schedules.render import LEGEND, REPEATED_LEGEND, SPLIT_LEGEND
 from .schedule_flags import add_schedule_flags, import_modules, list_schedules
 from .verbs import (
     EXIT_OK,
@@ -55,7 +55,7 @@ def build_parser(verb: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ds_ext", description="Pipeline schedules for DeepSpeed.")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
 
-    picture = f"The picture: {LEGEND}; of a split backward {SPLIT_LEGEND}."
+    picture = f"The picture: {LEGEND}; of a split backward {SPLIT_LEGEND}; {REPEATED_LEGEND}."
     show = _schedule_verb(verbs, "show", run_show, "draw the timetable", picture)
     show.add_argument(
         "--labels", choices=["micro-batch", "op"], default="micro-batch", help="op: F3@1 in full"
@@ -127,6 +127,26 @@ def build_parser(verb: str) -> argparse.ArgumentParser:
 
         conversion.add_arguments(convert)
         convert.set_defaults(run=conversion.run)
+    timeline = verbs.add_parser(
+        "trace",
+        help="join, sum up and draw the traces of a run",
+        description="The traces that ranks write when the JSON says where (docs/traces.md).",
+    )
+    if verb == "trace":
+        from . import trace_verbs
+
+        trace_verbs.add_arguments(timeline)
+        timeline.set_defaults(run=trace_verbs.run)
+    host = verbs.add_parser(
+        "doctor",
+        help="what this host offers to the transports",
+        description="What this host offers to the transports, and what to do where it is too little.",
+    )
+    if verb == "doctor":
+        from . import doctor
+
+        doctor.add_arguments(host)
+        host.set_defaults(run=doctor.run)
     measure = verbs.add_parser("bench", help="measure on this host: schedules", description="Benchmarks.")
     if verb == "bench":
         from . import bench

@@ -110,6 +110,11 @@ def current_tag(folder: Path) -> str:
     try:
         tag = (folder / LATEST).read_text(errors="replace").strip()
     except OSError:
+        if (folder / MANIFEST).is_file():
+            raise ConfigError(
+                f"{folder} is one checkpoint, and a folder of checkpoints is needed: give {folder.parent}, and write "
+                f"{folder.name!r} into {folder.parent / LATEST} if it is not the last."
+            ) from None
         raise ConfigError(
             f"{folder}: there is no checkpoint (no file '{LATEST}' in it). Leave --load out to start from the "
             f"beginning."

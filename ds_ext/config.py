@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import ipaddress
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
 from .auto import AUTO, choose_for_job, chosen_schedule, launched_world
 from .choice import Choice
@@ -23,6 +24,7 @@ from .deepspeed_json import check_deepspeed_keys, refuse_duplicate_keys
 from .errors import ConfigError, ScheduleError
 from .pipe_schedules import Placement, Schedule, Timetable, get_schedule
 from .pipe_schedules.files import is_timetable_file, schedule_of_file
+from .pipe_schedules.registry import DynamicRules
 
 
 class _Section(BaseModel):
@@ -30,23 +32,66 @@ class _Section(BaseModel):
 
 
 class TransportOptions(_Section):
-    """How messages between stages travel. ``timeout_s`` bounds every wait."""
+    """How messages between stages travel.
+
+    ``timeout_s`` bounds every wait. ``node_ips``: the addresses at which ranks listen for other hosts, one for each
+    host or one for each rank, as a list or with commas between them; None: those from which they reach MASTER_ADDR.
+    """
 
     timeout_s: float = Field(default=120.0, gt=0)
-    node_ips: str | None = None
+    node_ips: list[str] | None = Field(default=None, min_length=1)
+
+    @field_validator("node_ips", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
+
+    @field_validator("node_ips")
+    @classmethod
+    def _are_addresses(cls, value: list[str] | None) -> list[str] | None:
+        for word in value or ():
+            try:
+                ipaddress.ip_address(word.partition("%")[0])
+            except ValueError:
+                raise ValueError(f"{word!r} is no IPv4 or IPv6 address such as 10.0.0.1") from None
+        return value
 
 
 class FbdOptions(_Section):
-    """Forward/backward disaggregation: how many backward pipelines a forward one serves, and its sharding."""
+    """Forward/backward disaggregation: how many backward pipelines a forward one serves, and its sharding.
+
+    ``forward_hosts`` names the hosts whose ranks compute forwards; None: ranks alternate, whatever their hosts.
+    """
 
     merge_forward_tensor_parallel: bool = False
     backward_per_forward: int = Field(default=1, ge=1)
+    forward_hosts: list[str] | None = Field(default=None, min_length=1)
+
+    def options(self, tensor_parallel: int) -> dict[str, int]:
+        """What is not the default, as the options of a schedule."""
+        found = {}
+        if self.backward_per_forward > 1:
+            found["backward_per_forward"] = self.backward_per_forward
+        if self.merge_forward_tensor_parallel:
+            found["merge_forward_tensor_parallel"] = tensor_parallel
+        return found
 
 
 class TraceOptions(_Section):
-    """Where the ranks' traces go; None: nowhere."""
+    """Where the ranks' traces go (None: nowhere), and of which steps: ``"10:20"``, ``"100:"`` or all."""
 
-    dir: str | None = None
+    dir: str | None = Field(default=None, min_length=1)
+    steps: str | None = Field(default=None, pattern=r"^[0-9]{0,9}:[0-9]{0,9}$")
+
+    def window(self) -> tuple[int, float]:
+        """The first and the last step that are traced, counted from 1. Raises ConfigError when there is none."""
+        first, _, last = (self.steps or ":").partition(":")
+        window = int(first or 1), float(last or "inf")
+        if not 1 <= window[0] <= window[1]:
+            raise ConfigError(
+                f'"ds_ext": trace.steps {self.steps!r} holds no step: the first is 1, and "10:20" are steps 10 to 20.'
+            )
+        return window
 
 
 class DsExtConfig(_Section):
@@ -58,7 +103,7 @@ class DsExtConfig(_Section):
     sequence_parallel: bool = False
     schedule_options: dict[str, Any] = Field(default_factory=dict)
     eager_gradient_sync: bool = True
-    transport: Literal["auto", "shm", "torch"] = "auto"
+    transport: Literal["auto", "shm", "rdma", "tcp", "torch"] = "auto"
     transport_options: TransportOptions = TransportOptions()
     fbd: FbdOptions = FbdOptions()
     trace: TraceOptions = TraceOptions()
@@ -80,7 +125,17 @@ class DsExtConfig(_Section):
         with _as_config_error():
             if is_timetable_file(self.schedule):
                 return schedule_of_file(self.schedule)
-            return get_schedule(self.schedule)
+            return self._runnable(get_schedule(self.schedule))
+
+    def _runnable(self, schedule: Schedule) -> Schedule:
+        """Refuse an order that is decided at run time over what cannot be polled."""
+        if schedule.dynamic is not None and self.transport == "torch":
+            raise ConfigError(
+                f'"schedule": "{schedule.name}" decides its order by what has arrived, and "transport": "torch" cannot '
+                f"tell that without waiting: gloo reports a finished receive only to who waits for it. Use "
+                f'"transport": "auto" or "shm", or a static schedule.'
+            )
+        return schedule
 
     def choice(self, world_size: int | None = None) -> Choice | None:
         """What "auto" chose and from what; None for any other schedule. Raises ConfigError."""
@@ -103,17 +158,46 @@ class DsExtConfig(_Section):
             )
         return self._choices[world]
 
+    def options(self, schedule: Schedule) -> dict[str, Any]:
+        """The schedule's options: "schedule_options" and what "fbd" adds. Raises ConfigError."""
+        options = dict(self.schedule_options)
+        for key, value in self.fbd.options(self.tensor_parallel_size).items():
+            if key not in schedule.options:
+                raise ConfigError(
+                    f'"ds_ext": fbd.{key} is for a schedule with forward ranks, such as "fbd"; the schedule is '
+                    f'"{schedule.name}". Leave it out, or set "schedule": "fbd".'
+                )
+            if options.setdefault(key, value) != value:
+                raise ConfigError(
+                    f'"ds_ext": schedule_options.{key} {options[key]} contradicts "fbd", which makes it {value}. '
+                    f"Give one of them."
+                )
+        return options
+
     def placement(self, world_size: int | None = None) -> Placement:
         """Where the stages live. Raises ConfigError when the schedule cannot use these sizes."""
         schedule = self.resolve_schedule(world_size)
         with _as_config_error():
-            return schedule.placement(self.pipeline_parallel_size, self.schedule_options)
+            found = schedule.placement(self.pipeline_parallel_size, self.options(schedule))
+        if self.fbd.forward_hosts is not None and found.forward is None:
+            raise ConfigError(
+                f'"ds_ext": fbd.forward_hosts is for a schedule with forward ranks, such as "fbd"; the schedule is '
+                f'"{schedule.name}". Leave it out, or set "schedule": "fbd".'
+            )
+        return found
 
     def timetable(self, micro_batches: int, world_size: int | None = None) -> Timetable:
         """The order of work to train ``micro_batches`` per pipeline group. Raises ConfigError."""
         schedule = self.resolve_schedule(world_size)
         with _as_config_error():
-            return schedule.timetable(self.pipeline_parallel_size, micro_batches, self.schedule_options)
+            return schedule.timetable(self.pipeline_parallel_size, micro_batches, self.options(schedule))
+
+    def rules(self, micro_batches: int) -> DynamicRules | None:
+        """By what devices decide their order at run time; None for a static schedule. Raises ConfigError."""
+        with _as_config_error():
+            return self.resolve_schedule().rules(
+                self.pipeline_parallel_size, micro_batches, self.schedule_options
+            )
 
 
 @contextlib.contextmanager
@@ -161,15 +245,6 @@ class BatchSizes:
         return self.micro_batch_size * self.micro_batches * self.data_parallel_size
 
 
-# Keys whose feature this version does not have: only the default, which means "off", is accepted.
-_NOT_YET = (
-    "fbd.merge_forward_tensor_parallel",
-    "fbd.backward_per_forward",
-    "trace.dir",
-    "transport_options.node_ips",
-)
-
-
 def counted(number: int, noun: str) -> str:
     """``counted(1, "stage")`` is "1 stage", ``counted(2, "micro-batch")`` "2 micro-batches"."""
     plural = "es" if noun.endswith(("ch", "ss")) else "s"
@@ -196,12 +271,7 @@ def parse_section(section: Mapping[str, Any]) -> DsExtConfig:
         valid = DsExtConfig.model_validate(section)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
-    for path in _NOT_YET:
-        value, off = (functools.reduce(getattr, path.split("."), s) for s in (valid, DsExtConfig()))
-        if value != off:
-            raise ConfigError(
-                f'"ds_ext": this version does not support {path!r}. Leave it out or set it to {json.dumps(off)}.'
-            )
+    valid.trace.window()
     return valid
 
 

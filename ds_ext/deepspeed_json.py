@@ -78,6 +78,16 @@ DEEPSPEED_KEYS = (
 # In a valid JSON a string in front of a colon is a key. Strings are matched whole: braces in them are none.
 _KEYS_AND_BRACES = re.compile(r'(?P<key>"(?:[^"\\]|\\.)*")\s*:|"(?:[^"\\]|\\.)*"|[{}]')
 
+# Switches of what DeepSpeed does in its own forward -> what to do instead.
+_UNAPPLIED = {
+    "torch_autocast.enabled": 'for half precision set "bf16": {"enabled": true}',
+    "fp16.auto_cast": "the first layer casts its inputs",
+    "flops_profiler.enabled": "torch.profiler shows every computation under its name in the timetable",
+    "progressive_layer_drop.enabled": "a layer can skip itself in training",
+    "curriculum_learning.enabled": "the data may have another length in every step",
+    "data_efficiency.enabled": "order or shorten the samples in the data set",
+}
+
 # At this difflib ratio "gradient_clip" is a typo of "gradient_clipping", and "comment" is none of "comet".
 _RESEMBLES = 0.84
 
@@ -92,6 +102,7 @@ def check_deepspeed_keys(config: Mapping[str, Any], ours: Collection[str]) -> No
     check_nested(config)
     _refuse_zero(config)
     _refuse_two_precisions(config)
+    _refuse_unapplied(config)
 
 
 def refuse_duplicate_keys(text: str, name: str) -> None:
@@ -167,6 +178,31 @@ def fp16_through_zero(config: Mapping[str, Any]) -> dict[str, Any]:
         return dict(config)
     section = {**zero, "stage": 1} if isinstance(zero, Mapping) else {"stage": 1}
     return {"zero_allow_untested_optimizer": True, **config, "zero_optimization": section}
+
+
+def fp32_sums_of_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config``, with gradients of bf16 summed in fp32 under ZeRO stage 1 too, unless it says otherwise.
+
+    DeepSpeed would sum them in bf16 there: of 1,000 micro-batches most would be lost to rounding.
+    """
+    bf16, types = config.get("bf16", config.get("bfloat16")), config.get("data_types") or {}
+    zero = config.get("zero_optimization")
+    given = not isinstance(types, Mapping) or types.get("grad_accum_dtype") is not None
+    refused = isinstance(zero, Mapping) and (
+        zero.get("offload_optimizer") or zero.get("cpu_offload") or zero.get("compute_grad_norm") is False
+    )
+    if not (isinstance(bf16, Mapping) and bf16.get("enabled") is True) or zero_stage(config) != 1:
+        return dict(config)
+    return dict(config) if given or refused else {**config, "data_types": {**types, "grad_accum_dtype": "fp32"}}
+
+
+def _refuse_unapplied(config: Mapping[str, Any]) -> None:
+    """What DeepSpeed does in a forward of its own, which no pipeline of ours calls: it would be without effect."""
+    for path, way_out in _UNAPPLIED.items():
+        section, _, key = path.partition(".")
+        value = config.get(section)
+        if isinstance(value, Mapping) and value.get(key) is True:
+            raise ConfigError(f'"{section}": {key} has no effect in this engine. Leave it out; {way_out}.')
 
 
 def zero_stage(config: Mapping[str, Any]) -> int:

@@ -131,7 +131,8 @@ def _given(text: str, num_layers: int, ends: tuple[int, int], stages: int, sched
     if len(counts) != stages or sum(counts) != num_layers:
         raise ConfigError(
             f"--stage-layers {text} gives {len(counts)} stages {sum(counts)} layers in all; {schedule} cuts the model "
-            f"into {stages} stages, and num_layers is {num_layers}."
+            f"into {stages} stages, and num_layers is {num_layers}. Give a number for every stage, as many layers in "
+            f'all, or "{BALANCED}".'
         )
     # A stage at an end may do with the layers of other kinds.
     least = [

@@ -43,6 +43,9 @@ def check_job(
         require_checkpoint(args.load)
     if args.save:
         _require_writable("--save", Path(args.save), make=not args.dry_run)
+    folder = config.get("ds_ext", {}).get("trace", {}).get("dir")
+    if folder:
+        _require_writable('"ds_ext": trace.dir', Path(folder), make=not args.dry_run)
     if args.metrics_file:
         path = Path(args.metrics_file)
         if path.is_dir():

@@ -123,12 +123,13 @@ def describe_job(
     if plan.job.ds_ext.sequence_parallel:
         tokens //= plan.layout.tensor_parallel_size
     message_bytes = tokens * (args.hidden_size * number_bytes + token_bytes)
-    grid = plan.sizes.micro_batches <= 32
+    grid, ends = plan.sizes.micro_batches <= 32, _ends(args, vocab_size)
     return describe(
         plan,
         boundaries=boundaries,
         layer_names=names,
         message_bytes=message_bytes,
-        weights=stage_weights(boundaries, len(before), len(after), _ends(args, vocab_size) or (0.0, 0.0)),
+        weights=stage_weights(boundaries, len(before), len(after), ends or (0.0, 0.0)),
+        with_head=ends is not None,
         grid=grid,
     )

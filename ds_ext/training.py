@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import os
 import shlex
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .data.blend import parse_data_path
+from .data.gpt import parse_split
 from .engine import PipelineEngine
 from .engine.micro_batches import MicroBatches
 from .errors import CheckpointError
@@ -78,6 +81,9 @@ class Trainer:
                 f"nothing to train: the checkpoint is at step {step} and --train-iters is {args.train_iters}."
             )
             return
+        # What the set-up made stays; looking it through for cycles takes one rank 0.1 s while all others wait.
+        gc.collect()
+        gc.freeze()
         loss = math.nan
         with MetricsFile(args.metrics_file if rank() == 0 else None) as file:
             while step < args.train_iters:
@@ -97,7 +103,7 @@ class Trainer:
     def step(self, step: int) -> StepMetrics:
         """One optimizer step and what it cost."""
         engine = self.engine
-        lr = float(engine.optimizer.param_groups[0]["lr"])
+        lr = float(engine.get_lr()[0])
         started = time.perf_counter()
         loss = float(engine.train_batch(self.train))
         seconds = time.perf_counter() - started
@@ -133,6 +139,7 @@ class Trainer:
             "step": step,
             "tokenizer": self.tokenizer,
             "data_path": list(self.args.data_path),
+            "data_flags": data_flags(self.args),
             "model": None if self.model is None else unseen_in_weights(self.model),
             "sizes": self._sizes(),
             **self.train.state_dict(),
@@ -161,6 +168,8 @@ class Trainer:
         say(
             f"resumed from {path} at step {state['step']}, {self.train.consumed_samples} samples consumed{other}"
         )
+        for line in changed_data(state.get("data_flags") or {}, data_flags(self.args)):
+            say(line)
         return int(state["step"])
 
     def _check_model(self, path: str, saved: Mapping[str, Any] | None) -> None:
@@ -178,7 +187,7 @@ class Trainer:
     def _sizes(self) -> str:
         layout = self.plan.layout
         return (
-            f"{self.plan.timetable.schedule}, PP {layout.placement.ranks} x TP {layout.tensor_parallel_size} x "
+            f"{self.plan.timetable.schedule}, PP {layout.placement.width} x TP {layout.tensor_parallel_size} x "
             f"DP {layout.data_parallel_size}"
         )
 
@@ -192,12 +201,54 @@ class Trainer:
             verdict = "below" if loss < value else "not below"
             say(f"{kind} loss {loss:.4f}, {verdict} the {name} of {value:.4f} nats")
         table, schedule = self.plan.timetable, self.plan.job.ds_ext.schedule
-        sizes = ["--stages", str(table.placement.ranks), "--micro-batches", str(table.micro_batches)]
+        sizes = ["--stages", str(table.placement.width), "--micro-batches", str(table.micro_batches)]
         words = [schedule] if is_timetable_file(schedule) else [table.schedule, *sizes]
         lines = [f"see the order  {shlex.join(['python', '-m', 'ds_ext', 'show', *words])}"]
         if self.args.save:
             lines.insert(0, f"train on       {resume_command(sys.argv, self.args)}")
         say("next: " + "\n      ".join(lines))
+
+
+# What a resumed run must know of a flag that decides which samples there are, and in which order.
+_DATA_FLAGS = {
+    "data_path": "unless it is the same data, the samples consumed are passed over in data not seen yet",
+    "split": "the documents are shared out anew: what is validation data now may have been trained on, so the "
+    "validation loss may be too low",
+    "seq_length": "samples of another length, in another order: some are seen again, others not at all in this epoch",
+    "seed": "another order of the samples: some are seen again, others not at all in this epoch",
+    "mask_prob": "another share of the tokens is to be predicted: losses cannot be compared with those before",
+    "short_seq_prob": "other samples, in another order: some are seen again, others not at all in this epoch",
+}
+
+
+def data_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags that decide the samples and their order, of those that the script has, each in one way of writing it.
+
+    Paths are absolute; the shares of a split, and the weights of a blend, add up to 1.
+    """
+    found = {name: getattr(args, name) for name in _DATA_FLAGS if hasattr(args, name)}
+    if "split" in found:
+        found["split"] = ",".join(f"{share:.6g}" for share in parse_split(found["split"]))
+    if "data_path" in found:
+        weights, prefixes = parse_data_path(found["data_path"])
+        paths = [str(path.absolute()) for path in prefixes]
+        shares = [f"{float(weight / sum(weights)):.6g}" for weight in weights]
+        pairs = [word for pair in zip(shares, paths, strict=True) for word in pair]
+        found["data_path"] = " ".join(pairs if len(paths) > 1 else paths)
+    return found
+
+
+def changed_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """A line for each data flag that a resumed run has changed: what it was, is, and means.
+
+    Args:
+        before, now: from :func:`data_flags`; flags that only one of them has are passed over.
+    """
+    return [
+        f"note: --{name.replace('_', '-')} was {before[name]}, is {now[name]}: {meaning}"
+        for name, meaning in _DATA_FLAGS.items()
+        if name in before and name in now and before[name] != now[name]
+    ]
 
 
 def resume_command(argv: Sequence[str], args: argparse.Namespace) -> str:
@@ -220,6 +271,8 @@ def resume_command(argv: Sequence[str], args: argparse.Namespace) -> str:
 
 def shut_down(engine: PipelineEngine) -> None:
     """Wait for every message and every rank, so that no rank leaves while another still needs it."""
+    if engine.tracer is not None:
+        engine.tracer.finish()
     engine.transport.close()
     dist.barrier()
 

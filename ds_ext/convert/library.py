@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
         library.torch.save_file(dict(tensors), str(path), metadata={"format": "pt"})
     except library.SafetensorError as error:
         raise OSError(f"{path.name}: {error}") from None
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)  # as any other file; the library lets nobody else read it
 
 
 def shape_text(shape: Sequence[int] | None) -> str:

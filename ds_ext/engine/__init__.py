@@ -8,6 +8,7 @@ if not torch.accelerator.is_available():
     # DeepSpeed comes to the same choice by itself, with a warning in every process.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+from .disaggregate_grid import on_hosts
 from .engine import PipelineEngine
 from .initialize import init_distributed, initialize
 from .module import PipelineModule
@@ -20,5 +21,6 @@ __all__ = [
     "PipelineModule",
     "init_distributed",
     "initialize",
+    "on_hosts",
     "weight_decay_groups",
 ]

@@ -21,6 +21,22 @@ class Batches(Protocol):
         ...
 
 
+@runtime_checkable
+class Resumable(Protocol):
+    """Batches whose position the engine's checkpoints keep.
+
+    Micro-batches have global ids, so the state is the same on all ranks: numbers, texts, tensors, lists, dictionaries.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position between two steps."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> None:
+        """Go on from a position, also in a job with another batch size."""
+        ...
+
+
 class IteratorBatches:
     """A user's iterator as Batches: it yields the micro-batches of this data-parallel rank in order.
 

@@ -25,12 +25,22 @@ from ..checkpoint_folder import publish, start_writing
 from ..deepspeed_json import zero_stage
 from ..deepspeed_sections import precision
 from ..errors import CheckpointError, ConfigError
-from .checkpoint_file import layer_file, write_plain, write_tensors
-from .checkpoint_states import MASTER, Held, OptimizerStates, layers_of, numbers_of, parameters_of
+from .batches import Resumable
+from .checkpoint_file import is_plain, layer_file, write_plain, write_tensors
+from .checkpoint_states import (
+    MASTER,
+    Held,
+    OptimizerStates,
+    extra_states_of,
+    layers_of,
+    numbers_of,
+    parameters_of,
+)
 from .checkpoint_together import by_rank_0, together
 
 STATE_FILE = "mp_rank_00_model_states.pt"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+DATA_POSITION = "data_position"
 NOT_THE_CALLERS = (
     *COUNTERS,
     *(
@@ -41,6 +51,7 @@ NOT_THE_CALLERS = (
         "loss_scale",
         "dp_world_size",
         "mp_world_size",
+        DATA_POSITION,
     ),
 )
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -85,7 +96,9 @@ def _write_part(
             f"checkpoints."
         )
     files: dict[str, dict[str, int]] = {}
-    if dist.get_rank() == 0:
+    if not engine.in_checkpoints:
+        return {"files": files, "fragments": {}, "parameters": {}, "job": None}
+    if dist.get_rank() == engine.first_in_checkpoints:
         files[STATE_FILE] = write_plain(written / STATE_FILE, _state_of(engine, client_state))
     held = parameters_of(engine.module, engine.layout.tensor_parallel_size)
     if not with_frozen:
@@ -111,7 +124,7 @@ def _write_part(
         }
         for name, one in held.items()
     }
-    return {"files": files, "fragments": fragments, "parameters": described}
+    return {"files": files, "fragments": fragments, "parameters": described, "job": describe_job(engine)}
 
 
 def _write_layers(engine: Any, written: Path, held: Mapping[str, Held]) -> dict[str, dict[str, int]]:
@@ -127,8 +140,20 @@ def _write_layers(engine: Any, written: Path, held: Mapping[str, Held]) -> dict[
                 for key, value in layer.state_dict(keep_vars=True).items()
                 if not isinstance(value, torch.nn.Parameter) or id(value) in kept
             }
+            _require_plain_extra_states(index, layer, state)
             files[name] = write_plain(written / name, state)
     return files
+
+
+def _require_plain_extra_states(index: int, layer: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    for key, owner in extra_states_of(layer).items():
+        if key in state and not is_plain(state[key]):
+            raise CheckpointError(
+                f"{type(owner).__name__}.get_extra_state() of layer {index} ({key}) gives a "
+                f"{type(state[key]).__name__} that is or holds something else than numbers, texts, tensors, and lists "
+                f"and dictionaries of them, which alone are read without running code. Return those, or a uint8 tensor "
+                f"of bytes."
+            )
 
 
 def _first_holder(module: Any, index: int) -> bool:
@@ -180,7 +205,8 @@ def _manifest(engine: Any, parts: list[dict[str, Any]]) -> dict[str, Any]:
             if fragment["states"]:
                 whole["fragments"][str(fragment["shard"])].append([fragment["file"], *fragment["range"]])
     files = {name: record for part in parts for name, record in part["files"].items()}
-    return {"job": describe_job(engine), "files": files, "parameters": parameters}
+    job = next(part["job"] for part in parts if part["job"] is not None)
+    return {"job": job, "files": files, "parameters": parameters}
 
 
 def describe_job(engine: Any) -> dict[str, Any]:
@@ -188,7 +214,7 @@ def describe_job(engine: Any) -> dict[str, Any]:
     layout = engine.layout
     return {
         "schedule": engine._schedule.program.timetable.schedule,
-        "pipeline_parallel_size": layout.placement.ranks,
+        "pipeline_parallel_size": layout.placement.width,
         "tensor_parallel_size": layout.tensor_parallel_size,
         "data_parallel_size": layout.data_parallel_size,
         "zero_stage": zero_stage(engine.config),
@@ -206,6 +232,8 @@ def _state_of(engine: Any, client_state: Mapping[str, Any]) -> dict[str, Any]:
             f"client_state cannot have the keys {', '.join(taken)}, which are the engine's own."
         )
     scaler, scheduler = getattr(engine.optimizer, "loss_scaler", None), engine.lr_scheduler
+    batches = engine.batches
+    position = (type(batches).__name__, batches.state_dict()) if isinstance(batches, Resumable) else None
     return {
         **{key: getattr(engine, key) for key in COUNTERS},
         "module": None,
@@ -213,6 +241,7 @@ def _state_of(engine: Any, client_state: Mapping[str, Any]) -> dict[str, Any]:
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
         "lr_scheduler_class": None if scheduler is None else type(scheduler).__name__,
         "loss_scale": {key: getattr(scaler, key) for key in _LOSS_SCALE if hasattr(scaler, key)},
+        DATA_POSITION: position,
         "dp_world_size": engine.dp_world_size,
         "mp_world_size": 1,  # to DeepSpeed's loader, how many of these files there are
         **client_state,

@@ -30,14 +30,30 @@ _NAMES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
 }
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Write a safetensors file. Returns its size and checksum. Raises OSError with the file's name."""
+    """Write a safetensors file. Returns its size and checksum.
+
+    Raises:
+        CheckpointError: the format has no name for a tensor's type; nothing is written.
+        OSError: with the file's name.
+    """
     header, end = {}, 0
     for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            raise CheckpointError(
+                f"{name} is of type {tensor.dtype}, which a safetensors file cannot hold: a checkpoint takes the types "
+                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _NAMES)}."
+            )
         start, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": _NAMES[tensor.dtype],
@@ -80,8 +96,8 @@ def write_plain(path: Path, value: Mapping[str, Any]) -> dict[str, int]:
         ConfigError: an entry holds something else than numbers, texts, tensors, and lists and dictionaries of them.
         OSError: with the file's name.
     """
-    data = _pickled(value)
     try:
+        data = _pickled(value)
         torch.load(io.BytesIO(data), weights_only=True, map_location="meta")
     except Exception:
         for key, entry in value.items():
@@ -102,14 +118,21 @@ def layer_file(layer: int, shard: int, tensor_ranks: int) -> str:
     return f"layer_{layer:02d}{f'-model_{shard:02d}' if tensor_ranks > 1 else ''}-model_states.pt"
 
 
-def _require_plain(key: str, entry: Any) -> None:
+def is_plain(value: Any) -> bool:
+    """Whether :func:`read_plain` can read it: numbers, texts, tensors, and lists and dictionaries of them."""
     try:
-        torch.load(io.BytesIO(_pickled(entry)), weights_only=True, map_location="meta")
+        torch.load(io.BytesIO(_pickled(value)), weights_only=True, map_location="meta")
     except Exception:
+        return False
+    return True
+
+
+def _require_plain(key: str, entry: Any) -> None:
+    if not is_plain(entry):
         raise ConfigError(
             f"a checkpoint keeps numbers, texts, tensors, and lists and dictionaries of them; {key!r} is or holds "
             f"something else ({type(entry).__name__}). Save its state_dict() or its numbers."
-        ) from None
+        )
 
 
 def _pickled(value: Any) -> memoryview:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,19 @@ import torch.distributed as dist
 
 from ..checkpoint_folder import check_contents, open_checkpoint
 from ..errors import CheckpointError
-from .checkpoint import COUNTERS, NOT_THE_CALLERS, STATE_FILE
+from .batches import Resumable
+from .checkpoint import COUNTERS, DATA_POSITION, NOT_THE_CALLERS, STATE_FILE
 from .checkpoint_file import read_plain
 from .checkpoint_reader import CheckpointReader
-from .checkpoint_states import Held, OptimizerStates, buffers_of, layers_of, parameters_of, set_numbers
+from .checkpoint_states import (
+    Held,
+    OptimizerStates,
+    buffers_of,
+    extra_states_of,
+    layers_of,
+    parameters_of,
+    set_numbers,
+)
 from .checkpoint_together import by_rank_0, together
 
 
@@ -36,7 +46,7 @@ def load_checkpoint(
         strict: refuse a checkpoint that lacks parameters of the model, or has others.
         with_optimizer: load the optimizer's states and settings.
         with_scheduler: load the learning-rate scheduler's state.
-        with_counters: load the loss scale and the counters of steps and samples.
+        with_counters: load the loss scale, the counters of steps and samples, and the position in the data.
 
     Returns:
         The checkpoint's folder and the client's state.
@@ -47,7 +57,8 @@ def load_checkpoint(
             nothing has been changed.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    held = parameters_of(engine.module, engine.layout.tensor_parallel_size)
+    with_optimizer = with_optimizer and engine.in_checkpoints
+    held = parameters_of(engine.module, engine.layout.tensor_parallel_size) if engine.in_checkpoints else {}
     states = OptimizerStates(engine)
 
     # All ranks load one, also while another job writes here.
@@ -64,10 +75,11 @@ def load_checkpoint(
 
     name, manifest, state = _examined(examine, held, strict)
     reader = CheckpointReader(Path(name), manifest, engine.mpu.get_slice_parallel_rank())
-    with torch.no_grad():
-        _load_weights(engine, states, held, reader, manifest)
-        if with_optimizer:
-            _load_states(states, held, reader, manifest)
+    if engine.in_checkpoints:
+        with torch.no_grad():
+            _load_weights(engine, states, held, reader, manifest)
+            if with_optimizer:
+                _load_states(states, held, reader, manifest)
     if with_counters:
         _load_counters(engine, state)
     if with_scheduler and engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
@@ -151,7 +163,7 @@ def _load_weights(
     reader: CheckpointReader,
     manifest: Mapping[str, Any],
 ) -> None:
-    """Weights, master weights and buffers of this rank."""
+    """Weights, master weights, buffers and extra states of this rank."""
     fragments = states.fragments()
     spread = {id(p) for _, members in states.groups() for p in members} if states.partitioned else set()
     for name, one in held.items():
@@ -166,9 +178,14 @@ def _load_weights(
     same_cut = reader.tensor_ranks == engine.layout.tensor_parallel_size
     for index, (_, layer) in layers_of(engine.module).items():
         for key, buffer in buffers_of(layer):
-            saved = reader.buffer(index, key, same_cut)
+            saved = reader.other(index, key, same_cut)
             if saved is not None:
                 buffer.copy_(saved)
+        for key, owner in extra_states_of(layer).items():
+            saved = reader.other(index, key, same_cut)
+            if saved is not None:
+                # A copy: what the module keeps must not be the file's memory.
+                owner.set_extra_state(copy.deepcopy(saved))
 
 
 def _load_states(
@@ -193,6 +210,10 @@ def _load_states(
 def _load_counters(engine: Any, state: Mapping[str, Any]) -> None:
     for key in COUNTERS:
         setattr(engine, key, state[key])
+    kind, position = state.get(DATA_POSITION) or (None, None)
+    # That of other batches means something else.
+    if isinstance(engine.batches, Resumable) and kind == type(engine.batches).__name__:
+        engine.batches.load_state_dict(position)
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if getattr(scaler, "dynamic", False):
         # Its settings (window, minimum) are the JSON's.

@@ -21,6 +21,11 @@ class CheckpointMethods:
     """What an engine can do with checkpoints; before DeepSpeed's engine among its parents."""
 
     global_steps: int
+    in_checkpoints = True  # False of a rank whose weights are another's
+    first_in_checkpoints = 0  # the rank that writes what is the same on all
+
+    def weights_loaded(self) -> None:
+        """Called on all ranks after a checkpoint is loaded."""
 
     def save_checkpoint(
         self,
@@ -70,4 +75,5 @@ class CheckpointMethods:
             with_scheduler=load_lr_scheduler_states and not load_module_only,
             with_counters=not load_module_only,
         )
+        self.weights_loaded()
         return str(path), client_state

@@ -68,8 +68,11 @@ class CheckpointReader:
 
         return self._part(held, read, start, numel)
 
-    def buffer(self, layer: int, key: str, same_cut: bool) -> Tensor | None:
-        """A layer's buffer, as this rank had it; rank 0's under other tensor-parallel sizes."""
+    def other(self, layer: int, key: str, same_cut: bool) -> Any:
+        """A layer's buffer or extra state, as this rank had it; rank 0's under other tensor-parallel sizes.
+
+        None if the checkpoint has none.
+        """
         shard = self._tensor_rank if same_cut else 0
         known = layer_file(layer, shard, self.tensor_ranks) in self._files
         return self._layer(layer, shard).get(key) if known else None

@@ -22,6 +22,7 @@ from ..errors import CheckpointError
 from ..tensor_parallel import shard_dim, unpadded_size
 
 MASTER = "fp32"  # DeepSpeed's name of a master weight in its universal checkpoints
+_EXTRA = "_extra_state"  # torch's name in a state_dict()
 
 
 @dataclass(frozen=True)
@@ -256,6 +257,16 @@ def set_numbers(group: dict[str, Any], numbers: Mapping[str, Any]) -> None:
 def buffers_of(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The persistent buffers of a layer, by name."""
     parameters, state = dict(layer.named_parameters(remove_duplicate=False)), layer.state_dict(keep_vars=True)
+    others = extra_states_of(layer)
     for key, value in state.items():
-        if key not in parameters and isinstance(value, Tensor):
+        if key not in parameters and key not in others and isinstance(value, Tensor):
             yield key, value
+
+
+def extra_states_of(layer: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a layer that have a ``get_extra_state()``, by the name that ``state_dict()`` gives its result."""
+    return {
+        f"{name}.{_EXTRA}" if name else _EXTRA: module
+        for name, module in layer.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }

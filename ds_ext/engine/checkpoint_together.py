@@ -16,17 +16,24 @@ from ..errors import CheckpointError, ConfigError
 def together(act: Callable[[], Any], tag: str = "", written: Path | None = None) -> list[Any]:
     """What ``act()`` returns on each rank; when it fails on one, every rank raises that rank's error.
 
+    An error of another kind (of a module's or a scheduler's own ``state_dict()``, say) stays what it is on its rank,
+    for its traceback; to the others it is a CheckpointError.
+
     Args:
         tag, written: of the checkpoint that is being written; what is there of it is removed then.
     """
     outcome: tuple[Any, Exception | None]
+    unforeseen: Exception | None = None
     try:
         outcome = act(), None
     except (OSError, ConfigError, CheckpointError) as error:
         outcome = None, _told(error, tag, written)
+    except Exception as error:
+        unforeseen = error
+        outcome = None, CheckpointError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, outcome)
-    _raise_first([error for _, error in everyone], written)
+    _raise_first([error for _, error in everyone], written, unforeseen)
     return [result for result, _ in everyone]
 
 
@@ -35,13 +42,13 @@ def by_rank_0(act: Callable[[], Any], tag: str = "", written: Path | None = None
     return together(act if dist.get_rank() == 0 else lambda: None, tag, written)[0]
 
 
-def _raise_first(errors: list[Exception | None], written: Path | None) -> None:
+def _raise_first(errors: list[Exception | None], written: Path | None, mine: Exception | None) -> None:
     error = next((error for error in errors if error is not None), None)
     if error is None:
         return
     if written is not None and dist.get_rank() == 0:
         shutil.rmtree(written, ignore_errors=True)
-    raise error
+    raise mine or error
 
 
 def _told(error: Exception, tag: str, written: Path | None) -> Exception:

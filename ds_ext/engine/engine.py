@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,22 +28,23 @@ from ..pipe_schedules.bridge import TimetableSchedule
 from ..pipe_schedules.check import check
 from ..pipe_schedules.inference import forward_timetable
 from ..pipe_schedules.lower import lower
-from ..pipe_schedules.render import order_grid
 from ..pipe_schedules.simulate import simulate
 from ..tensor_parallel import Deferral, let_defer
 from .batches import Batches, IteratorBatches
 from .busy import BusyClock
 from .checkpoint_methods import CheckpointMethods
+from .dynamic import DynamicSchedule
+from .dynamic_reduction import DynamicReduction
+from .dynamic_report import Reporter
 from .grad_sync import EagerReduction, why_not_eager
 from .handlers import InstructionHandlers
 from .link_slots import link_slots
 from .messages import Kind, StageMessages
 from .micro_batches import MicroBatches
+from .tracing import CountingMessages, Tracer
 
 logger = logging.getLogger(__name__)
 
-# Instructions: far enough that a receive is posted before the computation in front of it starts.
-_LOOKAHEAD = 8
 _WORTH_SPLITTING = 0.5  # of the parameters
 _RECEIVES = {ds.RecvActivation: Kind.ACTIVATION, ds.RecvGrad: Kind.GRADIENT}
 
@@ -78,18 +80,38 @@ class PipelineEngine(CheckpointMethods, InstructionHandlers):
             self.module.settings.transport,
             timeout_s=options.timeout_s,
             device=self.device,
-            pairs=link_slots(self.layout, [self._schedule.program, self._inference_schedule(1).program]),
+            pairs=self._links(),
+            node_ips=options.node_ips,
         )
+        self.tracer: Tracer | None = None
         self._messages = StageMessages(self.transport, self.layout, self.global_rank)
         self._eager = self._make_eager()
+        if self.module.settings.trace.dir is not None:
+            self.tracer = Tracer(self)
+            self._messages = CountingMessages(self.transport, self.layout, self.global_rank)
+            self._messages.tracer = self.tracer
+        self._static_messages = self._messages
+        self._schedule.start(self._messages)  # refuses a transport that the schedule cannot use
 
     # --- schedules ---
+
+    def _links(self) -> dict[tuple[int, int], int]:
+        """(sender, receiver) -> how many messages the receiver holds at a time, of all schedules that will run."""
+        known = link_slots(self.layout, [self._schedule.program, self._inference_schedule(1).program])
+        for link, held in self._schedule.links(self.layout).items():
+            known[link] = max(held, known.get(link, 0))
+        return known
 
     def _make_schedule(self, gradient_accumulation_steps: int) -> tuple[TimetableSchedule, float]:
         """The timetable of a training step, proven, and its simulated bubble."""
         micro_batches = gradient_accumulation_steps * self.layout.placement.replicas
         timetable = self.module.settings.timetable(micro_batches)
-        return self._bridge(lower(timetable)), simulate(timetable).bubble
+        made, rules = self._bridge(lower(timetable)), self.module.settings.rules(micro_batches)
+        if rules is not None:
+            options = self.module.schedule.resolve_options(self.module.settings.schedule_options)
+            reporter = Reporter(rules, timetable, options["report"])
+            made = DynamicSchedule(made.program, made.stage_id, rules, reporter, options["record"])
+        return made, simulate(timetable).bubble
 
     def _make_eager(self) -> EagerReduction | None:
         """Eager gradient synchronization, if the JSON asks for it and it can be done."""
@@ -99,7 +121,8 @@ class PipelineEngine(CheckpointMethods, InstructionHandlers):
         if reason is not None:
             logger.debug("gradients are reduced after the last backward: %s", reason)
             return None
-        return EagerReduction(self, self._schedule.program.timetable)
+        made = DynamicReduction if self._schedule.dynamic else EagerReduction
+        return made(self, self._schedule.program.timetable)
 
     def _tell_split(self, deferral: Deferral) -> None:
         """Which layers split their backward; that of the others is whole, in its first half."""
@@ -145,7 +168,7 @@ class PipelineEngine(CheckpointMethods, InstructionHandlers):
     def _exec_schedule(self, pipe_schedule: TimetableSchedule) -> None:
         """Run the instructions in order; receives are posted some instructions before they are needed."""
         self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
-        self._running = pipe_schedule
+        self._running, self._messages = pipe_schedule, pipe_schedule.start(self._static_messages)
         self._fetched.clear()
         self._loss_sum.zero_()
         self._busy.start_step()
@@ -160,13 +183,15 @@ class PipelineEngine(CheckpointMethods, InstructionHandlers):
                         instruction.peer,
                     )
                 window.append(instruction)
-                if len(window) > _LOOKAHEAD:
+                if len(window) > pipe_schedule.lookahead:
                     self._execute(window.popleft())
         while window:
             self._execute(window.popleft())
 
     def _execute(self, instruction: ds.PipeInstruction) -> None:
         handler = self._INSTRUCTION_MAP[type(instruction)]
+        tracer = self.tracer if self.tracer and self.tracer.active else None
+        begin = tracer and tracer.now()
         try:
             if profiler._is_profiler_enabled:  # naming costs as much as some handlers do
                 with record_function(instruction.label):
@@ -174,19 +199,19 @@ class PipelineEngine(CheckpointMethods, InstructionHandlers):
             else:
                 handler(self, **instruction.kwargs)
         except Exception as error:
+            if tracer is not None:
+                tracer.failed(instruction)
             error.add_note(self._where(instruction))
+            self.transport.abort(f"{type(error).__name__}: {error}")
             raise
+        if tracer is not None:
+            tracer.executed(instruction, begin)
 
     def _where(self, instruction: ds.PipeInstruction) -> str:
         """The rank x step grid with an arrow at the computation that ``instruction`` belongs to."""
-        device, program = self.module.device_index, self._running.program
-        mine = program.ranks[device]
-        at = next(i for i, other in enumerate(mine) if other is instruction.source)
-        upcoming = [i.op for i in mine[at:] if i.op is not None]
-        step = program.timetable.ranks[device].index(upcoming[0]) if upcoming else None
         return (
-            f"rank {self.global_rank} (device {device} of its pipeline) failed in {instruction.label}, step "
-            f"{self.global_steps}:\n{order_grid(program.timetable, rank=device, step=step)}"
+            f"rank {self.global_rank} (device {self.module.device_index} of its pipeline) failed in "
+            f"{instruction.label}, step {self.global_steps}:\n{self._running.picture(instruction)}"
         )
 
     # --- data ---
@@ -211,6 +236,11 @@ class PipelineEngine(CheckpointMethods, InstructionHandlers):
     def _as_batches(self, source: Iterator[Any] | Batches | None, micro_batches: int) -> Batches | None:
         if source is None or isinstance(source, Batches):
             return source
+        if not isinstance(source, Iterator):
+            raise ConfigError(
+                f"micro-batches come from an iterator, and a {type(source).__name__} is none: give iter(...) of it "
+                f"once and keep that, or each step would begin at its first sample."
+            )
         return IteratorBatches(source, self.mpu.get_data_parallel_rank(), micro_batches)
 
     # --- the two verbs ---
@@ -226,7 +256,11 @@ class PipelineEngine(CheckpointMethods, InstructionHandlers):
             raise ConfigError(
                 "train_batch() has no data: give training_data to initialize(), or data_iter to train_batch()."
             )
+        if self.tracer is not None:
+            self.tracer.start_step(self.global_steps + 1)
         loss = super().train_batch()
+        if self.tracer is not None:
+            self.tracer.end_step()
         self.batches.advance(self._running.micro_batches * self.layout.data_parallel_size)
         return loss
 
@@ -261,15 +295,17 @@ class PipelineEngine(CheckpointMethods, InstructionHandlers):
         assert self.batches is not None
         outputs: dict[int, Any] = {}
         self._compute_loss, self._kept_outputs = compute_loss, outputs if return_logits else None
+        modes = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.tracer.evaluation() if self.tracer else nullcontext():
                 self._exec_schedule(self._inference_schedule(num_micro_batches))
                 loss = self._aggregate_total_loss() if compute_loss else None
             self.batches.advance(self._running.micro_batches * self.layout.data_parallel_size)
         finally:
             self.batches, self._kept_outputs = train_batches, None
-            self.module.train()
+            for module, training in modes:  # a user may have put some to sleep
+                module.training = training
         if loss is not None and self.global_rank == 0 and self.monitor.enabled:
             self.monitor.write_events([("Train/Samples/eval_loss", loss.item(), self.global_samples)])
         return (loss, outputs) if return_logits else loss
@@ -279,11 +315,22 @@ class PipelineEngine(CheckpointMethods, InstructionHandlers):
     def _aggregate_total_loss(self) -> Tensor:
         """Mean over all micro-batches of all groups, on every rank; measures the bubble on the way."""
         busy, span = self._busy.read()
-        mine = torch.tensor([float(self._loss_sum), busy, span], dtype=torch.float64, device=self.device)
+        told = [float(self._loss_sum), busy, span, *self._tell()]
+        mine = torch.tensor(told, dtype=torch.float64, device=self.device)
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, mine)
-        losses, busy_s, span_s = torch.stack(everyone).unbind(1)
+        losses, busy_s, span_s, *_ = torch.stack(everyone).unbind(1)
+        self._learn(torch.stack(everyone)[:, 3:])
         self.bubble_measured = 1 - float(busy_s.mean() / span_s.max().clamp(min=1e-9))
-        # Every tensor-parallel rank of a last stage computed the same loss.
-        ranks = self.layout.tensor_parallel_size * self.layout.data_parallel_size
-        return (losses.sum() / (ranks * self._running.micro_batches)).float()
+        return (losses.sum() / (self._loss_copies() * self._running.micro_batches)).float()
+
+    def _loss_copies(self) -> int:
+        """How many ranks have the loss of a micro-batch: every tensor-parallel rank of a last stage has computed it."""
+        return self.layout.tensor_parallel_size * self.layout.data_parallel_size
+
+    def _tell(self) -> list[float]:
+        """Numbers of this rank that all ranks learn with the loss."""
+        return []
+
+    def _learn(self, told: Tensor) -> None:
+        """Numbers of all ranks, a row each."""

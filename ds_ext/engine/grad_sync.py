@@ -7,7 +7,7 @@ the rest of the step is DeepSpeed's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,11 +43,11 @@ class EagerReduction:
     def after(self, stage: int, micro_batch: int) -> None:
         """Start the reductions that the last backward of (stage, micro-batch) makes possible."""
         for finished in self._starts.get((stage, micro_batch), ()):
-            self._start(self._parameters[finished])
+            self._start(finished)
 
     def finish(self) -> None:
         """Wait for all reductions, and hand the averages to DeepSpeed's optimizer."""
-        self._start(self._parameters[None])
+        self._start(None)
         for work, average, gradients in self._under_way:
             work.wait()
             for gradient, mean in zip(gradients, _unflatten_dense_tensors(average, gradients), strict=True):
@@ -59,13 +59,20 @@ class EagerReduction:
                 optimizer.set_gradient_accumulation_boundary(True)
                 optimizer.reduce_gradients(pipeline_parallel=True)
 
-    def _start(self, parameters: list[nn.Parameter]) -> None:
+    def _start(self, stage: int | None) -> None:
+        tracer = self.engine.tracer
+        parameters = self._parameters[stage]
+        fill_missing_gradients(self.engine, parameters)
         gradients = [g for g in map(self._gradient, parameters) if g is not None]
         kinds = sorted({g.dtype for g in gradients}, key=str)
         for mine in ([g for g in gradients if g.dtype == kind] for kind in kinds):
             flat = _flatten_dense_tensors(mine).to(self.engine.communication_data_type)
             flat.div_(dist.get_world_size(self.group))
-            self._under_way.append((dist.all_reduce(flat, group=self.group, async_op=True), flat, mine))
+            begin = tracer and tracer.now()
+            work = dist.all_reduce(flat, group=self.group, async_op=True)
+            self._under_way.append((work, flat, mine))
+            if tracer is not None:
+                tracer.reducing(stage, flat, begin, work)
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Where the gradient of a parameter is accumulated over the micro-batches."""
@@ -73,6 +80,21 @@ class EagerReduction:
         if isinstance(optimizer, ZeROOptimizer) and hasattr(optimizer, "get_gradient_for_reduction"):
             return optimizer.get_gradient_for_reduction(parameter)
         return getattr(parameter, "_hp_grad", None) if self.engine.using_bf16_optimizer else parameter.grad
+
+
+def fill_missing_gradients(engine: Any, parameters: Iterable[nn.Parameter]) -> None:
+    """Zeros for parameters without a gradient, as a layer may have used others of its parameters on another replica.
+
+    Replicas reduce the same parameters in the same order. DeepSpeed does so too, but not with ZeRO.
+    """
+    optimizer = engine.optimizer
+    if engine.using_bf16_optimizer or dist.get_world_size(engine.mpu.get_data_parallel_group()) == 1:
+        return  # the first has its sums from the beginning
+    apart = getattr(optimizer, "use_grad_accum_attribute", False)
+    name, dtype = ("grad_accum", optimizer.gradient_accumulation_dtype) if apart else ("grad", None)
+    for parameter in parameters:
+        if parameter.requires_grad and getattr(parameter, name, None) is None:
+            setattr(parameter, name, torch.zeros_like(parameter, dtype=dtype))
 
 
 def why_not_eager(engine: Any) -> str | None:

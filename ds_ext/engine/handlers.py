@@ -12,12 +12,20 @@ from deepspeed.runtime.pipe import schedule as ds
 from deepspeed.runtime.pipe.engine import PipelineEngine as DeepSpeedPipelineEngine
 from torch import Tensor
 
-from ..pipe_schedules.bridge import BackwardInput, BackwardWeight, CopyActivation, CopyGrad, TimetableSchedule
+from ..errors import ConfigError
+from ..pipe_schedules.bridge import (
+    BackwardInput,
+    BackwardWeight,
+    CopyActivation,
+    CopyGrad,
+    RecomputeForward,
+    TimetableSchedule,
+)
 from ..tensor_parallel import WeightGradients, deferrable, deferring
 from .batches import Batches
 from .busy import BusyClock
 from .grad_norm import clip_grad_norm
-from .grad_sync import EagerReduction
+from .grad_sync import EagerReduction, fill_missing_gradients
 from .messages import Kind, StageMessages, pack, unpack
 from .module import PipelineModule
 
@@ -69,7 +77,7 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
             loss = (
                 outputs if loss_fn is None else loss_fn(outputs, None if labels is None else unpack(labels))
             )
-            self.pipe_buffers["losses"][buffer_id] = loss
+            self.pipe_buffers["losses"][buffer_id] = loss = _as_scalar(loss)
             self._loss_sum += loss.detach()
 
     def _exec_backward_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:
@@ -94,7 +102,7 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
         if stage == self.last_stage:
             roots = [(self._scale(buffers["losses"][buffer_id]), None)]
         else:
-            outputs = [t for t in buffers["outputs"][buffer_id] if t.is_floating_point()]
+            outputs = [t for t in buffers["outputs"][buffer_id] if _differentiable(t)]
             pairs = zip(outputs, buffers["grads"][buffer_id], strict=True)
             roots = [(output, grad) for output, grad in pairs if output.requires_grad]
         torch.autograd.backward([output for output, _ in roots], [grad for _, grad in roots])
@@ -130,6 +138,7 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
 
     def _exec_reduce_grads(self) -> None:
         if self._eager is None:
+            fill_missing_gradients(self, self.module.parameters())
             super()._exec_reduce_grads()
         else:
             self._eager.finish()
@@ -143,6 +152,7 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
         **DeepSpeedPipelineEngine._INSTRUCTION_MAP,
         ds.LoadMicroBatch: _exec_load_micro_batch,
         ds.ForwardPass: _exec_forward_pass,
+        RecomputeForward: _exec_forward_pass,
         ds.BackwardPass: _exec_backward_pass,
         BackwardInput: _exec_backward_input,
         BackwardWeight: _exec_backward_weight,
@@ -175,10 +185,10 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
     # --- gradients ---
 
     def _take_input_grads(self, buffer_id: int) -> tuple[Tensor, ...]:
-        """Gradients of the floating-point inputs; zeros for one that the stage did not use."""
+        """Gradients of the inputs that can have one; zeros for one that the stage did not use."""
         inputs, self.pipe_buffers["inputs"][buffer_id] = self.pipe_buffers["inputs"][buffer_id], None
         return tuple(
-            torch.zeros_like(t) if t.grad is None else t.grad for t in inputs if t.is_floating_point()
+            torch.zeros_like(t) if t.grad is None else t.grad for t in inputs if _differentiable(t)
         )
 
     def _scale(self, loss: Tensor) -> Tensor:
@@ -206,9 +216,23 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
         )
 
 
+def _differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def _leaf(tensor: Tensor) -> Tensor:
     """A stage's input: the start of its graph, where training needs one."""
-    return tensor.requires_grad_(torch.is_grad_enabled() and tensor.is_floating_point())
+    return tensor.requires_grad_(torch.is_grad_enabled() and _differentiable(tensor))
+
+
+def _as_scalar(loss: Any) -> Tensor:
+    if not torch.is_tensor(loss) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if torch.is_tensor(loss) else f"a {type(loss).__name__}"
+        raise ConfigError(
+            f"the loss of a micro-batch must be one number; loss_fn (or, without one, the last layer) gives {what}. "
+            f"Take its mean."
+        )
+    return loss.reshape(())
 
 
 class _Enter(torch.autograd.Function):

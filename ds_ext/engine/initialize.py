@@ -17,8 +17,9 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from ..comm.groups import limit_waits
 from ..config import JobConfig, batch_sizes, load_config
-from ..deepspeed_json import fp16_through_zero
+from ..deepspeed_json import fp16_through_zero, fp32_sums_of_bf16
 from ..errors import ConfigError
+from .disaggregate import make_engine
 from .engine import PipelineEngine
 from .module import PipelineModule
 
@@ -89,7 +90,7 @@ def initialize(
     job = load_config(source)
     sizes = batch_sizes(job.deepspeed, model.layout.placement.replicas, model.layout.data_parallel_size)
     config_dict = dict(
-        fp16_through_zero(job.deepspeed),
+        fp32_sums_of_bf16(fp16_through_zero(job.deepspeed)),
         train_micro_batch_size_per_gpu=sizes.micro_batch_size,
         gradient_accumulation_steps=sizes.gradient_accumulation_steps,
         train_batch_size=sizes.train_batch_size,
@@ -100,9 +101,11 @@ def initialize(
     limit_waits(model.settings.transport_options.timeout_s)
     if optimizer is not None or "optimizer" in config_dict:
         _require_parameters(model)
-    engine = PipelineEngine(
+    engine = make_engine(
+        model,
+        config_dict,
+        lambda role_config: DeepSpeedConfig(role_config, model.mpu()),
         args=_without_config(args),
-        model=model,
         optimizer=optimizer,
         model_parameters=model_parameters,
         training_data=training_data,
@@ -110,8 +113,6 @@ def initialize(
         mpu=model.mpu(),
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
-        config=config_dict,
-        config_class=DeepSpeedConfig(config_dict, model.mpu()),
     )
     engine._configure_python_gc()
     limit_waits(job.ds_ext.transport_options.timeout_s)

@@ -15,7 +15,7 @@ from ..layout import ParallelLayout
 from ..pipe_schedules import Program
 
 _ONE_TUPLE = torch.Size([0] * 8)  # a shape that no layer gives
-_MAX_STAGES = 1 << 14  # a tag has 15 bits for the channel, one of them for the kind
+MAX_STAGES = 1 << 14  # a tag has 15 bits for the channel, one of them for the kind
 
 
 class Kind(IntEnum):
@@ -34,16 +34,20 @@ class StageMessages:
         rank: this global rank.
     """
 
+    dynamic: StageMessages | None = (
+        None  # those of an order that is decided at run time, on the same transport
+    )
+
     def __init__(self, transport: Transport, layout: ParallelLayout, rank: int) -> None:
-        assert layout.placement.stages <= _MAX_STAGES
-        self.transport, self._layout = transport, layout
+        assert layout.placement.stages <= MAX_STAGES
+        self.transport, self.layout, self.rank = transport, layout, rank
         _, self._data, self._tensor = layout.coordinates(rank)
         self._tickets: dict[int, Ticket] = {}
 
     def post(self, kind: Kind, stage: int, micro_batch: int, device: int) -> None:
         """Ask for a message early, so that it can travel while this rank computes."""
         tag = _tag(kind, stage, micro_batch)
-        self._tickets[tag] = self.transport.recv(self._rank(device), tag)
+        self._tickets[tag] = self.transport.recv(self.global_rank(device), tag)
 
     def receive(self, kind: Kind, stage: int, micro_batch: int) -> tuple[Tensor, ...]:
         """Wait for a message that was posted."""
@@ -51,14 +55,16 @@ class StageMessages:
 
     def send(self, kind: Kind, tensors: Sequence[Tensor], stage: int, micro_batch: int, device: int) -> None:
         """Send to ``stage`` on ``device``, without waiting."""
-        self.transport.send(tensors, self._rank(device), _tag(kind, stage, micro_batch))
+        for rank in self.layout.peers(self.rank, device):
+            self.transport.send(tensors, rank, _tag(kind, stage, micro_batch))
 
-    def _rank(self, device: int) -> int:
-        return self._layout.rank(device, self._data, self._tensor)
+    def global_rank(self, device: int) -> int:
+        """The rank of ``device`` that this one exchanges messages with."""
+        return self.layout.rank(device, self._data, self._tensor)
 
 
 def _tag(kind: Kind, stage: int, micro_batch: int) -> int:
-    return make_tag(kind * _MAX_STAGES + stage, micro_batch)
+    return make_tag(kind * MAX_STAGES + stage, micro_batch)
 
 
 def directed_pairs(layout: ParallelLayout, programs: Iterable[Program]) -> list[tuple[int, int]]:
@@ -70,12 +76,13 @@ def directed_pairs(layout: ParallelLayout, programs: Iterable[Program]) -> list[
         for instruction in instructions
         if instruction.peer is not None and instruction.name.startswith("Send")
     }
-    return [
+    pairs = [
         (layout.rank(source, data, tensor), layout.rank(target, data, tensor))
         for source, target in sorted(links)
         for data in range(layout.data_parallel_size)
         for tensor in range(layout.tensor_parallel_size)
     ]
+    return list(dict.fromkeys(pairs))  # a merged forward rank stands for several
 
 
 def pack(value: Any, giver: str) -> tuple[Tensor, ...]:

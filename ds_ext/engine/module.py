@@ -21,11 +21,21 @@ from torch.utils.checkpoint import checkpoint
 
 from ..config import DsExtConfig, load_config
 from ..errors import ConfigError
-from ..layout import ParallelLayout, data_parallel_size
+from ..fbd_layout import FORWARD_ROLE, make_layout
+from ..layout import data_parallel_size
 from ..pipe_schedules import Schedule
+from .disaggregate_grid import grid_of_role, index_tied_modules, on_hosts
+from .ties import require_whole_ties
 from .topology import FoldedTopology
 
 logger = logging.getLogger(__name__)
+
+# Arguments of DeepSpeed's PipelineModule that would change nothing -> what to use.
+_INSTEAD = {
+    "num_stages": 'the "ds_ext" section says pipeline_parallel_size and schedule, and they make the stages',
+    "topology": 'the "ds_ext" section says the sizes',
+    "activation_checkpoint_func": "layers are recomputed by torch.utils.checkpoint; a layer may call another in itself",
+}
 
 
 class Clock(Protocol):
@@ -55,7 +65,8 @@ class PipelineModule(DeepSpeedPipelineModule):
         **kwargs: passed on to DeepSpeed's PipelineModule.
 
     Raises:
-        ConfigError: the world does not fit the sizes, or there are fewer layers than stages.
+        ConfigError: the world does not fit the sizes, there are fewer layers than stages, or a tied layer trains more
+            than its tied weights.
     """
 
     def __init__(
@@ -70,14 +81,17 @@ class PipelineModule(DeepSpeedPipelineModule):
         seed_fn: Callable[[int], Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        for key in ("num_stages", "topology", "activation_checkpoint_func"):
+            if kwargs.get(key) is not None:
+                raise ConfigError(f"PipelineModule takes no {key}: {_INSTEAD[key]}.")
         settings = config if isinstance(config, DsExtConfig) else load_config(config).ds_ext
         self.schedule: Schedule = settings.resolve_schedule()
-        placement = self.schedule.placement(settings.pipeline_parallel_size, settings.schedule_options)
+        placement = settings.placement()
         layers = list(layers)
         if len(layers) < placement.stages:
             raise ConfigError(
                 f"{len(layers)} layers cannot fill the {placement.stages} stages that {self.schedule.name} cuts for "
-                f"{placement.ranks} devices. Use at least {placement.stages} layers or a smaller "
+                f"{placement.width} devices. Use at least {placement.stages} layers or a smaller "
                 f"pipeline_parallel_size."
             )
         if not dist.is_initialized():
@@ -85,15 +99,17 @@ class PipelineModule(DeepSpeedPipelineModule):
                 "PipelineModule needs the process group: call ds_ext.init_distributed() before it."
             )
         data = data_parallel_size(dist.get_world_size(), placement, settings.tensor_parallel_size)
-        layout = ParallelLayout(placement, settings.tensor_parallel_size, data)
+        layout = make_layout(placement, settings.tensor_parallel_size, data)
+        layout = on_hosts(layout, settings.fbd.forward_hosts)
+        self.role = layout.role(dist.get_rank())
         device, data_index, _ = layout.coordinates(dist.get_rank())
         # nn.Module forbids plain attributes before its own __init__ only for modules and parameters.
         self.layout, self.device_index, self.data_index = layout, device, data_index
         self.settings, self.clock = settings, clock
-        with _parent_prints_to_log(), torch.random.fork_rng(enabled=seed_layers):
+        with _parent_prints_to_log(), grid_of_role(layout), torch.random.fork_rng(enabled=seed_layers):
             super().__init__(
                 layers=layers,
-                topology=FoldedTopology(layout),
+                topology=FoldedTopology(layout, self.role),
                 loss_fn=loss_fn,
                 partition_method=partition_method,
                 seed_layers=seed_layers,
@@ -101,9 +117,9 @@ class PipelineModule(DeepSpeedPipelineModule):
                 **kwargs,
             )
         # DeepSpeed numbers the ranks of a model copy by global rank, which a fold reverses for mirrored devices.
-        # Ranks that hold the same stages need the same number: checkpoint files are named by it.
+        # Ranks that hold the same stages need the same number: DeepSpeed's norms and file names go by it.
         coordinate = self.topology().get_coord(dist.get_rank())
-        self.mpu().ds_model_rank = coordinate.pipe * layout.tensor_parallel_size + getattr(
+        self.mpu().ds_model_rank = coordinate.pipe * self.mpu().model_parallel_size + getattr(
             coordinate, "model", 0
         )
 
@@ -140,11 +156,16 @@ class PipelineModule(DeepSpeedPipelineModule):
 
     def stage_owner(self, layer_idx: int) -> int:
         """DeepSpeed's (folded) pipeline coordinate that holds ``layer_idx``; ties are found through it."""
-        device = self.layout.placement.pipes[0][super().stage_owner(layer_idx)]
+        placement = self.layout.placement
+        pipes = placement.forward_pipes if self.role == FORWARD_ROLE else placement.pipes
+        device = pipes[0][super().stage_owner(layer_idx)]
         return self.topology().folded_stage(device)
 
     def _index_tied_modules(self) -> dict[str, Any]:
         """Only ties that cross ranks need communication; a V placement has both ends on one rank."""
+        require_whole_ties(self)
+        if self.role is not None:
+            return index_tied_modules(self)
         return {key: tie for key, tie in super()._index_tied_modules().items() if len(tie["ranks"]) > 1}
 
     def _synchronize_tied_weights(self) -> None:
@@ -191,23 +212,11 @@ class PipelineModule(DeepSpeedPipelineModule):
                 found.update({id(p): p for p in module.parameters() if p.requires_grad})
         return list(found.values())
 
-    # --- saving: the parent writes one file a layer for its active range ---
+    # --- the parent knows one range of layers, the active one ---
 
     def _activate(self, stage: int) -> None:
         self.forward_funcs = self.stage_funcs[stage]
         self._set_bounds(self.parts[stage], self.parts[stage + 1])
-
-    def save_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Write every layer that this rank holds, one file each, named by its global index."""
-        for stage in self.stages:
-            self._activate(stage)
-            super().save_state_dict(*args, **kwargs)
-
-    def load_state_dir(self, *args: Any, **kwargs: Any) -> None:
-        """Read every layer that this rank holds."""
-        for stage in self.stages:
-            self._activate(stage)
-            super().load_state_dir(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """torch.compile every layer that this rank holds."""

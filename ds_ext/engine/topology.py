@@ -10,29 +10,43 @@ from __future__ import annotations
 
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
+from ..fbd_layout import FORWARD_ROLE
 from ..layout import ParallelLayout
 
 
 class FoldedTopology(ProcessTopology):
-    """DeepSpeed's process topology of a layout; its own pipe x data x model topology when nothing folds."""
+    """DeepSpeed's process topology of a layout; its own pipe x data x model topology when nothing folds.
 
-    def __init__(self, layout: ParallelLayout) -> None:
-        pipe, tp = len(layout.placement.replica_groups), layout.tensor_parallel_size
-        axes, dims = ["pipe", "data"], [pipe, layout.folded_data_parallel_size]
+    Args:
+        layout: of the whole world.
+        role: where forwards have ranks of their own, those whose topology this is; its backward ranks by default.
+    """
+
+    def __init__(self, layout: ParallelLayout, role: str | None = None) -> None:
+        groups, tp = layout.placement.replica_groups, layout.tensor_parallel_size
+        replicas, forward = layout.placement.replicas, layout.placement.forward
+        if forward is not None and role == FORWARD_ROLE:
+            groups, replicas, tp = tuple((device,) for device in forward.devices), 1, tp // forward.merged
+        pipe = len(groups)
+        axes, dims = ["pipe", "data"], [pipe, replicas * layout.data_parallel_size]
         if tp > 1:
             axes, dims = [*axes, "model"], [*dims, tp]
         super().__init__(axes=axes, dims=dims)
-        self.layout = layout
+        self.layout, self._groups = layout, groups
         self.mapping = {}
-        for p, devices in enumerate(layout.placement.replica_groups):
+        for p, devices in enumerate(groups):
             for data in range(layout.data_parallel_size):
                 for replica, device in enumerate(devices):
                     for tensor in range(tp):
-                        coordinate = {"pipe": p, "data": data * layout.placement.replicas + replica}
+                        coordinate = {"pipe": p, "data": data * replicas + replica}
                         if tp > 1:
                             coordinate["model"] = tensor
                         self.mapping[self.ProcessCoord(**coordinate)] = layout.rank(device, data, tensor)
 
     def folded_stage(self, device: int) -> int:
         """DeepSpeed's pipeline coordinate of a device."""
-        return next(p for p, devices in enumerate(self.layout.placement.replica_groups) if device in devices)
+        return next(p for p, devices in enumerate(self._groups) if device in devices)
+
+    def ranks(self) -> list[int]:
+        """The global ranks of this topology, ascending."""
+        return sorted(self.mapping.values())

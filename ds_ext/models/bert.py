@@ -110,7 +110,7 @@ class BertOutputBias(nn.Module):
 
     def __init__(self, config: TransformerConfig, tp: TensorParallel) -> None:
         super().__init__()
-        rows = config.padded_vocab_size(tp.size)
+        rows = config.padded_vocab_size(tp.shards)
         self.bias = sharded_parameter((rows,), 0, tp, nn.init.zeros_, unpadded=config.vocab_size)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -64,7 +64,7 @@ class GPTEmbedding(nn.Module):
             normal(full_VD[: config.vocab_size])
             full_VD[config.vocab_size :].zero_()
 
-        rows = config.padded_vocab_size(tp.size)
+        rows = config.padded_vocab_size(tp.shards)
         self.word_embeddings = VocabParallelEmbedding(
             rows,
             config.hidden_size,

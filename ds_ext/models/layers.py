@@ -44,7 +44,7 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         size, sequence = config.hidden_size, config.sequence_parallel
-        self.head_size, self.clock = config.head_size, clock
+        self.head_size, self.clock, self.merged = config.head_size, clock, tp.merged
         self.recompute = config.recomputes(layer) == "selective"
         qkv_init = _weight_init(config, layer, "self_attention.linear_qkv.weight")
         self.linear_qkv = ColumnParallelLinear(size, 3 * size, tp, sequence_parallel=sequence, init=qkv_init)
@@ -65,8 +65,18 @@ class SelfAttention(nn.Module):
         return self.linear_proj(context_BNSH.transpose(1, 2).reshape(batch, tokens, -1))
 
     def _attend(self, q_BNSH: Tensor, k_BNSH: Tensor, v_BNSH: Tensor, mask_B11S: Tensor | None) -> Tensor:
+        if self.merged > 1:
+            # The heads of several ranks, each with the masks that it would draw.
+            shards = zip(*(x_BNSH.chunk(self.merged, 1) for x_BNSH in (q_BNSH, k_BNSH, v_BNSH)), strict=True)
+            parts = (self._attend_shard(i, q, k, v, mask_B11S) for i, (q, k, v) in enumerate(shards))
+            return torch.cat([*parts], 1)
+        return self._attend_shard(self.dropout.shard, q_BNSH, k_BNSH, v_BNSH, mask_B11S)
+
+    def _attend_shard(
+        self, shard: int, q_BNSH: Tensor, k_BNSH: Tensor, v_BNSH: Tensor, mask_B11S: Tensor | None
+    ) -> Tensor:
         p = self.dropout.p if self.training else 0.0
-        with keyed_rng(self.dropout.key(), q_BNSH.device) if p else nullcontext():
+        with keyed_rng(self.dropout.key(shard), q_BNSH.device) if p else nullcontext():
             return F.scaled_dot_product_attention(
                 q_BNSH, k_BNSH, v_BNSH, mask_B11S, dropout_p=p, is_causal=self.causal
             )

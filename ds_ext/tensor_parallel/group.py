@@ -20,6 +20,8 @@ class TensorParallel:
         rank: position in the group, 0 .. size-1.
         size: number of ranks that share each sharded weight; 1 never communicates.
         group: the process group of those ranks; required when ``size`` is above 1.
+        merged: how many shards of a larger group this one rank does alone, with whole weights; its random numbers and
+            padding are then those of the shards.
 
     Raises:
         ConfigError: if ``rank`` is outside the group, or a group of several ranks has no process group.
@@ -28,6 +30,12 @@ class TensorParallel:
     rank: int = 0
     size: int = 1
     group: ProcessGroup | None = None
+    merged: int = 1
+
+    @property
+    def shards(self) -> int:
+        """Pieces that the weights of other ranks of the model may be cut into."""
+        return self.size * self.merged
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -65,12 +73,14 @@ def create_tensor_parallel(groups: Sequence[Sequence[int]]) -> TensorParallel:
     """Make the process groups of all tensor-parallel ranks; a collective call of the whole world.
 
     Args:
-        groups: the global ranks of every group, the same list on all ranks; each rank is in one of them.
+        groups: the global ranks of every group, the same list on all ranks; each rank is in one of them. A rank of a
+            smaller group than others (a merged forward rank) does the work of several of theirs.
 
     Returns:
         This rank's place in its group.
     """
-    rank, mine = dist.get_rank(), TensorParallel()
+    rank, shards = dist.get_rank(), max(map(len, groups), default=1)
+    mine = TensorParallel(merged=shards // next((len(ranks) for ranks in groups if rank in ranks), shards))
     for ranks in groups:
         if len(ranks) > 1:
             group = dist.new_group(list(ranks))

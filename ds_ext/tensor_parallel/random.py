@@ -115,10 +115,10 @@ class KeyedDropout(nn.Module):
         self.clock = clock
         self.shard = shard
 
-    def key(self) -> int:
-        """The 64-bit key of the mask at the clock's present step and micro-batch."""
-        clock = self.clock
-        return mix_key("dropout", self.seed, clock.step, clock.micro_batch, self.layer, self.site, self.shard)
+    def key(self, shard: int | None = None) -> int:
+        """The 64-bit key of the mask at the clock's present step and micro-batch; of another ``shard`` if given."""
+        clock, shard = self.clock, self.shard if shard is None else shard
+        return mix_key("dropout", self.seed, clock.step, clock.micro_batch, self.layer, self.site, shard)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:

@@ -27,6 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..errors import ConfigError
+
 Gradient = Callable[[], Tensor]
 
 
@@ -122,9 +124,9 @@ class _Linear(torch.autograd.Function):
         (x, _), (weight, bias) = ctx.saved_tensors, ctx.parameters
         rows = grads[0].reshape(-1, grads[0].shape[-1])
         grad_x = (rows @ weight).view_as(x) if ctx.needs_input_grad[0] else None
-        _now_or_later(weight, lambda: rows.t() @ x.reshape(-1, x.shape[-1]))
+        _leave(weight, lambda: rows.t() @ x.reshape(-1, x.shape[-1]))
         if bias is not None:
-            _now_or_later(bias, lambda: rows.sum(0))
+            _leave(bias, lambda: rows.sum(0))
         return grad_x, None, None
 
 
@@ -142,16 +144,22 @@ class _Embedding(torch.autograd.Function):
         def gradient() -> Tensor:
             return torch.ops.aten.embedding_dense_backward(grads[0], ids, len(weight), padding_idx, False)
 
-        _now_or_later(weight, gradient)
+        _leave(weight, gradient)
         return None, None, None, None
 
 
-def _now_or_later(weight: Tensor, gradient: Gradient) -> None:
-    """Accumulate the gradient of a parameter, unless it may wait."""
-    if _later is None:
-        torch.autograd.backward([weight], [gradient()])
-    else:
-        _later.add(weight, gradient)
+def _leave(weight: Tensor, gradient: Gradient) -> None:
+    """Leave the gradient of a parameter for later.
+
+    Autograd does not see the parameter, so a backward of anybody else's would miss it.
+    """
+    if _later is None or torch.is_grad_enabled():
+        raise ConfigError(
+            "a layer computes gradients in its own forward (torch.autograd.grad) through a linear layer or an "
+            "embedding whose weight gradient this schedule computes later: it would be lost. Use a schedule with whole "
+            "backwards (1f1b, interleaved, bitpipe), or let that layer call torch.nn.functional.linear itself."
+        )
+    _later.add(weight, gradient)
 
 
 @dataclass

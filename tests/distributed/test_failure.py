@@ -12,7 +12,6 @@ from ds_ext import failure
 from ds_ext.comm.groups import limit_waits
 from tests.ranks import RankPool, Ranks
 
-
 # What is tested is the answer, and not whether a busy machine gives it in time.
 STORE_S = 30.0
 

@@ -1,6 +1,6 @@
 """A rank killed at any moment, also in the middle of a save: the job goes on from its last whole checkpoint.
 
-DS_EXT_TEST_KILLS says how many kills (3 by default).
+DS_EXT_TEST_KILLS says how many kills (by default 3, or 20 under DS_EXT_TEST_ALL).
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import pytest
 
 from ds_ext.checkpoint_folder import check_contents, open_checkpoint
 from tests.launch.jobs import ROOT, Job, command
+from tests.selection import EVERYTHING
 
-KILLS = int(os.environ.get("DS_EXT_TEST_KILLS", "3"))
+KILLS = int(os.environ.get("DS_EXT_TEST_KILLS", "20" if EVERYTHING else "3"))
 STEPS = "3000"  # more than are reached; the order of the samples depends on it
 LIMIT_S = 20.0
 

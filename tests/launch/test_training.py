@@ -121,7 +121,13 @@ def test_resuming_under_another_schedule_sizes_and_batch(
         ds_ext={"schedule": "gpipe", "pipeline_parallel_size": 1, "tensor_parallel_size": 2},
         gradient_accumulation_steps=12,
     )
-    again = train("deepspeed", "--deepspeed_config", sizes, "--train-iters", "3", "--load", str(saved), *keep)
+    other = ("--load", str(saved), "--seed", "5", "--split", "7,3")
+    again = train("deepspeed", "--deepspeed_config", sizes, "--train-iters", "3", *other, *keep)
+    notes = [line for line in again.lines if line.startswith("note: ")]
+    assert len(notes) == 2, again.text
+    assert notes[0].startswith("note: --split was 0.8,0.2,0, is 0.7,0.3,0: ")
+    assert "validation data now may have been trained on" in notes[0]
+    assert notes[1].startswith("note: --seed was 1234, is 5: another order of the samples")
     assert "step_2 at step 2, 16 samples consumed (written with 1f1b, PP 2 x TP 1 x DP 1)" in again.text
     assert [record["consumed_samples"] for record in records(metrics)] == [8, 16, 16 + 24]
     assert (saved / "latest").read_text() == "step_3"

@@ -1,0 +1,211 @@
+"""What a user's own layers may do: branch by their data, pass complex numbers on, be many micro-batches in bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+
+import ds_ext
+from ds_ext.errors import ConfigError
+from tests.ranks import RankPool
+
+STEPS, LR = 3, 0.1
+
+
+def job(schedule: str, gas: int, **sections: Any) -> dict[str, Any]:
+    section = {"schedule": schedule, "pipeline_parallel_size": 2}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": gas,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        **sections,
+        "ds_ext": section | sections.get("ds_ext", {}),
+    }
+
+
+class Batches:
+    """Micro-batches that are a function of (step, micro-batch)."""
+
+    def __init__(self, function: Callable[[int, int], tuple[Tensor, Tensor]]) -> None:
+        self.function, self.step = function, 0
+
+    def get(self, micro_batch: int) -> tuple[Tensor, Tensor]:
+        return self.function(self.step, micro_batch)
+
+    def advance(self, micro_batches: int) -> None:
+        self.step += 1
+
+
+def build(layers: list[Any], config: dict[str, Any], loss_fn: Any = nn.functional.mse_loss) -> Any:
+    model = ds_ext.PipelineModule(layers, config, loss_fn=loss_fn, partition_method="uniform")
+    engine, *_ = ds_ext.initialize(model=model, config=config, model_parameters=model.parameters())
+    return engine
+
+
+def in_one_process(layers: list[Any], function: Any, micro_batches: int) -> list[float]:
+    modules = []
+    for index, spec in enumerate(layers):
+        torch.manual_seed(1234 + index)  # as the pipeline seeds each layer
+        modules.append(spec.build() if isinstance(spec, LayerSpec) else spec)
+    chain = nn.Sequential(*modules)
+    optimizer, losses = torch.optim.SGD(chain.parameters(), lr=LR), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        parts = []
+        for j in range(micro_batches):
+            x, y = function(step, j)
+            loss = nn.functional.mse_loss(chain(x), y) / micro_batches
+            loss.backward()
+            parts.append(loss.item())
+        optimizer.step()
+        losses.append(sum(parts))
+    return losses
+
+
+# --- parameters that one replica uses and the other does not ---
+
+
+class Either(nn.Module):
+    """Another layer for positive inputs than for negative ones, of another size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positive, self.negative = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.positive(x) if float(x.detach().sum()) > 0 else self.negative(x)
+
+
+def one_sign_a_pipe(step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+    x = torch.sin(torch.arange(8.0).view(2, 4) * (10 * step + micro_batch + 1)).abs()
+    return (-x if micro_batch < 2 else x), x.square()
+
+
+def branching() -> list[Any]:
+    return [LayerSpec(Either), *(LayerSpec(nn.Linear, 4, 4) for _ in range(3))]
+
+
+def train_branching(rank: int) -> dict[tuple[int, bool], list[float]]:
+    found = {}
+    for zero in (0, 1):
+        for eager in (True, False):
+            sections = {"zero_optimization": {"stage": zero}, "ds_ext": {"eager_gradient_sync": eager}}
+            engine = build(branching(), job("bitpipe", 2, **sections))
+            batches = Batches(one_sign_a_pipe)
+            found[zero, eager] = [float(engine.train_batch(batches)) for _ in range(STEPS)]
+    return found
+
+
+def test_replicas_that_use_other_parameters(ranks2: RankPool) -> None:
+    expected = in_one_process(branching(), one_sign_a_pipe, 4)
+    for losses in ranks2.run(train_branching)[0].values():
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+# --- complex activations ---
+
+
+class ToWaves(nn.Module):
+    """(rows, 4) floats to (the same, (rows, 4) complex numbers)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.angle = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), torch.polar(torch.ones_like(x), self.angle(x))
+
+
+class FromWaves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        x, waves = pair
+        return self.linear(x * waves.real + waves.imag)
+
+
+def waves() -> list[Any]:
+    return [LayerSpec(ToWaves), LayerSpec(FromWaves)]
+
+
+def plain_numbers(step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+    x = torch.sin(torch.arange(8.0).view(2, 4) * (10 * step + micro_batch + 1))
+    return x, x.square()
+
+
+def train_waves(rank: int) -> list[float]:
+    engine, batches = build(waves(), job("1f1b", 4)), Batches(plain_numbers)
+    return [float(engine.train_batch(batches)) for _ in range(STEPS)]
+
+
+def test_gradients_of_complex_activations(ranks2: RankPool) -> None:
+    expected = in_one_process(waves(), plain_numbers, 4)
+    assert ranks2.run(train_waves)[0] == pytest.approx(expected, rel=1e-5)
+
+
+# --- bf16 ---
+
+
+def repeated_norms(rank: int) -> list[float]:
+    """The gradient norm of one micro-batch, repeated 4 and 512 times."""
+    norms = []
+    for gas in (4, 512):
+        sections = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+        layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(2)]
+        engine = build(layers, job("1f1b", gas, **sections))
+        x, y = (t.bfloat16() for t in plain_numbers(0, 0))
+        engine.train_batch(Batches(lambda step, j, x=x, y=y: (x, y)))
+        norms.append(float(engine.get_global_grad_norm()))
+    return norms
+
+
+def test_bf16_gradients_of_many_micro_batches_are_summed_in_fp32(ranks2: RankPool) -> None:
+    few, many = ranks2.run(repeated_norms, timeout_s=120)[0]
+    assert many == pytest.approx(few, rel=1e-2)  # summed in bf16 it would be half
+
+
+# --- what cannot be ---
+
+
+def refusals(rank: int) -> list[str]:
+    def said(action: Callable[[], Any]) -> str:
+        with pytest.raises(ConfigError) as caught:
+            action()
+        return str(caught.value)
+
+    def layers() -> list[Any]:
+        return [LayerSpec(nn.Linear, 4, 4) for _ in range(2)]
+
+    engine, config = build(layers(), job("1f1b", 2)), job("1f1b", 2)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*plain_numbers(0, 0)))
+    found = [said(lambda: engine.train_batch(data))]
+    found.append(said(lambda: ds_ext.PipelineModule(layers(), config, num_stages=2)))
+    if rank == 1:  # the last stage
+        found.append(said(lambda: engine._exec_forward_pass(0, 1, 0)) if _give(engine) else "")
+    return found
+
+
+def _give(engine: Any) -> bool:
+    """An input for the last stage, and a loss function that gives one number a row."""
+    engine._reserve_pipe_buffers(1)
+    x, y = plain_numbers(0, 0)
+    engine.pipe_buffers["inputs"][0], engine.pipe_buffers["labels"][0] = (x.requires_grad_(),), (y,)
+    engine.module.loss_fn = lambda out, target: (out - target).mean(1)
+    return True
+
+
+def test_one_clear_error(ranks2: RankPool) -> None:
+    first, last = ranks2.run(refusals)
+    assert "a DataLoader is none: give iter(...) of it once" in first[0]
+    assert 'takes no num_stages: the "ds_ext" section says' in first[1]
+    assert "must be one number; loss_fn" in last[2] and "gives a tensor of shape (2,)" in last[2]
