@@ -15,7 +15,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup data train test test-all check clean
+.PHONY: help setup data train test test-all test-rdma test-sanitizers check clean
 
 bin := $(abspath $(VENV))/bin
 stamp := $(VENV)/.ds_ext-installed
@@ -23,6 +23,7 @@ gpt_corpus := data/stdlib/meta.json
 bert_corpus := data/stdlib_bert/meta.json
 corpus := $($(model)_corpus)
 native := $(wildcard kernels/*/*.cpp kernels/*/*.hpp)
+native_tests := $(wildcard tests/native/*.cpp)
 spelled := $(wildcard *.py *.md Makefile ds_ext tests kernels configs docs)
 
 # The launcher, ninja and the ranks are looked up in PATH; whatever is compiled at run time stays in the environment.
@@ -31,7 +32,7 @@ export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 export PYRIGHT_PYTHON_CACHE_DIR ?= $(abspath $(VENV))/pyright
 
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 17
 
 setup: $(stamp)  ## virtual environment, pinned dependencies, native build
 
@@ -74,11 +75,35 @@ test: $(stamp)  ## the whole test suite; PYTEST_FLAGS="-m 'not slow'" for a quic
 test-all: $(stamp)  ## the tests with the whole matrices, some hours: schedule x precision x ZeRO x parallelism x recomputation
 	DS_EXT_TEST_ALL=1 $(bin)/python -m pytest $(PYTEST_FLAGS)
 
+test-rdma: $(stamp)  ## RDMA over real verbs, in guests emulated by qemu; skipped with the reason where none can be started
+	DS_EXT_TEST_RDMA=1 $(bin)/python -m pytest -rs tests/rdma $(PYTEST_FLAGS)
+
+# The thread sanitizer sees one process only, so both ends of a link are threads there; gcc has no libFuzzer.
+sanitized := build/sanitizers
+sanitize = g++ -std=c++17 -O1 -g -Wall -Wextra -Ikernels/transport -pthread
+FUZZ_SECONDS ?= 20
+
+test-sanitizers: $(stamp)  ## native code under the address, undefined and thread sanitizers, and fuzzers: FUZZ_SECONDS=60
+	mkdir -p $(sanitized)
+	$(sanitize) -fsanitize=thread -Wno-tsan tests/native/links.cpp -o $(sanitized)/links_thread
+	$(sanitize) -fsanitize=address,undefined -fno-sanitize-recover=all tests/native/links.cpp -o $(sanitized)/links_address
+	$(sanitize) -fsanitize=address,undefined -fno-sanitize-recover=all tests/native/fuzz.cpp -o $(sanitized)/fuzz
+	TSAN_OPTIONS=halt_on_error=1 timeout 600 $(sanitized)/links_thread 2000
+	timeout 600 $(sanitized)/links_address 2000
+	ASAN_OPTIONS=allocator_may_return_null=1 $(sanitized)/fuzz $(FUZZ_SECONDS)
+	$(bin)/python -m tests.native.fuzz_meeting $(FUZZ_SECONDS)
+	CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g" $(bin)/python setup.py -q build_ext \
+	  --build-lib $(sanitized)/module --build-temp $(sanitized)/objects
+	DS_EXT_NATIVE_DIR=$(sanitized)/module ASAN_OPTIONS=detect_leaks=0 \
+	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	  $(bin)/python -m pytest -p tests.native.sanitized $(PYTEST_FLAGS) -k "not leaves_nothing and not refused_memory" \
+	  tests/unit/test_transport_descriptor.py tests/unit/test_transport_shm.py tests/unit/test_transport_tcp.py
+
 check: $(stamp)  ## formatting, lint and types of Python and C++
 	$(bin)/ruff format --check .
 	$(bin)/ruff check .
 	$(bin)/pyright
-	$(bin)/clang-format --dry-run -Werror $(native)
+	$(bin)/clang-format --dry-run -Werror $(native) $(native_tests)
 	$(bin)/codespell $(spelled)
 
 clean:  ## remove what was built, but not the virtual environment, data or checkpoints

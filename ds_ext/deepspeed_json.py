@@ -193,7 +193,9 @@ def fp32_sums_of_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
     )
     if not (isinstance(bf16, Mapping) and bf16.get("enabled") is True) or zero_stage(config) != 1:
         return dict(config)
-    return dict(config) if given or refused else {**config, "data_types": {**types, "grad_accum_dtype": "fp32"}}
+    return (
+        dict(config) if given or refused else {**config, "data_types": {**types, "grad_accum_dtype": "fp32"}}
+    )
 
 
 def _refuse_unapplied(config: Mapping[str, Any]) -> None:

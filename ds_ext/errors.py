@@ -16,12 +16,44 @@ class ScheduleError(DsExtError, ValueError):
 class TransportError(DsExtError, RuntimeError):
     """A message that did not arrive: dead peer, time limit, damaged header.
 
-    ``peer`` is the rank that was waited for in vain; None when the fault is not another rank's silence.
+    Args:
+        message: the whole text.
+        peer: the rank that was waited for in vain; None when the fault is not another rank's silence.
+        rank: the rank that has the error.
+        op: "send to" or "recv from".
+        tag: of the message.
+        seconds: how long it was waited for.
+        credits: messages of the link that were sent and not taken, where the op is a send.
     """
 
-    def __init__(self, message: str, peer: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        peer: int | None = None,
+        *,
+        rank: int | None = None,
+        op: str | None = None,
+        tag: int | None = None,
+        seconds: float | None = None,
+        credits: int | None = None,
+    ) -> None:
         super().__init__(message)
-        self.peer = peer
+        self.peer, self.rank, self.op, self.tag = peer, rank, op, tag
+        self.seconds, self.credits = seconds, credits
+
+
+class PeerGone(TransportError):
+    """The peer has ended, has closed its transport, or has failed; ``cause`` is what it said of its failure."""
+
+    cause: str | None = None
+
+
+class TransportTimeout(TransportError):
+    """Nothing moved within the time limit; the peer is there."""
+
+
+class ProtocolError(TransportError):
+    """What a peer has written cannot be right; nothing of it is used."""
 
 
 class CheckpointError(DsExtError, RuntimeError):

@@ -239,13 +239,18 @@ def _lost_peer(error: BaseException) -> bool:
 
 
 def _headline(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"{_kind(error)}: {error}".splitlines()[0]
+
+
+def _kind(error: BaseException) -> str:
+    """The name that users read: which kind of transport error it is, its words tell better."""
+    return TransportError.__name__ if isinstance(error, TransportError) else type(error).__name__
 
 
 def _text(error: BaseException) -> str:
     """Our own errors say enough by themselves; others need their traceback."""
     if isinstance(error, DsExtError):
-        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+        return "\n".join([f"{_kind(error)}: {error}", *getattr(error, "__notes__", [])])
     return "".join(traceback.format_exception(error)).rstrip()
 
 

@@ -20,6 +20,7 @@ PURE = {
     "flags",
     "megatron_flags",
     "layout",
+    "fbd_layout",
     "checkpoint_folder",
     "partition",
     "plan",
@@ -45,6 +46,8 @@ ALLOWED: dict[str, set[str]] = {
     "flags": {"errors", "megatron_flags"},
     "megatron_flags": set(),
     "layout": PURE,
+    "fbd_layout": {"errors", "layout", "pipe_schedules"},
+    "fbd_price": {"errors", "pipe_schedules"},
     "checkpoint_folder": {"errors"},
     "partition": {"errors", "pipe_schedules"},
     "plan": PURE | {"rich:"},
@@ -100,6 +103,7 @@ ALLOWED: dict[str, set[str]] = {
     "schedule_flags": {"errors", "pipe_schedules", "model_flags", "stage_costs"},
     "verbs": {
         "errors",
+        "fbd_price",
         "pipe_schedules",
         "optimise",
         "choice",
@@ -112,6 +116,7 @@ ALLOWED: dict[str, set[str]] = {
         "stage_costs",
     },
     "trace_verbs": {"errors", "choice", "observe/trace"},
+    "doctor": {"errors", "comm", "torch:"},
     "__main__": EVERYTHING,
 }
 

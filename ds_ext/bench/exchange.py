@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from ..comm import _native
-from ..comm.shm import ShmTransport
-from ..comm.shm_links import Links
+from ..comm.ends import Ends
+from ..comm.links import Links
+from ..comm.native_transport import NativeTransport
 from ..comm.transport import Transport, create_transport
 from .ranks import Job
 from .transport import PEERS, ExchangeJob, Times
@@ -32,11 +33,13 @@ class Exchange:
         self.rank, self.peer = dist.get_rank(), 1 - dist.get_rank()
         cpu = torch.device("cpu")
         shm = create_transport("shm", timeout_s=timeout_s, device=cpu)
-        assert isinstance(shm, ShmTransport)
+        assert isinstance(shm, NativeTransport)
+        tcp = create_transport("tcp", timeout_s=timeout_s, device=cpu)
         frames = create_transport("torch", timeout_s=timeout_s, device=cpu)
         self.ways: dict[str, Callable[[int], float]] = {
             "shm": self._through(shm),
             "shm_hand_over": self._loaned(shm),
+            "tcp": self._through(tcp),
             "torch": self._through(frames),
             "gloo": self._gloo,
         }
@@ -74,7 +77,7 @@ class Exchange:
 
         return measure
 
-    def _loaned(self, transport: ShmTransport) -> Callable[[int], float]:
+    def _loaned(self, transport: NativeTransport) -> Callable[[int], float]:
         def measure(num_bytes: int) -> float:
             def send() -> None:
                 with transport.loan((num_bytes,), torch.uint8, self.peer, 0):
@@ -109,18 +112,18 @@ def _elapsed(action: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def _linked_with_itself(peers: int, timeout_s: float) -> ShmTransport:
+def _linked_with_itself(peers: int, timeout_s: float) -> NativeTransport:
     """The transport of a rank with so many peers, all of them in this process."""
     job, port = bytes(16), _native.Port()
-    incoming, outgoing = {}, {}
+    ends = Ends()
     for peer in range(1, peers + 1):
-        link = incoming[peer] = _native.Incoming(peer, 0, job)
+        link = ends.incoming[peer] = _native.ShmIncoming(peer, 0, job)
         files = os.dup(link.fileno()), os.dup(port.fileno())
-        outgoing[peer] = _native.Outgoing(*files, peer, 0, job, 1 << 20)
+        ends.outgoing[peer] = _native.ShmOutgoing(*files, peer, 0, job, 1 << 20)
         link.connect(os.dup(port.fileno()))
         port.add(link)
-    links = Links(port, incoming, outgoing, dict.fromkeys(incoming, 1), {})
-    return ShmTransport(links, 0, peers + 1, timeout_s)
+    links = Links(port, ends, dict.fromkeys(ends.incoming, 1))
+    return NativeTransport(links, "shm", 0, peers + 1, timeout_s)
 
 
 def build(name: str, job: Job) -> Exchange:

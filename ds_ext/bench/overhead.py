@@ -70,6 +70,7 @@ class TimedTransport:
     def __init__(self, transport: Transport, watch: Stopwatch) -> None:
         self.name, self._watch = transport.name, watch
         self.send, self.close = watch.timed(transport.send), transport.close
+        self.abort = transport.abort
         self.ready, self._recv = transport.ready, watch.timed(transport.recv)
 
     def recv(self, peer: int, tag: int) -> Ticket:

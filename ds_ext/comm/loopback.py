@@ -126,6 +126,10 @@ class LoopbackTransport:
             ]
         return [(ticket.peer, ticket.tag) for ticket in self.arrived] + unasked
 
+    def abort(self, cause: str) -> None:
+        """Refuse further use; endpoints of one process fail together."""
+        self._closed = True
+
     def close(self) -> None:
         """Refuse further use; nothing is ever left to send."""
         self._closed = True

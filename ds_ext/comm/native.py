@@ -1,52 +1,104 @@
-"""Which native transport a job uses: "shm" between ranks of one host, and "auto", which takes it where it can."""
+"""Which native links a job uses: of a kind that is asked for by name, or the best for every pair ("auto")."""
 
 from __future__ import annotations
 
+import importlib
 import logging
+import socket
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ds_ext.comm import torch_p2p
-from ds_ext.comm.rendezvous import Card
-from ds_ext.comm.shm import ShmTransport
-from ds_ext.comm.shm_setup import Pairs, Setup
+from ds_ext.comm import _native, torch_p2p
+from ds_ext.comm.ends import MEETING_S, Ends, LinkSetup, Pairs
+from ds_ext.comm.links import Links
+from ds_ext.comm.matrix import Card, Matrix, choose, describe
+from ds_ext.comm.native_transport import NativeTransport
+from ds_ext.comm.rendezvous import host_id
+from ds_ext.comm.spin import spin_us
 from ds_ext.comm.transport import DEFAULT_SLOTS, Transport
 from ds_ext.errors import TransportError
 
 logger = logging.getLogger(__name__)
 
+# In the order of preference. A class is a LinkSetup, made of (rank, port, node_ips).
+KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        "shm": "ds_ext.comm.shm_setup:ShmSetup",
+        "rdma": "ds_ext.comm.rdma_setup:RdmaSetup",
+        "tcp": "ds_ext.comm.tcp_setup:TcpSetup",
+    }
+)
+_ERRORS = (TransportError, OSError, _native.LinkError)
 
-def create_shm(*, timeout_s: float, device: torch.device, pairs: Pairs | tuple[()]) -> ShmTransport:
-    """The transport "shm"; a collective call of all ranks of the world, with the same arguments.
+
+def create(
+    kind: str,
+    *,
+    timeout_s: float,
+    device: torch.device,
+    pairs: Pairs | tuple[()],
+    node_ips: Sequence[str] | None = None,
+) -> NativeTransport:
+    """The transport of links of one kind; a collective call of all ranks of the world, with the same arguments.
 
     Args:
+        kind: a key of KINDS.
         timeout_s: the longest wait for a peer.
         device: of the tensors; only "cpu".
         pairs: (source, destination) of the links, with how many messages the receiver holds at a time; (): every rank
             with every other.
+        node_ips: the addresses that ranks listen at, one for each rank or one for each host.
 
     Raises:
         TransportError: on all ranks, with the reason of the first that cannot.
     """
-    made = _try_shm(timeout_s, device, pairs)
+    made = _try([kind], timeout_s, device, pairs, node_ips)
     if isinstance(made, str):
-        raise TransportError(f'"transport": "shm" cannot be used: {made}. Use "auto" or "torch".')
+        raise TransportError(f'"transport": "{kind}" cannot be used: {made}. Use "auto" or "torch".')
     return made
 
 
-def create_auto(*, timeout_s: float, device: torch.device, pairs: Pairs | tuple[()]) -> Transport:
-    """The transport "shm" where it can be used, "torch" elsewhere, for the same arguments; collective."""
-    made = _try_shm(timeout_s, device, pairs)
+def create_shm(**arguments: Any) -> NativeTransport:
+    """The transport "shm": ranks of one host; as create()."""
+    return create("shm", **arguments)
+
+
+def create_rdma(**arguments: Any) -> NativeTransport:
+    """The transport "rdma": ranks with RDMA devices; as create()."""
+    return create("rdma", **arguments)
+
+
+def create_tcp(**arguments: Any) -> NativeTransport:
+    """The transport "tcp": between hosts, and within one; as create()."""
+    return create("tcp", **arguments)
+
+
+def create_auto(
+    *,
+    timeout_s: float,
+    device: torch.device,
+    pairs: Pairs | tuple[()],
+    node_ips: Sequence[str] | None = None,
+) -> Transport:
+    """For every pair the first of KINDS that it can have, or "torch" for all where a pair has none; as create()."""
+    made = _try(list(KINDS), timeout_s, device, pairs, node_ips)
     if not isinstance(made, str):
         return made
     _tell(f"transport: torch, because {made}")
     return torch_p2p.create(timeout_s=timeout_s, device=device, pairs=tuple(pairs))
 
 
-def _try_shm(timeout_s: float, device: torch.device, pairs: Pairs | tuple[()]) -> ShmTransport | str:
+def _try(
+    kinds: list[str],
+    timeout_s: float,
+    device: torch.device,
+    pairs: Pairs | tuple[()],
+    node_ips: Sequence[str] | None,
+) -> NativeTransport | str:
     """The transport, or why there is none; every rank gets the same answer."""
     if not dist.is_initialized():
         raise TransportError(
@@ -54,35 +106,126 @@ def _try_shm(timeout_s: float, device: torch.device, pairs: Pairs | tuple[()]) -
             "in processes that `deepspeed` or `torchrun` has started"
         )
     if device.type != "cpu":
-        return f"the tensors are on {device.type}, and shared memory is for those of the CPU"
-    rank, everyone = dist.get_rank(), range(dist.get_world_size())
+        return f"the tensors are on {device.type}, and native links are for those of the CPU"
+    everyone = range(dist.get_world_size())
     if not isinstance(pairs, Mapping):
         pairs = {(a, b): DEFAULT_SLOTS for a in everyone for b in everyone if a != b}
-    setup = Setup(rank, pairs)
-    try:
-        cards = _gather(setup.card())
-        reason = _why_not(cards, pairs) or _first(_gather(setup.connect(cards, timeout_s)))
+    failed: dict[str, str] = {}
+    while True:
+        attempt = _Attempt(kinds, failed, pairs, node_ips)
+        try:
+            made = attempt.run(timeout_s)
+        finally:
+            attempt.close()
+        # A kind that failed although nothing spoke against it is not tried again.
+        if not isinstance(made, tuple):
+            return made
+        kind, reason = made
+        failed[kind] = reason
+        if len(failed) == len(kinds):
+            return reason if len(kinds) == 1 else "; ".join(f"{k}: {r}" for k, r in failed.items())
+
+
+class _Attempt:
+    """One try to link all pairs."""
+
+    def __init__(
+        self, kinds: Sequence[str], failed: Mapping[str, str], pairs: Pairs, node_ips: Sequence[str] | None
+    ) -> None:
+        self._rank, self._kinds, self._failed, self._pairs = dist.get_rank(), kinds, failed, pairs
+        self._node_ips = node_ips
+        self._classes = {kind: _class(kind) for kind in kinds}
+        self._setups: dict[str, LinkSetup] = {}
+        self._port: _native.Port | None = None
+
+    def run(self, timeout_s: float) -> NativeTransport | tuple[str, str] | str:
+        """The transport; or a kind that failed, and why; or why no kind serves."""
+        cards = _gather(self._card())
+        why_not = {kind: cls.why_not for kind, cls in self._classes.items()}
+        matrix = choose(cards, self._pairs, why_not, self._failed)
+        if self._node_ips is not None:
+            _refuse_wrong_addresses(cards)
+        if isinstance(matrix, str):
+            return matrix
+        reason = _first(_gather(self._prepare(matrix)))
         if reason is not None:
             return reason
-        most = max(pairs.values(), default=0)
-        _tell(
-            f"transport: shm, because all ranks that exchange messages are on one host; {len(pairs)} links, of which "
-            f"the receiver uses up to {most} messages where they lie"
+        ends = Ends()
+        reason = _first(_gather(self._connect(matrix, cards, timeout_s, ends)))
+        if reason is not None:
+            ends.close()
+            return reason
+        assert self._port is not None
+        for link in ends.incoming.values():
+            self._port.add(link)
+        self._port.spin(spin_us(sum(card.host == cards[self._rank].host for card in cards)))
+        used = [kind for kind in self._kinds if kind in matrix.kinds.values()] or [self._kinds[0]]
+        name = "+".join(used)
+        _tell(f"transport: {name}; {describe(matrix, cards)}")
+        slots = {source: most for (source, target), most in self._pairs.items() if target == self._rank}
+        return NativeTransport(
+            Links(self._port, ends, slots), name, self._rank, dist.get_world_size(), timeout_s
         )
-        return ShmTransport(setup.links(cards), rank, len(everyone), timeout_s)
-    finally:
-        setup.close()
+
+    def close(self) -> None:
+        """Close what the transport has not taken over."""
+        for setup in self._setups.values():
+            setup.close()
+
+    def _card(self) -> Card:
+        offers: dict[str, Any] = {}
+        refusals: dict[str, str] = {}
+        try:
+            self._port = _native.Port()
+        except OSError as error:
+            refusals |= dict.fromkeys(self._kinds, error.strerror or str(error))
+        for kind, cls in self._classes.items():
+            if kind in self._failed or self._port is None:
+                continue
+            setup = self._setups[kind] = cls(self._rank, self._port, self._node_ips)
+            try:
+                offers[kind] = setup.card()
+            except _ERRORS as error:
+                refusals[kind] = _words(error)
+        return Card(host_id(), socket.gethostname(), offers, refusals)
+
+    def _prepare(self, matrix: Matrix) -> tuple[str, str] | None:
+        for kind in dict.fromkeys(matrix.kinds.values()):
+            try:
+                self._setups[kind].prepare(matrix.pairs(kind, self._pairs))
+            except _ERRORS as error:
+                return kind, f"rank {self._rank} cannot: {_words(error)}"
+        return None
+
+    def _connect(
+        self, matrix: Matrix, cards: Sequence[Card], timeout_s: float, ends: Ends
+    ) -> tuple[str, str] | None:
+        assert self._port is not None
+        for kind in sorted(set(matrix.kinds.values())):
+            offers = {rank: card.offers[kind] for rank, card in enumerate(cards) if kind in card.offers}
+            try:
+                pairs = matrix.pairs(kind, self._pairs)
+                ends.add(self._setups[kind].connect(offers, pairs, min(timeout_s, MEETING_S)))
+            except _ERRORS as error:
+                return kind, _words(error)
+        self._port.close_fileno()
+        return None
 
 
-def _why_not(cards: Sequence[Card], pairs: Pairs) -> str | None:
-    """Why these ranks do not even try; the same on all of them."""
-    for rank, card in enumerate(cards):
-        if card.refusal is not None:
-            return f"rank {rank} cannot share memory: {card.refusal}"
-    for source, target in pairs:
-        if cards[source].host != cards[target].host:
-            return f"rank {source} and rank {target}, which exchange messages, are on different hosts"
-    return None
+def _refuse_wrong_addresses(cards: Sequence[Card]) -> None:
+    """Addresses that are given must be right, whether another kind of link would do or not."""
+    for card in cards:
+        if "tcp" in card.refusals:
+            raise TransportError(card.refusals["tcp"])
+
+
+def _class(kind: str) -> Any:
+    module, name = KINDS[kind].split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _words(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _gather(value: Any) -> list[Any]:
@@ -91,7 +234,7 @@ def _gather(value: Any) -> list[Any]:
     return everyones
 
 
-def _first(failures: Sequence[str | None]) -> str | None:
+def _first(failures: Sequence[tuple[str, str] | None]) -> tuple[str, str] | None:
     return next((failure for failure in failures if failure is not None), None)
 
 

@@ -1,4 +1,4 @@
-"""How ranks of one host meet: each learns every other's card, then the pairs hand each other their shared memory.
+"""How ranks of one host meet: each has every other's card, and the pairs hand each other their shared memory.
 
 A rank listens on a unix socket with a random name that no file has. Only a process of the same user that knows the
 listener's token, which travels through the process group alone, is let in; jobs on one host cannot meet.
@@ -28,13 +28,11 @@ _MOST_FILES = 2
 
 
 @dataclass(frozen=True)
-class Card:
-    """What a rank tells all others about itself; ``refusal`` says why it cannot share memory, if so."""
+class UnixCard:
+    """How to reach a rank on its host."""
 
-    host: str
     name: bytes
     token: bytes
-    refusal: str | None = None
 
 
 @dataclass
@@ -82,9 +80,9 @@ class Listener:
         self.socket.bind(self.name)
         self.socket.listen(512)
 
-    def card(self, refusal: str | None = None) -> Card:
+    def card(self) -> UnixCard:
         """This rank's card."""
-        return Card(host_id(), self.name, self.token, refusal)
+        return UnixCard(self.name, self.token)
 
     def close(self) -> None:
         """Nobody can connect any more."""
@@ -94,7 +92,7 @@ class Listener:
 def meet(
     listener: Listener,
     rank: int,
-    cards: Sequence[Card],
+    cards: Mapping[int, UnixCard],
     files: Mapping[int, Sequence[int]],
     expected: Mapping[int, int],
     timeout_s: float,
@@ -141,7 +139,7 @@ def meet(
     return met
 
 
-def _connect(card: Card, rank: int, peer: int, files: Sequence[int], deadline: float) -> socket.socket:
+def _connect(card: UnixCard, rank: int, peer: int, files: Sequence[int], deadline: float) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
@@ -158,7 +156,7 @@ def _connect(card: Card, rank: int, peer: int, files: Sequence[int], deadline: f
 def _accept(
     listener: Listener,
     rank: int,
-    cards: Sequence[Card],
+    cards: Mapping[int, UnixCard],
     files: Mapping[int, Sequence[int]],
     expected: Mapping[int, int],
     met: dict[int, Meeting],

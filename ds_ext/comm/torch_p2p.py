@@ -28,8 +28,17 @@ from ds_ext.errors import TransportError
 SEND_WINDOW_BYTES = 256 << 20
 
 
-def create(*, timeout_s: float, device: torch.device, pairs: Sequence[tuple[int, int]] = ()) -> Transport:
-    """The transport "torch" for tensors on `device`; a collective call of all ranks of the world."""
+def create(
+    *,
+    timeout_s: float,
+    device: torch.device,
+    pairs: Sequence[tuple[int, int]] = (),
+    node_ips: Sequence[str] | None = None,
+) -> Transport:
+    """The transport "torch" for tensors on `device`; a collective call of all ranks of the world.
+
+    Its connections are torch.distributed's, which chooses the addresses itself: `node_ips` does not matter.
+    """
     if device.type == "cpu":
         return TorchTransport.create(timeout_s)
     from ds_ext.comm.torch_split import SplitTransport
@@ -173,6 +182,9 @@ class TorchTransport:
         for channel in self._incoming.values():
             self.advance(channel)
         return [(ticket.channel.peer, ticket.tag) for ticket in self._arrived]
+
+    def abort(self, cause: str) -> None:
+        """Nothing: torch.distributed can tell a peer no more than that the connection is closed."""
 
     def close(self) -> None:
         """Wait for unfinished sends, `timeout_s` in all; a transport that has failed is just dropped."""

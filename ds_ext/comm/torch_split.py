@@ -160,6 +160,9 @@ class SplitTransport:
             self.take_headers(peer)
         return [(ticket.peer, ticket.tag) for ticket in self._arrived if ticket.done()]
 
+    def abort(self, cause: str) -> None:
+        """Nothing: torch.distributed can tell a peer no more than that the connection is closed."""
+
     def close(self) -> None:
         """Wait for unfinished sends and refuse further use."""
         while self._unfinished:

@@ -25,13 +25,11 @@ TRANSPORTS: Mapping[str, str] = MappingProxyType(
     {
         "auto": "ds_ext.comm.native:create_auto",
         "shm": "ds_ext.comm.native:create_shm",
+        "rdma": "ds_ext.comm.native:create_rdma",
+        "tcp": "ds_ext.comm.native:create_tcp",
         "torch": "ds_ext.comm.torch_p2p:create",
     }
 )
-
-
-class ProtocolError(TransportError):
-    """What a peer has written cannot be right; nothing of it is used."""
 
 
 class Ticket(Protocol):
@@ -84,6 +82,10 @@ class Transport(Protocol):
         """
         ...
 
+    def abort(self, cause: str) -> None:
+        """Tell the peers why this rank fails, so that their errors show it, where the transport can; never waits."""
+        ...
+
     def close(self) -> None:
         """Wait for unfinished sends, within the time limit, and refuse further use."""
         ...
@@ -120,6 +122,7 @@ def create_transport(
     timeout_s: float,
     device: device,
     pairs: Iterable[tuple[int, int]] | Mapping[tuple[int, int], int] = (),
+    node_ips: Sequence[str] | None = None,
 ) -> Transport:
     """Make the transport `name` on every rank of the world (a collective call).
 
@@ -130,6 +133,8 @@ def create_transport(
         pairs: the directed pairs (source, destination) of global ranks that will be used, the same on every rank; as
             a mapping also how many messages the receiver of each holds at a time. On GPUs each gets a communicator, in
             shared memory a segment; left out: every rank with every other.
+        node_ips: the addresses at which ranks listen for connections of other hosts: one for each rank, or one for
+            each host in the launcher's order; None: those from which they reach MASTER_ADDR.
 
     Raises:
         TransportError: the name is unknown or cannot be used here, or torch.distributed is not initialized.
@@ -139,4 +144,4 @@ def create_transport(
     module, function = TRANSPORTS[name].split(":")
     factory = getattr(importlib.import_module(module), function)
     links = pairs if isinstance(pairs, Mapping) else dict.fromkeys(pairs, DEFAULT_SLOTS) or ()
-    return factory(timeout_s=timeout_s, device=device, pairs=links)
+    return factory(timeout_s=timeout_s, device=device, pairs=links, node_ips=node_ips)

@@ -187,9 +187,7 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
     def _take_input_grads(self, buffer_id: int) -> tuple[Tensor, ...]:
         """Gradients of the inputs that can have one; zeros for one that the stage did not use."""
         inputs, self.pipe_buffers["inputs"][buffer_id] = self.pipe_buffers["inputs"][buffer_id], None
-        return tuple(
-            torch.zeros_like(t) if t.grad is None else t.grad for t in inputs if _differentiable(t)
-        )
+        return tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in inputs if _differentiable(t))
 
     def _scale(self, loss: Tensor) -> Tensor:
         """Average over micro-batches (the reduction averages over ranks) and apply the fp16 loss scale."""
@@ -227,7 +225,9 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 def _as_scalar(loss: Any) -> Tensor:
     if not torch.is_tensor(loss) or loss.numel() != 1:
-        what = f"a tensor of shape {tuple(loss.shape)}" if torch.is_tensor(loss) else f"a {type(loss).__name__}"
+        what = (
+            f"a tensor of shape {tuple(loss.shape)}" if torch.is_tensor(loss) else f"a {type(loss).__name__}"
+        )
         raise ConfigError(
             f"the loss of a micro-batch must be one number; loss_fn (or, without one, the last layer) gives {what}. "
             f"Take its mean."

@@ -62,6 +62,9 @@ class Bell {
     int descriptor() const { return memory_.descriptor(); }
     void close_descriptor() { memory_.close_descriptor(); }
 
+    /// True from before the last look until the rank is awake again: what comes now must ring.
+    bool asleep() const { return face_->asleep.load(std::memory_order_acquire) != 0; }
+
     /// Wake the rank if it sleeps; what it is to see was stored before.
     void ring() {
         // Pairs with the fence in wait(): either the sleeper sees what was stored, or this sees that it sleeps.

@@ -2,13 +2,15 @@
 #include <pybind11/stl.h>
 
 #include "descriptor.hpp"
+#include "rdma_bindings.hpp"
 #include "shm_bindings.hpp"
+#include "tcp_bindings.hpp"
 
 namespace py = pybind11;
 using ds_ext::Descriptor;
 
 PYBIND11_MODULE(_native, m) {
-    m.doc() = "The message descriptor of ds_ext's transports, and shared memory; kernels/README.md draws both.";
+    m.doc() = "Messages between ranks: descriptors and links; kernels/README.md draws them.";
     py::register_exception<ds_ext::DescriptorError>(m, "DescriptorError", PyExc_ValueError);
     m.attr("DESCRIPTOR_BYTES") = ds_ext::kDescriptorBytes;
     m.attr("ALIGNMENT") = ds_ext::kAlignment;
@@ -40,5 +42,8 @@ PYBIND11_MODULE(_native, m) {
     m.def("pack_at", [at](const Descriptor& d, std::uintptr_t address) { ds_ext::pack(d, at(address)); });
     m.def("unpack_at", [at](std::uintptr_t address) { return ds_ext::unpack(at(address)); });
     m.def("sealed_at", [at](std::uintptr_t address) { return ds_ext::sealed(at(address)); });
+    ds_ext::bind_links(m);
     ds_ext::bind_shm(m);
+    ds_ext::bind_tcp(m);
+    ds_ext::bind_rdma(m);
 }

@@ -13,8 +13,8 @@ class DescriptorError : public std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-/// Shared memory that is not the expected segment, or whose counters cannot be right.
-class SegmentError : public std::runtime_error {
+/// What a peer has written beside descriptors and cannot be right: a segment, its counters, a frame.
+class LinkError : public std::runtime_error {
   public:
     using std::runtime_error::runtime_error;
 };

@@ -60,11 +60,11 @@ class Mapping {
         const int seals = fcntl(file.number(), F_GET_SEALS);
         // A file in /dev/shm cannot be sealed, which is what F_SEAL_SEAL alone says.
         if (seals >= 0 && seals != F_SEAL_SEAL && (seals & kSeals) != kSeals)
-            throw SegmentError("the memory's size is not sealed");
+            throw LinkError("the memory's size is not sealed");
         const auto bytes = static_cast<std::size_t>(state.st_size);
         if (bytes < least_bytes)
-            throw SegmentError("the memory has " + std::to_string(bytes) + " bytes, not the " +
-                               std::to_string(least_bytes) + " of a segment");
+            throw LinkError("the memory has " + std::to_string(bytes) + " bytes, not the " +
+                            std::to_string(least_bytes) + " of a segment");
         return Mapping(std::move(file), bytes);
     }
 

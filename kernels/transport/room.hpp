@@ -30,7 +30,7 @@ class Room {
     /// Take a slot back, and join it with the gaps beside it.
     void take_back(std::uint64_t place) {
         const auto slot = lent_.find(place);
-        if (slot == lent_.end()) throw SegmentError("a slot came back that is not lent");
+        if (slot == lent_.end()) throw LinkError("a slot came back that is not lent");
         auto [begin, bytes] = *slot;
         lent_.erase(slot);
         auto next = free_.lower_bound(begin);

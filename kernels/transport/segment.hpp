@@ -10,11 +10,12 @@
 #include <string>
 
 #include "descriptor.hpp"
+#include "link.hpp"
 #include "mapping.hpp"
 
 namespace ds_ext {
 
-inline constexpr std::uint64_t kRingEntries = 4096;  // messages that are sent and whose slots are not back yet
+inline constexpr std::uint64_t kRingEntries = kMostUntaken;  // also of slots that are not back
 // Address space only: memory is taken when it is used for the first time.
 inline constexpr std::uint64_t kSegmentBytes = std::uint64_t{64} << 30;
 inline constexpr std::uint64_t kCountersOffset = 4096, kRingOffset = 8192;
@@ -35,7 +36,7 @@ struct Address {
 struct Superblock {
     std::array<char, 8> magic{'D', 'S', 'X', '-', 'S', 'H', 'M', '1'};
     std::uint32_t byte_order = 0x01020304;
-    std::uint16_t major = 1, minor = 0;
+    std::uint16_t major = 2, minor = 0;
     std::uint64_t bytes = kSegmentBytes;
     std::uint64_t slots_offset = kSlotsOffset;
     std::uint32_t ring_entries = kRingEntries;
@@ -45,6 +46,19 @@ struct Superblock {
 };
 static_assert(sizeof(Superblock) == 64);
 
+/// Why a side fails, for the other to show. Written once.
+struct Cause {
+    std::atomic<std::uint32_t> bytes;
+    char text[kCauseBytes];
+
+    void set(const std::string& cause) {
+        if (bytes.load(std::memory_order_relaxed) != 0) return;
+        const auto count = std::min(cause.size(), kCauseBytes);
+        std::memcpy(text, cause.data(), count);
+        bytes.store(static_cast<std::uint32_t>(count), std::memory_order_release);
+    }
+};
+
 /// What both sides write, each line by one side only.
 struct Counters {
     alignas(128) std::atomic<std::uint64_t> published;  // sender: messages in the ring, ever
@@ -52,8 +66,17 @@ struct Counters {
     alignas(128) std::atomic<std::uint64_t> taken;  // receiver: messages read from the ring, ever
     std::atomic<std::uint32_t> receiver_closed;
     alignas(128) std::atomic<std::uint64_t> returned;  // receiver: slots in the ring of returns, ever
+    alignas(128) Cause sender_cause;
+    alignas(128) Cause receiver_cause;
 };
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free && sizeof(Counters) <= 4096);
+
+/// What became of a side, as words that follow "rank 3 ...".
+inline std::string fate(const Cause& cause, const std::atomic<std::uint32_t>& closed) {
+    const auto bytes = cause.bytes.load(std::memory_order_acquire);
+    if (bytes != 0) return "failed: " + shown(cause.text, bytes);
+    return closed.load(std::memory_order_acquire) != 0 ? "has closed its transport" : "";
+}
 
 class Segment {
   public:
@@ -76,7 +99,7 @@ class Segment {
         Superblock block;
         std::memcpy(&block, found.memory_.address(), sizeof block);
         const auto need = [](bool holds, const char* what) {
-            if (!holds) throw SegmentError(what);
+            if (!holds) throw LinkError(what);
         };
         const Superblock ours;
         need(block.magic == ours.magic, "this memory is no segment of ds_ext");

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_ext.comm import _native, rendezvous, shm, shm_setup
-from ds_ext.comm.shm import ShmTransport
-from ds_ext.comm.shm_tickets import RecvTicket
+from ds_ext.comm import _native, ends, native, native_transport
+from ds_ext.comm.native_transport import NativeTransport
+from ds_ext.comm.tickets import RecvTicket
 from ds_ext.comm.transport import create_transport, make_tag
 from ds_ext.engine.link_slots import link_slots
 from ds_ext.errors import TransportError
@@ -28,12 +28,15 @@ from tests.distributed.test_torch_p2p import CPU, catch
 from tests.engine_runs import MODEL, Job, train
 from tests.ranks import RankError, RankPool
 
-LARGE = shm.COPIED_BYTES  # floats: used where they arrive
+LARGE = native_transport.COPIED_BYTES  # floats: used where they arrive
 
 
-def make(timeout_s: float = 20.0) -> ShmTransport:
-    transport = create_transport("shm", timeout_s=timeout_s, device=CPU)
-    assert isinstance(transport, ShmTransport)
+both = pytest.mark.parametrize("kind", ["shm", "tcp"])
+
+
+def make(kind: str = "shm", timeout_s: float = 20.0) -> NativeTransport:
+    transport = create_transport(kind, timeout_s=timeout_s, device=CPU)
+    assert isinstance(transport, NativeTransport)
     return transport
 
 
@@ -41,14 +44,14 @@ def make(timeout_s: float = 20.0) -> ShmTransport:
 
 
 def choose(rank: int, other_host: int | None, pairs: dict[tuple[int, int], int]) -> tuple[str, str]:
-    original = rendezvous.host_id
+    original = native.host_id
     if rank == other_host:
-        rendezvous.host_id = lambda: "elsewhere"
+        native.host_id = lambda: "elsewhere"
     try:
         transport = create_transport("auto", timeout_s=20, device=CPU, pairs=pairs)
         refusal = catch(lambda: create_transport("shm", timeout_s=20, device=CPU, pairs=pairs).close())
     finally:
-        rendezvous.host_id = original
+        native.host_id = original
     for source, target in pairs:
         if rank == source:
             transport.send([torch.tensor(5)], target, 0)
@@ -96,33 +99,34 @@ class JobOver(Job):
         return made
 
 
-def train_in_slots(rank: int, job: JobOver) -> tuple[dict[str, Any], int]:
+def train_in_place(rank: int, job: JobOver) -> tuple[dict[str, Any], int]:
     """Train with messages, however small, that are used where they arrive; and how many were at most."""
-    most, tensors, copied = 0, ShmTransport._tensors, shm.COPIED_BYTES
+    most, tensors, copied = 0, NativeTransport._tensors, native_transport.COPIED_BYTES
 
-    def watched(self: ShmTransport, message: _native.Message, ticket: RecvTicket) -> tuple[Tensor, ...]:
+    def watched(self: NativeTransport, message: _native.Message, ticket: RecvTicket) -> tuple[Tensor, ...]:
         nonlocal most
         made = tensors(self, message, ticket)
         most = max(most, *self.held().values())
         return made
 
-    ShmTransport._tensors, shm.COPIED_BYTES = watched, 0
+    NativeTransport._tensors, native_transport.COPIED_BYTES = watched, 0
     try:
         return train(rank, job), most
     finally:
-        ShmTransport._tensors, shm.COPIED_BYTES = tensors, copied
+        NativeTransport._tensors, native_transport.COPIED_BYTES = tensors, copied
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "bitpipe_zb"])
 def test_trains_bitwise_as_over_gloo(ranks4: RankPool, schedule: str) -> None:
     job = JobOver(schedule, 4, 1, 1, micro_batches=8, model=MODEL, steps=5)
     over_gloo = ranks4.run(train, dataclasses.replace(job, transport="torch"), timeout_s=120)
-    in_slots, most = zip(
-        *ranks4.run(train_in_slots, dataclasses.replace(job, transport="shm"), timeout_s=120), strict=True
-    )
-    for key in ("losses", "norms", "digests"):
-        assert [one[key] for one in in_slots] == [one[key] for one in over_gloo]
-    assert max(most) > 1
+    for kind in ("shm", "tcp"):
+        in_place, most = zip(
+            *ranks4.run(train_in_place, dataclasses.replace(job, transport=kind), timeout_s=120), strict=True
+        )
+        for key in ("losses", "norms", "digests"):
+            assert [one[key] for one in in_place] == [one[key] for one in over_gloo], kind
+        assert max(most) > 1
 
 
 def test_slots_are_those_of_the_timetable() -> None:
@@ -137,10 +141,10 @@ def test_slots_are_those_of_the_timetable() -> None:
 # --- faults ---
 
 
-def killed(rank: int) -> None:
+def killed(rank: int, kind: str) -> None:
     """Rank 1 is killed while its forked child lives on; rank 0 waits for it, and rank 2 sends to it."""
-    shm_setup.SEND_WINDOW_BYTES = 1 << 20
-    transport = make()
+    ends.SEND_WINDOW_BYTES = 1 << 20
+    transport = make(kind)
     if rank == 1:
         transport.recv(2, 0).wait()
         if os.fork() == 0:
@@ -161,16 +165,17 @@ def killed(rank: int) -> None:
     raise TransportError("noticed in time")
 
 
-def test_a_killed_rank_is_noticed_although_its_child_lives(ranks4: RankPool) -> None:
+@both
+def test_a_killed_rank_is_noticed_although_its_child_lives(ranks4: RankPool, kind: str) -> None:
     with pytest.raises((RankError, TransportError)) as caught:
-        ranks4.run(killed)
+        ranks4.run(killed, kind)
     told = "\n".join([str(caught.value), *caught.value.__notes__])
     assert told.count("noticed in time") >= 2 and "AssertionError" not in told
 
 
-def stopped(rank: int) -> list[str]:
+def stopped(rank: int, kind: str) -> list[str]:
     """Rank 1 is stopped, goes on in time, is stopped again and not waited for any longer."""
-    transport, told = make(), []
+    transport, told = make(kind), []
     processes = [0, 0]
     dist.all_gather_object(processes, os.getpid())
     if rank == 1:
@@ -193,14 +198,15 @@ def stopped(rank: int) -> list[str]:
     return told
 
 
-def test_a_stopped_rank_is_waited_for_within_the_limit(ranks2: RankPool) -> None:
-    first, second = ranks2.run(stopped)[0]
+@both
+def test_a_stopped_rank_is_waited_for_within_the_limit(ranks2: RankPool, kind: str) -> None:
+    first, second = ranks2.run(stopped, kind)[0]
     assert first == "0"
     assert second.startswith("rank 0: recv from rank 1 of tag 1 (channel 0, item 1): nothing moved within")
 
 
-def closed(rank: int) -> str:
-    transport = make()
+def closed(rank: int, kind: str) -> str:
+    transport = make(kind)
     if rank == 1:
         transport.send([torch.tensor(3)], 0, 0)
         transport.close()
@@ -212,8 +218,9 @@ def closed(rank: int) -> str:
     return f"{first} {text}"
 
 
-def test_a_peer_that_has_closed_is_not_waited_for(ranks2: RankPool) -> None:
-    text = ranks2.run(closed)[0]
+@both
+def test_a_peer_that_has_closed_is_not_waited_for(ranks2: RankPool, kind: str) -> None:
+    text = ranks2.run(closed, kind)[0]
     assert (
         text.startswith("3 rank 0: recv from rank 1 of tag 1") and "rank 1 has closed its transport" in text
     )
@@ -252,7 +259,7 @@ def as_bytes(tensors: tuple[Tensor, ...] | list[Tensor]) -> list[tuple[torch.dty
     ]
 
 
-def stress(rank: int, messages: int, seed: int) -> tuple[int, int]:
+def stress(rank: int, messages: int, seed: int, kind: str = "shm") -> tuple[int, int]:
     """Random tags, sizes, dtypes, orders and lifetimes among all ranks; (messages received, wrong ones)."""
     size = dist.get_world_size()
     plan = random.Random(seed)
@@ -260,7 +267,7 @@ def stress(rank: int, messages: int, seed: int) -> tuple[int, int]:
     lists: dict[tuple[int, int, int], int] = dict.fromkeys(links, 0)
     for _ in range(messages):
         lists[plan.choice(links)] += 1
-    transport, own = make(60), random.Random(seed * 10 + rank)
+    transport, own = make(kind, 60), random.Random(seed * 10 + rank)
     actions = [link for link, count in lists.items() if rank in link[:2] for _ in range(count)]
     own.shuffle(actions)
     position = dict.fromkeys(links, 0)
@@ -304,7 +311,8 @@ def stress(rank: int, messages: int, seed: int) -> tuple[int, int]:
     return received, wrong
 
 
-def test_every_byte_of_random_traffic(ranks4: RankPool) -> None:
-    results = ranks4.run(stress, 2000, 1, timeout_s=120)
+@both
+def test_every_byte_of_random_traffic(ranks4: RankPool, kind: str) -> None:
+    results = ranks4.run(stress, 2000, 1, kind, timeout_s=120)
     assert sum(received for received, _ in results) == 2000
     assert [wrong for _, wrong in results] == [0] * 4

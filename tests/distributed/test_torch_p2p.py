@@ -33,8 +33,8 @@ def make(kind: str, timeout_s: float = TIMEOUT_S) -> Transport:
     return SplitTransport.create(timeout_s, CPU, pairs, backend="gloo")
 
 
-all_kinds = pytest.mark.parametrize("kind", ["torch", "split", "shm"])
-on_cpu = pytest.mark.parametrize("kind", ["torch", "shm"])
+all_kinds = pytest.mark.parametrize("kind", ["torch", "split", "shm", "tcp"])
+on_cpu = pytest.mark.parametrize("kind", ["torch", "shm", "tcp"])
 
 
 def sample_messages() -> list[list[Tensor]]:

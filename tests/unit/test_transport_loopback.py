@@ -90,7 +90,9 @@ def test_tags() -> None:
 
 
 def test_unknown_transport_lists_the_known_ones() -> None:
-    with pytest.raises(TransportError, match='transport "pigeon" unknown; known: auto, shm, torch'):
+    with pytest.raises(
+        TransportError, match='transport "pigeon" unknown; known: auto, shm, rdma, tcp, torch'
+    ):
         create_transport("pigeon", timeout_s=1, device=torch.device("cpu"))
 
 

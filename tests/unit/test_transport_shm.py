@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from ds_ext.comm import _native
-from ds_ext.comm.shm import COPIED_BYTES, ShmTransport
-from ds_ext.comm.shm_links import Links
-from ds_ext.comm.transport import ProtocolError, make_tag
-from ds_ext.errors import TransportError
+from ds_ext.comm.ends import Ends
+from ds_ext.comm.links import Links
+from ds_ext.comm.native_transport import COPIED_BYTES, NativeTransport
+from ds_ext.comm.transport import make_tag
+from ds_ext.errors import ProtocolError, TransportError
 
 JOB = bytes(range(16))
 WINDOW = 64 << 20
@@ -33,16 +34,17 @@ class Pair:
 
     def __init__(self, slots: int = 4, window: int = WINDOW, timeout_s: float = 5.0) -> None:
         ports = [_native.Port(), _native.Port()]
-        ends = [_native.Incoming(1 - rank, rank, JOB) for rank in (0, 1)]
+        ends = [_native.ShmIncoming(1 - rank, rank, JOB) for rank in (0, 1)]
         self.memory = mmap.mmap(ends[1].fileno(), SLOTS + (1 << 20))
         transports = []
         for rank, peer in ((0, 1), (1, 0)):
             files = os.dup(ends[peer].fileno()), os.dup(ports[peer].fileno())
-            sender = _native.Outgoing(*files, rank, peer, JOB, window)
+            sender = _native.ShmOutgoing(*files, rank, peer, JOB, window)
             ports[rank].add(ends[rank])
             watches = {peer: os.pidfd_open(os.getpid())}
-            links = Links(ports[rank], {peer: ends[rank]}, {peer: sender}, {peer: slots}, watches)
-            transports.append(ShmTransport(links, rank, 2, timeout_s))
+            made = Ends({peer: ends[rank]}, {peer: sender}, watches)
+            links = Links(ports[rank], made, {peer: slots})
+            transports.append(NativeTransport(links, "shm", rank, 2, timeout_s))
         for rank in (0, 1):
             ends[rank].connect(os.dup(ports[1 - rank].fileno()))
         for port in ports:
@@ -61,20 +63,20 @@ def pair() -> Pair:
 
 
 def test_each_changed_byte_of_the_superblock_is_refused() -> None:
-    link, port = _native.Incoming(0, 1, JOB), _native.Port()
+    link, port = _native.ShmIncoming(0, 1, JOB), _native.Port()
 
-    def attach() -> _native.Outgoing:
-        return _native.Outgoing(os.dup(link.fileno()), os.dup(port.fileno()), 0, 1, JOB, WINDOW)
+    def attach() -> _native.ShmOutgoing:
+        return _native.ShmOutgoing(os.dup(link.fileno()), os.dup(port.fileno()), 0, 1, JOB, WINDOW)
 
     with mmap.mmap(link.fileno(), 4096) as memory:
         for position in range(SUPERBLOCK_BYTES):
             memory[position] ^= 0x40
-            with pytest.raises(_native.SegmentError):
+            with pytest.raises(_native.LinkError):
                 attach()
             memory[position] ^= 0x40
     attach()
-    with pytest.raises(_native.SegmentError, match="other ranks or another job"):
-        _native.Outgoing(os.dup(link.fileno()), os.dup(port.fileno()), 0, 1, bytes(16), WINDOW)
+    with pytest.raises(_native.LinkError, match="other ranks or another job"):
+        _native.ShmOutgoing(os.dup(link.fileno()), os.dup(port.fileno()), 0, 1, bytes(16), WINDOW)
 
 
 def test_each_changed_byte_of_a_descriptor_is_refused(pair: Pair) -> None:
@@ -213,7 +215,7 @@ def test_two_ranks_that_both_send_first_do_not_block_each_other(messages: int) -
     value = torch.ones((2 << 20) // 4 if messages < 100 else 1)
     sums = {}
 
-    def talk(transport: ShmTransport, peer: int) -> None:
+    def talk(transport: NativeTransport, peer: int) -> None:
         for item in range(messages):
             transport.send([value * item], peer, make_tag(1, item))
         received = (transport.recv(peer, make_tag(1, item)).wait()[0] for item in range(messages))
@@ -306,7 +308,7 @@ def refuse(calls):
     assert libc.prctl(22, 2, program, 0, 0) == 0, errno.errorcode[ctypes.get_errno()]
 MEMFD, FALLOCATE = 319, 285
 import torch
-from ds_ext.errors import TransportError
+from ds_ext.errors import ProtocolError, TransportError
 from tests.unit.test_transport_shm import Pair
 """
 

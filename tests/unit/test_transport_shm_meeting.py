@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from ds_ext.comm.rendezvous import Card, Listener, Meeting, meet
-from ds_ext.comm.shm_setup import SPIN_VARIABLE, spin_us, usable_cores
+from ds_ext.comm.rendezvous import Listener, Meeting, UnixCard, meet
+from ds_ext.comm.spin import SPIN_VARIABLE, spin_us, usable_cores
 from ds_ext.errors import TransportError
 
 HELLO = struct.Struct("<16sI")
@@ -31,7 +31,7 @@ def open_files() -> set[str]:
 
 
 @contextmanager
-def ranks(count: int) -> Iterator[tuple[list[Listener], list[Card]]]:
+def ranks(count: int) -> Iterator[tuple[list[Listener], list[UnixCard]]]:
     listeners = [Listener() for _ in range(count)]
     yield listeners, [listener.card() for listener in listeners]
     for listener in listeners:
@@ -39,7 +39,7 @@ def ranks(count: int) -> Iterator[tuple[list[Listener], list[Card]]]:
 
 
 def meet_all(
-    listeners: list[Listener], cards: list[Card], timeout_s: float = 10.0
+    listeners: list[Listener], cards: list[UnixCard], timeout_s: float = 10.0
 ) -> list[dict[int, Meeting] | str]:
     """Every rank in a thread of its own hands to each peer a pipe end on which its number can be read."""
     results: list[dict[int, Meeting] | str] = [""] * len(listeners)
@@ -51,7 +51,9 @@ def meet_all(
             os.write(end, bytes([rank]))
         files = {peer: [pipes[peer][0]] for peer in peers}
         try:
-            results[rank] = meet(listeners[rank], rank, cards, files, dict.fromkeys(peers, 1), timeout_s)
+            results[rank] = meet(
+                listeners[rank], rank, dict(enumerate(cards)), files, dict.fromkeys(peers, 1), timeout_s
+            )
         except TransportError as error:
             results[rank] = str(error)
         finally:
@@ -67,7 +69,7 @@ def meet_all(
     return results
 
 
-def intrude(card: Card, hello: bytes) -> socket.socket:
+def intrude(card: UnixCard, hello: bytes) -> socket.socket:
     guest = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     guest.connect(card.name)
     reader, writer = os.pipe()
@@ -106,7 +108,7 @@ def test_a_meeting_that_fails_leaves_no_file_open() -> None:
     before = open_files()
     with ranks(3) as (listeners, cards):
         # Rank 0 has a wrong token for rank 1. Rank 2 has met both before it learns of that, or it has not.
-        stranger = Card(cards[1].host, cards[1].name, secrets.token_bytes(16))
+        stranger = UnixCard(cards[1].name, secrets.token_bytes(16))
         first, second, third = meet_all(listeners, [cards[0], stranger, cards[2]], timeout_s=0.3)
         assert "closed the connection" in str(first) and "did not connect within 0.3 s" in str(second)
         for meeting in third.values() if isinstance(third, dict) else ():
@@ -119,7 +121,7 @@ def test_a_rank_that_is_gone_is_an_error() -> None:
     with ranks(2) as (listeners, cards):
         listeners[1].close()
         with pytest.raises(TransportError, match="cannot be connected: Connection refused"):
-            meet(listeners[0], 0, cards, {1: []}, {1: 0}, 5.0)
+            meet(listeners[0], 0, dict(enumerate(cards)), {1: []}, {1: 0}, 5.0)
 
 
 def test_ranks_that_outnumber_the_cores_do_not_look_before_they_sleep(

@@ -1,4 +1,4 @@
-"""What a rank is connected to through shared memory: the native ends, and who of the peers is still there."""
+"""What a rank is connected to: the native ends of all its links, and who of the peers is still there."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from ds_ext.comm import _native
+from ds_ext.comm.ends import Ends
 from ds_ext.errors import TransportError
 
 _DTYPES = tuple(getattr(torch, name, None) for name, _ in _native.ELEMENT_TYPES)
 CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
 Pieces = list[tuple[int, Sequence[int], int]]  # of a message: (dtype code, shape, address of the contents)
+FAILED = "failed: "  # begins what a peer has said of its failure
 
 
 class Links:
@@ -23,35 +25,32 @@ class Links:
 
     Args:
         port: the rank's bell, and all incoming links.
-        incoming: ends of the links to this rank.
-        outgoing: ends of the links from this rank.
+        ends: of the links to and from this rank; their watches are taken over.
         slots: how many messages of a peer this rank may hold at a time.
-        watches: descriptors that become readable when the peer's process ends; taken over.
     """
 
-    def __init__(
-        self,
-        port: _native.Port,
-        incoming: Mapping[int, _native.Incoming],
-        outgoing: Mapping[int, _native.Outgoing],
-        slots: Mapping[int, int],
-        watches: Mapping[int, int],
-    ) -> None:
-        self.port, self.incoming, self.outgoing, self.slots = port, incoming, outgoing, slots
-        self._watches = dict(watches)
-        self._polls = {peer: select.poll() for peer in watches}
-        for peer, watch in watches.items():
+    def __init__(self, port: _native.Port, ends: Ends, slots: Mapping[int, int]) -> None:
+        self.port, self.incoming, self.outgoing, self.slots = port, ends.incoming, ends.outgoing, slots
+        self._watches = dict(ends.watches)
+        self._polls = {peer: select.poll() for peer in self._watches}
+        for peer, watch in self._watches.items():
             self._polls[peer].register(watch, select.POLLIN)
 
     def gone(self, peers: Iterable[int]) -> tuple[int, str] | None:
-        """The first of the peers from which nothing more will come, and what became of it; one system call each."""
+        """The first of the peers from which nothing more will come, and what became of it."""
         for peer in peers:
-            if self._polls[peer].poll(0):
-                return peer, "has ended"
             ends = [links[peer] for links in (self.incoming, self.outgoing) if peer in links]
-            if any(end.peer_closed() for end in ends):
-                return peer, "has closed its transport"
+            told = [end.gone() for end in ends]
+            for what in sorted(filter(None, told), key=lambda text: not text.startswith(FAILED)):
+                return peer, what
+            if peer in self._polls and self._polls[peer].poll(0):
+                return peer, "has ended"
         return None
+
+    def abort(self, cause: str) -> None:
+        """Tell every peer why this rank fails."""
+        for link in (*self.incoming.values(), *self.outgoing.values()):
+            link.abort(cause)
 
     def close(self) -> None:
         """Tell the peers that this rank is done. Memory that tensors lie in stays until the last of them is gone."""
@@ -81,7 +80,7 @@ def pieces_of(tensors: Sequence[Tensor]) -> tuple[Pieces, bool]:
 
 
 def views(memory: _native.Message | _native.Loan) -> tuple[Tensor, ...]:
-    """The tensors of a message where they lie; each keeps the slot.
+    """The tensors of a message where they lie; each keeps the memory.
 
     They are no views to autograd: each has a storage and a version counter of its own.
     """
@@ -94,7 +93,7 @@ def views(memory: _native.Message | _native.Loan) -> tuple[Tensor, ...]:
 
 
 def copies(message: _native.Message) -> tuple[Tensor, ...]:
-    """The tensors of a message in memory of their own; its slot goes back."""
+    """The tensors of a message in memory of their own; its memory goes back."""
     made = tuple(torch.empty(shape, dtype=dtype_of(code)) for code, shape, _, _ in message.layout)
     message.copy_out([tensor.data_ptr() for tensor in made])
     return made
@@ -114,5 +113,5 @@ def _why_not(tensor: Tensor) -> str:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in CODES)
         return f"tensors of {tensor.dtype} cannot be sent; known: {names}"
     if not tensor.is_cpu:
-        return f'a tensor on {tensor.device} cannot be sent through shared memory: use "transport": "torch"'
+        return f'a tensor on {tensor.device} cannot be sent from the CPU: use "transport": "torch"'
     return f"a {tensor.layout} tensor cannot be sent: make it dense with to_dense()"

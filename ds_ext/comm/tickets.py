@@ -1,4 +1,4 @@
-"""What ShmTransport gives out and keeps for its messages."""
+"""What NativeTransport gives out and keeps for its messages."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ds_ext.comm import _native
-from ds_ext.comm.shm_links import views
+from ds_ext.comm.links import views
 
 if TYPE_CHECKING:
-    from ds_ext.comm.shm import ShmTransport
+    from ds_ext.comm.native_transport import NativeTransport
 
 
 class Sent:
-    """A message is in the peer's memory when send() returns."""
+    """A message is on its way, and its tensors are the sender's again, when send() returns."""
 
     def done(self) -> bool:
         return True
@@ -32,7 +32,7 @@ SENT = Sent()
 class RecvTicket:
     """What recv() gives; see transport.Ticket."""
 
-    transport: ShmTransport
+    transport: NativeTransport
     peer: int
     tag: int
     message: _native.Message | None = None
@@ -53,7 +53,7 @@ class RecvTicket:
 
 
 class LentSlot:
-    """A tensor in the peer's memory, for the time of a block; see ShmTransport.loan."""
+    """A tensor that is sent where it lies, for the time of a block; see NativeTransport.loan."""
 
     def __init__(self, slot: _native.Loan) -> None:
         self._slot = slot

@@ -1,9 +1,12 @@
-"""Messages between ranks of one host through shared memory.
+"""Messages between ranks over native links of any kind (kernels/README.md draws them).
 
-Each directed pair has a segment, which the receiver made (kernels/README.md draws it). A sender copies a message into
-a slot of the message's size and publishes 256 bytes that describe it; the receiver gets tensors that lie in the slot,
-which goes back with the last of them. A receiver that holds as many slots of a link as the timetable needs copies
-messages out instead. Only the two ranks take part: there are no threads, and no system calls unless one sleeps.
+Shared memory: each directed pair has a segment, which the receiver made. A sender copies a message into a slot of the
+message's size and publishes 256 bytes that describe it; the receiver gets tensors that lie in the slot, which goes back
+with the last of them. A receiver that holds as many slots of a link as the timetable needs copies messages out instead.
+Only the two ranks take part: no thread, and no system call unless one sleeps.
+
+tcp: each pair has a connection. A sender writes from the tensors into the socket, and copies what that does not take;
+the receiver's I/O thread reads into memory of the message's size, in which the tensors lie.
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ import torch
 from torch import Tensor
 
 from ds_ext.comm import _native
-from ds_ext.comm.shm_health import Health
-from ds_ext.comm.shm_links import CODES, Links, Pieces, copies, pieces_of, views
-from ds_ext.comm.shm_tickets import SENT, Channel, LentSlot, RecvTicket, Sent
-from ds_ext.comm.transport import ITEM_BITS, TAG_LIMIT, ProtocolError, check_address, describe_tag
-from ds_ext.errors import TransportError
+from ds_ext.comm.health import Health
+from ds_ext.comm.links import CODES, Links, Pieces, copies, pieces_of, views
+from ds_ext.comm.tickets import SENT, Channel, LentSlot, RecvTicket, Sent
+from ds_ext.comm.transport import ITEM_BITS, TAG_LIMIT, check_address, describe_tag
+from ds_ext.errors import ProtocolError, TransportError
 
 SLICE_S = 0.03  # how long a sleep lasts at most, so that signals and the end of a peer are noticed
 COPIED_BYTES = 4096  # up to here a copy costs less than to keep a slot
@@ -28,29 +31,35 @@ COPIED_BYTES = 4096  # up to here a copy costs less than to keep a slot
 _End = TypeVar("_End")
 
 
-class ShmTransport:
-    """Transport (see transport.py) for CPU tensors between ranks of one host; shm_setup.py connects them."""
+class NativeTransport:
+    """Transport (see transport.py) for CPU tensors; native.py connects the ranks.
 
-    name = "shm"
+    Args:
+        links: of this rank.
+        name: the kinds of links in use, as "shm" or "shm+tcp".
+        rank, world_size: in the job.
+        timeout_s: the longest wait.
+    """
 
-    def __init__(self, links: Links, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(self, links: Links, name: str, rank: int, world_size: int, timeout_s: float) -> None:
+        self.name = name
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self._links = links
         self._port = links.port
         self._channels: dict[tuple[int, int], Channel] = {}
         self._arrived: dict[_native.Message, tuple[int, int]] = {}
-        self._health = Health(rank)
+        self._health = Health(rank, links.abort)
 
     # --- the interface ---
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Sent:
-        """Copy the tensors into the peer's memory; see Transport.send."""
+        """Copy the tensors on their way to the peer; see Transport.send."""
         link = self._link(self._links.outgoing, self.rank, peer, tag)
         pieces, plain = pieces_of(tensors)
         try:
             if plain and link.send(tag, pieces):
                 return SENT
-        except (_native.DescriptorError, _native.SegmentError, OSError) as error:
+        except (_native.DescriptorError, _native.LinkError, OSError) as error:
             raise self._not_sent(peer, tag, error) from error
         if plain:
             self._await_room(link, peer, tag, lambda: link.send(tag, pieces))
@@ -96,7 +105,7 @@ class ShmTransport:
     # --- more than the interface asks for ---
 
     def loan(self, shape: Sequence[int], dtype: torch.dtype, peer: int, tag: int) -> LentSlot:
-        """``with transport.loan(...) as out:`` writes a result to the peer's memory, and sends it without a copy.
+        """``with transport.loan(...) as out:`` writes a result where it is sent from: in shared memory the peer's own.
 
         The contents of ``out`` are undefined at first, and it must not be written to after the block. A block that
         raises sends nothing.
@@ -119,8 +128,14 @@ class ShmTransport:
             raise TransportError(f"rank {self.rank}: wait_any() needs at least one ticket")
         return self._await_arrival(tickets, timeout_s)
 
+    def abort(self, cause: str) -> None:
+        """Tell the peers why this rank fails, so that their errors show it; the transport cannot be used any more."""
+        if self._health.reason is None:  # a failure of its own was told already
+            self._health.reason = f"it was given up: {cause}"
+            self._links.abort(f"rank {self.rank}: {cause}")
+
     def held(self) -> dict[int, int]:
-        """By peer, how many of its messages live on in tensors in its slots."""
+        """By peer, how many of its messages live on in tensors that lie in them."""
         return {peer: link.held() for peer, link in self._links.incoming.items()}
 
     # --- receiving ---
@@ -129,8 +144,8 @@ class ShmTransport:
         """Take every message that has arrived, without waiting and without a system call."""
         try:
             messages = self._port.take()
-        except (_native.DescriptorError, _native.SegmentError) as error:
-            raise self._health.broken(f"a message is damaged: {error}", kind=ProtocolError) from error
+        except (_native.DescriptorError, _native.LinkError) as error:
+            raise self._health.failed(f"a message is damaged: {error}", ProtocolError) from error
         for message in messages:
             peer, tag = message.source, message.tag
             self._arrived[message] = peer, tag
@@ -158,7 +173,7 @@ class ShmTransport:
             return copies(message)
         except _native.DescriptorError as error:
             what = f"recv from rank {ticket.peer} of {describe_tag(ticket.tag)}: {error}"
-            raise self._health.broken(what, kind=ProtocolError) from error
+            raise self._health.failed(what, ProtocolError) from error
 
     def _channel(self, peer: int, tag: int) -> Channel:
         key = peer, tag >> ITEM_BITS
@@ -172,7 +187,7 @@ class ShmTransport:
         while channel.messages and channel.tickets:
             message, ticket = channel.messages[0], channel.tickets[0]
             if message.tag != ticket.tag:
-                raise self._health.broken(
+                raise self._health.failed(
                     f"expected {describe_tag(ticket.tag)} as message {message.seq} of the channel from rank {peer}, "
                     f"got {describe_tag(message.tag)} as message {message.seq}: the two ranks use the channel in "
                     "different orders"
@@ -220,9 +235,9 @@ class ShmTransport:
         if isinstance(error, _native.DescriptorError):
             return TransportError(f"rank {self.rank}: this cannot be sent to rank {peer}: {error}")
         what = f"send to rank {peer} of {describe_tag(tag)}: {error}"
-        if isinstance(error, _native.SegmentError):
-            return self._health.broken(what, kind=ProtocolError)
-        return self._health.broken(
+        if isinstance(error, _native.LinkError):
+            return self._health.failed(what, ProtocolError)
+        return self._health.failed(
             f'{what}. Give the host or the container more memory, or use "transport": "torch"'
         )
 
@@ -243,9 +258,7 @@ class ShmTransport:
             if gone is not None:
                 raise self._health.lost("send to", gone, tag, waited_s)
             if waited_s >= limit_s:
-                untaken, _, slots = link.untaken()
-                more = f" ({untaken} messages untaken, {slots} slots not back)"
-                raise self._health.timed_out("send to", peer, tag, limit_s, more)
+                raise self._health.timed_out("send to", peer, tag, limit_s, link.untaken())
             if not self._port.wait_room(link, min(SLICE_S, limit_s - waited_s)):
                 gone = self._links.gone((peer,))
             self.drain()
@@ -253,7 +266,7 @@ class ShmTransport:
     def _sent(self, attempt: Callable[[], bool], peer: int, tag: int) -> bool:
         try:
             return attempt()
-        except (_native.DescriptorError, _native.SegmentError, OSError) as error:
+        except (_native.DescriptorError, _native.LinkError, OSError) as error:
             raise self._not_sent(peer, tag, error) from error
 
     # --- refusals and failures ---

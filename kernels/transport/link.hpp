@@ -1,0 +1,213 @@
+#pragma once
+
+// The two ends of a link between ranks, whatever it is made of. Each kind of link derives its own two; all that is the
+// same for every kind (descriptors, numbers, the window, messages that hold their memory) is here and in message.hpp.
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "forks.hpp"
+#include "message.hpp"
+
+namespace ds_ext {
+
+inline constexpr std::uint64_t kMostUntaken = 4096;  // messages of a link that are sent and not taken
+
+/// A message at the receiver: its descriptors, all of them checked, and its body.
+struct Arrival {
+    std::vector<Descriptor> descriptors;
+    unsigned char* address = nullptr;  // of the body, aligned to 64 bytes
+    std::shared_ptr<void> memory;      // what keeps the body, where that is not the link's own to manage
+};
+
+/// The receiving end. One thread takes messages; memory may come back from any thread.
+class Incoming : public Owned {
+  public:
+    explicit Incoming(std::uint32_t source) : source_(source) {}
+    Incoming(const Incoming&) = delete;
+    Incoming& operator=(const Incoming&) = delete;
+    virtual ~Incoming() = default;
+
+    std::uint32_t source() const { return source_; }
+
+    /// take() has something to give, or to complain of. Called in every look of a waiting rank: no system call.
+    virtual bool news() const = 0;
+    /// The next message; news() holds. DescriptorError or LinkError: what came cannot be right; nothing is taken.
+    virtual Arrival take() = 0;
+    /// The body is not used any more.
+    virtual void give_back(const Arrival& arrival) = 0;
+    /// Why no more messages will come, as words that follow "rank 3 ..."; empty while they may, or while some are here.
+    virtual std::string gone() const = 0;
+    /// Tell the sender why this rank fails. Never throws and never waits.
+    virtual void abort(const std::string& cause) = 0;
+    /// Tell the sender that nothing more is taken. Bodies in use stay.
+    virtual void close() = 0;
+
+    /// Bodies that tensors of the receiver lie in.
+    std::atomic<std::uint32_t>& held() { return held_; }
+
+  private:
+    std::uint32_t source_;
+    std::atomic<std::uint32_t> held_{0};
+};
+
+/// A message to be filled, then published or cancelled.
+struct Slot {
+    std::uint64_t place = 0;  // where the kind of link needs it
+    std::uint64_t bytes = 0;  // of the body and the further descriptors
+    unsigned char* address = nullptr;
+    std::vector<Descriptor> descriptors;
+    std::shared_ptr<void> memory;
+};
+
+/// The sending end. One thread uses it.
+class Outgoing : public Owned {
+  public:
+    /// `window`: unreceived bytes from which on there is no room for another message, unless it is the only one.
+    explicit Outgoing(std::uint64_t window) : window_(window) {}
+    Outgoing(const Outgoing&) = delete;
+    Outgoing& operator=(const Outgoing&) = delete;
+    virtual ~Outgoing() = default;
+
+    /// Room for a message of these shapes; nothing while there is none.
+    std::optional<Slot> reserve(std::uint32_t tag, const std::vector<Piece>& pieces) {
+        refuse_fork();
+        Slot slot;
+        slot.descriptors = describe(tag, pieces);
+        const std::uint64_t table = (pieces.size() - 1) * kDescriptorBytes;
+        slot.bytes = aligned(std::max<std::uint64_t>(slot.descriptors[0].body_bytes + table, 1));
+        if (slot.bytes > most_bytes())
+            throw DescriptorError("a message of " + std::to_string(slot.bytes) + " bytes; the link carries " +
+                                  std::to_string(most_bytes()));
+        forget_taken();
+        const bool full = untaken_.size() == kMostUntaken;
+        if (full || (untaken_bytes_ > 0 && untaken_bytes_ + slot.bytes > window_) || !lend(slot)) return std::nullopt;
+        return slot;
+    }
+
+    /// Where the body is to be written, aligned to 64 bytes.
+    virtual unsigned char* body(Slot& slot) { return slot.address; }
+
+    /// Copy the tensors and hand the message over.
+    void transmit(Slot& slot, const std::vector<Piece>& pieces) {
+        begin(slot);
+        put(slot, pieces);
+        count(slot);
+    }
+
+    /// Hand over a message whose body was written. Nothing may be written to it from here on.
+    void publish(Slot& slot) {
+        begin(slot);
+        deliver(slot);
+        count(slot);
+    }
+
+    /// Give the slot up. Also called by destructors, so from any thread that holds the interpreter's lock.
+    virtual void cancel(Slot& slot) = 0;
+
+    struct Untaken {
+        std::uint64_t messages;  // that the receiver has not taken
+        std::uint32_t tag;       // of the oldest of them
+        std::uint64_t slots;     // that have not come back, theirs included
+    };
+    Untaken untaken() {
+        forget_taken();
+        return {untaken_.size(), untaken_.empty() ? 0 : untaken_.front().first, lent()};
+    }
+
+    /// Something has changed on the receiver's side since the last reserve() or untaken(). No system call.
+    virtual bool news() const = 0;
+    /// As of Incoming: why the receiver takes nothing any more.
+    virtual std::string gone() const = 0;
+    virtual void abort(const std::string& cause) = 0;
+    /// Tell the receiver that nothing more comes.
+    virtual void close() = 0;
+
+  protected:
+    /// The largest message, with its further descriptors.
+    virtual std::uint64_t most_bytes() const { return kMaxBodyBytes; }
+    /// Give the slot what it needs; false when there is no room now.
+    virtual bool lend(Slot& slot) = 0;
+    /// Slots that are not back; as many as untaken messages where there are none.
+    virtual std::uint64_t lent() const { return untaken_.size(); }
+    /// Messages that the receiver has taken, ever. LinkError when its count cannot be right.
+    virtual std::uint64_t taken() = 0;
+    /// Hand the slot over: its descriptors are complete.
+    virtual void deliver(Slot& slot) = 0;
+    /// The same with the tensors still to be copied.
+    virtual void put(Slot& slot, const std::vector<Piece>& pieces) {
+        unsigned char* target = body(slot);
+        for (std::size_t i = 0; i < pieces.size(); ++i)
+            if (slot.descriptors[i].nbytes > 0)
+                std::memcpy(target + slot.descriptors[i].offset, pieces[i].address, slot.descriptors[i].nbytes);
+        deliver(slot);
+    }
+
+    /// Messages sent, ever.
+    std::uint64_t published() const { return numbers_.given(); }
+
+  private:
+    void begin(Slot& slot) {
+        refuse_fork();
+        numbers_.give(slot.descriptors);
+    }
+    void count(const Slot& slot) {
+        untaken_.emplace_back(slot.descriptors[0].tag, slot.bytes);
+        untaken_bytes_ += slot.bytes;
+    }
+    void forget_taken() {
+        const std::uint64_t taken_now = taken();
+        if (taken_now < taken_ || taken_now > published()) throw LinkError("the receiver's count of messages is wrong");
+        for (; taken_ != taken_now; ++taken_) {
+            untaken_bytes_ -= untaken_.front().second;
+            untaken_.pop_front();
+        }
+    }
+
+    std::uint64_t window_;
+    Numbers numbers_;
+    std::uint64_t taken_ = 0, untaken_bytes_ = 0;
+    std::deque<std::pair<std::uint32_t, std::uint64_t>> untaken_;  // (tag, bytes), oldest first
+};
+
+/// A message that was taken. Its memory goes back when this dies: with the last tensor that lies in it.
+class Message : public Owned {
+  public:
+    explicit Message(std::shared_ptr<Incoming> link) : link_(std::move(link)), arrival_(link_->take()) {}
+    Message(const Message&) = delete;
+    Message& operator=(const Message&) = delete;
+    ~Message() { give_back(); }
+
+    /// Keep the memory for tensors that lie in it; false when `most` messages of the link are held already.
+    bool hold(std::uint32_t most) {
+        if (link_->held() >= most) return false;
+        ++link_->held();
+        return held_ = true;
+    }
+
+    void give_back() {
+        // A forked child shares the memory, but it is not the child's to return.
+        if (returned_ || !ours()) return;
+        returned_ = true;
+        if (held_) --link_->held();
+        link_->give_back(arrival_);
+        arrival_.memory.reset();
+    }
+
+    const std::vector<Descriptor>& descriptors() const { return arrival_.descriptors; }
+    std::uint32_t source() const { return link_->source(); }
+    unsigned char* address() const { return arrival_.address; }
+    std::uint64_t bytes() const { return std::max<std::uint64_t>(arrival_.descriptors[0].body_bytes, 1); }
+
+  private:
+    std::shared_ptr<Incoming> link_;  // keeps the memory where that is the link's
+    Arrival arrival_;
+    bool held_ = false, returned_ = false;
+};
+
+}  // namespace ds_ext

@@ -1,0 +1,143 @@
+#pragma once
+
+#include <algorithm>
+#include <deque>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "link.hpp"
+#include "rdma_pair.hpp"
+
+namespace ds_ext {
+
+/// The receiving end of a link over RDMA: it registers slabs that the sender writes to.
+class RdmaIncoming final : public Incoming {
+  public:
+    RdmaIncoming(std::shared_ptr<RdmaPair> pair, std::uint64_t slab_bytes)
+        : Incoming(pair->peer()), pair_(std::move(pair)) {
+        add_slab(slab_bytes);
+        pair_->add_end();
+    }
+
+    const verbs::Region& first_slab() const { return *slabs_.front(); }
+
+    void arrived(const Block& block) {
+        if (blocks_.size() >= kRdmaMessages) throw LinkError("the sender has sent more than there is room for");
+        blocks_.push_back(block);
+    }
+
+    /// The sender has no room for its messages: more memory, if there is some.
+    void enlarge(std::uint64_t bytes) {
+        Notice answer;
+        try {
+            add_slab(bytes);
+            answer.kind = NoticeKind::slab;
+            answer.address = reinterpret_cast<std::uint64_t>(slabs_.back()->address());
+            answer.bytes = bytes;
+            answer.key = slabs_.back()->remote_key();
+        } catch (const std::exception& error) {
+            answer.kind = NoticeKind::refusal;
+            set_text(answer, error.what());
+        }
+        pair_->notify(answer);
+    }
+
+    bool news() const override {
+        pair_->look();
+        const std::lock_guard<std::recursive_mutex> guard(pair_->mutex());
+        return !blocks_.empty() || !pair_->damage().empty();
+    }
+
+    Arrival take() override {
+        refuse_fork();
+        const std::lock_guard<std::recursive_mutex> guard(pair_->mutex());
+        if (!pair_->damage().empty()) throw LinkError(pair_->damage());
+        const auto need = [](bool holds, const char* what) {
+            if (!holds) throw DescriptorError(what);
+        };
+        Arrival arrival;
+        const Descriptor first = unpack(blocks_.front().data());
+        const std::uint64_t number = first.place >> kSlabShift;
+        const std::uint64_t offset = first.place & ((std::uint64_t{1} << kSlabShift) - 1);
+        need(number < slabs_.size(), "the slot lies in no slab");
+        const std::uint64_t room = slabs_[number]->bytes();
+        const std::uint64_t table = (std::uint64_t{first.count} - 1) * kDescriptorBytes;
+        need(offset % kAlignment == 0 && offset < room, "the slot lies outside of its slab");
+        need(first.body_bytes <= room && table <= room && first.body_bytes + table <= room - offset,
+             "the message ends behind its slab");
+        arrival.address = slabs_[number]->address() + offset;
+        arrival.memory = slabs_[number];
+        arrival.descriptors.push_back(first);
+        for (std::uint32_t i = 1; i < first.count; ++i)
+            arrival.descriptors.push_back(unpack(arrival.address + first.body_bytes + (i - 1) * kDescriptorBytes));
+        order_.admit(arrival.descriptors);
+        blocks_.pop_front();
+        used_bytes_ += slot_bytes(first);
+        untold_bytes_ += slot_bytes(first);
+        if (urgent()) tell();
+        return arrival;
+    }
+
+    void give_back(const Arrival& arrival) override {
+        const std::lock_guard<std::recursive_mutex> guard(pair_->mutex());
+        returning_.push_back(arrival.descriptors[0].place);
+        returning_bytes_ += slot_bytes(arrival.descriptors[0]);
+        if (urgent()) tell();
+    }
+
+    /// Tell the sender what was taken and what comes back. Not after every message: it needs to know only when it could
+    /// run short, or when this rank has nothing else to do.
+    void tell() {
+        const std::lock_guard<std::recursive_mutex> guard(pair_->mutex());
+        while ((told_ != order_.admitted() || !returning_.empty()) && !pair_->broken() && !closed_) {
+            Notice receipt;
+            receipt.taken = told_ = order_.admitted();
+            const std::size_t count = std::min(returning_.size(), receipt.places.size());
+            std::copy_n(returning_.begin(), count, receipt.places.begin());
+            returning_.erase(returning_.begin(), returning_.begin() + static_cast<std::ptrdiff_t>(count));
+            receipt.count = static_cast<std::uint32_t>(count);
+            returned_ += count;
+            pair_->notify(receipt);
+        }
+        used_bytes_ -= returning_bytes_;
+        returning_bytes_ = untold_bytes_ = 0;
+    }
+
+    std::string gone() const override { return news() ? std::string() : pair_->gone(); }
+    void abort(const std::string& cause) override { pair_->abort(cause); }
+    void close() override {
+        tell();
+        if (!std::exchange(closed_, true)) pair_->close();
+    }
+
+  private:
+    void add_slab(std::uint64_t bytes) {
+        slabs_.push_back(std::make_shared<verbs::Region>(pair_->port(), bytes,
+                                                         verbs::kAccessLocalWrite | verbs::kAccessRemoteWrite));
+        slab_bytes_ += bytes;
+    }
+
+    static std::uint64_t slot_bytes(const Descriptor& first) {
+        return first.body_bytes + std::uint64_t{first.count - 1} * kDescriptorBytes;
+    }
+
+    /// The sender knows too little: much has happened since it was told, or half of its room is in use.
+    bool urgent() const {
+        const std::uint64_t room = slab_bytes_;
+        return order_.admitted() - told_ >= kRdmaMessages / 8 || returning_.size() >= kRdmaMessages / 16 ||
+               order_.admitted() - returned_ >= kRdmaMessages / 2 || untold_bytes_ >= room / 8 ||
+               used_bytes_ >= room / 2;
+    }
+
+    std::shared_ptr<RdmaPair> pair_;
+    std::vector<std::shared_ptr<verbs::Region>> slabs_;
+    std::deque<Block> blocks_;              // that were not taken
+    std::vector<std::uint64_t> returning_;  // slots that the sender does not know to be back
+    Order order_;
+    std::uint64_t slab_bytes_ = 0, told_ = 0, returned_ = 0, untold_bytes_ = 0, used_bytes_ = 0, returning_bytes_ = 0;
+    bool closed_ = false;
+};
+
+}  // namespace ds_ext

@@ -1,0 +1,308 @@
+#pragma once
+
+// Two ranks that are connected by one reliable connection of RDMA (a queue pair of type RC); both links between them
+// run over it. Blocks of 256 bytes go into the other's inbox, each with an immediate number that makes a completion
+// there; bodies go to their slot before. A reliable connection keeps the order, so a block proves that its body is
+// there.
+
+#include <arpa/inet.h>
+
+#include <chrono>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+
+#include "rdma_port.hpp"
+#include "rdma_queue.hpp"
+#include "tcp_connection.hpp"
+
+namespace ds_ext {
+
+inline constexpr std::uint32_t kKeptForNotices = 64;  // requests that messages leave free
+
+class RdmaPair : public Owned, public RdmaPort::User {
+  public:
+    /// What the two links do with the notices that concern them. Called under the pair's lock.
+    struct Receiver {
+        std::function<void(const Block&)> message;
+        std::function<void(const Notice&)> notice;
+        std::function<void()> idle;  // nothing else is to be done: say what was left unsaid
+    };
+
+    RdmaPair(std::shared_ptr<RdmaPort> watched, std::uint32_t rank, std::uint32_t peer)
+        : watched_(std::move(watched)),
+          port_(watched_->open()),
+          bell_(watched_->bell()),
+          rank_(rank),
+          peer_(peer),
+          outbox_(port_, kRdmaBlocks * kDescriptorBytes, verbs::kAccessLocalWrite),
+          inbox_(port_, kRdmaBlocks * kDescriptorBytes, verbs::kAccessLocalWrite | verbs::kAccessRemoteWrite),
+          queue_(port_) {}
+    RdmaPair(const RdmaPair&) = delete;
+    RdmaPair& operator=(const RdmaPair&) = delete;
+    ~RdmaPair() override { leave(); }
+
+    const std::shared_ptr<verbs::OpenPort>& port() const { return port_; }
+    std::uint32_t peer() const { return peer_; }
+    std::recursive_mutex& mutex() { return mutex_; }
+    Receiver& receiver() { return receiver_; }
+
+    /// For the other end; `slab` is where it may write bodies, `job` what both know and no other job does.
+    std::string greeting(const verbs::Region* slab, const Token& job) const {
+        Greeting made;
+        made.source = rank_;
+        made.destination = peer_;
+        made.job = job;
+        made.queue_pair = queue_.number();
+        made.first_packet = queue_.first_packet();
+        made.gid = port_->gid();
+        made.lid = port_->lid();
+        made.mtu = static_cast<std::uint8_t>(port_->mtu());
+        made.inbox = reinterpret_cast<std::uint64_t>(inbox_.address());
+        made.inbox_key = inbox_.remote_key();
+        if (slab != nullptr) {
+            made.slab = reinterpret_cast<std::uint64_t>(slab->address());
+            made.slab_bytes = slab->bytes();
+            made.slab_key = slab->remote_key();
+        }
+        return write_greeting(made);
+    }
+
+    /// Connect to the end that has written this greeting. From here on messages may come.
+    Greeting connect(std::string_view greeting, const Token& job) {
+        const Greeting other = read_greeting(greeting, {peer_, rank_, job});
+        queue_.connect(other);
+        const std::lock_guard<std::recursive_mutex> guard(mutex_);
+        other_inbox_ = other.inbox;
+        other_inbox_key_ = other.inbox_key;
+        connected_ = true;
+        return other;
+    }
+
+    /// Have its events watched, until close().
+    void enter(std::weak_ptr<RdmaPort::User> self) {
+        watched_->enter(this, std::move(self));
+        left_ = false;
+    }
+
+    /// The connection over which causes and ends are told: what a broken queue pair cannot.
+    void control(std::shared_ptr<TcpConnection> connection) {
+        const std::lock_guard<std::recursive_mutex> guard(mutex_);
+        control_ = std::move(connection);
+    }
+
+    /// Look for what has come, and hand it on. Where the rank is about to sleep, have the next completion wake it.
+    void look() {
+        const std::lock_guard<std::recursive_mutex> guard(mutex_);
+        if (!ours() || !connected_) return;
+        poll();
+        if (bell_->asleep()) receiver_.idle();
+        while (bell_->asleep() && !armed_) {
+            armed_ = true;
+            queue_.arm();
+            poll();  // what came before the device was asked makes no event
+        }
+        send_notices();
+    }
+
+    /// The rank may compute for long.
+    void idle() override {
+        const std::lock_guard<std::recursive_mutex> guard(mutex_);
+        if (ours() && connected_ && failure_.empty()) receiver_.idle();
+    }
+
+    /// Requests that a message of this size takes.
+    std::uint32_t requests(std::uint64_t bytes) const {
+        const std::uint64_t most = port_->most_bytes();
+        return static_cast<std::uint32_t>((bytes + most - 1) / most) + 1;
+    }
+
+    /// Keep room for a message's requests, until deliver() or release_requests().
+    bool reserve_requests(std::uint32_t count) {
+        const std::lock_guard<std::recursive_mutex> guard(mutex_);
+        if (free_requests() < count + kKeptForNotices) return false;
+        reserved_ += count;
+        return true;
+    }
+    void release_requests(std::uint32_t count) {
+        const std::lock_guard<std::recursive_mutex> guard(mutex_);
+        reserved_ -= count;
+    }
+
+    /// Write a body, then the block that announces it. Its requests are reserved.
+    void deliver(const Transfer& body, const Block& block) {
+        const std::lock_guard<std::recursive_mutex> guard(mutex_);
+        reserved_ -= requests(body.bytes);
+        for (std::uint64_t done = 0; done < body.bytes;) {
+            const std::uint64_t part = std::min(body.bytes - done, port_->most_bytes());
+            write({body.from + done, body.to + done, part, body.local_key, body.remote_key}, std::nullopt);
+            done += part;
+        }
+        send(block);
+    }
+
+    /// Tell the other end something, at once if the device's queue has room.
+    void notify(const Notice& notice) {
+        const std::lock_guard<std::recursive_mutex> guard(mutex_);
+        notices_.push_back(write_notice(notice));
+        send_notices();
+    }
+
+    /// Why nothing more comes from the other end, as words that follow "rank 3 ..."; empty while it may.
+    std::string gone() {
+        const std::lock_guard<std::recursive_mutex> guard(mutex_);
+        if (!cause_.empty()) return "failed: " + cause_;
+        if (closed_) return "has closed its transport";
+        const std::string told = control_ ? control_->gone() : std::string();
+        return told.empty() ? failure_ : told;
+    }
+
+    /// The other end has taken back what it said, or this end cannot believe it: LinkError in the next call.
+    void damaged(const std::string& what) { damage_ = damage_.empty() ? what : damage_; }
+    const std::string& damage() const { return damage_; }
+    bool broken() const { return !failure_.empty() || closed_; }
+
+    void abort(const std::string& cause) {
+        const std::lock_guard<std::recursive_mutex> guard(mutex_);
+        if (!ours() || aborted_) return;
+        aborted_ = true;
+        Notice notice;
+        notice.kind = NoticeKind::abort;
+        set_text(notice, cause);
+        if (connected_ && failure_.empty()) notify(notice);
+        if (control_) control_->abort(cause);
+    }
+
+    /// One of this rank's ends is closed; the last of them waits a little until the other rank knows.
+    void close() {
+        const std::lock_guard<std::recursive_mutex> guard(mutex_);
+        if (!ours() || !connected_) return;
+        if (--open_ends_ > 0) return;
+        Notice notice;
+        notice.kind = NoticeKind::closed;
+        if (failure_.empty() && !closed_) notify(notice);
+        const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+        while (failure_.empty() && !closed_ && (queue_.unfinished() > 0 || !notices_.empty()) &&
+               std::chrono::steady_clock::now() < limit) {
+            poll();
+            send_notices();
+            std::this_thread::sleep_for(std::chrono::microseconds(50));
+        }
+        if (control_) control_->close();
+        leave();
+    }
+    void add_end() { ++open_ends_; }
+
+  private:
+    void leave() {
+        if (!std::exchange(left_, true)) watched_->leave(this);
+    }
+
+    std::uint32_t free_requests() const { return kSendDepth - queue_.unfinished() - reserved_; }
+
+    void write(const Transfer& transfer, std::optional<std::uint32_t> number) {
+        if (const int code = queue_.write(transfer, number)) fail("cannot be written to by RDMA", code);
+    }
+
+    void send(const Block& block) {
+        const std::uint64_t at = sent_ % kRdmaBlocks * kDescriptorBytes;
+        std::memcpy(outbox_.address() + at, block.data(), block.size());
+        write({reinterpret_cast<std::uint64_t>(outbox_.address()) + at, other_inbox_ + at, block.size(),
+               outbox_.local_key(), other_inbox_key_},
+              static_cast<std::uint32_t>(sent_));
+        ++sent_;
+    }
+
+    void send_notices() {
+        while (!notices_.empty() && free_requests() > 0 && failure_.empty()) {
+            send(notices_.front());
+            notices_.pop_front();
+        }
+    }
+
+    /// Handle the completions that are here.
+    void poll() {
+        RdmaQueue::Completions found;
+        int count = 0;
+        do {
+            count = queue_.poll(found);
+            if (count < 0) fail("has an RDMA completion queue that cannot be read", EIO);
+            for (int i = 0; i < count; ++i) handle(found[i]);
+            if (count > 0) armed_ = false;  // its event may have come already
+        } while (count == static_cast<int>(found.size()));
+    }
+
+    void handle(const verbs::Completion& completion) {
+        if (completion.status != verbs::kWcSuccess) {
+            // What is flushed behind the first error says nothing about it.
+            if (completion.status != verbs::kWcWrFlushErr || failure_.empty()) fail_status(completion.status);
+            return;
+        }
+        if (completion.opcode != verbs::kWcRecvRdmaWithImm) {
+            queue_.complete(completion);
+            return;
+        }
+        if (ntohl(completion.imm_data) != static_cast<std::uint32_t>(received_) ||
+            completion.byte_len != kDescriptorBytes)
+            return damaged("a block is missing or comes twice");
+        Block block;
+        std::memcpy(block.data(), inbox_.address() + received_ % kRdmaBlocks * kDescriptorBytes, block.size());
+        ++received_;
+        if (const int code = queue_.expect()) fail("sends more than its RDMA device takes", code);
+        try {
+            if (is_notice(block))
+                hear(read_notice(block));
+            else
+                receiver_.message(block);
+        } catch (const std::exception& error) {
+            damaged(error.what());
+        }
+    }
+
+    void hear(const Notice& notice) {
+        if (notice.kind == NoticeKind::abort) {
+            if (cause_.empty()) cause_ = text_of(notice);
+        } else if (notice.kind == NoticeKind::closed) {
+            closed_ = true;
+        } else {
+            receiver_.notice(notice);
+        }
+    }
+
+    void fail_status(std::uint32_t status) {
+        const char* words = verbs::Library::get().wc_status_str(status);
+        fail("cannot be reached by RDMA from " + port_->name() + " any more (" + words + ")", 0);
+    }
+
+    void fail(const std::string& what, int code) {
+        if (!failure_.empty() || closed_) return;
+        failure_ = code == 0 ? what : what + " (" + std::strerror(code) + ")";
+        // The other end sees nothing of it where it only receives.
+        if (control_ && !aborted_) control_->abort("rank " + std::to_string(peer_) + " " + failure_);
+        bell_->ring();
+    }
+
+    std::shared_ptr<RdmaPort> watched_;
+    std::shared_ptr<verbs::OpenPort> port_;
+    std::shared_ptr<Bell> bell_;
+    std::uint32_t rank_, peer_;
+    verbs::Region outbox_, inbox_;
+    RdmaQueue queue_;
+    std::shared_ptr<TcpConnection> control_;
+    std::uint64_t other_inbox_ = 0;
+    std::uint32_t other_inbox_key_ = 0;
+
+    std::recursive_mutex mutex_;  // slots come back from any thread
+    Receiver receiver_;
+    std::deque<Block> notices_;  // that wait for room in the device's queue
+    std::uint64_t sent_ = 0, received_ = 0;
+    std::uint32_t reserved_ = 0, open_ends_ = 0;
+    bool connected_ = false, armed_ = false, closed_ = false, aborted_ = false, left_ = true;
+    std::string failure_, cause_, damage_;
+};
+
+}  // namespace ds_ext

@@ -1,0 +1,88 @@
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "bell.hpp"
+#include "link.hpp"
+#include "segment.hpp"
+
+namespace ds_ext {
+
+/// The receiving end of a segment.
+class ShmIncoming final : public Incoming {
+  public:
+    explicit ShmIncoming(const Address& address) : Incoming(address.source), segment_(Segment::create(address)) {}
+
+    /// The other process' bell is known only after the segment was passed to it.
+    void connect(int bell) {
+        bell_ = std::make_unique<Bell>(Bell::attach(bell));
+        bell_->close_descriptor();
+        segment_.memory().close_descriptor();
+    }
+
+    int descriptor() { return segment_.memory().descriptor(); }
+
+    bool news() const override { return segment_.counters().published.load(std::memory_order_acquire) != taken(); }
+
+    Arrival take() override {
+        refuse_fork();
+        Counters& counters = segment_.counters();
+        if (counters.published.load(std::memory_order_acquire) - taken() > kRingEntries)
+            throw LinkError("the sender's count of messages is wrong");
+        const auto need = [](bool holds, const char* what) {
+            if (!holds) throw DescriptorError(what);
+        };
+        Arrival arrival;
+        const Descriptor first = unpack(segment_.entry(taken()));
+        const std::uint64_t room = segment_.slot_bytes();
+        const std::uint64_t table = (std::uint64_t{first.count} - 1) * kDescriptorBytes;
+        need(first.place % kAlignment == 0 && first.place < room, "the slot lies outside of the segment");
+        need(first.body_bytes <= room && table <= room && first.body_bytes + table <= room - first.place,
+             "the message ends behind the segment");
+        arrival.address = segment_.slots() + first.place;
+        arrival.descriptors.push_back(first);
+        for (std::uint32_t i = 1; i < first.count; ++i)
+            arrival.descriptors.push_back(unpack(arrival.address + first.body_bytes + (i - 1) * kDescriptorBytes));
+        order_.admit(arrival.descriptors);
+        counters.taken.store(taken(), std::memory_order_release);
+        if (bell_) bell_->ring();
+        return arrival;
+    }
+
+    void give_back(const Arrival& arrival) override {
+        const std::lock_guard<std::mutex> guard(returning_);
+        segment_.returned(returned_).store(arrival.descriptors[0].place, std::memory_order_relaxed);
+        segment_.counters().returned.store(++returned_, std::memory_order_release);
+        if (bell_) bell_->ring();
+    }
+
+    std::string gone() const override {
+        if (news()) return {};
+        return fate(segment_.counters().sender_cause, segment_.counters().sender_closed);
+    }
+
+    void abort(const std::string& cause) override {
+        if (!ours()) return;
+        segment_.counters().receiver_cause.set(cause);
+        if (bell_) bell_->ring();
+    }
+
+    void close() override {
+        if (!ours()) return;
+        segment_.counters().receiver_closed.store(1, std::memory_order_release);
+        if (bell_) bell_->ring();
+    }
+
+  private:
+    std::uint64_t taken() const { return order_.admitted(); }
+
+    Segment segment_;
+    std::unique_ptr<Bell> bell_;
+    Order order_;
+    std::uint64_t returned_ = 0;
+    std::mutex returning_;
+};
+
+}  // namespace ds_ext

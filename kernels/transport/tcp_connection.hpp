@@ -1,0 +1,363 @@
+#pragma once
+
+// A tcp connection of two ranks. The I/O thread receives, and sends what the socket did not take at once; the rank's
+// own thread only tries to send.
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "bell.hpp"
+#include "frames.hpp"
+#include "io.hpp"
+
+namespace ds_ext {
+
+class TcpConnection final : public Io::Watcher,
+                            public FrameReader::Sink,
+                            public Owned,
+                            public std::enable_shared_from_this<TcpConnection> {
+  public:
+    /// `socket`: connected, and both sides have proven who they are; taken over. `window`: the sender's.
+    TcpConnection(int socket, std::shared_ptr<Bell> bell, std::shared_ptr<Io> io, std::uint64_t window, bool receives)
+        : socket_(socket),
+          bell_(std::move(bell)),
+          io_(std::move(io)),
+          window_(window),
+          receives_(receives),
+          pool_(std::make_shared<Pool>()),
+          reader_(pool_) {
+        const int on = 1;
+        if (setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on) != 0) throw_errno("TCP_NODELAY");
+    }
+    ~TcpConnection() override = default;
+
+    /// After the constructor, which cannot: the thread shares the object.
+    void start() {
+        last_sent_ = last_check_ = Io::Clock::now();
+        io_->watch(socket_.number(), kReading, shared_from_this());
+    }
+
+    // --- the receiving side, for the rank's thread ---
+
+    bool news() const {
+        return arrived_.load(std::memory_order_acquire) != taken_.load(std::memory_order_relaxed) ||
+               damaged_.load(std::memory_order_acquire);
+    }
+
+    Arrival take() {
+        refuse_fork();
+        Arrival arrival;
+        {
+            const std::lock_guard<std::mutex> guard(arriving_);
+            if (queue_.empty()) throw LinkError(damage_);
+            arrival = std::move(queue_.front());
+            queue_.pop_front();
+        }
+        untold_bytes_ += arrival.descriptors[0].body_bytes;
+        taken_.fetch_add(1, std::memory_order_release);
+        if (untold_bytes_ >= window_ / 4) {  // the sender may wait for it
+            untold_bytes_ = 0;
+            io_->nudge();
+        }
+        return arrival;
+    }
+
+    // --- the sending side, for the rank's thread ---
+
+    std::shared_ptr<unsigned char> memory(std::uint64_t bytes) { return pool_->take(bytes); }
+    std::uint64_t taken() const { return peer_taken_.load(std::memory_order_acquire); }
+    std::uint64_t window() const { return window_; }
+
+    /// Send these parts, which are the caller's again afterwards.
+    void write(std::vector<iovec>& parts) {
+        std::unique_lock<std::mutex> lock(writing_);
+        if (!may_write()) return;
+        if (flushing_ || !unsent_.empty()) {
+            unsent_.push_back(copy_of(parts));
+            return;
+        }
+        flushing_ = true;
+        lock.unlock();
+        send_now(parts);
+        Chunk rest = parts.empty() ? Chunk{} : copy_of(parts);
+        lock.lock();
+        flushing_ = false;
+        if (rest.memory && !broken_) unsent_.push_front(std::move(rest));
+        hand_over();
+    }
+
+    /// The same with memory that is kept until it is sent.
+    void write(std::shared_ptr<unsigned char> memory, std::size_t bytes) {
+        std::unique_lock<std::mutex> lock(writing_);
+        if (!may_write()) return;
+        unsent_.push_back({std::move(memory), 0, bytes});
+        if (flushing_ || unsent_.size() > 1) return;
+        flush(lock);
+    }
+
+    // --- both ---
+
+    std::string gone() const {
+        const std::lock_guard<std::mutex> guard(arriving_);
+        if (!cause_.empty()) return "failed: " + cause_;
+        return queue_.empty() ? fate_ : std::string{};
+    }
+
+    void abort(const std::string& cause) { tell(ControlKind::cause, cause); }
+
+    /// Say goodbye after all that was sent; the thread does the rest.
+    void close() {
+        if (!ours() || closing_.exchange(true)) return;
+        tell(ControlKind::bye);
+        io_->nudge();
+    }
+
+    // --- the I/O thread ---
+
+    void ready(int, std::uint32_t events) override {
+        if (events & EPOLLOUT) {
+            std::unique_lock<std::mutex> lock(writing_);
+            if (!flushing_ && !broken_) flush(lock);
+        }
+        if (events & (EPOLLIN | EPOLLHUP | EPOLLERR | EPOLLRDHUP)) receive();
+    }
+
+    Io::Time due(Io::Time now) override {
+        const auto taken_now = taken_.load(std::memory_order_acquire);
+        if (taken_now != told_ || now - last_sent_.load() >= kBeat) tell(ControlKind::alive);
+        if (now - last_check_ >= kBeat) check_silence(now);
+        if (closing_.load()) return end_of_closing(now);
+        const bool waiting = arrived_.load(std::memory_order_acquire) != taken_now;
+        ack_wait_ = waiting ? std::min(ack_wait_ * 2, kMostAckWait) : kLeastAckWait;
+        const auto beat = last_sent_.load() + kBeat;
+        return waiting ? std::min(now + ack_wait_, beat) : beat;
+    }
+
+    void message(Arrival arrival) override {
+        if (!receives_) throw LinkError("a message on a link that is not used");
+        {
+            const std::lock_guard<std::mutex> guard(arriving_);
+            const auto acknowledged = arrival.descriptors[0].acknowledged;
+            queue_.push_back(std::move(arrival));
+            note_taken(acknowledged);
+        }
+        ack_wait_ = kLeastAckWait;
+        arrived_.fetch_add(1, std::memory_order_release);
+        bell_->ring();
+    }
+
+    void control(ControlKind kind, std::uint64_t taken, std::string text) override {
+        {
+            const std::lock_guard<std::mutex> guard(arriving_);
+            note_taken(taken);
+            if (kind == ControlKind::cause && cause_.empty())
+                cause_ = text.empty() ? "unknown" : std::move(text);
+            else if (kind == ControlKind::bye)
+                fate_ = "has closed its transport";
+            else if (kind != ControlKind::alive && kind != ControlKind::cause)
+                throw LinkError("an unknown control frame");
+        }
+        bell_->ring();
+    }
+
+    /// Messages taken here, for the descriptors that go the other way.
+    std::uint64_t taken_here() const { return taken_.load(std::memory_order_relaxed); }
+
+  private:
+    struct Chunk {
+        std::shared_ptr<unsigned char> memory;
+        std::size_t at = 0, end = 0;
+    };
+    static constexpr std::uint32_t kReading = EPOLLIN | EPOLLRDHUP;
+    static constexpr std::chrono::milliseconds kBeat{500}, kSilence{2000}, kLinger{2000}, kLeastAckWait{5},
+        kMostAckWait{80};
+    static constexpr std::size_t kTurnBytes = 16 << 20;  // received before other connections have their turn
+
+    // The lock `writing_` is held in these two.
+    bool may_write() const { return ours() && !broken_; }
+    void hand_over() {
+        if (broken_)
+            unsent_.clear();
+        else if (!unsent_.empty())
+            io_->change(socket_.number(), kReading | EPOLLOUT);
+    }
+
+    Chunk copy_of(const std::vector<iovec>& parts) {
+        std::size_t bytes = 0;
+        for (const iovec& part : parts) bytes += part.iov_len;
+        Chunk chunk{pool_->take(std::max<std::size_t>(bytes, 1)), 0, bytes};
+        unsigned char* target = chunk.memory.get();
+        for (const iovec& part : parts) {
+            std::memcpy(target, part.iov_base, part.iov_len);
+            target += part.iov_len;
+        }
+        return chunk;
+    }
+
+    /// Send until the socket takes no more; what it did not take stays in `parts`.
+    void send_now(std::vector<iovec>& parts) {
+        std::size_t first = 0;
+        while (first < parts.size()) {
+            msghdr message{};
+            message.msg_iov = parts.data() + first;
+            message.msg_iovlen = std::min<std::size_t>(parts.size() - first, 512);
+            ssize_t sent = sendmsg(socket_.number(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+            if (sent < 0 && errno == EINTR) continue;
+            // An end of the connection is the reader's to notice: what has arrived before it still counts.
+            if (sent < 0) {
+                if (errno != EAGAIN && errno != EWOULDBLOCK && errno != ENOBUFS) broken_ = true;
+                break;
+            }
+            for (; first < parts.size() && static_cast<std::size_t>(sent) >= parts[first].iov_len; ++first)
+                sent -= static_cast<ssize_t>(parts[first].iov_len);
+            if (first < parts.size()) {
+                parts[first].iov_base = static_cast<unsigned char*>(parts[first].iov_base) + sent;
+                parts[first].iov_len -= static_cast<std::size_t>(sent);
+            }
+        }
+        parts.erase(parts.begin(), parts.begin() + static_cast<std::ptrdiff_t>(first));
+    }
+
+    /// Send what is queued until the socket takes no more.
+    void flush(std::unique_lock<std::mutex>& lock) {
+        flushing_ = true;
+        std::vector<iovec> parts;
+        while (!unsent_.empty() && !broken_ && parts.empty()) {
+            Chunk chunk = unsent_.front();
+            lock.unlock();
+            parts = {{chunk.memory.get() + chunk.at, chunk.end - chunk.at}};
+            send_now(parts);
+            lock.lock();
+            if (broken_) break;
+            if (parts.empty())
+                unsent_.pop_front();
+            else
+                unsent_.front().at = chunk.end - parts[0].iov_len;
+        }
+        flushing_ = false;
+        if (broken_) unsent_.clear();
+        io_->change(socket_.number(), unsent_.empty() ? kReading : kReading | EPOLLOUT);
+    }
+
+    void tell(ControlKind kind, const std::string& text = {}) {
+        told_ = taken_.load(std::memory_order_acquire);
+        last_sent_ = Io::Clock::now();
+        std::string frame = pack_control(kind, told_, text);
+        std::vector<iovec> parts{{frame.data(), frame.size()}};
+        write(parts);
+    }
+
+    // The lock `arriving_` is held.
+    void note_taken(std::uint64_t taken) {
+        if (taken <= peer_taken_.load(std::memory_order_relaxed)) return;
+        peer_taken_.store(taken, std::memory_order_release);
+    }
+
+    void receive() {
+        try {
+            for (std::size_t turn = 0; turn < kTurnBytes;) {
+                iovec spaces[2];
+                msghdr message{};
+                message.msg_iov = spaces;
+                message.msg_iovlen = static_cast<std::size_t>(reader_.spaces(spaces));
+                const ssize_t count = recvmsg(socket_.number(), &message, MSG_DONTWAIT);
+                if (count < 0 && errno == EINTR) continue;
+                if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
+                if (count <= 0) return ended("has ended");
+                turn += static_cast<std::size_t>(count);
+                reader_.got(static_cast<std::size_t>(count), *this);
+            }
+        } catch (const std::bad_alloc&) {
+            damage("there is no memory for a message that arrives");
+        } catch (const std::exception& error) {
+            damage(error.what());
+        }
+    }
+
+    /// A connection whose host answers nothing, by its kernel: a process that is merely stopped is not meant.
+    void check_silence(Io::Time now) {
+        last_check_ = now;
+        tcp_info info{};
+        socklen_t bytes = sizeof info;
+        if (getsockopt(socket_.number(), IPPROTO_TCP, TCP_INFO, &info, &bytes) != 0) return;
+        // Probes of a full window become rare, so that one that is lost says nothing.
+        const bool asked = info.tcpi_unacked > 0 || info.tcpi_probes > 1;
+        const auto silent = std::chrono::milliseconds(asked ? info.tcpi_last_ack_recv : 0);
+        if (silent_before_ && silent >= kSilence - kBeat) ended("or its host has not answered for 2 s");
+        silent_before_ = silent >= kSilence - 2 * kBeat;
+    }
+
+    void damage(const std::string& what) {
+        {
+            const std::lock_guard<std::mutex> guard(arriving_);
+            damage_ = what;
+        }
+        damaged_.store(true, std::memory_order_release);
+        tell(ControlKind::cause, "it was sent what cannot be right: " + what);
+        ended("has sent what cannot be right");
+    }
+
+    /// Nothing more is read or written.
+    void ended(const char* fate) {
+        {
+            const std::lock_guard<std::mutex> guard(arriving_);
+            if (fate_.empty()) fate_ = fate;
+        }
+        io_->unwatch(socket_.number());
+        {
+            const std::lock_guard<std::mutex> guard(writing_);
+            broken_ = true;
+            unsent_.clear();
+            shutdown(socket_.number(), SHUT_RDWR);
+        }
+        bell_->ring();
+    }
+
+    Io::Time end_of_closing(Io::Time now) {
+        if (closed_at_ == Io::Time{}) closed_at_ = now;
+        if (!shut_) {
+            const std::lock_guard<std::mutex> guard(writing_);
+            if (!flushing_ && unsent_.empty()) {
+                shutdown(socket_.number(), SHUT_WR);
+                broken_ = shut_ = true;
+            }
+        }
+        // What the peer still sends is read: its kernel would drop what is on its way to it otherwise.
+        if (now - closed_at_ >= kLinger) ended("was left");
+        return shut_ ? closed_at_ + kLinger : now + kLeastAckWait;
+    }
+
+    PrivateFile socket_;
+    std::shared_ptr<Bell> bell_;
+    std::shared_ptr<Io> io_;
+    const std::uint64_t window_;
+    const bool receives_;
+    std::shared_ptr<Pool> pool_;
+    FrameReader reader_;  // the I/O thread's, as the next line
+
+    Io::Time last_check_{}, closed_at_{};
+    std::chrono::milliseconds ack_wait_{kLeastAckWait};
+    bool silent_before_ = false, shut_ = false;
+
+    mutable std::mutex arriving_;
+    std::deque<Arrival> queue_;
+    std::string cause_, fate_, damage_;
+    std::atomic<std::uint64_t> arrived_{0}, taken_{0}, peer_taken_{0};
+    std::atomic<bool> damaged_{false}, closing_{false};
+    std::uint64_t untold_bytes_ = 0;  // the rank's thread's
+
+    std::mutex writing_;
+    std::deque<Chunk> unsent_;
+    bool flushing_ = false;
+    std::atomic<bool> broken_{false};
+    std::atomic<std::uint64_t> told_{0};
+    std::atomic<Io::Time> last_sent_{};
+};
+
+}  // namespace ds_ext

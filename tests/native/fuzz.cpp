@@ -1,0 +1,168 @@
+// Changes good input of every native parser at random, for so many seconds: what it refuses it must refuse by its own
+// errors, and what it accepts must be sound. The sanitizers see the rest.
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+
+#include "frames.hpp"
+#include "segment.hpp"
+
+using namespace ds_ext;
+
+namespace {
+
+using Bytes = std::vector<unsigned char>;
+std::mt19937_64 draw;
+
+void change(Bytes& bytes) {
+    for (auto count = 1 + draw() % 4; count > 0 && !bytes.empty(); --count) {
+        const auto at = draw() % bytes.size();
+        switch (draw() % 5) {
+            case 0:
+                bytes[at] ^= static_cast<unsigned char>(1u << draw() % 8);
+                break;
+            case 1:
+                bytes[at] = static_cast<unsigned char>(draw());
+                break;
+            case 2:
+                bytes.resize(at);
+                break;
+            case 3:
+                bytes.insert(bytes.begin() + static_cast<std::ptrdiff_t>(at), bytes[draw() % bytes.size()]);
+                break;
+            case 4:
+                bytes[at] = draw() % 2 ? 0xFF : 0x00;
+                break;
+        }
+    }
+}
+
+/// With a right checksum, so that the checks behind it are reached.
+void seal(unsigned char* bytes, std::size_t checksum_at) {
+    const std::uint32_t right = checksum(bytes, checksum_at);
+    std::memcpy(bytes + checksum_at, &right, sizeof right);
+}
+
+Bytes message(std::uint64_t link_seq, std::uint64_t seq, std::size_t tensors) {
+    std::vector<Piece> pieces;
+    for (std::size_t i = 0; i < tensors; ++i)
+        pieces.push_back(
+            {static_cast<std::uint16_t>(draw() % 17), {static_cast<std::int64_t>(draw() % 9), 3}, nullptr});
+    auto descriptors = describe(5 << 16, pieces);
+    Bytes bytes(tensors * kDescriptorBytes + descriptors[0].body_bytes, 0x11);
+    for (std::size_t i = 0; i < tensors; ++i) {
+        descriptors[i].link_seq = link_seq;
+        descriptors[i].seq = seq;
+        pack(descriptors[i], bytes.data() + i * kDescriptorBytes);
+    }
+    return bytes;
+}
+
+void descriptor() {
+    Bytes bytes = message(0, 0, 1);
+    bytes.resize(kDescriptorBytes);
+    change(bytes);
+    bytes.resize(kDescriptorBytes);
+    if (draw() % 4) seal(bytes.data(), kChecksumOffset);
+    const Descriptor found = unpack(bytes.data());
+    if (tensor_bytes(found) != found.nbytes || found.nbytes > found.body_bytes - found.offset) std::abort();
+}
+
+class Count final : public FrameReader::Sink {
+  public:
+    void message(Arrival arrival) override {
+        for (const Descriptor& d : arrival.descriptors)
+            for (std::uint64_t i = 0; i < d.nbytes; ++i) sum += arrival.address[d.offset + i];
+    }
+    void control(ControlKind, std::uint64_t, std::string text) override { sum += text.size(); }
+    std::uint64_t sum = 0;
+};
+
+void frames(const std::shared_ptr<Pool>& pool) {
+    Bytes stream;
+    std::uint64_t sent = 0;
+    for (auto count = 1 + draw() % 4; count > 0; --count) {
+        Bytes next = message(sent, sent, 1 + draw() % 3);
+        ++sent;
+        if (draw() % 2) {
+            const std::string text =
+                pack_control(static_cast<ControlKind>(draw() % 5), draw(), std::string(draw() % 40, 'x'));
+            next.insert(next.end(), text.begin(), text.end());
+        }
+        if (draw() % 3 == 0) {  // one field, with a right checksum
+            next[draw() % kChecksumOffset] ^= static_cast<unsigned char>(draw());
+            seal(next.data(), kChecksumOffset);
+        }
+        stream.insert(stream.end(), next.begin(), next.end());
+    }
+    if (draw() % 4) change(stream);
+    FrameReader reader(pool);
+    Count sink;
+    for (std::size_t at = 0; at < stream.size();) {
+        iovec spaces[2];
+        const int parts = reader.spaces(spaces);
+        std::size_t put = 0;
+        const std::size_t limit = std::min<std::size_t>(stream.size() - at, 1 + draw() % 700);
+        for (int i = 0; i < parts && put < limit; ++i) {
+            const std::size_t count = std::min(limit - put, spaces[i].iov_len);
+            std::memcpy(spaces[i].iov_base, stream.data() + at + put, count);
+            put += count;
+        }
+        at += put;
+        reader.got(put, sink);
+    }
+}
+
+void superblock(Segment& segment, const Address& address) {
+    Superblock good;
+    good.source = address.source;
+    good.destination = address.destination;
+    Bytes bytes(sizeof good);
+    std::memcpy(bytes.data(), &good, sizeof good);
+    seal(bytes.data(), offsetof(Superblock, checksum));
+    change(bytes);
+    bytes.resize(sizeof good);
+    if (draw() % 2) seal(bytes.data(), offsetof(Superblock, checksum));
+    std::memcpy(segment.memory().address(), bytes.data(), bytes.size());
+    Segment::attach(dup(segment.memory().descriptor()), address);
+    if (std::memcmp(bytes.data(), &good, offsetof(Superblock, checksum)) != 0) {
+        const auto* found = reinterpret_cast<const Superblock*>(bytes.data());
+        if (found->minor == good.minor) std::abort();  // only another minor version is let in
+    }
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+    const double seconds = count > 1 ? std::atof(words[1]) : 10;
+    const auto seed = count > 2 ? std::strtoull(words[2], nullptr, 10) : std::random_device{}();
+    std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
+    draw.seed(seed);
+    const Address address{0, 1, {}};
+    Segment segment = Segment::create(address);
+    const auto pool = std::make_shared<Pool>();
+    const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+    std::uint64_t tries = 0, refused = 0;
+    while (std::chrono::steady_clock::now() < end) {
+        ++tries;
+        try {
+            if (tries % 1024 == 0)
+                superblock(segment, address);  // slow: it maps the whole segment
+            else if (tries % 2)
+                descriptor();
+            else
+                frames(pool);
+        } catch (const DescriptorError&) {
+            ++refused;
+        } catch (const LinkError&) {
+            ++refused;
+        } catch (const std::bad_alloc&) {
+            ++refused;  // a body that no host has memory for
+        }
+    }
+    std::printf("%llu inputs, %llu refused\n", static_cast<unsigned long long>(tries),
+                static_cast<unsigned long long>(refused));
+    return refused > 0 && refused < tries ? 0 : 1;
+}

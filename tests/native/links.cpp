@@ -1,0 +1,137 @@
+// Both ends of links in one process, each in a thread of its own, for the thread sanitizer, which sees one process
+// only. Every message is compared. Exit status 0: all were right.
+
+#include <arpa/inet.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <thread>
+
+#include "port.hpp"
+#include "shm_incoming.hpp"
+#include "shm_outgoing.hpp"
+#include "tcp_links.hpp"
+
+using namespace ds_ext;
+
+namespace {
+
+struct End {
+    Port port;
+    std::shared_ptr<Incoming> incoming;
+    std::shared_ptr<Outgoing> outgoing;
+};
+
+constexpr std::uint64_t kWindow = 1 << 20;
+
+void need(bool holds, const char* what) {
+    if (holds) return;
+    std::fprintf(stderr, "failed: %s\n", what);
+    std::_Exit(1);
+}
+
+void link_by_shm(End& left, End& right) {
+    End* ends[] = {&left, &right};
+    std::shared_ptr<ShmIncoming> made[2];
+    for (std::uint32_t me : {0u, 1u}) made[me] = std::make_shared<ShmIncoming>(Address{1 - me, me, {}});
+    for (std::uint32_t me : {0u, 1u}) {
+        const std::uint32_t peer = 1 - me;
+        ends[me]->outgoing = std::make_shared<ShmOutgoing>(
+            dup(made[peer]->descriptor()), dup(ends[peer]->port.descriptor()), Address{me, peer, {}}, kWindow);
+    }
+    for (std::uint32_t me : {0u, 1u}) {
+        made[me]->connect(dup(ends[1 - me]->port.descriptor()));
+        ends[me]->incoming = made[me];
+    }
+}
+
+void link_by_tcp(End& left, End& right) {
+    const int listener = socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t bytes = sizeof address;
+    auto* any = reinterpret_cast<sockaddr*>(&address);
+    need(bind(listener, any, bytes) == 0 && listen(listener, 1) == 0 && getsockname(listener, any, &bytes) == 0,
+         "a listening socket");
+    const int first = socket(AF_INET, SOCK_STREAM, 0);
+    need(connect(first, any, bytes) == 0, "a connection");
+    const int second = accept(listener, nullptr, nullptr);
+    close(listener);
+    for (auto [end, file, peer] : {std::tuple{&left, first, 1u}, std::tuple{&right, second, 0u}}) {
+        auto connection = std::make_shared<TcpConnection>(file, end->port.bell(), end->port.io(), kWindow, true);
+        connection->start();
+        end->incoming = std::make_shared<TcpIncoming>(connection, peer);
+        end->outgoing = std::make_shared<TcpOutgoing>(connection);
+    }
+}
+
+/// Send and receive as many messages as the peer does, with lifetimes of any length.
+void talk(End& end, int messages, unsigned seed) {
+    std::mt19937 draw(seed);
+    std::vector<int> data(60000);
+    std::vector<std::unique_ptr<Message>> kept;
+    end.port.add(end.incoming);
+    end.port.spin(20);
+    int sent = 0, got = 0;
+    const auto take = [&] {
+        for (auto& message : end.port.take()) {
+            const int first = *reinterpret_cast<int*>(message->address());
+            const int count = static_cast<int>(message->descriptors()[0].shape[0]);
+            need(first == got && count == 1 + got * 37 % 50000, "a message in its order");
+            need(reinterpret_cast<int*>(message->address())[count - 1] == (count == 1 ? got : got + count - 1),
+                 "its last number");
+            ++got;
+            kept.push_back(std::move(message));
+            if (kept.size() > 40) kept.erase(kept.begin() + draw() % 20, kept.begin() + 20 + draw() % 20);
+        }
+    };
+    while (sent < messages || got < messages) {
+        if (sent < messages) {
+            const int count = 1 + sent * 37 % 50000;
+            for (int i = 0; i < count; ++i) data[i] = sent + i;
+            const std::vector<Piece> pieces{{4, {count}, reinterpret_cast<unsigned char*>(data.data())}};
+            if (auto slot = end.outgoing->reserve(7, pieces)) {
+                if (draw() % 4 == 0) {  // as a loan is used
+                    std::memcpy(end.outgoing->body(*slot), data.data(), count * sizeof(int));
+                    end.outgoing->publish(*slot);
+                } else {
+                    end.outgoing->transmit(*slot, pieces);
+                }
+                ++sent;
+            } else {
+                end.port.wait_room(*end.outgoing, 0.02);
+            }
+        } else {
+            end.port.wait_arrival(0.02);
+        }
+        take();
+        need(end.incoming->gone().empty() || got == messages, "a peer that stays");
+    }
+    while (end.outgoing->untaken().messages > 0) end.port.wait_room(*end.outgoing, 0.02);
+    kept.clear();
+    if (seed % 2) end.outgoing->abort("the test is over");
+    end.incoming->close();
+    end.outgoing->close();
+}
+
+void run(const char* name, void (*link)(End&, End&), int messages) {
+    End left, right;
+    link(left, right);
+    std::thread other([&] { talk(right, messages, 1); });
+    talk(left, messages, 2);
+    other.join();
+    std::printf("%s: %d messages each way\n", name, messages);
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+    count_forks();
+    const int messages = count > 1 ? std::atoi(words[1]) : 3000;
+    for (int repeat = 0; repeat < 3; ++repeat) {
+        run("shm", link_by_shm, messages);
+        run("tcp", link_by_tcp, messages);
+    }
+}

@@ -1,0 +1,172 @@
+"""One of two ranks in the guest, linked by the project's own RDMA links. Needs no torch, which loads slowly there."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import random
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ds_ext.comm import _native
+from ds_ext.comm.rdma_setup import RdmaSetup
+
+POOL_BYTES = 8 << 20
+LIMIT_S = 20.0
+UINT8 = next(code for code, (name, _) in enumerate(_native.ELEMENT_TYPES) if name == "uint8")
+
+
+class Line:
+    """A connection by which the two sides of a scenario agree, beside what is tested."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        connection.settimeout(40.0)
+
+    def put(self, value: Any) -> None:
+        data = pickle.dumps(value)
+        self.connection.sendall(struct.pack("<I", len(data)) + data)
+
+    def get(self) -> Any:
+        (size,) = struct.unpack("<I", self._read(4))
+        return pickle.loads(self._read(size))
+
+    def exchange(self, value: Any) -> Any:
+        self.put(value)
+        return self.get()
+
+    def _read(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            part = self.connection.recv(size - len(data))
+            if not part:
+                raise EOFError("the other side of the scenario has ended")
+            data += part
+        return data
+
+
+class Pool:
+    """Random bytes that both sides have: a message is a range of them, so the receiver knows what must come."""
+
+    def __init__(self) -> None:
+        self.memory = bytearray(random.Random(7).randbytes(POOL_BYTES // 8) * 8)
+        # No period, so that a wrong offset is a wrong content.
+        for at in range(0, POOL_BYTES, 64):
+            struct.pack_into("<I", self.memory, at, at)
+        self.view = memoryview(self.memory)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+
+Range = tuple[int, Sequence[int], int]  # of a tensor: dtype code, shape, where its bytes begin in the pool
+
+
+class Peer:
+    """A rank, 0 or 1, connected to the other."""
+
+    def __init__(
+        self,
+        rank: int,
+        line: Line,
+        pool: Pool,
+        addresses: Sequence[str],
+        *,
+        slab_bytes: int = 1 << 20,
+        window_bytes: int = 32 << 20,
+        setup: type[RdmaSetup] = RdmaSetup,
+        delay_s: float = 0.0,
+        timeout_s: float = LIMIT_S,
+    ) -> None:
+        self.rank, self.other, self.line, self.pool = rank, 1 - rank, line, pool
+        self.port = _native.Port()
+        self.setup = setup(rank, self.port, addresses, slab_bytes, window_bytes)
+        pairs = {(0, 1): 4, (1, 0): 4}
+        try:
+            card = self.setup.card()
+            cards = {rank: card, self.other: line.exchange(card)}
+            self.setup.prepare(pairs)
+            time.sleep(delay_s)
+            ends = self.setup.connect(cards, pairs, timeout_s)
+        finally:
+            self.setup.close()
+        self.incoming, self.outgoing = ends.incoming[self.other], ends.outgoing[self.other]
+        self.port.add(self.incoming)
+        self.waiting: list[_native.Message] = []
+
+    def try_send(self, tag: int, tensors: Sequence[Range]) -> bool:
+        return self.outgoing.send(tag, [(code, shape, self.pool.address + at) for code, shape, at in tensors])
+
+    def send(self, tag: int, tensors: Sequence[Range], limit_s: float = LIMIT_S) -> None:
+        """Waits for room; what arrives meanwhile is kept. PeerGone or TimeoutError."""
+        deadline = time.monotonic() + limit_s
+        while not self.try_send(tag, tensors):
+            self._check(self.outgoing, deadline, "send")
+            self.port.wait_room(self.outgoing, 0.03)
+            self.waiting += self.port.take()
+
+    def recv(self, limit_s: float = LIMIT_S) -> _native.Message:
+        deadline = time.monotonic() + limit_s
+        while not self.waiting:
+            self.waiting += self.port.take()
+            if self.waiting:
+                break
+            if not self.port.wait_arrival(0.03):
+                self._check(self.incoming, deadline, "recv")
+        return self.waiting.pop(0)
+
+    def _check(self, end: _native.Incoming | _native.Outgoing, deadline: float, what: str) -> None:
+        if told := end.gone():
+            raise PeerGone(told)
+        if time.monotonic() > deadline:
+            raise TimeoutError(what)
+
+    def compare(self, message: _native.Message, tensors: Sequence[Range]) -> None:
+        """Every byte, and the shapes."""
+        layout = message.layout
+        assert len(layout) == len(tensors), (layout, tensors)
+        body = memoryview(message)
+        for (code, shape, count, offset), (wanted_code, wanted_shape, at) in zip(
+            layout, tensors, strict=True
+        ):
+            assert (code, tuple(shape)) == (wanted_code, tuple(wanted_shape)), (
+                code,
+                shape,
+                wanted_code,
+                wanted_shape,
+            )
+            size = count * _native.ELEMENT_TYPES[code][1]
+            assert body[offset : offset + size] == self.pool.view[at : at + size], f"{size} bytes differ"
+
+    def settle(self, limit_s: float = LIMIT_S) -> None:
+        """Until the other side has taken everything."""
+        deadline = time.monotonic() + limit_s
+        while self.outgoing.untaken()[0]:
+            self._check(self.outgoing, deadline, "settle")
+            self.port.wait_room(self.outgoing, 0.03)
+            self.waiting += self.port.take()
+
+    def close(self) -> None:
+        self.settle()
+        self.incoming.close()
+        self.outgoing.close()
+
+
+class Context:
+    """What a scenario gets: its rank, the line to the other side, addresses of both, and shared random bytes."""
+
+    def __init__(self, rank: int, line: Line, addresses: Sequence[str], pool: Pool) -> None:
+        self.rank, self.line, self.addresses, self.pool = rank, line, addresses, pool
+
+    def peer(self, **options: object) -> Peer:
+        return Peer(self.rank, self.line, self.pool, self.addresses, **options)  # type: ignore[arg-type]
+
+
+class PeerGone(Exception):
+    """What gone() has told."""
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))

@@ -1,0 +1,119 @@
+"""RDMA over real verbs: in one emulated guest between two processes, and between two guests (`make test-rdma`).
+
+The scenarios are in scenarios.py and faults.py. Where no guest can be made or started, all is skipped and the reason
+printed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.rdma.table import ONE_GUEST, TWO_GUESTS
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+GUEST = HERE / "guest.sh"
+CACHE = Path(
+    os.environ.get("DS_EXT_GUEST_CACHE")
+    or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds_ext/rdma_guest"
+)
+LIMIT_S = int(os.environ.get("DS_EXT_GUEST_LIMIT_S", "240"))  # of a busy host; an idle one needs a quarter
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("DS_EXT_TEST_RDMA") != "1",
+    reason="starts emulated guests for over a minute: `make test-rdma`",
+)
+
+
+@functools.cache
+def guest() -> None:
+    """Make the guest if there is none; skip where that is not possible."""
+    done = subprocess.run([GUEST, "build"], capture_output=True, text=True)
+    if done.returncode == 3:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+
+
+def boot(role: str, *machine: str) -> subprocess.Popen[str]:
+    """Start a guest that runs the scenarios of a role: one, 0 or 1."""
+    variables = {"role": role, "python": sys.executable, "root": str(ROOT)}
+    for name in ("SCENARIOS", "SCENARIO_LIMIT_S"):
+        if name in os.environ:
+            variables[name] = os.environ[name]
+    given = " ".join(f"{name}={value}" for name, value in variables.items())
+    return subprocess.Popen(
+        [GUEST, "run", HERE / "in_guest.sh", *machine],
+        env={**os.environ, "DS_EXT_GUEST_ENV": given, "DS_EXT_GUEST_LIMIT_S": str(LIMIT_S)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+
+
+@functools.cache
+def outputs() -> dict[str, str]:
+    """What the guests printed, by role; all three run at the same time."""
+    guest()
+    with tempfile.TemporaryDirectory() as folder:
+        cable = f"addr.type=unix,addr.path={folder}/cable"
+        started = {"one": boot("one")}
+        for role, serves in (("0", "on"), ("1", "off")):
+            card = f"virtio-net-pci,netdev=n0,mac=52:54:00:00:01:0{role},host_mtu=9000,romfile="
+            network = f"stream,id=n0,server={serves},{cable}"
+            started[role] = boot(role, "-netdev", network, "-device", card)
+            if serves == "on":
+                _await(Path(folder) / "cable")
+        return {role: process.communicate()[0] for role, process in started.items()}
+
+
+def _await(path: Path) -> None:
+    """The second guest's end of the cable needs the first's."""
+    subprocess.run(
+        ["sh", "-c", f'for i in $(seq 300); do [ -S "{path}" ] && exit; sleep 0.1; done'], check=True
+    )
+
+
+def check(role: str, name: str) -> None:
+    text = outputs()[role]
+    found = re.search(rf"^SCENARIO {name} (\w+).*$", text, re.MULTILINE)
+    assert found is not None and found[1] == "passed", f"guest {role}:\n{text[-6000:]}"
+    print(found[0])
+
+
+@pytest.mark.parametrize("name", [each.__name__ for each in ONE_GUEST])
+def test_in_one_guest(name: str) -> None:
+    check("one", name)
+
+
+@pytest.mark.parametrize("name", [each.__name__ for each in TWO_GUESTS])
+def test_between_two_guests(name: str) -> None:
+    check("0", name)
+    check("1", name)
+
+
+def test_our_declarations_are_those_of_the_header() -> None:
+    """verbs.hpp is written by hand, so that building needs no header; here is one to compare it with."""
+    guest()
+    compiler = shutil.which("g++") or sysconfig.get_config_var("CXX")
+    include = [f"-I{CACHE}/userland/usr/include", f"-I{ROOT}/kernels/transport"]
+    command = [
+        compiler,
+        "-std=c++17",
+        "-fsyntax-only",
+        "-Wno-invalid-offsetof",
+        *include,
+        HERE / "abi_check.cpp",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
