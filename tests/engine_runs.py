@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_ext.config import load_config
 from ds_ext.engine import PipelineEngine, PipelineModule, initialize, weight_decay_groups
 from ds_ext.models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel, create_tensor_parallel, shard_dim
@@ -50,7 +51,7 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.tp * self.dp
+        return load_config(self.config(1)).ds_ext.placement().ranks * self.tp * self.dp
 
     def config(self, replicas: int) -> dict[str, Any]:
         return {
@@ -97,8 +98,6 @@ class StepBatches:
 
 def build(job: Job) -> tuple[PipelineEngine, TensorParallel]:
     """The engine of this rank."""
-    from ds_ext.config import load_config
-
     replicas = load_config(job.config(1)).ds_ext.placement().replicas
     config = job.config(replicas)
     tp = create_tensor_parallel([list(range(r, r + job.tp)) for r in range(0, job.world_size, job.tp)])

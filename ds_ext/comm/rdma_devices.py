@@ -21,6 +21,7 @@ DEVICE_VARIABLE, GID_VARIABLE = "DS_EXT_RDMA_DEV", "DS_EXT_RDMA_GID_INDEX"
 NCCL_GID_VARIABLE = "NCCL_IB_GID_INDEX"  # clusters set it already
 ACTIVE = "ACTIVE"
 _EMPTY = ":0000:0000:0000:0000"
+_MOST_HOLES = 64
 _CAP_IPC_LOCK = 14
 _SYSFS = Path("/sys")
 
@@ -169,10 +170,14 @@ def _read_port(folder: Path) -> DevicePort:
 
 
 def _read_gids(folder: Path) -> Iterator[Gid]:
-    # A table may have a thousand entries, nearly all of them empty: of those at most the subnet is set.
+    # An address gets the lowest free entry, so only removed ones leave holes. A table may have a thousand entries.
+    empty = 0
     for index in sorted(int(name) for name in os.listdir(folder / "gids") if name.isdecimal()):
         text = _text(f"{folder}/gids/{index}")
-        if text.endswith(_EMPTY):
+        if text.endswith(_EMPTY):  # the subnet before it may be set
+            empty += 1
+            if empty == _MOST_HOLES:
+                return
             continue
         with contextlib.suppress(ValueError):
             value = ipaddress.IPv6Address(text)

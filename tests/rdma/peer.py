@@ -9,6 +9,7 @@ import random
 import socket
 import struct
 import time
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,9 +56,8 @@ class Pool:
     def __init__(self) -> None:
         self.memory = bytearray(random.Random(7).randbytes(POOL_BYTES // 8) * 8)
         # No period, so that a wrong offset is a wrong content.
-        for at in range(0, POOL_BYTES, 64):
-            struct.pack_into("<I", self.memory, at, at)
         self.view = memoryview(self.memory)
+        self.view.cast("I")[::16] = memoryview(array("I", range(0, POOL_BYTES, 64)))
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
 

@@ -134,3 +134,11 @@ def test_without_libibverbs_the_module_loads_and_it_says_what_to_install() -> No
         [sys.executable, "-c", script], cwd=root, env=environment, capture_output=True, text=True
     )
     assert "libibverbs cannot be loaded" in done.stdout and "install rdma-core" in done.stdout, done
+
+
+def test_holes_in_the_table(tmp_path: Path) -> None:
+    empty = ("fe80:0000:0000:0000:0000:0000:0000:0000", "", "")
+    add_port(
+        tmp_path, "mlx5_0", [empty] * 20 + [row for row in roce("10.0.0.1", "eth0") if row[1] == "RoCE v2"]
+    )
+    assert chosen(tmp_path, "10.0.0.1", must_match=True) == ("mlx5_0", 1, 21)
