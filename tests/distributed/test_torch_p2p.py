@@ -192,8 +192,10 @@ def polling(rank: int, kind: str) -> list[bool]:
         while not ticket.done() and time.monotonic() < deadline:
             time.sleep(0.001)
         seen += [ticket.done(), later.done(), transport.ready() == [(1, make_tag(1, 0))]]
-        transport.send([ticket.wait()[0].sum()], 1, 1)
-        seen += [transport.ready() == [], later.wait()[0].item() == 5.0]
+        total = ticket.wait()[0].sum()
+        seen.append(transport.ready() == [])
+        transport.send([total], 1, 1)  # which the other rank answers at once
+        seen.append(later.wait()[0].item() == 5.0)
     else:
         transport.recv(0, 0).wait()
         transport.send([torch.ones(100_000)], 0, make_tag(1, 0))
