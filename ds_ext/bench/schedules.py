@@ -134,7 +134,12 @@ def _schedules(args: argparse.Namespace) -> tuple[list[str], list[tuple[str, str
 def _check_sizes(name: str, args: argparse.Namespace) -> None:
     """Refuse what the engine cannot run: DeepSpeed counts the same number of micro-batches on every replica."""
     micro_batches = args.micro_batches
-    replicas = timetable_for(name, args.stages, micro_batches, _costs(args)).placement.replicas
+    placement = timetable_for(name, args.stages, micro_batches, _costs(args)).placement
+    replicas = placement.replicas
+    if placement.forward is not None:
+        raise ScheduleError(
+            f"{name} has ranks for forwards besides: measure it with `python -m ds_ext bench fbd`."
+        )
     if micro_batches % replicas:
         raise ScheduleError(
             f"{name} has {replicas} pipes that take as many micro-batches each; got {micro_batches}. Use "

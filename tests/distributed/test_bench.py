@@ -111,6 +111,7 @@ def test_a_rival_that_cannot_run_is_shown_as_failed() -> None:
         (["--schedules", "bitpipe", "--micro-batches", "5"], "multiple of 2"),
         (["--schedules", "bitpipe_zb", "--micro-batches", "5"], "Use 4 or 6."),
         (["--schedules", "bitpipe:greedy"], "'bitpipe:greedy' is not of the form bitpipe:mode=greedy"),
+        (["--schedules", "fbd"], "measure it with `python -m ds_ext bench fbd`"),
         (["--rivals", "megatron"], "rival 'megatron' is not known"),
         (["--schedules", "none", "--rivals", "none"], "nothing to measure"),
         (["--jitter", "2"], "jitter must be within 0 and 1"),
