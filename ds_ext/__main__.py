@@ -147,7 +147,7 @@ def build_parser(verb: str) -> argparse.ArgumentParser:
 
         doctor.add_arguments(host)
         host.set_defaults(run=doctor.run)
-    measure = verbs.add_parser("bench", help="measure on this host: schedules", description="Benchmarks.")
+    measure = verbs.add_parser("bench", help="measure on this host", description="Benchmarks.")
     if verb == "bench":
         from . import bench
 

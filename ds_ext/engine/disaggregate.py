@@ -9,6 +9,7 @@ and with the loss the numbers that only an optimizer knows.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -71,12 +72,13 @@ class _RoleEngine(PipelineEngine):
         self.sync_weights()
         self._exchange()
 
+    @abstractmethod
     def sync_weights(self) -> None:
         """Give the forward ranks the weights that the backward ranks have now; all ranks call it together."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _make_weight_link(self) -> WeightLink | None:
-        raise NotImplementedError
+        """What this rank's weights go or come through; None where it has none to give."""
 
     def _bridge(self, program: Program) -> TimetableSchedule:
         """Proven for links that hold no more than the forward ranks may be ahead."""

@@ -15,4 +15,4 @@ assert spec is not None and spec.loader is not None
 module = importlib.util.module_from_spec(spec)
 sys.modules["ds_ext.comm._native"] = module
 spec.loader.exec_module(module)
-setattr(ds_ext.comm, "_native", module)  # noqa: B010 (no attribute of the package to a type checker)
+ds_ext.comm.__dict__["_native"] = module

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from typing import Any
 
 from ds_ext.comm import _native
 from ds_ext.comm.rdma_devices import choose, device_ports
@@ -81,8 +82,8 @@ def late_peer(context: Context) -> None:
 class _OtherVersion(RdmaSetup):
     """Greets as another version would."""
 
-    def _greetings(self, cards: object) -> dict[int, bytes]:
-        greetings = super()._greetings(cards)  # type: ignore[arg-type]
+    def _greetings(self, cards: Any) -> dict[int, bytes]:
+        greetings = super()._greetings(cards)
         return {peer: bytes([*note[:12], 9, 0, *note[14:]]) for peer, note in greetings.items()}
 
 

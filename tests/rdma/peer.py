@@ -160,8 +160,8 @@ class Context:
     def __init__(self, rank: int, line: Line, addresses: Sequence[str], pool: Pool) -> None:
         self.rank, self.line, self.addresses, self.pool = rank, line, addresses, pool
 
-    def peer(self, **options: object) -> Peer:
-        return Peer(self.rank, self.line, self.pool, self.addresses, **options)  # type: ignore[arg-type]
+    def peer(self, **options: Any) -> Peer:
+        return Peer(self.rank, self.line, self.pool, self.addresses, **options)
 
 
 class PeerGone(Exception):

@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -56,14 +57,14 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _start(scenario: object, context: Context) -> int:
+def _start(scenario: Callable[[Context], object], context: Context) -> int:
     child = os.fork()
     if child:
         return child
     signal.alarm(MOST_S)
     status = 1
     try:
-        scenario(context)  # type: ignore[operator]
+        scenario(context)
         status = 0
     except BaseException:
         text = traceback.format_exc()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ds_ext.comm import _native, wire
 from ds_ext.errors import TransportError
+from tests.crc32c import crc32c
 
 DTYPES = [getattr(torch, name) for name, _ in _native.ELEMENT_TYPES]
 SHAPES = st.lists(st.integers(0, 5), max_size=8).map(tuple)
@@ -71,16 +72,6 @@ def test_one_changed_byte_is_refused(made: _native.Descriptor, position: int, fl
 def test_arbitrary_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(_native.DescriptorError):
         _native.unpack(data)
-
-
-def crc32c(data: bytes) -> int:
-    """The checksum bit by bit, independent of the table in the native code."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-    return crc ^ 0xFFFFFFFF
 
 
 def resealed(data: bytes) -> bytes:

@@ -7,7 +7,6 @@ import mmap
 import os
 import subprocess
 import sys
-import threading
 import time
 import weakref
 from pathlib import Path
@@ -22,6 +21,7 @@ from ds_ext.comm.links import Links
 from ds_ext.comm.native_transport import COPIED_BYTES, NativeTransport
 from ds_ext.comm.transport import make_tag
 from ds_ext.errors import ProtocolError, TransportError
+from tests.links import both_send_first
 
 JOB = bytes(range(16))
 WINDOW = 64 << 20
@@ -212,20 +212,7 @@ def test_asking_without_waiting(pair: Pair) -> None:
 def test_two_ranks_that_both_send_first_do_not_block_each_other(messages: int) -> None:
     """More bytes than the window."""
     pair = Pair(window=8 << 20 if messages < 100 else 8 << 10)
-    value = torch.ones((2 << 20) // 4 if messages < 100 else 1)
-    sums = {}
-
-    def talk(transport: NativeTransport, peer: int) -> None:
-        for item in range(messages):
-            transport.send([value * item], peer, make_tag(1, item))
-        received = (transport.recv(peer, make_tag(1, item)).wait()[0] for item in range(messages))
-        sums[peer] = sum(int(tensor[-1]) for tensor in received)
-
-    threads = [threading.Thread(target=talk, args=end) for end in ((pair.left, 1), (pair.right, 0))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    sums = both_send_first(pair.left, pair.right, messages)
     assert sums == dict.fromkeys((0, 1), messages * (messages - 1) // 2)
 
 

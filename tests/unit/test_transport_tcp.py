@@ -19,8 +19,9 @@ from ds_ext.comm import _native
 from ds_ext.comm.ends import Ends
 from ds_ext.comm.links import Links
 from ds_ext.comm.native_transport import COPIED_BYTES, NativeTransport
-from ds_ext.comm.transport import make_tag
 from ds_ext.errors import PeerGone, ProtocolError, TransportError, TransportTimeout
+from tests.crc32c import crc32c
+from tests.links import both_send_first
 
 WINDOW = 64 << 20
 LARGE = COPIED_BYTES // 4 + 1  # floats that are used where they arrive
@@ -130,20 +131,7 @@ def test_tensors_lie_in_memory_of_their_own(pair: Pair) -> None:
 def test_two_ranks_that_both_send_first_do_not_block_each_other(messages: int) -> None:
     """More bytes than the window and than the sockets hold."""
     pair = Pair(window=8 << 20 if messages < 100 else 8 << 10)
-    value = torch.ones((2 << 20) // 4 if messages < 100 else 1)
-    sums: dict[int, int] = {}
-
-    def talk(transport: NativeTransport, peer: int) -> None:
-        for item in range(messages):
-            transport.send([value * item], peer, make_tag(1, item))
-        received = (transport.recv(peer, make_tag(1, item)).wait()[0] for item in range(messages))
-        sums[peer] = sum(int(tensor[-1]) for tensor in received)
-
-    threads = [threading.Thread(target=talk, args=end) for end in ((pair.left, 1), (pair.right, 0))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    sums = both_send_first(pair.left, pair.right, messages)
     assert sums == dict.fromkeys((0, 1), messages * (messages - 1) // 2)
     pair.close()
 
@@ -199,15 +187,6 @@ def control(kind: int, text: bytes = b"") -> bytes:
     body = [b"DSXC", 1, kind, len(text), 0, 0, crc32c(text)]
     packed = CONTROL.pack(*body, 0)[:-4]
     return packed + struct.pack("<I", crc32c(packed)) + text
-
-
-def crc32c(data: bytes) -> int:
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-    return crc ^ 0xFFFFFFFF
 
 
 def test_control_frames() -> None:
