@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +11,8 @@ import torch
 
 class BusyClock:
     """Sums the time of computations in a step and the time from its start to the last of them.
+
+    ``with busy: ...`` is a computation.
 
     On CUDA the times are events on the current stream, read once after the step, so that nothing waits in the
     loop.
@@ -29,17 +30,17 @@ class BusyClock:
         self.on_cuda, self.clock = device.type == "cuda", clock
         self.started: Any = None
         self.spans: list[tuple[Any, Any]] = []
+        self._begin: Any = None
 
     def start_step(self) -> None:
         """A step begins now."""
         self.started, self.spans = self.now(), []
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Everything inside is computation."""
-        begin = self.now()
-        yield
-        self.spans.append((begin, self.now()))
+    def __enter__(self) -> None:
+        self._begin = self.now()
+
+    def __exit__(self, *_: object) -> None:
+        self.spans.append((self._begin, self.now()))
 
     def read(self) -> tuple[float, float]:
         """(seconds computed, seconds from the start of the step to the end of the last computation)."""

@@ -75,6 +75,7 @@ class PipelineEngine(CheckpointMethods, InstructionHandlers):
         self.bubble_measured: float | None = None
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._compute_loss, self._kept_outputs = True, None
+        self._writing_stages: set[int] = set()
         options = self.module.settings.transport_options
         self.transport = create_transport(
             self.module.settings.transport,

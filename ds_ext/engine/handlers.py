@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -21,13 +21,17 @@ from ..pipe_schedules.bridge import (
     RecomputeForward,
     TimetableSchedule,
 )
-from ..tensor_parallel import WeightGradients, deferrable, deferring
+from ..tensor_parallel import WeightGradients, backward, deferrable, deferring
 from .batches import Batches
 from .busy import BusyClock
 from .grad_norm import clip_grad_norm
 from .grad_sync import EagerReduction, fill_missing_gradients
 from .messages import Kind, StageMessages, pack, unpack
 from .module import PipelineModule
+
+_NOTHING = nullcontext()
+# How torch refuses to write to a tensor whose gradient it is to give.
+_WRITES_TO_LEAF = "leaf Variable that requires grad"
 
 
 class InstructionHandlers(DeepSpeedPipelineEngine):
@@ -48,6 +52,7 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
     _loss_sum: Tensor
     _compute_loss: bool
     _kept_outputs: dict[int, Any] | None
+    _writing_stages: set[int]  # those that begin with an operation in place
 
     def _exec_load_micro_batch(self, buffer_id: int, stage: int, micro_batch: int) -> None:
         inputs, labels = self._fetch(micro_batch)
@@ -57,15 +62,26 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
             self.pipe_buffers["labels"][buffer_id] = None if labels is None else self._to_device(labels)
 
     def _exec_forward_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:
-        inputs, step = unpack(map(_enter, self.pipe_buffers["inputs"][buffer_id])), self.global_steps
+        inputs, number = self.pipe_buffers["inputs"][buffer_id], self._global_id(micro_batch)
         split = (stage, micro_batch) in self._running.program.timetable.split_backwards
-        with self._busy.computing(), deferrable() if split else nullcontext():
-            outputs = self.module.forward_stage(stage, inputs, step, self._global_id(micro_batch))
+        with self._busy, deferrable() if split else _NOTHING:
+            outputs = self._forward(stage, inputs, number)
             if stage == self.last_stage:
                 self._end_of_pipe(buffer_id, micro_batch, outputs)
         self.pipe_buffers["outputs"][buffer_id] = pack(outputs, f"stage {stage}")
         if not torch.is_grad_enabled():
             self.pipe_buffers["inputs"][buffer_id] = None
+
+    def _forward(self, stage: int, inputs: tuple[Tensor, ...], number: int) -> Any:
+        """The outputs of a stage. Its inputs are leaves, which only a stage that writes to them has to be spared."""
+        if stage not in self._writing_stages:
+            try:
+                return self.module.forward_stage(stage, unpack(inputs), self.global_steps, number)
+            except RuntimeError as error:
+                if _WRITES_TO_LEAF not in str(error):
+                    raise
+                self._writing_stages.add(stage)
+        return self.module.forward_stage(stage, unpack(map(_enter, inputs)), self.global_steps, number)
 
     def _end_of_pipe(self, buffer_id: int, micro_batch: int, outputs: Any) -> None:
         """The loss of a micro-batch; with no loss function the outputs are the loss, as in DeepSpeed."""
@@ -81,18 +97,18 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
             self._loss_sum += loss.detach()
 
     def _exec_backward_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:
-        with self._busy.computing(), self._accumulating():
+        with self._busy, self._accumulating():
             self._backward(buffer_id, stage)
         self._reduce_after(stage, micro_batch)
 
     def _exec_backward_input(self, buffer_id: int, stage: int, micro_batch: int) -> None:
         later = self.pipe_buffers["weights"][buffer_id] = WeightGradients()
-        with self._busy.computing(), self._accumulating(), deferring(later):
+        with self._busy, self._accumulating(), deferring(later):
             self._backward(buffer_id, stage)
 
     def _exec_backward_weight(self, buffer_id: int, stage: int, micro_batch: int) -> None:
         later, self.pipe_buffers["weights"][buffer_id] = self.pipe_buffers["weights"][buffer_id], None
-        with self._busy.computing(), self._accumulating():
+        with self._busy, self._accumulating():
             later.compute()
         self._reduce_after(stage, micro_batch)
 
@@ -105,7 +121,7 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
             outputs = [t for t in buffers["outputs"][buffer_id] if _differentiable(t)]
             pairs = zip(outputs, buffers["grads"][buffer_id], strict=True)
             roots = [(output, grad) for output, grad in pairs if output.requires_grad]
-        torch.autograd.backward([output for output, _ in roots], [grad for _, grad in roots])
+        backward([output for output, _ in roots], [grad for _, grad in roots])
         for key in ("outputs", "grads", "losses"):
             buffers[key][buffer_id] = None
         if stage == 0:
@@ -194,15 +210,9 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
         loss = loss / self.gradient_accumulation_steps()
         return self.optimizer.scale_if_loss(loss) if isinstance(self.optimizer, DeepSpeedOptimizer) else loss
 
-    @contextmanager
-    def _accumulating(self) -> Iterator[None]:
+    def _accumulating(self) -> AbstractContextManager[None]:
         """ZeRO and bf16 optimizers move gradients to buffers of their own after each backward."""
-        managed = isinstance(self.optimizer, ZeROOptimizer)
-        if managed:
-            self.optimizer.backward_prologue()
-        yield
-        if managed:
-            self.optimizer.backward_epilogue()
+        return _managed(self.optimizer) if isinstance(self.optimizer, ZeROOptimizer) else _NOTHING
 
     def clip_fp32_gradients(self) -> None:
         """Clip by a norm that counts every parameter of the model once; see grad_norm.py."""
@@ -212,6 +222,13 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
             tensor_rank=self.mpu.get_slice_parallel_rank(),
             model_group=self.mpu.get_model_parallel_group(),
         )
+
+
+@contextmanager
+def _managed(optimizer: Any) -> Iterator[None]:
+    optimizer.backward_prologue()
+    yield
+    optimizer.backward_epilogue()
 
 
 def _differentiable(tensor: Tensor) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.transport import Ticket, Transport, make_tag
+from ..comm.transport import ITEM_BITS, Ticket, Transport
 from ..errors import ConfigError
 from ..layout import ParallelLayout
 from ..pipe_schedules import Program
@@ -43,6 +43,7 @@ class StageMessages:
         self.transport, self.layout, self.rank = transport, layout, rank
         _, self._data, self._tensor = layout.coordinates(rank)
         self._tickets: dict[int, Ticket] = {}
+        self._peers: dict[int, tuple[int, ...]] = {}
 
     def post(self, kind: Kind, stage: int, micro_batch: int, device: int) -> None:
         """Ask for a message early, so that it can travel while this rank computes."""
@@ -55,8 +56,12 @@ class StageMessages:
 
     def send(self, kind: Kind, tensors: Sequence[Tensor], stage: int, micro_batch: int, device: int) -> None:
         """Send to ``stage`` on ``device``, without waiting."""
-        for rank in self.layout.peers(self.rank, device):
-            self.transport.send(tensors, rank, _tag(kind, stage, micro_batch))
+        peers = self._peers.get(device)
+        if peers is None:
+            peers = self._peers[device] = self.layout.peers(self.rank, device)
+        tag = _tag(kind, stage, micro_batch)
+        for rank in peers:
+            self.transport.send(tensors, rank, tag)
 
     def global_rank(self, device: int) -> int:
         """The rank of ``device`` that this one exchanges messages with."""
@@ -64,7 +69,7 @@ class StageMessages:
 
 
 def _tag(kind: Kind, stage: int, micro_batch: int) -> int:
-    return make_tag(kind * MAX_STAGES + stage, micro_batch)
+    return kind * MAX_STAGES + stage << ITEM_BITS | micro_batch & (1 << ITEM_BITS) - 1
 
 
 def directed_pairs(layout: ParallelLayout, programs: Iterable[Program]) -> list[tuple[int, int]]:

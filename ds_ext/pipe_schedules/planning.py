@@ -65,19 +65,20 @@ def plan(
             f"{least * placement.ranks / placement.stages:g} (D-ths of the model). Use at least that."
         )
     limits = [room, room + least, room + 2 * least]
-    best, slow = _search(work, room, limits, _MOST_OPS), slow_links(work)
+    (best, leader), slow = _search(work, room, limits), slow_links(work)
     if slow is None:
         return best.orders
     if split:
         return unhurried(work, best.orders, fill_waits(slow, best.orders, room), room)
-    return unhurried(work, best.orders, _search(slow, room, limits, _MOST_OPS // 2), room)
+    return _search_unhurried(work, slow, best.orders, leader, room, limits)
 
 
-def _search(work: Work, room: int, limits: list[int], most_ops: int) -> Run:
+def _search(work: Work, room: int, limits: list[int]) -> tuple[Run, _Guess]:
+    """The best order found, and the best of the guesses."""
     floor, random, guesses = lower_bound(work), Random(0), list(_even_guesses(work, limits))
     best, leader, its_time, tried = _slot_rule(work, room), guesses[0], math.inf, 0
     while best is None or best.makespan > floor * (1 + _SLACK):
-        if best is not None and tried and (tried + 1) * work.ops >= most_ops:
+        if best is not None and tried and (tried + 1) * work.ops >= _MOST_OPS:
             break
         guess = guesses[tried] if tried < len(guesses) else _change(leader, work, limits, random)
         run, tried = by_due_date(work, guess.entries, room, guess.admitted), tried + 1
@@ -87,7 +88,26 @@ def _search(work: Work, room: int, limits: list[int], most_ops: int) -> Run:
             leader, its_time = guess, run.makespan
         if best is None or _cost(run) < _cost(best):
             best = run
-    return best
+    return best, leader
+
+
+def _search_unhurried(
+    work: Work, slow: Work, orders: Orders, leader: _Guess, room: int, limits: list[int]
+) -> Orders:
+    """Of the orders that take no longer than ``orders``, the one that takes least when messages take a little."""
+    guesses, random, tried = [leader, *_even_guesses(work, limits)], Random(0), 0
+    most, least = _time(work, orders) * (1 + _SLACK), _time(slow, orders)
+    while tried * work.ops < _MOST_OPS // 2:
+        guess = guesses[tried] if tried < len(guesses) else _change(leader, work, limits, random)
+        tried += 1
+        for times in (work, slow):
+            run = by_due_date(times, guess.entries, room, guess.admitted)
+            if run is None or _cost(run)[1] > room or run.makespan > (most if times is work else least):
+                continue
+            late = _time(slow, run.orders)
+            if late < least * (1 - _SLACK) and _time(work, run.orders) <= most:
+                orders, leader, least = run.orders, guess, late
+    return orders
 
 
 def slow_links(work: Work) -> Work | None:

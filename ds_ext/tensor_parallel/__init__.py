@@ -26,6 +26,7 @@ from ds_ext.tensor_parallel.sequence import (
 from ds_ext.tensor_parallel.weight_gradients import (
     Deferral,
     WeightGradients,
+    backward,
     deferrable,
     deferring,
     embedding,
@@ -44,6 +45,7 @@ __all__ = [
     "TensorParallel",
     "VocabParallelEmbedding",
     "WeightGradients",
+    "backward",
     "copy_to_tensor_model_parallel_region",
     "create_tensor_parallel",
     "deferrable",

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 
 from ..errors import ConfigError
 
@@ -53,7 +53,7 @@ class WeightGradients:
         with torch.no_grad():
             gradients = [gradient() for _, gradient in parts]
         if parts:
-            torch.autograd.backward([weight for weight, _ in parts], gradients)
+            backward([weight for weight, _ in parts], gradients)
 
 
 # Of the process and not of a thread: on a GPU a thread of autograd's own runs the backward.
@@ -61,27 +61,49 @@ _deferrable = False
 _later: WeightGradients | None = None
 
 
-@contextmanager
-def deferrable() -> Iterator[None]:
+class deferrable:
     """Make the layers whose forward runs here able to defer."""
-    global _deferrable
-    before, _deferrable = _deferrable, True
-    try:
-        yield
-    finally:
-        _deferrable = before
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        global _deferrable
+        self._before, _deferrable = _deferrable, True
+
+    def __exit__(self, *_: object) -> None:
+        global _deferrable
+        _deferrable = self._before
 
 
-@contextmanager
-def deferring(later: WeightGradients) -> Iterator[None]:
+class deferring:
     """Leave weight gradients in ``later`` during a backward, also of forwards that it recomputes."""
-    global _later, _deferrable
-    before = _later, _deferrable
-    _later, _deferrable = later, True
-    try:
-        yield
-    finally:
-        _later, _deferrable = before
+
+    __slots__ = ("_before", "_to")
+
+    def __init__(self, later: WeightGradients) -> None:
+        self._to = later
+
+    def __enter__(self) -> None:
+        global _later, _deferrable
+        self._before = _later, _deferrable
+        _later, _deferrable = self._to, True
+
+    def __exit__(self, *_: object) -> None:
+        global _later, _deferrable
+        _later, _deferrable = self._before
+
+
+def backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """``torch.autograd.backward``; where every gradient is given and fits, without the cost of its checks.
+
+    They take as long as autograd itself needs for a small graph, and this is called for every micro-batch.
+    """
+    if all(g is not None and g.shape == t.shape for t, g in zip(tensors, gradients, strict=True)):
+        _engine_run_backward(
+            tuple(tensors), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+    else:
+        torch.autograd.backward(list(tensors), list(gradients))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
