@@ -1,0 +1,90 @@
+"""Which timetables an engine runs, and what goes with them: their links, and how gradients are reduced."""
+
+from __future__ import annotations
+
+import logging
+
+from ..layout import ParallelLayout
+from ..pipe_schedules import Program
+from ..pipe_schedules.bridge import TimetableSchedule
+from ..pipe_schedules.check import check
+from ..pipe_schedules.inference import forward_timetable
+from ..pipe_schedules.lower import lower
+from ..pipe_schedules.simulate import simulate
+from ..tensor_parallel import Deferral
+from .dynamic import DynamicSchedule
+from .dynamic_reduction import DynamicReduction
+from .dynamic_report import Reporter
+from .grad_sync import EagerReduction, why_not_eager
+from .link_slots import link_slots
+from .module import PipelineModule
+
+logger = logging.getLogger(__name__)
+
+_WORTH_SPLITTING = 0.5  # of the parameters
+
+
+class ScheduleMethods:
+    """Methods of :class:`.engine.PipelineEngine` that make its schedules from the module's settings."""
+
+    module: PipelineModule
+    layout: ParallelLayout
+    global_rank: int
+    _schedule: TimetableSchedule
+    _inference_schedules: dict[int, TimetableSchedule]
+
+    def _links(self) -> dict[tuple[int, int], int]:
+        """(sender, receiver) -> how many messages the receiver holds at a time, of all schedules that will run."""
+        known = link_slots(self.layout, [self._schedule.program, self._inference_schedule(1).program])
+        for link, held in self._schedule.links(self.layout).items():
+            known[link] = max(held, known.get(link, 0))
+        return known
+
+    def _make_schedule(self, gradient_accumulation_steps: int) -> tuple[TimetableSchedule, float]:
+        """The timetable of a training step, proven, and its simulated bubble."""
+        micro_batches = gradient_accumulation_steps * self.layout.placement.replicas
+        timetable = self.module.settings.timetable(micro_batches)
+        made, rules = self._bridge(lower(timetable)), self.module.settings.rules(micro_batches)
+        if rules is not None:
+            options = self.module.schedule.resolve_options(self.module.settings.schedule_options)
+            reporter = Reporter(rules, timetable, options["report"])
+            made = DynamicSchedule(made.program, made.stage_id, rules, reporter, options["record"])
+        return made, simulate(timetable).bubble
+
+    def _make_eager(self) -> EagerReduction | None:
+        """Eager gradient synchronization, if the JSON asks for it and it can be done."""
+        if not self.module.settings.eager_gradient_sync:
+            return None
+        reason = why_not_eager(self)
+        if reason is not None:
+            logger.debug("gradients are reduced after the last backward: %s", reason)
+            return None
+        made = DynamicReduction if self._schedule.dynamic else EagerReduction
+        return made(self, self._schedule.program.timetable)
+
+    def _tell_split(self, deferral: Deferral) -> None:
+        """Which layers split their backward; that of the others is whole, in its first half."""
+        name = self._schedule.program.timetable.schedule
+        if deferral.share >= _WORTH_SPLITTING:
+            logger.info("%s splits backwards: %s", name, deferral)
+        elif self.global_rank == 0:
+            logger.warning(
+                "%s splits backwards, but here gains little: %s. Use nn.Linear, or the layers and linear() of "
+                "ds_ext.tensor_parallel.",
+                name,
+                deferral,
+            )
+
+    def _bridge(self, program: Program) -> TimetableSchedule:
+        check(program)
+        return TimetableSchedule(program, self.module.device_index)
+
+    def _train_schedule(self) -> TimetableSchedule:
+        return self._schedule
+
+    def _inference_schedule(self, micro_batches: int) -> TimetableSchedule:
+        if micro_batches not in self._inference_schedules:
+            placement = self.layout.placement
+            timetable = forward_timetable(placement, micro_batches * placement.replicas)
+            self._inference_schedules[micro_batches] = self._bridge(lower(timetable))
+        return self._inference_schedules[micro_batches]
