@@ -166,36 +166,45 @@ def _refuse_two_precisions(config: Mapping[str, Any]) -> None:
         )
 
 
-def fp16_through_zero(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config``, with ZeRO stage 1 where it asks for fp16 without ZeRO.
+def half_through_zero(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config``, with ZeRO stage 1 where it asks for fp16 or bf16 without ZeRO.
 
-    DeepSpeed's fp16 optimizers without ZeRO divide a pipeline's gradients by a loss scale that was never applied.
-    Stage 1 is the same arithmetic with the optimizer's states spread over the data-parallel ranks. Optimizers that
-    stage 0 takes are taken here too.
+    DeepSpeed's fp16 optimizers without ZeRO divide a pipeline's gradients by a loss scale that was never applied, and
+    its bf16 optimizer sums them in bf16. Stage 1 is the same arithmetic with the optimizer's states spread over the
+    data-parallel ranks. Optimizers that stage 0 takes are taken here too. Who asks for sums in bf16 gets them.
     """
-    fp16, zero = config.get("fp16"), config.get("zero_optimization")
-    if not (isinstance(fp16, Mapping) and fp16.get("enabled") is True) or zero_stage(config):
+    zero, types = config.get("zero_optimization"), config.get("data_types")
+    in_bf16 = isinstance(types, Mapping) and types.get("grad_accum_dtype") == "bf16"
+    half = _is_enabled(config, "fp16") or (_is_enabled(config, "bf16", "bfloat16") and not in_bf16)
+    if not half or zero_stage(config):
         return dict(config)
     section = {**zero, "stage": 1} if isinstance(zero, Mapping) else {"stage": 1}
     return {"zero_allow_untested_optimizer": True, **config, "zero_optimization": section}
 
 
-def fp32_sums_of_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config``, with gradients of bf16 summed in fp32 under ZeRO stage 1 too, unless it says otherwise.
+def _is_enabled(config: Mapping[str, Any], *names: str) -> bool:
+    section = next((config[name] for name in names if name in config), None)
+    return isinstance(section, Mapping) and section.get("enabled") is True
 
-    DeepSpeed would sum them in bf16 there: of 1,000 micro-batches most would be lost to rounding.
+
+def fp32_sums_of_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config``, with gradients of bf16 summed in fp32, over micro-batches and ranks, unless it says otherwise.
+
+    DeepSpeed would sum them in bf16: of 1,000 micro-batches most would be lost to rounding, and results would depend
+    on the sizes of the job.
     """
-    bf16, types = config.get("bf16", config.get("bfloat16")), config.get("data_types") or {}
-    zero = config.get("zero_optimization")
+    if not _is_enabled(config, "bf16", "bfloat16"):
+        return dict(config)
+    made, types, zero = dict(config), config.get("data_types") or {}, config.get("zero_optimization")
+    if made.get("communication_data_type") is None:
+        made["communication_data_type"] = "fp32"
     given = not isinstance(types, Mapping) or types.get("grad_accum_dtype") is not None
     refused = isinstance(zero, Mapping) and (
         zero.get("offload_optimizer") or zero.get("cpu_offload") or zero.get("compute_grad_norm") is False
     )
-    if not (isinstance(bf16, Mapping) and bf16.get("enabled") is True) or zero_stage(config) != 1:
-        return dict(config)
-    return (
-        dict(config) if given or refused else {**config, "data_types": {**types, "grad_accum_dtype": "fp32"}}
-    )
+    if zero_stage(config) == 1 and not (given or refused):
+        made["data_types"] = {**types, "grad_accum_dtype": "fp32"}
+    return made
 
 
 def _refuse_unapplied(config: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from ..comm.groups import limit_waits
 from ..config import JobConfig, batch_sizes, load_config
-from ..deepspeed_json import fp16_through_zero, fp32_sums_of_bf16
+from ..deepspeed_json import fp32_sums_of_bf16, half_through_zero
 from ..errors import ConfigError
 from .disaggregate import make_engine
 from .engine import PipelineEngine
@@ -90,7 +90,7 @@ def initialize(
     job = load_config(source)
     sizes = batch_sizes(job.deepspeed, model.layout.placement.replicas, model.layout.data_parallel_size)
     config_dict = dict(
-        fp32_sums_of_bf16(fp16_through_zero(job.deepspeed)),
+        fp32_sums_of_bf16(half_through_zero(job.deepspeed)),
         train_micro_batch_size_per_gpu=sizes.micro_batch_size,
         gradient_accumulation_steps=sizes.gradient_accumulation_steps,
         train_batch_size=sizes.train_batch_size,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ds_ext.config import BatchSizes, batch_sizes, load_config, parse_section
-from ds_ext.deepspeed_json import DEEPSPEED_KEYS, fp16_through_zero, zero_stage
+from ds_ext.deepspeed_json import DEEPSPEED_KEYS, fp32_sums_of_bf16, half_through_zero, zero_stage
 from ds_ext.deepspeed_nested import NESTED_KEYS
 from ds_ext.errors import ConfigError
 
@@ -285,15 +285,27 @@ def test_batch_sizes_that_do_not_fit(train: object, micro: object, steps: object
         batch_sizes(batch(train, micro, steps), replicas=2, data_parallel_size=2)
 
 
-def test_fp16_goes_through_zero() -> None:
-    fp16 = {"fp16": {"enabled": True}}
+@pytest.mark.parametrize("name", ["fp16", "bf16", "bfloat16"])
+def test_half_precision_goes_through_zero(name: str) -> None:
+    half = {name: {"enabled": True}}
     for zero in ({}, {"zero_optimization": False}, {"zero_optimization": {"stage": 0}}):
-        made = fp16_through_zero(fp16 | zero)
-        assert made == fp16 | {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
-    buckets = fp16_through_zero(fp16 | {"zero_optimization": {"stage": 0, "reduce_bucket_size": 5}})
+        made = half_through_zero(half | zero)
+        assert made == half | {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+    buckets = half_through_zero(half | {"zero_optimization": {"stage": 0, "reduce_bucket_size": 5}})
     assert buckets["zero_optimization"] == {"stage": 1, "reduce_bucket_size": 5}
-    for config in (fp16 | {"zero_optimization": {"stage": 1}}, {"fp16": {"enabled": False}}, {}):
-        assert fp16_through_zero(config) == config
+    for config in (half | {"zero_optimization": {"stage": 1}}, {name: {"enabled": False}}, {}):
+        assert half_through_zero(config) == config
+
+
+def test_gradients_of_bf16_are_summed_in_fp32_unless_the_json_says_otherwise() -> None:
+    bf16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    in_fp32 = {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
+    assert fp32_sums_of_bf16(bf16) == bf16 | in_fp32
+    given = {"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "bf16"}}
+    assert fp32_sums_of_bf16(bf16 | given) == bf16 | given
+    without_zero = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
+    assert half_through_zero(without_zero) == without_zero
+    assert fp32_sums_of_bf16({}) == {}
 
 
 def test_the_keys_of_nested_sections_are_deepspeeds() -> None:
