@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .auto import vocabulary
+from .batch_sizes import BatchSizes, batch_sizes, counted
 from .choice import Choice, describe_costs, describe_rows
-from .config import BatchSizes, JobConfig, batch_sizes, counted
+from .config import JobConfig
 from .fbd_layout import make_layout
 from .layout import ParallelLayout, data_parallel_size
 from .pipe_schedules import Program, Timetable

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PURE = {
     "errors",
+    "batch_sizes",
     "config",
     "deepspeed_json",
     "deepspeed_sections",
@@ -36,6 +37,7 @@ EVERYTHING = {"*"}
 ALLOWED: dict[str, set[str]] = {
     "__init__": {"engine"},
     "errors": set(),
+    "batch_sizes": {"errors"},
     "pipe_schedules": {"errors"},
     "pipe_schedules/bridge": {"errors", "pipe_schedules", "deepspeed:"},
     "config": {"errors", "deepspeed_json", "pipe_schedules", "auto", "choice", "pydantic:"},
@@ -97,6 +99,8 @@ ALLOWED: dict[str, set[str]] = {
         "data/layout",
     },
     "parallel_sizes": {"errors", "pipe_schedules", "choice", "choose"},
+    "fbd_plan": {"errors", "pipe_schedules", "choice", "parallel_sizes", "stage_costs"},
+    "fbd_verdict": {"errors", "pipe_schedules", "choice", "parallel_sizes", "fbd_plan"},
     "model_flags": {"errors", "pipe_schedules"},
     "bench": EVERYTHING,
     "convert": {"errors", "checkpoint_folder", "engine", "models", "data", "torch:", "safetensors:"},
@@ -112,6 +116,7 @@ ALLOWED: dict[str, set[str]] = {
         "stage_costs",
     },
     "choosing_verbs": {
+        "fbd_verdict",
         *("errors", "pipe_schedules", "verbs", "choice", "parallel_sizes", "model_flags", "schedule_flags"),
         "stage_costs",
     },

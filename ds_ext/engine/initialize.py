@@ -15,8 +15,9 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 
+from ..batch_sizes import batch_sizes
 from ..comm.groups import limit_waits
-from ..config import JobConfig, batch_sizes, load_config
+from ..config import JobConfig, load_config
 from ..deepspeed_json import fp32_sums_of_bf16, half_through_zero
 from ..errors import ConfigError
 from .disaggregate import make_engine

@@ -10,9 +10,10 @@ import pytest
 
 from ds_ext.arguments import parse
 from ds_ext.auto import vocabulary
+from ds_ext.batch_sizes import batch_sizes
 from ds_ext.choice import Candidate
 from ds_ext.choose import Request, choose
-from ds_ext.config import JobConfig, batch_sizes, load_config, parse_section
+from ds_ext.config import JobConfig, load_config, parse_section
 from ds_ext.errors import ConfigError
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from ds_ext.batch_sizes import batch_sizes
 from ds_ext.choice import SAME, Choice, aligned, costs_text, describe_rows, format_bytes, parse_bytes
 from ds_ext.choose import Request, choose
-from ds_ext.config import batch_sizes, load_config
+from ds_ext.config import load_config
 from ds_ext.errors import ScheduleError
 from ds_ext.parallel_sizes import (
     Cluster,
