@@ -224,5 +224,9 @@ def _cuda() -> Iterator[Finding]:
     if count:
         names = ", ".join(torch.cuda.get_device_name(device) for device in range(count))
         yield _ok("CUDA", f"torch {torch.__version__} sees {count}: {names}")
+        from .comm import cuda_trial
+
+        for subject, found, remedy in cuda_trial.findings():
+            yield _warn(subject, found, remedy) if remedy else _ok(subject, found)
     else:
         yield _ok("CUDA", f"torch {torch.__version__} sees no device; jobs train on the CPU")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +16,8 @@ from ..comm import _native
 from ..comm.ends import Ends
 from ..comm.links import Links
 from ..comm.native_transport import NativeTransport
-from ..comm.transport import Transport, create_transport
+from ..comm.transport import Transport, create_transport, make_tag
+from ..errors import TransportTimeout
 from .ranks import Job
 from .transport import PEERS, ExchangeJob, Times
 
@@ -27,7 +30,7 @@ class Exchange:
 
     timetable = None
 
-    def __init__(self, sizes: Sequence[int], timeout_s: float) -> None:
+    def __init__(self, sizes: Sequence[int], timeout_s: float, idle_s: float) -> None:
         # The same warm memory for every way.
         self.sources = {size: torch.ones(size, dtype=torch.uint8) for size in sizes}
         self.rank, self.peer = dist.get_rank(), 1 - dist.get_rank()
@@ -35,7 +38,10 @@ class Exchange:
         shm = create_transport("shm", timeout_s=timeout_s, device=cpu)
         assert isinstance(shm, NativeTransport)
         tcp = create_transport("tcp", timeout_s=timeout_s, device=cpu)
+        assert isinstance(tcp, NativeTransport)
         frames = create_transport("torch", timeout_s=timeout_s, device=cpu)
+        self._waiting = {"idle_shm": shm, "idle_tcp": tcp} if idle_s else {}
+        self._idle_s = idle_s
         self.ways: dict[str, Callable[[int], float]] = {
             "shm": self._through(shm),
             "shm_hand_over": self._loaned(shm),
@@ -62,9 +68,25 @@ class Exchange:
             dist.barrier()
             if self.rank == 0:
                 found["memcpy", num_bytes] = _copies(self.sources[num_bytes], turns)
+        for name, transport in self._waiting.items():
+            found[name, 0] = [self._idle(transport)]
         if self.rank == 0:
             found["ready", PEERS] = [_elapsed(self._polled.ready) for _ in range(_MOST)]
         return found
+
+    def _idle(self, transport: NativeTransport) -> float:
+        """Of a core, what the busiest thread of this rank takes while it waits for a message."""
+        tag = make_tag(1, 0)
+        ticket = transport.recv(self.peer, tag)
+        dist.barrier()
+        before = _thread_seconds()
+        with contextlib.suppress(TransportTimeout):
+            transport.wait_any([ticket], self._idle_s)
+        taken = {thread: seconds - before.get(thread, 0.0) for thread, seconds in _thread_seconds().items()}
+        dist.barrier()
+        transport.send([torch.tensor(0)], self.peer, tag)
+        ticket.wait()
+        return max(taken.values()) / self._idle_s
 
     def _through(self, transport: Transport) -> Callable[[int], float]:
         def measure(num_bytes: int) -> float:
@@ -112,6 +134,15 @@ def _elapsed(action: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+def _thread_seconds() -> dict[str, float]:
+    """What each thread of this process has computed, ever."""
+    found = {}
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has just ended
+            found[thread] = int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
+    return found
+
+
 def _linked_with_itself(peers: int, timeout_s: float) -> NativeTransport:
     """The transport of a rank with so many peers, all of them in this process."""
     job, port = bytes(16), _native.Port()
@@ -129,4 +160,4 @@ def _linked_with_itself(peers: int, timeout_s: float) -> NativeTransport:
 def build(name: str, job: Job) -> Exchange:
     """What :mod:`.ranks` runs."""
     assert isinstance(job, ExchangeJob)
-    return Exchange(job.sizes, job.timeout_s)
+    return Exchange(job.sizes, job.timeout_s, job.idle_s)

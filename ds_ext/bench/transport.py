@@ -28,6 +28,7 @@ WAYS = {
     "memcpy": "a copy of one core in its own memory",
     "ready": f"asking {PEERS} peers what has arrived, when nothing has",
 }
+IDLE = {"idle_shm": "shm", "idle_tcp": "tcp"}
 _LIMIT_S = 120.0
 
 Times = dict[tuple[str, int], list[float]]  # (way, bytes) -> seconds one way
@@ -38,6 +39,7 @@ class ExchangeJob(Job):
     """Two ranks of :mod:`.exchange`, and the bytes of the messages that they send each other."""
 
     sizes: tuple[int, ...] = SIZES
+    idle_s: float = 0.0  # how long to wait for a message that does not come; 0: not at all
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help="bytes of the messages (%(default)s)",
     )
+    parser.add_argument(
+        "--idle",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="also wait for so long, and say what share of a core the busiest thread takes meanwhile",
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -58,8 +67,10 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print. Returns 0; raises DsExtError for a wrong request or ranks that fail."""
     if args.repeats < 1:
         raise ConfigError(f"--repeats must be at least 1; got {args.repeats}.")
+    if not 0 <= args.idle < _LIMIT_S / 4:
+        raise ConfigError(f"--idle must be 0 to {_LIMIT_S / 4:g} seconds; got {args.idle:g}.")
     sizes = _sizes(args.sizes)
-    found = _measure(args.repeats, sizes)
+    found = _measure(args.repeats, sizes, args.idle)
     if args.json:
         print(json.dumps(_as_json(found), indent=1))
     else:
@@ -80,9 +91,9 @@ def _sizes(text: str) -> tuple[int, ...]:
     return sizes
 
 
-def _measure(repeats: int, sizes: tuple[int, ...]) -> Times:
+def _measure(repeats: int, sizes: tuple[int, ...], idle_s: float) -> Times:
     prepare_host()
-    job = ExchangeJob(2, 1, Costs(0, 0, 0), 0, _LIMIT_S, "ds_ext.bench.exchange", sizes)
+    job = ExchangeJob(2, 1, Costs(0, 0, 0), 0, _LIMIT_S, "ds_ext.bench.exchange", sizes, idle_s)
     found: Times = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="ds_ext_bench_") as folder:
         group = RankGroup("transport", job, Path(folder))
@@ -101,18 +112,19 @@ def _as_json(found: Times) -> list[dict[str, Any]]:
     items = []
     for (name, size), seconds in found.items():
         median, best = statistics.median(seconds), min(seconds)
-        params: dict[str, Any] = {"peers": size} if name == "ready" else {"bytes": size}
-        if name != "ready":
+        params: dict[str, Any] = {"peers": size} if name == "ready" else {"bytes": size} if size else {}
+        if name in WAYS and name != "ready":
             params["gb_per_s"] = size / median / 1e9
+        unit, scale = ("% of a core", 100) if name in IDLE else ("us", 1e6)
         if not items:
             params["machine"] = machine()
         items.append(
             {
                 "name": name,
                 "params": params,
-                "median": 1e6 * median,
-                "best": 1e6 * best,
-                "unit": "us",
+                "median": scale * median,
+                "best": scale * best,
+                "unit": unit,
                 "repeats": len(seconds),
             }
         )
@@ -133,9 +145,11 @@ def _as_table(found: Times, sizes: tuple[int, ...]) -> str:
         for row in rows
     ]
     ready = found["ready", PEERS]
-    return "\n".join(
-        [*lines, f"ready          {1e6 * statistics.median(ready):.1f} ({1e6 * min(ready):.1f})"]
-    )
+    lines.append(f"ready          {1e6 * statistics.median(ready):.1f} ({1e6 * min(ready):.1f})")
+    for name, kind in IDLE.items():
+        if shares := found.get((name, 0)):
+            lines.append(f"idle           {100 * max(shares):.2f} % of a core at most, waiting over {kind}")
+    return "\n".join(lines)
 
 
 def _size(num_bytes: int) -> str:

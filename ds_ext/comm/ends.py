@@ -72,6 +72,11 @@ class LinkSetup(Protocol):
         ...
 
 
+def both_ways(pairs: Pairs) -> dict[tuple[int, int], int]:
+    """The pairs, and where one is missing its reverse."""
+    return {(b, a): 1 for a, b in pairs} | dict(pairs)
+
+
 def peers_of(rank: int, pairs: Pairs) -> list[int]:
     """Whom the rank exchanges messages with, in order."""
     return sorted({a + b - rank for a, b in pairs if rank in (a, b)})

@@ -46,22 +46,31 @@ class Health:
         return self.broken(kind(f"rank {self.rank}: {what}"))
 
     def timed_out(
-        self, op: str, peer: int, tag: int, limit_s: float, untaken: tuple[int, int, int] | None = None
+        self,
+        op: str,
+        peer: int,
+        tag: int,
+        limit_s: float,
+        untaken: tuple[int, int, int] | None = None,
+        final: bool = True,
     ) -> TransportTimeout:
-        """The error of a wait that took too long; ``untaken`` as of Outgoing."""
+        """The error of a wait that took too long; ``untaken`` as of Outgoing.
+
+        One that is not ``final``, because the caller only looked for so long, is no failure of the transport.
+        """
         more = f" ({untaken[0]} messages untaken, {untaken[2]} slots not back)" if untaken else ""
-        return self.broken(
-            TransportTimeout(
-                f"rank {self.rank}: {op} rank {peer} of {describe_tag(tag)}: nothing moved within the limit of "
-                f"{round(limit_s, 2):g} s{more}. See what rank {peer} is doing; if it is only slow, raise "
-                "transport_options.timeout_s",
-                peer,
-                op=op,
-                tag=tag,
-                seconds=limit_s,
-                credits=untaken[0] if untaken else None,
-            )
+        error = TransportTimeout(
+            f"rank {self.rank}: {op} rank {peer} of {describe_tag(tag)}: nothing moved within the limit of "
+            f"{round(limit_s, 2):g} s{more}. See what rank {peer} is doing; if it is only slow, raise "
+            "transport_options.timeout_s",
+            peer,
+            rank=self.rank,
+            op=op,
+            tag=tag,
+            seconds=limit_s,
+            credits=untaken[0] if untaken else None,
         )
+        return self.broken(error) if final else error
 
     def lost(self, op: str, gone: tuple[int, str], tag: int, waited_s: float) -> PeerGone:
         """The error of a wait for a peer that is gone: (rank, what became of it)."""

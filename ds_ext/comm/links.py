@@ -18,6 +18,7 @@ _DTYPES = tuple(getattr(torch, name, None) for name, _ in _native.ELEMENT_TYPES)
 CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
 Pieces = list[tuple[int, Sequence[int], int]]  # of a message: (dtype code, shape, address of the contents)
 FAILED = "failed: "  # begins what a peer has said of its failure
+CLOSED = "has closed its transport"  # as the native ends say it
 
 
 class Links:
@@ -37,15 +38,24 @@ class Links:
             self._polls[peer].register(watch, select.POLLIN)
 
     def gone(self, peers: Iterable[int]) -> tuple[int, str] | None:
-        """The first of the peers from which nothing more will come, and what became of it."""
+        """One of the peers from which nothing more will come, and what became of it.
+
+        Those that have closed in order, and perhaps ended since, count only where all have: the others may go on.
+        """
+        closed: list[tuple[int, str]] = []
+        peers = list(peers)
         for peer in peers:
             ends = [links[peer] for links in (self.incoming, self.outgoing) if peer in links]
-            told = [end.gone() for end in ends]
-            for what in sorted(filter(None, told), key=lambda text: not text.startswith(FAILED)):
-                return peer, what
-            if peer in self._polls and self._polls[peer].poll(0):
+            told = sorted(
+                filter(None, (end.gone() for end in ends)), key=lambda text: not text.startswith(FAILED)
+            )
+            if CLOSED in told[:1]:
+                closed.append((peer, CLOSED))
+            elif told:
+                return peer, told[0]
+            elif peer in self._polls and self._polls[peer].poll(0):
                 return peer, "has ended"
-        return None
+        return closed[0] if closed and len(closed) == len(peers) else None
 
     def abort(self, cause: str) -> None:
         """Tell every peer why this rank fails."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,21 @@ from typing import Any
 from ds_ext.comm.ends import Pairs
 
 WhyNot = Callable[[Any, Any, bool], str | None]  # LinkSetup.why_not
+
+# In the order of preference. A class is a LinkSetup, made of (rank, port, node_ips).
+KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        "shm": "ds_ext.comm.shm_setup:ShmSetup",
+        "rdma": "ds_ext.comm.rdma_setup:RdmaSetup",
+        "tcp": "ds_ext.comm.tcp_setup:TcpSetup",
+    }
+)
+
+
+def kind_class(kind: str) -> Any:
+    """The class of a key of KINDS, imported when it is asked for."""
+    module, name = KINDS[kind].split(":")
+    return getattr(importlib.import_module(module), name)
 
 
 @dataclass(frozen=True)

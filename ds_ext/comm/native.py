@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import socket
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ds_ext.comm import _native, torch_p2p
-from ds_ext.comm.ends import MEETING_S, Ends, LinkSetup, Pairs
+from ds_ext.comm.ends import MEETING_S, Ends, LinkSetup, Pairs, both_ways
 from ds_ext.comm.links import Links
-from ds_ext.comm.matrix import Card, Matrix, choose, describe
+from ds_ext.comm.matrix import KINDS, Card, Matrix, choose, describe, kind_class
 from ds_ext.comm.native_transport import NativeTransport
 from ds_ext.comm.rendezvous import host_id
 from ds_ext.comm.spin import spin_us
@@ -24,14 +22,6 @@ from ds_ext.errors import TransportError
 
 logger = logging.getLogger(__name__)
 
-# In the order of preference. A class is a LinkSetup, made of (rank, port, node_ips).
-KINDS: Mapping[str, str] = MappingProxyType(
-    {
-        "shm": "ds_ext.comm.shm_setup:ShmSetup",
-        "rdma": "ds_ext.comm.rdma_setup:RdmaSetup",
-        "tcp": "ds_ext.comm.tcp_setup:TcpSetup",
-    }
-)
 _ERRORS = (TransportError, OSError, _native.LinkError)
 
 
@@ -42,13 +32,13 @@ def create(
     device: torch.device,
     pairs: Pairs | tuple[()],
     node_ips: Sequence[str] | None = None,
-) -> NativeTransport:
+) -> Transport:
     """The transport of links of one kind; a collective call of all ranks of the world, with the same arguments.
 
     Args:
         kind: a key of KINDS.
         timeout_s: the longest wait for a peer.
-        device: of the tensors; only "cpu".
+        device: of the tensors: "cpu" or "cuda".
         pairs: (source, destination) of the links, with how many messages the receiver holds at a time; (): every rank
             with every other.
         node_ips: the addresses that ranks listen at, one for each rank or one for each host.
@@ -62,17 +52,17 @@ def create(
     return made
 
 
-def create_shm(**arguments: Any) -> NativeTransport:
+def create_shm(**arguments: Any) -> Transport:
     """The transport "shm": ranks of one host; as create()."""
     return create("shm", **arguments)
 
 
-def create_rdma(**arguments: Any) -> NativeTransport:
+def create_rdma(**arguments: Any) -> Transport:
     """The transport "rdma": ranks with RDMA devices; as create()."""
     return create("rdma", **arguments)
 
 
-def create_tcp(**arguments: Any) -> NativeTransport:
+def create_tcp(**arguments: Any) -> Transport:
     """The transport "tcp": between hosts, and within one; as create()."""
     return create("tcp", **arguments)
 
@@ -83,8 +73,18 @@ def create_auto(
     device: torch.device,
     pairs: Pairs | tuple[()],
     node_ips: Sequence[str] | None = None,
+    polled: bool = False,
 ) -> Transport:
-    """For every pair the first of KINDS that it can have, or "torch" for all where a pair has none; as create()."""
+    """For every pair the first of KINDS that it can have, or "torch" for all where a pair has none; as create().
+
+    Between GPUs it is "torch" as long as that serves: not where arrivals are ``polled``, nor for ranks of one GPU.
+    """
+    if device.type == "cuda" and not polled:
+        one_gpu = _ranks_of_one_gpu(device)
+        if one_gpu is None:
+            _tell("transport: torch, because between GPUs nccl serves a static schedule")
+            return torch_p2p.create(timeout_s=timeout_s, device=device, pairs=tuple(pairs))
+        _tell(f"ranks {', '.join(map(str, one_gpu))} share a GPU, which nccl refuses")
     made = _try(list(KINDS), timeout_s, device, pairs, node_ips)
     if not isinstance(made, str):
         return made
@@ -98,18 +98,20 @@ def _try(
     device: torch.device,
     pairs: Pairs | tuple[()],
     node_ips: Sequence[str] | None,
-) -> NativeTransport | str:
+) -> Transport | str:
     """The transport, or why there is none; every rank gets the same answer."""
     if not dist.is_initialized():
         raise TransportError(
             "torch.distributed is not initialized: call deepspeed.init_distributed() first, "
             "in processes that `deepspeed` or `torchrun` has started"
         )
-    if device.type != "cpu":
-        return f"the tensors are on {device.type}, and native links are for those of the CPU"
+    if device.type not in ("cpu", "cuda"):
+        return f"the tensors are on {device.type}, and native links are for those of the CPU and of CUDA"
     everyone = range(dist.get_world_size())
     if not isinstance(pairs, Mapping):
         pairs = {(a, b): DEFAULT_SLOTS for a in everyone for b in everyone if a != b}
+    if device.type == "cuda":
+        pairs = both_ways(pairs)
     failed: dict[str, str] = {}
     while True:
         attempt = _Attempt(kinds, failed, pairs, node_ips)
@@ -119,11 +121,29 @@ def _try(
             attempt.close()
         # A kind that failed although nothing spoke against it is not tried again.
         if not isinstance(made, tuple):
-            return made
+            if isinstance(made, str) or device.type == "cpu":
+                return made
+            return _for_gpu(made, device, pairs, attempt.kinds)
         kind, reason = made
         failed[kind] = reason
         if len(failed) == len(kinds):
             return reason if len(kinds) == 1 else "; ".join(f"{k}: {r}" for k, r in failed.items())
+
+
+def _for_gpu(
+    made: NativeTransport, device: torch.device, pairs: Pairs, kinds: Mapping[tuple[int, int], str]
+) -> Transport:
+    from ds_ext.comm.cuda_device import TorchCuda
+    from ds_ext.comm.cuda_transport import GpuTransport
+
+    return GpuTransport.over(made, TorchCuda(device), pairs, kinds)
+
+
+def _ranks_of_one_gpu(device: torch.device) -> list[int] | None:
+    """Ranks that share a GPU, if any do."""
+    gpus = _gather((host_id(), str(torch.cuda.get_device_properties(device).uuid)))
+    shared = next((gpu for gpu in gpus if gpus.count(gpu) > 1), None)
+    return None if shared is None else [rank for rank, gpu in enumerate(gpus) if gpu == shared]
 
 
 class _Attempt:
@@ -134,9 +154,10 @@ class _Attempt:
     ) -> None:
         self._rank, self._kinds, self._failed, self._pairs = dist.get_rank(), kinds, failed, pairs
         self._node_ips = node_ips
-        self._classes = {kind: _class(kind) for kind in kinds}
+        self._classes = {kind: kind_class(kind) for kind in kinds}
         self._setups: dict[str, LinkSetup] = {}
         self._port: _native.Port | None = None
+        self.kinds: Mapping[tuple[int, int], str] = {}  # of the links
 
     def run(self, timeout_s: float) -> NativeTransport | tuple[str, str] | str:
         """The transport; or a kind that failed, and why; or why no kind serves."""
@@ -147,6 +168,7 @@ class _Attempt:
             _refuse_wrong_addresses(cards)
         if isinstance(matrix, str):
             return matrix
+        self.kinds = matrix.kinds
         reason = _first(_gather(self._prepare(matrix)))
         if reason is not None:
             return reason
@@ -217,11 +239,6 @@ def _refuse_wrong_addresses(cards: Sequence[Card]) -> None:
     for card in cards:
         if "tcp" in card.refusals:
             raise TransportError(card.refusals["tcp"])
-
-
-def _class(kind: str) -> Any:
-    module, name = KINDS[kind].split(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def _words(error: Exception) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from ds_ext.errors import ProtocolError, TransportError
 
 SLICE_S = 0.03  # how long a sleep lasts at most, so that signals and the end of a peer are noticed
 COPIED_BYTES = 4096  # up to here a copy costs less than to keep a slot
+SEND_ERRORS = (_native.DescriptorError, _native.LinkError, OSError, MemoryError)
 
 _End = TypeVar("_End")
 
@@ -49,6 +51,8 @@ class NativeTransport:
         self._channels: dict[tuple[int, int], Channel] = {}
         self._arrived: dict[_native.Message, tuple[int, int]] = {}
         self._health = Health(rank, links.abort)
+        # Whether close() waits for so many last messages to a peer; for who sends some that need not arrive.
+        self.must_be_taken: Callable[[int, int], bool] = lambda peer, untaken: untaken > 0
 
     # --- the interface ---
 
@@ -59,7 +63,7 @@ class NativeTransport:
         try:
             if plain and link.send(tag, pieces):
                 return SENT
-        except (_native.DescriptorError, _native.LinkError, OSError) as error:
+        except SEND_ERRORS as error:
             raise self._not_sent(peer, tag, error) from error
         if plain:
             self._await_room(link, peer, tag, lambda: link.send(tag, pieces))
@@ -92,10 +96,9 @@ class NativeTransport:
         try:
             if self._health.reason is None:
                 for peer, link in self._links.outgoing.items():
-                    untaken, tag, _ = link.untaken()
-                    if untaken:
-                        limit_s = max(0.0, deadline - time.monotonic())
-                        self._await_room(link, peer, tag, lambda link=link: not link.untaken()[0], limit_s)
+                    limit_s = max(0.0, deadline - time.monotonic())
+                    taken = partial(self._all_taken, peer, link)
+                    self._await_room(link, peer, link.untaken()[1], taken, limit_s)
         finally:
             self._health.reason = self._health.reason or "it is closed"
             self._links.close()
@@ -133,6 +136,10 @@ class NativeTransport:
         if self._health.reason is None:  # a failure of its own was told already
             self._health.reason = f"it was given up: {cause}"
             self._links.abort(f"rank {self.rank}: {cause}")
+
+    def fail(self, what: str, kind: type[TransportError] = TransportError) -> TransportError:
+        """The error of something that the user of this transport has found wrong, which ends it as its own would."""
+        return self._health.failed(what, kind)
 
     def held(self) -> dict[int, int]:
         """By peer, how many of its messages live on in tensors that lie in them."""
@@ -198,7 +205,7 @@ class NativeTransport:
     def _await_arrival(self, tickets: Sequence[RecvTicket], timeout_s: float | None) -> int:
         """Wait until one of the tickets has its message; its position."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        start = time.monotonic()
+        start = asked = time.monotonic()
         gone: tuple[int, str] | None = None
         while True:
             self._health.check()
@@ -211,12 +218,21 @@ class NativeTransport:
                 tag = next(ticket.tag for ticket in tickets if ticket.peer == gone[0])
                 raise self._health.lost("recv from", gone, tag, waited_s)
             if waited_s >= limit_s:
-                raise self._health.timed_out("recv from", tickets[0].peer, tickets[0].tag, limit_s)
-            if not self._port.wait_arrival(min(SLICE_S, limit_s - waited_s)):
+                final = timeout_s is None
+                raise self._health.timed_out(
+                    "recv from", tickets[0].peer, tickets[0].tag, limit_s, final=final
+                )
+            arrived = self._port.wait_arrival(min(SLICE_S, limit_s - waited_s))
+            # Also while others send: a peer may have ended among their messages.
+            if not arrived or time.monotonic() - asked > SLICE_S:
                 # Asked before the next look for messages: what a peer has sent before its end still counts.
                 gone = self._links.gone(dict.fromkeys(ticket.peer for ticket in tickets))
+                asked = time.monotonic()
 
     # --- sending ---
+
+    def _all_taken(self, peer: int, link: _native.Outgoing) -> bool:
+        return not self.must_be_taken(peer, link.untaken()[0])
 
     def _lend(self, link: _native.Outgoing, pieces: Pieces, peer: int, tag: int) -> _native.Loan:
         """A slot of the peer, as soon as there is room."""
@@ -234,7 +250,8 @@ class NativeTransport:
         """A native error as ours."""
         if isinstance(error, _native.DescriptorError):
             return TransportError(f"rank {self.rank}: this cannot be sent to rank {peer}: {error}")
-        what = f"send to rank {peer} of {describe_tag(tag)}: {error}"
+        why = "there is no memory for it" if isinstance(error, MemoryError) else error
+        what = f"send to rank {peer} of {describe_tag(tag)}: {why}"
         if isinstance(error, _native.LinkError):
             return self._health.failed(what, ProtocolError)
         return self._health.failed(
@@ -251,7 +268,7 @@ class NativeTransport:
     ) -> None:
         """Wait until `attempt` succeeds. What arrives meanwhile is taken, so that two ranks that both send get on."""
         limit_s = self.timeout_s if limit_s is None else limit_s
-        start = time.monotonic()
+        start = asked = time.monotonic()
         gone: tuple[int, str] | None = None
         while not self._sent(attempt, peer, tag):
             waited_s = time.monotonic() - start
@@ -259,14 +276,16 @@ class NativeTransport:
                 raise self._health.lost("send to", gone, tag, waited_s)
             if waited_s >= limit_s:
                 raise self._health.timed_out("send to", peer, tag, limit_s, link.untaken())
-            if not self._port.wait_room(link, min(SLICE_S, limit_s - waited_s)):
+            room = self._port.wait_room(link, min(SLICE_S, limit_s - waited_s))
+            if not room or time.monotonic() - asked > SLICE_S:
                 gone = self._links.gone((peer,))
+                asked = time.monotonic()
             self.drain()
 
     def _sent(self, attempt: Callable[[], bool], peer: int, tag: int) -> bool:
         try:
             return attempt()
-        except (_native.DescriptorError, _native.LinkError, OSError) as error:
+        except SEND_ERRORS as error:
             raise self._not_sent(peer, tag, error) from error
 
     # --- refusals and failures ---

@@ -1,43 +1,24 @@
-"""How ranks of any hosts meet over tcp: each connects to the higher ones, and both sides prove that they know the job.
+"""How ranks of any hosts meet over tcp: each connects to the higher ones, and listens for the lower ones.
 
-    lower rank                                        higher rank, which listens
-    hello: both ranks, a random number        ->
-                                              <-      a random number, a note, the proof of both
-    a note, the proof of both                 ->
-                                              <-      welcome
-
-A proof is an HMAC-SHA256 under the two ranks' tokens, which travel through the process group alone. The contents of
-later messages are not encrypted.
+What they say to each other, and how they prove that they know the job, is in tcp_talk.py.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import hmac
 import secrets
 import selectors
 import socket
-import struct
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ds_ext.comm.tcp_address import listening
-from ds_ext.errors import ProtocolError, TransportError
+from ds_ext.comm.tcp_talk import Talk, answer, call
+from ds_ext.errors import TransportError
 
-TOKEN_BYTES, NONCE_BYTES, PROOF_BYTES = 16, 16, 32
-MOST_NOTE_BYTES = 4096
-VERSION = 1
-_MAGIC = b"DSX-TCP\0"
-_HEAD = struct.Struct("<8sHHI")  # magic, version, kind, bytes that follow
-_HELLO = struct.Struct(f"<II{NONCE_BYTES}s")
-_MOST_BYTES = NONCE_BYTES + PROOF_BYTES + MOST_NOTE_BYTES
-_KIND_HELLO, _KIND_ANSWER, _KIND_PROOF, _KIND_WELCOME, _KIND_REFUSED = range(1, 6)
+TOKEN_BYTES = 16
 _GUEST_S = 5.0  # how long a guest may take
 _MOST_GUESTS = 256
-
-_Talk = Generator[int, bytes, tuple[int, bytes]]  # yields how many bytes it needs; returns (peer, its note)
 
 
 @dataclass(frozen=True)
@@ -80,7 +61,7 @@ class _Line:
     """A connection under way: what was received of it, and the talk that reads it."""
 
     socket: socket.socket
-    talk: _Talk
+    talk: Talk
     peer: int | None  # None: a guest that has not said who it is
     deadline: float
     wanted: int = 0
@@ -189,7 +170,7 @@ class _Meeting:
             return
         self._open(guest, self._answer(guest, str(address[0])), None, time.monotonic() + _GUEST_S)
 
-    def _open(self, connection: socket.socket, talk: _Talk, peer: int | None, deadline: float) -> None:
+    def _open(self, connection: socket.socket, talk: Talk, peer: int | None, deadline: float) -> None:
         line = _Line(connection, talk, peer, deadline)
         connection.setblocking(True)
         self._lines.add(line)
@@ -235,92 +216,19 @@ class _Meeting:
 
     # --- what is said ---
 
-    def _call(self, connection: socket.socket, peer: int) -> _Talk:
-        """The lower rank's side."""
-        hello = _HELLO.pack(self._rank, peer, secrets.token_bytes(NONCE_BYTES))
-        _say(connection, _KIND_HELLO, hello)
-        answer = yield from _hear(_KIND_ANSWER)
-        nonce, proof, note = _parts(answer)
-        key = self._key(self._rank, peer)
-        if not hmac.compare_digest(proof, _proof(key, b"answer", hello, nonce, note)):
-            raise ProtocolError("what answers at its address does not know this job's token")
-        mine = self._notes[peer]
-        _say(connection, _KIND_PROOF, nonce + _proof(key, b"proof", hello, nonce, mine) + mine)
-        yield from _hear(_KIND_WELCOME)
-        return peer, note
+    def _call(self, connection: socket.socket, peer: int) -> Talk:
+        return call(connection, self._rank, peer, self._key(peer), self._notes[peer])
 
-    def _answer(self, connection: socket.socket, where: str) -> _Talk:
-        """The higher rank's side."""
-        try:
-            hello = yield from _hear(_KIND_HELLO)
-            peer, me, _ = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (-1, -1, b"")
-            if me != self._rank or peer not in self.missing or peer > self._rank:
-                raise ProtocolError(f"rank {self._rank} does not wait for rank {peer}")
-            key, nonce, mine = (
-                self._key(peer, self._rank),
-                secrets.token_bytes(NONCE_BYTES),
-                self._notes[peer],
-            )
-            _say(connection, _KIND_ANSWER, nonce + _proof(key, b"answer", hello, nonce, mine) + mine)
-            said = yield from _hear(_KIND_PROOF)
-            again, proof, note = _parts(said)
-            if again != nonce or not hmac.compare_digest(proof, _proof(key, b"proof", hello, nonce, note)):
-                raise ProtocolError("it does not know this job's token")
-            if peer not in self.missing:
-                raise ProtocolError(f"rank {peer} is connected already")
-        except ProtocolError as error:
-            with contextlib.suppress(OSError):
-                _say(connection, _KIND_REFUSED, str(error).encode())
-            raise ProtocolError(f"{where}: {error}") from None
-        _say(connection, _KIND_WELCOME, b"")
-        return peer, note
-
-    def _key(self, low: int, high: int) -> bytes:
-        """What only the two ranks' job knows."""
-        tokens = {rank: card.token for rank, card in self._cards.items()} | {self._rank: self._listener.token}
-        return tokens[low] + tokens[high]
-
-
-def _say(connection: socket.socket, kind: int, body: bytes) -> None:
-    # A few kilobytes always fit into a socket that was just made.
-    connection.send(_HEAD.pack(_MAGIC, VERSION, kind, len(body)) + body, socket.MSG_DONTWAIT)
-
-
-def _hear(kind: int) -> Generator[int, bytes, bytes]:
-    """The body of the next message, which must be of the kind."""
-    found, size = read_head((yield _HEAD.size))
-    body = (yield size) if size else b""
-    if found == _KIND_REFUSED:
-        raise ProtocolError(f"it refuses: {body.decode(errors='replace')[:500]}")
-    if found != kind:
-        raise ProtocolError(f"it says {found} where {kind} is due")
-    return body
-
-
-def read_head(data: bytes) -> tuple[int, int]:
-    """(kind, bytes that follow) of a message of the meeting; ProtocolError when it is none."""
-    magic, version, kind, size = _HEAD.unpack(data)
-    if magic != _MAGIC:
-        raise ProtocolError("it does not speak ds_ext's protocol")
-    if version != VERSION:
-        raise ProtocolError(
-            f"it speaks version {version} of the protocol, and this rank {VERSION}: install the same ds_ext"
+    def _answer(self, connection: socket.socket, where: str) -> Talk:
+        return answer(
+            connection,
+            self._rank,
+            where,
+            lambda peer: peer < self._rank and peer in self.missing,
+            lambda peer: (self._key(peer), self._notes[peer]),
         )
-    if not _KIND_HELLO <= kind <= _KIND_REFUSED or size > _MOST_BYTES:
-        raise ProtocolError(f"a message of kind {kind} and {size} bytes")
-    return kind, size
 
-
-def _parts(body: bytes) -> tuple[bytes, bytes, bytes]:
-    """(random number, proof, note)."""
-    if len(body) < NONCE_BYTES + PROOF_BYTES:
-        raise ProtocolError(f"a proof of {len(body)} bytes")
-    return (
-        body[:NONCE_BYTES],
-        body[NONCE_BYTES : NONCE_BYTES + PROOF_BYTES],
-        body[NONCE_BYTES + PROOF_BYTES :],
-    )
-
-
-def _proof(key: bytes, role: bytes, hello: bytes, nonce: bytes, note: bytes) -> bytes:
-    return hmac.new(key, role + hello + nonce + note, hashlib.sha256).digest()
+    def _key(self, peer: int) -> bytes:
+        """What only the two ranks' job knows."""
+        tokens = {peer: self._cards[peer].token, self._rank: self._listener.token}
+        return tokens[min(tokens)] + tokens[max(tokens)]

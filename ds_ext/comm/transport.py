@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 ITEM_BITS = 16
 TAG_LIMIT = 1 << 31
+# Channels that transports of GPU tensors use themselves.
+GPU_CONTROL, GPU_PIECES = (1 << 14) - 2, (1 << 14) - 1
 DEFAULT_SLOTS = 16  # messages of a link that a receiver holds at a time, where no timetable tells
 
 # A value is "module:function"; the function takes create_transport's arguments after the name.
@@ -44,7 +46,8 @@ class Ticket(Protocol):
 
         Received tensors own their memory: no later message touches it. After `timeout_s` seconds (None: the
         transport's own limit), or when the peer dies, TransportError names rank, peer, tag, seconds and
-        cause.
+        cause. That is the end of the transport, but for a receive over native links whose `timeout_s` was given:
+        it may be waited for again.
         """
         ...
 
@@ -123,6 +126,7 @@ def create_transport(
     device: device,
     pairs: Iterable[tuple[int, int]] | Mapping[tuple[int, int], int] = (),
     node_ips: Sequence[str] | None = None,
+    polled: bool = False,
 ) -> Transport:
     """Make the transport `name` on every rank of the world (a collective call).
 
@@ -135,6 +139,7 @@ def create_transport(
             shared memory a segment; left out: every rank with every other.
         node_ips: the addresses at which ranks listen for connections of other hosts: one for each rank, or one for
             each host in the launcher's order; None: those from which they reach MASTER_ADDR.
+        polled: "auto" must choose one that tells what has come without waiting for it.
 
     Raises:
         TransportError: the name is unknown or cannot be used here, or torch.distributed is not initialized.
@@ -144,4 +149,5 @@ def create_transport(
     module, function = TRANSPORTS[name].split(":")
     factory = getattr(importlib.import_module(module), function)
     links = pairs if isinstance(pairs, Mapping) else dict.fromkeys(pairs, DEFAULT_SLOTS) or ()
-    return factory(timeout_s=timeout_s, device=device, pairs=links, node_ips=node_ips)
+    more = {"polled": polled} if name == "auto" else {}
+    return factory(timeout_s=timeout_s, device=device, pairs=links, node_ips=node_ips, **more)

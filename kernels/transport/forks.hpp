@@ -19,8 +19,8 @@ inline std::atomic<std::uint32_t>& forks() {
 }
 
 /// Files that a forked child closes at once, each as its number plus one: a peer learns of this process' end by theirs.
-inline std::array<std::atomic<int>, 1024>& private_files() {
-    static std::array<std::atomic<int>, 1024> entries{};
+inline std::array<std::atomic<int>, 16384>& private_files() {
+    static std::array<std::atomic<int>, 16384> entries{};
     return entries;
 }
 

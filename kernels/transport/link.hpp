@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "copy.hpp"
 #include "forks.hpp"
 #include "message.hpp"
 
@@ -144,7 +145,7 @@ class Outgoing : public Owned {
         unsigned char* target = body(slot);
         for (std::size_t i = 0; i < pieces.size(); ++i)
             if (slot.descriptors[i].nbytes > 0)
-                std::memcpy(target + slot.descriptors[i].offset, pieces[i].address, slot.descriptors[i].nbytes);
+                copy_bytes(target + slot.descriptors[i].offset, pieces[i].address, slot.descriptors[i].nbytes);
         deliver(slot);
     }
 

@@ -29,9 +29,12 @@ class Loan {
         open_ = false;
         link_->publish(slot_);
     }
-    void cancel() {
-        if (open_) link_->cancel(slot_);
-        open_ = false;
+    void cancel() noexcept {
+        if (!std::exchange(open_, false)) return;
+        try {
+            link_->cancel(slot_);
+        } catch (const LinkError&) {  // the receiver has given back what was never sent: there is nothing to give up
+        }
     }
     const Slot& slot() const { return slot_; }
     unsigned char* address() const { return address_; }

@@ -29,6 +29,7 @@ inline std::uint32_t channel_of(std::uint32_t tag) {
 inline std::vector<Descriptor> describe(std::uint32_t tag, const std::vector<Piece>& pieces) {
     if (pieces.empty())
         throw DescriptorError("a message needs at least one tensor; send an empty one as a mere signal");
+    if (pieces.size() > kMaxTensors) throw DescriptorError("more than 65536 tensors in one message");
     std::vector<Descriptor> made(pieces.size());
     std::uint64_t end = 0;
     for (std::size_t i = 0; i < pieces.size(); ++i) {
@@ -41,6 +42,7 @@ inline std::vector<Descriptor> describe(std::uint32_t tag, const std::vector<Pie
         d.offset = end;
         d.nbytes = tensor_bytes(d);
         end = aligned(end + d.nbytes);
+        if (end > kMaxBodyBytes) throw DescriptorError("the message has more than 2^62 bytes");
     }
     for (Descriptor& d : made) d.body_bytes = end;
     return made;

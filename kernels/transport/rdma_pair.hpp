@@ -16,9 +16,9 @@
 #include <string>
 #include <thread>
 
+#include "rdma_fate.hpp"
 #include "rdma_port.hpp"
 #include "rdma_queue.hpp"
-#include "tcp_connection.hpp"
 
 namespace ds_ext {
 
@@ -41,7 +41,8 @@ class RdmaPair : public Owned, public RdmaPort::User {
           peer_(peer),
           outbox_(port_, kRdmaBlocks * kDescriptorBytes, verbs::kAccessLocalWrite),
           inbox_(port_, kRdmaBlocks * kDescriptorBytes, verbs::kAccessLocalWrite | verbs::kAccessRemoteWrite),
-          queue_(port_) {}
+          queue_(port_),
+          fate_(peer) {}
     RdmaPair(const RdmaPair&) = delete;
     RdmaPair& operator=(const RdmaPair&) = delete;
     ~RdmaPair() override { leave(); }
@@ -92,7 +93,7 @@ class RdmaPair : public Owned, public RdmaPort::User {
     /// The connection over which causes and ends are told: what a broken queue pair cannot.
     void control(std::shared_ptr<TcpConnection> connection) {
         const std::lock_guard<std::recursive_mutex> guard(mutex_);
-        control_ = std::move(connection);
+        fate_.control(std::move(connection));
     }
 
     /// Look for what has come, and hand it on. Where the rank is about to sleep, have the next completion wake it.
@@ -112,7 +113,7 @@ class RdmaPair : public Owned, public RdmaPort::User {
     /// The rank may compute for long.
     void idle() override {
         const std::lock_guard<std::recursive_mutex> guard(mutex_);
-        if (ours() && connected_ && failure_.empty()) receiver_.idle();
+        if (ours() && connected_ && !fate_.broken()) receiver_.idle();
     }
 
     /// Requests that a message of this size takes.
@@ -155,26 +156,21 @@ class RdmaPair : public Owned, public RdmaPort::User {
     /// Why nothing more comes from the other end, as words that follow "rank 3 ..."; empty while it may.
     std::string gone() {
         const std::lock_guard<std::recursive_mutex> guard(mutex_);
-        if (!cause_.empty()) return "failed: " + cause_;
-        if (closed_) return "has closed its transport";
-        const std::string told = control_ ? control_->gone() : std::string();
-        return told.empty() ? failure_ : told;
+        return fate_.words();
     }
 
     /// The other end has taken back what it said, or this end cannot believe it: LinkError in the next call.
     void damaged(const std::string& what) { damage_ = damage_.empty() ? what : damage_; }
     const std::string& damage() const { return damage_; }
-    bool broken() const { return !failure_.empty() || closed_; }
+    bool broken() const { return fate_.over(); }
 
     void abort(const std::string& cause) {
         const std::lock_guard<std::recursive_mutex> guard(mutex_);
-        if (!ours() || aborted_) return;
-        aborted_ = true;
+        if (!ours() || !fate_.abort(cause) || !connected_ || fate_.broken()) return;
         Notice notice;
         notice.kind = NoticeKind::abort;
         set_text(notice, cause);
-        if (connected_ && failure_.empty()) notify(notice);
-        if (control_) control_->abort(cause);
+        notify(notice);
     }
 
     /// One of this rank's ends is closed; the last of them waits a little until the other rank knows.
@@ -184,15 +180,15 @@ class RdmaPair : public Owned, public RdmaPort::User {
         if (--open_ends_ > 0) return;
         Notice notice;
         notice.kind = NoticeKind::closed;
-        if (failure_.empty() && !closed_) notify(notice);
+        if (!fate_.over()) notify(notice);
         const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(1);
-        while (failure_.empty() && !closed_ && (queue_.unfinished() > 0 || !notices_.empty()) &&
+        while (!fate_.over() && (queue_.unfinished() > 0 || !notices_.empty()) &&
                std::chrono::steady_clock::now() < limit) {
             poll();
             send_notices();
             std::this_thread::sleep_for(std::chrono::microseconds(50));
         }
-        if (control_) control_->close();
+        fate_.close();
         leave();
     }
     void add_end() { ++open_ends_; }
@@ -218,7 +214,7 @@ class RdmaPair : public Owned, public RdmaPort::User {
     }
 
     void send_notices() {
-        while (!notices_.empty() && free_requests() > 0 && failure_.empty()) {
+        while (!notices_.empty() && free_requests() > 0 && !fate_.broken()) {
             send(notices_.front());
             notices_.pop_front();
         }
@@ -239,7 +235,7 @@ class RdmaPair : public Owned, public RdmaPort::User {
     void handle(const verbs::Completion& completion) {
         if (completion.status != verbs::kWcSuccess) {
             // What is flushed behind the first error says nothing about it.
-            if (completion.status != verbs::kWcWrFlushErr || failure_.empty()) fail_status(completion.status);
+            if (completion.status != verbs::kWcWrFlushErr || !fate_.broken()) fail_status(completion.status);
             return;
         }
         if (completion.opcode != verbs::kWcRecvRdmaWithImm) {
@@ -265,9 +261,9 @@ class RdmaPair : public Owned, public RdmaPort::User {
 
     void hear(const Notice& notice) {
         if (notice.kind == NoticeKind::abort) {
-            if (cause_.empty()) cause_ = text_of(notice);
+            fate_.heard_cause(text_of(notice));
         } else if (notice.kind == NoticeKind::closed) {
-            closed_ = true;
+            fate_.heard_close();
         } else {
             receiver_.notice(notice);
         }
@@ -279,11 +275,7 @@ class RdmaPair : public Owned, public RdmaPort::User {
     }
 
     void fail(const std::string& what, int code) {
-        if (!failure_.empty() || closed_) return;
-        failure_ = code == 0 ? what : what + " (" + std::strerror(code) + ")";
-        // The other end sees nothing of it where it only receives.
-        if (control_ && !aborted_) control_->abort("rank " + std::to_string(peer_) + " " + failure_);
-        bell_->ring();
+        if (fate_.fail(what, code)) bell_->ring();
     }
 
     std::shared_ptr<RdmaPort> watched_;
@@ -292,7 +284,7 @@ class RdmaPair : public Owned, public RdmaPort::User {
     std::uint32_t rank_, peer_;
     verbs::Region outbox_, inbox_;
     RdmaQueue queue_;
-    std::shared_ptr<TcpConnection> control_;
+    RdmaFate fate_;
     std::uint64_t other_inbox_ = 0;
     std::uint32_t other_inbox_key_ = 0;
 
@@ -301,8 +293,8 @@ class RdmaPair : public Owned, public RdmaPort::User {
     std::deque<Block> notices_;  // that wait for room in the device's queue
     std::uint64_t sent_ = 0, received_ = 0;
     std::uint32_t reserved_ = 0, open_ends_ = 0;
-    bool connected_ = false, armed_ = false, closed_ = false, aborted_ = false, left_ = true;
-    std::string failure_, cause_, damage_;
+    bool connected_ = false, armed_ = false, left_ = true;
+    std::string damage_;
 };
 
 }  // namespace ds_ext

@@ -1,7 +1,7 @@
 #pragma once
 
-// A tcp connection of two ranks. The I/O thread receives, and sends what the socket did not take at once; the rank's
-// own thread only tries to send.
+// A tcp connection of two ranks. The I/O thread receives, and tells the peer what is to be told; the rank's own thread
+// takes what has arrived, and writes messages.
 
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -15,6 +15,7 @@
 #include "bell.hpp"
 #include "frames.hpp"
 #include "io.hpp"
+#include "tcp_outbox.hpp"
 
 namespace ds_ext {
 
@@ -31,7 +32,8 @@ class TcpConnection final : public Io::Watcher,
           window_(window),
           receives_(receives),
           pool_(std::make_shared<Pool>()),
-          reader_(pool_) {
+          reader_(pool_),
+          outbox_(socket, io_, pool_) {
         const int on = 1;
         if (setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on) != 0) throw_errno("TCP_NODELAY");
     }
@@ -40,7 +42,7 @@ class TcpConnection final : public Io::Watcher,
     /// After the constructor, which cannot: the thread shares the object.
     void start() {
         last_sent_ = last_check_ = Io::Clock::now();
-        io_->watch(socket_.number(), kReading, shared_from_this());
+        io_->watch(socket_.number(), TcpOutbox::kReading, shared_from_this());
     }
 
     // --- the receiving side, for the rank's thread ---
@@ -74,42 +76,20 @@ class TcpConnection final : public Io::Watcher,
     std::uint64_t taken() const { return peer_taken_.load(std::memory_order_acquire); }
     std::uint64_t window() const { return window_; }
 
-    /// Send these parts, which are the caller's again afterwards.
-    void write(std::vector<iovec>& parts) {
-        std::unique_lock<std::mutex> lock(writing_);
-        if (!may_write()) return;
-        if (flushing_ || !unsent_.empty()) {
-            unsent_.push_back(copy_of(parts));
-            return;
-        }
-        flushing_ = true;
-        lock.unlock();
-        send_now(parts);
-        Chunk rest = parts.empty() ? Chunk{} : copy_of(parts);
-        lock.lock();
-        flushing_ = false;
-        if (rest.memory && !broken_) unsent_.push_front(std::move(rest));
-        hand_over();
-    }
-
-    /// The same with memory that is kept until it is sent.
-    void write(std::shared_ptr<unsigned char> memory, std::size_t bytes) {
-        std::unique_lock<std::mutex> lock(writing_);
-        if (!may_write()) return;
-        unsent_.push_back({std::move(memory), 0, bytes});
-        if (flushing_ || unsent_.size() > 1) return;
-        flush(lock);
-    }
+    TcpOutbox& outbox() { return outbox_; }
 
     // --- both ---
 
     std::string gone() const {
+        if (!ours()) return {};  // the lock was perhaps taken when this process was forked
         const std::lock_guard<std::mutex> guard(arriving_);
         if (!cause_.empty()) return "failed: " + cause_;
         return queue_.empty() ? fate_ : std::string{};
     }
 
-    void abort(const std::string& cause) { tell(ControlKind::cause, cause); }
+    void abort(const std::string& cause) {
+        if (ours()) tell(ControlKind::cause, cause);
+    }
 
     /// Say goodbye after all that was sent; the thread does the rest.
     void close() {
@@ -121,10 +101,7 @@ class TcpConnection final : public Io::Watcher,
     // --- the I/O thread ---
 
     void ready(int, std::uint32_t events) override {
-        if (events & EPOLLOUT) {
-            std::unique_lock<std::mutex> lock(writing_);
-            if (!flushing_ && !broken_) flush(lock);
-        }
+        if (events & EPOLLOUT) outbox_.go_on();
         if (events & (EPOLLIN | EPOLLHUP | EPOLLERR | EPOLLRDHUP)) receive();
     }
 
@@ -170,87 +147,21 @@ class TcpConnection final : public Io::Watcher,
     std::uint64_t taken_here() const { return taken_.load(std::memory_order_relaxed); }
 
   private:
-    struct Chunk {
-        std::shared_ptr<unsigned char> memory;
-        std::size_t at = 0, end = 0;
-    };
-    static constexpr std::uint32_t kReading = EPOLLIN | EPOLLRDHUP;
     static constexpr std::chrono::milliseconds kBeat{500}, kSilence{2000}, kLinger{2000}, kLeastAckWait{5},
         kMostAckWait{80};
     static constexpr std::size_t kTurnBytes = 16 << 20;  // received before other connections have their turn
 
-    // The lock `writing_` is held in these two.
-    bool may_write() const { return ours() && !broken_; }
-    void hand_over() {
-        if (broken_)
-            unsent_.clear();
-        else if (!unsent_.empty())
-            io_->change(socket_.number(), kReading | EPOLLOUT);
-    }
-
-    Chunk copy_of(const std::vector<iovec>& parts) {
-        std::size_t bytes = 0;
-        for (const iovec& part : parts) bytes += part.iov_len;
-        Chunk chunk{pool_->take(std::max<std::size_t>(bytes, 1)), 0, bytes};
-        unsigned char* target = chunk.memory.get();
-        for (const iovec& part : parts) {
-            std::memcpy(target, part.iov_base, part.iov_len);
-            target += part.iov_len;
-        }
-        return chunk;
-    }
-
-    /// Send until the socket takes no more; what it did not take stays in `parts`.
-    void send_now(std::vector<iovec>& parts) {
-        std::size_t first = 0;
-        while (first < parts.size()) {
-            msghdr message{};
-            message.msg_iov = parts.data() + first;
-            message.msg_iovlen = std::min<std::size_t>(parts.size() - first, 512);
-            ssize_t sent = sendmsg(socket_.number(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
-            if (sent < 0 && errno == EINTR) continue;
-            // An end of the connection is the reader's to notice: what has arrived before it still counts.
-            if (sent < 0) {
-                if (errno != EAGAIN && errno != EWOULDBLOCK && errno != ENOBUFS) broken_ = true;
-                break;
-            }
-            for (; first < parts.size() && static_cast<std::size_t>(sent) >= parts[first].iov_len; ++first)
-                sent -= static_cast<ssize_t>(parts[first].iov_len);
-            if (first < parts.size()) {
-                parts[first].iov_base = static_cast<unsigned char*>(parts[first].iov_base) + sent;
-                parts[first].iov_len -= static_cast<std::size_t>(sent);
-            }
-        }
-        parts.erase(parts.begin(), parts.begin() + static_cast<std::ptrdiff_t>(first));
-    }
-
-    /// Send what is queued until the socket takes no more.
-    void flush(std::unique_lock<std::mutex>& lock) {
-        flushing_ = true;
-        std::vector<iovec> parts;
-        while (!unsent_.empty() && !broken_ && parts.empty()) {
-            Chunk chunk = unsent_.front();
-            lock.unlock();
-            parts = {{chunk.memory.get() + chunk.at, chunk.end - chunk.at}};
-            send_now(parts);
-            lock.lock();
-            if (broken_) break;
-            if (parts.empty())
-                unsent_.pop_front();
-            else
-                unsent_.front().at = chunk.end - parts[0].iov_len;
-        }
-        flushing_ = false;
-        if (broken_) unsent_.clear();
-        io_->change(socket_.number(), unsent_.empty() ? kReading : kReading | EPOLLOUT);
-    }
-
-    void tell(ControlKind kind, const std::string& text = {}) {
+    /// Never throws: what cannot be told for want of memory ends the connection, which tells it too.
+    void tell(ControlKind kind, const std::string& text = {}) noexcept {
         told_ = taken_.load(std::memory_order_acquire);
         last_sent_ = Io::Clock::now();
-        std::string frame = pack_control(kind, told_, text);
-        std::vector<iovec> parts{{frame.data(), frame.size()}};
-        write(parts);
+        try {
+            std::string frame = pack_control(kind, told_, text);
+            std::vector<iovec> parts{{frame.data(), frame.size()}};
+            outbox_.write(parts);
+        } catch (const std::bad_alloc&) {
+            outbox_.stop();
+        }
     }
 
     // The lock `arriving_` is held.
@@ -310,24 +221,13 @@ class TcpConnection final : public Io::Watcher,
             if (fate_.empty()) fate_ = fate;
         }
         io_->unwatch(socket_.number());
-        {
-            const std::lock_guard<std::mutex> guard(writing_);
-            broken_ = true;
-            unsent_.clear();
-            shutdown(socket_.number(), SHUT_RDWR);
-        }
+        outbox_.stop();
         bell_->ring();
     }
 
     Io::Time end_of_closing(Io::Time now) {
         if (closed_at_ == Io::Time{}) closed_at_ = now;
-        if (!shut_) {
-            const std::lock_guard<std::mutex> guard(writing_);
-            if (!flushing_ && unsent_.empty()) {
-                shutdown(socket_.number(), SHUT_WR);
-                broken_ = shut_ = true;
-            }
-        }
+        if (!shut_) shut_ = outbox_.finish();
         // What the peer still sends is read: its kernel would drop what is on its way to it otherwise.
         if (now - closed_at_ >= kLinger) ended("was left");
         return shut_ ? closed_at_ + kLinger : now + kLeastAckWait;
@@ -352,10 +252,7 @@ class TcpConnection final : public Io::Watcher,
     std::atomic<bool> damaged_{false}, closing_{false};
     std::uint64_t untold_bytes_ = 0;  // the rank's thread's
 
-    std::mutex writing_;
-    std::deque<Chunk> unsent_;
-    bool flushing_ = false;
-    std::atomic<bool> broken_{false};
+    TcpOutbox outbox_;
     std::atomic<std::uint64_t> told_{0};
     std::atomic<Io::Time> last_sent_{};
 };

@@ -55,7 +55,7 @@ class TcpOutgoing final : public Outgoing {
     void deliver(Slot& slot) override {
         auto memory = std::static_pointer_cast<unsigned char>(slot.memory);
         pack_table(slot, memory.get());
-        connection_->write(std::move(memory), table_bytes(slot) + body_bytes(slot));
+        connection_->outbox().write(std::move(memory), table_bytes(slot) + body_bytes(slot));
     }
 
     /// Straight from the tensors: what the socket takes at once needs no memory of ours.
@@ -69,7 +69,7 @@ class TcpOutgoing final : public Outgoing {
             if (bytes > 0) parts.push_back({const_cast<unsigned char*>(pieces[i].address), bytes});
             if (padding > 0) parts.push_back({const_cast<unsigned char*>(zeros), padding});
         }
-        connection_->write(parts);
+        connection_->outbox().write(parts);
     }
 
   private:

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from ds_ext.comm.native_transport import NativeTransport
 from ds_ext.comm.transport import create_transport
 from ds_ext.errors import ConfigError, PeerGone
-from tests.distributed.test_shm import JobOver, make
+from tests.distributed.test_shm import make
 from tests.distributed.test_torch_p2p import CPU, catch
-from tests.engine_runs import MODEL, train
+from tests.engine_runs import MODEL, Job, train
 from tests.hosts import ADDRESSES, ADDRESSES_6, INTERFACE, NoHosts, inside, two_hosts
 from tests.ranks import RankPool
 
@@ -68,7 +68,7 @@ def told() -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
-def train_on_hosts(rank: int, hosts: tuple[str, str], job: JobOver) -> tuple[dict[str, Any], list[str]]:
+def train_on_hosts(rank: int, hosts: tuple[str, str], job: Job) -> tuple[dict[str, Any], list[str]]:
     with on_host(rank, hosts), told() as lines:
         return train(rank, job), lines
 
@@ -76,7 +76,7 @@ def train_on_hosts(rank: int, hosts: tuple[str, str], job: JobOver) -> tuple[dic
 def test_auto_trains_over_shared_memory_inside_and_tcp_between_two_hosts(
     ranks4: RankPool, hosts: tuple[str, str]
 ) -> None:
-    job = JobOver("bitpipe", 4, 1, 1, micro_batches=4, model=MODEL, steps=3)
+    job = Job("bitpipe", 4, 1, 1, micro_batches=4, model=MODEL, steps=3)
     results = ranks4.run(train_on_hosts, hosts, job, timeout_s=120)
     lines = results[0][1]
     assert lines[0].startswith("transport: shm+tcp; links: ")

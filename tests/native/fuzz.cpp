@@ -7,7 +7,9 @@
 #include <random>
 
 #include "frames.hpp"
-#include "segment.hpp"
+#include "rdma_wire.hpp"
+#include "shm_incoming.hpp"
+#include "shm_outgoing.hpp"
 
 using namespace ds_ext;
 
@@ -133,6 +135,112 @@ void superblock(Segment& segment, const Address& address) {
     }
 }
 
+/// Both ends of a segment, whose control part and descriptors are changed at random: what is taken all the same lies
+/// inside of it, and the sender's book stays whole.
+class Shared {
+  public:
+    Shared() : incoming_(address_), file_(dup(incoming_.descriptor())) {
+        outgoing_ = std::make_unique<ShmOutgoing>(dup(file_.number()), dup(bell_.descriptor()), address_, 1 << 16);
+        void* at = mmap(nullptr, kSlotsOffset + kSlots, PROT_READ | PROT_WRITE, MAP_SHARED, file_.number(), 0);
+        if (at == MAP_FAILED) std::abort();
+        memory_ = static_cast<unsigned char*>(at);
+    }
+    Shared(const Shared&) = delete;
+    Shared& operator=(const Shared&) = delete;
+    ~Shared() { munmap(memory_, kSlotsOffset + kSlots); }
+
+    /// Until an end refuses what it finds: then the link is over.
+    [[noreturn]] void run() {
+        while (true) {
+            send();
+            for (auto count = draw() % 3; count > 0; --count) spoil();
+            while (incoming_.news()) {
+                const Arrival arrival = incoming_.take();
+                for (const Descriptor& d : arrival.descriptors)
+                    if (d.nbytes > 0) sum_ += arrival.address[d.offset] + arrival.address[d.offset + d.nbytes - 1];
+                if (draw() % 4) incoming_.give_back(arrival);
+            }
+            outgoing_->untaken();
+            sum_ += incoming_.gone().size() + outgoing_->gone().size();
+        }
+    }
+
+  private:
+    static constexpr std::uint64_t kSlots = 1 << 20;
+
+    void send() {
+        std::vector<Piece> pieces(1 + draw() % 3, {1, {static_cast<std::int64_t>(draw() % 5000)}, data_});
+        if (auto slot = outgoing_->reserve(5 << 16, pieces)) {
+            if (draw() % 4)
+                outgoing_->transmit(*slot, pieces);
+            else
+                outgoing_->cancel(*slot);
+        }
+    }
+
+    /// A number of the control part, or a byte of a descriptor, in the ring or in a slot, with a right checksum or not.
+    void spoil() {
+        const auto small = [] { return draw() % 2 ? draw() % 64 : draw(); };
+        const std::uint64_t value = small();
+        switch (draw() % 4) {
+            case 0:
+                std::memcpy(memory_ + kCountersOffset + draw() % sizeof(Counters) / 8 * 8, &value, draw() % 2 ? 4 : 8);
+                break;
+            case 1:
+                std::memcpy(memory_ + kReturnsOffset + draw() % 64 * 8, &value, 8);
+                break;
+            default: {
+                unsigned char* at = memory_ + (draw() % 2 ? kRingOffset + draw() % 64 * kDescriptorBytes
+                                                          : kSlotsOffset + draw() % 256 * kAlignment);
+                if (draw() % 2)
+                    at[draw() % kChecksumOffset] ^= static_cast<unsigned char>(draw());
+                else
+                    std::memcpy(at + draw() % 18 * 8, &value, 8);
+                if (draw() % 4) seal(at, kChecksumOffset);
+            }
+        }
+    }
+
+    const Address address_{0, 1, {}};
+    unsigned char data_[5000] = {};
+    Bell bell_ = Bell::create();
+    ShmIncoming incoming_;
+    FileDescriptor file_;
+    std::unique_ptr<ShmOutgoing> outgoing_;
+    unsigned char* memory_ = nullptr;
+    std::uint64_t sum_ = 0;
+};
+
+void greeting(const Address& address) {
+    Greeting good;
+    good.source = address.source;
+    good.destination = address.destination;
+    good.mtu = 3;
+    const std::string text = write_greeting(good);
+    Bytes bytes(text.begin(), text.end());
+    change(bytes);
+    if (draw() % 4 && bytes.size() == kGreetingBytes) seal(bytes.data(), offsetof(Greeting, checksum));
+    const Greeting found = read_greeting({reinterpret_cast<const char*>(bytes.data()), bytes.size()}, address);
+    if (found.mtu < 1 || found.mtu > 5 || found.slab_bytes > kMostSlabBytes) std::abort();
+}
+
+void notice() {
+    Notice good;
+    good.kind = static_cast<NoticeKind>(draw() % 8);
+    good.bytes = draw() % 2 ? 1 << 20 : draw();
+    set_text(good, std::string(draw() % 300, 'x'));
+    const Block made = write_notice(good);
+    Bytes bytes(made.begin(), made.end());
+    change(bytes);
+    bytes.resize(kDescriptorBytes);
+    if (draw() % 4) seal(bytes.data(), kChecksumOffset);
+    Block block;
+    std::memcpy(block.data(), bytes.data(), block.size());
+    const Notice found = read_notice(block);
+    if (found.kind == NoticeKind::abort && text_of(found).size() > found.text.size()) std::abort();
+    if (found.kind == NoticeKind::receipt && found.count > found.places.size()) std::abort();
+}
+
 }  // namespace
 
 int main(int count, char** words) {
@@ -150,8 +258,14 @@ int main(int count, char** words) {
         try {
             if (tries % 1024 == 0)
                 superblock(segment, address);  // slow: it maps the whole segment
+            else if (tries % 1024 == 512)
+                Shared().run();
             else if (tries % 2)
                 descriptor();
+            else if (tries % 8 == 2)
+                greeting(address);
+            else if (tries % 8 == 4)
+                notice();
             else
                 frames(pool);
         } catch (const DescriptorError&) {

@@ -107,7 +107,8 @@ void talk(End& end, int messages, unsigned seed) {
             end.port.wait_arrival(0.02);
         }
         take();
-        need(end.incoming->gone().empty() || got == messages, "a peer that stays");
+        const std::string gone = end.incoming->gone();
+        need(gone.empty() || got == messages, ("a peer that stays, but it " + gone).c_str());
     }
     while (end.outgoing->untaken().messages > 0) end.port.wait_room(*end.outgoing, 0.02);
     kept.clear();

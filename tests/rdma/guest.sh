@@ -25,9 +25,15 @@ need() {
 }
 
 build() {
+  [ "$(uname -m)" = x86_64 ] || say_missing "it runs this host's programs, and they are for $(uname -m)"
+  for pair in qemu-system-x86_64:qemu-system-x86 rdma:iproute2 tc:iproute2; do need "${pair%:*}" "${pair#*:}"; done
+  mkdir -p "$(dirname "$cache")"
+  exec 9>"$cache.lock"
+  flock 9 # another build may be under way
   [ ! -e "$stamp" ] || return 0
-  for pair in qemu-system-x86_64:qemu-system-x86 busybox:busybox-static cpio:cpio depmod:kmod dpkg:dpkg \
-    apt-get:apt rdma:iproute2 tc:iproute2; do need "${pair%:*}" "${pair#*:}"; done
+  for pair in busybox:busybox-static cpio:cpio depmod:kmod dpkg:dpkg apt-get:apt strip:binutils; do
+    need "${pair%:*}" "${pair#*:}"
+  done
   export PATH=$PATH:/usr/sbin:/sbin
   rm -rf "$cache" && mkdir -p "$cache/packages" "$cache/kernel" "$cache/userland"
   cd "$cache/packages"
@@ -35,7 +41,8 @@ build() {
   kernel=$(apt-cache depends linux-image-amd64 2>/dev/null | awk '/Depends: linux-image-[0-9]/{print $2; exit}')
   [ -n "$kernel" ] || say_missing "apt knows no package linux-image-amd64; this needs Debian, and apt-get update"
   version=${kernel#linux-image-}
-  apt-get download -qq -o APT::Sandbox::User=root "$kernel" "${packages[@]}" || say_missing "Debian's packages cannot be downloaded"
+  timeout 300 apt-get download -qq -o APT::Sandbox::User=root "$kernel" "${packages[@]}" ||
+    say_missing "Debian's packages cannot be downloaded"
   tar_of_kernel | tar x -C ../kernel --wildcards './boot/vmlinuz*' '*/modules.*' '*/kernel/drivers/virtio' \
     '*/kernel/drivers/infiniband/core' '*/kernel/drivers/infiniband/sw/rxe' '*/kernel/fs/9p' '*/kernel/fs/netfs' \
     '*/kernel/fs/fscache' '*/kernel/fs/overlayfs' '*/kernel/fs/configfs' '*/kernel/net/9p' '*/kernel/net/ipv4' \
@@ -45,20 +52,20 @@ build() {
   for package in lib*.deb ibverbs*.deb python3*.deb; do dpkg -x "$package" ../userland; done
   cd "$cache"
   depmod -b kernel "$version" 2>/dev/null
-  work=$cache/initrd
+  work=$cache/files
   mkdir -p "$work"/{bin,sbin,dev,proc,sys,host,lower/host,lower/userland,upper} "$work/lib/modules/$version"
   cp "$(command -v busybox)" "$work/bin/"
   for module in "${modules[@]}"; do modprobe -d kernel -S "$version" --show-depends "$module"; done |
     awk '$1 == "insmod" {print $2}' | sort -u | while read -r file; do
     inside=lib/modules/${file#*/lib/modules/}
     mkdir -p "$work/$(dirname "$inside")"
-    cp "$file" "$work/$inside"
+    strip --strip-debug -o "$work/$inside" "$file" # signatures too: to check them takes an emulator seconds
   done
   depmod -b "$work" "$version" 2>/dev/null
   install -m 755 "$here/guest_init.sh" "$work/init"
-  (cd "$work" && find . | cpio -oH newc --quiet -R 0:0 | gzip -1) >initrd.gz
+  (cd "$work" && find . | cpio -oH newc --quiet -R 0:0) >initrd
   cp kernel/boot/vmlinuz* vmlinuz
-  rm -rf kernel packages initrd
+  rm -rf kernel packages "$work"
   touch "$stamp"
 }
 
@@ -76,8 +83,8 @@ run() {
   # instructions, so that time limits in the guest mean the same on a busy host.
   timeout -k 5 "${DS_EXT_GUEST_LIMIT_S:-120}" qemu-system-x86_64 -accel tcg -cpu max -smp 1 -icount shift=2 \
     -m "${DS_EXT_GUEST_MB:-1024}" -nodefaults -no-reboot -nographic -serial stdio \
-    -kernel "$cache/vmlinuz" -initrd "$cache/initrd.gz" \
-    -append "console=ttyS0 quiet panic=-1 mitigations=off no_timer_check script=$(realpath "$script") ${DS_EXT_GUEST_ENV:-}" \
+    -kernel "$cache/vmlinuz" -initrd "$cache/initrd" \
+    -append "console=ttyS0 quiet panic=-1 mitigations=off no_timer_check cryptomgr.notests script=$(realpath "$script") ${DS_EXT_GUEST_ENV:-}" \
     -virtfs local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap \
     -virtfs local,path="$cache/userland",mount_tag=userland,security_model=none,readonly=on \
     "$@" </dev/null 2>&1 | tee "$log" || true

@@ -25,6 +25,7 @@ for directory in dev/shm run var/tmp; do mount -t tmpfs tmpfs /host/$directory; 
 ip link set lo up
 script=$(sed -n 's/.*script=\([^ ]*\).*/\1/p' /proc/cmdline)
 variables=$(sed 's/.*script=[^ ]*//' /proc/cmdline)
+echo "GUEST STARTED"
 chroot /host /usr/bin/env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root PYTHONDONTWRITEBYTECODE=1 $variables \
   /bin/bash "$script"
 echo "GUEST ENDED WITH $?"

@@ -10,7 +10,10 @@ import time
 from collections.abc import Iterator
 
 from ds_ext.comm import _native
+from ds_ext.comm.matrix import KINDS, Card, Matrix, kind_class
+from ds_ext.comm.matrix import choose as choose_links
 from ds_ext.comm.rdma_devices import choose, device_ports
+from ds_ext.comm.rendezvous import host_id
 from ds_ext.doctor import try_rdma
 from ds_ext.errors import TransportError
 from tests.rdma.peer import UINT8, Context, Peer, Range, open_files
@@ -174,6 +177,31 @@ def itself(context: Context) -> None:
         raise AssertionError("another host's address was taken")
     except TransportError as error:
         assert context.addresses[0] in str(error), error
+
+
+def chosen(context: Context) -> None:
+    """`auto` takes shared memory within a host, and between hosts RDMA, or where a device is missing tcp."""
+    os.environ["MASTER_ADDR"] = context.addresses[0]
+    port = _native.Port()
+    classes = {kind: kind_class(kind) for kind in KINDS}
+    setups = {kind: cls(context.rank, port, context.addresses) for kind, cls in classes.items()}
+    try:
+        offers = {kind: setup.card() for kind, setup in setups.items()}
+        # Two guests have booted from the same kernel, but not at the same moment.
+        mine = Card(host_id(), "guest", offers)
+        theirs = context.line.exchange(mine)
+        cards = [mine, theirs] if context.rank == 0 else [theirs, mine]
+        for missing, expected in (((), "rdma"), (("rdma",), "tcp")):
+            refused = dict.fromkeys(missing, "it has no device")
+            matrix = choose_links(
+                cards, [(0, 1), (1, 0)], {k: c.why_not for k, c in classes.items()}, refused
+            )
+            assert isinstance(matrix, Matrix), matrix
+            one_host = context.addresses[0] == context.addresses[1]
+            assert set(matrix.kinds.values()) == {"shm" if one_host else expected}, matrix
+    finally:
+        for setup in setups.values():
+            setup.close()
 
 
 def with_pyverbs(context: Context) -> None:

@@ -9,6 +9,7 @@ from tests.rdma.peer import Context
 
 ONE_GUEST: tuple[Callable[[Context], None], ...] = (
     scenarios.itself,
+    scenarios.chosen,
     faults.damaged_greetings,
     scenarios.all_types,
     scenarios.no_credits,
@@ -25,6 +26,7 @@ ONE_GUEST: tuple[Callable[[Context], None], ...] = (
     scenarios.random_order,
 )
 TWO_GUESTS: tuple[Callable[[Context], None], ...] = (
+    scenarios.chosen,
     scenarios.all_types,
     scenarios.slight_loss,
     faults.heavy_loss,

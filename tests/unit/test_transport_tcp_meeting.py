@@ -13,12 +13,13 @@ from dataclasses import replace
 
 import pytest
 
-from ds_ext.comm import tcp_address, tcp_meeting
+from ds_ext.comm import tcp_address, tcp_talk
 from ds_ext.comm.matrix import Card, choose, describe
 from ds_ext.comm.shm_setup import ShmSetup
 from ds_ext.comm.tcp_address import own_address
-from ds_ext.comm.tcp_meeting import Met, TcpCard, TcpListener, meet, read_head
+from ds_ext.comm.tcp_meeting import Met, TcpCard, TcpListener, meet
 from ds_ext.comm.tcp_setup import TcpSetup
+from ds_ext.comm.tcp_talk import read_head
 from ds_ext.errors import ConfigError, ProtocolError, TransportError
 from tests.unit.test_transport_shm_meeting import open_files
 
@@ -60,12 +61,12 @@ def intrude(card: TcpCard, data: bytes) -> socket.socket:
     return guest
 
 
-def hello(rank: int, peer: int, version: int = tcp_meeting.VERSION) -> bytes:
+def hello(rank: int, peer: int, version: int = tcp_talk.VERSION) -> bytes:
     return HEAD.pack(b"DSX-TCP\0", version, 1, 24) + struct.pack("<II", rank, peer) + bytes(16)
 
 
 def proof(data: bytes) -> bytes:
-    return HEAD.pack(b"DSX-TCP\0", tcp_meeting.VERSION, 3, len(data)) + data
+    return HEAD.pack(b"DSX-TCP\0", tcp_talk.VERSION, 3, len(data)) + data
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
@@ -85,7 +86,7 @@ def test_strangers_are_turned_away_and_the_ranks_meet(address: str) -> None:
                 hello(0, 1),  # not for this one
                 hello(0, 2, version=9),
                 b"GET / HTTP/1.1\r\n\r\n",
-                HEAD.pack(b"DSX-TCP\0", tcp_meeting.VERSION, 1, 1 << 30),
+                HEAD.pack(b"DSX-TCP\0", tcp_talk.VERSION, 1, 1 << 30),
                 *(noise.randbytes(noise.randrange(1, 90)) for _ in range(20)),
                 b"",  # silent
             )
@@ -102,7 +103,7 @@ def test_strangers_are_turned_away_and_the_ranks_meet(address: str) -> None:
 
 def test_a_version_that_differs_is_named_on_the_side_that_connects(monkeypatch: pytest.MonkeyPatch) -> None:
     with ranks(2) as (listeners, cards), monkeypatch.context() as patch:
-        kept = tcp_meeting._say
+        kept = tcp_talk._say
 
         def as_version_9(connection: socket.socket, kind: int, body: bytes) -> None:
             if kind == 1:
@@ -110,7 +111,7 @@ def test_a_version_that_differs_is_named_on_the_side_that_connects(monkeypatch: 
             else:
                 kept(connection, kind, body)
 
-        patch.setattr(tcp_meeting, "_say", as_version_9)
+        patch.setattr(tcp_talk, "_say", as_version_9)
         first, second = meet_all(listeners, [dict(enumerate(cards))] * 2, timeout_s=0.5)
     assert (
         "rank 0: rank 1 is not met: it refuses: it speaks version 9 of the protocol, and this rank 1"
@@ -151,7 +152,7 @@ def test_a_rank_that_is_gone_is_an_error() -> None:
 
 
 def test_any_head_is_refused_or_sound() -> None:
-    good = HEAD.pack(b"DSX-TCP\0", tcp_meeting.VERSION, 2, 48)
+    good = HEAD.pack(b"DSX-TCP\0", tcp_talk.VERSION, 2, 48)
     assert read_head(good) == (2, 48)
     draw = random.Random(3)
     for _ in range(2000):

@@ -1,0 +1,312 @@
+"""A GPU without a GPU, for the protocol of ds_ext/comm/cuda_*.py: streams that are late, memory that is used again.
+
+Each stream is a thread that does its work in order, some of it late, by seed. Dropped memory is overwritten when its
+stream comes to that, as if the next owner wrote to it. Slabs and shared events are files, so ranks are real processes.
+Whatever the transport forgets to wait for gives wrong bytes here.
+
+    device = LateDevice(folder, seed=1)          # the same folder on both ranks
+    tensor = device.tensor(torch.arange(5))      # lies there; its contents come later
+    result = device.read(tensor)                 # by the current stream, later; result() waits and gives the contents
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_ext.comm import wire
+from ds_ext.comm.cuda_device import Card
+
+WAIT_LIMIT_S = 20.0
+GARBAGE = 0xEE
+
+
+class _Array(np.ndarray):
+    """Memory whose end is noticed."""
+
+
+class LateStream:
+    """A thread that does what it is given, in order."""
+
+    def __init__(self, name: str, seed: int, late_s: float) -> None:
+        self.name = name
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._draw, self._late_s = random.Random(f"{seed} {name}"), late_s
+        threading.Thread(target=self._run, name=f"late {name}", daemon=True).start()
+
+    def put(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+
+    def _run(self) -> None:
+        while True:
+            work = self._work.get()
+            if self._draw.random() < 0.3:
+                time.sleep(self._draw.random() * self._late_s)
+            work()
+
+
+class InlineStream:
+    """The same without delay: work is over when it is given."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def put(self, work: Callable[[], None]) -> None:
+        work()
+
+
+class LateEvent:
+    """How often it was recorded, and the last of these that was reached."""
+
+    def __init__(self, counts: np.ndarray, theirs: bool) -> None:
+        self.counts, self.theirs = counts, theirs
+
+    def reached(self, record: int) -> bool:
+        return int(self.counts[1]) >= record
+
+    def await_record(self, record: int) -> None:
+        deadline = time.monotonic() + WAIT_LIMIT_S
+        while not self.reached(record):
+            if time.monotonic() > deadline:
+                os._exit(3)  # a stream that waits for ever; the test says that the rank died
+            time.sleep(5e-5)
+
+
+class LateDevice:
+    """See ds_ext.comm.cuda_device.Device.
+
+    Args:
+        folder: of the shared files, the same on all ranks.
+        seed: of the delays.
+        late_s: the longest delay of a piece of work.
+        slow: the name of a stream that is later than the others.
+        skip: what to leave out, as self.left_out() names it.
+        reachable: False: other ranks cannot use its memory.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        seed: int,
+        late_s: float = 0.002,
+        slow: str = "",
+        skip: str = "",
+        reachable: bool = True,
+    ) -> None:
+        self._folder, self._skip, self._reachable = folder, skip, reachable
+        self._blocks: list[np.ndarray] = []
+        self._kept: dict[int, set[Any]] = {}
+        self._files = 0
+        self.main, self.outward, self.inward, self.releases = (
+            self._stream(name, seed, 4 * late_s if name == slow else late_s)
+            for name in ("main", "outward", "inward", "releases")
+        )
+
+    def _stream(self, name: str, seed: int, late_s: float) -> Any:
+        return LateStream(name, seed, late_s)
+
+    def left_out(self, what: str) -> bool:
+        return what == self._skip
+
+    # --- for tests ---
+
+    def tensor(self, contents: Tensor) -> Tensor:
+        """A tensor here, which the current stream fills."""
+        memory, source = self.empty(contents.nbytes, self.current()), contents.contiguous()
+        data = source.view(-1).view(torch.uint8).numpy()
+        raw = self._raw(memory)
+        self.current().put(lambda: np.copyto(raw, data))
+        return memory.view(contents.dtype).view(contents.shape)
+
+    def fill(self, tensor: Tensor, value: int) -> None:
+        """Overwrite a tensor on the current stream."""
+        raw = self._raw(tensor.view(-1).view(torch.uint8))
+        self.current().put(lambda: raw.fill(value))
+
+    def read(self, tensor: Tensor) -> Callable[[], bytes]:
+        """Read a tensor on the current stream, which does not keep it."""
+        raw, found, over = self._raw(tensor.view(-1).view(torch.uint8)), [], threading.Event()
+
+        def work() -> None:
+            found.append(raw.tobytes())
+            over.set()
+
+        self.current().put(work)
+
+        def result() -> bytes:
+            assert over.wait(WAIT_LIMIT_S), "the current stream stands still"
+            return found[0]
+
+        return result
+
+    # --- Device ---
+
+    def owns(self, tensor: Tensor) -> bool:
+        return any(_within(block, tensor) for block in self._blocks)
+
+    def current(self) -> Any:
+        return self.main
+
+    def pack(self, tensors: Sequence[Tensor], descriptors: Sequence[wire.Descriptor]) -> Tensor:
+        body = self.empty(descriptors[0].body_bytes if descriptors else 0, self.current())
+        raw = torch.from_numpy(self._raw(body)) if len(body) else body
+        self.current().put(lambda: wire.fill(tensors, descriptors, raw))
+        return body
+
+    def empty(self, num_bytes: int, stream: Any) -> Tensor:
+        if num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        block = np.full(num_bytes + 64, GARBAGE, dtype=np.uint8)
+        begin = -block.ctypes.data % 64
+        block = block[begin : begin + num_bytes]
+        self._blocks.append(block)
+        return self._owned(block, lambda: self._use_again(block, stream))
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        return torch.full((num_bytes,), GARBAGE, dtype=torch.uint8)
+
+    def copy(self, target: Tensor, source: Tensor, stream: Any) -> None:
+        to, what = self._raw(target), self._raw(source)
+        stream.put(lambda: np.copyto(to, what))
+
+    def follow(self, later: Any, earlier: Any) -> None:
+        if self.left_out(f"{later.name} follows {earlier.name}"):
+            return
+        event = self.new_event(shared=False)
+        self._record(event, earlier)
+        self._wait(later, event)
+
+    def keep(self, memory: Tensor, stream: Any) -> None:
+        if not self.left_out(f"keep for {stream.name}"):
+            self._kept.setdefault(memory.data_ptr(), set()).add(stream)
+
+    def new_event(self, shared: bool) -> LateEvent:
+        event = LateEvent(np.zeros(2, dtype=np.int64), theirs=False)
+        if shared:
+            path = self._new_file(16)
+            event.counts = np.memmap(path, dtype=np.int64, mode="r+")
+            event.path = path  # pyright: ignore[reportAttributeAccessIssue]
+        return event
+
+    def record(self, event: LateEvent, stream: Any) -> None:
+        self._record(event, stream)
+
+    def wait(self, stream: Any, event: LateEvent) -> None:
+        if not self.left_out(f"{stream.name} waits for {'their' if event.theirs else 'own'} event"):
+            self._wait(stream, event)
+
+    def done(self, event: LateEvent) -> bool:
+        return self.left_out("done") or event.reached(int(event.counts[0]))
+
+    def finish(self, event: LateEvent) -> None:
+        event.await_record(int(event.counts[0]))
+
+    def card(self) -> Card:
+        return {"folder": str(self._folder)}
+
+    def why_not(self, card: Card) -> str | None:
+        return None if self._reachable else "there is no peer access"
+
+    def share_event(self, event: LateEvent) -> str:
+        return str(event.path)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def open_event(self, card: Card, shared: str) -> LateEvent:
+        return LateEvent(np.memmap(shared, dtype=np.int64, mode="r+"), theirs=True)
+
+    def new_slab(self, num_bytes: int) -> tuple[Tensor, Any]:
+        path = self._new_file(num_bytes)
+        memory = self.open_slab({}, str(path))
+        raw = self._raw(memory)
+        self.current().put(lambda: raw.fill(GARBAGE))  # what its last owner still does
+        return memory, str(path)
+
+    def open_slab(self, card: Card, shared: Any) -> Tensor:
+        memory = np.memmap(shared, dtype=np.uint8, mode="r+")
+        self._blocks.append(memory)
+        return torch.from_numpy(memory)
+
+    def lend(self, slab: Tensor, place: int, num_bytes: int, returned: Callable[[], None]) -> Tensor:
+        return self._owned(self._raw(slab[place : place + num_bytes]), returned)
+
+    # --- how ---
+
+    def _owned(self, memory: np.ndarray, dropped: Callable[[], None]) -> Tensor:
+        array = memory.view(_Array)
+        weakref.finalize(array, dropped).atexit = False
+        return torch.from_numpy(array)
+
+    def _use_again(self, block: np.ndarray, stream: Any) -> None:
+        for other in self._kept.pop(block.ctypes.data, ()):
+            event = self.new_event(shared=False)
+            self._record(event, other)
+            self._wait(stream, event)
+        stream.put(lambda: block.fill(GARBAGE))
+
+    def _raw(self, tensor: Tensor) -> np.ndarray:
+        """The memory of a flat tensor; of one that lies here without keeping it."""
+        for block in self._blocks:
+            if _within(block, tensor):
+                begin = tensor.data_ptr() - block.ctypes.data
+                return np.asarray(block)[begin : begin + tensor.nbytes]
+        return tensor.numpy()
+
+    def _record(self, event: LateEvent, stream: Any) -> None:
+        event.counts[0] += 1
+        number = int(event.counts[0])
+
+        def reach() -> None:
+            event.counts[1] = number
+
+        stream.put(reach)
+
+    def _wait(self, stream: Any, event: LateEvent) -> None:
+        number = int(event.counts[0])
+        stream.put(lambda: event.await_record(number))
+
+    def _new_file(self, num_bytes: int) -> Path:
+        self._files += 1
+        path = self._folder / f"{os.getpid()}-{id(self)}-{self._files}"
+        path.write_bytes(bytes(num_bytes))
+        return path
+
+
+class InlineDevice(LateDevice):
+    """A GPU whose work is over at once: numbers with a fraction lie there, and all others on the host."""
+
+    def _stream(self, name: str, seed: int, late_s: float) -> Any:
+        return InlineStream(name)
+
+    def owns(self, tensor: Tensor) -> bool:
+        return tensor.is_floating_point()
+
+    def pack(self, tensors: Sequence[Tensor], descriptors: Sequence[wire.Descriptor]) -> Tensor:
+        body = torch.empty(descriptors[0].body_bytes if descriptors else 0, dtype=torch.uint8)
+        wire.fill(tensors, descriptors, body)
+        return body
+
+    def empty(self, num_bytes: int, stream: Any) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def copy(self, target: Tensor, source: Tensor, stream: Any) -> None:
+        target.copy_(source)
+
+
+def _within(block: np.ndarray, tensor: Tensor) -> bool:
+    begin = block.ctypes.data
+    return tensor.nbytes > 0 and begin <= tensor.data_ptr() < begin + block.nbytes
+
+
+def at(folder: str) -> LateDevice:
+    """A device whose shared files are in a folder."""
+    return LateDevice(Path(folder), os.getpid())
