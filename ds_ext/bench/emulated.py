@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict, deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,10 @@ class EmulatedDevice:
         self._told: int | None = None
         self._forwards: defaultdict[int, int] = defaultdict(int)
         self._halved: defaultdict[int, deque[int]] = defaultdict(deque)
+
+    def draw(self) -> None:
+        """What follows has the jitter of the next seed."""
+        self.costs = replace(self.costs, seed=self.costs.seed + 1)
 
     def start_step(self) -> None:
         """A step begins: micro-batches count from 0."""

@@ -28,11 +28,15 @@ _HEAD = (
 
 @dataclass
 class Result:
-    """One schedule of one engine: milliseconds of every step but the first, its losses, or why it failed."""
+    """One schedule of one engine: milliseconds of every step but the first, its losses, or why it failed.
+
+    ``simulated_ms`` is what each of those steps should have taken; ``simulation`` is that of the last.
+    """
 
     name: str
     simulation: Simulation | None = None
     times_ms: list[float] = field(default_factory=list)
+    simulated_ms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     error: str | None = None
 
@@ -46,6 +50,21 @@ class Result:
         """The median step; None if it failed."""
         return None if self.error or not self.times_ms else statistics.median(self.times_ms)
 
+    @property
+    def simulated(self) -> float | None:
+        """What the median step should have taken; without steps, what one should take."""
+        if self.simulation is None:
+            return None
+        return statistics.median(self.simulated_ms or [self.simulation.makespan])
+
+    @property
+    def over_simulated(self) -> float | None:
+        """The least ratio of a step to what it should have taken; None if it failed."""
+        if self.error or self.simulation is None or not self.times_ms:
+            return None
+        should = self.simulated_ms or [self.simulation.makespan] * len(self.times_ms)
+        return min(took / simulated for took, simulated in zip(self.times_ms, should, strict=True))
+
 
 def as_json(results: Sequence[Result], params: dict[str, Any]) -> list[dict[str, Any]]:
     """``[{"name", "params", "median", "best", "unit", "repeats"}, ...]``; the machine is in the first one's params.
@@ -56,7 +75,7 @@ def as_json(results: Sequence[Result], params: dict[str, Any]) -> list[dict[str,
     for result in results:
         own: dict[str, Any] = dict(params)
         if result.simulation is not None:
-            own |= {"simulated": result.simulation.makespan, "ideal": result.simulation.ideal}
+            own |= {"simulated": result.simulated, "ideal": result.simulation.ideal}
         own |= {"losses": result.losses} if result.error is None else {"error": result.error}
         if not found:
             own["machine"] = machine()
@@ -90,7 +109,7 @@ def _row(result: Result) -> tuple[str, ...]:
     measured = ("failed", "") if best is None or median is None else (f"{best:.1f}", f"{median:.1f}")
     if simulation is None:
         return (result.name, *measured, "", "", "", "", "")
-    simulated, ideal = simulation.makespan, simulation.ideal
+    simulated, ideal = result.simulated or 0.0, simulation.ideal
     return (
         result.name,
         *measured,
@@ -98,7 +117,7 @@ def _row(result: Result) -> tuple[str, ...]:
         f"{ideal:.1f}",
         "" if best is None else f"{best / ideal:.3f}",
         f"{simulated / ideal:.3f}",
-        "" if best is None else f"{best / simulated:.3f}",
+        "" if result.over_simulated is None else f"{result.over_simulated:.3f}",
     )
 
 

@@ -38,7 +38,8 @@ Step = Callable[[], float | None]
 class Built:
     """An engine of this rank. ``step()`` trains one step and gives its loss where it is known.
 
-    A step that comes after those of other engines begins with cold caches, so every second one counts.
+    A step that comes after those of other engines begins with cold caches, so every second one counts. Each of those
+    has a draw of the jitter, the same for every engine: one draw alone can favour an order by twice its gain.
     """
 
     step: Step
@@ -53,6 +54,7 @@ class Built:
         self.device.start_step()
         start = time.perf_counter()
         loss = self.step()
+        self.device.draw()
         return start, self.device.last_end, self.device.computed_ms, loss
 
 
@@ -113,17 +115,18 @@ def _ours(request: str, job: Job) -> Built:
     model = PipelineModule(layers, config, loss_fn=F.mse_loss, clock=device, partition_method="uniform")
     engine, *_ = initialize(model=model, config=config)
     if job.costs.comm:
-        slow_down(engine, _delays(job, timetable), job.costs.comm * (1 - job.costs.jitter) / 1000)
+        slow_down(engine, _delays(device, timetable), job.costs.comm * (1 - job.costs.jitter) / 1000)
     batches = SameBatches(_batches(job))
     return Built(lambda: float(engine.train_batch(batches)), timetable, device)
 
 
-def _delays(job: Job, timetable: Timetable) -> Delay:
+def _delays(device: EmulatedDevice, timetable: Timetable) -> Delay:
     """What a message takes, as the simulator has it, jitter included; ranks are devices here."""
 
     def delay(source: int, target: int, op: Op) -> float:
         waiting = op if op.kind == FORWARD else timetable.gradient_op(op.stage, op.micro_batch)
-        return job.costs.delay(source, target) * job.costs.factor(waiting, message=True) / 1000
+        costs = device.costs
+        return costs.delay(source, target) * costs.factor(waiting, message=True) / 1000
 
     return delay
 

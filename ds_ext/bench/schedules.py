@@ -15,17 +15,18 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import ConfigError, ScheduleError
 from ..pipe_schedules import SCHEDULES
 from ..pipe_schedules.costs import Costs
-from ..pipe_schedules.simulate import simulate
+from ..pipe_schedules.simulate import Simulation, simulate
 from .awake import processors_awake
 from .ranks import Job, RankFailure, RankGroup, prepare_host
 from .report import Result, as_json, as_table, describe_machine
-from .requests import timetable_for
+from .requests import read_request, timetable_for
 
 SUMMARY = "step times of schedules and rivals, with layers that wait instead of computing"
 RIVALS = (
@@ -62,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="S",
-        help="times vary evenly within 1 - S and 1 + S, the same for every schedule (%(default)s)",
+        help="times vary evenly within 1 - S and 1 + S, anew in every step, the same for every schedule (%(default)s)",
     )
     parser.add_argument(
         "--link-ms",
@@ -199,7 +200,7 @@ def _measure(names: Sequence[str], job: Job, steps: int) -> list[Result]:
                 _tell(f"step {step} of {steps}" if step else "warming up")
                 for result in results:
                     if result.error is None:
-                        _step(result, groups[result.name], warm_up=step == 0)
+                        _step(result, groups[result.name], step)
         finally:
             for group in groups.values():
                 group.close()
@@ -229,24 +230,35 @@ def _start(result: Result, group: RankGroup, job: Job) -> None:
         group.close()
 
 
-def _step(result: Result, group: RankGroup, warm_up: bool) -> None:
-    assert result.simulation is not None
+def _step(result: Result, group: RankGroup, step: int) -> None:
+    """The first one, 0, is to warm up."""
+    simulation = result.simulation = _expected(result, group.job, step)
     try:
-        timing = group.step(_WAIT_S + _LIMIT_FACTOR * result.simulation.makespan / 1000)
+        timing = group.step(_WAIT_S + _LIMIT_FACTOR * simulation.makespan / 1000)
     except RankFailure as failure:
         result.error = str(failure)
         group.close()
         return
     result.losses.append(timing.loss)
-    if warm_up:  # torch runs passes of its own there, to learn the shapes
+    if step == 0:  # torch runs passes of its own there, to learn the shapes
         return
-    wanted_ms = result.simulation.ideal * group.job.devices
+    wanted_ms = simulation.ideal * group.job.devices
     if not math.isclose(timing.computed_ms, wanted_ms, rel_tol=1e-6):
         result.error = (
             f"its passes took {timing.computed_ms:g} ms in all, and should have taken {wanted_ms:g}"
         )
         group.close()
     result.times_ms.append(timing.milliseconds)
+    result.simulated_ms.append(simulation.makespan)
+
+
+def _expected(result: Result, job: Job, step: int) -> Simulation:
+    """What a step should take with its draw of the jitter."""
+    assert result.simulation is not None
+    made, costs = result.simulation.timetable, replace(job.costs, seed=job.costs.seed + step)
+    if result.name not in RIVALS and read_request(result.name)[0].dynamic is not None:
+        made = timetable_for(result.name, job.devices, job.micro_batches, costs)
+    return simulate(made, costs)
 
 
 def _tell(text: str) -> None:

@@ -80,8 +80,8 @@ class DynamicSchedule(TimetableSchedule):
                 self.ran.append(op)
                 yield list(map(to_pipe_instruction, lowering.lower(op)))
         except Exception as error:
-            if not getattr(error, "__notes__", None):
-                error.add_note(f"while it waited for work:\n{self.picture(None)}")
+            error.add_note(f"while it waited for work:\n{self.picture(None)}")
+            messages.transport.abort(f"{type(error).__name__}: {error}")
             raise
         yield [to_pipe_instruction(Instruction(name)) for name in _AFTER_BACKWARDS]
         self.reporter.end_step(self.ran, messages.layout)

@@ -172,7 +172,7 @@ def unpolled(name: str) -> str:
     return (
         f'the order of this schedule is decided at run time, by what has arrived, and the transport "{name}" cannot '
         f"tell that without waiting (gloo reports a finished receive only to who waits for it). Use "
-        f'"transport": "auto" with CPU tensors, or a static schedule; "python -m ds_ext dump" or the '
+        f'"transport": "auto", or a static schedule; "python -m ds_ext dump" or the '
         f'option "record" makes one of this.'
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from ..layout import ParallelLayout
 from ..pipe_schedules import Op, Timetable
 from ..pipe_schedules.dpp import run
-from ..pipe_schedules.dpp_report import Measured, Observer, Report
+from ..pipe_schedules.dpp_report import Measured, Observer, Report, Sums
 from ..pipe_schedules.registry import DynamicRules
 from .dynamic_messages import Arrival
 
@@ -35,36 +36,37 @@ class Reporter:
         self.last: Report | None = None
         self._observer = Observer(plan)
         self._steps = 0
-        self._spans: list[tuple[Op, float]] = []
-        self._messages: list[tuple[int, float]] = []
+        self._computed, self._waited = Sums(), Sums()
 
     def computed(self, op: Op, seconds: float) -> None:
         """A computation with its sends took that long."""
         if self.every:
-            self._spans.append((op, seconds))
+            self._computed.add((op.kind, op.stage), seconds)
 
     def arrived(self, arrivals: Sequence[Arrival]) -> None:
         """Messages that this rank waited for; of others nobody knows when they came."""
-        if self.every:
-            self._messages += [(a.device, a.seconds) for a in arrivals if a.seconds is not None]
+        for arrival in arrivals if self.every else ():
+            if arrival.seconds is not None:
+                self._waited.add(arrival.device, arrival.seconds)
 
     def end_step(self, ran: Sequence[Op], layout: ParallelLayout) -> None:
         """A step is over; after every so many rank 0 logs a report. A collective call of all ranks then."""
         self._steps += 1
         if not self.every or self._steps % self.every:
             return
-        mine = list(ran), self._spans, self._messages
-        self._spans, self._messages = [], []
+        mine = list(ran), self._computed, self._waited, platform.node()
+        self._computed, self._waited = Sums(), Sums()
         everyone = [mine] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(mine, everyone)
         if everyone is None:
             return
         # The first pipeline group speaks for all: the others have the same stages on other ranks.
         group = [everyone[layout.rank(device, 0, 0)] for device in range(layout.placement.ranks)]
-        spans = [span for _, found, _ in group for span in found]
-        waits = [(sender, to, s) for to, (_, _, messages) in enumerate(group) for sender, s in messages]
-        self.last = self._report(Measured.of(spans, waits), [order for order, _, _ in group])
-        logger.info("steps %d to %d: %s", self._steps - self.every + 1, self._steps, self.last)
+        orders, computed, waited, hosts = zip(*group, strict=True)
+        self.last = self._report(Measured.of(computed, waited, hosts), orders)
+        # Who has asked for reports gets them, also where nobody has set up logging.
+        level = logging.INFO if logger.isEnabledFor(logging.INFO) else logging.WARNING
+        logger.log(level, "steps %d to %d: %s", self._steps - self.every + 1, self._steps, self.last)
 
     def _report(self, now: Measured, orders: Sequence[Sequence[Op]]) -> Report:
         plan = self._observer.plan

@@ -70,6 +70,7 @@ class PipelineEngine(CheckpointMethods, ScheduleMethods, InstructionHandlers):
             device=self.device,
             pairs=self._links(),
             node_ips=options.node_ips,
+            polled=self._schedule.dynamic,
         )
         self.tracer: Tracer | None = None
         self._messages = StageMessages(self.transport, self.layout, self.global_rank)

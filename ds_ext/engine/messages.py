@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.transport import ITEM_BITS, Ticket, Transport
+from ..comm.transport import GPU_CONTROL, ITEM_BITS, Ticket, Transport
 from ..errors import ConfigError
 from ..layout import ParallelLayout
 from ..pipe_schedules import Program
@@ -39,7 +39,7 @@ class StageMessages:
     )
 
     def __init__(self, transport: Transport, layout: ParallelLayout, rank: int) -> None:
-        assert layout.placement.stages <= MAX_STAGES
+        assert layout.placement.stages <= GPU_CONTROL
         self.transport, self.layout, self.rank = transport, layout, rank
         _, self._data, self._tensor = layout.coordinates(rank)
         self._tickets: dict[int, Ticket] = {}

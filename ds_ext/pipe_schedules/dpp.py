@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ScheduleError
-from .costs import Costs
+from .costs import Costs, parse_costs
 from .dispatch import AllAtOnce, Policy, Work, dispatch
 from .dpp_follow import FollowRules
 from .dpp_policy import POLICIES, Rules, in_micro_batch_order, join_ends
@@ -48,6 +48,8 @@ _OPTIONS = {
         0,
         "most activations a device keeps, in D-ths of the model; 0: those of all micro-batches under way",
     ),
+    "max_bytes": Option(0, 0, "most bytes of activations a device keeps, by stage_bytes; 0: no such limit"),
+    "stage_bytes": Option("", None, "bytes of a micro-batch's activations at every stage: 4e6x7/6e6"),
     "follow": Option(False, None, "keep to a plan, and go round what is late"),
     "plan": Option(
         "", None, "the plan: a static schedule or a timetable file; else this schedule's own order"
@@ -57,6 +59,11 @@ _OPTIONS = {
     "record": Option("", None, "file for the order of the last step, as a timetable (.json or .txt)"),
     "deterministic": Option(False, None, "gradients of a stage are added in the order of micro-batches"),
 }
+# What there is no choice about where a plan is followed.
+_OF_THE_ORDER = (
+    *("placement", "chunks", "policy", "backward"),
+    *("max_in_flight", "max_activations", "max_bytes", "stage_bytes"),
+)
 
 
 def _place(ranks: int, placement: str, chunks: int, plan: str) -> Placement:
@@ -80,19 +87,32 @@ def make_rules(
         costs: by which orders are planned that must be known in advance; their jitter does not count.
         options: of the schedule, complete.
     """
-    plan, follow = options["plan"], options["follow"]
-    if plan and not follow:
-        raise ScheduleError(
-            f"dpp: plan {plan!r} is only used with follow; give both of the 2 options or none."
-        )
-    if follow and plan:
-        made = schedule_to_follow(plan).timetable(placed.ranks, micro_batches, {}, replace(costs, jitter=0.0))
-        return FollowRules(made, options["window"])
+    _refuse_unused(options)
+    plan, known = options["plan"], replace(costs, jitter=0.0)
+    if plan:
+        made = schedule_to_follow(plan).timetable(placed.ranks, micro_batches, {}, known)
+        return FollowRules(made, options["window"], options["deterministic"])
     rules = _greedy_rules(placed, micro_batches, costs, options)
-    if follow:
-        orders = run(rules, replace(costs, jitter=0.0))
-        return FollowRules(Timetable("dpp", placed, micro_batches, orders), options["window"])
+    if options["follow"]:
+        made = Timetable("dpp", placed, micro_batches, run(rules, known))
+        return FollowRules(made, options["window"], options["deterministic"])
     return rules
+
+
+def _refuse_unused(options: Mapping[str, Any]) -> None:
+    """Raise ScheduleError for an option that another one makes void: who gives it expects it to count."""
+    void: dict[str, str] = {}
+    if not options["follow"]:
+        void = {"plan": "without follow", "window": "without follow"}
+    elif options["plan"]:
+        void = dict.fromkeys(_OF_THE_ORDER, f"with the plan {options['plan']!r}, which says it all")
+    if options["placement"] != "interleaved":
+        void.setdefault("chunks", f"with the placement {options['placement']}")
+    if not options["max_bytes"]:
+        void.setdefault("stage_bytes", "without max_bytes")
+    for name, why in void.items():
+        if options[name] != _OPTIONS[name].default:
+            raise ScheduleError(f"dpp: {name} {options[name]!r} has no effect {why}. Leave one of the 2 out.")
 
 
 def schedule_to_follow(plan: str) -> Schedule:
@@ -114,8 +134,15 @@ def _greedy_rules(placed: Placement, micro_batches: int, costs: Costs, options: 
         )
     share, rest = divmod(in_flight, placed.replicas)
     credits = tuple(share + (pipe < rest) for pipe in range(placed.replicas))
-    rooms = _rooms(placed, credits, options["max_activations"], options["deterministic"])
-    rules = Rules(placed, micro_batches, options["backward"] == "split", options["policy"], credits, rooms)
+    rules = Rules(
+        placed,
+        micro_batches,
+        options["backward"] == "split",
+        options["policy"],
+        credits,
+        _rooms(placed, credits, options["max_activations"], options["deterministic"]),
+        *_bytes(placed, options),
+    )
     return _in_order(rules, replace(costs, jitter=0.0)) if options["deterministic"] else rules
 
 
@@ -140,6 +167,31 @@ def _rooms(placed: Placement, credits: tuple[int, ...], most: float, ordered: bo
             f"device holds (of all pipes). Use at least {least / share:g} (D-ths of the model)."
         )
     return tuple(min(limit, n) for n in by_credits)
+
+
+def _bytes(placed: Placement, options: Mapping[str, Any]) -> tuple[tuple[float, ...], int]:
+    """Bytes of every stage's activations, and how many a device may keep. Raises ScheduleError."""
+    most, text = options["max_bytes"], options["stage_bytes"]
+    if not most:
+        return (0.0,) * placed.stages, 0
+    if options["deterministic"]:
+        raise ScheduleError(
+            f"dpp: deterministic with max_bytes {most:,} could make devices wait for each other, as with "
+            f"max_activations. Lower max_in_flight instead."
+        )
+    sizes = parse_costs(f"stages={text}").stages if text else None
+    if sizes is None or len(sizes) != placed.stages:
+        raise ScheduleError(
+            f"dpp: max_bytes {most:,} needs stage_bytes, what a micro-batch's activations take at each of the "
+            f"{placed.stages} stages; got {len(sizes or ())} numbers. Give them as 4e6x{placed.stages}."
+        )
+    least = max(sum(sizes[chunk.stage] for chunk in chunks) for chunks in placed.chunks)
+    if most < least:
+        raise ScheduleError(
+            f"dpp: max_bytes {most:,} has no room for one micro-batch at each of the stages that a device holds (of "
+            f"all pipes). Use at least {math.ceil(least):,}."
+        )
+    return sizes, most
 
 
 def _in_order(rules: Rules, costs: Costs) -> Rules:

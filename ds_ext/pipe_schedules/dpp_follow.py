@@ -7,11 +7,12 @@ for bit; a plan is better than any rule that only looks at what is there, as lon
 **No deadlock**, whatever is late: take a valid run of the plan, and of the ops that are left the one that starts first
 in it. What it needs started before, so it is done, and on its device no planned op is left before it: it is the next
 one there, and runs as soon as its inputs have arrived. **Memory**: at most ``window`` forwards are ahead of the plan.
+**Bit for bit**: gradients that are added up can be kept in the plan's order; the one that comes first is never held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import ScheduleError
@@ -27,6 +28,7 @@ class FollowRules:
     Args:
         plan: a timetable whose backwards are all whole or all split.
         window: how many planned ops a device may look ahead, beside the next one.
+        ordered: gradients of a stage are added in the plan's order, so that runs are equal bit for bit.
 
     Raises:
         ScheduleError: the plan splits some backwards and others not.
@@ -34,6 +36,7 @@ class FollowRules:
 
     plan: Timetable
     window: int
+    ordered: bool = False
 
     def __post_init__(self) -> None:
         split = len(self.plan.split_backwards)
@@ -60,7 +63,13 @@ class FollowRules:
 
     def device(self, device: int) -> Follower:
         """The policy object of a device for one step."""
-        return Follower(self.plan.ranks[device], self.window)
+        return Follower(self.plan.ranks[device], self.window, self._turns(device) if self.ordered else {})
+
+    def _turns(self, device: int) -> dict[Op, tuple[str, int]]:
+        """Gradient -> what it takes turns in: the like of its stage. The last one may share weights with the first."""
+        last = self.placement.stages - 1
+        gradients = (op for op in self.plan.ranks[device] if op.kind != FORWARD)
+        return {op: (op.kind, 0 if op.stage == last else op.stage) for op in gradients}
 
     def entering(self, device: int) -> list[Op]:
         """The first forwards of the micro-batches that enter at ``device``."""
@@ -77,10 +86,13 @@ class FollowRules:
 
 
 class Follower:
-    """One device in one step: the next planned op that can run, of the first ``window`` and one that are left."""
+    """One device in one step: the next planned op that can run, of the first ``window`` and one that are left.
 
-    def __init__(self, order: Sequence[Op], window: int) -> None:
-        self.window = window
+    Ops with the same of ``turns`` do not overtake each other.
+    """
+
+    def __init__(self, order: Sequence[Op], window: int, turns: Mapping[Op, object]) -> None:
+        self.window, self._turns = window, turns
         self.left = list(order)
         self.ready: set[Op] = set()
         self.pulled = 0
@@ -91,11 +103,15 @@ class Follower:
 
     def choose(self) -> Op | None:
         """The op to compute now; None to wait for an arrival."""
+        late: set[object] = set()
         for place, op in enumerate(self.left[: self.window + 1]):
-            if op in self.ready:
+            turn = self._turns.get(op)
+            if op in self.ready and turn not in late:
                 self.pulled += place > 0
                 self.ready.remove(op)
                 return self.left.pop(place)
+            if turn is not None:
+                late.add(turn)
         return None
 
     def done(self, op: Op) -> None:

@@ -9,12 +9,14 @@ which that device computes itself. So a credit holds for the whole pipeline grou
 
 **Room.** A device may keep less than the admitted micro-batches would take together: it always leaves a place for every
 stage that it keeps nothing of. A device without room computes a weight gradient, which nobody waits for, or waits.
+Room is counted in stages of micro-batches, and in bytes where these are given.
 
 Neither can make devices wait for each other, whatever arrives when: docs/dpp.md has the proof.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +43,8 @@ class Rules:
             micro-batches (shared by the pipes).
         credits: per pipe how many of its micro-batches are in flight at most.
         rooms: per device how many stages of micro-batches it keeps activations of at most.
+        sizes: bytes of a micro-batch's activations at every stage.
+        max_bytes: of them a device keeps at most so many; 0: no such limit.
         sequences: per device the (stage, micro-batch) in whose order it computes gradients, in lists that are
             independent of each other; a stage that is in none has no order.
     """
@@ -51,6 +55,8 @@ class Rules:
     policy: str
     credits: tuple[int, ...]
     rooms: tuple[int, ...]
+    sizes: tuple[float, ...]
+    max_bytes: int = 0
     sequences: tuple[tuple[tuple[tuple[int, int], ...], ...], ...] = field(default=(), repr=False)
 
     @cached_property
@@ -120,8 +126,10 @@ class Greedy:
     def __init__(self, rules: Rules, device: int) -> None:
         self.rules, self.device = rules, device
         self.live = dict.fromkeys(((c.pipe, c.stage) for c in rules.placement.chunks[device]), 0)
-        # Places that are taken, or kept free for a stage that nothing is kept of.
+        # Places and bytes that are taken, or kept free for a stage that nothing is kept of.
         self._taken, self._room = len(self.live), rules.room(device)
+        self._bytes = sum(rules.sizes[stage] for _, stage in self.live)
+        self._most_bytes = rules.max_bytes or math.inf
         self._credits = list(rules.credits)
         self._entries: list[deque[Op]] = [deque() for _ in rules.credits]
         self._forwards: list[tuple[tuple[int, ...], Op]] = []
@@ -154,17 +162,27 @@ class Greedy:
         refused, found = [], None
         while self._forwards and found is None:
             entry = heappop(self._forwards)
-            stage = self._stage(entry[1])
-            if self.live[stage] and self._taken >= self._room:
+            if not self._has_room(self._stage(entry[1])):
                 refused.append(entry)
                 continue
             found = entry[1]
-            self._taken += self.live[stage] > 0
-            self.live[stage] += 1
+            self._keep(self._stage(found), 1)
             self._forward_was_last = True
         for entry in refused:
             heappush(self._forwards, entry)
         return found
+
+    def _has_room(self, stage: tuple[int, int]) -> bool:
+        """Whether another micro-batch of (pipe, stage) may be kept: always, if nothing of it is."""
+        more = self._bytes + self.rules.sizes[stage[1]]
+        return not self.live[stage] or (self._taken < self._room and more <= self._most_bytes)
+
+    def _keep(self, stage: tuple[int, int], more: int) -> None:
+        """One micro-batch of (pipe, stage) more or, with -1, less; the first one's place was kept free."""
+        before, self.live[stage] = self.live[stage], self.live[stage] + more
+        if min(before, self.live[stage]):
+            self._taken += more
+            self._bytes += more * self.rules.sizes[stage[1]]
 
     def _stage(self, op: Op) -> tuple[int, int]:
         return self.rules.pipes[op.micro_batch], op.stage
@@ -182,9 +200,7 @@ class Greedy:
         if op.kind == BACKWARD_INPUT:
             self._weights.append(Op(BACKWARD_WEIGHT, op.stage, op.micro_batch))
         elif op.kind != FORWARD:
-            stage = self._stage(op)
-            self.live[stage] -= 1
-            self._taken -= self.live[stage] > 0
+            self._keep(self._stage(op), -1)
         if op.kind in _GRADIENTS and op.stage == 0:
             pipe = self.rules.pipes[op.micro_batch]
             self._credits[pipe] += 1

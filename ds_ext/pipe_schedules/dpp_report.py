@@ -7,18 +7,36 @@ takes what was measured. The regret is the time of the order that was run less t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
 from .costs import Costs
-from .ops import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Op, Timetable
+from .ops import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Timetable
 from .placement import Placement
 from .simulate import simulate
 
 SLOW = 1.25  # times the usual, from which on a stage or a link is named
 _LEAST_S = 1e-9
+_REMEMBERED = 100  # reports
+
+
+@dataclass
+class Sums:
+    """How often something was measured, and the seconds of all times together, by what it was."""
+
+    found: dict[Any, tuple[int, float]] = field(default_factory=dict)
+
+    def add(self, key: Any, seconds: float) -> None:
+        """One more measurement."""
+        count, total = self.found.get(key, (0, 0.0))
+        self.found[key] = count + 1, total + seconds
+
+    def means(self) -> dict[Any, float]:
+        """Seconds a time."""
+        return {key: total / count for key, (count, total) in self.found.items()}
 
 
 @dataclass(frozen=True)
@@ -29,18 +47,26 @@ class Measured:
     links: Mapping[tuple[int, int], float]
 
     @staticmethod
-    def of(spans: Sequence[tuple[Op, float]], waits: Sequence[tuple[int, int, float]]) -> Measured:
-        """From (op, seconds) and (sender, receiver, seconds), one each for a computation and a message."""
-        stages: dict[tuple[str, int], list[float]] = {}
-        links: dict[tuple[int, int], list[float]] = {}
-        for op, seconds in spans:
-            stages.setdefault((op.kind, op.stage), []).append(seconds)
-        for sender, receiver, seconds in waits:
-            links.setdefault((sender, receiver), []).append(max(seconds, 0.0))
-        return Measured(
-            {key: fmean(found) for key, found in stages.items()},
-            {key: fmean(found) for key, found in links.items()},
-        )
+    def of(stages: Sequence[Sums], waits: Sequence[Sums], hosts: Sequence[str]) -> Measured:
+        """From what each device has computed, by (kind, stage), and waited for, by the sending device.
+
+        A message's time is by the clocks of both ends. Those of two hosts differ by a time that nobody knows, but the
+        two ways between them together do not have it: each gets half of both. With one way alone nothing is known.
+
+        Args:
+            hosts: of every device.
+        """
+        together = Sums()
+        for key, (count, total) in (item for mine in stages for item in mine.found.items()):
+            before = together.found.get(key, (0, 0.0))
+            together.found[key] = before[0] + count, before[1] + total
+        ways = {(sender, to): s for to, mine in enumerate(waits) for sender, s in mine.means().items()}
+        links = {}
+        for (sender, to), seconds in ways.items():
+            back = seconds if hosts[sender] == hosts[to] else ways.get((to, sender))
+            if back is not None:
+                links[sender, to] = max((seconds + back) / 2, 0.0)
+        return Measured(together.means(), links)
 
     def work(self, stage: int) -> float:
         """Seconds of all that is computed of a micro-batch at a stage."""
@@ -118,7 +144,7 @@ class Observer:
     """
 
     plan: Timetable
-    _past: list[Measured] = field(default_factory=list)
+    _past: deque[Measured] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
     def report(self, now: Measured, ran: Timetable, expected: Timetable) -> Report:
         """Compare steps with their peers and with the past, which they then belong to.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
+from io import StringIO
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -12,12 +14,13 @@ from typing import Any
 import pytest
 
 from ds_ext.bench.slow_links import slow_down
-from ds_ext.errors import TransportError
+from ds_ext.errors import ConfigError, TransportError
 from ds_ext.pipe_schedules.files import read_timetable
 from tests.distributed.test_parity import assert_equal, reference
 from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build, digest, train, weights
 from tests.ranks import Ranks
 from tests.reference import random_batches, train_reference
+from tests.reordering import Reordering
 from tests.selection import select
 
 PLACEMENTS = ["linear", "interleaved", "v", "bidirectional_v"]
@@ -33,24 +36,27 @@ def job_of(
 
 
 def train_late(rank: int, job: Job, seed: int, longest_s: float = 0.004) -> dict[str, Any]:
-    """Train while every message takes a random time, so that they overtake each other; what every step ran."""
+    """Train while messages take a random time and overtake each other, in every step others; what every step ran."""
     engine, tp = build(job)
-    random = Random(1000 * seed + rank)
-    slow_down(engine, lambda source, target, op: random.uniform(0, longest_s))
+    transport: Any = Reordering(engine.transport, longest_s)
+    engine.transport = engine._static_messages.transport = transport
     batches = StepBatches(batches_of(job))
     losses, norms, orders, digests = [], [], [], []
-    for _ in range(job.steps):
+    for step in range(job.steps):
+        transport.random = Random(1000 * (seed + step) + rank)
         losses.append(float(engine.train_batch(batches)))
         norms.append(float(engine.get_global_grad_norm()))
         orders.append(list(getattr(engine._schedule, "ran", [])))
         digests.append(digest(engine))
-    engine.transport.close()
+    transport.close()
     return {
         "losses": losses,
         "norms": norms,
         "weights": weights(engine, tp),
         "orders": orders,
         "digests": digests,
+        "overtaken": transport.overtaken,
+        "transport": transport.name,
     }
 
 
@@ -58,7 +64,7 @@ def train_all(rank: int, jobs: list[Job]) -> list[dict[str, Any]]:
     return [train(rank, job) for job in jobs]
 
 
-FOLLOWING = [{"plan": "bitpipe_zb", "window": 2}, {"plan": "1f1b"}, {"placement": "v"}]
+FOLLOWING = [{"plan": "bitpipe_zb", "window": 8, "deterministic": True}, {"plan": "1f1b"}, {"placement": "v"}]
 
 
 CASES = select(
@@ -69,7 +75,6 @@ CASES = select(
         ("interleaved", "group", "whole"),
         ("interleaved", "breadth", "split"),
         ("v", "depth", "split"),
-        ("bidirectional_v", "group", "split"),
         ("bidirectional_v", "breadth", "whole"),
     ],
 )
@@ -87,16 +92,31 @@ def test_every_policy_on_every_placement_trains_as_one_process(ranks: Ranks) -> 
             raise
 
 
+def test_labels_meet_their_activations_whatever_overtakes_whatever(ranks: Ranks) -> None:
+    """Every step has a seed of its own, by which the messages of each link change their order."""
+    job = dataclasses.replace(job_of("bidirectional_v", "group", "split"), steps=select([20], [3])[0])
+    results = ranks(4).run(train_late, job, 0, timeout_s=300)
+    assert_equal(results, reference(job))
+    assert sum(result["overtaken"] for result in results) > 3 * job.steps
+    orders = {tuple(result["orders"][step]) for result in results for step in range(job.steps)}
+    assert len(orders) > 3 * job.steps
+
+
 @pytest.mark.parametrize(
-    ("placement", "backward", "layout"),
-    [("linear", "whole", (2, 2, 1)), ("bidirectional_v", "split", (2, 1, 2))],
+    ("placement", "backward", "layout", "transport"),
+    [
+        ("linear", "whole", (2, 2, 1), "tcp"),
+        ("bidirectional_v", "split", (2, 1, 2), "shm"),
+        *select([("interleaved", "split", (2, 2, 1), "shm"), ("v", "split", (4, 1, 1), "tcp")], []),
+    ],
 )
 def test_tensor_and_data_parallel_ranks(
-    ranks: Ranks, placement: str, backward: str, layout: tuple[int, int, int]
+    ranks: Ranks, placement: str, backward: str, layout: tuple[int, int, int], transport: str
 ) -> None:
-    job = dataclasses.replace(job_of(placement, "group", backward, layout), model=MODEL)
+    job = dataclasses.replace(job_of(placement, "group", backward, layout), model=MODEL, transport=transport)
     results = ranks(4).run(train_late, job, 0, timeout_s=120)
     assert_equal(results, reference(job))
+    assert {result["transport"] for result in results} == {transport}
     if layout[2] > 1:
         assert len({tuple(result["digests"]) for result in results}) == 1
 
@@ -137,15 +157,35 @@ def test_a_recorded_order_is_replayed_bit_for_bit(ranks: Ranks, tmp_path: Path, 
     assert [r["losses"] for r in replayed] == [r["losses"] for r in recorded]
 
 
+def fail_to_record(rank: int, job: Job) -> str:
+    engine, _ = build(job)
+    with pytest.raises(ConfigError) as caught:
+        engine.train_batch(StepBatches(batches_of(job)))
+    return str(caught.value)
+
+
+def test_an_order_that_cannot_be_written_is_an_error_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    path = str(tmp_path / "nowhere" / "order.json")
+    said = ranks(2).run(fail_to_record, Job("dpp", 2, 1, 1, 4, model=MODEL, options={"record": path}))
+    assert len(set(said)) == 1 and f"record {path!r} cannot be written: No such file" in said[0]
+
+
 @pytest.mark.parametrize("options", FOLLOWING, ids=str)
 def test_following_a_plan_trains_as_one_process(ranks: Ranks, options: dict[str, Any]) -> None:
     job = Job("dpp", 4, 1, 1, 8, model=WITH_DROPOUT, steps=2, options={"follow": True, **options})
-    assert_equal(ranks(4).run(train_late, job, 5, timeout_s=120), reference(job))
+    results = ranks(4).run(train_late, job, 5, timeout_s=120)
+    assert_equal(results, reference(job))
+    if options.get("deterministic"):
+        again = ranks(4).run(train_late, job, 7, timeout_s=120)
+        assert [r["orders"] for r in again] != [r["orders"] for r in results]
+        assert [(r["losses"], r["digests"]) for r in again] == [(r["losses"], r["digests"]) for r in results]
 
 
-def train_with_a_slow_stage(rank: int, job: Job) -> tuple[list[str], list[float], Any]:
-    """Three reports: as usual, with a slow link, and with a slow stage as well."""
+def train_with_a_slow_stage(rank: int, job: Job) -> tuple[list[Any], str]:
+    """Three reports: as usual, with a slow link, and with a slow stage as well; and what was written of them."""
     engine, _ = build(job)
+    written = StringIO()
+    logging.getLogger("ds_ext").addHandler(handler := logging.StreamHandler(written))
     slow_link = [0.0]
     slow_down(
         engine, lambda source, target, op: 0.003 + (slow_link[0] if (source, target) == (1, 2) else 0.0)
@@ -163,14 +203,16 @@ def train_with_a_slow_stage(rank: int, job: Job) -> tuple[list[str], list[float]
         engine.train_batch(batches)
         found.append(engine._schedule.reporter.last)
     engine.transport.close()
-    return found  # pyright: ignore[reportReturnType]
+    logging.getLogger("ds_ext").removeHandler(handler)
+    return found, written.getvalue()
 
 
 def test_the_report_names_who_was_slow(ranks: Ranks) -> None:
     options = {"report": 1, "max_in_flight": 4}
     job = Job("dpp", 4, 1, 1, 8, model=MODEL, steps=3, options=options)
-    (first, second, third), *others = ranks(4).run(train_with_a_slow_stage, job, timeout_s=120)
-    assert all(reports == [None] * 3 for reports in others)
+    ((first, second, third), written), *others = ranks(4).run(train_with_a_slow_stage, job, timeout_s=120)
+    assert all(reports == [None] * 3 and text == "" for reports, text in others)
+    assert written.splitlines() == [f"steps {n} to {n}: {r}" for n, r in enumerate((first, second, third), 1)]
     assert (1, 2) not in [slow.where for slow in first.slow if slow.past is not None]
     link = next(slow for slow in second.slow if slow.where == (1, 2))
     assert link.past is not None and link.seconds > 2 * link.past and link.seconds > 2 * link.peers

@@ -7,9 +7,12 @@ import json
 import os
 import signal
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -19,11 +22,13 @@ from ds_ext.observe.trace.file import TIMETABLE
 from ds_ext.observe.trace.merge import merge
 from ds_ext.observe.trace.read import Event, RankTrace, Traces, read_traces
 from ds_ext.observe.trace.summary import summarize
-from ds_ext.pipe_schedules import timetable
+from ds_ext.observe.trace.view import page
+from ds_ext.pipe_schedules import Program, timetable
 from ds_ext.pipe_schedules.files import read_timetable
 from ds_ext.pipe_schedules.lower import lower
 from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build
 from tests.ranks import RankError, RankPool
+from tests.selection import select
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,15 @@ def train_traced(rank: int, job: TracedJob) -> dict[str, Any]:
     return {
         "bubbles": bubbles,
         "opened": engine.tracer._times._opened,
-        "profiled": {event.key for event in profiler.key_averages()},
+        "profiled": names_of(profiler),
     }
+
+
+def names_of(profiler: profile) -> set[str]:
+    """The names in what the profiler exports. Its tables take R2@0 for a C++ name, of a reference, and show @0&."""
+    with NamedTemporaryFile(suffix=".json") as file:
+        profiler.export_chrome_trace(file.name)
+        return {event["name"] for event in json.loads(Path(file.name).read_text())["traceEvents"]}
 
 
 def spans_of(trace: RankTrace, *threads: str) -> list[Event]:
@@ -87,9 +99,13 @@ def overlapping(trace: RankTrace) -> list[tuple[str, str]]:
     ]
 
 
-def assert_has_every_instruction(traces: Traces, steps: list[int]) -> None:
-    """Each once a step, under the name that dumps and errors have, with what it is about."""
-    planned = lower(timetable(traces.run["schedule"], traces.run["pipeline_parallel_size"], 8))
+def assert_has_every_instruction(
+    traces: Traces, steps: list[int], options: Mapping[str, Any] = MappingProxyType({})
+) -> Program:
+    """Each once a step, under the name that dumps and errors have, with what it is about; the planned ones."""
+    made = read_timetable(traces.folder / TIMETABLE)
+    assert made == timetable(made.schedule, made.placement.width, 8, **options)
+    planned = lower(made)
     for trace in traces.ranks.values():
         mine = planned.ranks[trace.run["device"]]
         about = {str(instruction): instruction for instruction in mine}
@@ -100,9 +116,11 @@ def assert_has_every_instruction(traces: Traces, steps: list[int]) -> None:
                 known, values = about[event["name"]], event["args"]
                 for key in ("micro_batch", "stage", "pipe"):
                     assert values.get(key) == getattr(known, key)
-                assert ("bytes" in values) == ("peer" in values) == (known.peer is not None)
+                assert ("peer" in values) == (known.peer is not None)
+                assert ("bytes" in values) == known.name.startswith(("Send", "Recv"))
         whole = [e["name"] for e in spans_of(trace, "step") if e["cat"] == "step"]
         assert whole == [f"step {step}" for step in steps]
+    return planned
 
 
 def assert_is_on_one_clock(traces: Traces, opened: list[float]) -> None:
@@ -143,6 +161,32 @@ def test_a_run_is_traced_whole(ranks4: RankPool, tmp_path: Path) -> None:
     assert named <= answers[1]["profiled"]
     # A rank's reductions go on while it computes: the other holder of the stage ends at another time.
     assert any(overlapping(trace) for trace in traces.ranks.values())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "options"),
+    [
+        *select([("1f1b", 4, {}), ("dpp", 4, {"placement": "interleaved"}), ("bitpipe_zb", 4, {})], []),
+        ("dpp", 4, {"placement": "bidirectional_v", "backward": "split"}),
+        ("fbd", 2, {}),
+    ],
+)
+def test_every_op_once_and_the_bubble_of_the_metrics(
+    ranks4: RankPool, tmp_path: Path, schedule: str, pp: int, options: dict[str, Any]
+) -> None:
+    """Also of an order that is decided at run time, and of forwards on ranks of their own."""
+    answers = ranks4.run(train_traced, job(tmp_path, schedule, pp, steps=2, options=options))
+    traces = read_traces(tmp_path)
+    assert traces.notes == () and sorted(traces.ranks) == [0, 1, 2, 3]
+    planned = assert_has_every_instruction(traces, [1, 2], options)
+    measured = summarize(traces).bubble_by_step
+    assert list(measured.values()) == pytest.approx(answers[0]["bubbles"], rel=0.01)
+    joined = merge(traces, tmp_path / "all.json")
+    sent = [i for instructions in planned.ranks for i in instructions if i.name.startswith("Send")]
+    assert joined.messages == 2 * len(sent) and not joined.ends
+    named = {event["name"] for event in spans_of(traces.ranks[1], "compute", "send", "recv")}
+    assert named <= answers[1]["profiled"]
+    assert f"{schedule}, measured, step 2" in page(traces, 2)
 
 
 def test_reductions_after_the_last_backward_overlap_nothing(ranks4: RankPool, tmp_path: Path) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -16,8 +15,7 @@ from ds_ext.pipe_schedules.check import check
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.dispatch import AllAtOnce, Work, dispatch
 from ds_ext.pipe_schedules.dpp import run
-from ds_ext.pipe_schedules.files import read_timetable, schedule_of_file
-from ds_ext.pipe_schedules.lower import dump, lower
+from ds_ext.pipe_schedules.lower import lower
 from ds_ext.pipe_schedules.registry import DynamicRules
 from ds_ext.pipe_schedules.simulate import dependencies, peak_stages, simulate
 from tests.selection import select
@@ -50,6 +48,10 @@ def random_case(random: Random) -> tuple[int, int, dict[str, Any]]:
     }
     if not options["deterministic"]:
         options["max_activations"] = random.choice([0.0, 2.0, 2.5, 4.0])
+        if random.random() < 0.3:
+            sizes = [random.randint(1, 9) for _ in range(DPP.placement(ranks, options).stages)]
+            options["stage_bytes"] = "/".join(map(str, sizes))
+            options["max_bytes"] = random.randint(sum(sizes), 2 * sum(sizes))
     return ranks, n, options
 
 
@@ -172,6 +174,51 @@ def test_who_waits_admits_no_more_than_max_in_flight() -> None:
     assert max(simulate(made).peak_activations) <= 3
 
 
+def most_bytes(order: Sequence[Op], sizes: Sequence[float]) -> float:
+    """Most bytes of activations alive at once, from a forward to the end of its backward."""
+    kept = most = 0.0
+    for op in order:
+        kept += sizes[op.stage] * ((op.kind == "F") - (op.kind in "BW"))
+        most = max(most, kept)
+    return most
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_what_is_kept_is_limited_in_bytes(placement: str) -> None:
+    """The last stage's activations take four times the others'; 20 orders by random delays stay within the limit."""
+    options: dict[str, Any] = {"placement": placement, "backward": "split", "max_in_flight": 8}
+    stages = DPP.placement(4, options).stages
+    sizes = [*(10.0,) * (stages - 1), 40.0]
+    limited = {**options, "max_bytes": 110, "stage_bytes": f"10x{stages - 1}/40"}
+    free, within = rules_of(4, 12, options), rules_of(4, 12, limited)
+    most = 0.0
+    for seed in range(20):
+        most = max(most, *(most_bytes(order, sizes) for order in random_run(free, Random(seed))))
+        found = random_run(within, Random(seed))
+        check(lower(Timetable("dpp", within.placement, 12, tuple(map(tuple, found)))))
+        assert max(most_bytes(order, sizes) for order in found) <= 110
+    assert most > 150
+
+
+def test_gradients_that_keep_to_the_plan_are_added_in_its_order() -> None:
+    """A follower that is deterministic computes forwards as they come, and gradients of a stage as planned."""
+    options = {"follow": True, "plan": "bitpipe_zb", "window": 8}
+    planned = timetable("bitpipe_zb", 4, 8)
+
+    def halves(orders: Sequence[Sequence[Op]]) -> list[list[Op]]:
+        """The gradients of every device, stage and kind, in their order."""
+        wanted = [(d, stage, kind) for d in range(4) for stage in range(8) for kind in "IW"]
+        return [[op for op in orders[d] if (op.stage, op.kind) == (s, kind)] for d, s, kind in wanted]
+
+    for deterministic in (False, True):
+        rules = rules_of(4, 8, {**options, "deterministic": deterministic})
+        runs = [random_run(rules, Random(seed)) for seed in range(50)]
+        for orders in runs:
+            check(lower(Timetable("dpp", rules.placement, 8, tuple(map(tuple, orders)))))
+        assert sum(tuple(map(tuple, orders)) != planned.ranks for orders in runs) > 40
+        assert all(halves(orders) == halves(planned.ranks) for orders in runs) == deterministic
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -184,6 +231,23 @@ def test_who_waits_admits_no_more_than_max_in_flight() -> None:
         ({"deterministic": True, "max_activations": 4}, r"Lower max_in_flight \(now 8\) instead"),
         ({"deterministic": "perhaps"}, r"must be true or false; got 'perhaps'"),
         ({"placement": "w"}, r"one of linear, interleaved, v, bidirectional_v; got 'w'"),
+        ({"window": 2}, r"window 2 has no effect without follow"),
+        ({"plan": "1f1b"}, r"plan '1f1b' has no effect without follow"),
+        (
+            {"follow": True, "plan": "1f1b", "max_in_flight": 4},
+            r"max_in_flight 4 has no effect with the plan",
+        ),
+        ({"follow": True, "plan": "zb_v", "placement": "v"}, r"placement 'v' has no effect with the plan"),
+        ({"follow": True, "plan": "dpp"}, r"has no fixed order to follow"),
+        ({"chunks": 4}, r"chunks 4 has no effect with the placement linear"),
+        ({"stage_bytes": "9x4"}, r"stage_bytes '9x4' has no effect without max_bytes"),
+        (
+            {"max_bytes": 100},
+            r"needs stage_bytes, .* each of the 4 stages; got 0 numbers. Give them as 4e6x4",
+        ),
+        ({"max_bytes": 100, "stage_bytes": "9x3"}, r"got 3 numbers"),
+        ({"max_bytes": 8, "stage_bytes": "5x3/9"}, r"max_bytes 8 has no room .* at least 9\b"),
+        ({"max_bytes": 99, "stage_bytes": "5x4", "deterministic": True}, r"Lower max_in_flight"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
@@ -201,38 +265,3 @@ def test_a_transport_that_cannot_be_polled() -> None:
     with pytest.raises(ConfigError, match=r'gloo reports a finished receive only .* "auto" or "shm"'):
         parse_section(section).placement()
     assert parse_section({**section, "transport": "shm"}).placement().stages == 4
-
-
-# --- orders in files ---
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_dump_is_a_timetable_file(placement: str, tmp_path: Path) -> None:
-    made = DPP.timetable(4, 8, {"placement": placement, "backward": "split"}, Costs(comm=0.7))
-    path = tmp_path / "order.json"
-    path.write_text(json.dumps(dump(lower(made))))
-    assert read_timetable(path) == made
-    assert schedule_of_file(path).rules(4, 8) is None
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda d: d.pop("chunks"), "there is no 'chunks'"),
-        (lambda d: d.update(micro_batches="4"), "micro_batches '4'"),
-        (lambda d: d["chunks"].pop(), "1 chunks are not 1 pipes of 1 stages|on 1"),
-        (lambda d: d["ranks"].pop(), "has 1 ranks, and its chunks are on 2"),
-        (lambda d: d["chunks"][0].update(rank=7), "on none of the 2 ranks"),
-        (lambda d: d["ranks"][0][1].pop("stage"), "there is no 'stage'"),
-    ],
-)
-def test_a_dump_that_is_damaged(change: Any, message: str, tmp_path: Path) -> None:
-    damaged = dump(lower(timetable("dpp", 2, 4)))
-    change(damaged)
-    path = tmp_path / "order.json"
-    path.write_text(json.dumps(damaged))
-    with pytest.raises(ScheduleError, match=message):
-        read_timetable(path)
-    path.write_text("{")
-    with pytest.raises(ScheduleError, match="is no dump of a timetable"):
-        read_timetable(path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -120,9 +121,11 @@ def _run_of(path: Path) -> str:
         lines = file.read(_HEAD_BYTES).splitlines()
     try:
         event = json.loads(lines[1].rstrip().rstrip(","))
-        assert event["name"] == RUN
-        return Path(str(event["args"]["run"])).name
-    except (IndexError, ValueError, KeyError, TypeError, AssertionError):
+        name = event["args"]["run"]
+        if event["name"] != RUN or not re.fullmatch(r"[\w-]+", name):
+            raise ValueError(name)
+        return name
+    except (IndexError, ValueError, KeyError, TypeError):
         raise ConfigError(
             f'"trace": {{"dir": {str(path.parent)!r}}}: {path.name} is there already and is no trace of a rank. '
             f"Move it, or give another folder."

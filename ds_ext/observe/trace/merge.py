@@ -3,15 +3,43 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from .read import Event, RankTrace, Traces
 
 # A message as both ends know it: step, sender, receiver, what it holds, receiving stage, micro-batch.
 Message = tuple[int, int, int, str, int, int]
+_Known = TypeVar("_Known")
+
+
+class Ends(Generic[_Known]):
+    """What is known of one end of messages, until the other end is met.
+
+    A step that is run again, from a checkpoint, has its messages again: they are paired in their order.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[Message, str], deque[_Known]] = {}
+
+    def __len__(self) -> int:
+        """Ends whose other end was not met."""
+        return sum(map(len, self._waiting.values()))
+
+    def meet(self, message: Message, thread: str, known: _Known) -> _Known | None:
+        """What is known of the other end; None if that is still to come, and ``known`` is kept for it."""
+        other = message, "recv" if thread == "send" else "send"
+        waiting = self._waiting.get(other)
+        if waiting is None:
+            self._waiting.setdefault((message, thread), deque()).append(known)
+            return None
+        met = waiting.popleft()
+        if not waiting:
+            del self._waiting[other]
+        return met
 
 
 @dataclass
@@ -28,7 +56,7 @@ class Merged:
     messages: int = 0
     events: int = 0
     early_us: float = 0.0
-    ends: dict[Message, Event] = field(default_factory=dict)
+    ends: Ends[Event] = field(default_factory=lambda: Ends[Event]())
 
 
 def merge(traces: Traces, output: Path) -> Merged:
@@ -97,10 +125,8 @@ def _joined(trace: RankTrace, merged: Merged) -> Iterator[Event]:
         merged.events += event.get("ph") != "M"
         yield event
         for message in messages_of(event):
-            other = merged.ends.pop(message, None)
-            if other is None:
-                merged.ends[message] = event
-            else:
+            other = merged.ends.meet(message, event["tid"], event)
+            if other is not None:
                 yield from _arrow(*in_order(event, other), merged)
 
 

@@ -16,6 +16,16 @@ from .file import CLOCK, RUN, TIMETABLE, VERSION, rank_file, timetable_file
 
 Event = dict[str, Any]
 
+_MOST = 1 << 20  # ranks, micro-batches
+_MOST_NAMED = 8  # ranks whose files are missing
+_OF_A_COMPARISON = ("at_us", "offset_us", "error_us")
+_OF_A_MESSAGE = ("step", "micro_batch", "stage", "peer")
+_OF_A_THREAD = {
+    "compute": _OF_A_MESSAGE[:3],
+    "recv": _OF_A_MESSAGE,
+    "send": _OF_A_MESSAGE,
+}  # -> integers in its args
+
 
 @dataclass(frozen=True)
 class RankTrace:
@@ -34,7 +44,7 @@ class RankTrace:
 
     def spans(self) -> Iterator[Event]:
         """Its complete events with ``args``, as "ts" and "dur" in microseconds."""
-        return (event for event in self.events() if event.get("ph") == "X")
+        return (event for event in self.events() if event.get("ph") == "X" and "args" in event)
 
     def aligned(self, event: Event) -> Event:
         """The event with its times on rank 0's clock."""
@@ -107,10 +117,11 @@ def read_traces(folder: str | Path) -> Traces:
         )
     run = next(iter(found.values())).run
     named = {note.split()[0] for note in notes}
-    for rank in range(run["world_size"]):
-        name = rank_file(folder, rank).name
-        if rank not in found and name not in named:
-            notes.append(f"{name} is missing: rank {rank} is left out.")
+    names = {rank: rank_file(folder, rank).name for rank in range(run["world_size"])}
+    missing = [rank for rank, name in names.items() if rank not in found and name not in named]
+    notes += [f"{names[rank]} is missing: rank {rank} is left out." for rank in missing[:_MOST_NAMED]]
+    if len(missing) > _MOST_NAMED:
+        notes.append(f"the files of {len(missing) - _MOST_NAMED} more ranks are missing: they are left out.")
     return Traces(folder, found, run, tuple(notes))
 
 
@@ -126,8 +137,8 @@ def _read(path: Path, rank: int, notes: list[str]) -> RankTrace | None:
             run = event["args"]
         elif event.get("name") == CLOCK:
             values = event["args"]
-            comparisons.append(Comparison(*(values[key] / 1e6 for key in ("at_us", "offset_us", "error_us"))))
-    if run is None or run.get("version") != VERSION or run.get("rank") != rank:
+            comparisons.append(Comparison(*(values[key] / 1e6 for key in _OF_A_COMPARISON)))
+    if run is None or not _is_run(run, rank):
         notes.append(f"{path.name} does not begin as the trace of rank {rank}: it is left out.")
         return None
     if last != {}:
@@ -136,6 +147,38 @@ def _read(path: Path, rank: int, notes: list[str]) -> RankTrace | None:
     if damaged:
         notes.append(f"{path.name} has {damaged} lines that cannot be read: they are left out.")
     return RankTrace(path, rank, run, Alignment(comparisons))
+
+
+def _is_run(about: Event, rank: int) -> bool:
+    """Whether this is what a rank's file begins with: the readers of all verbs rely on it."""
+    numbers = ("world_size", "micro_batches", "device", "data_parallel_rank")
+    return (
+        about.get("version") == VERSION
+        and about.get("rank") == rank
+        and all(isinstance(about.get(key), str) for key in ("run", "schedule"))
+        and all(type(about.get(key)) is int and 0 <= about[key] < _MOST for key in numbers)
+    )
+
+
+def _is_whole(event: Event) -> bool:
+    """Whether an event has what its kind must have, of the right types; others are damaged or not ours."""
+    values = event.get("args", {})
+    if event.get("ph") != "X":
+        needed = _OF_A_COMPARISON if event.get("name") == CLOCK else ()
+        return isinstance(values, dict) and all(_is_number(values.get(key)) for key in needed)
+    if not all(isinstance(event.get(key), str) for key in ("name", "cat", "tid")) or not event["name"]:
+        return False
+    needed = _OF_A_THREAD.get(event["tid"], ()) if "args" in event else ()
+    return (
+        isinstance(values, dict)
+        and all(_is_number(event.get(key)) for key in ("ts", "dur"))
+        and all(type(values.get(key)) is int for key in needed)
+        and (event["cat"] != "step" or type(values.get("micro_batches")) is int)
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _lines(path: Path) -> Iterator[Event | None]:
@@ -152,4 +195,4 @@ def _lines(path: Path) -> Iterator[Event | None]:
                 event = json.loads(text)
             except ValueError:
                 event = None
-            yield event if isinstance(event, dict) else None
+            yield event if isinstance(event, dict) and _is_whole(event) else None

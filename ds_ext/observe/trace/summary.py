@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .event import REDUCTIONS
-from .merge import Message, in_order, messages_of
+from .merge import Ends, in_order, messages_of
 from .read import Event, RankTrace, Traces
 
 # A receive that took less, or less of the message's way, may have found it there: when it came is not known.
@@ -181,7 +181,10 @@ class _RankSteps:
         return {step: self._closed(step, event) for step, event in self._whole.items()}
 
     def _take(self, event: Event, step: int) -> None:
-        times, duration, thread = self._steps[step], event["dur"], event["tid"]
+        duration, thread = event["dur"], event["tid"]
+        if step in self._whole and not thread.startswith("reduce"):
+            self._forget(step)
+        times = self._steps[step]
         if event["cat"] == "step":
             self._whole[step] = event
             return
@@ -206,6 +209,11 @@ class _RankSteps:
             times.optimizer += duration
         if thread in ("compute", "recv"):
             self._idle = 0.0
+
+    def _forget(self, step: int) -> None:
+        """The step is run again, from a checkpoint: the last time counts."""
+        for kept in (self._whole, self._steps, self._computations, self._reductions, self._first):
+            kept.pop(step, None)
 
     def _count_idle(self, event: Event, step: int) -> None:
         """Spans of the rank itself come one after the other; between them it does nothing."""
@@ -249,15 +257,14 @@ class _Links:
     """Pairs the two ends of messages, and keeps how long those took that were waited for."""
 
     def __init__(self) -> None:
-        self._ends: dict[Message, tuple[Event, float]] = {}
+        self._ends: Ends[tuple[Event, float]] = Ends()
         self._took: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
 
     def saw(self, event: Event, waited_us: float = 0.0) -> None:
         """One end of a message, on rank 0's clock, and how long its receiver waited for it."""
         for message in messages_of(event):
-            other = self._ends.pop(message, None)
+            other = self._ends.meet(message, event["tid"], (event, waited_us))
             if other is None:
-                self._ends[message] = event, waited_us
                 continue
             sent, received = in_order(event, other[0])
             took, waited = received["ts"] + received["dur"] - sent["ts"], max(waited_us, other[1])

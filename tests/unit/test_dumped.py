@@ -1,0 +1,49 @@
+"""Timetables read back from their dumps: recorded orders, and files that are damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_ext.errors import ScheduleError
+from ds_ext.pipe_schedules import get_schedule, timetable
+from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.files import read_timetable, schedule_of_file
+from ds_ext.pipe_schedules.lower import dump, lower
+
+PLACEMENTS = ["linear", "interleaved", "v", "bidirectional_v"]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_dump_is_a_timetable_file(placement: str, tmp_path: Path) -> None:
+    made = get_schedule("dpp").timetable(4, 8, {"placement": placement, "backward": "split"}, Costs(comm=0.7))
+    path = tmp_path / "order.json"
+    path.write_text(json.dumps(dump(lower(made))))
+    assert read_timetable(path) == made
+    assert schedule_of_file(path).rules(4, 8) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.pop("chunks"), "there is no 'chunks'"),
+        (lambda d: d.update(micro_batches="4"), "micro_batches '4'"),
+        (lambda d: d["chunks"].pop(), "1 chunks are not 1 pipes of 1 stages|on 1"),
+        (lambda d: d["ranks"].pop(), "has 1 ranks, and its chunks are on 2"),
+        (lambda d: d["chunks"][0].update(rank=7), "on none of the 2 ranks"),
+        (lambda d: d["ranks"][0][1].pop("stage"), "there is no 'stage'"),
+    ],
+)
+def test_a_dump_that_is_damaged(change: Any, message: str, tmp_path: Path) -> None:
+    damaged = dump(lower(timetable("dpp", 2, 4)))
+    change(damaged)
+    path = tmp_path / "order.json"
+    path.write_text(json.dumps(damaged))
+    with pytest.raises(ScheduleError, match=message):
+        read_timetable(path)
+    path.write_text("{")
+    with pytest.raises(ScheduleError, match="is no dump of a timetable"):
+        read_timetable(path)

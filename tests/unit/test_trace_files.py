@@ -1,0 +1,173 @@
+"""Traces as files: cut, missing, damaged or foreign ones, and those of earlier runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ds_ext.errors import ConfigError
+from ds_ext.observe.trace.file import TraceFile, rank_file
+from ds_ext.observe.trace.merge import merge
+from ds_ext.observe.trace.read import read_traces
+from ds_ext.observe.trace.summary import summarize
+from ds_ext.observe.trace.view import page
+from ds_ext.pipe_schedules import timetable
+from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.simulate import simulate
+from tests.trace_folders import write_traces
+
+PRICED = simulate(timetable("bitpipe", 4, 8), Costs(1, 1.2, 0.8, 0.05))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("traces")
+    write_traces(folder, PRICED)
+    return folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """A copy that may be damaged."""
+    return shutil.copytree(whole, tmp_path / "copy")
+
+
+def test_a_file_is_strict_json_and_every_event_a_line(whole: Path) -> None:
+    text = rank_file(whole, 1).read_text()
+    events = json.loads(text)
+    assert len(events) == len(text.splitlines()) - 2
+    assert all(event["pid"] == 1 for event in events)
+    assert {event["tid"] for event in events} == {
+        "step",
+        "compute",
+        "recv",
+        "send",
+        "reduce",
+        "reduce 2",
+        "reduce 3",
+        "reduce 4",
+    }
+
+
+def test_a_file_cut_anywhere_is_read_up_to_there(tmp_path: Path) -> None:
+    """At every byte of its last lines."""
+    write_traces(tmp_path, simulate(timetable("1f1b", 2, 2)), steps=1)
+    path = rank_file(tmp_path, 1)
+    data = path.read_bytes()
+    before = list(read_traces(tmp_path).ranks[1].events())
+    for size in range(len(data) - 200, len(data) - 1):
+        path.write_bytes(data[:size])
+        traces = read_traces(tmp_path)
+        found = list(traces.ranks[1].events())
+        assert found == before[: len(found)]
+        assert len(before) - len(found) <= data.count(b"\n", size) + 1
+        assert traces.notes == (
+            "rank1.json has no end, as that of a run that was killed: it is read up to there.",
+        )
+
+
+def test_what_is_missing_or_foreign_is_told_and_left_out(folder: Path) -> None:
+    rank_file(folder, 1).unlink()
+    rank_file(folder, 2).write_text("[\n{}\n]\n")
+    other = folder / "other"
+    write_traces(other, PRICED, run="20270101-000000-ffff")
+    shutil.copy(rank_file(other, 3), rank_file(folder, 3))
+    traces = read_traces(folder)
+    assert list(traces.ranks) == [0]
+    assert sorted(traces.notes) == [
+        "rank1.json is missing: rank 1 is left out.",
+        "rank2.json does not begin as the trace of rank 2: it is left out.",
+        "rank3.json is of run 20270101-000000-ffff, not of 20260101-000000-abcd: it is left out.",
+    ]
+    damaged = rank_file(folder, 0).read_text().splitlines()
+    damaged[40] = damaged[40][:30]
+    rank_file(folder, 0).write_text("\n".join(damaged) + "\n")
+    assert "rank0.json has 1 lines that cannot be read: they are left out." in read_traces(folder).notes
+
+
+def test_a_folder_without_traces_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no folder with traces"):
+        read_traces(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="holds no trace of a run"):
+        read_traces(tmp_path)
+
+
+def test_the_last_run_is_in_the_folder_and_earlier_ones_in_their_own(folder: Path) -> None:
+    """Also those of ranks that the new world does not have."""
+    before = {path.name: path.read_text() for path in folder.iterdir()}
+    small = simulate(timetable("1f1b", 2, 2))
+    write_traces(folder, small, run="20270101-000000-ffff")
+    assert sorted(path.name for path in folder.glob("*.*")) == ["rank0.json", "rank1.json", "timetable.txt"]
+    assert {path.name: path.read_text() for path in (folder / "20260101-000000-abcd").iterdir()} == before
+
+
+def test_a_file_that_is_no_trace_is_not_touched(tmp_path: Path) -> None:
+    rank_file(tmp_path, 0).write_text("mine")
+    with pytest.raises(ConfigError, match=r"rank0\.json is there already and is no trace of a rank"):
+        TraceFile(tmp_path, 0, {"run": "r", "world_size": 1})
+    assert rank_file(tmp_path, 0).read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"rank 3 cannot write .*rank3\.json: Not a directory"):
+        TraceFile(tmp_path / "file" / "traces", 3, {"run": "r", "world_size": 4})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"name": "F0@0", "cat": "forward", "ph": "X", "pid": 0, "tid": "compute", "ts": 1, "dur": 1, "args": {}}',
+        '{"name": "F0@0", "cat": "forward", "ph": "X", "pid": 0, "tid": "compute", "dur": 1, "args": {"step": 1}}',
+        '{"name": "s", "cat": "step", "ph": "X", "pid": 0, "tid": "step", "ts": 1, "dur": 1, "args": {"step": 1}}',
+        '{"name": "ds_ext_clock", "ph": "M", "pid": 0, "tid": "step", "args": {"at_us": "noon"}}',
+        '{"name": "S", "cat": "activation", "ph": "X", "pid": 0, "tid": "send", "ts": 1, "dur": 1, "args": [7]}',
+    ],
+)
+def test_an_event_without_what_it_must_have_is_a_damaged_line(
+    folder: Path, tmp_path: Path, line: str
+) -> None:
+    expected = summarize(read_traces(folder))
+    path = rank_file(folder, 0)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:-2], f"{line},", *lines[-2:]]))
+    traces = read_traces(folder)
+    assert traces.notes == ("rank0.json has 1 lines that cannot be read: they are left out.",)
+    assert dataclasses.replace(summarize(traces), notes=[]) == expected
+    merge(traces, tmp_path / "all.json")
+    page(traces)
+
+
+def test_a_run_whose_name_leads_out_of_the_folder_is_no_trace(folder: Path) -> None:
+    text = rank_file(folder, 0).read_text()
+    rank_file(folder, 0).write_text(text.replace("20260101-000000-abcd", ".."))
+    with pytest.raises(ConfigError, match="is no trace of a rank"):
+        TraceFile(folder, 0, {"run": "r", "world_size": 4})
+    assert not (folder.parent / "rank0.json").exists()
+
+
+def test_many_missing_ranks_are_counted(folder: Path) -> None:
+    text = rank_file(folder, 0).read_text()
+    rank_file(folder, 0).write_text(text.replace('"world_size": 4', '"world_size": 512'))
+    notes = read_traces(folder).notes
+    assert len(notes) == 9 and notes[-1] == "the files of 500 more ranks are missing: they are left out."
+
+
+def test_a_step_that_was_run_again_counts_once(folder: Path, tmp_path: Path) -> None:
+    """A run that goes back to a checkpoint repeats steps: the last time counts, and every message keeps its arrow."""
+    expected = summarize(read_traces(folder))
+    for rank in range(4):
+        path = rank_file(folder, rank)
+        lines = path.read_text().splitlines()
+        again = [line.replace('"step": 2', '"step": 1').replace('"step 2"', '"step 1"') for line in lines]
+        path.write_text("\n".join(again))
+    traces = read_traces(folder)
+    found = summarize(traces)
+    assert list(found.bubble_by_step) == [1]
+    assert found.bubble_by_step[1] == pytest.approx(expected.bubble_by_step[2])
+    merged = merge(traces, tmp_path / "all.json")
+    assert merged.messages == 2 * PRICED.messages and not merged.ends and merged.early_us == 0
