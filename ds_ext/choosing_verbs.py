@@ -16,6 +16,7 @@ from typing import Any
 
 from .choice import Candidate, aligned, format_bytes, parse_bytes
 from .errors import ScheduleError
+from .fbd_verdict import add_forward_flags, forward_devices_of, with_forward_devices
 from .model_flags import add_model_flags, model_of
 from .parallel_sizes import Cluster, Cut, Cuts, job_section, join_reasons, message_bytes, parallel_sizes
 from .pipe_schedules.costs import Costs, read_costs
@@ -110,6 +111,7 @@ def add_plan_flags(verb: argparse.ArgumentParser) -> None:
         help="input and weight gradient relative to a forward (%(default)s), or a JSON file",
     )
     verb.add_argument("--tensor-parallel", type=int, metavar="T", help="this size only (all up to 8)")
+    add_forward_flags(verb)
     verb.add_argument("--json", action="store_true", help="for programs")
     add_import_flag(verb)
     add_model_flags(verb, parallel=False)
@@ -136,17 +138,21 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.zero is None:
         # It takes no longer than averaging gradients: as many bytes are sent.
         model = replace(model, zero_stage=1)
+    forward, costs = forward_devices_of(args), read_costs(args.costs)
     with _progress() as progress:
-        cuts = parallel_sizes(cluster, model, read_costs(args.costs), progress)
+        cuts = parallel_sizes(cluster, model, costs, progress)
+    verdict = forward and with_forward_devices(cluster, forward, model, costs, cuts)
     best = cuts.found[0]
     status = EXIT_OK if best.fits else EXIT_INVALID
     config = None if best.row is None else _config(best, cluster, model)
     if args.json:
-        print(json.dumps(_as_dict(cuts, config)))
+        print(json.dumps(_as_dict(cuts, config) | ({"fbd": verdict.as_dict()} if verdict else {})))
         return status
     print("\n".join([*_head(args, cluster, model), "", *_table(cuts.found[:_SHOWN]), "", _why(cuts)]))
     if not best.fits and best.row is not None:
         print(f"  Use {_ways(model)}.")
+    if verdict:
+        print("\n".join(verdict.lines()))
     if cuts.refused:
         print(f"not possible: {'; '.join(join_reasons(cuts.refused))}.")
     if config is not None and best.fits:

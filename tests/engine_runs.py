@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +13,8 @@ from torch import Tensor
 
 from ds_ext.config import load_config
 from ds_ext.engine import PipelineEngine, PipelineModule, initialize, weight_decay_groups
+from ds_ext.fbd_layout import make_layout
+from ds_ext.layout import ParallelLayout
 from ds_ext.models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel, create_tensor_parallel, shard_dim
 from tests.reference import gather_shards, random_batches
@@ -29,6 +33,7 @@ MODEL = GPTConfig(
 WHOLE = ["gpipe", "1f1b", "interleaved", "chimera", "bitpipe"]  # by their backwards
 SPLIT = ["zb_h1", "zb_v", "bitpipe_zb"]
 SCHEDULES = [*WHOLE, *SPLIT]
+Watch = Callable[[PipelineEngine, TensorParallel], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -48,10 +53,16 @@ class Job:
     eager: bool = True
     ragged: bool = False
     decay_groups: bool = False
+    fbd: dict[str, Any] = field(default_factory=dict)
+    transport: str = "auto"
+
+    @property
+    def layout(self) -> ParallelLayout:
+        return make_layout(load_config(self.config(1)).ds_ext.placement(), self.tp, self.dp)
 
     @property
     def world_size(self) -> int:
-        return load_config(self.config(1)).ds_ext.placement().ranks * self.tp * self.dp
+        return self.layout.world_size
 
     def config(self, replicas: int) -> dict[str, Any]:
         return {
@@ -67,6 +78,8 @@ class Job:
                 "tensor_parallel_size": self.tp,
                 "schedule_options": self.options,
                 "eager_gradient_sync": self.eager,
+                "fbd": self.fbd,
+                "transport": self.transport,
                 "transport_options": {"timeout_s": 30},
             },
         }
@@ -98,9 +111,8 @@ class StepBatches:
 
 def build(job: Job) -> tuple[PipelineEngine, TensorParallel]:
     """The engine of this rank."""
-    replicas = load_config(job.config(1)).ds_ext.placement().replicas
-    config = job.config(replicas)
-    tp = create_tensor_parallel([list(range(r, r + job.tp)) for r in range(0, job.world_size, job.tp)])
+    config = job.config(job.layout.placement.replicas)
+    tp = create_tensor_parallel(job.layout.groups()["tensor"])
     clock = DropoutClock()
     model = PipelineModule(
         gpt_layer_specs(job.model, tp, clock),
@@ -131,15 +143,24 @@ def digest(engine: PipelineEngine) -> str:
     return mine.hexdigest()
 
 
-def train(rank: int, job: Job) -> dict[str, Any]:
-    """Run ``job`` on this rank of the pool's world."""
+def train(rank: int, job: Job, evaluate: bool = False, watch: Watch | None = None) -> dict[str, Any]:
+    """Run ``job`` on this rank of the pool's world.
+
+    Args:
+        evaluate: the first batches too, after half of the steps, which must change nothing.
+        watch: is shown the engine and its tensor-parallel group first; the context that it gives lasts as long as the
+            training, and what that gives is the result's "watched".
+    """
     engine, tp = build(job)
     batches = StepBatches(batches_of(job))
-    losses, norms, digests = [], [], []
-    for _ in range(job.steps):
-        losses.append(float(engine.train_batch(batches)))
-        norms.append(float(engine.get_global_grad_norm()))
-        digests.append(digest(engine))
+    losses, norms, digests, evaluated = [], [], [], None
+    with watch(engine, tp) if watch is not None else nullcontext() as watched:
+        for step in range(job.steps):
+            if evaluate and step == job.steps // 2:
+                evaluated = float(engine.eval_batch(StepBatches(batches_of(job))))
+            losses.append(float(engine.train_batch(batches)))
+            norms.append(float(engine.get_global_grad_norm()))
+            digests.append(digest(engine))
     result = {
         "losses": losses,
         "norms": norms,
@@ -147,6 +168,10 @@ def train(rank: int, job: Job) -> dict[str, Any]:
         "digests": digests,
         "bubble": engine.bubble_measured,
         "eager": engine._eager is not None,
+        "skipped": engine.skipped_steps,
+        "lr": engine.get_lr()[0],
+        "evaluated": evaluated,
+        "watched": watched,
     }
     engine.transport.close()
     return result

@@ -25,6 +25,7 @@ from .report import describe_machine, machine
 
 SUMMARY = "steps of FBD against their simulated time, with emulated compute"
 _WAIT_S = 60.0
+_START_IN_S = 0.005  # what a rank needs to wake up and to look at the clock
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,15 @@ class Case:
 CASES: Mapping[str, Case] = MappingProxyType(
     {
         "plain": Case(4, 8, 1, {}),
-        "slow_forward": Case(4, 48, 1, {"forward_slowdown": 3.0}),
+        "plain_48": Case(4, 48, 1, {}),
+        "slow_forward_48": Case(4, 48, 1, {"forward_slowdown": 3.0}),
         "merged": Case(2, 8, 2, {"merge_forward_tensor_parallel": 2}),
         "three": Case(2, 12, 1, {"backward_per_forward": 3}),
+        "three_48": Case(2, 48, 1, {"backward_per_forward": 3}),
         "split": Case(4, 8, 1, {"backward": "split"}),
     }
 )
+SLOW, SLOW_BASE = "slow_forward_48", "plain_48"  # the same on forward devices as fast as the others
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,9 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--forward-ms",
         type=float,
-        default=20.0,
+        default=40.0,
         metavar="MS",
-        help="of a stage; a backward takes twice as long",
+        help="of a stage; a backward takes twice as long (%(default)s)",
     )
     parser.add_argument(
         "--steps", type=int, default=5, metavar="K", help="steps after one to warm up (%(default)s)"
@@ -87,27 +91,41 @@ def run(args: argparse.Namespace) -> int:
             f"than 0; got {args.cases!r}, {args.steps} and {args.forward_ms:g}."
         )
     costs = Costs(args.forward_ms, args.forward_ms, args.forward_ms)
-    found = []
+    times: dict[str, list[float]] = {}
     with processors_awake():
-        for name in names:
-            case, simulated = CASES[name], simulate(CASES[name].timetable, costs).makespan
-            job = Job(case.ranks, case.micro_batches, costs, 4.0, _WAIT_S, "ds_ext.bench.fbd")
-            rounds = take_turns([name], job, args.steps, 1, _WAIT_S)[name]
-            times = [
-                1000 * (max(ends) - min(starts)) for starts, ends in (zip(*r, strict=True) for r in rounds)
-            ]
-            found.append((name, case, simulated, times))
+        # Those of one size in turn, so that what disturbs the machine disturbs them alike.
+        for (ranks, micro_batches), alike in _by_size(names).items():
+            job = Job(ranks, micro_batches, costs, 4.0, _WAIT_S, "ds_ext.bench.fbd")
+            for name, rounds in take_turns(alike, job, args.steps, 1, _WAIT_S).items():
+                ranks_of = (zip(*answers, strict=True) for answers in rounds)
+                times[name] = [1000 * (max(ends) - min(starts)) for starts, ends in ranks_of]
+    found = [(n, CASES[n], simulate(CASES[n].timetable, costs).makespan, times[n]) for n in names]
     if args.json:
         print(json.dumps([_as_json(*row) for row in found], indent=1))
     else:
         print(describe_machine())
-        for name, case, simulated, times in found:
-            median = statistics.median(times)
+        for name, case, simulated, spans in found:
+            median = statistics.median(spans)
             print(
-                f"{name:<13} {case.ranks} ranks  simulated {simulated:7.1f} ms  measured {median:7.1f} ms "
-                f"({median / simulated - 1:+.1%}; best {min(times):.1f})"
+                f"{name:<15} {case.ranks} ranks  simulated {simulated:7.1f} ms  measured {median:7.1f} ms "
+                f"({median / simulated - 1:+.1%}; best {min(spans):.1f})"
+            )
+        if {SLOW, SLOW_BASE} <= set(times):
+            slow, base = ((min(times[name]), CASES[name]) for name in (SLOW, SLOW_BASE))
+            planned = simulate(slow[1].timetable).makespan / simulate(base[1].timetable).makespan
+            print(
+                f"forward devices {slow[1].options['forward_slowdown']:g} times as slow cost "
+                f"{slow[0] / base[0] - 1:.1%} of the step, best against best; simulated {planned - 1:.1%}"
             )
     return 0
+
+
+def _by_size(names: list[str]) -> dict[tuple[int, int], list[str]]:
+    """The cases with as many ranks and micro-batches, in the order of the first of each."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for name in names:
+        found.setdefault((CASES[name].ranks, CASES[name].micro_batches), []).append(name)
+    return found
 
 
 def _as_json(name: str, case: Case, simulated: float, times: list[float]) -> dict[str, Any]:
@@ -137,12 +155,28 @@ class Built:
     device: Any
 
     def run(self) -> tuple[float, float]:
-        """Start of the step and end of this rank's last computation, of time.perf_counter."""
+        """Start of the step and end of this rank's last computation, of time.perf_counter.
+
+        All ranks start together, as in the simulation: the last ones leave a barrier of more ranks than processors
+        milliseconds after the first.
+        """
         self.device.start_step()
-        start = time.perf_counter()
+        start = _together()
         self.device.last_end = start  # of a rank that computes nothing
         self.step()
         return start, self.device.last_end
+
+
+def _together() -> float:
+    """Wait until a time that all ranks agree on, and give it; of the clock that all processes of a host share."""
+    import torch
+    import torch.distributed as dist
+
+    start = torch.tensor(time.perf_counter() + _START_IN_S, dtype=torch.float64)
+    dist.all_reduce(start, dist.ReduceOp.MAX)
+    while (left := float(start) - time.perf_counter()) > 0:
+        time.sleep(max(left - _START_IN_S / 50, 0.0))
+    return float(start)
 
 
 def build(name: str, job: Job) -> Built:

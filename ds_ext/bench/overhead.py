@@ -20,7 +20,7 @@ from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.schedule import TrainSchedule
 from torch import Tensor, nn
 
-from ..comm.transport import Ticket, Transport
+from ..comm.transport import Ticket
 from ..engine import PipelineModule, initialize
 from ..pipe_schedules import Timetable, get_schedule
 from ..pipe_schedules.lower import lower
@@ -67,11 +67,12 @@ class Stopwatch:
 class TimedTransport:
     """A transport whose calls are counted as its own."""
 
-    def __init__(self, transport: Transport, watch: Stopwatch) -> None:
+    def __init__(self, transport: Any, watch: Stopwatch) -> None:
         self.name, self._watch = transport.name, watch
         self.send, self.close = watch.timed(transport.send), transport.close
         self.abort = transport.abort
         self.ready, self._recv = transport.ready, watch.timed(transport.recv)
+        self.wait_any = watch.timed(transport.wait_any)
 
     def recv(self, peer: int, tag: int) -> Ticket:
         """As the transport's; what waits for the ticket is counted too."""

@@ -17,6 +17,7 @@ from torch._utils import _flatten_dense_tensors
 from ..comm.transport import Ticket, Transport, make_tag
 from ..errors import TransportError
 from ..tensor_parallel import shard_dim
+from .checkpoint_states import buffers_of, layers_of
 
 _PIECE_BYTES = 32 << 20
 # More than this is received at once, as a sender may have to wait for room.
@@ -29,7 +30,7 @@ class WeightLink:
 
     Args:
         transport: moves messages by (rank, tag).
-        parameters: of this rank, in the order of their names; on both ends those of the same layers.
+        parameters: of this rank, and its buffers, in the same order on both ends.
         peers: the other end: the backward ranks whose shards make this rank's weights, or the forward rank.
         shards: into how many pieces a sender's tensor-parallel group cuts what this rank has whole; 1: none.
         stage: of the weights.
@@ -66,23 +67,26 @@ class WeightLink:
 
     # --- the forward side ---
 
-    def expect(self) -> None:
-        """Ask for the next version; receive it now if it is so large that its sender might wait."""
+    def expect(self, limit_s: float | None = None) -> None:
+        """Ask for the next version; receive it now, as settle() does, if it is so large that its sender might wait."""
         self.settle()
         self._expected = [self.transport.recv(peer, self._tag(2 * self._syncs)) for peer in self.peers]
         self._syncs += 1
         if sum(p.numel() * p.element_size() for p in self.parameters) > LAZY_BYTES * self.shards:
-            self.settle()
+            self.settle(limit_s)
 
-    def settle(self) -> None:
+    def settle(self, limit_s: float | None = None) -> None:
         """Wait for the version that was asked for, if one was, and put it in place.
+
+        Args:
+            limit_s: how long its first message may take; None: as long as any message.
 
         Raises:
             TransportError: it does not come, or the senders have different ones, or older ones.
         """
         if self._expected is None:
             return
-        headers = [ticket.wait()[0].tolist() for ticket in self._expected]
+        headers = [ticket.wait(limit_s)[0].tolist() for ticket in self._expected]
         self._expected = None
         version, count = headers[0]
         if any(header != headers[0] for header in headers) or version < self.version:
@@ -144,6 +148,11 @@ class WeightLink:
             yield index, torch.Size(shape), parameter.dtype
 
 
-def parameters_in_order(module: Any) -> list[Tensor]:
-    """The parameters of a rank's stage, layer by layer; the same order on all ranks that hold it."""
-    return [parameter for _, parameter in module.named_parameters()]
+def weights_in_order(module: Any) -> list[Tensor]:
+    """The parameters and persistent buffers of a rank's stage; the same order on all ranks that hold it.
+
+    Buffers too, as a layer may change them (running means), and a checkpoint brings others. One that is not changed in
+    place, but replaced, is not followed.
+    """
+    parameters = [parameter for _, parameter in module.named_parameters()]
+    return parameters + [buffer for _, layer in layers_of(module).values() for _, buffer in buffers_of(layer)]

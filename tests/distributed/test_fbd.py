@@ -4,93 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from ds_ext.config import load_config
-from ds_ext.engine import PipelineEngine, PipelineModule, initialize
-from ds_ext.fbd_layout import DisaggregatedLayout, make_layout
-from ds_ext.models.gpt import gpt_layer_specs, gpt_loss
-from ds_ext.tensor_parallel import DropoutClock, TensorParallel, create_tensor_parallel
+from ds_ext.fbd_layout import DisaggregatedLayout
+from ds_ext.pipe_schedules.fbd import most_ahead
 from tests.distributed.test_parity import WITH_DROPOUT, assert_equal, reference, tensor_parallel_reference
-from tests.engine_runs import MODEL, Job, StepBatches, batches_of, digest, weights
-from tests.engine_runs import build as build_plainly
+from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build, train
+from tests.fbd_watch import Seen, watch
 from tests.ranks import Ranks
 from tests.selection import select
 
 
-@dataclass(frozen=True)
-class FbdJob(Job):
-    """``dp`` counts pipeline groups, ``micro_batches`` those of a group."""
-
-    fbd: dict[str, Any] = field(default_factory=dict)
-    transport: str = "auto"
-
-    def config(self, replicas: int) -> dict[str, Any]:
-        made = super().config(replicas)
-        section = {**made["ds_ext"], "fbd": self.fbd, "transport": self.transport}
-        return made | {"ds_ext": section}
-
-    @property
-    def layout(self) -> DisaggregatedLayout:
-        layout = make_layout(load_config(self.config(1)).ds_ext.placement(), self.tp, self.dp)
-        assert isinstance(layout, DisaggregatedLayout)
-        return layout
-
-    @property
-    def world_size(self) -> int:
-        return self.layout.world_size
-
-
-def build(job: FbdJob) -> tuple[PipelineEngine, TensorParallel]:
-    """The engine of this rank."""
-    config = job.config(job.layout.placement.replicas)
-    tp, clock = create_tensor_parallel(job.layout.groups()["tensor"]), DropoutClock()
-    model = PipelineModule(
-        gpt_layer_specs(job.model, tp, clock),
-        config,
-        loss_fn=gpt_loss(job.model, tp),
-        clock=clock,
-        partition_method=job.partition_method,
-    )
-    engine, *_ = initialize(model=model, config=config)
-    return engine, tp
-
-
-def train(rank: int, job: FbdJob) -> dict[str, Any]:
-    """Train ``job`` on this rank; an evaluation in the middle must change nothing."""
-    engine, tp = build(job)
-    batches = StepBatches(batches_of(job))
-    losses, norms, digests, evaluated = [], [], [], 0.0
-    for step in range(job.steps):
-        if step == job.steps // 2:
-            evaluated = float(engine.eval_batch(StepBatches(batches_of(job))))
-        losses.append(float(engine.train_batch(batches)))
-        norms.append(float(engine.get_global_grad_norm()))
-        digests.append(digest(engine))
-    result = {
-        "losses": losses,
-        "norms": norms,
-        "weights": weights(engine, tp),
-        "digests": digests,
-        "evaluated": evaluated,
-        "lr": engine.get_lr()[0],
-        "gradients": sum(p.grad is not None for p in engine.module.parameters()),
-        "optimizer": engine.optimizer is not None,
-        "skipped": engine.skipped_steps,
-    }
-    engine.transport.close()
-    return result
+def watched(rank: int, job: Job) -> dict[str, Any]:
+    """Train ``job`` on this rank and look on; an evaluation in the middle must change nothing."""
+    return train(rank, job, evaluate=True, watch=watch)
 
 
 ZERO = {
     "zero_optimization": {"stage": 1, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6},
     "zero_allow_untested_optimizer": True,
 }
-PLAIN = FbdJob("fbd", 2, 1, 1, 4, MODEL)
+PLAIN = Job("fbd", 2, 1, 1, 4, MODEL)
 DROPOUT = dataclasses.replace(PLAIN, model=WITH_DROPOUT)
 MERGED = dataclasses.replace(DROPOUT, tp=2, fbd={"merge_forward_tensor_parallel": True})
 TWO = dataclasses.replace(DROPOUT, fbd={"backward_per_forward": 2}, deepspeed=ZERO)
@@ -115,13 +53,11 @@ THREE = dataclasses.replace(DROPOUT, fbd={"backward_per_forward": 3}, micro_batc
         ),
     ],
 )
-def test_trains_as_one_process(ranks: Ranks, job: FbdJob) -> None:
-    """An evaluation in between included; forward ranks have the weights of their backward ranks after every step."""
-    results = ranks(job.world_size).run(train, job, timeout_s=120)
+def test_trains_as_one_process(ranks: Ranks, job: Job) -> None:
+    """An evaluation in between included."""
+    results = ranks(job.world_size).run(watched, job, timeout_s=120)
     assert_equal(results, reference(job))
     assert_roles(job, results)
-    for forward, backward in job.layout.groups()["weights"]:
-        assert results[forward]["digests"] == results[backward]["digests"]
 
 
 @pytest.mark.parametrize(
@@ -131,33 +67,48 @@ def test_trains_as_one_process(ranks: Ranks, job: FbdJob) -> None:
         *select([pytest.param(dataclasses.replace(MERGED, fbd={}), id="not merged")], []),
     ],
 )
-def test_tensor_parallel_masks_are_those_of_the_shards(ranks: Ranks, job: FbdJob) -> None:
-    results = ranks(job.world_size).run(train, job, timeout_s=120)
+def test_tensor_parallel_masks_are_those_of_the_shards(ranks: Ranks, job: Job) -> None:
+    results = ranks(job.world_size).run(watched, job, timeout_s=120)
     assert_equal(results, ranks(2).run(tensor_parallel_reference, job, timeout_s=120)[0])
     assert_roles(job, results)
 
 
-def train_on_named_hosts(rank: int, job: FbdJob, hosts: list[str]) -> dict[str, Any]:
+def train_on_named_hosts(rank: int, job: Job, hosts: list[str]) -> dict[str, Any]:
     socket.gethostname = lambda: hosts[rank]
-    return train(rank, job)
+    return watched(rank, job)
 
 
 def test_forward_ranks_sit_where_the_json_says(ranks: Ranks) -> None:
     """Ranks 2 and 3 are on the host that is named."""
     job = dataclasses.replace(DROPOUT, fbd={"forward_hosts": ["small"]}, steps=6)
     results = ranks(4).run(train_on_named_hosts, job, ["big", "big", "small", "small"], timeout_s=120)
-    assert [result["optimizer"] for result in results] == [True, True, False, False]
+    assert [result["watched"].optimizer for result in results] == [True, True, False, False]
     assert_equal(results, reference(job))
 
 
-def assert_roles(job: FbdJob, results: list[dict[str, Any]]) -> None:
-    groups = job.layout.groups()
-    for role, trains in (("forward", False), ("backward", True)):
-        for rank in groups[role][0]:
-            assert results[rank]["optimizer"] == trains
-            assert trains or not results[rank]["gradients"]
+def assert_roles(job: Job, results: list[dict[str, Any]]) -> None:
+    """What each role has in memory, and that forwards and repeated forwards have the same weights, bit by bit."""
+    layout, stages = job.layout, job.layout.placement.stages
+    assert isinstance(layout, DisaggregatedLayout)
+    weights: dict[tuple[int, int, bool], set[str]] = {}
+    roles: dict[tuple[int, int, bool], set[str]] = {}
+    for rank, result in enumerate(results):
+        seen: Seen = result["watched"]
+        stage, _ = layout.stage_and_pipe(layout.coordinates(rank)[0])
+        if layout.role(rank) == "forward":
+            assert (seen.graphs, seen.gradients, seen.optimizer) == (0, 0, False)
+        else:
+            assert (seen.graphs, seen.buffers) == (1, 1) and seen.optimizer
+            assert seen.handed_over <= (most_ahead(stages, stage - 1) if stage else 0)
+        for key, hashes in seen.weights.items():
+            weights.setdefault(key, set()).update(hashes)
+            roles.setdefault(key, set()).add(layout.role(rank))
+    assert {len(hashes) for hashes in weights.values()} == {1}
+    steps = [(step, stage, False) for step in range(job.steps) for stage in range(stages)]
+    assert [key for key in steps if len(roles[key]) == 2] == [k for k in steps if k[1] < stages - 1]
+    assert {key for key in weights if key[2]} == {(job.steps // 2, stage, True) for stage in range(stages)}
     assert len({result["evaluated"] for result in results}) == 1
-    assert {result["lr"] for result in results} == {0.1}
+    assert {result["lr"] for result in results} == {results[0]["lr"]}
 
 
 HALF: dict[str, dict[str, Any]] = {
@@ -169,31 +120,30 @@ HALF: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_with_zero_1_is_that_of_1f1b(ranks: Ranks, precision: str) -> None:
-    """The same numbers as a plain pipeline in that precision, whose backward ranks compute the same."""
+    """The same numbers as a plain pipeline in that precision, whose backward ranks compute the same.
+
+    That keeps as many micro-batches as it is deep, which shows that they would be seen.
+    """
     adam = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
-    job = dataclasses.replace(DROPOUT, deepspeed={**HALF[precision], **ZERO, **adam}, steps=12)
-    results = ranks(4).run(train, job, timeout_s=120)
-    plain = Job("1f1b", 2, 1, 1, 4, job.model, steps=12, deepspeed=job.deepspeed)
-    expected = ranks(2).run(train_plainly, plain, timeout_s=120)[0]
-    assert results[0]["losses"] == pytest.approx(expected["losses"], rel=1e-6)
-    assert {result["skipped"] for result in results} == {expected["skipped"]}
-    assert (expected["skipped"] > 0) == (precision == "fp16")
+    job = dataclasses.replace(DROPOUT, deepspeed={**HALF[precision], **ZERO, **adam})
+    results = ranks(4).run(watched, job, timeout_s=120)
+    expected = ranks(2).run(watched, dataclasses.replace(job, schedule="1f1b"), timeout_s=120)
+    assert_roles(job, results)
+    assert [result["watched"].graphs for result in expected] == [2, 1]
+    assert {result["skipped"] for result in results} == {expected[0]["skipped"]}
+    assert (expected[0]["skipped"] > 0) == (precision == "fp16")
+    for result in results:
+        assert result["losses"] == pytest.approx(expected[0]["losses"], rel=1e-5)
     for forward, backward in job.layout.groups()["weights"]:
-        assert results[forward]["digests"] == results[backward]["digests"]
+        plain = expected[backward // 2]["weights"]
+        for name, value in plain.items():
+            assert torch.equal(results[forward]["weights"][name], results[backward]["weights"][name])
+            torch.testing.assert_close(results[backward]["weights"][name], value, rtol=1e-5, atol=1e-5)
 
 
-def train_plainly(rank: int, job: Job) -> dict[str, Any]:
-    """The losses of ``job`` and the steps that overflowed."""
-    engine, _ = build_plainly(job)
-    batches = StepBatches(batches_of(job))
-    losses = [float(engine.train_batch(batches)) for _ in range(job.steps)]
-    engine.transport.close()
-    return {"losses": losses, "skipped": engine.skipped_steps}
-
-
-def train_with_a_checkpoint(rank: int, job: FbdJob, folder: str, at: int, load: bool) -> list[float]:
+def train_with_a_checkpoint(rank: int, job: Job, folder: str, at: int, load: bool) -> list[float]:
     """The losses of ``job``: all with a checkpoint on the way, or those after it."""
-    engine, _ = build(job) if isinstance(job, FbdJob) else build_plainly(job)
+    engine, _ = build(job)
     batches = StepBatches(batches_of(job))
     if load:
         path, state = engine.load_checkpoint(folder)

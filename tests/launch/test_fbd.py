@@ -1,0 +1,60 @@
+"""A forward rank is killed: the job says which one and ends, and goes on as it was, and without forward ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch.jobs import ROOT, Job, command, tiny_config, write_json
+
+LIMIT_S = 20.0
+STEPS = "2000"  # more than are reached; the order of the samples depends on it
+AT = 4  # the step of the checkpoint
+
+
+def test_a_killed_forward_rank(corpus: Path, tmp_path: Path, free_port: Callable[[], int]) -> None:
+    saved = tmp_path / "saved"
+
+    def launch(schedule: str, ranks: int, *flags: str) -> tuple[Job, Path]:
+        """A job on ``ranks`` ranks, and its metrics."""
+        config = write_json(tmp_path / f"{schedule}.json", tiny_config(corpus, schedule=schedule))
+        metrics = tmp_path / f"{schedule}_{len(flags)}.jsonl"
+        words = [str(ROOT / "train_gpt.py"), "--deepspeed_config", config.name, "--train-iters", STEPS]
+        words += ["--eval-iters", "0", "--metrics-file", str(metrics), *flags]
+        return Job(command("deepspeed", ranks, free_port(), *words), tmp_path), metrics
+
+    job, straight = launch("fbd", 4, "--save", str(saved), "--save-interval", str(AT))
+    with job:
+        job.wait_for(f"step {2 * AT}: saved ")
+        os.kill(job.ranks()[0], signal.SIGKILL)
+        job.seconds_until_gone(LIMIT_S)
+        assert job.wait(5) != 0
+    told = next(line for line in job.lines if "TransportError" in line)
+    assert re.match(r"rank \d stopped: rank 0 has ended.* TransportError: ", told), job.text
+    roles = "rank 0 is the forward rank of stage 0|forward ranks 0 2, backward ranks 1 3"
+    assert re.search(rf"\(step \d+; .*({roles})", told), job.text
+
+    (saved / "latest").write_text(f"step_{AT}")
+    expected = losses(straight)
+    assert len(expected) >= 2 * AT
+    for schedule, ranks in (("fbd", 4), ("1f1b", 2)):
+        job, metrics = launch(schedule, ranks, "--load", str(saved))
+        with job:
+            job.wait_for(f"resumed from {saved / f'step_{AT}'} at step {AT},")
+            job.wait_for(f"step {2 * AT + 1:>4}/{STEPS} | ")
+        went_on = losses(metrics)
+        steps = range(AT + 1, 2 * AT + 1)
+        assert [went_on[s] for s in steps] == pytest.approx([expected[s] for s in steps], rel=1e-5), schedule
+
+
+def losses(metrics: Path) -> dict[int, float]:
+    """Loss by step."""
+    records: list[dict[str, Any]] = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return {record["step"]: record["loss"] for record in records}
