@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .auto import AUTO, MODEL_SIZES
-from .config import JobConfig, load_config
+from .config import JobConfig, load_config, named_schedule
 from .errors import ConfigError
 from .flags import Model, build_parser
 from .megatron_flags import refusal
@@ -188,6 +188,8 @@ def _set_key(
     """Set the key at ``path`` and note in ``said_by`` that ``flag`` did. Raises ConfigError on a contradiction."""
     name, section = ".".join(path), _section(config, path, json_path)
     if section.get(path[-1], value) != value:
+        if name == "ds_ext.schedule" and value != AUTO:
+            named_schedule(value)  # a typo contradicts every JSON
         other = said_by.get(name, json_path)
         raise ConfigError(
             f'{flag} contradicts "{name}": {section[path[-1]]!r} of {other}. Change one of the two.'

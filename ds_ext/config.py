@@ -122,10 +122,7 @@ class DsExtConfig(_Section):
         choice = self.choice(world_size)
         if choice is not None:
             return chosen_schedule(choice)
-        with _as_config_error():
-            if is_timetable_file(self.schedule):
-                return schedule_of_file(self.schedule)
-            return self._runnable(get_schedule(self.schedule))
+        return self._runnable(named_schedule(self.schedule))
 
     def _runnable(self, schedule: Schedule) -> Schedule:
         """Refuse an order that is decided at run time over what cannot be polled."""
@@ -184,6 +181,11 @@ class DsExtConfig(_Section):
                 f'"ds_ext": fbd.forward_hosts is for a schedule with forward ranks, such as "fbd"; the schedule is '
                 f'"{schedule.name}". Leave it out, or set "schedule": "fbd".'
             )
+        if found.forward is not None and found.forward.merged > 1 and self.sequence_parallel:
+            raise ConfigError(
+                '"sequence_parallel": true and merged forward ranks exclude each other: the ranks of a tensor-parallel '
+                "group take slices of the tokens, and a merged rank has all of them. Leave one of the two out."
+            )
         return found
 
     def timetable(self, micro_batches: int, world_size: int | None = None) -> Timetable:
@@ -198,6 +200,17 @@ class DsExtConfig(_Section):
             return self.resolve_schedule().rules(
                 self.pipeline_parallel_size, micro_batches, self.schedule_options
             )
+
+
+def named_schedule(name: str) -> Schedule:
+    """The schedule of that name, or of the timetable file at that path. Raises ConfigError."""
+    with _as_config_error():
+        if is_timetable_file(name):
+            return schedule_of_file(name)
+        try:
+            return get_schedule(name)
+        except ScheduleError as error:
+            raise ConfigError(f'{error} In a job also "auto", or the path of a timetable file.') from None
 
 
 @contextlib.contextmanager
@@ -277,4 +290,12 @@ def _explain(error: ValidationError) -> str:
         return f'"{where}" has no key {last!r}{hint}; its keys: {", ".join(known)}.'
     if first["type"] == "model_type":
         return f'"ds_ext": {key} must be an object; got {first["input"]!r}.'
-    return f'"ds_ext": {key}: {first["msg"]}; got {first["input"]!r}.'
+    said = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "string_pattern_mismatch":
+        said = 'Input should be as "10:20", "100:" or ":50"'
+    must = (
+        f"{key} must{said.removeprefix('Input should')}"
+        if said.startswith("Input should")
+        else f"{key}: {said}"
+    )
+    return f'"ds_ext": {must}; got {first["input"]!r}.'

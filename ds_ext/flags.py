@@ -20,12 +20,22 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}. `python {self.prog} --help` lists the flags.")
 
 
+class _WithDefaults(argparse.HelpFormatter):
+    """Shows the default of every flag that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text, default = action.help, action.default
+        shown = text and "%(default)" not in text and default not in (None, False, [], argparse.SUPPRESS)
+        return f"{text} (%(default)s)" if shown else text
+
+
 def build_parser(prog: str, model: Model = "gpt") -> argparse.ArgumentParser:
     """The parser of ``train_gpt.py``, or with model "bert" of ``train_bert.py``."""
     parser = _Parser(
         prog=prog,
         description=f"Pretrain a {model.upper()} with a pipeline schedule of ds_ext.",
         allow_abbrev=False,
+        formatter_class=_WithDefaults,
     )
     parser.add_argument("--version", action="version", version=_versions())
     parser.add_argument(
@@ -74,15 +84,17 @@ def _add_model(group: Any) -> None:
         metavar="A,B,..",
         help="transformer layers of every stage of the model, or balanced: by the work of layers and head (evenly)",
     )
-    group.add_argument("--hidden-size", type=int, default=128)
-    group.add_argument("--num-attention-heads", type=int, default=4)
+    group.add_argument("--hidden-size", type=int, default=128, help="width of hidden states")
+    group.add_argument("--num-attention-heads", type=int, default=4, help="heads a layer")
     group.add_argument("--ffn-hidden-size", type=int, default=None, help="4 x hidden-size by default")
-    group.add_argument("--seq-length", type=int, default=128)
+    group.add_argument("--seq-length", type=int, default=128, help="tokens of a sample")
     group.add_argument("--max-position-embeddings", type=int, default=None, help="seq-length by default")
-    group.add_argument("--hidden-dropout", type=float, default=0.1)
-    group.add_argument("--attention-dropout", type=float, default=0.1)
-    group.add_argument("--init-method-std", type=float, default=0.02)
-    group.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
+    group.add_argument("--hidden-dropout", type=float, default=0.1, help="behind attention and MLP")
+    group.add_argument("--attention-dropout", type=float, default=0.1, help="of the weights of attention")
+    group.add_argument("--init-method-std", type=float, default=0.02, help="of the start weights")
+    group.add_argument(
+        "--make-vocab-size-divisible-by", type=int, default=128, help="times tensor-parallel ranks"
+    )
     group.add_argument(
         "--transformer-impl",
         choices=["local", "transformer_engine"],
@@ -103,7 +115,7 @@ def _add_model(group: Any) -> None:
         metavar="K",
         help="recompute every K-th layer (%(default)s)",
     )
-    group.add_argument("--seed", type=int, default=1234)
+    group.add_argument("--seed", type=int, default=1234, help="of weights, dropout and the order of the data")
 
 
 def _add_data(group: Any) -> None:
@@ -178,7 +190,7 @@ def _add_training(group: Any) -> None:
 
 
 def _add_json_flags(group: Any) -> None:
-    group.add_argument("--schedule", help="ds_ext.schedule")
+    group.add_argument("--schedule", help="ds_ext.schedule: a name, auto or a timetable file")
     group.add_argument(
         "--pipeline-model-parallel-size", type=int, metavar="D", help="ds_ext.pipeline_parallel_size"
     )
@@ -195,7 +207,9 @@ def _add_json_flags(group: Any) -> None:
     group.add_argument("--bf16", action="store_true", help="bf16.enabled")
     group.add_argument("--fp16", action="store_true", help="fp16.enabled")
     group.add_argument("--sequence-parallel", action="store_true", help="ds_ext.sequence_parallel")
-    group.add_argument("--clip-grad", type=float, help="gradient_clipping")
+    group.add_argument(
+        "--clip-grad", type=float, help="gradient_clipping (DeepSpeed's default is 1.0; 0: none)"
+    )
     group.add_argument("--enable-bitpipe-schedule", action="store_true", help='"schedule": "bitpipe"')
     group.add_argument("--use-dpp", action="store_true", help='"schedule": "dpp"')
     group.add_argument("--forward-backward-disaggregating", action="store_true", help='"schedule": "fbd"')

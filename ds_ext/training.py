@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .auto import AUTO
 from .data.blend import parse_data_path
 from .data.gpt import parse_split
 from .engine import PipelineEngine
@@ -200,10 +201,14 @@ class Trainer:
             )
             verdict = "below" if loss < value else "not below"
             say(f"{kind} loss {loss:.4f}, {verdict} the {name} of {value:.4f} nats")
-        table, schedule = self.plan.timetable, self.plan.job.ds_ext.schedule
-        sizes = ["--stages", str(table.placement.width), "--micro-batches", str(table.micro_batches)]
-        words = [schedule] if is_timetable_file(schedule) else [table.schedule, *sizes]
-        lines = [f"see the order  {shlex.join(['python', '-m', 'ds_ext', 'show', *words])}"]
+        table, settings = self.plan.timetable, self.plan.job.ds_ext
+        words = [table.schedule, "--stages", table.placement.width, "--micro-batches", table.micro_batches]
+        if is_timetable_file(settings.schedule):
+            words = [settings.schedule]
+        elif settings.schedule != AUTO:
+            options = settings.options(settings.resolve_schedule())
+            words += [word for key, value in options.items() for word in ("--option", f"{key}={value}")]
+        lines = [f"see the order  {shlex.join(['python', '-m', 'ds_ext', 'show', *map(str, words)])}"]
         if self.args.save:
             lines.insert(0, f"train on       {resume_command(sys.argv, self.args)}")
         say("next: " + "\n      ".join(lines))

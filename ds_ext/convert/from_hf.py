@@ -169,7 +169,14 @@ def _next_command(config: TransformerConfig, output: Path, tokenizer: Path | Non
         "--hidden-dropout": config.hidden_dropout,
         "--attention-dropout": config.attention_dropout,
     }
-    words = ["deepspeed", "train_bert.py" if bert else "train_gpt.py", "--deepspeed_config", "JSON"]
+    words = [
+        "deepspeed",
+        "--num_gpus",
+        "RANKS",
+        "train_bert.py" if bert else "train_gpt.py",
+        "--deepspeed_config",
+        "JSON",
+    ]
     words += [str(word) for flag in flags.items() for word in flag]
     if isinstance(config, BertConfig) and config.order_classes is None:
         words.append("--bert-no-binary-head")

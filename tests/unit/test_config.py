@@ -69,7 +69,10 @@ def test_the_whole_section_is_accepted_with_the_values_that_mean_off() -> None:
             {"transport_options": {"timeout": 1}},
             r"\"ds_ext.transport_options\" has no key 'timeout' \(did you mean 'timeout_s'\?\)",
         ),
-        ({"transport_options": {"timeout_s": 0}}, r"transport_options.timeout_s: .* greater than 0; got 0"),
+        (
+            {"transport_options": {"timeout_s": 0}},
+            r"transport_options.timeout_s must .* greater than 0; got 0",
+        ),
         (
             {"transport_options": {"node_ips": ["10.0.0.1", "node7"]}},
             r"transport_options.node_ips: .*'node7' is no IPv4 or IPv6 address such as 10.0.0.1",
@@ -78,17 +81,23 @@ def test_the_whole_section_is_accepted_with_the_values_that_mean_off() -> None:
             {"fbd": {"backwards_per_forward": 1}},
             r"\"ds_ext.fbd\" has no key 'backwards_per_forward' \(did you mean 'backward_per",
         ),
-        ({"fbd": {"backward_per_forward": True}}, r"fbd.backward_per_forward: .* valid integer; got True"),
+        (
+            {"fbd": {"backward_per_forward": True}},
+            r"fbd.backward_per_forward must .* valid integer; got True",
+        ),
         ({"fbd": None}, r"fbd must be an object; got None"),
         ({"trace": {"dir": "t", "steps": "20:10"}}, r"trace.steps '20:10' holds no step"),
-        ({"trace": {"dir": "t", "steps": "10-20"}}, r"trace.steps: String should match pattern"),
+        ({"trace": {"dir": "t", "steps": "10-20"}}, r"trace.steps must be as .10:20"),
         ({"trace": {"dir": ""}}, r"trace.dir: String should have at least 1 character"),
-        ({"pipeline_parallel_size": 0}, r"pipeline_parallel_size: .* greater than or equal to 1; got 0"),
-        ({"pipeline_parallel_size": "4"}, r"pipeline_parallel_size: .* valid integer; got '4'"),
-        ({"pipeline_parallel_size": True}, r"pipeline_parallel_size: .* valid integer; got True"),
-        ({"tensor_parallel_size": 1.5}, r"tensor_parallel_size: .* valid integer; got 1.5"),
-        ({"transport": "carrier pigeon"}, r"transport: .*'auto', 'shm', .* or 'torch'; got 'carrier pigeon'"),
-        ({"train": 3}, r"train: .* valid dictionary; got 3"),
+        ({"pipeline_parallel_size": 0}, r"pipeline_parallel_size must .* greater than or equal to 1; got 0"),
+        ({"pipeline_parallel_size": "4"}, r"pipeline_parallel_size must .* valid integer; got '4'"),
+        ({"pipeline_parallel_size": True}, r"pipeline_parallel_size must .* valid integer; got True"),
+        ({"tensor_parallel_size": 1.5}, r"tensor_parallel_size must .* valid integer; got 1.5"),
+        (
+            {"transport": "carrier pigeon"},
+            r"transport must .*'auto', 'shm', .* or 'torch'; got 'carrier pigeon'",
+        ),
+        ({"train": 3}, r"train must .* valid dictionary; got 3"),
     ],
 )
 def test_keys_and_types(section: dict[str, Any], sentence: str) -> None:
@@ -121,6 +130,14 @@ def test_schedules_that_do_not_fit(section: dict[str, Any], micro_batches: int, 
     settings = load_config({"ds_ext": section}).ds_ext
     with pytest.raises(ConfigError, match=sentence):
         settings.timetable(micro_batches)
+
+
+def test_merged_forward_ranks_and_sequence_parallelism() -> None:
+    fbd = {"schedule": "fbd", "pipeline_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True}
+    load_config({"ds_ext": fbd}).ds_ext.placement()
+    merged = load_config({"ds_ext": fbd | {"fbd": {"merge_forward_tensor_parallel": True}}}).ds_ext
+    with pytest.raises(ConfigError, match="exclude each other: .* Leave one of the two out"):
+        merged.placement()
 
 
 @pytest.mark.parametrize("stage", [2, 3, "2"])
