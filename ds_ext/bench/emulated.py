@@ -74,6 +74,7 @@ class EmulatedDevice:
         self.costs, self._durations = costs, costs.durations(placement)
         self.last_end = self.computed_ms = 0.0
         self._told: int | None = None
+        self._last: Op | None = None
         self._forwards: defaultdict[int, int] = defaultdict(int)
         self._halved: defaultdict[int, deque[int]] = defaultdict(deque)
 
@@ -108,9 +109,14 @@ class EmulatedDevice:
         self._halved[stage].append(micro_batch)
 
     def weight_gradient(self, stage: int) -> None:
-        """Wait as long as the weight gradient takes; those of a stage come in the order of its input gradients."""
-        micro_batch = self._halved[stage].popleft()
-        self._wait(Op(BACKWARD_WEIGHT, stage, micro_batch), time.perf_counter())
+        """Wait as long as the weight gradient takes; those of a stage come in the order of its input gradients.
+
+        In a whole backward it begins where the wait for the input gradient has ended: what the layer has really
+        computed since then is part of its time.
+        """
+        op = Op(BACKWARD_WEIGHT, stage, self._halved[stage].popleft())
+        follows = self._last == op._replace(kind=BACKWARD_INPUT) and self._in_timetable(op).kind == BACKWARD
+        self._wait(op, self.last_end if follows else time.perf_counter())
 
     def _wait(self, op: Op, start: float) -> None:
         takes_ms = self._durations[op.kind][op.stage] * self.costs.factor(self._in_timetable(op))
@@ -120,7 +126,7 @@ class EmulatedDevice:
             time.sleep(left)
         while time.perf_counter() < end:
             pass
-        self.last_end = time.perf_counter()
+        self.last_end, self._last = time.perf_counter(), op
         self.computed_ms += takes_ms
 
     def _in_timetable(self, op: Op) -> Op:

@@ -26,7 +26,7 @@ from ds_ext.comm.tickets import SENT, Channel, LentSlot, RecvTicket, Sent
 from ds_ext.comm.transport import ITEM_BITS, TAG_LIMIT, check_address, describe_tag
 from ds_ext.errors import ProtocolError, TransportError
 
-SLICE_S = 0.03  # how long a sleep lasts at most, so that signals and the end of a peer are noticed
+SLICE_S = 0.035  # how long a sleep lasts at most, so that signals and the end of a peer are noticed
 COPIED_BYTES = 4096  # up to here a copy costs less than to keep a slot
 SEND_ERRORS = (_native.DescriptorError, _native.LinkError, OSError, MemoryError)
 

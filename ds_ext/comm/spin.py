@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ds_ext.errors import TransportError
 
-MOST_SPIN_US = 100.0
+MOST_SPIN_US = 300.0
 SPIN_VARIABLE = "DS_EXT_SPIN_US"
 
 

@@ -27,9 +27,10 @@ inline void relax() {
 #endif
 }
 
-/// How long to look before going to sleep: a wake-up costs 15 to 30 microseconds, and so does looking in vain when
-/// others need the core. Two ranks that answer each other are either both awake or both late, and a short look does not
-/// bring them back; so every 32nd look is a long one, whatever the last ones have taught.
+/// How long to look before going to sleep: a wake-up costs 15 to 100 microseconds, and so does looking in vain when
+/// others need the core. Two ranks that answer each other are either both awake or both late: then each waits for the
+/// other's wake-up too. So a sleep that a longer look would have spared makes the next looks as long, and every 32nd
+/// look is a long one, whatever the last ones have taught.
 class Spin {
   public:
     /// `most_us`: 0 when the ranks of this host outnumber its cores.
@@ -41,6 +42,13 @@ class Spin {
     }
     void found() {
         now_ = std::min(most_, std::max(now_ * 2, kStart));
+        fruitless_ = 0;
+    }
+    /// The rank slept, and what it waited for came after all that time.
+    void slept(std::chrono::nanoseconds waited) {
+        const double us = static_cast<double>(waited.count()) / 1000;
+        if (us > most_) return fruitless();
+        now_ = std::min(most_, std::max(us * 1.5, kStart));
         fruitless_ = 0;
     }
     void fruitless() {
@@ -80,13 +88,13 @@ class Bell {
         using Clock = std::chrono::steady_clock;
         if (arrived()) return true;
         const auto look = std::min(spin.next(), limit);
-        for (const auto start = Clock::now(); Clock::now() - start < look;) {
+        const auto start = Clock::now();
+        while (Clock::now() - start < look) {
             for (int i = 0; i < 16; ++i) {
                 if (arrived()) return spin.found(), true;
                 relax();
             }
         }
-        spin.fruitless();
         const std::uint32_t seen = face_->rings.load(std::memory_order_acquire);
         face_->asleep.store(1, std::memory_order_relaxed);
         std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -96,7 +104,13 @@ class Bell {
             syscall(SYS_futex, &face_->rings, FUTEX_WAIT, seen, &time, nullptr, 0);
         }
         face_->asleep.store(0, std::memory_order_relaxed);
-        return arrived();
+        const bool is_here = arrived();
+        if (is_here) {
+            spin.slept(Clock::now() - start);
+        } else {
+            spin.fruitless();
+        }
+        return is_here;
     }
 
   private:

@@ -31,7 +31,7 @@ def steps(function: str) -> tuple[str, ...]:
     """The steps of a function of the bell, in the order of the source; of wait() those after the short look."""
     body = SOURCE[re.search(rf"\b(void|bool) {function}\(", SOURCE).start() :]  # pyright: ignore[reportOptionalMemberAccess]
     body = body[: body.index("\n    }\n")]
-    body = body[body.find("spin.fruitless();") :] if "spin.fruitless();" in body else body
+    body = body[max(body.find("const std::uint32_t seen"), 0) :]
     found = [(match.start(), name) for name, text in STEPS.items() for match in re.finditer(text, body)]
     return tuple(name for _, name in sorted(found))
 
