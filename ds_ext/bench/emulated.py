@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..pipe_schedules.costs import Costs
@@ -25,6 +26,7 @@ from ..pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORW
 from ..pipe_schedules.placement import Placement
 
 WIDTH = 32
+LOSS_ROWS = 32  # that the last stage gives, so that the loss of large activations takes no time of its own
 # A sleep ends 0.03 ms late with exact timers and processors that are awake: the end of a wait is spun.
 _SPUN_S = 0.00005
 _TIMER_SLACK = Path("/proc/self/timerslack_ns")
@@ -42,13 +44,13 @@ def rows_of(message_kb: float) -> int:
 
 
 def make_batches(micro_batches: int, rows: int) -> list[tuple[Tensor, Tensor]]:
-    """(inputs, labels) of every micro-batch, both (rows, WIDTH), the same in every process."""
+    """(inputs, labels) of every micro-batch, the same in every process: (rows, WIDTH) and its first LOSS_ROWS."""
     generator = torch.Generator().manual_seed(0)
 
-    def draw() -> Tensor:
-        return torch.randn(rows, WIDTH, generator=generator)
+    def draw(number: int) -> Tensor:
+        return torch.randn(number, WIDTH, generator=generator)
 
-    return [(draw(), draw()) for _ in range(micro_batches)]
+    return [(draw(rows), draw(min(rows, LOSS_ROWS))) for _ in range(micro_batches)]
 
 
 class EmulatedDevice:
@@ -72,6 +74,7 @@ class EmulatedDevice:
 
     def __init__(self, costs: Costs, placement: Placement) -> None:
         self.costs, self._durations = costs, costs.durations(placement)
+        self.last_stage = placement.stages - 1
         self.last_end = self.computed_ms = 0.0
         self._told: int | None = None
         self._last: Op | None = None
@@ -103,9 +106,9 @@ class EmulatedDevice:
         """Wait until a forward that began at ``start`` (of time.perf_counter) has taken its time."""
         self._wait(Op(RECOMPUTE if self.repeats else FORWARD, stage, micro_batch), start)
 
-    def input_gradient(self, stage: int, micro_batch: int) -> None:
-        """Wait as long as the input gradient takes."""
-        self._wait(Op(BACKWARD_INPUT, stage, micro_batch), time.perf_counter())
+    def input_gradient(self, stage: int, micro_batch: int, start: float) -> None:
+        """Wait until an input gradient that began at ``start`` has taken its time."""
+        self._wait(Op(BACKWARD_INPUT, stage, micro_batch), start)
         self._halved[stage].append(micro_batch)
 
     def weight_gradient(self, stage: int) -> None:
@@ -136,7 +139,7 @@ class EmulatedDevice:
 
 
 class EmulatedLayer(nn.Module):
-    """One stage: (rows, WIDTH) to (rows, WIDTH), slowly.
+    """One stage: (rows, WIDTH) to (rows, WIDTH), of the last one to its first LOSS_ROWS, slowly.
 
     Args:
         stage: of the model; it decides the start weights.
@@ -166,13 +169,16 @@ class _Wait(torch.autograd.Function):
     def forward(
         ctx: Any, y: Tensor, device: EmulatedDevice, stage: int, micro_batch: int, start: float
     ) -> Tensor:
-        ctx.device, ctx.stage, ctx.micro_batch = device, stage, micro_batch
+        ctx.device, ctx.stage, ctx.micro_batch, ctx.shape = device, stage, micro_batch, y.shape
         # A copy and no view: torch.distributed.pipelining detaches outputs in place.
-        copied = y.clone()
+        copied = (y[:LOSS_ROWS] if stage == device.last_stage else y).clone()
         device.forward(stage, micro_batch, start)
         return copied
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        ctx.device.input_gradient(ctx.stage, ctx.micro_batch)
-        return grads[0], None, None, None, None
+        start, grad = time.perf_counter(), grads[0]
+        if grad.shape != ctx.shape:
+            grad = F.pad(grad, (0, 0, 0, ctx.shape[0] - len(grad)))
+        ctx.device.input_gradient(ctx.stage, ctx.micro_batch, start)
+        return grad, None, None, None, None

@@ -1,12 +1,14 @@
 """The ranks of one engine under test: processes of this host, joined by gloo, that run a step when they are told.
 
 They are forked from a server that has imported torch and DeepSpeed once. Every wait for them has a limit, and they end
-with the process that started them, however it ends.
+with the process that started them, however it ends. Between their steps they are stopped: a thread of every gloo group
+wakes 100 times a second, and all of them together would take a good part of a core from the engine that is measured.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import io
 import multiprocessing
@@ -106,15 +108,20 @@ class RankGroup:
             self._processes.append(process)
             self._pipes.append(ours)
             self._lifelines.append(lifeline)
-        return self._collect(START_LIMIT_S)[0]
+        timetable = self._collect(START_LIMIT_S)[0]
+        self._signal(signal.SIGSTOP)
+        return timetable
 
     def ask(self, limit_s: float) -> list[Any]:
         """Have all ranks run once, from a barrier on. Returns what each measured; raises RankFailure."""
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             # The pipe of a rank that is gone is broken; its end is found below.
             with contextlib.suppress(BrokenPipeError):
                 pipe.send(None)
-        return self._collect(limit_s)
+        answers = self._collect(limit_s)
+        self._signal(signal.SIGSTOP)
+        return answers
 
     def step(self, limit_s: float) -> Timing:
         """Run one step of :mod:`.rivals` on all ranks. Raises RankFailure."""
@@ -132,6 +139,12 @@ class RankGroup:
         for pipe in (*self._pipes, *self._lifelines):
             pipe.close()
         self._processes, self._pipes, self._lifelines, self._store = [], [], [], None
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            if process.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
 
     def _collect(self, limit_s: float) -> list[Any]:
         """One answer a rank. The first failure is raised from here."""
@@ -203,6 +216,7 @@ def _rank_main(
     """The life of a rank: build the engine, then a step for every message."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the process that holds the other end
     threading.Thread(target=_end_with, args=(end_of_life,), daemon=True).start()
+    _end_when_stopped()
     _write_to(log)
     try:
         import torch.distributed as dist
@@ -227,6 +241,17 @@ def _end_with(end_of_life: Connection) -> None:
     with contextlib.suppress(EOFError, OSError):
         end_of_life.recv()
     os._exit(1)
+
+
+def _end_when_stopped() -> None:
+    """A stopped rank cannot look whether somebody is there: the kernel ends it with the server that forked it.
+
+    In a group of its own, because the kernel hangs up a group that has stopped members when its shell goes.
+    """
+    os.setpgid(0, 0)
+    if sys.platform == "linux":
+        death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL)
 
 
 def _write_to(log: str) -> None:
