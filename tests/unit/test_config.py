@@ -133,10 +133,15 @@ def test_schedules_that_do_not_fit(section: dict[str, Any], micro_batches: int, 
 
 
 def test_merged_forward_ranks_and_sequence_parallelism() -> None:
-    fbd = {"schedule": "fbd", "pipeline_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True}
+    fbd = {
+        "schedule": "fbd",
+        "pipeline_parallel_size": 2,
+        "tensor_parallel_size": 2,
+        "sequence_parallel": True,
+    }
     load_config({"ds_ext": fbd}).ds_ext.placement()
     merged = load_config({"ds_ext": fbd | {"fbd": {"merge_forward_tensor_parallel": True}}}).ds_ext
-    with pytest.raises(ConfigError, match="exclude each other: .* Leave one of the two out"):
+    with pytest.raises(ConfigError, match=r"exclude each other: .* Leave one of the two out"):
         merged.placement()
 
 
