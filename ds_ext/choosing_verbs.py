@@ -156,9 +156,9 @@ def run_plan(args: argparse.Namespace) -> int:
     if cuts.refused:
         print(f"not possible: {'; '.join(join_reasons(cuts.refused))}.")
     if config is not None and best.fits:
-        print(
-            f"  to train so, with --data-path and its tokenizer of {model.vocab:,} entries:\n\n{_json_text(config)}"
-        )
+        alone = f" on the {cluster.devices} devices alone" if verdict else ""
+        tokenizer = f"--data-path and its tokenizer of {model.vocab:,} entries"
+        print(f"  to train so{alone}, with {tokenizer}:\n\n{_json_text(config)}")
     return status
 
 

@@ -201,17 +201,30 @@ class Trainer:
             )
             verdict = "below" if loss < value else "not below"
             say(f"{kind} loss {loss:.4f}, {verdict} the {name} of {value:.4f} nats")
-        table, settings = self.plan.timetable, self.plan.job.ds_ext
-        words = [table.schedule, "--stages", table.placement.width, "--micro-batches", table.micro_batches]
-        if is_timetable_file(settings.schedule):
-            words = [settings.schedule]
-        elif settings.schedule != AUTO:
-            options = settings.options(settings.resolve_schedule())
-            words += [word for key, value in options.items() for word in ("--option", f"{key}={value}")]
-        lines = [f"see the order  {shlex.join(['python', '-m', 'ds_ext', 'show', *map(str, words)])}"]
+        lines = [f"see the order  {shlex.join(['python', '-m', 'ds_ext', 'show', *self._shown_by()])}"]
         if self.args.save:
             lines.insert(0, f"train on       {resume_command(sys.argv, self.args)}")
         say("next: " + "\n      ".join(lines))
+
+    def _shown_by(self) -> list[str]:
+        """What the verb ``show`` needs to draw the order that was run."""
+        table, settings = self.plan.timetable, self.plan.job.ds_ext
+        if is_timetable_file(settings.schedule):
+            return [settings.schedule]
+        words = [
+            table.schedule,
+            "--stages",
+            str(table.placement.width),
+            "--micro-batches",
+            str(table.micro_batches),
+        ]
+        if settings.schedule == AUTO:
+            return words
+        options = settings.options(settings.resolve_schedule())
+        if options.get("record"):
+            return [options["record"]]  # what devices have decided; the options alone make a plan
+        options.pop("report", None)
+        return words + [word for key, value in options.items() for word in ("--option", f"{key}={value}")]
 
 
 # What a resumed run must know of a flag that decides which samples there are, and in which order.

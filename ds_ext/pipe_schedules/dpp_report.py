@@ -23,6 +23,11 @@ _LEAST_S = 1e-9
 _REMEMBERED = 100  # reports
 
 
+def _ms(seconds: float) -> str:
+    """In milliseconds, to three figures: 2,270."""
+    return f"{float(f'{1000 * seconds:.3g}'):,g}"
+
+
 @dataclass
 class Sums:
     """How often something was measured, and the seconds of all times together, by what it was."""
@@ -106,8 +111,8 @@ class Slow:
         name = f"stage {self.where}" if isinstance(self.where, int) else "link {}>{}".format(*self.where)
         own = "" if self.past is None else f", {self.seconds / max(self.past, _LEAST_S):.2f} x its own past"
         return (
-            f"{name}: {1000 * self.seconds:.3g} ms a micro-batch, {self.seconds / max(self.peers, _LEAST_S):.2f} x the "
-            f"others' {1000 * self.peers:.3g} ms{own}"
+            f"{name}: {_ms(self.seconds)} ms a micro-batch, {self.seconds / max(self.peers, _LEAST_S):.2f} x the "
+            f"others' {_ms(self.peers)} ms{own}"
         )
 
 
@@ -130,8 +135,8 @@ class Report:
     def __str__(self) -> str:
         who = "; ".join(map(str, self.slow)) or "no stage and no link was slow"
         return (
-            f"{who}. That cost {1000 * self.cost_s:.3g} of {1000 * self.step_s:.3g} ms a step; the regret against the "
-            f"plan is {1000 * self.regret_s:.3g} ms."
+            f"{who}. That cost {_ms(self.cost_s)} of {_ms(self.step_s)} ms a step; the regret against the "
+            f"plan is {_ms(self.regret_s)} ms."
         )
 
 
