@@ -7,14 +7,16 @@ from typing import Any
 
 from ds_ext.observe.trace.event import EventText, reduction_lanes
 from ds_ext.observe.trace.file import CLOCK, TraceFile, metadata, write_timetable
-from ds_ext.pipe_schedules import Instruction
+from ds_ext.pipe_schedules import Instruction, timetable
+from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.ops import COMPUTE_NAME, Op
-from ds_ext.pipe_schedules.simulate import Simulation, dependencies
+from ds_ext.pipe_schedules.simulate import Simulation, dependencies, simulate
 
 UNIT_US = 10_000.0  # of a unit of the simulation's time
 SEND_US = 10.0
 BYTES = 1 << 20
 GAP_US = 5_000.0  # between two steps
+PRICED = simulate(timetable("bitpipe", 4, 8), Costs(1, 1.2, 0.8, 0.05))
 
 
 def offset_us(rank: int) -> float:
@@ -29,17 +31,17 @@ def write_traces(
 
     A device that waits for a message receives it from the end of its last computation to the start of the next.
     """
-    timetable = simulation.timetable
-    world = timetable.placement.ranks
+    made = simulation.timetable
+    world = made.placement.ranks
     for rank in range(world):
         about: dict[str, Any] = {
             "run": run, "world_size": world, "device": rank, "data_parallel_rank": 0, "tensor_parallel_rank": 0,
             "data_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": world,
-            "schedule": timetable.schedule, "micro_batches": timetable.micro_batches,
+            "schedule": made.schedule, "micro_batches": made.micro_batches,
         }  # fmt: skip
         file = TraceFile(folder, rank, about)
         if rank == 0:
-            write_timetable(folder, timetable, first=True)
+            write_timetable(folder, made, first=True)
         for number in range(2 if rank else 0):
             values = {"at_us": 1e7 * number, "offset_us": offset_us(rank), "error_us": 20.0}
             file.append([metadata(CLOCK, rank, values)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +19,7 @@ from ds_ext.observe.trace.view import page
 from ds_ext.pipe_schedules import timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.simulate import simulate
-from tests.trace_folders import BYTES, SEND_US, UNIT_US, write_traces
-
-PRICED = simulate(timetable("bitpipe", 4, 8), Costs(1, 1.2, 0.8, 0.05))
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("traces")
-    write_traces(folder, PRICED)
-    return folder
-
-
-@pytest.fixture
-def folder(whole: Path, tmp_path: Path) -> Path:
-    """A copy that may be damaged."""
-    return shutil.copytree(whole, tmp_path / "copy")
-
+from tests.trace_folders import BYTES, PRICED, SEND_US, UNIT_US, write_traces
 
 # --- joined ---
 

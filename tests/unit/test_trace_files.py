@@ -16,24 +16,8 @@ from ds_ext.observe.trace.read import read_traces
 from ds_ext.observe.trace.summary import summarize
 from ds_ext.observe.trace.view import page
 from ds_ext.pipe_schedules import timetable
-from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.simulate import simulate
-from tests.trace_folders import write_traces
-
-PRICED = simulate(timetable("bitpipe", 4, 8), Costs(1, 1.2, 0.8, 0.05))
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("traces")
-    write_traces(folder, PRICED)
-    return folder
-
-
-@pytest.fixture
-def folder(whole: Path, tmp_path: Path) -> Path:
-    """A copy that may be damaged."""
-    return shutil.copytree(whole, tmp_path / "copy")
+from tests.trace_folders import PRICED, write_traces
 
 
 def test_a_file_is_strict_json_and_every_event_a_line(whole: Path) -> None:
