@@ -2,7 +2,8 @@
 
 Importing torch and DeepSpeed costs seconds; a fork server does it once and every rank is forked from it.
 A pool is started at its first use, and anew after some calls and after any failure, because a failed rank
-leaves messages behind.
+leaves messages behind. Between its calls a pool is stopped: a thread of every gloo group wakes 100 times a second, and
+the pools of all sizes together would take a good part of a core from the test that runs.
 
     def sum_of_ranks(rank: int, offset: int) -> float:          # a module-level function: it is sent by name
         value = torch.tensor(float(rank + offset))
@@ -31,7 +32,7 @@ from typing import Any, NoReturn
 
 from tests.rank_process import Failure, rank_main
 
-PRELOAD = ["torch", "torch._dynamo", "deepspeed", "pytest", "hypothesis"]
+PRELOAD = ["ds_ext.bench.rank_server", "torch", "torch._dynamo", "deepspeed", "pytest", "hypothesis"]
 START_LIMIT_S = 180.0
 GRACE_S = 3.0  # after the first failure, for the other ranks to report theirs
 STACK_DUMP_S = 0.5
@@ -80,15 +81,18 @@ class RankPool:
         self._calls += 1
         call = pickle.dumps((fn, args))
         offsets = [self._log(rank).stat().st_size for rank in range(self.world_size)]
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             # A broken pipe means that the rank is gone: _collect reads the end of file and reports it.
             with contextlib.suppress(BrokenPipeError):
                 pipe.send_bytes(pickle.dumps((sys.path, call)))
         try:
-            return self._collect(fn.__qualname__, timeout_s, offsets)
+            answers = self._collect(fn.__qualname__, timeout_s, offsets)
         except BaseException:
             self.close()
             raise
+        self._signal(signal.SIGSTOP)
+        return answers
 
     def close(self) -> None:
         """Kill the ranks. The next run() starts new ones."""
@@ -126,6 +130,12 @@ class RankPool:
         except BaseException:
             self.close()
             raise
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def _collect(self, name: str, timeout_s: float, offsets: list[int]) -> list[Any]:
         """Wait for one answer per rank; any failure is raised from here."""

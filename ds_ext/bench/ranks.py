@@ -30,7 +30,8 @@ from ..pipe_schedules import Timetable
 from ..pipe_schedules.costs import Costs
 
 START_LIMIT_S = 180.0
-_PRELOAD = ["torch", "torch._dynamo", "deepspeed", "ds_ext.bench.rivals"]
+_KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+_PRELOAD = ["ds_ext.bench.rank_server", "torch", "torch._dynamo", "deepspeed", "ds_ext.bench.rivals"]
 
 
 class RankFailure(DsExtError):
@@ -202,8 +203,12 @@ def take_turns(
 
 
 def prepare_host() -> None:
-    """Start the server of the ranks; what they inherit is set here: CPU only, one thread each."""
-    os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    """Start the server of the ranks; what they inherit is set here: CPU only, one thread each, memory that they keep.
+
+    A device's allocator keeps what is freed. The C library would give large tensors back to the system, and every next
+    one would be made of new pages, which takes longer than to copy it.
+    """
+    os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", **_KEPT_MEMORY)
     from multiprocessing import forkserver
 
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
@@ -216,7 +221,7 @@ def _rank_main(
     """The life of a rank: build the engine, then a step for every message."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the process that holds the other end
     threading.Thread(target=_end_with, args=(end_of_life,), daemon=True).start()
-    _end_when_stopped()
+    end_when_stopped()
     _write_to(log)
     try:
         import torch.distributed as dist
@@ -243,12 +248,17 @@ def _end_with(end_of_life: Connection) -> None:
     os._exit(1)
 
 
-def _end_when_stopped() -> None:
-    """A stopped rank cannot look whether somebody is there: the kernel ends it with the server that forked it.
+def end_when_stopped() -> None:
+    """A stopped rank cannot look whether somebody is there: it ends with the server that forked it.
 
     In a group of its own, because the kernel hangs up a group that has stopped members when its shell goes.
     """
     os.setpgid(0, 0)
+    end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process when the one that started it is gone; Linux only."""
     if sys.platform == "linux":
         death_signal = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL)

@@ -106,14 +106,18 @@ def alive(pid: int) -> bool:
     return state not in "ZX"
 
 
-def test_no_rank_outlives_the_test_process() -> None:
+@pytest.mark.parametrize(
+    "then", ["pool.run(wait_for_nobody, timeout_s=600)", "time.sleep(600)"], ids=["busy", "idle"]
+)
+def test_no_rank_outlives_the_test_process(then: str) -> None:
     script = (
+        "import time\n"
         "from tests.ranks import RankPool\n"
         "from tests.distributed.test_ranks import wait_for_nobody, environment\n"
         "pool = RankPool(2)\n"
         "pool.run(environment)\n"
         "print(*pool.pids, flush=True)\n"
-        "pool.run(wait_for_nobody, timeout_s=600)\n"
+        f"{then}\n"
     )
     root = Path(__file__).parents[2]
     with subprocess.Popen(
