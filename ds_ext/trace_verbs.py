@@ -99,8 +99,11 @@ def run_view(args: argparse.Namespace) -> int:
 
 def summary_lines(found: Summary) -> list[str]:
     """The summary as text."""
+    some = len(found.ranks) < found.world_size
+    of = f" ({len(found.ranks)} of {found.world_size} ranks)" if some else ""
+    steps = f"{found.steps} step{'s' * (found.steps != 1)}"
     lines = [
-        f"{found.schedule}, {found.steps} steps of {found.step_s:.3f} s: bubble {found.bubble:.1%}",
+        f"{found.schedule}, {steps} of {found.step_s:.3f} s{of}: bubble {found.bubble:.1%}",
         "",
         *aligned(summary_table(found), left=(0, 7)),
         "",

@@ -23,9 +23,9 @@ class Theme(NamedTuple):
     """Colours of the light or the dark picture.
 
     ``kinds[p]`` paints pipe p: forward, whole backward, input gradient, weight gradient; a repeated forward is painted
-    as a forward. Hues tell pipes apart (blue and orange first: the pair that all kinds of colour blindness keep apart),
-    lightness the kinds, so that the picture also survives a grey printer. ``text`` is written on forwards and weight
-    gradient, ``inverse`` on the other two.
+    as a forward, and its number has a star. Hues tell pipes apart (blue and orange first: the pair that all kinds of
+    colour blindness keep apart), lightness the kinds, so that the picture also survives a grey printer. ``text`` is
+    written on forwards and weight gradient, ``inverse`` on the other two.
     """
 
     paper: str
@@ -120,6 +120,11 @@ def kinds_of(timetable: Timetable) -> list[str]:
     """The kinds of computation that occur, in the order of the palette."""
     found = {op.kind for order in timetable.ranks for op in order}
     return [kind for kind in DRAWN if kind in found]
+
+
+def legend(kind: str) -> str:
+    """What a colour means; a repeated forward is told from a forward by its star."""
+    return f"{WORDS[kind]}, 3*" if kind == RECOMPUTE else WORDS[kind]
 
 
 def paints(colors: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -218,7 +223,7 @@ def _box(
     op: Op, start: float, end: float, timetable: Timetable, scale: float, y: float, visit: tuple[int, int]
 ) -> str:
     x, width = _LEFT + start * scale, (end - start) * scale
-    label = str(op.micro_batch)
+    label = f"{op.micro_batch}{'*' * (op.kind == RECOMPUTE)}"
     tone = "bright" if op.kind in ON_DARK else "dark"
     tip = f"{op}: {WORDS[op.kind]}, pipe {timetable.pipe(op.micro_batch)}, {start:g} to {end:g}"
     box = (
@@ -271,7 +276,7 @@ def _legend(timetable: Timetable, y: float) -> Iterator[str]:
     for pipe in range(min(timetable.placement.replicas, len(LIGHT.kinds))):
         name = f"pipe {pipe}: " if timetable.placement.replicas > 1 else ""
         for kind in kinds_of(timetable):
-            text = name + WORDS[kind]
+            text = name + legend(kind)
             yield f'<rect class="{kind}{pipe}" x="{_n(x)}" y="{y}" width="13" height="11" rx="2"/>'
             yield f'<text class="muted" x="{_n(x + 18)}" y="{y + 10}">{text}</text>'
             x, name = x + 34 + 5.8 * len(text), ""

@@ -1,7 +1,7 @@
 "use strict";
 const KINDS = "FBIWR";
 const WORDS = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient", R: "repeated forward" };
-const LEFT = 104, RIGHT = 104, TOP = 24, BOTTOM = 42;
+const LEFT = 116, RIGHT = 104, TOP = 24, BOTTOM = 42;
 const plots = [];
 const view = { from: 0, to: 1, end: 1, least: 0.01 };
 const tip = document.getElementById("tip");
@@ -55,18 +55,20 @@ function read(data, canvas) {
     const pipe = data.pipe[op.m];
     return { ...op, pipe, visit: visits[pipe][op.stage] / visitsOf[pipe] };
   }));
-  const held = data.rows.map((_, rank) => data.pipes.map((devices) =>
+  const held = data.rows.map((_, rank) => (data.forward.includes(rank) ? [data.forward] : data.pipes).map((devices) =>
     range(stages).filter((stage) => devices[stage] === rank).join(" ")).join(" · "));
+  const names = data.names ?? data.rows.map((_, rank) => `rank ${rank}`);
   const height = rows.length <= 8 ? 30 : rows.length <= 16 ? 24 : rows.length <= 32 ? 17 : 12;
   canvas.style.height = `${TOP + rows.length * height + BOTTOM}px`;
   const marks = (data.marks ?? []).map((row) => row.map(([start, end, below, text]) => ({ start, end, below, text })));
-  return { data, canvas, rows, marks, held, height, pen: canvas.getContext("2d"), width: 0 };
+  return { data, canvas, rows, marks, held, names, height, pen: canvas.getContext("2d"), width: 0 };
 }
 
 const inner = (plot) => Math.max(plot.width - LEFT - RIGHT, 50);
 const toX = (plot, time) => LEFT + ((time - view.from) * inner(plot)) / (view.to - view.from);
 const toTime = (plot, x) => view.from + ((x - LEFT) * (view.to - view.from)) / inner(plot);
 const name = (op) => `${op.kind}${op.m}@${op.stage}`;
+const label = (op) => op.m + (op.kind === "R" ? "*" : "");
 const opOf = (at) => at.plot.rows[at.row][at.index];
 
 function redraw() {
@@ -129,14 +131,14 @@ function hatch(color, ratio) {
 }
 
 function drawMargins(plot, write, color) {
-  const { pen, rows, held, height, data, width } = plot;
+  const { pen, rows, held, names, height, data, width } = plot;
   const most = Math.max(...data.most, 1e-9);
   const small = height < 15 ? 9 : 11;
   write("peak act.", width - 4, TOP - 11, "right", "muted", 10);
   rows.forEach((_, r) => {
     const y = TOP + r * height + height / 2;
     const two = height >= 30 && held[r].length <= 16;
-    write(`rank ${r}`, LEFT - 12, two ? y - 6 : y, "right", "ink", small);
+    write(names[r], LEFT - 12, two ? y - 6 : y, "right", "ink", small);
     if (two) write(`stage${/\d\D+\d/.test(held[r]) ? "s" : ""} ${held[r]}`, LEFT - 12, y + 7, "right", "muted", 9);
     pen.fillStyle = color("bar");
     pen.fillRect(width - RIGHT + 22, y - 4, (40 * data.peaks[r]) / most, 8);
@@ -200,7 +202,7 @@ function drawRow(plot, ops, y, color, font) {
       pen.font = `${size}px ${font}`;
       pen.textAlign = "center";
       pen.fillStyle = tones[op.kind];
-      pen.fillText(op.m, x + width / 2, y + height / 2 + 0.5);
+      pen.fillText(label(op), x + width / 2, y + height / 2 + 0.5);
     }
     pen.globalAlpha = 1;
   }

@@ -16,11 +16,11 @@ from .drawing import (
     DRAWN,
     LATER,
     LIGHT,
-    WORDS,
     Theme,
     axis_title,
     heading,
     kinds_of,
+    legend,
     numbers,
     paints,
     svg,
@@ -57,6 +57,7 @@ def html(
     notes: Sequence[str] = (),
     axis: str | None = None,
     marks: Sequence[Sequence[Sequence[Mark]]] = (),
+    rows: Sequence[Sequence[str]] = (),
 ) -> str:
     """A page with the timetables under each other on one time scale.
 
@@ -68,6 +69,7 @@ def html(
         notes: sentences below the table.
         axis: what the time is; by default that it is in forwards.
         marks: what else is to be seen in each timetable's rows, beside or below the computations.
+        rows: names of each timetable's rows; by default ``rank 0``, ``rank 1`` and so on.
 
     Raises:
         ScheduleError: if there is no timetable.
@@ -91,7 +93,7 @@ def html(
             f'</main>\n<footer>{_HINT}</footer>\n<div id="tip" role="tooltip" hidden></div>',
             '<p id="said" class="unseen" aria-live="polite"></p>',
             "<noscript>The timetables are drawn by a script, which this browser does not run.</noscript>",
-            f'<script type="application/json" id="data">{_data(simulations, axis, marks)}</script>',
+            f'<script type="application/json" id="data">{_data(simulations, axis, marks, rows)}</script>',
             f"<script>\n{_file('page.js')}{_file('page_events.js')}</script>\n</html>\n",
         )
     )
@@ -129,7 +131,7 @@ def _legend(simulations: Sequence[Simulation], marks: Sequence[Sequence[Sequence
     items = []
     for pipe in range(pipes):
         swatches = (
-            f'<span><i style="background:var(--{kind}{pipe})"></i>{WORDS[kind]}</span>' for kind in kinds
+            f'<span><i style="background:var(--{kind}{pipe})"></i>{legend(kind)}</span>' for kind in kinds
         )
         items.append((f"<b>pipe {pipe}</b> " if pipes > 1 else "") + "".join(swatches))
     items.append('<span><i class="wait"></i>waiting</span>')
@@ -167,12 +169,17 @@ def _table(table: Sequence[Sequence[str]], notes: Sequence[str]) -> Iterator[str
 
 
 def _data(
-    simulations: Sequence[Simulation], axis: str | None, marks: Sequence[Sequence[Sequence[Mark]]]
+    simulations: Sequence[Simulation],
+    axis: str | None,
+    marks: Sequence[Sequence[Sequence[Mark]]],
+    rows: Sequence[Sequence[str]],
 ) -> str:
     """What page.js reads; see :func:`_plot`."""
     plots = [_plot(simulation, axis) for simulation in simulations]
-    for plot, rows in zip(plots, marks, strict=False):
-        plot["marks"] = [[(_number(m.start), _number(m.end), m.below, m.text) for m in row] for row in rows]
+    for plot, listed in zip(plots, marks, strict=False):
+        plot["marks"] = [[(_number(m.start), _number(m.end), m.below, m.text) for m in row] for row in listed]
+    for plot, names in zip(plots, rows, strict=False):
+        plot["names"] = names
     text = json.dumps(plots, separators=(",", ":"))
     return text.replace("<", "\\u003c")
 
@@ -193,6 +200,7 @@ def _plot(simulation: Simulation, axis: str | None) -> dict[str, object]:
         "peaks": [_number(peak) for peak in simulation.peak_activations],
         "axis": axis or axis_title(simulation),
         "pipes": timetable.placement.pipes,
+        "forward": forward.devices if (forward := timetable.placement.forward) else (),
         "pipe": [timetable.pipe(m) for m in range(timetable.micro_batches)],
         "words": words,
         "rows": ["".join(map(number.__getitem__, row)) for row in rows],

@@ -8,9 +8,9 @@ function choose(at, aloud) {
   if (at) {
     const op = at.mark ?? opOf(at), box = at.plot.canvas.getBoundingClientRect();
     const times = `start ${short(op.start)}, end ${short(op.end)}, duration ${short(op.end - op.start)}`;
-    const lines = at.mark ? [`rank ${at.row}`, times] : [
+    const lines = at.mark ? [at.plot.names[at.row], times] : [
       `${WORDS[op.kind]} of micro-batch ${op.m} at stage ${op.stage}`,
-      `pipe ${op.pipe}, rank ${at.row}`,
+      `pipe ${op.pipe}, ${at.plot.names[at.row]}`,
       times,
     ];
     const title = op.text ?? name(op);

@@ -122,13 +122,18 @@ def test_a_step_that_is_not_everywhere_is_not_counted(folder: Path) -> None:
 # --- drawn ---
 
 
+def drawn(text: str) -> list[dict[str, Any]]:
+    """What the page's script is given: a plot per picture."""
+    found = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
+    assert found
+    return json.loads(found[1])
+
+
 def test_the_page_has_the_plan_and_the_run_on_one_scale(whole: Path) -> None:
     text = page(read_traces(whole), 2)
     assert re.findall(r"<h2[^>]*>([^<]*)<", text) == ["bitpipe, planned", "bitpipe, measured, step 2"]
     assert not re.search(r"https?:|@import|url\(|\bsrc=", text)
-    found = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
-    assert found
-    planned, measured = json.loads(found[1])
+    planned, measured = drawn(text)
     free = simulate(PRICED.timetable, Costs(1, 1.2, 0.8, 0))
     assert planned["makespan"] == pytest.approx(free.makespan * UNIT_US / 1e3, rel=1e-6)
     assert measured["makespan"] == pytest.approx(PRICED.makespan * UNIT_US / 1e3, rel=1e-6)
@@ -147,8 +152,31 @@ def test_a_page_of_a_step_that_is_not_there(whole: Path, folder: Path) -> None:
 
 
 def test_a_rank_that_is_missing_has_an_empty_row(folder: Path) -> None:
+    whole = drawn(page(read_traces(folder)))[1]
     rank_file(folder, 2).unlink()
-    assert "rank2.json is missing" in page(read_traces(folder))
+    text = page(read_traces(folder))
+    assert "rank2.json is missing" in text and "over 3 ranks is" in text
+    planned, measured = drawn(text)
+    assert planned["names"] == ["rank 0", "rank 1", "rank 2", "rank 3"]
+    assert measured["names"] == ["rank 0", "rank 1", "rank 2, no trace", "rank 3"]
+    assert measured["ideal"] == pytest.approx(whole["ideal"], rel=0.2)  # its row is not counted as idle
+
+
+def test_a_row_is_a_device_where_ranks_are_more(folder: Path) -> None:
+    for rank in range(4):
+        path = rank_file(folder, rank)
+        path.write_text(path.read_text().replace('"world_size": 4', '"world_size": 8'))
+    text = page(read_traces(folder))
+    assert drawn(text)[0]["names"] == [f"device {device}" for device in range(4)]
+    assert "rank 3 (device 3)" in text and "drawn by the first of its ranks" in text
+
+
+def test_rows_that_only_compute_forwards_have_their_stage(tmp_path: Path) -> None:
+    made = timetable("fbd", 2, 4)
+    write_traces(tmp_path, simulate(made, Costs(1, 1, 1)), steps=1)
+    assert made.placement.forward is not None
+    for plot in drawn(page(read_traces(tmp_path))):
+        assert plot["forward"] == list(made.placement.forward.devices)
 
 
 # --- the command line ---
@@ -162,7 +190,8 @@ def test_the_three_verbs(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "3 of 4 ranks" in said.out and said.err == "note: rank3.json is missing: rank 3 is left out.\n"
     assert main(["trace", "summary", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("bitpipe, 2 steps of ") and lines[2].split()[:3] == ["rank", "busy", "bubble"]
+    assert re.match(r"bitpipe, 2 steps of \S+ s \(3 of 4 ranks\): bubble ", lines[0])
+    assert lines[2].split()[:3] == ["rank", "busy", "bubble"]
     assert main(["trace", "summary", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {"bubble", "bubble_by_step", "ranks", "slowest_stage", "slowest_link", "notes"} <= set(found)

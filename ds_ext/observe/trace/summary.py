@@ -80,6 +80,7 @@ class Summary:
     """
 
     schedule: str
+    world_size: int
     steps: int
     step_s: float
     bubble: float
@@ -127,6 +128,7 @@ def summarize(traces: Traces) -> Summary:
         notes.append("no step is complete on every rank.")
     return Summary(
         schedule=traces.run["schedule"],
+        world_size=traces.run["world_size"],
         steps=len(steps),
         step_s=statistics.fmean(of[s].whole for of in times.values() for s in steps) / 1e6 if steps else 0.0,
         bubble=statistics.fmean(bubbles.values()) if bubbles else 0.0,

@@ -42,13 +42,16 @@ def page(traces: Traces, step: int | None = None) -> str:
     planned = simulate(
         timetable, _costs(timetable, [row.spans for rows in groups.values() for row in rows.values()])
     )
-    pictures, marks = [_named(planned, "planned")], [[[] for _ in devices]]
+    place = "rank" if traces.run["world_size"] == len(devices) else "device"
+    names = [f"{place} {device}" for device in devices]
+    pictures, marks, labels = [_named(planned, "planned")], [[[] for _ in devices]], [names]
     for data, rows in groups.items():
         group = f", pipeline group {data}" if len(groups) > 1 else ""
-        spans = [rows[device].spans if device in rows else [] for device in devices]
-        pictures.append(_picture(timetable, spans, f"measured, step {step}{group}", planned))
+        pictures.append(_picture(timetable, rows, f"measured, step {step}{group}", planned))
         marks.append([rows[device].marks if device in rows else [] for device in devices])
-    return html(pictures, _table(found), _notes(found, step), axis=AXIS, marks=marks)
+        labels.append([f"{names[d]}{'' if d in rows else ', no trace'}" for d in devices])
+    table = _table(found, {rank: trace.run["device"] for rank, trace in traces.ranks.items()}, place)
+    return html(pictures, table, _notes(found, step, place), axis=AXIS, marks=marks, rows=labels)
 
 
 def _choose(traces: Traces, found: Summary, step: int | None) -> int:
@@ -144,8 +147,12 @@ def _named(simulation: Simulation, what: str) -> Simulation:
     return replace(simulation, timetable=replace(timetable, schedule=f"{timetable.schedule}, {what}"))
 
 
-def _picture(timetable: Timetable, rows: list[Spans], what: str, planned: Simulation) -> Simulation:
-    """Measured computations in the form of a simulation, to be drawn as one."""
+def _picture(timetable: Timetable, found: Mapping[int, _Row], what: str, planned: Simulation) -> Simulation:
+    """Measured computations in the form of a simulation, to be drawn as one.
+
+    Its ideal, and with it the bubble, is of the devices that have a trace.
+    """
+    rows = [found[device].spans if device in found else [] for device in range(timetable.placement.ranks)]
     order = tuple(tuple(op for op, _, _ in spans) for spans in rows)
     made = replace(timetable, schedule=f"{timetable.schedule}, {what}", ranks=order)
     makespan = max((spans[-1][2] for spans in rows if spans), default=0.0)
@@ -155,7 +162,7 @@ def _picture(timetable: Timetable, rows: list[Spans], what: str, planned: Simula
         made,
         tuple(tuple(spans) for spans in rows),
         makespan,
-        ideal=sum(work) / len(work),
+        ideal=sum(work) / len(found),
         peak_activations=tuple(peak_stages(ops) * share for ops in order),
         messages=planned.messages,
         costs=planned.costs,
@@ -163,18 +170,29 @@ def _picture(timetable: Timetable, rows: list[Spans], what: str, planned: Simula
     )
 
 
-def _table(found: Summary) -> list[tuple[str, ...]]:
+def _table(found: Summary, devices: Mapping[int, int], place: str) -> list[tuple[str, ...]]:
     head = ("rank", "busy", "bubble", "p2p", "reduction", "hidden", "optimizer")
     shares = [(r.busy, r.bubble, r.p2p, r.reduction, r.reduction_hidden, r.optimizer) for r in found.ranks]
     rows = zip(found.ranks, shares, strict=True)
-    return [head, *((f"rank {r.rank}", *(f"{share:.1%}" for share in values)) for r, values in rows)]
+    where = {rank: "" if place == "rank" else f" (device {device})" for rank, device in devices.items()}
+    return [
+        head,
+        *((f"rank {r.rank}{where[r.rank]}", *(f"{share:.1%}" for share in values)) for r, values in rows),
+    ]
 
 
-def _notes(found: Summary, step: int) -> list[str]:
+def _notes(found: Summary, step: int, place: str) -> list[str]:
+    ranks = f"{len(found.ranks)} rank{'s' * (len(found.ranks) != 1)}"
     notes = [
-        f"Shares are means of {found.steps} steps; the bubble of step {step} is {found.bubble_by_step[step]:.1%}.",
+        f"Shares are means of {found.steps} step{'s' * (found.steps != 1)}; the bubble of step {step} over {ranks} is "
+        f"{found.bubble_by_step[step]:.1%}.",
         "The plan has the computing times of this step, each stage's mean, and messages that take no time.",
     ]
+    if place == "device":
+        notes.append(
+            "A row of the pictures is a device of a pipeline group, drawn by the first of its ranks; the pictures' "
+            "bubbles are of these rows."
+        )
     stage, link = found.slowest_stage, found.slowest_link
     if stage is not None:
         notes.append(f"Slowest stage: {stage.stage} on rank {stage.rank}, {stage.ms:.2f} ms a micro-batch.")
