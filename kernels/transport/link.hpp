@@ -94,12 +94,16 @@ class Outgoing : public Owned {
     /// Where the body is to be written, aligned to 64 bytes.
     virtual unsigned char* body(Slot& slot) { return slot.address; }
 
-    /// Copy the tensors and hand the message over.
-    void transmit(Slot& slot, const std::vector<Piece>& pieces) {
+    /// Copy the tensors and hand the message over. `final`: nobody writes to the tensors any more, and they stay as
+    /// long as pending() counts the message; so a link may copy them after this has returned.
+    void transmit(Slot& slot, const std::vector<Piece>& pieces, bool final) {
         begin(slot);
-        put(slot, pieces);
+        put(slot, pieces, final);
         count(slot);
     }
+
+    /// The last so many messages are still to be copied from their tensors.
+    virtual std::uint64_t pending() const { return 0; }
 
     /// Hand over a message whose body was written. Nothing may be written to it from here on.
     void publish(Slot& slot) {
@@ -141,12 +145,15 @@ class Outgoing : public Owned {
     /// Hand the slot over: its descriptors are complete.
     virtual void deliver(Slot& slot) = 0;
     /// The same with the tensors still to be copied.
-    virtual void put(Slot& slot, const std::vector<Piece>& pieces) {
-        unsigned char* target = body(slot);
+    virtual void put(Slot& slot, const std::vector<Piece>& pieces, bool) {
+        copy_pieces(body(slot), slot, pieces);
+        deliver(slot);
+    }
+    static void copy_pieces(unsigned char* target, const Slot& slot, const std::vector<Piece>& pieces) {
         for (std::size_t i = 0; i < pieces.size(); ++i)
             if (slot.descriptors[i].nbytes > 0)
-                copy_bytes(target + slot.descriptors[i].offset, pieces[i].address, slot.descriptors[i].nbytes);
-        deliver(slot);
+                copy_bytes(target + slot.descriptors[i].offset, pieces[i].address, slot.descriptors[i].nbytes,
+                           slot.descriptors[i].nbytes);
     }
 
     /// Messages sent, ever.
