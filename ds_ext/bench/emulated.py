@@ -141,6 +141,9 @@ class EmulatedDevice:
 class EmulatedLayer(nn.Module):
     """One stage: (rows, WIDTH) to (rows, WIDTH), of the last one to its first LOSS_ROWS, slowly.
 
+    Only the first LOSS_ROWS rows go through the linear layer, so that a large activation costs what its messages cost
+    and no arithmetic: the other rows are copied, within the time of the pass.
+
     Args:
         stage: of the model; it decides the start weights.
         device: waits.
@@ -155,11 +158,36 @@ class EmulatedLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         start = time.perf_counter()
+        rest = _Rest(x)
         micro_batch = self.device.next_micro_batch(self.stage)
-        return _Wait.apply(self.linear(x), self.device, self.stage, micro_batch, start)
+        head = self.linear(_Head.apply(x, rest))
+        return _Wait.apply(head, rest, self.device, self.stage, micro_batch, start)
 
     def _weight_gradient(self, grad: Tensor) -> None:
         self.device.weight_gradient(self.stage)
+
+
+class _Rest:
+    """What passes by the linear layer: in the forward the input, in the backward the whole gradient."""
+
+    def __init__(self, whole: Tensor) -> None:
+        self.whole = whole.detach()
+
+
+class _Head(torch.autograd.Function):
+    """The rows for the linear layer. Its backward puts their gradient into the whole one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rest: _Rest) -> Tensor:
+        ctx.rest = rest
+        return x[:LOSS_ROWS].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        whole = ctx.rest.whole
+        del ctx.rest.whole  # autograd takes a gradient that nobody else has as it is, and copies others
+        whole[:LOSS_ROWS] = grads[0]
+        return whole, None
 
 
 class _Wait(torch.autograd.Function):
@@ -167,18 +195,33 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, device: EmulatedDevice, stage: int, micro_batch: int, start: float
+        ctx: Any,
+        head: Tensor,
+        rest: _Rest,
+        device: EmulatedDevice,
+        stage: int,
+        micro_batch: int,
+        start: float,
     ) -> Tensor:
-        ctx.device, ctx.stage, ctx.micro_batch, ctx.shape = device, stage, micro_batch, y.shape
+        ctx.rest, ctx.device, ctx.stage, ctx.micro_batch, ctx.rows = (
+            rest,
+            device,
+            stage,
+            micro_batch,
+            len(rest.whole),
+        )
         # A copy and no view: torch.distributed.pipelining detaches outputs in place.
-        copied = (y[:LOSS_ROWS] if stage == device.last_stage else y).clone()
+        y = head.clone() if stage == device.last_stage else rest.whole.clone()
+        y[:LOSS_ROWS] = head
+        del rest.whole  # a layer that computes would not keep it
         device.forward(stage, micro_batch, start)
-        return copied
+        return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         start, grad = time.perf_counter(), grads[0]
-        if grad.shape != ctx.shape:
-            grad = F.pad(grad, (0, 0, 0, ctx.shape[0] - len(grad)))
+        ctx.rest.whole = (
+            F.pad(grad, (0, 0, 0, ctx.rows - len(grad))) if len(grad) < ctx.rows else grad.clone()
+        )
         ctx.device.input_gradient(ctx.stage, ctx.micro_batch, start)
-        return grad, None, None, None, None
+        return grad[:LOSS_ROWS], None, None, None, None, None

@@ -11,6 +11,7 @@ import json
 import statistics
 from typing import Any
 
+from ..comm.transport import TRANSPORTS
 from ..errors import ConfigError
 from ..pipe_schedules import get_schedule
 from ..pipe_schedules.costs import Costs
@@ -19,6 +20,7 @@ from .report import describe_machine, machine
 
 SUMMARY = "processor time that an engine takes for an instruction, without layers and transport"
 RIVAL = "deepspeed_1f1b"
+OVER = " over "  # an engine is called "1f1b", or "1f1b over shm"
 _DEFAULT = "1f1b,bitpipe,bitpipe_zb"
 _LIMIT_S = 120.0
 
@@ -32,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--micro-batches", type=int, default=16, metavar="N", help="micro-batches per step (%(default)s)"
     )
     parser.add_argument("--schedules", default=_DEFAULT, metavar="A,B", help="%(default)s")
+    parser.add_argument(
+        "--transports",
+        default="auto",
+        metavar="A,B",
+        help="over which each schedule is measured (%(default)s)",
+    )
     parser.add_argument(
         "--repeats", type=int, default=7, metavar="K", help="measurements after one to warm up (%(default)s)"
     )
@@ -47,6 +55,10 @@ def run(args: argparse.Namespace) -> int:
     ours = [name for name in args.schedules.split(",") if name]
     for name in ours:
         get_schedule(name).timetable(args.stages, args.micro_batches)
+    transports = [name for name in args.transports.split(",") if name]
+    if not transports or not set(transports) <= set(TRANSPORTS):
+        raise ConfigError(f"--transports must be of {', '.join(TRANSPORTS)}; got {args.transports!r}.")
+    ours = [name if way == "auto" else name + OVER + way for name in ours for way in transports]
     costs = Costs(0, 0, 0)
     job = Job(args.stages, args.micro_batches, costs, 0.125, _LIMIT_S, "ds_ext.bench.overhead")
     found = _measure([*ours, RIVAL], job, args.repeats)

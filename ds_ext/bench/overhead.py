@@ -26,7 +26,7 @@ from ..pipe_schedules import Timetable, get_schedule
 from ..pipe_schedules.lower import lower
 from ..pipe_schedules.ops import FORWARD
 from .emulated import WIDTH, make_batches, rows_of
-from .engine import RIVAL
+from .engine import OVER, RIVAL
 from .ranks import Job
 from .rivals import SameBatches, config_of
 
@@ -129,8 +129,9 @@ class Measured:
 
 
 def build(name: str, job: Job) -> Measured:
-    """The engine called ``name`` on this rank: DeepSpeed's, or ours with the schedule of that name."""
-    return _deepspeed_1f1b(job) if name == RIVAL else _ours(name, job)
+    """The engine called ``name`` on this rank: DeepSpeed's, or ours with a schedule over a transport."""
+    schedule, _, transport = name.partition(OVER)
+    return _deepspeed_1f1b(job) if name == RIVAL else _ours(schedule, transport or "auto", job)
 
 
 def _layers(stages: int) -> list[LayerSpec]:
@@ -141,11 +142,12 @@ def _batches(job: Job) -> list[tuple[Tensor, Tensor]]:
     return make_batches(job.micro_batches, rows_of(job.message_kb))
 
 
-def _ours(name: str, job: Job) -> Measured:
+def _ours(name: str, transport: str, job: Job) -> Measured:
     timetable = get_schedule(name).timetable(job.devices, job.micro_batches)
     section = {
         "schedule": name,
         "pipeline_parallel_size": job.devices,
+        "transport": transport,
         "transport_options": {"timeout_s": job.timeout_s},
     }
     config = {**config_of(job, timetable.placement.replicas), "ds_ext": section}

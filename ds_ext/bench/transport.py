@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..pipe_schedules.costs import Costs
+from .awake import busy_processes
 from .ranks import Job, RankGroup, prepare_host
 from .report import describe_machine, machine
 
@@ -60,6 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="also wait for so long, and say what share of a core the busiest thread takes meanwhile",
     )
+    parser.add_argument(
+        "--busy", type=int, default=0, metavar="K", help="processes that compute beside it (%(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -69,14 +73,17 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--repeats must be at least 1; got {args.repeats}.")
     if not 0 <= args.idle < _LIMIT_S / 4:
         raise ConfigError(f"--idle must be 0 to {_LIMIT_S / 4:g} seconds; got {args.idle:g}.")
+    if not 0 <= args.busy <= 1024:
+        raise ConfigError(f"--busy must be 0 to 1024 processes; got {args.busy}.")
     sizes = _sizes(args.sizes)
-    found = _measure(args.repeats, sizes, args.idle)
+    with busy_processes(args.busy):
+        found = _measure(args.repeats, sizes, args.idle)
     if args.json:
-        print(json.dumps(_as_json(found), indent=1))
+        print(json.dumps(_as_json(found, args.busy), indent=1))
     else:
-        print(
-            f"2 ranks; microseconds one way, median (best)\n{describe_machine()}\n{_as_table(found, sizes)}"
-        )
+        beside = f", {args.busy} busy processes beside them" if args.busy else ""
+        print(f"2 ranks{beside}; microseconds one way, median (best)")
+        print(f"{describe_machine()}\n{_as_table(found, sizes)}")
         print("\n".join(f"{name:<13}  {text}" for name, text in WAYS.items()))
     return 0
 
@@ -108,7 +115,7 @@ def _measure(repeats: int, sizes: tuple[int, ...], idle_s: float) -> Times:
     return found
 
 
-def _as_json(found: Times) -> list[dict[str, Any]]:
+def _as_json(found: Times, busy: int) -> list[dict[str, Any]]:
     items = []
     for (name, size), seconds in found.items():
         median, best = statistics.median(seconds), min(seconds)
@@ -117,7 +124,7 @@ def _as_json(found: Times) -> list[dict[str, Any]]:
             params["gb_per_s"] = size / median / 1e9
         unit, scale = ("% of a core", 100) if name in IDLE else ("us", 1e6)
         if not items:
-            params["machine"] = machine()
+            params |= {"machine": machine(), "busy": busy}
         items.append(
             {
                 "name": name,

@@ -62,12 +62,12 @@ def test_measures_ours_and_deepspeed() -> None:
 
 
 def test_what_an_instruction_costs() -> None:
-    flags = ["--micro-batches", "4", "--schedules", "bitpipe_zb", "--repeats", "2", "--json"]
-    command = [sys.executable, "-m", "ds_ext", "bench", "engine", *flags]
+    flags = ["--micro-batches", "4", "--schedules", "bitpipe_zb", "--transports", "auto,torch"]
+    command = [sys.executable, "-m", "ds_ext", "bench", "engine", *flags, "--repeats", "2", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)
-    assert [item["name"] for item in found] == ["bitpipe_zb", "deepspeed_1f1b"]
+    assert [item["name"] for item in found] == ["bitpipe_zb", "bitpipe_zb over torch", "deepspeed_1f1b"]
     program = lower(get_schedule("bitpipe_zb").timetable(2, 4)).ranks[0]
     assert found[0]["params"]["instructions"] == len(program)
     assert found[0]["params"]["messages"] == sum(one.peer is not None for one in program)
@@ -127,7 +127,8 @@ def test_a_wrong_request_is_one_error(flags: list[str], expected: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_rank_outlives_the_benchmark(number: signal.Signals, folder: Path) -> None:
-    process = start_endless(folder)
+    # When the second engine starts, the first one's ranks are stopped.
+    process = start_endless(folder, "1f1b", "gpipe")
     try:
         process.send_signal(number)
         process.communicate(timeout=60)
@@ -139,7 +140,7 @@ def test_no_rank_outlives_the_benchmark(number: signal.Signals, folder: Path) ->
 
 
 def test_a_rank_of_ours_that_dies_is_a_failure(folder: Path) -> None:
-    process = start_endless(folder)
+    process = start_endless(folder, "1f1b")
     try:
         os.kill(ranks_of(process.pid)[-1], signal.SIGKILL)
         said, _ = process.communicate(timeout=100)
@@ -156,10 +157,10 @@ def folder() -> Iterator[Path]:
         yield Path(path)
 
 
-def start_endless(folder: Path) -> subprocess.Popen[str]:
-    """A benchmark that has started its ranks."""
+def start_endless(folder: Path, *engines: str) -> subprocess.Popen[str]:
+    """A benchmark that has started the two ranks of each engine."""
     process = subprocess.Popen(
-        bench("--schedules", "1f1b", "--rivals", "none", "--steps", "100000"),
+        bench("--schedules", ",".join(engines), "--rivals", "none", "--steps", "100000"),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -169,7 +170,7 @@ def start_endless(folder: Path) -> subprocess.Popen[str]:
         # As from a terminal, also when the tests themselves run in the background, where SIGINT is ignored.
         preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
-    wait_until(lambda: process.poll() is not None or len(ranks_of(process.pid)) == 2)
+    wait_until(lambda: process.poll() is not None or len(ranks_of(process.pid)) == 2 * len(engines))
     assert process.poll() is None, process.communicate()[0]
     return process
 
