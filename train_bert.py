@@ -20,6 +20,7 @@ PADDING_MASK_BYTES = 1  # of a token, in every activation message
 def main() -> int | None:
     args, plan = plan_job("train_bert.py", sys.argv[1:], "bert")
 
+    from ds_ext.checkpoint_fit import check_load
     from ds_ext.data.bert import BertOptions, bert_tokenizer, build_bert_datasets
     from ds_ext.models.bert import BertConfig
     from ds_ext.observe.logs import set_up_logging
@@ -31,6 +32,7 @@ def main() -> int | None:
     classes = 2 if options.binary_head else None
     config = BertConfig(**model_sizes(args, plan), vocab_size=tokenizer.vocab_size, order_classes=classes)
     config.check_tensor_parallel(plan.layout.tensor_parallel_size)
+    check_load(args, config)
     boundaries = cut_layers(args, plan, BEFORE, AFTER, config.vocab_size)
     datasets = functools.partial(build_bert_datasets, args.data_path, args.split, args.seq_length)
     train, valid = micro_batches(args, plan, lambda samples: datasets(samples, args.seed, tokenizer, options))

@@ -20,6 +20,7 @@ BEFORE, AFTER = ["embedding", "positions"], ["final norm", "head"]
 def main() -> int | None:
     args, plan = plan_job("train_gpt.py", sys.argv[1:], "gpt")
 
+    from ds_ext.checkpoint_fit import check_load
     from ds_ext.data.gpt import build_gpt_datasets
     from ds_ext.models.gpt import GPTConfig
     from ds_ext.observe.logs import set_up_logging
@@ -28,6 +29,7 @@ def main() -> int | None:
     set_up_logging()
     config = GPTConfig(**model_sizes(args, plan), vocab_size=vocab_size(args))
     config.check_tensor_parallel(plan.layout.tensor_parallel_size)
+    check_load(args, config)
     boundaries = cut_layers(args, plan, BEFORE, AFTER, config.vocab_size)
     datasets = functools.partial(build_gpt_datasets, args.data_path, args.split, args.seq_length)
     train, valid = micro_batches(args, plan, lambda samples: datasets(samples, args.seed))

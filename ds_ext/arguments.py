@@ -190,9 +190,9 @@ def _set_key(
     if section.get(path[-1], value) != value:
         if name == "ds_ext.schedule" and value != AUTO:
             named_schedule(value)  # a typo contradicts every JSON
-        other = said_by.get(name, json_path)
-        raise ConfigError(
-            f'{flag} contradicts "{name}": {section[path[-1]]!r} of {other}. Change one of the two.'
-        )
+        other, way = said_by.get(name), "Leave one of the two out"
+        if other is None:
+            other, way = json_path, f'Change one of the two, or leave the key "{path[-1]}" out of the JSON'
+        raise ConfigError(f'{flag} contradicts "{name}": {section[path[-1]]!r} of {other}. {way}.')
     section[path[-1]] = value
     said_by[name] = flag

@@ -8,27 +8,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
-from .choice import Candidate, aligned, format_bytes, parse_bytes
+from .choice import aligned, format_bytes, parse_bytes
 from .errors import ScheduleError
 from .fbd_verdict import add_forward_flags, forward_devices_of, with_forward_devices
 from .model_flags import add_model_flags, model_of
-from .parallel_sizes import Cluster, Cut, Cuts, job_section, join_reasons, message_bytes, parallel_sizes
-from .pipe_schedules.costs import Costs, read_costs
+from .parallel_sizes import Cluster, join_reasons, message_bytes, parallel_sizes
+from .pipe_schedules.costs import Costs, factors_text, read_costs
 from .pipe_schedules.memory import ModelSizes, memory
 from .pipe_schedules.placement import linear
+from .plan_text import SHOWN, as_dict, config_of, json_text, table, why
 from .schedule_flags import add_import_flag, simulation_of
 from .stage_costs import cut, recomputed
 from .verbs import EXIT_INVALID, EXIT_OK, describe_sizes
 
-_SHOWN = 10  # of the ways to cut the devices
-# Usual for GPT, to be set for the run; torch's own Adam needs no compiler.
-_ADAM = {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "torch_adam": True}
 _PATIENCE_S = 2.0  # before a plan says how far it is
 _NOT_PRICED = "tensor-parallel communication, gradient reduction, the optimizer's step"
 
@@ -41,12 +39,12 @@ def run_simulate(args: argparse.Namespace) -> int:
     bytes_of = None if model is None else [{**asdict(m), "total": m.total} for m in memory(simulation, model)]
     message = None if model is None else message_bytes(model)
     if args.json:
-        layers = None if model is None else model.layers
         further = {
             "busy": list(simulation.busy),
             "memory": bytes_of,
             "message_bytes": message,
-            "layers": layers,
+            "layers": None if model is None else model.layers,
+            "stage_bytes": None if model is None else list(_stage_bytes(model)),
         }
         given = {key: value for key, value in further.items() if value is not None}
         print(json.dumps({**simulation.as_dict(), **given}))
@@ -66,6 +64,12 @@ def run_simulate(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _stage_bytes(model: ModelSizes) -> tuple[int, ...]:
+    """What a rank keeps of a micro-batch at every stage."""
+    assert not isinstance(model.layers, int), "cut comes before"
+    return tuple(map(math.ceil, model.stage_activations(len(model.layers))))
+
+
 def _stage_lines(model: ModelSizes, costs: Costs) -> Iterator[str]:
     """The layers of the stages, their costs, and what recomputation adds."""
     assert not isinstance(model.layers, int), "cut comes before"
@@ -73,6 +77,8 @@ def _stage_lines(model: ModelSizes, costs: Costs) -> Iterator[str]:
     if costs.stages is not None:
         factors = " ".join(f"{factor:.3g}" for factor in costs.stages)
         yield f"  costs             {factors}  (per stage, factors: its layers, and the head on the last one)"
+    kept = factors_text(_stage_bytes(model))
+    yield f"  stage bytes       {kept}  (activations of a micro-batch, as dpp's stage_bytes takes them)"
     again = recomputed(model.recompute, model.hidden, model.seq)
     if again:
         yield (f"  recompute         {model.recompute}: backwards repeat {again:.0%} of a layer's forward")
@@ -144,11 +150,11 @@ def run_plan(args: argparse.Namespace) -> int:
     verdict = forward and with_forward_devices(cluster, forward, model, costs, cuts)
     best = cuts.found[0]
     status = EXIT_OK if best.fits else EXIT_INVALID
-    config = None if best.row is None else _config(best, cluster, model)
+    config = None if best.row is None else config_of(best, cluster, model)
     if args.json:
-        print(json.dumps(_as_dict(cuts, config) | ({"fbd": verdict.as_dict()} if verdict else {})))
+        print(json.dumps(as_dict(cuts, config) | ({"fbd": verdict.as_dict()} if verdict else {})))
         return status
-    print("\n".join([*_head(args, cluster, model), "", *_table(cuts.found[:_SHOWN]), "", _why(cuts)]))
+    print("\n".join([*_head(args, cluster, model), "", *table(cuts.found[:SHOWN]), "", why(cuts)]))
     if not best.fits and best.row is not None:
         print(f"  Use {_ways(model)}.")
     if verdict:
@@ -158,7 +164,7 @@ def run_plan(args: argparse.Namespace) -> int:
     if config is not None and best.fits:
         alone = f" on the {cluster.devices} devices alone" if verdict else ""
         tokenizer = f"--data-path and its tokenizer of {model.vocab:,} entries"
-        print(f"  to train so{alone}, with {tokenizer}:\n\n{_json_text(config)}")
+        print(f"  to train so{alone}, with {tokenizer}:\n\n{json_text(config)}")
     return status
 
 
@@ -207,92 +213,3 @@ def _zero_words(model: ModelSizes) -> str:
         if model.zero_stage
         else "ZeRO stage 0"
     )
-
-
-def _table(found: Sequence[Cut]) -> list[str]:
-    cells = [("TP", "PP", "DP", "N", "schedule", "recompute", "step", "bubble", "memory", "")]
-    for way in found:
-        row = way.row
-        sizes = (str(way.tensor), str(way.pipeline), str(way.data), str(way.micro_batches))
-        if row is None:
-            cells.append((*sizes, "-", "-", "-", "-", "-", way.choice.reason()))
-        else:
-            cells.append((*sizes, row.label, row.recompute, *_figures(way, row)))
-    return aligned(cells, left=(4, 5, 9))
-
-
-def _figures(cut: Cut, row: Candidate) -> tuple[str, str, str, str]:
-    size = format_bytes(row.memory_bytes or 0)
-    return f"{cut.step_s:.4g} s", f"{row.bubble or 0:.1%}", size, "" if cut.fits else "too large"
-
-
-def _why(cuts: Cuts) -> str:
-    """The best cut, why its schedule, and how the next one compares."""
-    best = cuts.found[0]
-    name = f"TP {best.tensor} x PP {best.pipeline} x DP {best.data}"
-    if not best.fits:
-        return f"nearest: {name}\n  {best.choice.reason()}"
-    others = [cut for cut in cuts.found[1:] if cut.fits and cut.step_s is not None]
-    if not others or best.step_s is None:
-        return f"best: {name}, the only one that fits\n  {best.choice.reason()}"
-    second, longer = others[0], (others[0].step_s or 0.0) / best.step_s - 1
-    than = f"TP {second.tensor} x PP {second.pipeline} x DP {second.data}"
-    how = f"{than} takes {longer:.1%} longer" if longer > 5e-4 else f"as fast as {than} and not larger"
-    return f"best: {name}; {how}\n  {best.choice.reason()}"
-
-
-def _config(way: Cut, cluster: Cluster, model: ModelSizes) -> dict[str, Any]:
-    """The keys of a DeepSpeed JSON that the plan decides."""
-    copies = way.data * (1 if way.row is None else way.row.weights)
-    return {
-        "train_batch_size": cluster.batch,
-        "train_micro_batch_size_per_gpu": model.micro_batch,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": min(model.zero_stage, copies - 1)},
-        "optimizer": {"type": "AdamW", "params": _ADAM},
-        "ds_ext": job_section(way, model),
-    }
-
-
-def _json_text(config: dict[str, Any]) -> str:
-    """As the files in configs/ are written: a line per key, and per key of "ds_ext"."""
-    lines = []
-    for key, value in config.items():
-        text = json.dumps(value)
-        if key == "ds_ext":
-            inner = ",\n".join(f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
-            text = f"{{\n{inner}\n  }}"
-        lines.append(f"  {json.dumps(key)}: {text}")
-    return "{\n" + ",\n".join(lines) + "\n}"
-
-
-def _as_dict(cuts: Cuts, config: dict[str, Any] | None) -> dict[str, Any]:
-    return {
-        "best": [_cut_as_dict(cut) for cut in cuts.found[:_SHOWN]],
-        "reason": _why(cuts),
-        "fits": cuts.found[0].fits,
-        "refused": [{"sizes": sizes, "reason": reason} for sizes, reason in cuts.refused],
-        "config": config,
-    }
-
-
-def _cut_as_dict(cut: Cut) -> dict[str, Any]:
-    row = cut.row
-    found: dict[str, Any] = {
-        "tensor_parallel_size": cut.tensor,
-        "pipeline_parallel_size": cut.pipeline,
-        "data_parallel_size": cut.data,
-        "micro_batches": cut.micro_batches,
-        "fits": cut.fits,
-        "reason": cut.choice.reason(),
-    }
-    if row is not None:
-        found |= {
-            "schedule": row.schedule,
-            "schedule_options": row.settings,
-            "recompute": row.recompute,
-            "step_s": cut.step_s,
-            "bubble": row.bubble,
-            "memory_bytes": row.memory_bytes,
-        }
-    return found

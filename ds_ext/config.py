@@ -9,17 +9,17 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
-import ipaddress
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
+from pydantic import Field, PrivateAttr, ValidationError
 
 from .auto import AUTO, choose_for_job, chosen_schedule, launched_world
 from .choice import Choice
+from .config_sections import FbdOptions, Section, TraceOptions, TransportOptions
 from .deepspeed_json import check_deepspeed_keys, refuse_duplicate_keys
 from .errors import ConfigError, ScheduleError
 from .pipe_schedules import Placement, Schedule, Timetable, get_schedule
@@ -27,74 +27,7 @@ from .pipe_schedules.files import is_timetable_file, schedule_of_file
 from .pipe_schedules.registry import DynamicRules
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class TransportOptions(_Section):
-    """How messages between stages travel.
-
-    ``timeout_s`` bounds every wait. ``node_ips``: the addresses at which ranks listen for other hosts, one for each
-    host or one for each rank, as a list or with commas between them; None: those from which they reach MASTER_ADDR.
-    """
-
-    timeout_s: float = Field(default=120.0, gt=0)
-    node_ips: list[str] | None = Field(default=None, min_length=1)
-
-    @field_validator("node_ips", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
-
-    @field_validator("node_ips")
-    @classmethod
-    def _are_addresses(cls, value: list[str] | None) -> list[str] | None:
-        for word in value or ():
-            try:
-                ipaddress.ip_address(word.partition("%")[0])
-            except ValueError:
-                raise ValueError(f"{word!r} is no IPv4 or IPv6 address such as 10.0.0.1") from None
-        return value
-
-
-class FbdOptions(_Section):
-    """Forward/backward disaggregation: how many backward pipelines a forward one serves, and its sharding.
-
-    ``forward_hosts`` names the hosts whose ranks compute forwards; None: ranks alternate, whatever their hosts.
-    """
-
-    merge_forward_tensor_parallel: bool = False
-    backward_per_forward: int = Field(default=1, ge=1)
-    forward_hosts: list[str] | None = Field(default=None, min_length=1)
-
-    def options(self, tensor_parallel: int) -> dict[str, int]:
-        """What is not the default, as the options of a schedule."""
-        found = {}
-        if self.backward_per_forward > 1:
-            found["backward_per_forward"] = self.backward_per_forward
-        if self.merge_forward_tensor_parallel:
-            found["merge_forward_tensor_parallel"] = tensor_parallel
-        return found
-
-
-class TraceOptions(_Section):
-    """Where the ranks' traces go (None: nowhere), and of which steps: ``"10:20"``, ``"100:"`` or all."""
-
-    dir: str | None = Field(default=None, min_length=1)
-    steps: str | None = Field(default=None, pattern=r"^[0-9]{0,9}:[0-9]{0,9}$")
-
-    def window(self) -> tuple[int, float]:
-        """The first and the last step that are traced, counted from 1. Raises ConfigError when there is none."""
-        first, _, last = (self.steps or ":").partition(":")
-        window = int(first or 1), float(last or "inf")
-        if not 1 <= window[0] <= window[1]:
-            raise ConfigError(
-                f'"ds_ext": trace.steps {self.steps!r} holds no step: the first is 1, and "10:20" are steps 10 to 20.'
-            )
-        return window
-
-
-class DsExtConfig(_Section):
+class DsExtConfig(Section):
     """Everything of ours in the DeepSpeed JSON."""
 
     schedule: str = "1f1b"
@@ -169,6 +102,7 @@ class DsExtConfig(_Section):
                     f'"ds_ext": schedule_options.{key} {options[key]} contradicts "fbd", which makes it {value}. '
                     f"Give one of them."
                 )
+        self.fbd.require_something_to_merge(self.tensor_parallel_size)
         return options
 
     def placement(self, world_size: int | None = None) -> Placement:
@@ -234,6 +168,33 @@ class JobConfig:
     path: str | None = None
     flags: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def notes(self) -> list[str]:
+        """What is valid, and perhaps not what was meant."""
+        notes = []
+        if "ds_ext" not in self.deepspeed:
+            name = f"the JSON {self.path}" if self.path else "the JSON"
+            notes.append(
+                f'{name} has no "ds_ext" section, so schedule and sizes are the defaults (1f1b, 1 device a pipeline); '
+                'a section is written as "ds_ext": {"schedule": "bitpipe", "pipeline_parallel_size": 4}'
+            )
+        if self.ds_ext.sequence_parallel and self.ds_ext.tensor_parallel_size == 1:
+            notes.append(
+                "sequence_parallel has no effect with tensor_parallel_size 1: a rank has all tokens of its samples"
+            )
+        return notes
+
+
+@contextlib.contextmanager
+def telling_of_no_section(job: JobConfig) -> Iterator[None]:
+    """An error in a job without our section says that first: another fault may only follow from it."""
+    try:
+        yield
+    except ConfigError as error:
+        if "ds_ext" in job.deepspeed:
+            raise
+        raise ConfigError(f"{job.notes[0]}. Besides: {error}") from None
+
 
 def load_config(source: str | Path | Mapping[str, Any]) -> JobConfig:
     """Read and validate a DeepSpeed JSON (path or dict). Raises ConfigError."""
@@ -255,7 +216,7 @@ def parse_section(section: Mapping[str, Any]) -> DsExtConfig:
         valid = DsExtConfig.model_validate(section)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
-    valid.trace.window()
+    valid.trace.check()
     return valid
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from .choice import format_bytes
 from .errors import ScheduleError
-from .parallel_sizes import Cluster, forward_flops, message_bytes
+from .parallel_sizes import Cluster, either, forward_flops, message_bytes
 from .pipe_schedules import get_schedule
 from .pipe_schedules.costs import Costs
 from .pipe_schedules.memory import ModelSizes, memory
@@ -142,7 +142,7 @@ def best_way(
     if not ways:
         return None, (
             f"{forward.count} forward and {cluster.devices} backward devices cannot be cut into forward pipelines that "
-            f"serve as many backward pipelines each"
+            f"serve as many backward pipelines each; {_counts_that_do(cluster, forward, sizes)}"
         )
     best: Priced | None = None
     fitting = []
@@ -157,6 +157,18 @@ def best_way(
                 layers = _sizes_of(way, sizes).layers_of(way.pipeline)
                 best = Priced(way, step_s, need, forward_need, layers)
     return best, "" if best is not None else _need(cluster, forward, sizes, ways)
+
+
+def _counts_that_do(cluster: Cluster, forward: ForwardDevices, sizes: ModelSizes) -> str:
+    """The numbers of forward devices that could be used: all of them divide the backward devices."""
+    divisors = [n for n in range(1, cluster.devices + 1) if cluster.devices % n == 0]
+    counts = [n for n in divisors if any(ways_to_cut(cluster, replace(forward, count=n), sizes))]
+    if counts:
+        return f"use {either(counts)} forward devices"
+    return (
+        f"nor can any other number: the {cluster.devices} are no pipelines of 2 stages or more that share "
+        f"{sizes.heads} heads, {sizes.layers} layers and {cluster.batch} samples evenly"
+    )
 
 
 def _sizes_of(way: Way, sizes: ModelSizes) -> ModelSizes:

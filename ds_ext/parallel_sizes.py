@@ -22,6 +22,7 @@ from .pipe_schedules.memory import ModelSizes
 
 _MARGIN = 0.01  # a schedule that saves less is not looked for
 _MOST_TENSOR_PARALLEL = 8
+_NEAR = 100  # numbers on either side that an error looks through for one that would do
 _TRAINED = ("none", "full")  # the kinds of recomputation that the scripts have
 
 
@@ -117,7 +118,11 @@ def parallel_sizes(
             "plan: costs are f, b and w relative to each other, and jitter; times of messages follow from the "
             "bandwidth, and factors of stages belong to one number of stages."
         )
-    found, refused, every = [], [], list(_factors(cluster))
+    try:
+        every = list(_factors(cluster))
+    except _Undivided as error:
+        raise ScheduleError(f"{error}{_ways_out(cluster, sizes)}") from None
+    found, refused = [], []
     for done, (tensor, pipeline, data) in enumerate(every):
         progress(done, len(every))
         reason = _refusal(cluster, sizes, tensor, pipeline, data)
@@ -127,7 +132,9 @@ def parallel_sizes(
             found.append(_cut(cluster, sizes, ratios, tensor, pipeline, data))
     if not found:
         reasons = "; ".join(join_reasons(refused))
-        raise ScheduleError(f"plan: no way to cut {cluster.devices} devices: {reasons}.")
+        raise ScheduleError(
+            f"plan: no way to cut {cluster.devices} devices: {reasons}.{_ways_out(cluster, sizes)}"
+        )
     return Cuts(tuple(sorted(found, key=_order)), tuple(refused))
 
 
@@ -183,10 +190,46 @@ def _factors(cluster: Cluster) -> Iterator[tuple[int, int, int]]:
     for tensor in tensors:
         left, rest = divmod(cluster.devices, tensor)
         if rest and wanted is not None:
-            raise ScheduleError(f"plan: tensor parallel {wanted} does not divide {cluster.devices} devices.")
+            raise _Undivided(f"plan: tensor parallel {wanted} does not divide {cluster.devices} devices.")
         for pipeline in range(1, left + 1):
             if not rest and left % pipeline == 0:
                 yield tensor, pipeline, left // pipeline
+
+
+class _Undivided(ScheduleError):
+    """The size of tensor parallelism that is asked for does not divide the devices."""
+
+
+def _ways_out(cluster: Cluster, sizes: ModelSizes) -> str:
+    """Numbers that could be cut, each in place of one that cannot, as flags; "" where none is near."""
+
+    def fits(**changed: int) -> bool:
+        other = replace(cluster, **changed)
+        try:
+            return any(not _refusal(other, sizes, *cut) for cut in _factors(other))
+        except _Undivided:
+            return False
+
+    def near(name: str) -> list[int]:
+        given = getattr(cluster, name)
+        below, above = range(given - 1, max(given - _NEAR, 0), -1), range(given + 1, given + _NEAR)
+        found = (next((n for n in numbers if fits(**{name: n})), None) for numbers in (below, above))
+        return [n for n in found if n is not None]
+
+    ways = {"--devices": near("devices")}
+    if cluster.tensor_parallel is not None:
+        most = max(_MOST_TENSOR_PARALLEL, cluster.tensor_parallel)
+        tensors = [n for n in range(1, most + 1) if fits(tensor_parallel=n)]
+        ways = {"--tensor-parallel": tensors, **ways}
+    ways["--global-batch-size"] = near("batch")
+    texts = [f"{flag} {either(numbers)}" for flag, numbers in ways.items() if numbers]
+    return f" Use {', or '.join(texts)}." if texts else ""
+
+
+def either(numbers: Sequence[int]) -> str:
+    """``"1, 2 or 4"``."""
+    *rest, last = map(str, numbers)
+    return f"{', '.join(rest)} or {last}" if rest else last
 
 
 def _refusal(cluster: Cluster, sizes: ModelSizes, tensor: int, pipeline: int, data: int) -> str:

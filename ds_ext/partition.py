@@ -58,12 +58,9 @@ def layer_boundaries(
     """
     stages = placement.stages
     if stage_layers is not None and stage_layers != BALANCED:
-        counts = _given(stage_layers, num_layers, (before, after), stages, schedule)
+        counts = _given(stage_layers, num_layers, (before, after), placement, schedule)
     elif num_layers < stages:
-        raise ConfigError(
-            f"{schedule} cuts the model into {stages} stages, and num_layers is {num_layers}: some would be without a "
-            f"layer. Use at least {stages} layers, or a smaller pipeline_parallel_size."
-        )
+        raise ConfigError(_too_few(num_layers, placement, schedule))
     else:
         counts = _even(num_layers, (before, after), placement, weights)
     inner = [before + sum(counts[:stage]) for stage in range(1, stages)]
@@ -83,6 +80,27 @@ def stage_weights(
     counts[-1] += weights[1]
     mean = sum(counts) / len(counts)
     return None if len(set(counts)) == 1 else tuple(count / mean for count in counts)
+
+
+def _stages(placement: Placement, schedule: str) -> str:
+    """Into how many stages, and where these come from."""
+    each = placement.stages // placement.width
+    on_each = f", {each} for each of {placement.width} devices" if each > 1 else ""
+    return f"{schedule} cuts the model into {placement.stages} stages{on_each}"
+
+
+def _too_few(num_layers: int, placement: Placement, schedule: str) -> str:
+    """Both numbers and the ways out."""
+    stages, devices = placement.stages, placement.width
+    ways, most = f"at least {stages} layers", num_layers // (stages // devices)
+    if placement.replicas == 2 and placement.pipes[1] == tuple(devices - 1 - d for d in placement.pipes[0]):
+        most -= most % 2  # devices work in mirrored pairs
+    if most:
+        ways += f", or a pipeline_parallel_size of at most {most} (now {devices})"
+    return (
+        f"{_stages(placement, schedule)}, and num_layers is {num_layers}: a stage needs at least 1 transformer layer. "
+        f"Use {ways}."
+    )
 
 
 def _even(
@@ -121,7 +139,13 @@ def _even(
     return counts
 
 
-def _given(text: str, num_layers: int, ends: tuple[int, int], stages: int, schedule: str) -> list[int]:
+def _given(
+    text: str, num_layers: int, ends: tuple[int, int], placement: Placement, schedule: str
+) -> list[int]:
+    stages = placement.stages
+    # Where the layers can be cut evenly, that is an example of what to give.
+    even = _even(num_layers, ends, placement, None) if num_layers >= stages else []
+    example = f", for example --stage-layers {','.join(map(str, even))}" if even else ""
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
@@ -130,9 +154,9 @@ def _given(text: str, num_layers: int, ends: tuple[int, int], stages: int, sched
         ) from None
     if len(counts) != stages or sum(counts) != num_layers:
         raise ConfigError(
-            f"--stage-layers {text} gives {len(counts)} stages {sum(counts)} layers in all; {schedule} cuts the model "
-            f"into {stages} stages, and num_layers is {num_layers}. Give a number for every stage, as many layers in "
-            f'all, or "{BALANCED}".'
+            f"--stage-layers {text} gives {len(counts)} stages {sum(counts)} layers in all; "
+            f"{_stages(placement, schedule)}, and num_layers is {num_layers}. Give one number a stage, {num_layers} "
+            f'layers in all{example}, or "{BALANCED}".'
         )
     # A stage at an end may do with the layers of other kinds.
     least = [
@@ -140,8 +164,13 @@ def _given(text: str, num_layers: int, ends: tuple[int, int], stages: int, sched
     ]
     bad = [stage for stage in range(stages) if counts[stage] < least[stage]]
     if bad:
+        may = [name for name, end in zip(("first", "last"), ends, strict=True) if end and stages > 1]
+        which = (
+            f" (only the {' and the '.join(may)} may do without: other layers are there too)" if may else ""
+        )
         raise ConfigError(
-            f"--stage-layers {text} leaves stage {bad[0]} with {counts[bad[0]]} layers. Give it at least "
-            f"{least[bad[0]]}."
+            f"--stage-layers {text} gives stage {bad[0]}, counted from 0 to {stages - 1}, {counts[bad[0]]} layers, and "
+            f"it needs at least {least[bad[0]]}{which if least[bad[0]] else ''}. Move some there{example}, or leave "
+            f"--stage-layers out."
         )
     return counts

@@ -124,6 +124,7 @@ def describe(
     if weights is not None and plan.costs.stages is None:
         simulation = simulate(plan.timetable, replace(plan.costs, stages=weights))
     lines = [
+        *(f"note: {note}" for note in plan.job.notes),
         f"schedule  {plan.timetable.schedule}, {counted(sizes.micro_batches, 'micro-batch')} of "
         f"{sizes.micro_batch_size} per pipeline group, {counted(sizes.train_batch_size, 'sample')} a step",
         describe_groups(plan.layout, plan.job.ds_ext.fbd.forward_hosts),
@@ -132,8 +133,6 @@ def describe(
         *_describe_costs(plan, simulation, message_bytes, with_head),
         *_describe_choice(plan),
     ]
-    if "ds_ext" not in plan.job.deepspeed:
-        lines.insert(0, 'the JSON has no "ds_ext" section: schedule and sizes are the defaults')
     if grid:
         lines += ["", time_grid(simulation), f"        {_legend(plan)}"]
     return "\n".join(lines)

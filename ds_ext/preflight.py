@@ -15,6 +15,7 @@ from typing import Any
 from .checkpoint_folder import open_checkpoint
 from .deepspeed_sections import check_optimizer, check_scheduler
 from .errors import CheckpointError, ConfigError
+from .failure import rank
 from .megatron_flags import TOKENIZER_FILES, TOKENIZER_TYPES
 
 
@@ -43,19 +44,20 @@ def check_job(
         require_checkpoint(args.load)
     if args.save:
         _require_writable("--save", Path(args.save), make=not args.dry_run)
-    folder = config.get("ds_ext", {}).get("trace", {}).get("dir")
-    if folder:
-        _require_writable('"ds_ext": trace.dir', Path(folder), make=not args.dry_run)
     if args.metrics_file:
-        path = Path(args.metrics_file)
-        if path.is_dir():
-            raise ConfigError(f"--metrics-file {path} is a folder. Give the name of a file in it.")
-        if not path.parent.exists():
-            raise ConfigError(
-                f"--metrics-file {path}: the folder {path.parent} does not exist. Make it with "
-                f"`mkdir -p {shlex.quote(str(path.parent))}`, or give another path."
-            )
-        _require_writable("--metrics-file", path.parent)
+        _require_place("--metrics-file", Path(args.metrics_file))
+    _check_places(config.get("ds_ext", {}), make=not args.dry_run)
+
+
+def _check_places(section: Mapping[str, Any], make: bool) -> None:
+    """What the "ds_ext" section has written can be: the traces, and the order that a schedule records."""
+    folder = section.get("trace", {}).get("dir")
+    if folder:
+        _require_writable('"ds_ext": trace.dir', Path(folder), make)
+    file = section.get("schedule_options", {}).get("record")
+    # One rank writes it; another host need not have the folder.
+    if file and isinstance(file, str) and rank() == 0:
+        _require_place('"schedule_options": record', Path(file))
 
 
 def _check_tokenizer(args: argparse.Namespace) -> None:
@@ -98,12 +100,24 @@ def require_checkpoint(folder: str) -> None:
         raise ConfigError(f"--load {folder}: {str(error).removeprefix(f'{folder}: ')}") from None
 
 
+def _require_place(flag: str, path: Path) -> None:
+    """A file can be written at ``path``: its folder is there."""
+    if os.path.isdir(path):
+        raise ConfigError(f"{flag} {path} is a folder. Give the name of a file in it.")
+    if not os.path.exists(path.parent):
+        raise ConfigError(
+            f"{flag} {path}: the folder {path.parent} does not exist. Make it with "
+            f"`mkdir -p {shlex.quote(str(path.parent))}`, or give another path."
+        )
+    _require_writable(flag, path.parent)
+
+
 def _require_writable(flag: str, folder: Path, make: bool = False) -> None:
     """A run of hours must not fail at its end for a folder that cannot be made."""
     place = folder.absolute()
-    while not place.exists():
+    while not os.path.exists(place):  # also for a folder above that may not be searched
         place = place.parent
-    if not place.is_dir() or not os.access(place, os.W_OK):
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         raise ConfigError(
             f"{flag}: cannot write to {folder}: {place} is {'read-only' if place.is_dir() else 'a file'}."
         )

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .arguments import parse
+from .config import telling_of_no_section
 from .deepspeed_sections import precision
 from .errors import ConfigError
+from .fbd_hosts import check_forward_hosts
 from .flags import Model
 from .partition import BALANCED, end_weights, layer_boundaries, stage_weights
 from .plan import Plan, describe, make_plan
@@ -29,13 +31,15 @@ def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Nam
     Everything that can be wrong is found before any process group is made, the cheapest first.
     """
     args, job = parse(prog, argv, model)
-    check_job(args, job.deepspeed, job.flags)
-    if not args.data_path:
-        raise ConfigError(
-            'no data: give --data-path or "train": {"data_path": ...}. `python -m ds_ext prepare` makes some.'
-        )
     launched = world_size() > 1 or not args.dry_run
-    plan = make_plan(job, world_size() if launched else None)
+    with telling_of_no_section(job):
+        check_job(args, job.deepspeed, job.flags)
+        if not args.data_path:
+            raise ConfigError(
+                'no data: give --data-path or "train": {"data_path": ...}. `python -m ds_ext prepare` makes some.'
+            )
+        plan = make_plan(job, world_size() if launched else None)
+    check_forward_hosts(plan.layout, job.ds_ext.fbd.forward_hosts, launched)
     chosen = plan.choice and plan.choice.best
     if args.recompute_granularity is None:
         args.recompute_granularity = chosen.recompute if chosen else "none"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import ScheduleError
@@ -15,23 +14,25 @@ from .model_flags import model_of
 from .pipe_schedules import SCHEDULES, Placement, Timetable, get_schedule
 from .pipe_schedules.check import check_timetable
 from .pipe_schedules.costs import Costs, read_costs
-from .pipe_schedules.files import is_timetable_file, read_timetable
+from .pipe_schedules.files import read_timetable
 from .pipe_schedules.inference import forward_timetable
+from .pipe_schedules.method import COSTS
 from .pipe_schedules.simulate import Simulation, simulate
+from .schedule_requests import is_file, number_or_text, split_request
 from .stage_costs import cut, stage_costs
 
 _DEFAULT_COSTS = "f=1,b=1,w=1,comm=0"
-_COSTS = "costs"
 
 
 def add_schedule_flags(verb: argparse.ArgumentParser, *, several: bool, forward_only: bool) -> None:
     """What all verbs about schedules take; ``forward_only``: also an evaluation."""
+    own = "with options of its own, dpp:placement=v:backward=split"
     if several:
-        verb.add_argument(
-            "schedules", nargs="+", metavar="NAME", help="schedules, see below, or timetable files"
-        )
+        text = f"schedules, see below, also {own}, or timetable files"
+        verb.add_argument("schedules", nargs="+", metavar="NAME", help=text)
     else:
-        verb.add_argument("schedule", metavar="NAME", help="a schedule, see below, or a timetable file")
+        text = f"a schedule, see below, also {own}, or a timetable file"
+        verb.add_argument("schedule", metavar="NAME", help=text)
     verb.add_argument("--stages", type=int, metavar="D", help="devices of one pipeline group")
     verb.add_argument(
         "--micro-batches", type=int, metavar="N", help="micro-batches per pipeline group and step"
@@ -90,12 +91,28 @@ def import_modules(names: Sequence[str]) -> None:
 
 def simulation_of(args: argparse.Namespace) -> Simulation:
     """The priced timetable that the flags ask for. Raises ScheduleError."""
-    return _priced(args.schedule, args, _options(args))
+    return _priced(*_request(args), args)
 
 
 def timetable_of(args: argparse.Namespace) -> Timetable:
     """The timetable that the flags ask for. Raises ScheduleError."""
-    return _timetable(args.schedule, args, _options(args))[0]
+    return _timetable(*_request(args), args)[0]
+
+
+def _request(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """The schedule of a verb about one, and its options."""
+    name, own = split_request(args.schedule)
+    return name, _joined(args.schedule, own, _options(args))
+
+
+def _joined(text: str, own: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a request and those of ``--option``. Raises ScheduleError for one that both give."""
+    for key in own:
+        if key in others:
+            raise ScheduleError(
+                f"{key} is given twice, by {text} and by --option {key}={others[key]}; give it once."
+            )
+    return {**others, **own}
 
 
 @dataclass(frozen=True)
@@ -113,22 +130,30 @@ class Comparison:
 def comparison_of(args: argparse.Namespace) -> Comparison:
     """Every schedule of a comparison, priced, or the reason why it is not possible.
 
-    Raises ScheduleError when none is, for a schedule that is not known and for an option that none has.
+    One with options of its own goes by the whole request. Raises ScheduleError when none is possible, for a schedule
+    that is not known and for an option that none has.
     """
-    options = _options(args)
-    known = {
-        name: {} if _is_file(name) else get_schedule(name).options for name in dict.fromkeys(args.schedules)
-    }
+    options, requests = _options(args), {text: split_request(text) for text in args.schedules}
+    known = {t: {} if is_file(name) else get_schedule(name).options for t, (name, _) in requests.items()}
     notes = _partial(options, known)
     simulations: list[Simulation] = []
     refused: dict[int, tuple[str, str]] = {}
     first: ScheduleError | None = None
-    for place, name in enumerate(args.schedules):
+    for place, text in enumerate(args.schedules):
+        name, own = requests[text]
+        if COSTS in own:
+            raise ScheduleError(
+                f"{text}: a comparison has one price list; give --costs {own[COSTS]} for all."
+            )
+        mine = _joined(text, own, {k: v for k, v in options.items() if k in known[text]})
         try:
-            simulations.append(_priced(name, args, {k: v for k, v in options.items() if k in known[name]}))
+            priced = _priced(name, mine, args)
         except ScheduleError as error:
             first = first or error
-            refused[place] = (name, str(error).splitlines()[0].removeprefix(f"{name}: "))
+            refused[place] = (text, str(error).splitlines()[0].removeprefix(f"{name}: "))
+        else:
+            named = replace(priced.timetable, schedule=text) if own else priced.timetable
+            simulations.append(replace(priced, timetable=named))
     if first is not None and not simulations:
         raise first
     if len({s.timetable.micro_batches for s in simulations}) > 1:
@@ -137,8 +162,8 @@ def comparison_of(args: argparse.Namespace) -> Comparison:
     return Comparison(tuple(simulations), refused, tuple(notes))
 
 
-def _priced(name: str, args: argparse.Namespace, options: Mapping[str, object]) -> Simulation:
-    made, costs = _timetable(name, args, options)
+def _priced(name: str, options: Mapping[str, object], args: argparse.Namespace) -> Simulation:
+    made, costs = _timetable(name, options, args)
     # A file may hold anything: its computations are looked at before they are priced.
     with naming(name):
         check_timetable(made)
@@ -151,7 +176,7 @@ def naming(name: str) -> Iterator[None]:
     try:
         yield
     except ScheduleError as error:
-        raise error if not _is_file(name) else ScheduleError(f"{name}: {error}") from None
+        raise error if not is_file(name) else ScheduleError(f"{name}: {error}") from None
 
 
 def _partial(options: Mapping[str, object], known: Mapping[str, Mapping[str, object]]) -> list[str]:
@@ -164,24 +189,24 @@ def _partial(options: Mapping[str, object], known: Mapping[str, Mapping[str, obj
             raise ScheduleError(f"--option {key}: none of the schedules has it; {each}.")
         if len(having) < len(known):
             whose = ", ".join(having)
-            told = f"planned for by {whose}; all are priced with them" if key == _COSTS else f"{whose} only"
+            told = f"planned for by {whose}; all are priced with them" if key == COSTS else f"{whose} only"
             notes.append(f"--option {key}={value}: {told}.")
     return notes
 
 
-def _timetable(name: str, args: argparse.Namespace, options: Mapping[str, object]) -> tuple[Timetable, Costs]:
+def _timetable(name: str, options: Mapping[str, object], args: argparse.Namespace) -> tuple[Timetable, Costs]:
     """A registered schedule for the given sizes, or a timetable file, which has its own; and the costs.
 
     With a model these are the costs of its stages.
     """
-    costs, model = _costs_of(args), model_of(args) if "model" in args else None
+    costs, model = _costs_of(args, options), model_of(args) if "model" in args else None
 
     def of(placement: Placement) -> Costs:
         fitting = costs if model is None else stage_costs(costs, cut(model, placement, name))
         fitting.check_fits(placement)
         return fitting
 
-    if _is_file(name):
+    if is_file(name):
         made = _from_file(name, args)
         return made, of(made.placement)
     schedule = get_schedule(name)
@@ -196,10 +221,6 @@ def _timetable(name: str, args: argparse.Namespace, options: Mapping[str, object
         return made, of(placement)
     fitting = of(placement)
     return schedule.timetable(args.stages, args.micro_batches, options, fitting), fitting
-
-
-def _is_file(name: str) -> bool:
-    return os.path.isfile(name) or is_timetable_file(name)
 
 
 def _from_file(name: str, args: argparse.Namespace) -> Timetable:
@@ -220,9 +241,9 @@ def _from_file(name: str, args: argparse.Namespace) -> Timetable:
     return forward_timetable(made.placement, micro_batches, made.schedule)
 
 
-def _costs_of(args: argparse.Namespace) -> Costs:
+def _costs_of(args: argparse.Namespace, options: Mapping[str, object]) -> Costs:
     """``--costs``, or the option "costs" of planned schedules, which here means the same. Raises ScheduleError."""
-    option = _options(args).get(_COSTS)
+    option = {**_options(args), **options}.get(COSTS)
     if option is not None and args.costs is not None:
         raise ScheduleError(
             f"costs are given twice, --costs {args.costs} and --option costs={option}, and both say what is planned "
@@ -245,19 +266,12 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def number_or_text(value: str) -> int | float | str:
-    """The value of an option as the schedules take it."""
-    for number in (int, float):
-        with contextlib.suppress(ValueError):
-            return number(value)
-    return value
-
-
 def list_schedules() -> str:
     """All registered schedules with their options, a line each."""
     width = max(map(len, SCHEDULES))
     lines = []
     for name, schedule in sorted(SCHEDULES.items()):
-        options = [f"--option {key}={o.default} ({o.help})" for key, o in sorted(schedule.options.items())]
+        known = sorted(schedule.options.items())
+        options = [f"--option {key}={o.default_text} ({o.described})" for key, o in known]
         lines += [f"  {name:<{width}}  {schedule.summary}", *(f"  {'':<{width}}  {o}" for o in options)]
     return "\n".join(lines)

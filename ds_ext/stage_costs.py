@@ -46,7 +46,9 @@ def cut(
         sizes.layers_of(placement.stages)
         return sizes
     if sizes.layers < placement.stages and stage_layers in (None, BALANCED):
-        raise ScheduleError(f"{sizes.layers} layers are fewer than the {placement.stages} stages.")
+        raise ScheduleError(
+            f"{sizes.layers} layers are fewer than the {placement.stages} stages. Use as many layers, or fewer stages."
+        )
     weights = end_weights(sizes.hidden, sizes.seq, sizes.vocab, _recomputed(sizes))
     try:
         # Something is in front of the first and behind the last layer, and how many does not count.

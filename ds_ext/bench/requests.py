@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import ScheduleError
 from ..pipe_schedules import Schedule, Timetable, get_schedule
 from ..pipe_schedules.costs import Costs
-from ..schedule_flags import number_or_text
+from ..schedule_requests import split_request
 
 
 def read_request(text: str) -> tuple[Schedule, dict[str, Any]]:
     """A schedule and its options, ``NAME[:KEY=VALUE...]``. Raises ScheduleError."""
-    name, *parts = text.split(":")
-    options: dict[str, Any] = {}
-    for part in parts:
-        key, equals, value = part.partition("=")
-        if not (key and equals):
-            raise ScheduleError(f"{text!r} is not of the form {name}:mode=greedy.")
-        options[key] = number_or_text(value)
+    name, options = split_request(text)
     return get_schedule(name), options
 
 

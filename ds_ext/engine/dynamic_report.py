@@ -61,15 +61,16 @@ class Reporter:
         if everyone is None:
             return
         # The first pipeline group speaks for all: the others have the same stages on other ranks.
-        group = [everyone[layout.rank(device, 0, 0)] for device in range(layout.placement.ranks)]
-        orders, computed, waited, hosts = zip(*group, strict=True)
-        self.last = self._report(Measured.of(computed, waited, hosts), orders)
-        # Who has asked for reports gets them, also where nobody has set up logging.
+        ranks = [layout.rank(device, 0, 0) for device in range(layout.placement.ranks)]
+        orders, computed, waited, hosts = zip(*(everyone[rank] for rank in ranks), strict=True)
+        self.last = self._report(Measured.of(computed, waited, hosts), orders, ranks)
+        # Who has asked for reports gets them, also where nobody has set up logging; as a warning it says what it is.
         level = logging.INFO if logger.isEnabledFor(logging.INFO) else logging.WARNING
-        logger.log(level, "steps %d to %d: %s", self._steps - self.every + 1, self._steps, self.last)
+        first = self._steps - self.every + 1
+        logger.log(level, "report of steps %d to %d, as asked for: %s", first, self._steps, self.last)
 
-    def _report(self, now: Measured, orders: Sequence[Sequence[Op]]) -> Report:
+    def _report(self, now: Measured, orders: Sequence[Sequence[Op]], ranks: Sequence[int]) -> Report:
         plan = self._observer.plan
         ran = replace(plan, ranks=tuple(map(tuple, orders)))
         expected = replace(plan, ranks=run(self.rules, now.costs(plan.placement, usual=True)))
-        return self._observer.report(now, ran, expected)
+        return self._observer.report(now, ran, expected, ranks)

@@ -182,8 +182,10 @@ def _bytes(placed: Placement, options: Mapping[str, Any]) -> tuple[tuple[float, 
     sizes = parse_costs(f"stages={text}").stages if text else None
     if sizes is None or len(sizes) != placed.stages:
         raise ScheduleError(
-            f"dpp: max_bytes {most:,} needs stage_bytes, what a micro-batch's activations take at each of the "
-            f"{placed.stages} stages; got {len(sizes or ())} numbers. Give them as 4e6x{placed.stages}."
+            f"dpp: max_bytes {most:,} needs stage_bytes, the bytes of a micro-batch's activations at each of the "
+            f"{placed.stages} stages; got {len(sizes or ())} numbers. Give them as 4e6x{placed.stages}. For a model "
+            f'`python -m ds_ext simulate` with --model or its sizes prints them ("stage bytes"); docs/dpp.md has the '
+            f'formula ("Bytes of a stage").'
         )
     least = max(sum(sizes[chunk.stage] for chunk in chunks) for chunks in placed.chunks)
     if most < least:

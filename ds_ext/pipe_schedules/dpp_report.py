@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -20,6 +20,10 @@ from .simulate import simulate
 
 SLOW = 1.25  # times the usual, from which on a stage or a link is named
 _LEAST_S = 1e-9
+_HINT = (
+    "Stage {} is the last one, which has the head and the loss besides its layers: give it fewer of these, by "
+    '--stage-layers balanced or with their numbers, --stage-layers A,B,.. ("train": {{"stage_layers": ...}}).'
+)
 _REMEMBERED = 100  # reports
 
 
@@ -100,19 +104,36 @@ class Measured:
 
 @dataclass(frozen=True)
 class Slow:
-    """A stage (``where`` is its number) or a link ((sender, receiver)) that took longer than usual."""
+    """A stage (``where`` is its number) or a link ((sender, receiver), devices) that took longer than usual.
+
+    ``ranks`` are the global ranks of the link's ends, where they are not the devices' numbers.
+    """
 
     where: int | tuple[int, int]
     seconds: float
     peers: float
     past: float | None
+    ranks: tuple[int, int] | None = None
+
+    @property
+    def name(self) -> str:
+        """``stage 2``, or ``link 1>2``, where ranks have other numbers ``link 1>2 (ranks 2>4)``."""
+        if isinstance(self.where, int):
+            return f"stage {self.where}"
+        ends = None if self.ranks == self.where else self.ranks
+        ranks = "" if ends is None else f" (ranks {ends[0]}>{ends[1]})"
+        return f"link {self.where[0]}>{self.where[1]}{ranks}"
+
+    @property
+    def of_peers(self) -> float:
+        """Times what the others took."""
+        return self.seconds / max(self.peers, _LEAST_S)
 
     def __str__(self) -> str:
-        name = f"stage {self.where}" if isinstance(self.where, int) else "link {}>{}".format(*self.where)
         own = "" if self.past is None else f", {self.seconds / max(self.past, _LEAST_S):.2f} x its own past"
         return (
-            f"{name}: {_ms(self.seconds)} ms a micro-batch, {self.seconds / max(self.peers, _LEAST_S):.2f} x the "
-            f"others' {_ms(self.peers)} ms{own}"
+            f"{self.name}: {_ms(self.seconds)} ms a micro-batch, {self.of_peers:.2f} x the others' "
+            f"{_ms(self.peers)} ms{own}"
         )
 
 
@@ -125,19 +146,26 @@ class Report:
         cost_s: what that cost a step, in seconds.
         regret_s: seconds that a step took longer than the plan's order would have; negative: it was shorter.
         step_s: seconds of a step, by simulation at measured times.
+        last_stage: the stage with the head and the loss; None: not known.
     """
 
     slow: tuple[Slow, ...]
     cost_s: float
     regret_s: float
     step_s: float
+    last_stage: int | None = None
 
     def __str__(self) -> str:
         who = "; ".join(map(str, self.slow)) or "no stage and no link was slow"
-        return (
+        told = (
             f"{who}. That cost {_ms(self.cost_s)} of {_ms(self.step_s)} ms a step; the regret against the "
             f"plan is {_ms(self.regret_s)} ms."
         )
+        if any(not isinstance(slow.where, int) for slow in self.slow):
+            told += " (A link 0>1 is from device 0 of the pipeline to device 1.)"
+        # Slow beside the others: an end that is slower than it was is no matter of layers.
+        heavy = [slow for slow in self.slow if slow.where == self.last_stage and slow.of_peers >= SLOW]
+        return f"{told} {_HINT.format(self.last_stage)}" if heavy and self.last_stage else told
 
 
 @dataclass
@@ -151,22 +179,26 @@ class Observer:
     plan: Timetable
     _past: deque[Measured] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
-    def report(self, now: Measured, ran: Timetable, expected: Timetable) -> Report:
+    def report(
+        self, now: Measured, ran: Timetable, expected: Timetable, ranks: Sequence[int] | None = None
+    ) -> Report:
         """Compare steps with their peers and with the past, which they then belong to.
 
         Args:
             ran: the order of the last of the steps.
             expected: the order that the same rules come to at usual times.
+            ranks: the global rank of every device, to name them by; None: as the devices.
         """
         placement = self.plan.placement
-        slow = [*self._slow_stages(now), *self._slow_links(now)]
+        links = [replace(link, ranks=_ends(link.where, ranks)) for link in self._slow_links(now)]
+        slow = [*self._slow_stages(now), *links]
         self._past.append(now)
         measured, usual = now.costs(placement, usual=False), now.costs(placement, usual=True)
         took = simulate(ran, measured).makespan
         cost = took - simulate(expected, usual).makespan if slow else 0.0
         regret = took - simulate(self.plan, measured).makespan
         slow.sort(key=lambda s: s.seconds / max(s.peers, _LEAST_S), reverse=True)
-        return Report(tuple(slow), max(cost, 0.0), regret, took)
+        return Report(tuple(slow), max(cost, 0.0), regret, took, placement.stages - 1)
 
     def _slow_stages(self, now: Measured) -> list[Slow]:
         stages = range(self.plan.placement.stages)
@@ -179,6 +211,10 @@ class Observer:
         return [
             s for s in (_slow(link, now.links, pasts[link]) for link in sorted(now.links)) if s is not None
         ]
+
+
+def _ends(where: int | tuple[int, int], ranks: Sequence[int] | None) -> tuple[int, int] | None:
+    return None if ranks is None or isinstance(where, int) else (ranks[where[0]], ranks[where[1]])
 
 
 def _slow(where: int | tuple[int, int], now: Mapping[Any, float], past: Sequence[float]) -> Slow | None:

@@ -33,7 +33,8 @@ Variants = Callable[[int, int], Sequence[Mapping[str, Any]]]
 class Option:
     """An option of a schedule: default, least value if it is a number, what it means, and its words if it has such.
 
-    Its values have the type of the default; a float may be given as an integer, and true or false as a word.
+    Its values have the type of the default. A float may be given as an integer, an integer as a float without a
+    fraction (4e9, as JSON and command lines write large ones), and true or false as a word.
     """
 
     default: bool | int | float | str
@@ -56,9 +57,24 @@ class Option:
         return f"{'a number' if float in numbers else 'an integer'} of at least {self.minimum}"
 
     def read(self, value: object) -> object:
-        """``value``, or what a command line's word means."""
-        words = {"true": True, "false": False}
-        return words.get(str(value).lower(), value) if isinstance(self.default, bool) else value
+        """``value``, or what a word of the command line, or a whole number written as 4e9, means."""
+        if isinstance(self.default, bool):
+            return {"true": True, "false": False}.get(str(value).lower(), value)
+        if isinstance(self.default, int) and isinstance(value, float) and value.is_integer():
+            return int(value)
+        return value
+
+    @property
+    def described(self) -> str:
+        """What it means, and the values that it takes where these are words."""
+        if isinstance(self.default, bool):
+            return f"{self.help}; true or false"
+        return f"{self.help}; one of {', '.join(self.choices)}" if self.choices else self.help
+
+    @property
+    def default_text(self) -> str:
+        """The default as a command line or a JSON has it."""
+        return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
 
 
 class DynamicRules(Protocol):

@@ -212,7 +212,8 @@ def test_the_report_names_who_was_slow(ranks: Ranks) -> None:
     job = Job("dpp", 4, 1, 1, 8, model=MODEL, steps=3, options=options)
     ((first, second, third), written), *others = ranks(4).run(train_with_a_slow_stage, job, timeout_s=120)
     assert all(reports == [None] * 3 and text == "" for reports, text in others)
-    assert written.splitlines() == [f"steps {n} to {n}: {r}" for n, r in enumerate((first, second, third), 1)]
+    head = "report of steps {0} to {0}, as asked for: {1}".format
+    assert written.splitlines() == [head(n, r) for n, r in enumerate((first, second, third), 1)]
     assert (1, 2) not in [slow.where for slow in first.slow if slow.past is not None]
     link = next(slow for slow in second.slow if slow.where == (1, 2))
     assert link.past is not None and link.seconds > 2 * link.past and link.seconds > 2 * link.peers

@@ -8,6 +8,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from ds_ext.checkpoint_fit import check_load
+from ds_ext.data.meta import read_meta
+from ds_ext.errors import ConfigError
+from ds_ext.models.bert import BertConfig
+from ds_ext.models.gpt import GPTConfig
+from ds_ext.pretraining import model_sizes, plan_job
 from tests.launch.jobs import ROOT, Job, command, environment, tiny_config, write_json
 
 WORDS = ["the", "pipe", "takes", "a", "batch", "and", "hands", "it", "on", "until", "all", "is", "through"]
@@ -47,6 +55,17 @@ def test_bert_trains_on_ranks_and_its_data_are_refused_for_gpt(
     assert 4 < records[0]["loss"] < 7 and records[-1]["consumed_samples"] == 32
     assert "embedding, positions and types, layer 0" in job.text and "heads, words, bias" in job.text
     assert "unigram entropy plus ln 2 of" in job.text and (saved / "latest").read_text().strip() == "step_4"
+
+    words = ["--deepspeed_config", str(tmp_path / "bert.json"), "--dry-run", "--load", str(saved)]
+    args, plan = plan_job("train_bert.py", words, "bert")
+    sizes = {**model_sizes(args, plan), "vocab_size": (read_meta([str(data)]) or {})["vocab_size"]}
+    check_load(args, BertConfig(**sizes, order_classes=2))
+    with pytest.raises(
+        ConfigError, match=r"is of another model: .*classifier.weight is 2 x 16 there and missing"
+    ):
+        check_load(args, BertConfig(**sizes, order_classes=None))
+    with pytest.raises(ConfigError, match=r"is of another model: 1.weight is missing there and 24 x 16 here"):
+        check_load(args, GPTConfig(**sizes))
 
     del config["ds_ext"]["train"]["bert_no_binary_head"]
     write_json(tmp_path / "gpt.json", config)

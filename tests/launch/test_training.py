@@ -12,6 +12,11 @@ from typing import Any
 
 import pytest
 
+from ds_ext.checkpoint_fit import check_load
+from ds_ext.data.meta import read_meta
+from ds_ext.errors import ConfigError
+from ds_ext.models.gpt import GPTConfig
+from ds_ext.pretraining import model_sizes, plan_job
 from tests.launch.jobs import ROOT, Job, command
 
 SCRIPT = str(ROOT / "train_gpt.py")
@@ -107,6 +112,28 @@ def changed(config: Path, name: str, **keys: Any) -> str:
     return name
 
 
+def refused_before_a_start(config: Path, saved: Path) -> None:
+    """A dry run compares the model with the checkpoint's, without ranks."""
+
+    def fits(*flags: str, more_words: int = 0) -> None:
+        words = ["--deepspeed_config", str(config), "--dry-run", "--load", str(saved), *flags]
+        args, plan = plan_job("train_gpt.py", words, "gpt")
+        entries = (read_meta(args.data_path) or {})["vocab_size"] + more_words
+        check_load(args, GPTConfig(**model_sizes(args, plan), vocab_size=entries))
+
+    fits()
+    for flags, words in (
+        (["--num-layers", "5"], r"step_2 is of a model with num_layers 4 \(here 5\)\. Give the model"),
+        (["--hidden-size", "32"], r"hidden_size 16 \(here 32\), ffn_hidden_size 64 \(here 128\)\."),
+        (["--num-attention-heads", "4"], r"with num_attention_heads 2 \(here 4\)"),
+        (["--max-position-embeddings", "99"], r"max_position_embeddings \d+ \(here 99\)"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            fits(*flags)
+    with pytest.raises(ConfigError, match=r"vocab_size \d+ \(here \d+\)\. .* and the data of its tokenizer"):
+        fits(more_words=1)
+
+
 def test_resuming_under_another_schedule_sizes_and_batch(
     config: Path, train: Callable[..., Job], tmp_path: Path, free_port: Callable[[], int]
 ) -> None:
@@ -114,6 +141,7 @@ def test_resuming_under_another_schedule_sizes_and_batch(
     keep = ("--save", str(saved), "--metrics-file", str(metrics))
     one = changed(config, "1f1b.json", ds_ext={"schedule": "1f1b"}, gradient_accumulation_steps=4)
     train("torchrun", "--deepspeed_config", one, "--train-iters", "2", *keep)
+    refused_before_a_start(tmp_path / one, saved)
     # Tensor instead of pipeline parallelism, and a batch of three times the size; the data go on at the next sample.
     sizes = changed(
         config,

@@ -57,7 +57,8 @@ def test_flags_fill_in_the_json(run: Any) -> None:
         (
             {"ds_ext": {"schedule": "1f1b"}},
             ["--enable-bitpipe-schedule"],
-            r"--enable-bitpipe-schedule contradicts \"ds_ext.schedule\": '1f1b' of .*job\.json. Change one of the two",
+            r"--enable-bitpipe-schedule contradicts \"ds_ext.schedule\": '1f1b' of .*job\.json. Change one of the two, "
+            r"or leave the key \"schedule\" out of the JSON\.",
         ),
         (
             {"ds_ext": {"pipeline_parallel_size": 4}},
@@ -68,7 +69,7 @@ def test_flags_fill_in_the_json(run: Any) -> None:
         (
             {},
             ["--schedule", "gpipe", "--enable-bitpipe-schedule"],
-            r"--enable-bitpipe-schedule contradicts \"ds_ext.schedule\": 'gpipe' of --schedule gpipe",
+            r"contradicts \"ds_ext.schedule\": 'gpipe' of --schedule gpipe\. Leave one of the two out\.",
         ),
         (
             {"optimizer": {"params": {"betas": [0.9, 0.95]}}},

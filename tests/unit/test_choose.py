@@ -276,8 +276,12 @@ def test_what_does_not_divide_is_refused_with_its_numbers() -> None:
         "30 samples in micro-batches of 1 do not divide by DP 4, 12",
         "5 layers are fewer than PP 6, 12",
     ]
-    with pytest.raises(ScheduleError, match=r"plan: no way to cut 7 devices: .* layers are fewer than PP 7"):
+    with pytest.raises(
+        ScheduleError, match=r"plan: no way to cut 7 devices: .* layers are fewer than PP 7"
+    ) as caught:
         parallel_sizes(replace(CLUSTER, devices=7), replace(MODEL, layers=5))
+    assert str(caught.value).endswith(". Use --devices 6 or 8, or --global-batch-size 28 or 35.")
+    assert parallel_sizes(replace(CLUSTER, devices=7, batch=28), replace(MODEL, layers=5)).found
 
 
 def test_times_follow_from_operations_and_bandwidth() -> None:

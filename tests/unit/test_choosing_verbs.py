@@ -63,6 +63,9 @@ def test_simulate_with_a_model(capsys: pytest.CaptureFixture[str]) -> None:
         "  messages          96, 8.4 MB each\n  layers            3 3 3 3 3 3 4 2  (per stage)\n  costs "
         in out
     )
+    # Three layers of 34 s h bytes each; the first stage also has a mask.
+    sh = 2048 * 2048
+    assert f"\n  stage bytes       {(3 * 34 + 1) * sh}/{3 * 34 * sh}x5/{4 * 34 * sh}/" in out
     head, *rows = out.splitlines()[-5:]
     assert head.split() == ["rank", "weights", "gradients", "optimizer", "activations", "total"]
     worst = memory(timetable("bitpipe", 4, 8), cut(MODELS["gpt-1.3b"], placement, "bitpipe"))[0]
@@ -76,7 +79,7 @@ def test_single_sizes_change_a_model(capsys: pytest.CaptureFixture[str]) -> None
     # A head of 50257 / (12 x 4096 + 2 x 1024) = 0.98 layers.
     assert json.loads(capsys.readouterr().out)["layers"] == [12, 13, 13, 12]
     assert main([*shape, "--num-layers", "3"]) == 2
-    assert capsys.readouterr().err == "error: 3 layers are fewer than the 4 stages.\n"
+    assert capsys.readouterr().err.startswith("error: 3 layers are fewer than the 4 stages. Use ")
     assert main([*shape, "--num-layers", "48", "--sequence-parallel", "--tensor-parallel", "2"]) == 0
     priced = json.loads(capsys.readouterr().out)
     sizes = replace(MODELS["gpt-10b"], layers=48, sequence_parallel=True, tensor_parallel=2)
@@ -275,7 +278,7 @@ def test_plan_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["--tflops", "0"], "plan: flops must be more than 0; got 0"),
         (["--devices", "0"], "plan: devices must be more than 0; got 0"),
         (["--costs", "comm=1"], "plan: costs are f, b and w relative to each other"),
-        (["--tensor-parallel", "3"], "tensor parallel 3 does not divide 8 devices"),
+        (["--tensor-parallel", "3"], "not divide 8 devices. Use --tensor-parallel 1, 2, 4 or 8."),
         (["--model", "gpt-5"], "model 'gpt-5' is none of"),
     ],
 )

@@ -219,6 +219,19 @@ def test_gradients_that_keep_to_the_plan_are_added_in_its_order() -> None:
         assert all(halves(orders) == halves(planned.ranks) for orders in runs) == deterministic
 
 
+def test_whole_numbers_may_be_written_as_4e9() -> None:
+    """As JSON and command lines do; a fraction is still none, nor is a limit without the bytes it counts."""
+    given = DPP.resolve_options({"max_bytes": 4e9, "stage_bytes": "1e9x4", "max_in_flight": 8.0})
+    assert [(given[key], type(given[key])) for key in ("max_bytes", "max_in_flight")] == [
+        (4_000_000_000, int),
+        (8, int),
+    ]
+    assert get_schedule("interleaved").placement(4, {"chunks": 3.0}).stages == 12
+    for wrong in (4.5, float("inf"), float("nan"), "4e9", True):
+        with pytest.raises(ScheduleError, match="must be an integer of at least 0; got"):
+            DPP.resolve_options({"max_bytes": wrong})
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -243,7 +256,7 @@ def test_gradients_that_keep_to_the_plan_are_added_in_its_order() -> None:
         ({"stage_bytes": "9x4"}, r"stage_bytes '9x4' has no effect without max_bytes"),
         (
             {"max_bytes": 100},
-            r"needs stage_bytes, .* each of the 4 stages; got 0 numbers. Give them as 4e6x4",
+            r"needs stage_bytes, .* each of the 4 stages; got 0 numbers. Give them as 4e6x4. .* simulate.*docs/dpp.md",
         ),
         ({"max_bytes": 100, "stage_bytes": "9x3"}, r"got 3 numbers"),
         ({"max_bytes": 8, "stage_bytes": "5x3/9"}, r"max_bytes 8 has no room .* at least 9\b"),

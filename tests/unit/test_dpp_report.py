@@ -45,11 +45,28 @@ def test_the_report_names_the_slow_stage_with_what_it_cost() -> None:
     assert observer.report(measured(slow, WAYS), decided, plan).regret_s == pytest.approx(gained)
 
 
+@pytest.mark.parametrize(("stage", "hinted"), [(3, True), (2, False)])
+def test_a_slow_last_stage_is_told_what_to_do(stage: int, hinted: bool) -> None:
+    """It has the head and the loss; slower than it was, and not than the others, is no matter of layers."""
+    observer = Observer(timetable("1f1b", 4, 8))
+    text = str(observer.report(measured({**ALIKE, stage: 0.2}, WAYS), observer.plan, observer.plan))
+    assert text.startswith(f"stage {stage}: 600 ms a micro-batch, 2.00 x the others' 300 ms. That cost ")
+    assert ("Stage 3 is the last one, which has the head" in text) == hinted == ("balanced" in text)
+    observer.report(measured({**ALIKE, 3: 0.07}, WAYS), observer.plan, observer.plan)
+    again = str(observer.report(measured({**ALIKE, 3: 0.1}, WAYS), observer.plan, observer.plan))
+    assert "balanced" not in again
+
+
 def test_a_slow_link_is_named_and_clocks_of_two_hosts_are_not() -> None:
     observer = Observer(timetable("1f1b", 4, 8))
     late = {**WAYS, (1, 2): 0.05}
     found = observer.report(measured(ALIKE, late), observer.plan, observer.plan)
     assert [slow.where for slow in found.slow] == [(1, 2)]
+    assert str(found).startswith("link 1>2: 50 ms a micro-batch, ")
+    assert str(found).endswith(" ms. (A link 0>1 is from device 0 of the pipeline to device 1.)")
+    # With two tensor-parallel ranks a device.
+    named = observer.report(measured(ALIKE, late), observer.plan, observer.plan, (0, 2, 4, 6))
+    assert str(named).startswith("link 1>2 (ranks 2>4): 50 ms a micro-batch, ")
     # Devices 2 and 3 are on a host whose clock is an hour behind: their messages seem to take an hour less or more.
     skewed = {**WAYS, (1, 2): 0.01 - 3600, (2, 1): 0.01 + 3600}
     assert measured(ALIKE, skewed, "aabb").links == pytest.approx(WAYS)

@@ -67,6 +67,10 @@ def test_it_pays_where_the_others_would_compute_forwards_again(capsys: pytest.Ca
     )
     odd = plan(capsys, "36GB", "--forward-devices", "3")["fbd"]
     assert "3 forward and 4 backward devices cannot be cut into" in odd["reason"]
+    assert "each; use 2 or 4 forward devices" in odd["reason"]
+    for count, possible in ((1, False), (2, True), (3, False), (4, True)):
+        cluster = Cluster(4, 36 * 10**9, 64, tensor_parallel=1)
+        assert any(ways_to_cut(cluster, ForwardDevices(count, 1.0, 10**10), sizes)) == possible
     assert "fbd" not in plan(capsys, "36GB")
 
 

@@ -46,7 +46,11 @@ def test_what_is_left_over_avoids_the_ends_and_full_devices() -> None:
 )
 def test_devices_differ_by_little(layers: int, placement: Placement) -> None:
     if layers < placement.stages:
-        with pytest.raises(ConfigError, match=rf"{placement.stages} stages, and num_layers is {layers}: "):
+        stages = placement.stages
+        with pytest.raises(
+            ConfigError,
+            match=rf"{stages} stages(, \d for each .*)?, and num_layers is {layers}: .*least {stages} ",
+        ):
             counts(layers, placement)
         return
     found = counts(layers, placement)
@@ -56,6 +60,20 @@ def test_devices_differ_by_little(layers: int, placement: Placement) -> None:
         for stage, device in enumerate(pipe):
             loads[device] += found[stage]
     assert max(loads) - min(loads) <= placement.replicas
+
+
+@pytest.mark.parametrize(
+    ("layers", "placement", "sentence"),
+    [
+        (3, linear(4), "into 4 stages, and num_layers is 3: .* layers, or .* of at most 3 (now 4)."),
+        (7, v(4), "into 8 stages, 2 for each of 4 devices, and .* of at most 3 (now 4)."),
+        (7, bidirectional_v(4), "into 8 stages, 2 for each of 4 devices, and .* of at most 2 (now 4)."),
+        (3, bidirectional_v(4), "a stage needs at least 1 transformer layer. Use at least 8 layers."),
+    ],
+)
+def test_too_few_layers_with_the_ways_out(layers: int, placement: Placement, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence.replace("(", r"\(").replace(")", r"\)") + "$"):
+        counts(layers, placement)
 
 
 def weighed(layers: int, placement: Placement, head: float) -> list[int]:
@@ -121,10 +139,22 @@ def test_layers_of_every_stage_may_be_given() -> None:
     assert counts(8, linear(4), "3,2,2,1") == [3, 2, 2, 1]
     assert counts(8, linear(3), "0,8,0") == [0, 8, 0]
     for text, sentence in [
-        ("3,2,2", "gives 3 stages 7 layers in all; any cuts the model into 4 stages, and num_layers is 8"),
+        (
+            "3,2,2",
+            "gives 3 stages 7 layers in all; any cuts the model into 4 stages, and num_layers is 8. Give one number a "
+            "stage, 8 layers in all, for example --stage-layers 2,2,2,2, or",
+        ),
         ("3,2,2,2", "gives 4 stages 9 layers in all"),
-        ("4,4,0,0", "leaves stage 2 with 0 layers. Give it at least 1"),
-        ("9,-1,0,0", "leaves stage 1 with -1 layers"),
+        (
+            "4,4,0,0",
+            "gives stage 2, counted from 0 to 3, 0 layers, and it needs at least 1 (only the first and the last may do "
+            "without: other layers are there too). Move some there, for example --stage-layers 2,2,2,2, or leave",
+        ),
+        ("9,-1,0,0", "gives stage 1, counted from 0 to 3, -1 layers, and it needs at least 1"),
+        (
+            "0,4,5,-1",
+            "gives stage 3, counted from 0 to 3, -1 layers, and it needs at least 0. Move some there",
+        ),
         ("3,2,two,1", 'a list of numbers with commas, for example "2,3,2", or "balanced"; got \'3,2,two,1\''),
     ]:
         with pytest.raises(ConfigError) as caught:
