@@ -22,7 +22,7 @@ from torch import Tensor
 from ds_ext.comm import _native
 from ds_ext.comm.health import Health
 from ds_ext.comm.links import CODES, Links, Pieces, copies, pieces_of, views
-from ds_ext.comm.tickets import SENT, BeingCopied, Channel, LentSlot, RecvTicket, Sent
+from ds_ext.comm.tickets import SENT, Channel, LentSlot, RecvTicket, Sent
 from ds_ext.comm.transport import ITEM_BITS, TAG_LIMIT, check_address, describe_tag
 from ds_ext.errors import ProtocolError, TransportError
 
@@ -49,7 +49,6 @@ class NativeTransport:
         self._links = links
         self._port = links.port
         self._channels: dict[tuple[int, int], Channel] = {}
-        self._being_copied = BeingCopied()
         self._arrived: dict[_native.Message, tuple[int, int]] = {}
         self._health = Health(rank, links.abort)
         # Whether close() waits for so many last messages to a peer; for who sends some that need not arrive.
@@ -57,20 +56,17 @@ class NativeTransport:
 
     # --- the interface ---
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int, *, final: bool = False) -> Sent:
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Sent:
         """Copy the tensors on their way to the peer; see Transport.send."""
         link = self._link(self._links.outgoing, self.rank, peer, tag)
         pieces, plain = pieces_of(tensors)
+        try:
+            if plain and link.send(tag, pieces):
+                return SENT
+        except SEND_ERRORS as error:
+            raise self._not_sent(peer, tag, error) from error
         if plain:
-            try:
-                pending = link.send(tag, pieces, final)
-            except SEND_ERRORS as error:
-                raise self._not_sent(peer, tag, error) from error
-            if pending is None:
-                self._await_room(link, peer, tag, lambda: link.send(tag, pieces, final) is not None)
-                pending = link.pending()
-            if pending or self._being_copied:
-                self._being_copied.add(link, tensors)
+            self._await_room(link, peer, tag, lambda: link.send(tag, pieces))
         else:
             slot = self._lend(link, pieces, peer, tag)
             for place, tensor in zip(views(slot), tensors, strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Sent:
-    """A message is on its way when send() returns, and its tensors are the sender's again, unless they were final."""
+    """A message is on its way, and its tensors are the sender's again, when send() returns."""
 
     def done(self) -> bool:
         return True
@@ -27,26 +26,6 @@ class Sent:
 
 
 SENT = Sent()
-
-
-class BeingCopied:
-    """Final tensors that a link copies beside their sender: they live until it has, and at most to the next send."""
-
-    def __init__(self) -> None:
-        self._by_link: dict[_native.Outgoing, deque[Sequence[Tensor]]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._by_link)
-
-    def add(self, link: _native.Outgoing, tensors: Sequence[Tensor]) -> None:
-        """The tensors of the link's last message; those of messages that are copied by now are let go."""
-        self._by_link.setdefault(link, deque()).append(tensors)
-        for each, kept in list(self._by_link.items()):
-            pending = each.pending()
-            while len(kept) > pending:  # copies are made in order
-                kept.popleft()
-            if not kept:
-                del self._by_link[each]
 
 
 @dataclass(eq=False, slots=True)

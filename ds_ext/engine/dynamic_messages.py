@@ -91,7 +91,7 @@ class DynamicMessages(StageMessages):
         head = torch.tensor((kind, stage, micro_batch, time.monotonic_ns()))
         self._moved(tensors)
         count = self._sent[device] = self._sent.get(device, -1) + 1
-        self.transport.send((head, *tensors), self.global_rank(device), make_tag(_COUNTED, count), final=True)
+        self.transport.send((head, *tensors), self.global_rank(device), make_tag(_COUNTED, count))
 
     def poll(self) -> list[Arrival]:
         """What has come since the last look, without waiting."""

@@ -55,13 +55,13 @@ class StageMessages:
         return self._tickets.pop(_tag(kind, stage, micro_batch)).wait()
 
     def send(self, kind: Kind, tensors: Sequence[Tensor], stage: int, micro_batch: int, device: int) -> None:
-        """Send to ``stage`` on ``device``, without waiting. Nothing writes to a stage's outputs or gradients later."""
+        """Send to ``stage`` on ``device``, without waiting."""
         peers = self._peers.get(device)
         if peers is None:
             peers = self._peers[device] = self.layout.peers(self.rank, device)
         tag = _tag(kind, stage, micro_batch)
         for rank in peers:
-            self.transport.send(tensors, rank, tag, final=True)
+            self.transport.send(tensors, rank, tag)
 
     def global_rank(self, device: int) -> int:
         """The rank of ``device`` that this one exchanges messages with."""

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "copy.hpp"
+#include "copy_helper.hpp"
 #include "forks.hpp"
 #include "message.hpp"
 
@@ -94,16 +94,12 @@ class Outgoing : public Owned {
     /// Where the body is to be written, aligned to 64 bytes.
     virtual unsigned char* body(Slot& slot) { return slot.address; }
 
-    /// Copy the tensors and hand the message over. `final`: nobody writes to the tensors any more, and they stay as
-    /// long as pending() counts the message; so a link may copy them after this has returned.
-    void transmit(Slot& slot, const std::vector<Piece>& pieces, bool final) {
+    /// Copy the tensors and hand the message over.
+    void transmit(Slot& slot, const std::vector<Piece>& pieces) {
         begin(slot);
-        put(slot, pieces, final);
+        put(slot, pieces);
         count(slot);
     }
-
-    /// The last so many messages are still to be copied from their tensors.
-    virtual std::uint64_t pending() const { return 0; }
 
     /// Hand over a message whose body was written. Nothing may be written to it from here on.
     void publish(Slot& slot) {
@@ -145,15 +141,12 @@ class Outgoing : public Owned {
     /// Hand the slot over: its descriptors are complete.
     virtual void deliver(Slot& slot) = 0;
     /// The same with the tensors still to be copied.
-    virtual void put(Slot& slot, const std::vector<Piece>& pieces, bool) {
-        copy_pieces(body(slot), slot, pieces);
-        deliver(slot);
-    }
-    static void copy_pieces(unsigned char* target, const Slot& slot, const std::vector<Piece>& pieces) {
+    virtual void put(Slot& slot, const std::vector<Piece>& pieces) {
+        unsigned char* target = body(slot);
         for (std::size_t i = 0; i < pieces.size(); ++i)
             if (slot.descriptors[i].nbytes > 0)
-                copy_bytes(target + slot.descriptors[i].offset, pieces[i].address, slot.descriptors[i].nbytes,
-                           slot.descriptors[i].nbytes);
+                CopyHelper::copy(target + slot.descriptors[i].offset, pieces[i].address, slot.descriptors[i].nbytes);
+        deliver(slot);
     }
 
     /// Messages sent, ever.

@@ -56,18 +56,17 @@ inline std::vector<Piece> pieces_of(std::vector<GivenPiece>& given) {
     return made;
 }
 
-/// How many of the link's last messages are still to be copied; nothing when there is no room for this one.
-inline std::optional<std::uint64_t> send(Outgoing& link, std::uint32_t tag, std::vector<GivenPiece> given, bool final) {
+inline bool send(Outgoing& link, std::uint32_t tag, std::vector<GivenPiece> given) {
     const auto pieces = pieces_of(given);
     auto slot = link.reserve(tag, pieces);
-    if (!slot) return std::nullopt;
+    if (!slot) return false;
     if (slot->bytes >= kLongCopy) {
         const py::gil_scoped_release unlocked;
-        link.transmit(*slot, pieces, final);
+        link.transmit(*slot, pieces);
     } else {
-        link.transmit(*slot, pieces, final);
+        link.transmit(*slot, pieces);
     }
-    return link.pending();
+    return true;
 }
 
 inline std::unique_ptr<Loan> loan(const std::shared_ptr<Outgoing>& link, std::uint32_t tag,
@@ -146,7 +145,6 @@ inline void bind_links(py::module_& m) {
     py::class_<Outgoing, std::shared_ptr<Outgoing>>(m, "Outgoing")
         .def("send", &send)
         .def("loan", &loan)
-        .def("pending", &Outgoing::pending)
         .def("untaken",
              [](Outgoing& link) {
                  const auto [messages, tag, slots] = link.untaken();

@@ -1,7 +1,6 @@
 #pragma once
 
 #include "bell.hpp"
-#include "copier.hpp"
 #include "link.hpp"
 #include "room.hpp"
 #include "segment.hpp"
@@ -18,11 +17,6 @@ class ShmOutgoing final : public Outgoing {
           room_(segment_.slot_bytes()) {
         bell_.close_descriptor();
     }
-
-    /// A copy of the large messages may be under way.
-    ~ShmOutgoing() override { settle(); }
-
-    std::uint64_t pending() const override { return pending_.load(std::memory_order_acquire); }
 
     void cancel(Slot& slot) override {
         if (ours()) room_.take_back(slot.place);
@@ -46,7 +40,6 @@ class ShmOutgoing final : public Outgoing {
 
     void close() override {
         if (!ours()) return;
-        settle();
         segment_.counters().sender_closed.store(1, std::memory_order_release);
         bell_.ring();
     }
@@ -71,19 +64,13 @@ class ShmOutgoing final : public Outgoing {
         return true;
     }
 
-    void put(Slot& slot, const std::vector<Piece>& pieces, bool final) override {
-        // A small one must not overtake a large one.
-        if (!final || (slot.bytes < kCopiedBeside && pending() == 0)) return Outgoing::put(slot, pieces, final);
-        std::vector<Copier::Block> wholes;
-        for (std::size_t i = 0; i < pieces.size(); ++i)
-            wholes.push_back(
-                {slot.address + slot.descriptors[i].offset, pieces[i].address, slot.descriptors[i].nbytes});
-        Copier::of_process().add(std::move(wholes), [this, slot] { hand_over(slot); }, pending_);
-    }
-
     void deliver(Slot& slot) override {
-        settle();
-        hand_over(slot);
+        unsigned char* table = slot.address + slot.descriptors[0].body_bytes;
+        for (std::size_t i = 1; i < slot.descriptors.size(); ++i)
+            pack(slot.descriptors[i], table + (i - 1) * kDescriptorBytes);
+        pack(slot.descriptors[0], segment_.entry(published() - 1));
+        segment_.counters().published.store(published(), std::memory_order_release);
+        bell_.ring();
     }
 
     /// Takes back what the receiver has returned as well. Its words are checked: a slot that is not lent is an error.
@@ -99,21 +86,6 @@ class ShmOutgoing final : public Outgoing {
     }
 
   private:
-    void settle() {
-        if (ours() && pending() > 0) Copier::of_process().settle(pending_);
-    }
-
-    /// On the copier's thread, or on the sender's while that has nothing to do.
-    void hand_over(const Slot& slot) {
-        const Descriptor& first = slot.descriptors[0];
-        unsigned char* table = slot.address + first.body_bytes;
-        for (std::size_t i = 1; i < slot.descriptors.size(); ++i)
-            pack(slot.descriptors[i], table + (i - 1) * kDescriptorBytes);
-        pack(first, segment_.entry(first.link_seq));
-        segment_.counters().published.store(first.link_seq + 1, std::memory_order_release);
-        bell_.ring();
-    }
-
     void commit(std::uint64_t end) {
         if (end <= committed_) return;
         constexpr std::uint64_t step = 1 << 20;
@@ -125,7 +97,6 @@ class ShmOutgoing final : public Outgoing {
     Segment segment_;
     Bell bell_;
     Room room_;
-    std::atomic<std::uint64_t> pending_{0};
     std::uint64_t committed_ = 0, returned_ = 0, taken_ = 0;
 };
 

@@ -172,7 +172,7 @@ class Shared {
         std::vector<Piece> pieces(1 + draw() % 3, {1, {static_cast<std::int64_t>(draw() % 5000)}, data_});
         if (auto slot = outgoing_->reserve(5 << 16, pieces)) {
             if (draw() % 4)
-                outgoing_->transmit(*slot, pieces, false);
+                outgoing_->transmit(*slot, pieces);
             else
                 outgoing_->cancel(*slot);
         }

@@ -97,8 +97,7 @@ class Peer:
         self.waiting: list[_native.Message] = []
 
     def try_send(self, tag: int, tensors: Sequence[Range]) -> bool:
-        pieces = [(code, shape, self.pool.address + at) for code, shape, at in tensors]
-        return self.outgoing.send(tag, pieces, False) is not None
+        return self.outgoing.send(tag, [(code, shape, self.pool.address + at) for code, shape, at in tensors])
 
     def send(self, tag: int, tensors: Sequence[Range], limit_s: float = LIMIT_S) -> None:
         """Waits for room; what arrives meanwhile is kept. PeerGone or TimeoutError."""
