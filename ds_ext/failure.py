@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import socket
 import sys
 import threading
@@ -38,6 +39,7 @@ _FIRST, _TOLD, _LOST = "ds_ext/first_failure", "ds_ext/first_failure_told", "ds_
 _LOST_SIGNS = ("connection", "broken pipe", "timed out", "timeout", "got 0 bytes", "remote process exited")
 _TIME_SIGNS = ("timed out", "timeout", "nothing moved")
 _TORCH_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
+_OF_GLOO = re.compile(r"\[\S*\.cc:\d+\] ?|\W*GLHF.*")  # where in gloo it was found, and good wishes
 _NO_ANSWER: Any = object()
 
 
@@ -239,7 +241,7 @@ def _lost_peer(error: BaseException) -> bool:
 
 
 def _headline(error: BaseException) -> str:
-    return f"{_kind(error)}: {error}".splitlines()[0]
+    return _OF_GLOO.sub("", f"{_kind(error)}: {error}".splitlines()[0])
 
 
 def _kind(error: BaseException) -> str:

@@ -152,7 +152,7 @@ def comparison_of(args: argparse.Namespace) -> Comparison:
             first = first or error
             refused[place] = (text, str(error).splitlines()[0].removeprefix(f"{name}: "))
         else:
-            named = replace(priced.timetable, schedule=text) if own else priced.timetable
+            named = replace(priced.timetable, schedule=text) if own or is_file(name) else priced.timetable
             simulations.append(replace(priced, timetable=named))
     if first is not None and not simulations:
         raise first

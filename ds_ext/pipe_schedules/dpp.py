@@ -101,18 +101,23 @@ def make_rules(
 
 def _refuse_unused(options: Mapping[str, Any]) -> None:
     """Raise ScheduleError for an option that another one makes void: who gives it expects it to count."""
-    void: dict[str, str] = {}
+    void: dict[str, tuple[str, str]] = {}  # option -> why, and what else to do
     if not options["follow"]:
-        void = {"plan": "without follow", "window": "without follow"}
+        void = dict.fromkeys(("plan", "window"), ("without follow", "set follow"))
     elif options["plan"]:
-        void = dict.fromkeys(_OF_THE_ORDER, f"with the plan {options['plan']!r}, which says it all")
+        why = f"with the plan {options['plan']!r}, which says it all"
+        void = dict.fromkeys(_OF_THE_ORDER, (why, "leave the plan out"))
     if options["placement"] != "interleaved":
-        void.setdefault("chunks", f"with the placement {options['placement']}")
+        void.setdefault(
+            "chunks", (f"with the placement {options['placement']}", "take the placement interleaved")
+        )
     if not options["max_bytes"]:
-        void.setdefault("stage_bytes", "without max_bytes")
-    for name, why in void.items():
+        void.setdefault("stage_bytes", ("without max_bytes", "set max_bytes"))
+    for name, (why, way) in void.items():
         if options[name] != _OPTIONS[name].default:
-            raise ScheduleError(f"dpp: {name} {options[name]!r} has no effect {why}. Leave one of the 2 out.")
+            raise ScheduleError(
+                f"dpp: {name} {options[name]!r} has no effect {why}. Leave {name} out, or {way}."
+            )
 
 
 def schedule_to_follow(plan: str) -> Schedule:

@@ -25,6 +25,7 @@ _HINT = (
     '--stage-layers balanced or with their numbers, --stage-layers A,B,.. ("train": {{"stage_layers": ...}}).'
 )
 _REMEMBERED = 100  # reports
+_TOLD = 3  # of the slow stages and links, in words
 
 
 def _ms(seconds: float) -> str:
@@ -156,7 +157,9 @@ class Report:
     last_stage: int | None = None
 
     def __str__(self) -> str:
-        who = "; ".join(map(str, self.slow)) or "no stage and no link was slow"
+        who = "; ".join(map(str, self.slow[:_TOLD])) or "no stage and no link was slow"
+        if len(self.slow) > _TOLD:
+            who += f"; and {len(self.slow) - _TOLD} more"
         told = (
             f"{who}. That cost {_ms(self.cost_s)} of {_ms(self.step_s)} ms a step; the regret against the "
             f"plan is {_ms(self.regret_s)} ms."
@@ -221,6 +224,8 @@ def _slow(where: int | tuple[int, int], now: Mapping[Any, float], past: Sequence
     others = [seconds for key, seconds in now.items() if key != where]
     seconds, peers = now[where], median(others) if others else now[where]
     before = median(past) if past else None
-    if seconds < SLOW * peers and (before is None or seconds < SLOW * before):
+    # What is slower than it was, and still as fast as the others, keeps nobody waiting.
+    slower_than_before = before is not None and seconds >= max(SLOW * before, peers)
+    if seconds < SLOW * peers and not slower_than_before:
         return None
     return Slow(where, seconds, peers, before)

@@ -59,4 +59,4 @@ def schedule_of_file(path: str | Path) -> Schedule:
             )
         return made.ranks
 
-    return Schedule(made.schedule, program, place, planned=True)
+    return Schedule(made.schedule, program, place, planned=True, file=str(path))

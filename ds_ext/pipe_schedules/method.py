@@ -121,7 +121,8 @@ class Schedule:
     """What a method is: its order, its placement and the sizes it accepts.
 
     ``variants(D, N)`` lists the options that are worth trying when a schedule is to be chosen. A schedule with
-    ``dynamic`` decides its order at run time, by what that gives; its timetable is then one of its runs.
+    ``dynamic`` decides its order at run time, by what that gives; its timetable is then one of its runs. One that was
+    read from a ``file`` is the timetable that stands there.
     """
 
     name: str
@@ -133,6 +134,7 @@ class Schedule:
     planned: bool = False
     variants: Variants = defaults
     dynamic: Dynamic | None = None
+    file: str = ""
 
     @property
     def summary(self) -> str:
@@ -143,6 +145,11 @@ class Schedule:
         """Fill in defaults and check types and ranges. Raises ScheduleError."""
         given = dict(options or {})
         unknown = sorted(set(given) - set(self.options))
+        if unknown and self.file:
+            raise ScheduleError(
+                f"the timetable in {self.file} has its order already and takes no options; got {', '.join(unknown)}. "
+                f'Leave them out (in a JSON "schedule_options").'
+            )
         if unknown:
             known = ", ".join(sorted(self.options)) or "none"
             raise ScheduleError(

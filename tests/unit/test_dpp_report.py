@@ -72,3 +72,12 @@ def test_a_slow_link_is_named_and_clocks_of_two_hosts_are_not() -> None:
     assert measured(ALIKE, skewed, "aabb").links == pytest.approx(WAYS)
     del skewed[1, 2]
     assert (2, 1) not in measured(ALIKE, skewed, "aabb").links
+
+
+def test_what_slows_down_and_keeps_nobody_waiting_is_not_named_nor_are_all_that_are_slow() -> None:
+    plan = timetable("1f1b", 4, 8)
+    observer = Observer(plan)
+    observer.report(measured({**ALIKE, 1: 0.02}, WAYS), plan, plan)
+    assert observer.report(measured({**ALIKE, 1: 0.04}, WAYS), plan, plan).slow == ()
+    everything = observer.report(measured(dict.fromkeys(range(4), 0.2), WAYS), plan, plan)
+    assert len(everything.slow) == 4 and "; and 1 more. That cost" in str(everything)

@@ -24,6 +24,8 @@ def test_a_dump_is_a_timetable_file(placement: str, tmp_path: Path) -> None:
     path.write_text(json.dumps(dump(lower(made))))
     assert read_timetable(path) == made
     assert schedule_of_file(path).rules(4, 8) is None
+    with pytest.raises(ScheduleError, match=r"takes no options; got policy\. Leave them out"):
+        schedule_of_file(path).timetable(4, 8, {"policy": "depth"})
 
 
 @pytest.mark.parametrize(

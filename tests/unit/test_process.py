@@ -164,6 +164,10 @@ def test_own_errors_need_no_traceback() -> None:
     error = TransportError("rank 0: no room\nsecond line")
     error.add_note("in F0@1")
     assert _headline(error) == "TransportError: rank 0: no room"
+    of_gloo = RuntimeError(
+        "[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:5544. GLHF! \N{BEACH WITH UMBRELLA}"
+    )
+    assert _headline(of_gloo) == "RuntimeError: Connection closed by peer [::1]:5544"
     assert _text(error) == "TransportError: rank 0: no room\nsecond line\nin F0@1"
     try:
         raise ValueError("of a user's layer")
