@@ -72,7 +72,8 @@ class TimedTransport:
         self.send, self.close = watch.timed(transport.send), transport.close
         self.abort = transport.abort
         self.ready, self._recv = transport.ready, watch.timed(transport.recv)
-        self.wait_any = watch.timed(transport.wait_any)
+        if hasattr(transport, "wait_any"):  # which a dynamic order needs, and not every transport has
+            self.wait_any = watch.timed(transport.wait_any)
 
     def recv(self, peer: int, tag: int) -> Ticket:
         """As the transport's; what waits for the ticket is counted too."""
