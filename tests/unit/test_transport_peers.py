@@ -152,6 +152,7 @@ try:
     rank.send([body], 1, 2)
 except TransportError as error:
     print(error)
+resource.setrlimit(resource.RLIMIT_AS, (-1, -1))  # the link's thread may have had the rest
 peer.settimeout(10)
 while peer.recv(1 << 20):
     pass
