@@ -18,7 +18,7 @@ from .pipe_schedules.files import read_timetable
 from .pipe_schedules.inference import forward_timetable
 from .pipe_schedules.method import COSTS
 from .pipe_schedules.simulate import Simulation, simulate
-from .schedule_requests import is_file, number_or_text, split_request
+from .schedule_requests import is_file, read_options, split_request
 from .stage_costs import cut, stage_costs
 
 _DEFAULT_COSTS = "f=1,b=1,w=1,comm=0"
@@ -255,15 +255,12 @@ def _costs_of(args: argparse.Namespace, options: Mapping[str, object]) -> Costs:
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     """``--option`` as a dict. Raises ScheduleError."""
-    options: dict[str, Any] = {}
-    for text in args.option:
-        key, equals, value = text.partition("=")
-        if not (key and equals):
-            raise ScheduleError(f"--option {text!r} is not of the form chunks=3.")
-        if key in options:
-            raise ScheduleError(f"--option {key} is given twice, {options[key]} and {value}; give it once.")
-        options[key] = number_or_text(value)
-    return options
+    return read_options(
+        args.option,
+        lambda text: f"--option {text!r}",
+        "chunks=3",
+        lambda key: f"--option {key} is given twice",
+    )
 
 
 def list_schedules() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .errors import ScheduleError
@@ -22,15 +23,30 @@ def split_request(text: str) -> tuple[str, dict[str, Any]]:
     if is_file(text):
         return text, {}
     name, *parts = text.split(":")
+    return name, read_options(
+        parts, lambda part: f"{text!r}", "bitpipe:mode=greedy", lambda key: f"{text!r} gives {key} twice"
+    )
+
+
+def read_options(
+    words: Iterable[str], whole: Callable[[str], str], form: str, twice: Callable[[str], str]
+) -> dict[str, Any]:
+    """``chunks=3`` and the like as a dict. Raises ScheduleError.
+
+    Args:
+        whole: of a word, what the user has written.
+        form: an example of the right form.
+        twice: of a key, how the error begins that it is given twice.
+    """
     options: dict[str, Any] = {}
-    for part in parts:
-        key, equals, value = part.partition("=")
+    for word in words:
+        key, equals, value = word.partition("=")
         if not (key and equals):
-            raise ScheduleError(f"{text!r} is not of the form bitpipe:mode=greedy.")
+            raise ScheduleError(f"{whole(word)} is not of the form {form}.")
         if key in options:
-            raise ScheduleError(f"{text!r} gives {key} twice, {options[key]} and {value}; give it once.")
+            raise ScheduleError(f"{twice(key)}, {options[key]} and {value}; give it once.")
         options[key] = number_or_text(value)
-    return name, options
+    return options
 
 
 def is_file(text: str) -> bool:

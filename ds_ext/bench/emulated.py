@@ -203,13 +203,8 @@ class _Wait(torch.autograd.Function):
         micro_batch: int,
         start: float,
     ) -> Tensor:
-        ctx.rest, ctx.device, ctx.stage, ctx.micro_batch, ctx.rows = (
-            rest,
-            device,
-            stage,
-            micro_batch,
-            len(rest.whole),
-        )
+        ctx.rest, ctx.rows = rest, len(rest.whole)
+        ctx.device, ctx.stage, ctx.micro_batch = device, stage, micro_batch
         # A copy and no view: torch.distributed.pipelining detaches outputs in place.
         y = head.clone() if stage == device.last_stage else rest.whole.clone()
         y[:LOSS_ROWS] = head

@@ -16,8 +16,8 @@
 
 namespace ds_ext {
 
-inline constexpr std::uint64_t kHelped = 4
-                                         << 20;  // from here on half of a copy takes much longer than to wake a thread
+// From here on half of a copy takes much longer than to wake a thread.
+inline constexpr std::uint64_t kHelped = 4 << 20;
 
 /// A thread of the process that takes a share of large copies, where there is a core for it: one core alone does not
 /// fill the memory's bandwidth. Who copies takes the blocks that the thread does not, and waits for none that it has
