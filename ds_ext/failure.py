@@ -39,7 +39,8 @@ _FIRST, _TOLD, _LOST = "ds_ext/first_failure", "ds_ext/first_failure_told", "ds_
 _LOST_SIGNS = ("connection", "broken pipe", "timed out", "timeout", "got 0 bytes", "remote process exited")
 _TIME_SIGNS = ("timed out", "timeout", "nothing moved")
 _TORCH_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
-_OF_GLOO = re.compile(r"\[\S*\.cc:\d+\] ?|\W*GLHF.*")  # where in gloo it was found, and good wishes
+_GLOO_SOURCE = re.compile(r"\[\S*\.cc:\d+\] ?")  # where in gloo it was found
+_GLOO_ADVICE = re.compile(r"\W*(This is typically|GLHF).*")
 _NO_ANSWER: Any = object()
 
 
@@ -48,12 +49,21 @@ class Ending:
     """How this rank would end if it were ended now: what it would still say, and its exit code.
 
     ``text`` is called when it is said: the later, the more is known. ``neighbours`` are the process ids of this
-    node's ranks, as far as they are known.
+    node's ranks, as far as they are known, and ``gone`` what :meth:`lost` has found.
     """
 
     text: Callable[[], str] | None = None
     code: int | None = None
     neighbours: dict[int, int] = field(default_factory=dict)
+    gone: str = ""
+
+    def lost(self) -> str:
+        """Which neighbours have ended or are stopped; empty when none.
+
+        Asked early and often: those that were found first stay the answer, as the launcher ends the others too.
+        """
+        self.gone = self.gone or ended_or_stopped(self.neighbours)
+        return self.gone
 
 
 def rank() -> int:
@@ -72,7 +82,7 @@ def report(error: BaseException, ending: Ending) -> None:
     if isinstance(error, ConfigError):
         _let_rank_0_speak()
         _say_cause(f"error: {error}" if rank() == 0 else f"rank {rank()}: error: {error}")
-    elif _lost_peer(error):
+    elif lost_peer(error):
         _report_lost_peer(error, ending)
     else:
         _report_own(error)
@@ -103,20 +113,22 @@ def _report_lost_peer(error: BaseException, ending: Ending) -> None:
     Ranks that wait for each other all run into their time limit; the silent one is that which does not say so.
     """
     peer: int | None = getattr(error, "peer", None)
+    where = getattr(error, "__notes__", [])
     own = _headline(error).replace(f"TransportError: rank {rank()}: ", "TransportError: ")
     if peer is None:
         own = f"TransportError: in a collective of several ranks: {own}"
 
     def text() -> str:
-        return f"rank {rank()} stopped: {ended_or_stopped(ending.neighbours)}{own}"
+        return f"rank {rank()} stopped: {ending.lost()}{own}"
 
     # A connection is lost before its process is gone, and the launcher may end this rank at any moment from here on.
     ending.text = text
+    ending.lost()
     _ask_store(lambda store: store.set(f"{_LOST}{rank()}", "" if peer is None else str(peer)))
-    first = _wait_for_cause()
+    first = _wait_for_cause(ending)
     said = text()
     if first is None:
-        silent = [] if ended_or_stopped(ending.neighbours) else _silent_ranks()
+        silent = [] if ending.lost() else _silent_ranks()
         if silent and peer not in silent:
             time.sleep(CLAIM_DELAY_S)  # one that waited for the silent rank itself has more to say
         if silent:
@@ -124,7 +136,9 @@ def _report_lost_peer(error: BaseException, ending: Ending) -> None:
             said = f"rank {rank()} stopped: rank {', '.join(map(str, silent))} {verb}. {own}"
         first = _claim(said)
     if not first:
-        _say_cause(said)
+        # Without a store all ranks say it: where they were, two of a node are enough to show.
+        alone = first == "" or os.environ.get("LOCAL_RANK", "0") in ("0", "1")
+        _say_cause("\n".join([said, *where] if alone else [said]))
     elif os.environ.get("LOCAL_RANK", "0") == "0":
         _let_first_speak()
         say(f"rank {rank()} stopped, because {first}")
@@ -152,14 +166,17 @@ def process_state(process: int) -> tuple[str, int]:
         return "", 0
 
 
-def _wait_for_cause() -> str | None:
+def _wait_for_cause(ending: Ending) -> str | None:
     """What failed first; None when nobody says so in time, or the store is gone."""
     deadline = time.monotonic() + CAUSE_S
     while time.monotonic() < deadline:
+        ending.lost()
         first = _ask_store(lambda store: store.get(_FIRST).decode() if store.check([_FIRST]) else "")
         if first is _NO_ANSWER:
             # The launcher has these seconds to end this rank before it tells what it only suffers from.
-            time.sleep(max(0.0, deadline - time.monotonic()))
+            while time.monotonic() < deadline:
+                ending.lost()
+                time.sleep(0.1)
             return None
         if first:
             return first
@@ -231,7 +248,7 @@ def _let_first_speak() -> None:
         time.sleep(0.05)
 
 
-def _lost_peer(error: BaseException) -> bool:
+def lost_peer(error: BaseException) -> bool:
     """Whether the error only tells that another rank is silent or gone."""
     if isinstance(error, TransportError):
         return error.peer is not None
@@ -240,8 +257,13 @@ def _lost_peer(error: BaseException) -> bool:
     return of_torch and _joined() and any(sign in text for sign in _LOST_SIGNS)
 
 
+def first_line(error: BaseException) -> str:
+    """Of its text, without gloo's advice."""
+    return _GLOO_ADVICE.sub("", (str(error).splitlines() or [""])[0])
+
+
 def _headline(error: BaseException) -> str:
-    return _OF_GLOO.sub("", f"{_kind(error)}: {error}".splitlines()[0])
+    return _GLOO_SOURCE.sub("", f"{_kind(error)}: {first_line(error)}")
 
 
 def _kind(error: BaseException) -> str:

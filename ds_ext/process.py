@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .errors import ConfigError
-from .failure import Ending, ended_or_stopped, process_state, rank, report, say, world_size
+from .failure import Ending, process_state, rank, report, say, world_size
 
 __all__ = ["EXIT_CONFIG", "EXIT_FAILED", "EXIT_INTERRUPTED", "rank", "run", "world_size"]
 
@@ -93,7 +93,7 @@ def _watch(ending: Ending) -> None:
         with writer:
             while True:
                 received = _signals(reader, _LAUNCHER_CHECK_S)
-                gone = ended_or_stopped(ending.neighbours) if signal.SIGTERM in received else ""
+                gone = ending.lost() if signal.SIGTERM in received else ""
                 if signal.SIGTERM in received or orphaned():
                     # What made the launcher end its ranks, or itself, may be on its way here too.
                     received |= _signals(reader, _SAME_CAUSE_S)

@@ -35,7 +35,8 @@ EXIT_PIPE = 141  # a shell's code for a program that SIGPIPE ended
 def say(text: str) -> None:
     """Print on rank 0, at once."""
     if rank() == 0:
-        print(text, flush=True)
+        # With its end in one piece: launchers run Python unbuffered, and another process would speak in between.
+        print(f"{text}\n", end="", flush=True)
 
 
 def show(text: str) -> int:

@@ -87,7 +87,15 @@ ALLOWED: dict[str, set[str]] = {
     },
     "observe/trace": {"errors", "pipe_schedules"},
     "engine": PURE
-    | {"pipe_schedules/bridge", "observe/trace", "comm", "tensor_parallel", "torch:", "deepspeed:"},
+    | {
+        "pipe_schedules/bridge",
+        "observe/trace",
+        "comm",
+        "failure",
+        "tensor_parallel",
+        "torch:",
+        "deepspeed:",
+    },
     "failure": {"errors", "torch:"},
     "process": {"errors", "failure"},
     "preflight": PURE | {"failure"},

@@ -13,11 +13,12 @@ from ..errors import ConfigError
 from .checkpoint import save_checkpoint
 from .checkpoint_load import load_checkpoint
 from .checkpoint_together import by_rank_0
+from .telling import TellsWhatItDid
 
 logger = logging.getLogger(__name__)
 
 
-class CheckpointMethods:
+class CheckpointMethods(TellsWhatItDid):
     """What an engine can do with checkpoints; before DeepSpeed's engine among its parents."""
 
     global_steps: int
@@ -41,9 +42,10 @@ class CheckpointMethods:
         Raises what :func:`.checkpoint.save_checkpoint` does.
         """
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        save_checkpoint(
-            self, Path(save_dir), tag, client_state or {}, save_latest, not exclude_frozen_parameters
-        )
+        with self._during(f"saving the checkpoint {tag}"):
+            save_checkpoint(
+                self, Path(save_dir), tag, client_state or {}, save_latest, not exclude_frozen_parameters
+            )
         return True
 
     def load_checkpoint(
@@ -63,17 +65,18 @@ class CheckpointMethods:
         """
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn must be None: weights are read from the layers' files.")
-        if tag is None and not by_rank_0(lambda: has_checkpoint(Path(load_dir))):
-            logger.warning("there is no checkpoint in %s", load_dir)
-            return None, None
-        path, client_state = load_checkpoint(
-            self,
-            Path(load_dir),
-            None if tag is None else str(tag),
-            strict=load_module_strict,
-            with_optimizer=load_optimizer_states and not load_module_only,
-            with_scheduler=load_lr_scheduler_states and not load_module_only,
-            with_counters=not load_module_only,
-        )
-        self.weights_loaded()
+        with self._during(f"loading a checkpoint from {load_dir}"):
+            if tag is None and not by_rank_0(lambda: has_checkpoint(Path(load_dir))):
+                logger.warning("there is no checkpoint in %s", load_dir)
+                return None, None
+            path, client_state = load_checkpoint(
+                self,
+                Path(load_dir),
+                None if tag is None else str(tag),
+                strict=load_module_strict,
+                with_optimizer=load_optimizer_states and not load_module_only,
+                with_scheduler=load_lr_scheduler_states and not load_module_only,
+                with_counters=not load_module_only,
+            )
+            self.weights_loaded()
         return str(path), client_state

@@ -10,7 +10,7 @@ from deepspeed.runtime.pipe import schedule as ds
 from torch import Tensor
 
 from ..comm.transport import Ticket
-from ..errors import ScheduleError, TransportError
+from ..errors import ScheduleError
 from ..pipe_schedules.bridge import SyncWeights, TimetableSchedule
 from ..pipe_schedules.fbd import most_ahead
 from .batches import Batches, IteratorBatches
@@ -65,7 +65,7 @@ class ForwardEngine(RoleEngine):
         """As PipelineEngine's. The weights travel while the loss does; this stage's are in place when it returns."""
         loss = super().train_batch(data_iter)
         assert self._weights is not None
-        with self._naming_roles(TransportError):
+        with self._during(self._doing):
             self._weights.settle()
         return loss
 

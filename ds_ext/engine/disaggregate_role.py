@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.runtime.pipe import schedule as ds
 from torch import Tensor
 
 from ..comm.transport import make_tag
-from ..errors import TransportError
 from ..fbd_layout import BACKWARD_ROLE, FORWARD_ROLE, DisaggregatedLayout
 from ..pipe_schedules import Program
 from ..pipe_schedules.bridge import TimetableSchedule
@@ -35,12 +31,12 @@ class RoleEngine(PipelineEngine):
     def __init__(self, **kwargs: Any) -> None:
         self._learned: dict[str, float] = {}
         self._evaluation_group: Any = None
-        self._doing = "setting up"
         super().__init__(**kwargs)
         self._stage, self._pipe = self.layout.stage_and_pipe(self.module.device_index)
-        self._weights = self._make_weight_link()
-        self.sync_weights()
-        self._exchange()
+        with self._during("setting up"):
+            self._weights = self._make_weight_link()
+            self.sync_weights()
+            self._exchange()
 
     def _exchange(self) -> None:
         """Everybody learns what the backward ranks tell; all ranks call it together."""
@@ -109,10 +105,9 @@ class RoleEngine(PipelineEngine):
         return self.layout.forward_tensor_parallel_size * self.layout.data_parallel_size
 
     def _aggregate_total_loss(self) -> Tensor:
-        with self._naming_roles(RuntimeError):  # torch's, where a rank of a collective is gone
-            if not self._running.program.timetable.trains:
-                self._await_evaluation()
-            return super()._aggregate_total_loss()
+        if not self._running.program.timetable.trains:
+            self._await_evaluation()
+        return super()._aggregate_total_loss()
 
     def _await_evaluation(self) -> None:
         """Backward ranks have nothing to do in an evaluation, and wait longer than for one message."""
@@ -131,34 +126,14 @@ class RoleEngine(PipelineEngine):
 
     # --- failures ---
 
-    def _exec_schedule(self, pipe_schedule: TimetableSchedule) -> None:
-        trains, done = pipe_schedule.program.timetable.trains, self.global_steps
-        self._doing = f"step {done + 1}" if trains else f"evaluation after step {done}"
-        super()._exec_schedule(pipe_schedule)
-
-    def _execute(self, instruction: ds.PipeInstruction) -> None:
-        # A collective is of the whole rank and not of a micro-batch; a layer's own error is nobody's loss.
-        collective = getattr(instruction, "micro_batch", None) is None
-        with self._naming_roles(RuntimeError if collective else TransportError):
-            super()._execute(instruction)
-
-    @contextmanager
-    def _naming_roles(self, kind: type[Exception]) -> Iterator[None]:
-        """The error of a lost rank says in its first line the step, and the roles of the ranks that it names.
-
-        Collectives name none: then those of all.
-        """
-        try:
-            yield
-        except kind as error:
-            first, *more = str(error).splitlines() or [""]
-            known = [rank for rank in _ranks_in(first) if rank < self.layout.world_size]
-            roles = [f"rank {rank} is {self.describe(rank)}" for rank in known] or [
-                f"{role} ranks {_shortly(self.layout.groups()[role][0])}"
-                for role in (FORWARD_ROLE, BACKWARD_ROLE)
-            ]
-            error.args = ("\n".join([f"{first} ({self._doing}; {', '.join(roles)})", *more]),)
-            raise
+    def _who(self, told: str) -> str:
+        """The roles of the ranks that an error names; collectives name none: then those of all."""
+        known = [rank for rank in _ranks_in(told) if rank < self.layout.world_size]
+        roles = [f"rank {rank} is {self.describe(rank)}" for rank in known] or [
+            f"{role} ranks {_shortly(self.layout.groups()[role][0])}"
+            for role in (FORWARD_ROLE, BACKWARD_ROLE)
+        ]
+        return ", ".join(roles)
 
     def describe(self, rank: int) -> str:
         """``the forward rank of stage 0``, with what else tells it from the others."""

@@ -22,6 +22,7 @@ from torch.profiler import record_function
 
 from ..comm.transport import create_transport
 from ..errors import ConfigError
+from ..failure import lost_peer
 from ..pipe_schedules.bridge import TimetableSchedule
 from ..tensor_parallel import let_defer
 from .batches import Batches, IteratorBatches
@@ -134,17 +135,18 @@ class PipelineEngine(CheckpointMethods, ScheduleMethods, InstructionHandlers):
         except Exception as error:
             if tracer is not None:
                 tracer.failed(instruction)
-            error.add_note(self._where(instruction))
+            self._doing = f"{instruction.label}, {self._doing}"
+            error.add_note(self._where(instruction, "stopped" if lost_peer(error) else "failed"))
             self.transport.abort(f"{type(error).__name__}: {error}")
             raise
         if tracer is not None:
             tracer.executed(instruction, begin)
 
-    def _where(self, instruction: ds.PipeInstruction) -> str:
+    def _where(self, instruction: ds.PipeInstruction, how: str) -> str:
         """The rank x step grid with an arrow at the computation that ``instruction`` belongs to."""
         return (
-            f"rank {self.global_rank} (device {self.module.device_index} of its pipeline) failed in "
-            f"{instruction.label}, step {self.global_steps}:\n{self._running.picture(instruction)}"
+            f"rank {self.global_rank} (device {self.module.device_index} of its pipeline) {how} in {self._doing}:\n"
+            f"{self._running.picture(instruction)}"
         )
 
     # --- data ---
@@ -189,11 +191,13 @@ class PipelineEngine(CheckpointMethods, ScheduleMethods, InstructionHandlers):
             raise ConfigError(
                 "train_batch() has no data: give training_data to initialize(), or data_iter to train_batch()."
             )
-        if self.tracer is not None:
-            self.tracer.start_step(self.global_steps + 1)
-        loss = super().train_batch()
-        if self.tracer is not None:
-            self.tracer.end_step()
+        step = self.global_steps + 1
+        with self._during(f"step {step}"):
+            if self.tracer is not None:
+                self.tracer.start_step(step)
+            loss = super().train_batch()
+            if self.tracer is not None:
+                self.tracer.end_step()
         self.batches.advance(self._running.micro_batches * self.layout.data_parallel_size)
         return loss
 
@@ -231,7 +235,11 @@ class PipelineEngine(CheckpointMethods, ScheduleMethods, InstructionHandlers):
         modes = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
         try:
-            with torch.no_grad(), self.tracer.evaluation() if self.tracer else nullcontext():
+            with (
+                self._during(f"evaluation after step {self.global_steps}"),
+                torch.no_grad(),
+                self.tracer.evaluation() if self.tracer else nullcontext(),
+            ):
                 self._exec_schedule(self._inference_schedule(num_micro_batches))
                 loss = self._aggregate_total_loss() if compute_loss else None
             self.batches.advance(self._running.micro_batches * self.layout.data_parallel_size)

@@ -257,7 +257,7 @@ def test_a_failed_step_says_what_had_been_decided(ranks: Ranks) -> None:
     pool.close()  # its messages are left half-way
     broken, notes = results[2]
     assert broken == "the layer broke"
-    assert "failed in F3@2, step 0" in notes[0] and "F3@2   <-- ERROR HERE" in notes[0]
+    assert "failed in F3@2, step 1" in notes[0] and "F3@2   <-- ERROR HERE" in notes[0]
     for said, notes in (results[0], results[3]):
         assert "rank" in said and "3" in said
         assert any("while it waited for work" in note and "decided)" in note for note in notes)

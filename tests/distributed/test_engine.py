@@ -265,13 +265,13 @@ def test_a_failed_step_shows_the_grid_with_an_arrow(ranks: Ranks) -> None:
     (waiting, waiting_at), (broken, broken_at) = pool.run(fail_in_a_layer)
     pool.close()  # its messages are left half-way
     assert broken == "the layer broke"
-    assert "rank 1 (device 1 of its pipeline) failed in F2@1, step 0" in broken_at
+    assert "rank 1 (device 1 of its pipeline) failed in F2@1, step 1" in broken_at
     row, arrow = broken_at.splitlines()[-2:]
     assert row.startswith("rank 1") and row.endswith("<-- ERROR HERE")
     assert row[arrow.index("^") :].startswith("F2@1")
     # The other rank waits for a gradient that never comes, and says so within its limit.
     assert "rank 0" in waiting and "rank 1" in waiting and "3" in waiting
-    assert "failed in RecvGrad 2@0 from rank 1" in waiting_at
+    assert "stopped in RecvGrad 2@0 from rank 1, step 1" in waiting_at
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "bitpipe_zb"])

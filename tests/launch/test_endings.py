@@ -72,6 +72,7 @@ def test_killed_rank_is_named(start: Callable[..., Job], launcher: str) -> None:
         # The lost connection or the launcher's signal, whichever rank 0 learns of first.
         causes = ("TransportError", "Then came SIGTERM.")
         assert any(f"stopped: rank 1 has ended. {cause}" in told for cause in causes), job.text
+        assert causes[0] not in told or re.search(r"\((.+, )?step \d+\)$", told), told
         # torchrun's own report has a traceback of its own; ours has none.
         assert "process.py" not in job.text
 
@@ -92,7 +93,7 @@ def test_exception_is_told_first_and_in_full_once(
         assert len(ours) == 1
         assert "ValueError: the layer is at fault" in before_launcher
         assert (
-            f"rank {failing} (device {failing} of its pipeline) failed in F0@{failing}, step 3:"
+            f"rank {failing} (device {failing} of its pipeline) failed in F0@{failing}, step 4:"
             in before_launcher
         )
         if launcher == "torchrun":
@@ -132,6 +133,10 @@ def test_stuck_rank_is_named_after_the_time_limit(
         told = job.lines[job.first("TransportError")]
         assert f"stopped: rank {stuck} did not answer" in told
         assert "nothing moved within the limit of 6 s" in told or "imed out" in told
+        if "recv from" in told:  # and not in what all do together
+            assert re.search(r"\(Recv\w+ \d@\d from rank \d, step \d+\)$", told)
+            if launcher == "torchrun" or told.startswith("rank 1"):  # which keeps the store; see report()
+                job.wait_for("<-- ERROR HERE")
         while len(job.ranks()) > 1:
             assert time.monotonic() - stopped < limit_s + LIMIT_S, job.text
             time.sleep(0.1)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ds_ext.errors import ConfigError, TransportError
-from ds_ext.failure import _headline, _lost_peer, _text
+from ds_ext.failure import _headline, _text, lost_peer
 
 ROOT = Path(__file__).parents[2]
 HEAD = "import os, sys, signal, threading, time\nfrom ds_ext import process\nfrom ds_ext.errors import ConfigError\n"
@@ -153,11 +153,11 @@ def test_rank_that_lets_rank_0_speak_ends_quietly() -> None:
 
 
 def test_what_is_a_lost_peer_and_what_a_failure_of_its_own() -> None:
-    assert _lost_peer(TransportError("rank 0: recv from rank 1: nothing moved", peer=1))
-    assert not _lost_peer(TransportError("rank 0: two ranks use the channel in different orders"))
-    assert not _lost_peer(ConnectionError("Connection reset by peer"))
-    assert not _lost_peer(RuntimeError("the connection of layers 1 and 2 timed out"))
-    assert not _lost_peer(KeyError("peer"))
+    assert lost_peer(TransportError("rank 0: recv from rank 1: nothing moved", peer=1))
+    assert not lost_peer(TransportError("rank 0: two ranks use the channel in different orders"))
+    assert not lost_peer(ConnectionError("Connection reset by peer"))
+    assert not lost_peer(RuntimeError("the connection of layers 1 and 2 timed out"))
+    assert not lost_peer(KeyError("peer"))
 
 
 def test_own_errors_need_no_traceback() -> None:
