@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..pipe_schedules.costs import Costs
@@ -29,6 +28,7 @@ WIDTH = 32
 LOSS_ROWS = 32  # that the last stage gives, so that the loss of large activations takes no time of its own
 # A sleep ends 0.03 ms late with exact timers and processors that are awake: the end of a wait is spun.
 _SPUN_S = 0.00005
+_PAGE_ROWS = 4096 // (4 * WIDTH)
 _TIMER_SLACK = Path("/proc/self/timerslack_ns")
 
 
@@ -141,8 +141,8 @@ class EmulatedDevice:
 class EmulatedLayer(nn.Module):
     """One stage: (rows, WIDTH) to (rows, WIDTH), of the last one to its first LOSS_ROWS, slowly.
 
-    Only the first LOSS_ROWS rows go through the linear layer, so that a large activation costs what its messages cost
-    and no arithmetic: the other rows are copied, within the time of the pass.
+    Only the first LOSS_ROWS rows go through the linear layer, so that a large activation costs what its messages cost:
+    the other rows are what a device would write, which takes the processor no time.
 
     Args:
         stage: of the model; it decides the start weights.
@@ -165,6 +165,16 @@ class EmulatedLayer(nn.Module):
 
     def _weight_gradient(self, grad: Tensor) -> None:
         self.device.weight_gradient(self.stage)
+
+
+def _made(like: Tensor, rows: int) -> Tensor:
+    """A tensor with so many rows of ``like``, for a device to write: the processor only takes hold of every page.
+
+    The ranks share few cores. If each wrote its activations itself, it would keep others from sending theirs.
+    """
+    made = like.new_empty(rows, WIDTH)
+    made[::_PAGE_ROWS] = 0  # a page that was never written to is one that all share, and read from the cache
+    return made
 
 
 class _Rest:
@@ -205,8 +215,8 @@ class _Wait(torch.autograd.Function):
     ) -> Tensor:
         ctx.rest, ctx.rows = rest, len(rest.whole)
         ctx.device, ctx.stage, ctx.micro_batch = device, stage, micro_batch
-        # A copy and no view: torch.distributed.pipelining detaches outputs in place.
-        y = head.clone() if stage == device.last_stage else rest.whole.clone()
+        # No view: torch.distributed.pipelining detaches outputs in place.
+        y = head.clone() if stage == device.last_stage else _made(rest.whole, len(rest.whole))
         y[:LOSS_ROWS] = head
         del rest.whole  # a layer that computes would not keep it
         device.forward(stage, micro_batch, start)
@@ -215,8 +225,6 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         start, grad = time.perf_counter(), grads[0]
-        ctx.rest.whole = (
-            F.pad(grad, (0, 0, 0, ctx.rows - len(grad))) if len(grad) < ctx.rows else grad.clone()
-        )
+        ctx.rest.whole = _made(grad, ctx.rows)
         ctx.device.input_gradient(ctx.stage, ctx.micro_batch, start)
         return grad[:LOSS_ROWS], None, None, None, None, None

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include <cstdint>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 #include "copy.hpp"
@@ -26,8 +28,7 @@ class CopyHelper : public Owned {
   public:
     /// memcpy; the target is aligned to 64 bytes.
     static void copy(unsigned char* target, const unsigned char* source, std::uint64_t bytes) {
-        static const bool alone = std::thread::hardware_concurrency() < 2;
-        if (bytes < kHelped || alone) return copy_bytes(target, source, bytes, bytes);
+        if (bytes < kHelped) return copy_bytes(target, source, bytes, bytes);
         of_process().share({target, source, bytes});
     }
 
@@ -63,6 +64,7 @@ class CopyHelper : public Owned {
         {
             const std::lock_guard lock(mutex_);
             if (!started_) start();
+            if (!thread_ || !stay_off_this_core()) return job.work();
             job_ = &job;
         }
         given_.notify_one();
@@ -80,11 +82,22 @@ class CopyHelper : public Owned {
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
         try {
-            std::thread([this] { run(); }).detach();
+            std::thread made([this] { run(); });
+            thread_ = made.native_handle();
+            made.detach();
         } catch (const std::exception&) {  // no thread can be had: it goes without
         }
         started_ = true;
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    }
+
+    /// A thread that is woken likes to run where its waker does, and would only take turns with it. False where there is
+    /// no other core.
+    bool stay_off_this_core() const {
+        cpu_set_t cores;
+        if (sched_getaffinity(0, sizeof cores, &cores) != 0) return true;  // more cores than the type has room for
+        CPU_CLR(static_cast<std::size_t>(sched_getcpu()), &cores);
+        return CPU_COUNT(&cores) > 0 && pthread_setaffinity_np(*thread_, sizeof cores, &cores) == 0;
     }
 
     [[noreturn]] void run() {
@@ -105,6 +118,7 @@ class CopyHelper : public Owned {
     Job* job_ = nullptr;
     std::atomic<bool> working_{false};
     bool started_ = false;
+    std::optional<pthread_t> thread_;
 };
 
 }  // namespace ds_ext
