@@ -88,7 +88,7 @@ test-sanitizers: $(stamp)  ## native code under the address, undefined and threa
 	$(sanitize) -fsanitize=thread -Wno-tsan tests/native/links.cpp -o $(sanitized)/links_thread
 	$(sanitize) -fsanitize=address,undefined -fno-sanitize-recover=all tests/native/links.cpp -o $(sanitized)/links_address
 	$(sanitize) -fsanitize=address,undefined -fno-sanitize-recover=all tests/native/fuzz.cpp -o $(sanitized)/fuzz
-	TSAN_OPTIONS=halt_on_error=1 timeout 600 $(sanitized)/links_thread 2000
+	TSAN_OPTIONS=halt_on_error=1 timeout 600 $(sanitized)/links_thread 1000
 	timeout 600 $(sanitized)/links_address 2000
 	ASAN_OPTIONS=allocator_may_return_null=1 $(sanitized)/fuzz $(FUZZ_SECONDS)
 	$(bin)/python -m tests.native.fuzz_meeting $(FUZZ_SECONDS)

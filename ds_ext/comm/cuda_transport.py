@@ -85,13 +85,13 @@ class GpuTransport:
 
     # --- the interface ---
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Sent:
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int, *, final: bool = False) -> Sent:
         """Send tensors as they are behind what the current stream has queued by now; see Transport.send."""
         with self._lock:
             self.progress()
             to = self._peers.get(peer)
             if to is None:
-                return self._host.send(tensors, peer, tag)  # which says what is wrong
+                return self._host.send(tensors, peer, tag, final=final)  # which says what is wrong
             self._refuse_own(tag)
             on_gpu = [self._device.owns(tensor) for tensor in tensors]
             ours = [tensor for tensor, mine in zip(tensors, on_gpu, strict=True) if mine]

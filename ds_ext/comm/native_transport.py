@@ -50,28 +50,32 @@ class NativeTransport:
         self._port = links.port
         self._channels: dict[tuple[int, int], Channel] = {}
         self._arrived: dict[_native.Message, tuple[int, int]] = {}
+        self._copying: list[_native.Outgoing] = []
         self._health = Health(rank, links.abort)
         # Whether close() waits for so many last messages to a peer; for who sends some that need not arrive.
         self.must_be_taken: Callable[[int, int], bool] = lambda peer, untaken: untaken > 0
 
     # --- the interface ---
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Sent:
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int, *, final: bool = False) -> Sent:
         """Copy the tensors on their way to the peer; see Transport.send."""
         link = self._link(self._links.outgoing, self.rank, peer, tag)
         pieces, plain = pieces_of(tensors)
-        try:
-            if plain and link.send(tag, pieces):
-                return SENT
-        except SEND_ERRORS as error:
-            raise self._not_sent(peer, tag, error) from error
-        if plain:
-            self._await_room(link, peer, tag, lambda: link.send(tag, pieces))
-        else:
+        if not plain:
             slot = self._lend(link, pieces, peer, tag)
             for place, tensor in zip(views(slot), tensors, strict=True):
                 place.copy_(tensor.detach())
             slot.publish()
+            return SENT
+        owner = tensors if final else None
+        try:
+            pending = link.send(tag, pieces, owner)
+        except SEND_ERRORS as error:
+            raise self._not_sent(peer, tag, error) from error
+        if pending is None:
+            self._await_room(link, peer, tag, lambda: link.send(tag, pieces, owner) is not None)
+        if final and link.pending() and link not in self._copying:
+            self._copying.append(link)
         return SENT
 
     def recv(self, peer: int, tag: int) -> RecvTicket:
@@ -149,6 +153,8 @@ class NativeTransport:
 
     def drain(self) -> None:
         """Take every message that has arrived, without waiting and without a system call."""
+        if self._copying:  # their tensors are let go here too: the next message to that peer may be far
+            self._copying = [link for link in self._copying if link.pending()]
         try:
             messages = self._port.take()
         except (_native.DescriptorError, _native.LinkError) as error:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
 from ..errors import ConfigError
 
 
@@ -65,7 +69,8 @@ class IteratorBatches:
             )
         while len(self._pulled) <= index:
             try:
-                self._pulled.append(next(self.iterator))
+                # As DeepSpeed does with inputs: the iterator may fill the same memory again.
+                self._pulled.append(tree_map_only(Tensor, torch.clone, next(self.iterator)))
             except StopIteration:
                 raise ConfigError(
                     f"data_iter ended after {len(self._pulled)} micro-batches of this step; a step takes {self.count} "

@@ -86,12 +86,21 @@ class DynamicMessages(StageMessages):
     def post(self, kind: Kind, stage: int, micro_batch: int, device: int) -> None:
         """Nothing to ask for: messages are taken as they come."""
 
-    def send(self, kind: Kind, tensors: Sequence[Tensor], stage: int, micro_batch: int, device: int) -> None:
-        """Send to ``stage`` on ``device``, without waiting."""
+    def send(
+        self,
+        kind: Kind,
+        tensors: Sequence[Tensor],
+        stage: int,
+        micro_batch: int,
+        device: int,
+        final: bool = False,
+    ) -> None:
+        """As the parent's."""
         head = torch.tensor((kind, stage, micro_batch, time.monotonic_ns()))
         self._moved(tensors)
         count = self._sent[device] = self._sent.get(device, -1) + 1
-        self.transport.send((head, *tensors), self.global_rank(device), make_tag(_COUNTED, count))
+        tag = make_tag(_COUNTED, count)
+        self.transport.send((head, *tensors), self.global_rank(device), tag, final=final)
 
     def poll(self) -> list[Arrival]:
         """What has come since the last look, without waiting."""

@@ -28,6 +28,7 @@ from .grad_norm import clip_grad_norm
 from .grad_sync import EagerReduction, fill_missing_gradients
 from .messages import Kind, StageMessages, pack, unpack
 from .module import PipelineModule
+from .ownership import out_of_reach
 
 _NOTHING = nullcontext()
 # How torch refuses to write to a tensor whose gradient it is to give.
@@ -135,11 +136,15 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
         self.pipe_buffers["grads"][to_buffer] = self._take_input_grads(buffer_id)
 
     def _exec_send_activations(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
-        outputs = [t.detach() for t in self.pipe_buffers["outputs"][buffer_id]]
-        self._messages.send(Kind.ACTIVATION, outputs, stage + 1, micro_batch, peer)
+        outputs = self.pipe_buffers["outputs"][buffer_id]
+        final = out_of_reach(outputs)
+        self._messages.send(
+            Kind.ACTIVATION, [t.detach() for t in outputs], stage + 1, micro_batch, peer, final
+        )
 
     def _exec_send_grads(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
-        self._messages.send(Kind.GRADIENT, self._take_input_grads(buffer_id), stage - 1, micro_batch, peer)
+        grads = self._take_input_grads(buffer_id)
+        self._messages.send(Kind.GRADIENT, grads, stage - 1, micro_batch, peer, out_of_reach(grads))
 
     def _exec_recv_activations(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
         tensors = self._messages.receive(Kind.ACTIVATION, stage, micro_batch)
@@ -203,7 +208,7 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
     def _take_input_grads(self, buffer_id: int) -> tuple[Tensor, ...]:
         """Gradients of the inputs that can have one; zeros for one that the stage did not use."""
         inputs, self.pipe_buffers["inputs"][buffer_id] = self.pipe_buffers["inputs"][buffer_id], None
-        return tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in inputs if _differentiable(t))
+        return tuple(_take_grad(t) for t in inputs if _differentiable(t))
 
     def _scale(self, loss: Tensor) -> Tensor:
         """Average over micro-batches (the reduction averages over ranks) and apply the fp16 loss scale."""
@@ -238,6 +243,12 @@ def _differentiable(tensor: Tensor) -> bool:
 def _leaf(tensor: Tensor) -> Tensor:
     """A stage's input: the start of its graph, where training needs one."""
     return tensor.requires_grad_(torch.is_grad_enabled() and _differentiable(tensor))
+
+
+def _take_grad(tensor: Tensor) -> Tensor:
+    """Its gradient, which it loses: a split backward keeps the tensor for the weight gradients."""
+    grad, tensor.grad = tensor.grad, None
+    return torch.zeros_like(tensor) if grad is None else grad
 
 
 def _as_scalar(loss: Any) -> Tensor:

@@ -54,14 +54,22 @@ class StageMessages:
         """Wait for a message that was posted."""
         return self._tickets.pop(_tag(kind, stage, micro_batch)).wait()
 
-    def send(self, kind: Kind, tensors: Sequence[Tensor], stage: int, micro_batch: int, device: int) -> None:
-        """Send to ``stage`` on ``device``, without waiting."""
+    def send(
+        self,
+        kind: Kind,
+        tensors: Sequence[Tensor],
+        stage: int,
+        micro_batch: int,
+        device: int,
+        final: bool = False,
+    ) -> None:
+        """Send to ``stage`` on ``device``, without waiting. ``final``: nobody can write to the tensors any more."""
         peers = self._peers.get(device)
         if peers is None:
             peers = self._peers[device] = self.layout.peers(self.rank, device)
         tag = _tag(kind, stage, micro_batch)
         for rank in peers:
-            self.transport.send(tensors, rank, tag)
+            self.transport.send(tensors, rank, tag, final=final)
 
     def global_rank(self, device: int) -> int:
         """The rank of ``device`` that this one exchanges messages with."""

@@ -234,9 +234,17 @@ class CountingMessages(StageMessages):
         self.tracer.moved = sum(tensor.nbytes for tensor in tensors)
         return tensors
 
-    def send(self, kind: Kind, tensors: Sequence[Tensor], stage: int, micro_batch: int, device: int) -> None:
+    def send(
+        self,
+        kind: Kind,
+        tensors: Sequence[Tensor],
+        stage: int,
+        micro_batch: int,
+        device: int,
+        final: bool = False,
+    ) -> None:
         """As the parent's."""
-        super().send(kind, tensors, stage, micro_batch, device)
+        super().send(kind, tensors, stage, micro_batch, device, final)
         self.tracer.moved = sum(tensor.nbytes for tensor in tensors)
 
 

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "copy_helper.hpp"
+#include "copier.hpp"
 #include "forks.hpp"
 #include "message.hpp"
 
@@ -94,12 +94,16 @@ class Outgoing : public Owned {
     /// Where the body is to be written, aligned to 64 bytes.
     virtual unsigned char* body(Slot& slot) { return slot.address; }
 
-    /// Copy the tensors and hand the message over.
-    void transmit(Slot& slot, const std::vector<Piece>& pieces) {
+    /// Copy the tensors and hand the message over. An `owner` keeps the tensors, and nobody writes to them any more: a
+    /// link may copy them when this has returned.
+    void transmit(Slot& slot, const std::vector<Piece>& pieces, std::shared_ptr<void> owner = nullptr) {
         begin(slot);
-        put(slot, pieces);
+        put(slot, pieces, std::move(owner));
         count(slot);
     }
+
+    /// How many of the last messages are still to be copied. Lets go of the owners of the others.
+    virtual std::uint64_t pending() { return 0; }
 
     /// Hand over a message whose body was written. Nothing may be written to it from here on.
     void publish(Slot& slot) {
@@ -141,11 +145,11 @@ class Outgoing : public Owned {
     /// Hand the slot over: its descriptors are complete.
     virtual void deliver(Slot& slot) = 0;
     /// The same with the tensors still to be copied.
-    virtual void put(Slot& slot, const std::vector<Piece>& pieces) {
+    virtual void put(Slot& slot, const std::vector<Piece>& pieces, std::shared_ptr<void>) {
         unsigned char* target = body(slot);
         for (std::size_t i = 0; i < pieces.size(); ++i)
             if (slot.descriptors[i].nbytes > 0)
-                CopyHelper::copy(target + slot.descriptors[i].offset, pieces[i].address, slot.descriptors[i].nbytes);
+                Copier::copy({target + slot.descriptors[i].offset, pieces[i].address, slot.descriptors[i].nbytes});
         deliver(slot);
     }
 

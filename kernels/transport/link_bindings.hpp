@@ -56,17 +56,29 @@ inline std::vector<Piece> pieces_of(std::vector<GivenPiece>& given) {
     return made;
 }
 
-inline bool send(Outgoing& link, std::uint32_t tag, std::vector<GivenPiece> given) {
+/// A Python object for those who know nothing of Python; may be let go with or without the interpreter's lock.
+inline std::shared_ptr<void> kept(const py::object& object) {
+    if (object.is_none()) return nullptr;
+    return {object.inc_ref().ptr(), [](PyObject* pointer) {
+                const py::gil_scoped_acquire locked;
+                Py_DECREF(pointer);
+            }};
+}
+
+/// How many of the link's messages are still to be copied; nothing when there is no room for this one.
+inline std::optional<std::uint64_t> send(Outgoing& link, std::uint32_t tag, std::vector<GivenPiece> given,
+                                         const py::object& owner) {
     const auto pieces = pieces_of(given);
     auto slot = link.reserve(tag, pieces);
-    if (!slot) return false;
+    if (!slot) return std::nullopt;
     if (slot->bytes >= kLongCopy) {
+        auto keeper = kept(owner);
         const py::gil_scoped_release unlocked;
-        link.transmit(*slot, pieces);
+        link.transmit(*slot, pieces, std::move(keeper));
     } else {
-        link.transmit(*slot, pieces);
+        link.transmit(*slot, pieces, kept(owner));
     }
-    return true;
+    return link.pending();
 }
 
 inline std::unique_ptr<Loan> loan(const std::shared_ptr<Outgoing>& link, std::uint32_t tag,
@@ -145,6 +157,7 @@ inline void bind_links(py::module_& m) {
     py::class_<Outgoing, std::shared_ptr<Outgoing>>(m, "Outgoing")
         .def("send", &send)
         .def("loan", &loan)
+        .def("pending", &Outgoing::pending)
         .def("untaken",
              [](Outgoing& link) {
                  const auto [messages, tag, slots] = link.untaken();

@@ -18,6 +18,15 @@ class ShmOutgoing final : public Outgoing {
         bell_.close_descriptor();
     }
 
+    /// A copy may be under way.
+    ~ShmOutgoing() override { settle(); }
+
+    std::uint64_t pending() override {
+        const std::uint64_t left = pending_.load(std::memory_order_acquire);
+        while (owners_.size() > left) owners_.pop_front();
+        return left;
+    }
+
     void cancel(Slot& slot) override {
         if (ours()) room_.take_back(slot.place);
     }
@@ -40,6 +49,7 @@ class ShmOutgoing final : public Outgoing {
 
     void close() override {
         if (!ours()) return;
+        settle();
         segment_.counters().sender_closed.store(1, std::memory_order_release);
         bell_.ring();
     }
@@ -64,13 +74,21 @@ class ShmOutgoing final : public Outgoing {
         return true;
     }
 
+    void put(Slot& slot, const std::vector<Piece>& pieces, std::shared_ptr<void> owner) override {
+        // A small one must not overtake a large one.
+        if (owner == nullptr || (pending() == 0 && slot.bytes < kLargeCopy))
+            return Outgoing::put(slot, pieces, nullptr);
+        std::vector<Copier::Block> wholes;
+        for (std::size_t i = 0; i < pieces.size(); ++i)
+            wholes.push_back(
+                {slot.address + slot.descriptors[i].offset, pieces[i].address, slot.descriptors[i].nbytes});
+        owners_.push_back(std::move(owner));
+        Copier::of_process().add(wholes, [this, slot] { hand_over(slot); }, pending_);
+    }
+
     void deliver(Slot& slot) override {
-        unsigned char* table = slot.address + slot.descriptors[0].body_bytes;
-        for (std::size_t i = 1; i < slot.descriptors.size(); ++i)
-            pack(slot.descriptors[i], table + (i - 1) * kDescriptorBytes);
-        pack(slot.descriptors[0], segment_.entry(published() - 1));
-        segment_.counters().published.store(published(), std::memory_order_release);
-        bell_.ring();
+        settle();
+        hand_over(slot);
     }
 
     /// Takes back what the receiver has returned as well. Its words are checked: a slot that is not lent is an error.
@@ -86,6 +104,21 @@ class ShmOutgoing final : public Outgoing {
     }
 
   private:
+    void settle() {
+        if (ours() && pending_.load(std::memory_order_acquire) > 0) Copier::of_process().settle(pending_);
+    }
+
+    /// On the copier's thread, or on the sender's while that has nothing to do for this link.
+    void hand_over(const Slot& slot) {
+        const Descriptor& first = slot.descriptors[0];
+        unsigned char* table = slot.address + first.body_bytes;
+        for (std::size_t i = 1; i < slot.descriptors.size(); ++i)
+            pack(slot.descriptors[i], table + (i - 1) * kDescriptorBytes);
+        pack(first, segment_.entry(first.link_seq));
+        segment_.counters().published.store(first.link_seq + 1, std::memory_order_release);
+        bell_.ring();
+    }
+
     void commit(std::uint64_t end) {
         if (end <= committed_) return;
         constexpr std::uint64_t step = 1 << 20;
@@ -97,6 +130,8 @@ class ShmOutgoing final : public Outgoing {
     Segment segment_;
     Bell bell_;
     Room room_;
+    std::atomic<std::uint64_t> pending_{0};
+    std::deque<std::shared_ptr<void>> owners_;  // of the messages that are copied beside their sender, oldest first
     std::uint64_t committed_ = 0, returned_ = 0, taken_ = 0;
 };
 

@@ -59,7 +59,7 @@ class TcpOutgoing final : public Outgoing {
     }
 
     /// Straight from the tensors: what the socket takes at once needs no memory of ours.
-    void put(Slot& slot, const std::vector<Piece>& pieces) override {
+    void put(Slot& slot, const std::vector<Piece>& pieces, std::shared_ptr<void>) override {
         static constexpr unsigned char zeros[kAlignment] = {};
         std::vector<unsigned char> table(table_bytes(slot));
         pack_table(slot, table.data());

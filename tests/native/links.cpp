@@ -5,6 +5,8 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
+#include <numeric>
 #include <random>
 #include <thread>
 
@@ -25,9 +27,9 @@ struct End {
 
 constexpr std::uint64_t kWindow = 4 << 20;
 
-/// How many numbers a message has: some are so large that a thread helps to copy them.
+/// How many numbers a message has: some are so large that they may be copied beside their sender.
 int count_of(int message) {
-    return 1 + message * 37 % 50000 + (message % 20 == 0 ? static_cast<int>(kHelped) / 4 : 0);
+    return 1 + message * 37 % 50000 + (message % 20 == 0 ? static_cast<int>(kLargeCopy) / 4 : 0);
 }
 
 void need(bool holds, const char* what) {
@@ -75,7 +77,6 @@ void link_by_tcp(End& left, End& right) {
 /// Send and receive as many messages as the peer does, with lifetimes of any length.
 void talk(End& end, int messages, unsigned seed) {
     std::mt19937 draw(seed);
-    std::vector<int> data(50000 + kHelped / 4);
     std::vector<std::unique_ptr<Message>> kept;
     end.port.add(end.incoming);
     end.port.spin(20);
@@ -95,14 +96,18 @@ void talk(End& end, int messages, unsigned seed) {
     while (sent < messages || got < messages) {
         if (sent < messages) {
             const int count = count_of(sent);
-            for (int i = 0; i < count; ++i) data[i] = sent + i;
-            const std::vector<Piece> pieces{{4, {count}, reinterpret_cast<unsigned char*>(data.data())}};
+            auto data = std::make_shared<std::vector<int>>(count);
+            std::iota(data->begin(), data->end(), sent);
+            const std::vector<Piece> pieces{{4, {count}, reinterpret_cast<unsigned char*>(data->data())}};
             if (auto slot = end.outgoing->reserve(7, pieces)) {
                 if (draw() % 4 == 0) {  // as a loan is used
-                    std::memcpy(end.outgoing->body(*slot), data.data(), count * sizeof(int));
+                    std::memcpy(end.outgoing->body(*slot), data->data(), count * sizeof(int));
                     end.outgoing->publish(*slot);
-                } else {
+                } else if (draw() % 4 == 0) {
                     end.outgoing->transmit(*slot, pieces);
+                    std::fill(data->begin(), data->end(), -1);  // the sender's again
+                } else {
+                    end.outgoing->transmit(*slot, pieces, std::move(data));
                 }
                 ++sent;
             } else {

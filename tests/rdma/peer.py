@@ -97,7 +97,8 @@ class Peer:
         self.waiting: list[_native.Message] = []
 
     def try_send(self, tag: int, tensors: Sequence[Range]) -> bool:
-        return self.outgoing.send(tag, [(code, shape, self.pool.address + at) for code, shape, at in tensors])
+        pieces = [(code, shape, self.pool.address + at) for code, shape, at in tensors]
+        return self.outgoing.send(tag, pieces, None) is not None
 
     def send(self, tag: int, tensors: Sequence[Range], limit_s: float = LIMIT_S) -> None:
         """Waits for room; what arrives meanwhile is kept. PeerGone or TimeoutError."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import threading
 import time
 import weakref
 
@@ -261,3 +262,31 @@ def test_a_large_message_of_any_size_and_alignment(pair: Pair, extra: int) -> No
     pair.left.send([source, source[:7]], 1, 0)
     large, small = pair.right.recv(0, 0).wait()
     assert torch.equal(large, source) and torch.equal(small, source[:7])
+
+
+def test_final_tensors_are_copied_beside_their_sender_and_kept_until_then(pair: Pair) -> None:
+    """Small messages do not overtake large ones; a sender that may write to its tensors again waits for its copy."""
+    counts = [5 << 20, 1, 4 << 20, 0, 9 << 20, 7]
+    known = []
+    for item, count in enumerate(counts):
+        tensor = torch.full((count,), item, dtype=torch.uint8)
+        known.append(weakref.ref(tensor))
+        pair.left.send([tensor], 1, make_tag(1, item), final=True)
+        del tensor
+    again = torch.full((2 << 20,), 6, dtype=torch.uint8)
+    pair.left.send([again], 1, make_tag(1, 6))
+    again.zero_()
+    for item, count in enumerate([*counts, len(again)]):
+        (got,) = pair.right.recv(0, make_tag(1, item)).wait()
+        assert got.shape == (count,) and bool((got == item).all())
+    pair.left.send([torch.ones(1)], 1, make_tag(1, 7), final=True)
+    assert [ref() for ref in known] == [None] * len(counts)
+
+
+def test_a_transport_that_closes_sends_what_it_was_given(pair: Pair) -> None:
+    pair.left.send([torch.ones(32 << 20, dtype=torch.uint8)], 1, make_tag(1, 0), final=True)
+    ended = threading.Thread(target=pair.left.close)
+    ended.start()
+    (got,) = pair.right.recv(0, make_tag(1, 0)).wait()
+    ended.join(30)
+    assert not ended.is_alive() and int(got.sum(dtype=torch.int64)) == 32 << 20
