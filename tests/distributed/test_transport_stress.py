@@ -23,6 +23,7 @@ MESSAGES = 100_000 if EVERYTHING else 1_500
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex64, torch.float8_e5m2]
 SHAPES = [(), (0,), (1,), (3, 5), (64, 17), (2, 1, 3, 4), (257, 33), (4, 5000), (3, 100_000)]
+LARGE, LARGE_SHARE = (5, 1000, 1001), 0.002  # which a thread copies, with the sender or beside it
 
 
 def content(seed: int) -> list[Tensor]:
@@ -32,6 +33,7 @@ def content(seed: int) -> list[Tensor]:
     for _ in range(draw.choice([1, 1, 1, 2, 3])):
         dtype = draw.choice(DTYPES)
         shape = SHAPES[min(int(draw.expovariate(0.7)), len(SHAPES) - 1)]
+        shape = LARGE if draw.random() < LARGE_SHARE else shape
         flat = torch.empty(shape, dtype=dtype)
         if flat.numel():
             generator = torch.Generator().manual_seed(draw.getrandbits(30))
@@ -104,8 +106,9 @@ def stress(rank: int, messages: int, seed: int, kind: str) -> tuple[int, int]:
         tag = make_tag(channel, item)
         if source == rank:
             sent = content(number)
-            transport.send(sent, target, tag)
-            for tensor in sent:  # which is the sender's again
+            final = own.random() < 0.5
+            transport.send(sent, target, tag, final=final)
+            for tensor in () if final else sent:  # which is the sender's again
                 tensor.zero_()
         else:
             tickets.append((transport.recv(source, tag), number))
