@@ -67,7 +67,7 @@ class NativeTransport:
                 place.copy_(tensor.detach())
             slot.publish()
             return SENT
-        owner = tensors if final else None
+        owner = tuple(tensors) if final else None
         try:
             pending = link.send(tag, pieces, owner)
         except SEND_ERRORS as error:
@@ -106,6 +106,7 @@ class NativeTransport:
         finally:
             self._health.reason = self._health.reason or "it is closed"
             self._links.close()
+            self._copying.clear()
             self._channels.clear()
             self._arrived.clear()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -70,7 +69,7 @@ class IteratorBatches:
         while len(self._pulled) <= index:
             try:
                 # As DeepSpeed does with inputs: the iterator may fill the same memory again.
-                self._pulled.append(tree_map_only(Tensor, torch.clone, next(self.iterator)))
+                self._pulled.append(tree_map_only(Tensor, _own, next(self.iterator)))
             except StopIteration:
                 raise ConfigError(
                     f"data_iter ended after {len(self._pulled)} micro-batches of this step; a step takes {self.count} "
@@ -82,3 +81,8 @@ class IteratorBatches:
     def advance(self, micro_batches: int) -> None:
         """Drop this step's micro-batches."""
         self._pulled.clear()
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A copy, but of what a loader has made for this once: it travels to the GPU as it is, or is there."""
+    return tensor if tensor.device.type != "cpu" or tensor.is_pinned() else tensor.clone()

@@ -113,7 +113,8 @@ def pack(value: Any, giver: str) -> tuple[Tensor, ...]:
             f"{giver} gives a {type(value).__name__}{inside}. What passes between stages must be a tensor or a "
             f"tuple of tensors: return those, and rebuild the rest in the next layer."
         )
-    return (*value, value[0].new_empty(_ONE_TUPLE, dtype=torch.bool)) if len(value) == 1 else tuple(value)
+    # A tuple of our own: a layer that keeps the one it gave can write to the tensors.
+    return (*value, value[0].new_empty(_ONE_TUPLE, dtype=torch.bool)) if len(value) == 1 else (*value,)
 
 
 def unpack(tensors: Iterable[Tensor]) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,24 +26,23 @@ def out_of_reach(tensors: Sequence[Tensor]) -> bool:
     others, and what autograd or a module has kept counts as well. The caller may have the sequence, but none of its
     tensors.
     """
+    if any(tensor.layout != torch.strided or tensor.device.type != "cpu" for tensor in tensors):
+        return False
     if all(tensor.nbytes < _LARGE_BYTES for tensor in tensors) or _ALONE is None:
         return False
-    return all(
-        tensor.device.type == "cpu"
-        and tensor.untyped_storage().resizable()
-        and not tensor.is_shared()
-        and references == _ALONE
-        for tensor, references in zip(tensors, _references(tensors), strict=True)
-    )
+    owned = all(tensor.untyped_storage().resizable() and not tensor.is_shared() for tensor in tensors)
+    return owned and all(references == _ALONE for references in _references(tensors))
 
 
 def _references(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    """By tensor, how many references there are to its Python object, to torch's own, and to the memory of both."""
-    return [(sys.getrefcount(tensor), *_uses(tensor)) for tensor in tensors]
+    """By tensor, the references to it and to its storage: Python's, weak ones, and torch's own."""
+    return [(sys.getrefcount(tensor), weakref.getweakrefcount(tensor), *_uses(tensor)) for tensor in tensors]
 
 
-def _uses(tensor: Any) -> tuple[int, int]:
-    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+def _uses(tensor: Any) -> tuple[int, ...]:
+    storage = tensor.untyped_storage()
+    uses = torch._C._storage_Use_Count(storage._cdata)
+    return tensor._use_count(), uses, sys.getrefcount(storage), weakref.getweakrefcount(storage)
 
 
 _ALONE: tuple[int, ...] | None = None

@@ -8,10 +8,10 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <list>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -61,9 +61,9 @@ class Copier : public Owned {
         made->hand_over = std::move(hand_over);
         made->pending = &pending;
         pending.fetch_add(1, std::memory_order_relaxed);
-        if (wake()) return;
-        while (made->taken < made->blocks.size()) work(*made, lock);
-        finish();
+        if (!wake())
+            while (made->taken < made->blocks.size()) work(*made, lock);
+        finish();  // also one of no bytes, which no thread will work on
     }
 
     /// Until all that `pending` counts is done: as long as copies take.
@@ -86,13 +86,13 @@ class Copier : public Owned {
     using Messages = std::list<Message>;
 
     Messages::iterator queue(const std::vector<Block>& wholes) {
-        Message& message = messages_.emplace_back();
+        Message message;
         for (const Block& whole : wholes) {
             message.bytes += whole.bytes;
             for (std::uint64_t at = 0; at < whole.bytes; at += kBlock)
                 message.blocks.push_back({whole.target + at, whole.source + at, std::min(kBlock, whole.bytes - at)});
         }
-        return std::prev(messages_.end());
+        return messages_.insert(messages_.end(), std::move(message));
     }
 
     /// Copy a block of the message, without the lock meanwhile.
@@ -136,7 +136,7 @@ class Copier : public Owned {
             thread_ = made.native_handle();
             made.detach();
             running_ = true;
-        } catch (const std::system_error&) {  // no thread can be had: it goes without
+        } catch (const std::exception&) {  // no thread can be had: it goes without
         }
         started_ = true;
         pthread_sigmask(SIG_SETMASK, &before, nullptr);

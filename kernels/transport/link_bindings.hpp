@@ -27,6 +27,7 @@ class Loan {
     void publish() {
         if (!open_) throw std::runtime_error("the loan is over");
         open_ = false;
+        const py::gil_scoped_release unlocked;  // it may wait for copies that are under way
         link_->publish(slot_);
     }
     void cancel() noexcept {
@@ -71,7 +72,7 @@ inline std::optional<std::uint64_t> send(Outgoing& link, std::uint32_t tag, std:
     const auto pieces = pieces_of(given);
     auto slot = link.reserve(tag, pieces);
     if (!slot) return std::nullopt;
-    if (slot->bytes >= kLongCopy) {
+    if (slot->bytes >= kLongCopy || link.pending() > 0) {  // which it may wait for
         auto keeper = kept(owner);
         const py::gil_scoped_release unlocked;
         link.transmit(*slot, pieces, std::move(keeper));

@@ -22,9 +22,11 @@ class ShmOutgoing final : public Outgoing {
     ~ShmOutgoing() override { settle(); }
 
     std::uint64_t pending() override {
-        const std::uint64_t left = pending_.load(std::memory_order_acquire);
-        while (owners_.size() > left) owners_.pop_front();
-        return left;
+        while (owners_.size() > pending_.load(std::memory_order_acquire)) {
+            const auto owner = std::move(owners_.front());  // whose end may lead to the next message
+            owners_.pop_front();
+        }
+        return owners_.size();
     }
 
     void cancel(Slot& slot) override {
@@ -43,6 +45,7 @@ class ShmOutgoing final : public Outgoing {
 
     void abort(const std::string& cause) override {
         if (!ours()) return;
+        settle();  // what was sent before still counts
         segment_.counters().sender_cause.set(cause);
         bell_.ring();
     }
@@ -50,6 +53,7 @@ class ShmOutgoing final : public Outgoing {
     void close() override {
         if (!ours()) return;
         settle();
+        pending();
         segment_.counters().sender_closed.store(1, std::memory_order_release);
         bell_.ring();
     }
@@ -76,14 +80,19 @@ class ShmOutgoing final : public Outgoing {
 
     void put(Slot& slot, const std::vector<Piece>& pieces, std::shared_ptr<void> owner) override {
         // A small one must not overtake a large one.
-        if (owner == nullptr || (pending() == 0 && slot.bytes < kLargeCopy))
+        if (owner == nullptr || (slot.bytes < kLargeCopy && pending_.load(std::memory_order_acquire) == 0))
             return Outgoing::put(slot, pieces, nullptr);
         std::vector<Copier::Block> wholes;
         for (std::size_t i = 0; i < pieces.size(); ++i)
             wholes.push_back(
                 {slot.address + slot.descriptors[i].offset, pieces[i].address, slot.descriptors[i].nbytes});
         owners_.push_back(std::move(owner));
-        Copier::of_process().add(wholes, [this, slot] { hand_over(slot); }, pending_);
+        try {
+            Copier::of_process().add(wholes, [this, slot] { hand_over(slot); }, pending_);
+        } catch (...) {  // no memory
+            owners_.pop_back();
+            throw;
+        }
     }
 
     void deliver(Slot& slot) override {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_ext.engine import PipelineModule, initialize
-from ds_ext.engine.messages import Kind
+from ds_ext.engine.messages import Kind, pack
 from ds_ext.engine.ownership import out_of_reach
 from tests.ranks import Ranks
 
@@ -139,7 +140,13 @@ def test_only_memory_that_nothing_else_leads_to_is_out_of_reach() -> None:
     leaf = torch.ones(SHAPE, requires_grad=True)
     parameter = nn.Parameter(torch.zeros(SHAPE).flatten())
     kept, viewed, as_array = fresh(), fresh(), fresh()
+    given, storing, weakly = (fresh(), fresh()), fresh(), fresh()
+    held = storing.untyped_storage(), weakref.ref(weakly)
     others = {
+        "in a storage": (storing,),
+        "by a weak reference": (weakly,),
+        "in a tuple that its layer keeps": pack(given, "the layer"),
+        "sparse": (torch.eye(1200).to_sparse(), fresh()),
         "kept": (kept,),
         "a view": (viewed.detach(),),
         "numpy's view": (as_array,),
@@ -151,7 +158,8 @@ def test_only_memory_that_nothing_else_leads_to_is_out_of_reach() -> None:
         "in a buffer": (torch.frombuffer(bytearray(8 << 20), dtype=torch.float32),),
     }
     assert as_array.numpy() is not None
-    del as_array
+    del as_array, storing, weakly
+    assert len(given) == len(held) == 2
     assert [name for name, tensors in others.items() if out_of_reach(tensors)] == []
     (leaf.flatten() + parameter).sum().backward()
     assert leaf.grad is not None and parameter.grad is not None

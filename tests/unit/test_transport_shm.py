@@ -283,6 +283,16 @@ def test_final_tensors_are_copied_beside_their_sender_and_kept_until_then(pair: 
     assert [ref() for ref in known] == [None] * len(counts)
 
 
+def test_a_final_message_of_no_bytes_behind_one_that_is_being_copied(pair: Pair) -> None:
+    large, empty = torch.ones(4 << 20, dtype=torch.uint8), torch.empty(0)
+    for turn in range(300):
+        pair.left.send([large], 1, make_tag(1, 2 * turn), final=True)
+        time.sleep(turn / 300 * 0.002)
+        pair.left.send([empty], 1, make_tag(1, 2 * turn + 1), final=True)
+        tickets = [pair.right.recv(0, make_tag(1, 2 * turn + i)) for i in range(2)]
+        assert [ticket.wait()[0].numel() for ticket in tickets] == [4 << 20, 0]
+
+
 def test_a_transport_that_closes_sends_what_it_was_given(pair: Pair) -> None:
     pair.left.send([torch.ones(32 << 20, dtype=torch.uint8)], 1, make_tag(1, 0), final=True)
     ended = threading.Thread(target=pair.left.close)
