@@ -74,7 +74,8 @@ class NativeTransport:
             raise self._not_sent(peer, tag, error) from error
         if pending is None:
             self._await_room(link, peer, tag, lambda: link.send(tag, pieces, owner) is not None)
-        if final and link.pending() and link not in self._copying:
+            pending = link.pending()
+        if pending and link not in self._copying:
             self._copying.append(link)
         return SENT
 

@@ -18,6 +18,7 @@ from ..comm.transport import ITEM_BITS, Ticket, Transport, make_tag
 from ..errors import ConfigError
 from ..pipe_schedules import Op
 from .messages import MAX_STAGES, Kind, StageMessages
+from .ownership import out_of_reach
 
 # Stage 0 receives no activation and the last one no gradient, so no static message has these channels.
 _CHOICES = 0
@@ -86,19 +87,12 @@ class DynamicMessages(StageMessages):
     def post(self, kind: Kind, stage: int, micro_batch: int, device: int) -> None:
         """Nothing to ask for: messages are taken as they come."""
 
-    def send(
-        self,
-        kind: Kind,
-        tensors: Sequence[Tensor],
-        stage: int,
-        micro_batch: int,
-        device: int,
-        final: bool = False,
-    ) -> None:
-        """As the parent's."""
+    def send(self, kind: Kind, tensors: Sequence[Tensor], stage: int, micro_batch: int, device: int) -> None:
+        """Send to ``stage`` on ``device``, without waiting."""
         head = torch.tensor((kind, stage, micro_batch, time.monotonic_ns()))
         self._moved(tensors)
         count = self._sent[device] = self._sent.get(device, -1) + 1
+        final, tensors = out_of_reach(tensors), [tensor.detach() for tensor in tensors]
         tag = make_tag(_COUNTED, count)
         self.transport.send((head, *tensors), self.global_rank(device), tag, final=final)
 

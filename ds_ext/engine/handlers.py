@@ -28,7 +28,6 @@ from .grad_norm import clip_grad_norm
 from .grad_sync import EagerReduction, fill_missing_gradients
 from .messages import Kind, StageMessages, pack, unpack
 from .module import PipelineModule
-from .ownership import out_of_reach
 
 _NOTHING = nullcontext()
 # How torch refuses to write to a tensor whose gradient it is to give.
@@ -136,15 +135,12 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
         self.pipe_buffers["grads"][to_buffer] = self._take_input_grads(buffer_id)
 
     def _exec_send_activations(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
-        outputs = self.pipe_buffers["outputs"][buffer_id]
-        final = out_of_reach(outputs)
         self._messages.send(
-            Kind.ACTIVATION, [t.detach() for t in outputs], stage + 1, micro_batch, peer, final
+            Kind.ACTIVATION, self.pipe_buffers["outputs"][buffer_id], stage + 1, micro_batch, peer
         )
 
     def _exec_send_grads(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
-        grads = self._take_input_grads(buffer_id)
-        self._messages.send(Kind.GRADIENT, grads, stage - 1, micro_batch, peer, out_of_reach(grads))
+        self._messages.send(Kind.GRADIENT, self._take_input_grads(buffer_id), stage - 1, micro_batch, peer)
 
     def _exec_recv_activations(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
         tensors = self._messages.receive(Kind.ACTIVATION, stage, micro_batch)

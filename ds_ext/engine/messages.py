@@ -13,6 +13,7 @@ from ..comm.transport import GPU_CONTROL, ITEM_BITS, Ticket, Transport
 from ..errors import ConfigError
 from ..layout import ParallelLayout
 from ..pipe_schedules import Program
+from .ownership import out_of_reach
 
 _ONE_TUPLE = torch.Size([0] * 8)  # a shape that no layer gives
 MAX_STAGES = 1 << 14  # a tag has 15 bits for the channel, one of them for the kind
@@ -54,20 +55,13 @@ class StageMessages:
         """Wait for a message that was posted."""
         return self._tickets.pop(_tag(kind, stage, micro_batch)).wait()
 
-    def send(
-        self,
-        kind: Kind,
-        tensors: Sequence[Tensor],
-        stage: int,
-        micro_batch: int,
-        device: int,
-        final: bool = False,
-    ) -> None:
-        """Send to ``stage`` on ``device``, without waiting. ``final``: nobody can write to the tensors any more."""
+    def send(self, kind: Kind, tensors: Sequence[Tensor], stage: int, micro_batch: int, device: int) -> None:
+        """Send to ``stage`` on ``device``, without waiting. The caller keeps no tensor besides those in ``tensors``."""
         peers = self._peers.get(device)
         if peers is None:
             peers = self._peers[device] = self.layout.peers(self.rank, device)
         tag = _tag(kind, stage, micro_batch)
+        final, tensors = out_of_reach(tensors), [tensor.detach() for tensor in tensors]
         for rank in peers:
             self.transport.send(tensors, rank, tag, final=final)
 

@@ -234,17 +234,9 @@ class CountingMessages(StageMessages):
         self.tracer.moved = sum(tensor.nbytes for tensor in tensors)
         return tensors
 
-    def send(
-        self,
-        kind: Kind,
-        tensors: Sequence[Tensor],
-        stage: int,
-        micro_batch: int,
-        device: int,
-        final: bool = False,
-    ) -> None:
+    def send(self, kind: Kind, tensors: Sequence[Tensor], stage: int, micro_batch: int, device: int) -> None:
         """As the parent's."""
-        super().send(kind, tensors, stage, micro_batch, device, final)
+        super().send(kind, tensors, stage, micro_batch, device)
         self.tracer.moved = sum(tensor.nbytes for tensor in tensors)
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ds_ext.comm.transport import ITEM_BITS
 from ds_ext.engine import PipelineModule, initialize
-from ds_ext.engine.messages import Kind, pack
+from ds_ext.engine.messages import MAX_STAGES, Kind, pack
 from ds_ext.engine.ownership import out_of_reach
 from tests.ranks import Ranks
 
@@ -99,15 +100,14 @@ def train(rank: int, schedule: str, kinds: list[type[nn.Module]]) -> tuple[list[
         [kind() for kind in kinds], config, loss_fn=mean_square, partition_method="uniform"
     )
     engine, *_ = initialize(model=module, config=config, model_parameters=module.parameters())
-    sent, send = set(), engine._messages.send
+    sent, send = set(), engine.transport.send
 
-    def noting(
-        kind: Kind, tensors: Any, stage: int, micro_batch: int, device: int, final: bool = False
-    ) -> None:
-        sent.add((kind.name, stage, final))
-        send(kind, tensors, stage, micro_batch, device, final)
+    def noting(tensors: Any, peer: int, tag: int, *, final: bool = False) -> Any:
+        kind, stage = divmod(tag >> ITEM_BITS, MAX_STAGES)
+        sent.add((Kind(kind).name, stage, final))
+        return send(tensors, peer, tag, final=final)
 
-    engine._messages.send = noting
+    engine.transport.send = noting
     data = refilled()
     return [float(engine.train_batch(data)) for _ in range(STEPS)], sent
 
