@@ -136,10 +136,19 @@ void run(const char* name, void (*link)(End&, End&), int messages) {
     std::printf("%s: %d messages each way\n", name, messages);
 }
 
+/// A message that is all copied before anybody looks at it, as when the one before it ended meanwhile.
+void copy_nothing() {
+    std::atomic<std::uint64_t> pending{0};
+    bool handed_over = false;
+    Copier::of_process().add({}, [&] { handed_over = true; }, pending);
+    need(handed_over && pending == 0, "a message of no bytes handed over");
+}
+
 }  // namespace
 
 int main(int count, char** words) {
     count_forks();
+    copy_nothing();
     const int messages = count > 1 ? std::atoi(words[1]) : 3000;
     for (int repeat = 0; repeat < 3; ++repeat) {
         run("shm", link_by_shm, messages);
