@@ -12,7 +12,7 @@ import sys
 
 from ds_ext import process
 from ds_ext.errors import ConfigError
-from ds_ext.pretraining import cut_layers, describe_job, micro_batches, model_sizes, plan_job
+from ds_ext.pretraining import cut_layers, describe_job, job_facts, micro_batches, model_sizes, plan_job
 
 BEFORE, AFTER = ["embedding", "positions"], ["final norm", "head"]
 
@@ -44,7 +44,7 @@ def main() -> int | None:
     from ds_ext.tensor_parallel import DropoutClock, create_tensor_parallel
 
     settings = plan.job.ds_ext
-    init_distributed(settings.transport_options.timeout_s)
+    init_distributed(settings.transport_options.timeout_s, job_facts(args, plan, config.vocab_size))
     say(text)
     tp = create_tensor_parallel(on_hosts(plan.layout, settings.fbd.forward_hosts).groups()["tensor"])
     clock = DropoutClock()

@@ -43,6 +43,8 @@ _JSON_FLAGS: dict[str, tuple[tuple[str, ...], Any]] = {
 # These two are one key, whose default is torch's and DeepSpeed's.
 _BETA_FLAGS = ("adam_beta1", "adam_beta2")
 _DEFAULT_BETAS = (0.9, 0.999)
+# Flags whose values are found in the JSON after parsing.
+FLAGS_OF_THE_JSON = frozenset({*_JSON_FLAGS, *_BETA_FLAGS})
 
 
 def parse(prog: str, argv: Sequence[str], model: Model = "gpt") -> tuple[argparse.Namespace, JobConfig]:

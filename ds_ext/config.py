@@ -172,12 +172,6 @@ class JobConfig:
     def notes(self) -> list[str]:
         """What is valid, and perhaps not what was meant."""
         notes = []
-        if "ds_ext" not in self.deepspeed:
-            name = f"the JSON {self.path}" if self.path else "the JSON"
-            notes.append(
-                f'{name} has no "ds_ext" section, so schedule and sizes are the defaults (1f1b, 1 device a pipeline); '
-                'a section is written as "ds_ext": {"schedule": "bitpipe", "pipeline_parallel_size": 4}'
-            )
         if self.ds_ext.sequence_parallel and self.ds_ext.tensor_parallel_size == 1:
             notes.append(
                 "sequence_parallel has no effect with tensor_parallel_size 1: a rank has all tokens of its samples"
@@ -185,15 +179,13 @@ class JobConfig:
         return notes
 
 
-@contextlib.contextmanager
-def telling_of_no_section(job: JobConfig) -> Iterator[None]:
-    """An error in a job without our section says that first: another fault may only follow from it."""
-    try:
-        yield
-    except ConfigError as error:
-        if "ds_ext" in job.deepspeed:
-            raise
-        raise ConfigError(f"{job.notes[0]}. Besides: {error}") from None
+def require_section(job: JobConfig) -> None:
+    """Raise ConfigError for a JSON without our section: it would train without a pipeline."""
+    if "ds_ext" not in job.deepspeed:
+        raise ConfigError(
+            f'"ds_ext": missing in {f"the JSON {job.path}" if job.path else "the configuration"}. Add '
+            '"ds_ext": {"schedule": "bitpipe", "pipeline_parallel_size": 4}, or "ds_ext": {} for no pipeline.'
+        )
 
 
 def load_config(source: str | Path | Mapping[str, Any]) -> JobConfig:

@@ -2,7 +2,12 @@
 
 
 class DsExtError(Exception):
-    """Base of all errors raised by ds_ext."""
+    """Base of all errors raised by ds_ext.
+
+    ``reported_by`` is the rank that reports an error which every rank raises; None: each rank may have its own.
+    """
+
+    reported_by: int | None = None
 
 
 class ConfigError(DsExtError, ValueError):

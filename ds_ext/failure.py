@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, DsExtError, TransportError
+from .launch.roll_call import FAILED, REFUSED, spans_hosts, stop_other_hosts
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ CAUSE_S = 3.0  # how long a rank that lost another one looks for the cause
 STORE_S = 2.0  # how long the store may take: it is silent when it lives in the rank that is gone
 CLAIM_DELAY_S = 0.5
 LINGER_S = 2.0
+REPORTED_S = 3.0  # how long a rank stays whose error another rank reports
 TOLD_S = 1.0  # how long those that failed too let the first speak
 
 _FIRST, _TOLD, _LOST = "ds_ext/first_failure", "ds_ext/first_failure_told", "ds_ext/lost_peer_of_rank_"
@@ -79,9 +81,10 @@ def world_size() -> int:
 def report(error: BaseException, ending: Ending) -> None:
     """Say why this rank fails, unless another rank says it or is the cause; ``ending`` is kept up to date."""
     logger.debug("rank %d ends", rank(), exc_info=error)
-    if isinstance(error, ConfigError):
-        _let_rank_0_speak()
-        _say_cause(f"error: {error}" if rank() == 0 else f"rank {rank()}: error: {error}")
+    if getattr(error, "reported_by", None) not in (None, rank()):
+        time.sleep(REPORTED_S)  # the launcher ends all ranks with the first: it must not be this one
+    elif isinstance(error, ConfigError):
+        _report_refusal(error)
     elif lost_peer(error):
         _report_lost_peer(error, ending)
     else:
@@ -94,8 +97,34 @@ def say(text: str) -> None:
         os.write(2, (text + "\n").encode(errors="replace"))
 
 
+def _report_refusal(error: ConfigError) -> None:
+    """Say what is wrong with the job; every rank has found it, or rank 0 reports it for a rank of another host."""
+    text = f"error: {error}" if rank() == 0 else f"rank {rank()}: error: {error}"
+    if _alone_before_joining(error):
+        if rank() == 0:
+            _say_cause(text)
+        if not stop_other_hosts(rank(), world_size(), str(error), REFUSED) and rank() != 0:
+            _say_cause(text)
+        return
+    if error.reported_by is None:
+        _let_rank_0_speak()
+    _say_cause(text)
+
+
+def _alone_before_joining(error: BaseException) -> bool:
+    """Whether ranks of other hosts may wait for this one, which has never joined them."""
+    return getattr(error, "reported_by", None) is None and not _joined() and spans_hosts(world_size())
+
+
 def _report_own(error: BaseException) -> None:
-    if not _joined():
+    if _alone_before_joining(error):
+        # Ranks of a host have mostly the same error: the first of them speaks, and the launcher ends the others.
+        stop_other_hosts(rank(), world_size(), _headline(error), FAILED)
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(REPORTED_S)
+        _say_cause(f"rank {rank()} failed.\n{_text(error)}")
+        return
+    if not _joined() and getattr(error, "reported_by", None) is None:
         _let_rank_0_speak()
     first = _claim(f"rank {rank()} failed: {_headline(error)}")
     if first:

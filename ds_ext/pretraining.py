@@ -9,12 +9,14 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .arguments import parse
-from .config import telling_of_no_section
+from .arguments import FLAGS_OF_THE_JSON, parse
+from .config import require_section
 from .deepspeed_sections import precision
 from .errors import ConfigError
 from .fbd_hosts import check_forward_hosts
 from .flags import Model
+from .launch.job_facts import checksum, setting_facts
+from .launch.roll_call import Facts
 from .partition import BALANCED, end_weights, layer_boundaries, stage_weights
 from .plan import Plan, describe, make_plan
 from .preflight import check_job
@@ -24,6 +26,14 @@ from .stage_costs import recomputed
 if TYPE_CHECKING:
     from .engine.micro_batches import MapDataset, MicroBatches
 
+# Flags that hosts may give differently: rank 0 alone reads them, or what they name is compared instead.
+_OWN_OF_A_HOST = frozenset(
+    {
+        *("local_rank", "deepspeed", "deepspeed_config", "metrics_file", "dry_run"),
+        *("data_path", "tokenizer", "tokenizer_type", "vocab_file", "merge_file"),
+    }
+)
+
 
 def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Namespace, Plan]:
     """Flags and the plan that follows from them, the JSON and the world size. Raises ConfigError.
@@ -32,13 +42,13 @@ def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Nam
     """
     args, job = parse(prog, argv, model)
     launched = world_size() > 1 or not args.dry_run
-    with telling_of_no_section(job):
-        check_job(args, job.deepspeed, job.flags)
-        if not args.data_path:
-            raise ConfigError(
-                'no data: give --data-path or "train": {"data_path": ...}. `python -m ds_ext prepare` makes some.'
-            )
-        plan = make_plan(job, world_size() if launched else None)
+    require_section(job)
+    check_job(args, job.deepspeed, job.flags)
+    if not args.data_path:
+        raise ConfigError(
+            'no data: give --data-path or "train": {"data_path": ...}. `python -m ds_ext prepare` makes some.'
+        )
+    plan = make_plan(job, world_size() if launched else None)
     check_forward_hosts(plan.layout, job.ds_ext.fbd.forward_hosts, launched)
     chosen = plan.choice and plan.choice.best
     if args.recompute_granularity is None:
@@ -85,6 +95,26 @@ def model_sizes(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
         "sequence_parallel": plan.job.ds_ext.sequence_parallel,
         "transformer_impl": args.transformer_impl,
         "seed": args.seed,
+    }
+
+
+def job_facts(args: argparse.Namespace, plan: Plan, vocab_size: int) -> Facts:
+    """Return what must be the same on all ranks: the JSON, flags, layout, timetable, and contents of the data."""
+    from .data.meta import fingerprint
+
+    flags = {
+        f"--{name.replace('_', '-')}": value
+        for name, value in vars(args).items()
+        if name not in _OWN_OF_A_HOST | FLAGS_OF_THE_JSON
+    }
+    section = {key: value for key, value in plan.job.deepspeed.get("ds_ext", {}).items() if key != "train"}
+    return {
+        **setting_facts({**plan.job.deepspeed, "ds_ext": section}),
+        **setting_facts(flags),
+        "contents of --data-path": fingerprint(args.data_path),
+        "vocabulary": str(vocab_size),
+        "layout": checksum([repr(plan.layout.groups()).encode()]),
+        "timetable": checksum([memoryview(order).cast("B") for order in plan.timetable.numbers]),
     }
 
 

@@ -20,16 +20,28 @@ from ..comm.groups import limit_waits
 from ..config import JobConfig, load_config
 from ..deepspeed_json import fp32_sums_of_bf16, half_through_zero
 from ..errors import ConfigError
+from ..failure import rank, world_size
+from ..launch.job_facts import code_facts, setting_facts
+from ..launch.roll_call import Facts, compare, meet
 from .disaggregate import make_engine
 from .engine import PipelineEngine
 from .module import PipelineModule
+from .replica_facts import data_facts, stage_facts
 
 
-def init_distributed(timeout_s: float = 120.0) -> None:
+def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> None:
     """Start the process group: nccl on CUDA, gloo on CPU. Does nothing when it runs already.
 
-    On CPU DeepSpeed would compile a shared-memory op first, which only its inference uses: half a minute, and a
-    compiler, for nothing.
+    First all ranks compare versions, source code and ``facts``. On CPU DeepSpeed would compile a shared-memory op
+    first, which only its inference uses: half a minute, and a compiler, for nothing.
+
+    Args:
+        timeout_s: how long to wait for the other ranks, in seconds.
+        facts: what else must be the same on all ranks, as text by key.
+
+    Raises:
+        ConfigError: ranks differ, one of them has failed, or the port is taken.
+        TransportError: a rank did not come in time.
     """
     if get_accelerator().device_name() == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -39,6 +51,10 @@ def init_distributed(timeout_s: float = 120.0) -> None:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     if not dist.is_initialized():
         try:
+            # Rank 0 serves the store as long as the roll call lives; the process group shares it.
+            call = meet(rank(), world_size(), timeout_s)
+            if call is not None:
+                call.answer({**code_facts(), **(facts or {})}, timeout_s)
             deepspeed.init_distributed(
                 get_accelerator().communication_backend_name(),
                 verbose=False,
@@ -100,6 +116,13 @@ def initialize(
     _require_same_section(job, model)
     # Also for the collectives of the constructors below.
     limit_waits(model.settings.transport_options.timeout_s)
+    model_parameters = None if model_parameters is None else list(model_parameters)
+    groups = getattr(optimizer, "param_groups", model_parameters) or []
+    compare(
+        {**code_facts(), **setting_facts({k: v for k, v in job.deepspeed.items() if k != "ds_ext"})},
+        model.settings.transport_options.timeout_s,
+        of_replicas={**stage_facts(model, groups), **data_facts(model, training_data)},
+    )
     if optimizer is not None or "optimizer" in config_dict:
         _require_parameters(model)
     engine = make_engine(

@@ -19,9 +19,11 @@ from deepspeed import comm as dist
 from deepspeed.runtime.pipe.module import PipelineModule as DeepSpeedPipelineModule
 from torch.utils.checkpoint import checkpoint
 
-from ..config import DsExtConfig, load_config
+from ..config import DsExtConfig, load_config, require_section
 from ..errors import ConfigError
 from ..fbd_layout import FORWARD_ROLE, make_layout
+from ..launch.job_facts import checksum, file_facts, setting_facts
+from ..launch.roll_call import compare
 from ..layout import data_parallel_size
 from ..pipe_schedules import Schedule
 from .disaggregate_grid import grid_of_role, index_tied_modules, on_hosts
@@ -84,7 +86,7 @@ class PipelineModule(DeepSpeedPipelineModule):
         for key in ("num_stages", "topology", "activation_checkpoint_func"):
             if kwargs.get(key) is not None:
                 raise ConfigError(f"PipelineModule takes no {key}: {_INSTEAD[key]}.")
-        settings = config if isinstance(config, DsExtConfig) else load_config(config).ds_ext
+        settings = config if isinstance(config, DsExtConfig) else _section(config)
         self.schedule: Schedule = settings.resolve_schedule()
         placement = settings.placement()
         layers = list(layers)
@@ -100,6 +102,16 @@ class PipelineModule(DeepSpeedPipelineModule):
             )
         data = data_parallel_size(dist.get_world_size(), placement, settings.tensor_parallel_size)
         layout = make_layout(placement, settings.tensor_parallel_size, data)
+        seeds = {"seed_layers": seed_layers, "base_seed": kwargs.get("base_seed")}
+        compare(
+            {
+                **setting_facts(settings.model_dump(exclude={"train"}), "ds_ext."),
+                **file_facts({"ds_ext.schedule": settings.schedule, **settings.schedule_options}),
+                **setting_facts({"partition_method": partition_method, **seeds}, "PipelineModule."),
+                "PipelineModule.layers": checksum(_kind(layer).encode() for layer in layers),
+            },
+            settings.transport_options.timeout_s,
+        )
         layout = on_hosts(layout, settings.fbd.forward_hosts)
         self.role = layout.role(dist.get_rank())
         device, data_index, _ = layout.coordinates(dist.get_rank())
@@ -223,6 +235,18 @@ class PipelineModule(DeepSpeedPipelineModule):
         for stage in self.stages:
             self._activate(stage)
             super().compile(*args, **kwargs)
+
+
+def _section(config: str | Mapping[str, Any]) -> DsExtConfig:
+    job = load_config(config)
+    require_section(job)
+    return job.ds_ext
+
+
+def _kind(layer: Any) -> str:
+    """The class of a layer, as far as it is known before it is built."""
+    kind = getattr(layer, "typename", type(layer))
+    return f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', kind)} "
 
 
 def _seed(seed: int) -> None:

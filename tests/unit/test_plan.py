@@ -102,17 +102,6 @@ def test_the_plan_as_text() -> None:
     assert text.startswith(without) and "rank 3" not in without
 
 
-def test_a_json_without_our_section_is_said_to_have_none() -> None:
-    made = make_plan(load_config({"train_batch_size": 4}))
-    options = {"boundaries": [0, 1], "layer_names": ["head"], "message_bytes": 4}
-    note, first, *_ = describe(made, **options).splitlines()
-    assert note.startswith('note: the JSON has no "ds_ext" section, so schedule and sizes are the defaults')
-    assert first == "schedule  1f1b, 1 micro-batch of 4 per pipeline group, 4 samples a step"
-    assert 'no "ds_ext"' not in describe(
-        make_plan(load_config({"train_batch_size": 4, "ds_ext": {}})), **options
-    )
-
-
 def test_a_plan_is_made_without_torch() -> None:
     code = (
         "import sys; from ds_ext.arguments import build_parser; from ds_ext.plan import make_plan;"

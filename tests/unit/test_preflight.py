@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import ds_ext
 from ds_ext import fbd_hosts
 from ds_ext.errors import ConfigError
 from ds_ext.plan import Plan, describe
@@ -95,12 +97,12 @@ def test_odd_but_valid_is_said_in_the_plan(planned: Any) -> None:
     assert not notes(planned("dpp", {"sequence_parallel": True, "tensor_parallel_size": 2}))
 
 
-def test_a_missing_section_is_told_before_what_follows_from_it(planned: Any) -> None:
-    start = r'^the JSON job.json has no "ds_ext" section, .* "pipeline_parallel_size": 4}\. Besides: '
-    with pytest.raises(ConfigError, match=start + 'training needs "optimizer" in the JSON'):
-        planned("dpp", None, optimizer=None)
-    with pytest.raises(ConfigError, match=f"{start}no data: give --data-path"):
-        planned("dpp", None)
+def test_a_missing_section_is_refused_first(planned: Any) -> None:
+    for flags in ((), ("--metrics-file", "nowhere/file")):
+        with pytest.raises(ConfigError, match=r'^"ds_ext": missing'):
+            planned("dpp", None, *flags, optimizer=None)
+    with pytest.raises(ConfigError, match=r'^"ds_ext": missing'):
+        ds_ext.PipelineModule([torch.nn.Linear(4, 4)], {"train_batch_size": 4})
     with pytest.raises(ConfigError, match=r"^no data: give --data-path"):
         planned("dpp", None, "--schedule", "gpipe")
     with pytest.raises(ConfigError, match=r"^training needs"):

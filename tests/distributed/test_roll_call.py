@@ -1,0 +1,84 @@
+"""Own scripts: PipelineModule and initialize() refuse ranks whose settings, optimizers, layers or data differ."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ds_ext
+from ds_ext.errors import ConfigError
+from tests.ranks import RankPool
+
+WIDTH = 4
+
+
+def build(rank: int, what: str) -> str | None:
+    """The error of a rank when ``what`` differs on rank 1; None when the job is accepted."""
+    other = rank == 1
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.2 if other and what == "lr" else 0.1}},
+        "ds_ext": {
+            "schedule": "gpipe" if other and what == "schedule" else "bitpipe",
+            "pipeline_parallel_size": 2,
+            "transport_options": {"timeout_s": 30},
+        },
+    }
+    wide = WIDTH + (other and what == "sizes")
+    widths = [WIDTH, wide, WIDTH, WIDTH, WIDTH]
+    layers: list[nn.Module] = [nn.Linear(*pair) for pair in pairwise(widths)]
+    if other and what == "layers":
+        layers[3] = nn.Sequential(layers[3])
+    targets = torch.ones(8, WIDTH) * (2 if other and what == "data" else 1)
+    data = torch.utils.data.TensorDataset(
+        torch.zeros(8, WIDTH), targets[: 7 if other and what == "length" else 8]
+    )
+    if what == "random data":
+        data = Random()
+    try:
+        model = ds_ext.PipelineModule(layers, config, loss_fn=nn.MSELoss(), partition_method="uniform")
+        rate = 0.2 if other and what == "group" else 0.1
+        groups = [{"params": list(model.parameters()), "lr": rate}]
+        ds_ext.initialize(model=model, model_parameters=groups, config=config, training_data=data)
+    except ConfigError as error:
+        assert error.reported_by == 0
+        return str(error)
+    return None
+
+
+class Random(torch.utils.data.Dataset[Any]):
+    """Inputs are augmented at random: each rank, and each reading, has others."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.randn(WIDTH), torch.zeros(WIDTH)
+
+
+KEYS = {
+    "schedule": "ds_ext.schedule",
+    "layers": "PipelineModule.layers",
+    "lr": "optimizer.params.lr",
+    "group": "stage 0: parameters",
+    "sizes": "stage 0: parameters",
+    "data": "training_data: first sample",
+}
+
+
+@pytest.mark.parametrize("what", KEYS)
+def test_a_rank_that_differs_is_refused_on_every_rank(ranks2: RankPool, what: str) -> None:
+    first, second = ranks2.run(build, what)
+    assert first is not None and first == second
+    assert f"{KEYS[what]}: " in first and "rank 0" in first and "rank 1" in first
+
+
+@pytest.mark.parametrize("what", ["nothing", "random data"])
+def test_equal_ranks_and_data_augmented_at_random_are_accepted(ranks2: RankPool, what: str) -> None:
+    assert ranks2.run(build, what) == [None, None]

@@ -1,0 +1,152 @@
+"""Ranks with different jobs are refused before the first step, with keys and ranks; a failed rank stops all hosts."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_ext.process import EXIT_CONFIG, EXIT_FAILED
+from tests.launch.jobs import ROOT, Job, command, environment, tiny_config, write_json
+from tests.selection import select
+
+SCRIPT, PER_RANK = str(ROOT / "train_gpt.py"), str(ROOT / "tests/launch/per_rank.py")
+# Below the 120 s that ranks would wait for each other; quiet, a refusal takes about 6 s, mostly of imports.
+LIMIT_S = 60.0
+RANKS = 4
+
+Change = Callable[[dict[str, Any], Path], Any]
+# What differs -> the change of the JSON, and the key that the error names.
+DIFFERENCES: dict[str, tuple[Change, str]] = {
+    "lr": (lambda c, _: c["optimizer"]["params"].update(lr=2e-3), "optimizer.params.lr"),
+    "seed": (lambda c, _: c["ds_ext"]["train"].update(seed=5), "--seed"),
+    "schedule": (lambda c, _: c["ds_ext"].update(schedule="gpipe"), "ds_ext.schedule"),
+    "key": (lambda c, _: c.update(gradient_clipping=0.5), "gradient_clipping"),
+    "missing key": (lambda c, _: c.pop("zero_optimization"), "zero_optimization.stage"),
+    "data": (lambda c, other: c["ds_ext"]["train"].update(data_path=str(other)), "contents of --data-path"),
+    "model size": (lambda c, _: c["ds_ext"]["train"].update(hidden_size=32), "--hidden-size"),
+}
+
+
+@pytest.fixture(scope="module")
+def other_corpus(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same folder, and the bytes of its tokens in reverse."""
+    made = tmp_path_factory.mktemp("other") / "data"
+    shutil.copytree(corpus, made)
+    data = next(made.glob("*.bin"))
+    data.write_bytes(data.read_bytes()[::-1])
+    return made
+
+
+@pytest.mark.parametrize(
+    "names", select([[*DIFFERENCES], *([name] for name in DIFFERENCES)], [[*DIFFERENCES]]), ids="+".join
+)
+def test_scripts_refuse_a_rank_that_differs(
+    names: list[str], corpus: Path, other_corpus: Path, tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    config = tiny_config(corpus)
+    usual = write_json(tmp_path / "usual.json", config)
+    for name in names:
+        DIFFERENCES[name][0](config, other_corpus)
+    other = write_json(tmp_path / "other.json", config)
+    flags = [["--deepspeed_config", str(path)] for path in (usual, other)]
+    words = command("deepspeed", RANKS, free_port(), PER_RANK, "3", SCRIPT, *flags[0], "--", *flags[1])
+    with Job(words, tmp_path) as job:
+        job.seconds_until_gone(LIMIT_S)
+        assert job.wait(5) == EXIT_CONFIG
+    keys = {DIFFERENCES[name][1] for name in names}
+    lines = [line.strip() for line in job.lines if re.search(r" on ranks 0-2, .* on rank 3$", line)]
+    assert keys <= {line.partition(": ")[0] for line in lines}, job.text
+    assert len(lines) == len(set(lines))
+    assert not job_trained(job.lines) and "Traceback" not in job.text, job.text
+
+
+def job_trained(lines: list[str]) -> bool:
+    return any(line.startswith("step ") for line in lines)
+
+
+def start_on_hosts(words: list[list[str]], port: int, tmp_path: Path) -> list[subprocess.Popen[str]]:
+    """A rank on each "host": no launcher sees the other's."""
+    found = []
+    for rank, command_line in enumerate(words):
+        variables = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(words)),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        process = subprocess.Popen(
+            [sys.executable, *command_line],
+            env=environment() | variables,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        found.append(process)
+    return found
+
+
+def ends(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    """Exit code and standard error of every rank."""
+    try:
+        return [
+            (process.returncode, error)
+            for process in processes
+            for _, error in [process.communicate(timeout=LIMIT_S)]
+        ]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_data_missing_on_one_host_is_one_error_that_ends_all(
+    failing: int, corpus: Path, tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    config = write_json(tmp_path / "job.json", tiny_config(corpus))
+    words = [[SCRIPT, "--deepspeed_config", str(config)] for _ in range(2)]
+    words[failing] += ["--data-path", "nowhere"]
+    results = ends(start_on_hosts(words, free_port(), tmp_path))
+    assert [code for code, _ in results] == [EXIT_CONFIG, EXIT_CONFIG], results
+    assert results[0][1].count("error: ") == 1 and "nowhere" in results[0][1], results
+    assert results[1][1] == "", results
+
+
+def test_another_error_before_joining_ends_all_hosts(tmp_path: Path, free_port: Callable[[], int]) -> None:
+    """An own script: a plain exception, with its traceback on its own host alone."""
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import os\nfrom ds_ext import process\n"
+        "def main():\n"
+        "    if os.environ['RANK'] == '1':\n        open('/nowhere/data')\n"
+        "    import ds_ext\n    ds_ext.init_distributed(100)\n"
+        "process.run(main)\n"
+    )
+    results = ends(start_on_hosts([[str(script)]] * 2, free_port(), tmp_path))
+    assert [code for code, _ in results] == [EXIT_FAILED, EXIT_FAILED], results
+    assert "rank 1 (host" in results[0][1] and "Traceback" not in results[0][1], results
+    assert results[1][1].count("Traceback") == 1, results
+
+
+def test_a_rank_that_never_comes_is_named(tmp_path: Path, free_port: Callable[[], int]) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import os, sys, time\nfrom ds_ext import process\n"
+        "def main():\n"
+        "    if os.environ['RANK'] == '2':\n        return 0\n"
+        "    import ds_ext\n    ds_ext.init_distributed(8)\n"
+        "process.run(main)\n"
+    )
+    results = ends(start_on_hosts([[str(script)]] * 3, free_port(), tmp_path))
+    assert [code for code, _ in results] == [EXIT_FAILED, EXIT_FAILED, 0], results
+    assert "rank 2 did not answer within 8 s" in results[0][1], results
+    assert "Traceback" not in results[0][1] + results[1][1] and results[1][1] == "", results
