@@ -17,7 +17,7 @@ BEFORE, AFTER = ["embedding", "positions and types"], ["heads", "words", "bias"]
 PADDING_MASK_BYTES = 1  # of a token, in every activation message
 
 
-def main() -> int | None:
+def main() -> int:
     args, plan = plan_job("train_bert.py", sys.argv[1:], "bert")
 
     from ds_ext.checkpoint_fit import check_load
@@ -68,9 +68,9 @@ def main() -> int | None:
         coin = math.log(2) if options.binary_head else 0.0
         floor = ("unigram entropy" + " plus ln 2" * options.binary_head, meta["unigram_entropy_nats"] + coin)
     fingerprint = tokenizer.fingerprint
-    Trainer(engine, args, plan, train, valid, args.seq_length, floor, fingerprint, config).run()
+    code = Trainer(engine, args, plan, train, valid, args.seq_length, floor, fingerprint, config).run()
     shut_down(engine)
-    return None
+    return code
 
 
 if __name__ == "__main__":

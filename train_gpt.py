@@ -17,7 +17,7 @@ from ds_ext.pretraining import cut_layers, describe_job, job_facts, micro_batche
 BEFORE, AFTER = ["embedding", "positions"], ["final norm", "head"]
 
 
-def main() -> int | None:
+def main() -> int:
     args, plan = plan_job("train_gpt.py", sys.argv[1:], "gpt")
 
     from ds_ext.checkpoint_fit import check_load
@@ -61,9 +61,9 @@ def main() -> int | None:
     meta = read_meta(args.data_path) or {}
     floor = ("unigram entropy", meta["unigram_entropy_nats"]) if "unigram_entropy_nats" in meta else None
     tokenizer = meta.get("tokenizer_fingerprint")
-    Trainer(engine, args, plan, train, valid, args.seq_length, floor, tokenizer, config).run()
+    code = Trainer(engine, args, plan, train, valid, args.seq_length, floor, tokenizer, config).run()
     shut_down(engine)
-    return None
+    return code
 
 
 def vocab_size(args: argparse.Namespace) -> int:

@@ -36,6 +36,7 @@ class DsExtConfig(Section):
     sequence_parallel: bool = False
     schedule_options: dict[str, Any] = Field(default_factory=dict)
     eager_gradient_sync: bool = True
+    max_nonfinite_losses: int = Field(default=10, ge=0)
     transport: Literal["auto", "shm", "rdma", "tcp", "torch"] = "auto"
     transport_options: TransportOptions = TransportOptions()
     fbd: FbdOptions = FbdOptions()

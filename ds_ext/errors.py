@@ -63,3 +63,14 @@ class ProtocolError(TransportError):
 
 class CheckpointError(DsExtError, RuntimeError):
     """A checkpoint that is missing, incomplete or does not fit the model."""
+
+
+class NonFiniteLoss(DsExtError, ArithmeticError):
+    """The loss was infinite or not a number for too many steps in a row.
+
+    ``first`` is (step, rank, parameter) of the first gradient that was not finite; None when all were.
+    """
+
+    def __init__(self, message: str, first: tuple[int, int, str] | None) -> None:
+        super().__init__(message)
+        self.first = first

@@ -40,6 +40,11 @@ def check_job(
         value = getattr(args, flag)
         if value < lowest:
             raise ConfigError(f"--{flag.replace('_', '-')} must be at least {lowest}; got {value}.")
+    if args.save_interval and not args.save:
+        raise ConfigError(
+            f"--save-interval {args.save_interval}: --save is missing, so no checkpoint would be written. Give "
+            f"--save DIR, or leave --save-interval out."
+        )
     if args.load:
         require_checkpoint(args.load)
     if args.save:

@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ from .models.hf_config import unseen_in_weights
 from .observe.metrics import MetricsFile, StepMetrics, peak_memory_bytes
 from .pipe_schedules.files import is_timetable_file
 from .plan import Plan
-from .process import rank, world_size
+from .process import EXIT_FAILED, rank, world_size
 
+EXIT_NOT_SAVED = 3
 EXIT_PIPE = 141  # a shell's code for a program that SIGPIPE ended
 
 
@@ -37,6 +38,12 @@ def say(text: str) -> None:
     if rank() == 0:
         # With its end in one piece: launchers run Python unbuffered, and another process would speak in between.
         print(f"{text}\n", end="", flush=True)
+
+
+def say_error(text: str) -> None:
+    """Print on rank 0's standard error, at once."""
+    if rank() == 0:
+        print(f"error: {text}\n", end="", file=sys.stderr, flush=True)
 
 
 def show(text: str) -> int:
@@ -73,16 +80,23 @@ class Trainer:
     tokenizer: str | None = None
     model: TransformerConfig | None = None
     validation_loss: float | None = None
+    not_saved: list[int] = field(default_factory=list)
 
-    def run(self) -> None:
-        """Train to the last step; evaluate and save on the way and at the end."""
+    def run(self) -> int:
+        """Train to the last step; evaluate and save at intervals and at the end.
+
+        Returns:
+            The exit code: 0, EXIT_NOT_SAVED when a checkpoint could not be written, 1 when the last loss is not finite.
+        """
         args = self.args
+        if args.save:
+            self.engine.try_checkpoint_folder(args.save)
         step = done = self.resume()
         if step >= args.train_iters:
             say(
                 f"nothing to train: the checkpoint is at step {step} and --train-iters is {args.train_iters}."
             )
-            return
+            return 0
         # What the set-up made stays; looking it through for cycles takes one rank 0.1 s while all others wait.
         gc.collect()
         gc.freeze()
@@ -99,8 +113,9 @@ class Trainer:
                 if last or _due(step, args.eval_interval):
                     self.evaluate(step)
                 if args.save and (last or _due(step, args.save_interval)):
-                    self.save(step)
+                    self.save(step, loss)
         self.say_goodbye(loss)
+        return self.exit_code(loss)
 
     def step(self, step: int) -> StepMetrics:
         """One optimizer step and what it cost."""
@@ -135,8 +150,13 @@ class Trainer:
         self.validation_loss = loss
         say(f"step {step}: validation loss {loss:.4f}, perplexity {_perplexity(loss)}")
 
-    def save(self, step: int) -> None:
-        """Write a checkpoint with the position in the data."""
+    def save(self, step: int, loss: float) -> None:
+        """Write a checkpoint with the position in the data; training goes on when that fails."""
+        watch = self.engine.loss_watch
+        if watch is not None and watch.in_a_row and not math.isfinite(loss):
+            self.not_saved.append(step)
+            say_error(f"step {step}: no checkpoint saved, as the loss is {loss}. The last one stays current.")
+            return
         state = {
             "step": step,
             "tokenizer": self.tokenizer,
@@ -146,8 +166,13 @@ class Trainer:
             "sizes": self._sizes(),
             **self.train.state_dict(),
         }
-        self.engine.save_checkpoint(self.args.save, tag=f"step_{step}", client_state=state)
-        say(f"step {step}: saved {Path(self.args.save) / f'step_{step}'}")
+        try:
+            self.engine.save_checkpoint(self.args.save, tag=f"step_{step}", client_state=state)
+        except CheckpointError as error:  # on every rank
+            self.not_saved.append(step)
+            say_error(f"step {step}: {error} Training goes on.")
+        else:
+            say(f"step {step}: saved {Path(self.args.save) / f'step_{step}'}")
 
     def resume(self) -> int:
         """Load ``--load`` if given. Returns the number of steps done."""
@@ -206,6 +231,18 @@ class Trainer:
         if self.args.save:
             lines.insert(0, f"train on       {resume_command(sys.argv, self.args)}")
         say("next: " + "\n      ".join(lines))
+
+    def exit_code(self, loss: float) -> int:
+        """0 when the last loss is finite and every checkpoint was saved; says what is missing otherwise."""
+        if not math.isfinite(loss):
+            say_error(f"the last loss is {loss}: the model did not train.")
+            return EXIT_FAILED
+        if self.not_saved:
+            say_error(
+                f"checkpoints not saved: step {', '.join(map(str, self.not_saved))} (exit code {EXIT_NOT_SAVED})."
+            )
+            return EXIT_NOT_SAVED
+        return 0
 
     def _shown_by(self) -> list[str]:
         """What the verb ``show`` needs to draw the order that was run."""

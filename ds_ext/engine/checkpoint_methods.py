@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from .checkpoint import save_checkpoint
 from .checkpoint_load import load_checkpoint
 from .checkpoint_together import by_rank_0
+from .checkpoint_trial import try_folder
 from .telling import TellsWhatItDid
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,15 @@ class CheckpointMethods(TellsWhatItDid):
 
     def weights_loaded(self) -> None:
         """Called on all ranks after a checkpoint is loaded."""
+
+    def try_checkpoint_folder(self, save_dir: str | os.PathLike[str]) -> None:
+        """Find out before the first step whether checkpoints can be saved to ``save_dir``; a call of all ranks.
+
+        Every rank writes a small file, and rank 0 reads them and compares the free room with one checkpoint's size.
+        Raises ConfigError, the same on every rank.
+        """
+        with self._during(f"trying the folder {save_dir}"):
+            try_folder(self, Path(save_dir))
 
     def save_checkpoint(
         self,

@@ -29,6 +29,7 @@ from .batches import Batches, IteratorBatches
 from .busy import BusyClock
 from .checkpoint_methods import CheckpointMethods
 from .handlers import InstructionHandlers
+from .loss_watch import LossWatch
 from .messages import Kind, StageMessages
 from .micro_batches import MicroBatches
 from .schedule_methods import ScheduleMethods
@@ -45,6 +46,7 @@ class PipelineEngine(CheckpointMethods, ScheduleMethods, InstructionHandlers):
     """
 
     batches: Batches | None = None
+    loss_watch: LossWatch | None = None
 
     def __init__(self, **kwargs: Any) -> None:
         # The parent's first positional argument is has_bool_tensors: keywords only.
@@ -183,7 +185,11 @@ class PipelineEngine(CheckpointMethods, ScheduleMethods, InstructionHandlers):
     def train_batch(self, data_iter: Iterator[Any] | Batches | None = None) -> Tensor:
         """One optimizer step over N micro-batches a pipeline group.
 
-        Returns the mean loss of all micro-batches, on every rank. Raises ConfigError without data.
+        Returns the mean loss of all micro-batches, on every rank.
+
+        Raises:
+            ConfigError: there are no data.
+            NonFiniteLoss: the loss was not finite in ``max_nonfinite_losses`` steps in a row.
         """
         if data_iter is not None:
             self.set_dataiterator(data_iter)
@@ -191,13 +197,15 @@ class PipelineEngine(CheckpointMethods, ScheduleMethods, InstructionHandlers):
             raise ConfigError(
                 "train_batch() has no data: give training_data to initialize(), or data_iter to train_batch()."
             )
-        step = self.global_steps + 1
+        step, skipped = self.global_steps + 1, self.skipped_steps
         with self._during(f"step {step}"):
             if self.tracer is not None:
                 self.tracer.start_step(step)
             loss = super().train_batch()
             if self.tracer is not None:
                 self.tracer.end_step()
+            if self.loss_watch is not None:
+                self.loss_watch.loss(step, float(loss), self.skipped_steps > skipped)
         self.batches.advance(self._running.micro_batches * self.layout.data_parallel_size)
         return loss
 

@@ -63,7 +63,8 @@ class EagerReduction:
         tracer = self.engine.tracer
         parameters = self._parameters[stage]
         fill_missing_gradients(self.engine, parameters)
-        gradients = [g for g in map(self._gradient, parameters) if g is not None]
+        found = (accumulated_gradient(self.engine, parameter) for parameter in parameters)
+        gradients = [gradient for gradient in found if gradient is not None]
         kinds = sorted({g.dtype for g in gradients}, key=str)
         for mine in ([g for g in gradients if g.dtype == kind] for kind in kinds):
             flat = _flatten_dense_tensors(mine).to(self.engine.communication_data_type)
@@ -74,12 +75,13 @@ class EagerReduction:
             if tracer is not None:
                 tracer.reducing(stage, flat, begin, work)
 
-    def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Where the gradient of a parameter is accumulated over the micro-batches."""
-        optimizer = self.engine.optimizer
-        if isinstance(optimizer, ZeROOptimizer) and hasattr(optimizer, "get_gradient_for_reduction"):
-            return optimizer.get_gradient_for_reduction(parameter)
-        return getattr(parameter, "_hp_grad", None) if self.engine.using_bf16_optimizer else parameter.grad
+
+def accumulated_gradient(engine: Any, parameter: nn.Parameter) -> Tensor | None:
+    """Where the gradient of a parameter is accumulated over the micro-batches."""
+    optimizer = engine.optimizer
+    if isinstance(optimizer, ZeROOptimizer) and hasattr(optimizer, "get_gradient_for_reduction"):
+        return optimizer.get_gradient_for_reduction(parameter)
+    return getattr(parameter, "_hp_grad", None) if engine.using_bf16_optimizer else parameter.grad
 
 
 def fill_missing_gradients(engine: Any, parameters: Iterable[nn.Parameter]) -> None:

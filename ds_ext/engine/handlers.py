@@ -26,6 +26,7 @@ from .batches import Batches
 from .busy import BusyClock
 from .grad_norm import clip_grad_norm
 from .grad_sync import EagerReduction, fill_missing_gradients
+from .loss_watch import LossWatch
 from .messages import Kind, StageMessages, pack, unpack
 from .module import PipelineModule
 
@@ -48,6 +49,7 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
     _messages: StageMessages
     _busy: BusyClock
     _eager: EagerReduction | None
+    loss_watch: LossWatch | None
     _fetched: dict[int, Any]
     _loss_sum: Tensor
     _compute_loss: bool
@@ -154,6 +156,8 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
             self._eager.after(stage, micro_batch)
 
     def _exec_reduce_grads(self) -> None:
+        if self.loss_watch is not None:
+            self.loss_watch.gradients(self.global_steps + 1)
         if self._eager is None:
             fill_missing_gradients(self, self.module.parameters())
             super()._exec_reduce_grads()

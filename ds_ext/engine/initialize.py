@@ -19,12 +19,14 @@ from ..batch_sizes import batch_sizes
 from ..comm.groups import limit_waits
 from ..config import JobConfig, load_config
 from ..deepspeed_json import fp32_sums_of_bf16, half_through_zero
+from ..deepspeed_sections import precision
 from ..errors import ConfigError
 from ..failure import rank, world_size
 from ..launch.job_facts import code_facts, setting_facts
 from ..launch.roll_call import Facts, compare, meet
 from .disaggregate import make_engine
 from .engine import PipelineEngine
+from .loss_watch import LossWatch
 from .module import PipelineModule
 from .replica_facts import data_facts, stage_facts
 
@@ -138,6 +140,8 @@ def initialize(
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
     )
+    fp16 = precision(job.deepspeed) == "fp16"
+    engine.loss_watch = LossWatch(engine, model.settings.max_nonfinite_losses, fp16)
     engine._configure_python_gc()
     limit_waits(job.ds_ext.transport_options.timeout_s)
     return engine, engine.optimizer, None, engine.lr_scheduler

@@ -71,8 +71,10 @@ def job_trained(lines: list[str]) -> bool:
     return any(line.startswith("step ") for line in lines)
 
 
-def start_on_hosts(words: list[list[str]], port: int, tmp_path: Path) -> list[subprocess.Popen[str]]:
-    """A rank on each "host": no launcher sees the other's."""
+def start_on_hosts(
+    words: list[list[str]], port: int, tmp_path: Path, before: list[list[str]] | None = None
+) -> list[subprocess.Popen[str]]:
+    """A rank on each "host": no launcher sees the other's. ``before`` are words in front of each interpreter."""
     found = []
     for rank, command_line in enumerate(words):
         variables = {
@@ -84,7 +86,7 @@ def start_on_hosts(words: list[list[str]], port: int, tmp_path: Path) -> list[su
             "MASTER_PORT": str(port),
         }
         process = subprocess.Popen(
-            [sys.executable, *command_line],
+            [*(before[rank] if before else []), sys.executable, *command_line],
             env=environment() | variables,
             cwd=tmp_path,
             stdout=subprocess.PIPE,
