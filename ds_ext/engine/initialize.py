@@ -122,7 +122,6 @@ def initialize(
     groups = getattr(optimizer, "param_groups", model_parameters) or []
     compare(
         {**code_facts(), **setting_facts({k: v for k, v in job.deepspeed.items() if k != "ds_ext"})},
-        model.settings.transport_options.timeout_s,
         of_replicas={**stage_facts(model, groups), **data_facts(model, training_data)},
     )
     if optimizer is not None or "optimizer" in config_dict:

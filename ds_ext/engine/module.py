@@ -109,8 +109,7 @@ class PipelineModule(DeepSpeedPipelineModule):
                 **file_facts({"ds_ext.schedule": settings.schedule, **settings.schedule_options}),
                 **setting_facts({"partition_method": partition_method, **seeds}, "PipelineModule."),
                 "PipelineModule.layers": checksum(_kind(layer).encode() for layer in layers),
-            },
-            settings.transport_options.timeout_s,
+            }
         )
         layout = on_hosts(layout, settings.fbd.forward_hosts)
         self.role = layout.role(dist.get_rank())

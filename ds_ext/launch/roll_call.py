@@ -43,9 +43,10 @@ class RollCall:
         from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
         self.rank, self.world_size = rank, world_size
-        # Ranks call the roll in the same order, so the n-th call of each belongs together.
-        number = store.add(f"ds_ext/roll_calls/{rank}", 1)
-        self._store = PrefixStore(f"ds_ext/roll_call/{number}", store)
+        # Ranks call the roll in the same order: the n-th call of each belongs together. torchrun may restart them.
+        attempt = f"ds_ext/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        number = store.add(f"{attempt}/roll_calls/{rank}", 1)
+        self._store = PrefixStore(f"{attempt}/roll_call/{number}", store)
 
     def answer(self, facts: Facts, timeout_s: float, of_replicas: Facts | None = None) -> None:
         """State this rank's job and return when all ranks state the same.
@@ -167,13 +168,18 @@ def meet(rank: int, world_size: int, timeout_s: float) -> RollCall | None:
     return RollCall(store, rank, world_size)
 
 
-def compare(facts: Facts, timeout_s: float, of_replicas: Facts | None = None) -> None:
-    """Call the roll of a job that has its process group; see :meth:`RollCall.answer`."""
+def compare(facts: Facts, of_replicas: Facts | None = None) -> None:
+    """Call the roll of a job that has its process group; see :meth:`RollCall.answer`.
+
+    Ranks wait for each other as long as they did to make the group: they may be reading data or building layers.
+    """
     import torch.distributed as dist
 
     if dist.get_world_size() > 1:
         store = dist.distributed_c10d._get_default_store()
-        RollCall(store, dist.get_rank(), dist.get_world_size()).answer(facts, timeout_s, of_replicas)
+        call = RollCall(store, dist.get_rank(), dist.get_world_size())
+        limit = store.timeout  # pyright: ignore[reportAttributeAccessIssue]
+        call.answer(facts, limit.total_seconds(), of_replicas)
 
 
 def stop_other_hosts(rank: int, world_size: int, text: str, kind: str) -> bool:
