@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -12,7 +13,12 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+import tests.reduced_host.sitecustomize as reduced_host
 from tests.ranks import RankPool, Ranks
+
+if reduced_host.WITHOUT:  # also in the processes that the tests start
+    search = [str(Path(reduced_host.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, search))
 
 # How long an example takes says more about the machine than about the code.
 hypothesis.settings.register_profile("patient", deadline=None)

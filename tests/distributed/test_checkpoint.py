@@ -19,6 +19,7 @@ from ds_ext.errors import CheckpointError, ConfigError
 from ds_ext.models.gpt import gpt_layer_specs
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel
 from tests.engine_runs import MODEL, Job, StepBatches, build
+from tests.precisions import needs
 from tests.ranks import Ranks
 from tests.reference import random_batches
 
@@ -139,7 +140,7 @@ CASES: list[tuple[Sizes, Sizes, str, int, float]] = [
 
 @pytest.mark.parametrize(
     ("before", "after", "precision", "zero", "tolerance"),
-    CASES,
+    [pytest.param(*case, marks=needs(case[2])) for case in CASES],
     ids=[f"{case[0][0]}-{case[1][0]}-{case[2]}-ZeRO{case[3]}" for case in CASES],
 )
 def test_going_on_under_other_sizes(
@@ -168,6 +169,7 @@ def test_going_on_under_other_sizes(
         assert back[0][0] == pytest.approx(straight[AT:], rel=EXACT)
 
 
+@needs("bf16")
 def test_precision_and_zero_stage_may_change(ranks: Ranks, tmp_path: Path) -> None:
     half = Job(*F1B_2, GPT, STEPS, deepspeed=settings("bf16", 1))
     full = Job(*F1B_2, GPT, STEPS, deepspeed=settings("fp32", 0))

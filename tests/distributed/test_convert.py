@@ -18,6 +18,7 @@ from ds_ext.models.hf_config import unseen_in_weights
 from ds_ext.training import Trainer
 from tests.distributed import test_bert, test_checkpoint
 from tests.engine_runs import MODEL, Job, StepBatches, build
+from tests.precisions import needs
 from tests.ranks import Ranks
 from tests.reference import random_batches
 
@@ -52,6 +53,7 @@ def best_weights(checkpoint: Path) -> dict[str, Tensor]:
     }
 
 
+@needs("bf16")
 def test_from_tensor_and_pipeline_parallel_ranks(ranks: Ranks, tmp_path: Path) -> None:
     from tests.hf_models import loaded, logits_difference
 

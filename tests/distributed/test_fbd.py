@@ -15,6 +15,7 @@ from ds_ext.pipe_schedules.fbd import most_ahead
 from tests.distributed.test_parity import WITH_DROPOUT, assert_equal, reference, tensor_parallel_reference
 from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build, train
 from tests.fbd_watch import Seen, watch
+from tests.precisions import needs
 from tests.ranks import Ranks
 from tests.selection import select
 
@@ -118,7 +119,7 @@ HALF: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param(name, marks=needs(name)) for name in HALF])
 def test_half_precision_with_zero_1_is_that_of_1f1b(ranks: Ranks, precision: str) -> None:
     """The same numbers as a plain pipeline in that precision, whose backward ranks compute the same.
 

@@ -20,6 +20,7 @@ import pytest
 
 from ds_ext.pipe_schedules import SCHEDULES
 from tests.engine_runs import MODEL, Job, batches_of, train
+from tests.precisions import needs
 from tests.ranks import Ranks
 from tests.reference import ReferenceRun, train_reference
 from tests.selection import select
@@ -92,7 +93,11 @@ def without_a_pipeline(ranks: Ranks, precision: str, zero: int) -> dict[str, Any
     return ranks(1).run(train, job, timeout_s=120)[0]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=needs(case.precision)) for case in CASES],
+    ids=lambda case: "-".join(map(str, case)),
+)
 def test_trains_alike(ranks: Ranks, case: Case) -> None:
     job = job_of(case)
     results = ranks(job.world_size).run(train, job, timeout_s=120)

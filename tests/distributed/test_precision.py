@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.engine_runs import MODEL, Job, build, train
+from tests.precisions import needs
 from tests.ranks import RankPool, Ranks
 from tests.reference import random_batches
 
@@ -23,7 +24,10 @@ def json(precision: str, zero: int, **section: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("precision", "zero"), [("bf16", 0), ("bf16", 1), ("fp16", 0), ("fp16", 1)])
+@pytest.mark.parametrize(
+    ("precision", "zero"),
+    [pytest.param(name, zero, marks=needs(name)) for name in ("bf16", "fp16") for zero in (0, 1)],
+)
 def test_schedules_agree_in_half_precision(ranks: Ranks, precision: str, zero: int) -> None:
     scale = {"initial_scale_power": 8} if precision == "fp16" else {}
     results = [
@@ -55,6 +59,7 @@ def train_with_overflow(rank: int, job: Job) -> tuple[list[int], list[float]]:
     return skipped, scales
 
 
+@needs("fp16")
 @pytest.mark.parametrize("schedule", ["1f1b", "bitpipe_zb"])
 def test_an_overflow_anywhere_skips_the_step_everywhere(ranks2: RankPool, schedule: str) -> None:
     """A loss scale of 2^40 overflows at first; every rank skips the same steps, and then all train."""

@@ -17,15 +17,23 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 MARKER = "DS_EXT_TEST_JOB"
 BIN = Path(sys.executable).parent
+REDUCED_HOST = ROOT / "tests" / "reduced_host"
 LAUNCHERS = ("deepspeed", "torchrun")
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """The caller's environment without what a launcher sets, one thread a rank."""
+    """The caller's environment without what a launcher sets, one thread a rank.
+
+    ``DS_EXT_TEST_WITHOUT="fp16"`` hides a precision from the processes; see tests/reduced_host.
+    """
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {key: value for key, value in os.environ.items() if key not in dropped}
     kept.update(
-        PATH=f"{BIN}:{kept['PATH']}", OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu", PYTHONPATH=str(ROOT), **extra
+        PATH=f"{BIN}:{kept['PATH']}",
+        OMP_NUM_THREADS="1",
+        DS_ACCELERATOR="cpu",
+        PYTHONPATH=f"{ROOT}{os.pathsep}{REDUCED_HOST}",
+        **extra,
     )
     return kept
 
