@@ -39,11 +39,12 @@ def main() -> int:
 
     import ds_ext
     from ds_ext.data.meta import read_meta
-    from ds_ext.engine import init_distributed, on_hosts, weight_decay_groups
+    from ds_ext.engine import check_precision, init_distributed, on_hosts, weight_decay_groups
     from ds_ext.models.gpt import gpt_layer_specs, gpt_loss
     from ds_ext.tensor_parallel import DropoutClock, create_tensor_parallel
 
     settings = plan.job.ds_ext
+    check_precision(plan.job)
     init_distributed(settings.transport_options.timeout_s, job_facts(args, plan, config.vocab_size))
     say(text)
     tp = create_tensor_parallel(on_hosts(plan.layout, settings.fbd.forward_hosts).groups()["tensor"])

@@ -291,8 +291,14 @@ def _offloads(config: Mapping[str, Any]) -> bool:
 
 def precision(config: Mapping[str, Any]) -> str:
     """bf16, fp16 or fp32, as the JSON's sections of these names say."""
-    for name, kind in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
+    name = precision_section(config) or "fp32"
+    return "bf16" if name == "bfloat16" else name
+
+
+def precision_section(config: Mapping[str, Any]) -> str | None:
+    """Name of the section that enables half precision; None for fp32."""
+    for name in ("bf16", "bfloat16", "fp16"):
         section = config.get(name)
         if isinstance(section, Mapping) and section.get("enabled"):
-            return kind
-    return "fp32"
+            return name
+    return None

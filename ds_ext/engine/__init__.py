@@ -10,7 +10,7 @@ if not torch.accelerator.is_available():
 
 from .disaggregate_grid import on_hosts
 from .engine import PipelineEngine
-from .initialize import init_distributed, initialize
+from .initialize import check_precision, init_distributed, initialize
 from .module import PipelineModule
 from .parameter_groups import weight_decay_groups
 from .topology import FoldedTopology
@@ -19,6 +19,7 @@ __all__ = [
     "FoldedTopology",
     "PipelineEngine",
     "PipelineModule",
+    "check_precision",
     "init_distributed",
     "initialize",
     "on_hosts",

@@ -19,7 +19,7 @@ from ..batch_sizes import batch_sizes
 from ..comm.groups import limit_waits
 from ..config import JobConfig, load_config
 from ..deepspeed_json import fp32_sums_of_bf16, half_through_zero
-from ..deepspeed_sections import precision
+from ..deepspeed_sections import precision, precision_section
 from ..errors import ConfigError
 from ..failure import rank, world_size
 from ..launch.job_facts import code_facts, setting_facts
@@ -29,6 +29,28 @@ from .engine import PipelineEngine
 from .loss_watch import LossWatch
 from .module import PipelineModule
 from .replica_facts import data_facts, stage_facts
+
+
+def check_precision(job: JobConfig) -> None:
+    """Raise ConfigError if the device of this rank does not support the precision of the job.
+
+    Uses no process group, so that every rank can call it before one is made.
+    """
+    wanted, accelerator = precision(job.deepspeed), get_accelerator()
+    if wanted == "fp32":
+        return
+    # To answer, an accelerator may allocate on its current device: select the device that DeepSpeed will select.
+    accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    supports = {"bf16": accelerator.is_bf16_supported, "fp16": accelerator.is_fp16_supported}
+    if supports[wanted]():
+        return
+    other = "fp16" if wanted == "bf16" else "bf16"
+    half = f'"{other}": {{"enabled": true}} or ' if supports[other]() else ""
+    key = f"{precision_section(job.deepspeed)}.enabled"
+    raise ConfigError(
+        f"{job.flags.get(key, key)}: the device {accelerator.device_name()} of this host does not support {wanted} "
+        f"(got true). Use {half}fp32, which needs no section."
+    )
 
 
 def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> None:
@@ -93,7 +115,8 @@ def initialize(
     ``training_dataloader`` is None: micro-batches of ``training_data`` are fetched by id, in order, epoch after epoch.
 
     Raises:
-        ConfigError: the model is not ours, the JSON is missing or contradicts the model.
+        ConfigError: the model is not ours, the JSON is missing or contradicts the model, or the device does not
+            support its precision.
     """
     if not isinstance(model, PipelineModule):
         raise ConfigError(
@@ -114,6 +137,7 @@ def initialize(
         gradient_accumulation_steps=sizes.gradient_accumulation_steps,
         train_batch_size=sizes.train_batch_size,
     )
+    check_precision(job)
     init_distributed()
     _require_same_section(job, model)
     # Also for the collectives of the constructors below.

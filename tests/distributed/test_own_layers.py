@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 import ds_ext
 from ds_ext.errors import ConfigError
+from tests.precisions import needs
 from tests.ranks import RankPool
 
 STEPS, LR = 3, 0.1
@@ -169,6 +171,7 @@ def repeated_norms(rank: int) -> list[float]:
     return norms
 
 
+@needs("bf16")
 def test_bf16_gradients_of_many_micro_batches_are_summed_in_fp32(ranks2: RankPool) -> None:
     few, many = ranks2.run(repeated_norms, timeout_s=120)[0]
     assert many == pytest.approx(few, rel=1e-2)  # summed in bf16 it would be half
@@ -209,3 +212,25 @@ def test_one_clear_error(ranks2: RankPool) -> None:
     assert "a DataLoader is none: give iter(...) of it once" in first[0]
     assert 'takes no num_stages: the "ds_ext" section says' in first[1]
     assert "must be one number; loss_fn" in last[2] and "gives a tensor of shape (2,)" in last[2]
+
+
+def refused_on_rank_0(rank: int, section: str) -> str:
+    """The error of initialize() on rank 0. Rank 1 does not call it, so a collective would not end."""
+    config = job("1f1b", 2, **{section: {"enabled": True}})
+    layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(2)]
+    model = ds_ext.PipelineModule(layers, config, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+    if rank != 0:
+        return ""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as caught:
+        for check in ("is_bf16_supported", "is_fp16_supported"):
+            patch.setattr(get_accelerator(), check, lambda: False)
+        ds_ext.initialize(model=model, config=config, model_parameters=model.parameters())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("section", ["bf16", "bfloat16", "fp16"])
+def test_a_precision_that_the_device_lacks_is_refused_without_a_collective(
+    ranks2: RankPool, section: str
+) -> None:
+    error = ranks2.run(refused_on_rank_0, section)[0]
+    assert error.startswith(f"{section}.enabled: ") and "cpu" in error and "fp32" in error

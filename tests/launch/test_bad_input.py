@@ -13,15 +13,16 @@ import pytest
 
 from ds_ext.data.tokenizer import train_bpe
 from tests.launch.jobs import LAUNCHERS, ROOT, Job, command, environment, tiny_config, write_json
+from tests.launch.test_bert import prepare as prepare_bert
 
 SCRIPT = str(ROOT / "train_gpt.py")
 
 
 def run_rank(
-    path: Path, *flags: str, rank: int = 0, world: int = 2, **env: str
+    path: Path, *flags: str, rank: int = 0, world: int = 2, script: str = "train_gpt.py", **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """train_gpt.py as a launcher would start it; a rendezvous would fail at once, for there is no address."""
-    words = [sys.executable, SCRIPT, "--deepspeed_config", str(path), *flags]
+    """``script`` as a launcher would start it; a rendezvous would fail at once, for there is no address."""
+    words = [sys.executable, str(ROOT / script), "--deepspeed_config", str(path), *flags]
     variables = environment(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), **env)
     return subprocess.run(words, env=variables, cwd=path.parent, capture_output=True, text=True, timeout=60)
 
@@ -169,6 +170,44 @@ def test_launchers_show_it_once(config: Path, free_port: Callable[[], int], laun
             assert any("exitcode  : 2" in line for line in job.lines)
         else:
             assert len(said) == 1 and "Traceback" not in job.text
+
+
+PRECISION_JOBS: dict[str, tuple[str, list[str], tuple[str, ...]]] = {
+    "fp16": ("fp16", [], ("fp16.enabled: ", "cpu", '"bf16"', "fp32")),
+    "fp16 flag": ("", ["--fp16"], ("--fp16: ", "cpu", '"bf16"', "fp32")),
+    "bf16": ("bf16", [], ("bf16.enabled: ", "cpu", "fp32")),
+    "bfloat16": ("bfloat16", [], ("bfloat16.enabled: ", "cpu", "fp32")),
+}
+
+
+@pytest.mark.parametrize("job", PRECISION_JOBS)
+def test_precision_that_the_device_lacks(corpus: Path, tmp_path: Path, job: str) -> None:
+    section, flags, words = PRECISION_JOBS[job]
+    enabled = {section: {"enabled": True}} if section else {}
+    path = write_json(tmp_path / "job.json", tiny_config(corpus) | enabled)
+    without = "fp16" if "fp16" in job else "fp16,bf16"
+    refused(run_rank(path, *flags, DS_EXT_TEST_WITHOUT=without), *words)
+    planned = run_rank(path, *flags, "--dry-run", DS_EXT_TEST_WITHOUT=without)
+    assert planned.returncode == 0, planned.stderr
+
+
+def test_precision_that_the_device_lacks_for_bert(tmp_path: Path) -> None:
+    config = tiny_config(prepare_bert(tmp_path))
+    config["ds_ext"]["train"] |= {"seq_length": 24}
+    path = write_json(tmp_path / "job.json", config)
+    result = run_rank(path, "--fp16", script="train_bert.py", DS_EXT_TEST_WITHOUT="fp16")
+    refused(result, "--fp16: ", "cpu", '"bf16"', "fp32")
+
+
+def test_own_script_with_a_precision_that_the_device_lacks(
+    tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    words = command("deepspeed", 2, free_port(), str(ROOT / "tests" / "launch" / "toy.py"), "1", "30")
+    with Job(words, tmp_path, TOY_PRECISION="fp16", DS_EXT_TEST_WITHOUT="fp16") as job:
+        job.seconds_until_gone(240)
+        assert job.wait(5) == 2
+        errors = [line for line in job.lines if "error: " in line]
+        assert len(errors) == 1 and errors[0].startswith("error: fp16.enabled: "), job.text
 
 
 def test_dry_run_prints_the_plan(config: Path) -> None:

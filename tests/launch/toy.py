@@ -1,10 +1,13 @@
 """A training script of a user: own layers in a ds_ext.PipelineModule, run by ds_ext.process.
 
 toy.py STEPS TIMEOUT_S [FAILING_RANK FAILING_STEP]
+
+The environment variable TOY_PRECISION names a section of the JSON to enable, such as fp16.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -46,6 +49,8 @@ def main() -> None:
         "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
         "ds_ext": {"pipeline_parallel_size": ranks, "transport_options": {"timeout_s": timeout_s}},
     }
+    if "TOY_PRECISION" in os.environ:
+        config[os.environ["TOY_PRECISION"]] = {"enabled": True}
     # Starting takes longer than the limit that some tests set for messages.
     init_distributed(60)
     if failing_rank == EVERY:
