@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 from typing import Any
 
+from ..comm.spin import usable_cores
 from ..errors import ConfigError
 from ..pipe_schedules import get_schedule
 from ..pipe_schedules.costs import Costs
@@ -57,8 +57,10 @@ def run(args: argparse.Namespace) -> int:
     for name, speeds in found.items():
         median, best = statistics.median(speeds), max(speeds)
         print(f"{name:<16} {median:8.0f} tokens/s, best {best:8.0f}, {_ratio(name, found):.3f} x {RIVAL}")
-    if args.stages > (os.cpu_count() or 1):
-        print(f"{args.stages} ranks share {os.cpu_count()} cores: the figures say little about the engines.")
+    if args.stages > usable_cores():
+        print(
+            f"{args.stages} ranks share {usable_cores():g} cores: the figures say little about the engines."
+        )
     return 0
 
 

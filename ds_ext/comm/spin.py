@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 from ds_ext.errors import TransportError
 
 MOST_SPIN_US = 300.0
 SPIN_VARIABLE = "DS_EXT_SPIN_US"
+# Quota and period of a control group, by version.
+_QUOTA_FILES_1, _QUOTA_FILES_2 = ("cpu.cfs_quota_us", "cpu.cfs_period_us"), ("cpu.max",)
 
 
 def spin_us(ranks_here: int) -> float:
@@ -23,10 +26,34 @@ def spin_us(ranks_here: int) -> float:
 
 
 def usable_cores() -> float:
-    """Cores that this process may use, by its affinity and its control group's quota."""
+    """Cores that this process may use, by its affinity and the CPU quotas of its control groups."""
     cores = float(len(os.sched_getaffinity(0)))
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return cores if quota == "max" else min(cores, int(quota) / int(period))
-    except (OSError, ValueError):
-        return cores
+        groups = Path("/proc/self/cgroup").read_text()
+    except OSError:
+        groups = "0::/"
+    return min([cores, *cpu_quotas(groups, Path("/sys/fs/cgroup"))])
+
+
+def cpu_quotas(groups: str, root: Path) -> Iterator[float]:
+    """CPU quotas, in cores, of control groups and all groups above them.
+
+    Args:
+        groups: contents of /proc/self/cgroup; versions 1 and 2.
+        root: mount point of the control groups. A container may see only the end of a path, so missing folders are
+            skipped.
+    """
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        base, files = (root / "cpu", _QUOTA_FILES_1) if controllers else (root, _QUOTA_FILES_2)
+        folder = PurePosixPath(path)
+        for group in (folder, *folder.parents):
+            try:
+                words = " ".join((base / group.relative_to("/") / file).read_text() for file in files)
+                quota, period = map(int, words.split())
+            except (OSError, ValueError):  # "max" stands for no quota
+                continue
+            if quota > 0:
+                yield quota / period

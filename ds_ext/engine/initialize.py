@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +18,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from ..batch_sizes import batch_sizes
 from ..comm.groups import limit_waits
+from ..comm.spin import usable_cores
 from ..config import JobConfig, load_config
 from ..deepspeed_json import fp32_sums_of_bf16, half_through_zero
 from ..deepspeed_sections import precision, precision_section
@@ -70,9 +72,7 @@ def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> No
     if get_accelerator().device_name() == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if "OMP_NUM_THREADS" not in os.environ:
-            # Ranks that each take all cores slow each other down several times over.
-            ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+            torch.set_num_threads(threads_of_rank())
     if not dist.is_initialized():
         try:
             # Rank 0 serves the store as long as the roll call lives; the process group shares it.
@@ -92,6 +92,18 @@ def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> No
                 f"the launcher --master_port with a free one."
             ) from None
     os.environ.setdefault("LOCAL_RANK", "0")
+
+
+def threads_of_rank() -> int:
+    """Number of threads for torch on CPU: the usable cores, divided by the ranks that share them.
+
+    Ranks that each take all cores slow each other down several times over.
+    """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    with contextlib.suppress(OSError):  # the launcher has ended
+        if os.sched_getaffinity(0) != os.sched_getaffinity(os.getppid()):
+            ranks = 1  # the launcher has pinned this rank to its own cores
+    return max(1, int(usable_cores() // ranks))
 
 
 def initialize(
