@@ -80,7 +80,7 @@ class Job:
                 "eager_gradient_sync": self.eager,
                 "fbd": self.fbd,
                 "transport": self.transport,
-                "transport_options": {"timeout_s": 30},
+                "transport_options": {"timeout_s": 120},
             },
         }
 

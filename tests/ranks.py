@@ -30,10 +30,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ds_ext.comm.spin import usable_cores
 from tests.rank_process import Failure, rank_main
 
 PRELOAD = ["ds_ext.bench.rank_server", "torch", "torch._dynamo", "deepspeed", "pytest", "hypothesis"]
 START_LIMIT_S = 180.0
+BUSY = 2.0  # times as long as on a host that does nothing else
 GRACE_S = 3.0  # after the first failure, for the other ranks to report theirs
 STACK_DUMP_S = 0.5
 OUTPUT_TAIL_BYTES = 8000
@@ -69,8 +71,11 @@ class RankPool:
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
         """Call `fn(rank, *args)` on every rank and return the results by rank.
 
-        The first exception of any rank is raised here, with that rank's traceback and output as notes. After
-        `timeout_s` seconds RankTimeout is raised with every rank's stack. Seeds are set to 0 before the call.
+        The first exception of any rank is raised here, with that rank's traceback and output as notes. After the
+        time limit RankTimeout is raised with every rank's stack. Seeds are set to 0 before the call.
+
+        Args:
+            timeout_s: limit of a host with one core a rank. Ranks that share a core get more time.
         """
         if "<locals>" in fn.__qualname__ or fn.__name__ == "<lambda>":
             raise TypeError(f"{fn.__qualname__} is sent to the ranks by name: move it to module level")
@@ -87,7 +92,7 @@ class RankPool:
             with contextlib.suppress(BrokenPipeError):
                 pipe.send_bytes(pickle.dumps((sys.path, call)))
         try:
-            answers = self._collect(fn.__qualname__, timeout_s, offsets)
+            answers = self._collect(fn.__qualname__, self._limit_s(timeout_s), offsets)
         except BaseException:
             self.close()
             raise
@@ -126,11 +131,14 @@ class RankPool:
             self._processes.append(process)
             self._pipes.append(ours)
         try:
-            self._collect("start-up", START_LIMIT_S, [0] * self.world_size)
+            self._collect("start-up", self._limit_s(START_LIMIT_S), [0] * self.world_size)
         except BaseException:
             self.close()
             raise
         self._signal(signal.SIGSTOP)
+
+    def _limit_s(self, timeout_s: float) -> float:
+        return timeout_s * BUSY * max(1.0, self.world_size / usable_cores())
 
     def _signal(self, number: signal.Signals) -> None:
         for pid in self.pids:

@@ -180,7 +180,7 @@ def promises(rank: int, folder: Path) -> None:
     # Limits and refusals.
     begin = time.monotonic()
     assert "nothing moved within" in catch(lambda: transport.recv(peer, 9 << 16).wait(timeout_s=0.2))
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 15
     assert "the transport's own" in catch(lambda: transport.send([large], peer, GPU_CONTROL << 16))
     assert "the transport's own" in catch(lambda: transport.recv(peer, GPU_PIECES << 16))
     assert "a peer is another global rank" in catch(lambda: transport.send([large], rank, 0))
@@ -203,7 +203,7 @@ def promises(rank: int, folder: Path) -> None:
         transport.progress()  # gives the slot back, which nobody takes back any more
         begin = time.monotonic()
         transport.close()
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 15
     assert "it is closed" in catch(lambda: transport.recv(peer, 0))
 
 

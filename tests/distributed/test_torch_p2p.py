@@ -284,7 +284,7 @@ def test_time_limit_names_everything(ranks2: RankPool, kind: str) -> None:
     assert first.startswith(
         "rank 0: recv from rank 1 of tag 131079 (channel 2, item 7): nothing moved within the limit of"
     )
-    assert "0.5 s" in first and "timeout_s" in first and 0.4 < elapsed_s < 5
+    assert "0.5 s" in first and "timeout_s" in first and 0.4 < elapsed_s < TIMEOUT_S
     assert "cannot be used: it has failed before: recv from rank 1" in second
 
 
@@ -358,7 +358,7 @@ def peer_dies(rank: int, kind: str) -> None:
     message = catch(lambda: transport.recv(1, 5).wait())
     print(f"after {time.monotonic() - start:.1f} s: {message}", flush=True)
     assert message.startswith("rank 0: recv from rank 1 of tag 5") and "closed the connection" in message
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < TIMEOUT_S / 2
     print("rank 0 noticed", flush=True)
     raise TransportError(message)
 

@@ -24,7 +24,7 @@ def run_rank(
     """``script`` as a launcher would start it; a rendezvous would fail at once, for there is no address."""
     words = [sys.executable, str(ROOT / script), "--deepspeed_config", str(path), *flags]
     variables = environment(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), **env)
-    return subprocess.run(words, env=variables, cwd=path.parent, capture_output=True, text=True, timeout=60)
+    return subprocess.run(words, env=variables, cwd=path.parent, capture_output=True, text=True, timeout=240)
 
 
 def refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -212,7 +212,7 @@ def test_own_script_with_a_precision_that_the_device_lacks(
 
 def test_dry_run_prints_the_plan(config: Path) -> None:
     words = [sys.executable, SCRIPT, "--deepspeed_config", str(config), "--dry-run"]
-    result = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60)
+    result = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=240)
     assert result.returncode == 0 and result.stderr == ""
     assert "stage 3   device 0, 1" in result.stdout and "bubble" in result.stdout
 
@@ -225,7 +225,7 @@ def test_dry_run_ends_quietly_when_its_reader_leaves(config: Path) -> None:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == ""
-        assert process.wait(60) == 141
+        assert process.wait(240) == 141
 
 
 def test_a_port_that_is_taken(config: Path, tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_a_port_that_is_taken(config: Path, tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with Job(command("deepspeed", 2, port, SCRIPT, "--deepspeed_config", str(config)), tmp_path) as job:
-            job.seconds_until_gone(90)
+            job.seconds_until_gone(240)
             assert job.wait(5) != 0
             told = [line for line in job.lines if line.startswith("error: ")]
             assert told == [

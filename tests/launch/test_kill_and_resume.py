@@ -22,7 +22,7 @@ from tests.selection import EVERYTHING
 
 KILLS = int(os.environ.get("DS_EXT_TEST_KILLS", "20" if EVERYTHING else "3"))
 STEPS = "3000"  # more than are reached; the order of the samples depends on it
-LIMIT_S = 20.0
+LIMIT_S = 60.0  # on one core; an idle host needs 2
 
 
 def test_a_rank_killed_at_random_moments(

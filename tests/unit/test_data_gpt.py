@@ -19,6 +19,7 @@ from ds_ext.data.gpt import GPTDataset, build_gpt_datasets, check_tokenizer, che
 from ds_ext.data.indexed import IndexedTokens
 from ds_ext.data.tokenizer import Tokenizer, train_bpe
 from ds_ext.errors import ConfigError
+from tests.processor import python_s
 
 EOD = 0
 
@@ -112,13 +113,13 @@ def test_access_in_any_order(prefix: Path) -> None:
         data[100]
 
 
-def test_ten_million_tokens_are_indexed_in_well_under_a_second(tmp_path: Path) -> None:
+def test_ten_million_tokens_are_indexed_without_a_python_loop_over_tokens(tmp_path: Path) -> None:
     write_documents(tmp_path / "a", [2000] * 5000)
     started_s = time.process_time()
     data = dataset(tmp_path / "a", 1_000_000, seq_length=128)
     assert data[5][0].shape == (128,)
     assert data[900_000][0].shape == (128,)
-    assert time.process_time() - started_s < 1.0
+    assert time.process_time() - started_s < 8 * python_s()
 
 
 def test_split_shares_documents_without_overlap(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from ds_ext.data.gpt import build_gpt_datasets, check_tokenizer, read_meta
 from ds_ext.data.indexed import IndexedTokens
 from ds_ext.data.tokenizer import load_tokenizer
 from ds_ext.errors import ConfigError
+from tests.processor import python_s
 
 TEXTS = [
     f"Document {i} tells of {i * i} stages.\n" + "It has words, and more words. " * (i % 5) for i in range(60)
@@ -180,9 +181,11 @@ def test_stdlib_is_prepared_for_real_in_time(tmp_path: Path) -> None:
     used = os.times()
     assert result.returncode == 0, result.stderr
     assert result.stderr == "", "no warnings of the libraries"
-    # Processor time, since other work on the machine stretches the wall clock.
+    # Processor time, since other work on the machine stretches the wall clock; about 500 times the loop.
     cpu_s = used.children_user - before.children_user + used.children_system - before.children_system
-    assert cpu_s < 90, f"{cpu_s:.0f} s of processor time, {time.monotonic() - started_s:.0f} s in all"
+    assert cpu_s < 3000 * python_s(), (
+        f"{cpu_s:.0f} s of processor time, {time.monotonic() - started_s:.0f} s in all"
+    )
     meta = read_meta(str(tmp_path / "stdlib"))
     assert meta is not None
     assert meta["bytes"] >= 10_000_000

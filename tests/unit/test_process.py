@@ -81,7 +81,7 @@ def test_signal_ends_a_rank_whose_main_thread_is_blocked(number: signal.Signals,
     with start("print('ready'); lock = threading.Lock(); lock.acquire(); lock.acquire()") as process:
         until_ready(process)
         process.send_signal(number)
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=60)
         assert (process.returncode, err) == (code, f"stopped by {number.name}.\n")
 
 
@@ -98,7 +98,7 @@ def test_own_signal_handlers_stay_in_charge() -> None:
     with start(body) as process:
         until_ready(process)
         process.terminate()
-        out, err = process.communicate(timeout=10)
+        out, err = process.communicate(timeout=60)
         assert (process.returncode, out, err) == (0, "saved\n", "")
 
 
@@ -107,7 +107,7 @@ def test_a_background_job_leaves_interrupts_alone() -> None:
     with start(body, signal.SIG_IGN) as process:
         until_ready(process)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=10)
+        out, err = process.communicate(timeout=60)
         assert (process.returncode, out, err) == (0, "done\n", "")
 
 
@@ -125,7 +125,7 @@ def test_forked_child_has_its_own_signals() -> None:
 
 
 def test_rank_ends_with_its_parent() -> None:
-    rank = script("print('ready', flush=True); time.sleep(60)")
+    rank = script("print('ready', flush=True); time.sleep(600)")
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
     with subprocess.Popen(
         [sys.executable, "-c", parent],
@@ -137,9 +137,7 @@ def test_rank_ends_with_its_parent() -> None:
         time.sleep(0.5)
         process.kill()
         # The end of the pipe, which the rank holds too, comes when it is gone.
-        started = time.monotonic()
-        process.communicate(timeout=20)
-        assert time.monotonic() - started < 10
+        process.communicate(timeout=60)
 
 
 def test_rank_that_lets_rank_0_speak_ends_quietly() -> None:
@@ -148,7 +146,7 @@ def test_rank_that_lets_rank_0_speak_ends_quietly() -> None:
         until_ready(process)
         time.sleep(0.5)
         process.terminate()
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=60)
         assert (process.returncode, err) == (2, "")
 
 

@@ -14,7 +14,7 @@ from ds_ext.comm.transport import Transport, create_transport, describe_tag, mak
 from ds_ext.errors import TransportError
 
 
-def pair(timeout_s: float = 5.0) -> tuple[Transport, Transport]:
+def pair(timeout_s: float = 30.0) -> tuple[Transport, Transport]:
     hub = LoopbackHub(2, timeout_s)
     return hub.endpoint(0), hub.endpoint(1)
 
@@ -63,7 +63,7 @@ def test_wait_in_a_thread_is_woken_by_the_send() -> None:
     thread = threading.Thread(target=lambda: got.append(ticket.wait()[0].item()))
     thread.start()
     left.send([torch.tensor(4.0)], 1, 5)
-    thread.join(5)
+    thread.join(60)
     assert got == [4.0]
 
 

@@ -71,7 +71,7 @@ def test_a_dead_peer_is_noticed_among_the_messages_of_another() -> None:
         start = time.monotonic()
         with pytest.raises(PeerGone, match=r"rank 0: recv from rank 1 of tag 0 .* rank 1 has ended"):
             zero.recv(1, 0).wait()
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 10
     finally:
         over.set()
         talking.join()

@@ -30,7 +30,7 @@ LARGE = COPIED_BYTES // 4 + 1  # floats that are used where they arrive
 class Pair:
     """Two endpoints in this process, and the memory of the segment from the first to the second."""
 
-    def __init__(self, slots: int = 4, window: int = WINDOW, timeout_s: float = 5.0) -> None:
+    def __init__(self, slots: int = 4, window: int = WINDOW, timeout_s: float = 30.0) -> None:
         ports = [_native.Port(), _native.Port()]
         ends = [_native.ShmIncoming(1 - rank, rank, JOB) for rank in (0, 1)]
         self.memory = mmap.mmap(ends[1].fileno(), SLOTS + (1 << 20))
@@ -298,5 +298,5 @@ def test_a_transport_that_closes_sends_what_it_was_given(pair: Pair) -> None:
     ended = threading.Thread(target=pair.left.close)
     ended.start()
     (got,) = pair.right.recv(0, make_tag(1, 0)).wait()
-    ended.join(30)
+    ended.join(60)
     assert not ended.is_alive() and int(got.sum(dtype=torch.int64)) == 32 << 20

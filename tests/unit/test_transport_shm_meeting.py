@@ -40,7 +40,7 @@ def ranks(count: int) -> Iterator[tuple[list[Listener], list[UnixCard]]]:
 
 
 def meet_all(
-    listeners: list[Listener], cards: list[UnixCard], timeout_s: float = 10.0
+    listeners: list[Listener], cards: list[UnixCard], timeout_s: float = 30.0
 ) -> list[dict[int, Meeting] | str]:
     """Every rank in a thread of its own hands to each peer a pipe end on which its number can be read."""
     results: list[dict[int, Meeting] | str] = [""] * len(listeners)
@@ -66,7 +66,7 @@ def meet_all(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     return results
 
 
@@ -110,8 +110,8 @@ def test_a_meeting_that_fails_leaves_no_file_open() -> None:
     with ranks(3) as (listeners, cards):
         # Rank 0 has a wrong token for rank 1. Rank 2 has met both before it learns of that, or it has not.
         stranger = UnixCard(cards[1].name, secrets.token_bytes(16))
-        first, second, third = meet_all(listeners, [cards[0], stranger, cards[2]], timeout_s=0.3)
-        assert "closed the connection" in str(first) and "did not connect within 0.3 s" in str(second)
+        first, second, third = meet_all(listeners, [cards[0], stranger, cards[2]], timeout_s=2.0)
+        assert "closed the connection" in str(first) and "did not connect within 2 s" in str(second)
         for meeting in third.values() if isinstance(third, dict) else ():
             meeting.close()
         del listeners, cards

@@ -112,14 +112,13 @@ def test_a_version_that_differs_is_named_on_the_side_that_connects(monkeypatch: 
                 kept(connection, kind, body)
 
         patch.setattr(tcp_talk, "_say", as_version_9)
-        first, second = meet_all(listeners, [dict(enumerate(cards))] * 2, timeout_s=0.5)
+        first, second = meet_all(listeners, [dict(enumerate(cards))] * 2, timeout_s=2.0)
     assert (
         "rank 0: rank 1 is not met: it refuses: it speaks version 9 of the protocol, and this rank 1"
         in str(first)
     )
-    assert (
-        "rank 0 (127.0.0.1) did not connect within 0.5 s; turned away: a guest (127.0.0.1: it speaks"
-        in str(second)
+    assert "rank 0 (127.0.0.1) did not connect within 2 s; turned away: a guest (127.0.0.1: it speaks" in str(
+        second
     )
 
 
@@ -129,13 +128,11 @@ def test_a_meeting_that_fails_leaves_no_file_open() -> None:
         stranger = replace(cards[1], token=secrets.token_bytes(16))
         wrong = {0: cards[0], 1: stranger, 2: cards[2]}
         right = dict(enumerate(cards))
-        first, second, third = meet_all(listeners, [wrong, right, right], timeout_s=0.5)
+        first, second, third = meet_all(listeners, [wrong, right, right], timeout_s=2.0)
         assert "rank 0: rank 1 is not met: what answers at its address does not know this job's token" in str(
             first
         )
-        assert "rank 1 (listening at 127.0.0.1): rank 0 (127.0.0.1) did not connect within 0.5 s" in str(
-            second
-        )
+        assert "rank 1 (listening at 127.0.0.1): rank 0 (127.0.0.1) did not connect within 2 s" in str(second)
         for met in third.values() if isinstance(third, dict) else ():
             met.socket.close()
         del listeners, cards

@@ -24,7 +24,7 @@ def io_threads() -> int:
     return found
 
 
-def until(holds: object, limit_s: float = 10.0) -> bool:
+def until(holds: object, limit_s: float = 60.0) -> bool:
     assert callable(holds)
     deadline = time.monotonic() + limit_s
     while not holds():
