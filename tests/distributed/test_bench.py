@@ -38,7 +38,7 @@ def bench(*flags: str) -> list[str]:
 
 
 def call(*flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(bench(*flags), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return subprocess.run(bench(*flags), cwd=ROOT, capture_output=True, text=True, timeout=900)
 
 
 def test_measures_ours_and_deepspeed() -> None:
@@ -64,7 +64,7 @@ def test_measures_ours_and_deepspeed() -> None:
 def test_what_an_instruction_costs() -> None:
     flags = ["--micro-batches", "4", "--schedules", "bitpipe_zb", "--transports", "auto,torch"]
     command = [sys.executable, "-m", "ds_ext", "bench", "engine", *flags, "--repeats", "2", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)
     assert [item["name"] for item in found] == ["bitpipe_zb", "bitpipe_zb over torch", "deepspeed_1f1b"]
@@ -76,14 +76,14 @@ def test_what_an_instruction_costs() -> None:
         # Nothing in Python takes less than a microsecond; a loaded machine does not count, as this is processor time.
         assert 1 < item["best"] <= item["median"] < 5_000
         assert 1 < item["params"]["us_per_message"] < 50_000
-    wrong = subprocess.run([*command, "--stages", "1"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    wrong = subprocess.run([*command, "--stages", "1"], cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert wrong.returncode == 2 and "--stages must be at least 2" in wrong.stderr
 
 
 def test_tokens_a_second() -> None:
     flags = ["--micro-batches", "2", "--schedules", "1f1b", "--steps", "1", "--json"]
     command = [sys.executable, "-m", "ds_ext", "bench", "training", *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     ours, rival = json.loads(done.stdout)
     assert (ours["name"], rival["name"]) == ("1f1b", "deepspeed_1f1b")
@@ -131,7 +131,7 @@ def test_no_rank_outlives_the_benchmark(number: signal.Signals, folder: Path) ->
     process = start_endless(folder, "1f1b", "gpipe")
     try:
         process.send_signal(number)
-        process.communicate(timeout=60)
+        process.communicate(timeout=900)
         # Python's resource tracker and the server end by themselves, a moment later.
         wait_until(lambda: not session_of(process.pid))
     finally:
@@ -143,7 +143,7 @@ def test_a_rank_of_ours_that_dies_is_a_failure(folder: Path) -> None:
     process = start_endless(folder, "1f1b")
     try:
         os.kill(ranks_of(process.pid)[-1], signal.SIGKILL)
-        said, _ = process.communicate(timeout=100)
+        said, _ = process.communicate(timeout=900)
     finally:
         kill_session(process)
     assert process.returncode == 1

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 def bench(*flags: str) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "ds_ext", "bench", "transport", *flags]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=900)
 
 
 def test_every_way_is_measured() -> None:

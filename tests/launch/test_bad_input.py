@@ -24,7 +24,7 @@ def run_rank(
     """``script`` as a launcher would start it; a rendezvous would fail at once, for there is no address."""
     words = [sys.executable, str(ROOT / script), "--deepspeed_config", str(path), *flags]
     variables = environment(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), **env)
-    return subprocess.run(words, env=variables, cwd=path.parent, capture_output=True, text=True, timeout=240)
+    return subprocess.run(words, env=variables, cwd=path.parent, capture_output=True, text=True, timeout=900)
 
 
 def refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -212,7 +212,7 @@ def test_own_script_with_a_precision_that_the_device_lacks(
 
 def test_dry_run_prints_the_plan(config: Path) -> None:
     words = [sys.executable, SCRIPT, "--deepspeed_config", str(config), "--dry-run"]
-    result = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=240)
+    result = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=900)
     assert result.returncode == 0 and result.stderr == ""
     assert "stage 3   device 0, 1" in result.stdout and "bubble" in result.stdout
 

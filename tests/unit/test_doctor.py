@@ -90,7 +90,7 @@ def test_it_works_before_the_native_part_is_built(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"^warn  native code .*\n .*-> build it: `pip install -e", done.stdout, re.MULTILINE), (

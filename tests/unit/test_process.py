@@ -43,7 +43,7 @@ def start(body: str, interrupt: signal.Handlers = signal.SIG_DFL, /, **env: str)
 def outcome(body: str, **env: str) -> tuple[int, str, str]:
     """(exit code, standard output, standard error) of a script."""
     process = start(body, **env)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=900)
     return process.returncode, out, err
 
 
@@ -81,7 +81,7 @@ def test_signal_ends_a_rank_whose_main_thread_is_blocked(number: signal.Signals,
     with start("print('ready'); lock = threading.Lock(); lock.acquire(); lock.acquire()") as process:
         until_ready(process)
         process.send_signal(number)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=900)
         assert (process.returncode, err) == (code, f"stopped by {number.name}.\n")
 
 
@@ -98,7 +98,7 @@ def test_own_signal_handlers_stay_in_charge() -> None:
     with start(body) as process:
         until_ready(process)
         process.terminate()
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=900)
         assert (process.returncode, out, err) == (0, "saved\n", "")
 
 
@@ -107,7 +107,7 @@ def test_a_background_job_leaves_interrupts_alone() -> None:
     with start(body, signal.SIG_IGN) as process:
         until_ready(process)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=900)
         assert (process.returncode, out, err) == (0, "done\n", "")
 
 
@@ -137,7 +137,7 @@ def test_rank_ends_with_its_parent() -> None:
         time.sleep(0.5)
         process.kill()
         # The end of the pipe, which the rank holds too, comes when it is gone.
-        process.communicate(timeout=60)
+        process.communicate(timeout=900)
 
 
 def test_rank_that_lets_rank_0_speak_ends_quietly() -> None:
@@ -146,7 +146,7 @@ def test_rank_that_lets_rank_0_speak_ends_quietly() -> None:
         until_ready(process)
         time.sleep(0.5)
         process.terminate()
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=900)
         assert (process.returncode, err) == (2, "")
 
 

@@ -283,5 +283,7 @@ def test_a_file_is_utf_8_whatever_the_locale(tmp_path: Path) -> None:
         f"from ds_ext.pipe_schedules.files import read_timetable; print(read_timetable({str(path)!r}).ranks)"
     )
     plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = subprocess.run([sys.executable, "-c", code], env=plain, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=plain, capture_output=True, text=True, timeout=900
+    )
     assert done.stdout.strip() == str(made.ranks), done.stderr

@@ -70,7 +70,7 @@ def run_refused(script: str) -> str:
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
