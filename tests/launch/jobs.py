@@ -100,7 +100,7 @@ class Job:
     def text(self) -> str:
         return "\n".join(self.lines)
 
-    def wait_for(self, words: str, timeout_s: float = 240) -> None:
+    def wait_for(self, words: str, timeout_s: float = 600) -> None:
         """Until a line has ``words`` in it."""
         deadline = time.monotonic() + timeout_s
         while not any(words in line for line in list(self.lines)):

@@ -160,7 +160,7 @@ def test_launchers_show_it_once(config: Path, free_port: Callable[[], int], laun
     with Job(
         command(launcher, 3, free_port(), SCRIPT, "--deepspeed_config", str(config)), config.parent
     ) as job:
-        job.seconds_until_gone(240)
+        job.seconds_until_gone(600)
         assert job.wait(5) == (2 if launcher == "deepspeed" else 1)
         said = [line for line in job.lines if "3 processes cannot hold" in line]
         assert said[0].startswith("error: ")
@@ -204,7 +204,7 @@ def test_own_script_with_a_precision_that_the_device_lacks(
 ) -> None:
     words = command("deepspeed", 2, free_port(), str(ROOT / "tests" / "launch" / "toy.py"), "1", "30")
     with Job(words, tmp_path, TOY_PRECISION="fp16", DS_EXT_TEST_WITHOUT="fp16") as job:
-        job.seconds_until_gone(240)
+        job.seconds_until_gone(600)
         assert job.wait(5) == 2
         errors = [line for line in job.lines if "error: " in line]
         assert len(errors) == 1 and errors[0].startswith("error: fp16.enabled: "), job.text
@@ -225,7 +225,7 @@ def test_dry_run_ends_quietly_when_its_reader_leaves(config: Path) -> None:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == ""
-        assert process.wait(240) == 141
+        assert process.wait(600) == 141
 
 
 def test_a_port_that_is_taken(config: Path, tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_a_port_that_is_taken(config: Path, tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with Job(command("deepspeed", 2, port, SCRIPT, "--deepspeed_config", str(config)), tmp_path) as job:
-            job.seconds_until_gone(240)
+            job.seconds_until_gone(600)
             assert job.wait(5) != 0
             told = [line for line in job.lines if line.startswith("error: ")]
             assert told == [

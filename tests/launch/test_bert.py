@@ -47,7 +47,7 @@ def test_bert_trains_on_ranks_and_its_data_are_refused_for_gpt(
     write_json(tmp_path / "bert.json", config)
     flags = ["--deepspeed_config", "bert.json", "--metrics-file", str(metrics), "--save", str(saved)]
     with Job(command("torchrun", 2, free_port(), str(ROOT / "train_bert.py"), *flags), tmp_path) as job:
-        job.seconds_until_gone(240)
+        job.seconds_until_gone(600)
         assert job.wait(5) == 0, job.text
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3, 4]

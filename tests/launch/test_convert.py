@@ -40,7 +40,7 @@ def test_the_script_trains_a_model_of_transformers(
     flags[flags.index("JSON")], flags[flags.index("DATA")] = config.name, str(corpus)
     words = [str(ROOT / script), *flags, "--save", str(saved), "--train-iters", "3", "--eval-iters", "0"]
     with Job(command("torchrun", 2, free_port(), *words), tmp_path) as job:
-        job.seconds_until_gone(240)
+        job.seconds_until_gone(600)
         assert job.wait(5) == 0, job.text
     assert (
         f"resumed from {ours / 'step_0'} at step 0, 0 samples consumed (written with transformers, from given)"
