@@ -21,7 +21,9 @@ if reduced_host.WITHOUT:  # also in the processes that the tests start
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, search))
 
 # How long an example takes says more about the machine than about the code.
-hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.register_profile(
+    "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("patient")
 
 

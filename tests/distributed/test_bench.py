@@ -51,8 +51,8 @@ def test_measures_ours_and_deepspeed() -> None:
         assert (item["unit"], item["repeats"]) == ("ms", 2)
         assert item["params"]["ideal"] == 60.0
         assert all(map(math.isfinite, item["params"]["losses"]))
-        # The order is bound by the simulation from below; above it is a loaded machine's affair.
-        assert 0.95 < item["best"] / item["params"]["simulated"] < 20
+        # The simulation is a lower bound. The upper bound finds a wrong unit; a busy core may take 50 times as long.
+        assert 0.95 < item["best"] / item["params"]["simulated"] < 500
         assert item["best"] <= item["median"]
     assert [item["params"]["simulated"] for item in found] == [75.0, 75.0, 60.0]
     assert found[0]["params"]["machine"]["cores"] == os.cpu_count()

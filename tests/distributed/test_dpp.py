@@ -199,7 +199,8 @@ def train_with_a_slow_stage(rank: int, job: Job) -> tuple[list[Any], str]:
     engine.module.forward_stage = wait_in
     batches, found = StepBatches(batches_of(job)), []
     for step in range(3):
-        slow_link[0], slow_stage[0] = (0.02 if step else 0.0), (0.05 if step > 1 else 0.0)
+        # Long beside the delays of ranks that share a core.
+        slow_link[0], slow_stage[0] = (0.2 if step else 0.0), (0.5 if step > 1 else 0.0)
         engine.train_batch(batches)
         found.append(engine._schedule.reporter.last)
     engine.transport.close()

@@ -31,7 +31,7 @@ from ds_ext.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 from tests.ranks import Ranks
-from tests.reference import Chain, gather_shards, random_batches, train_reference
+from tests.reference import Chain, assert_close_gradients, gather_shards, random_batches, train_reference
 
 ONE = TensorParallel()
 SIZES = pytest.mark.parametrize("size", [2, 4])
@@ -65,7 +65,7 @@ def assert_same_gradients(sharded: nn.Module, full: nn.Module, tp: TensorParalle
         if shard_dim(ours) is None:
             assert_same_on_all_ranks(ours.grad, tp, name)
         grad = gather_shards(ours.grad, shard_dim(ours), tp)
-        torch.testing.assert_close(grad[: len(expected)], expected.grad, rtol=1e-4, atol=1e-6, msg=name)
+        assert_close_gradients(grad[: len(expected)], expected.grad, name)
 
 
 def mappings_do_what_their_table_says(rank: int) -> None:
@@ -121,7 +121,7 @@ def layers_equal_one_rank(rank: int) -> None:
             y = third(torch.tanh(second(first(ids))))
             (y * weights).sum().backward()
             outputs.append(y.detach())
-        torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
         assert_same_on_all_ranks(outputs[0], tp, "output")
         sharded, full = nn.ModuleList([embed, column, row]), nn.ModuleList([embed_one, column_one, row_one])
         assert_same_gradients(sharded, full, tp)
@@ -157,7 +157,7 @@ def gpt_gradients_equal_one_rank(rank: int, recompute: Any, sequence_parallel: b
         loss = gpt_loss(config, t)(model(tokens_BS), labels_BS)
         loss.backward()
         losses.append(loss.item())
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert_same_gradients(ours, expected, tp)
 
 

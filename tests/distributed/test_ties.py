@@ -52,7 +52,7 @@ def test_a_tied_layer_trains_alike_on_two_ranks_and_on_one(ranks2: RankPool) -> 
     )
     assert len(set(apart[0][0])) == 8
     for losses, said in (*apart, *together):
-        assert losses == pytest.approx(apart[0][0], rel=1e-6)
+        assert losses == pytest.approx(apart[0][0], rel=1e-5)
         assert said == apart[0][1]  # also the rank that holds no place
     bias, one_place, unknown = apart[0][1]
     assert bias == one_place

@@ -18,6 +18,7 @@ from ds_ext.errors import ConfigError
 from ds_ext.models.bert import BertConfig, bert_layer_specs, bert_loss
 from ds_ext.tensor_parallel import IGNORE_INDEX, DropoutClock, KeyedDropout, TensorParallel
 from tests.bert_runs import Batch, BertChain, random_bert_batches
+from tests.reference import assert_close_gradients
 
 ONE = TensorParallel()
 CONFIG = BertConfig(
@@ -97,11 +98,11 @@ def test_forward_and_backward_equal_a_plain_bert() -> None:
     loss = bert_loss(PLAIN, ONE)((logits_BSV, order_B2), labels)
     words = F.cross_entropy(expected_BSV[..., : PLAIN.vocab_size].flatten(0, 1), labels[0].flatten())
     expected = words + F.cross_entropy(expected_B2, labels[1])
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     loss.backward()
     expected.backward()
     for name, parameter in model.parameters_by_layer().items():
-        torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-4, atol=1e-6, msg=name)
+        assert_close_gradients(parameter.grad, weights[name].grad, name)
 
 
 def test_without_the_sentence_head_there_are_only_words() -> None:
@@ -112,7 +113,7 @@ def test_without_the_sentence_head_there_are_only_words() -> None:
     # The start weights depend on their names alone, so the words are those of the model with both heads.
     assert torch.equal(outputs[0], BertChain(PLAIN, ONE, DropoutClock())(inputs)[0])
     expected = F.cross_entropy(outputs[0][..., : config.vocab_size].flatten(0, 1), labels[0].flatten())
-    assert bert_loss(config, ONE)(outputs, labels).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert bert_loss(config, ONE)(outputs, labels).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_a_micro_batch_without_masked_words_has_a_loss() -> None:

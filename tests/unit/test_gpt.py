@@ -24,7 +24,7 @@ from ds_ext.models.gpt import (
     num_parameters,
 )
 from ds_ext.tensor_parallel import DropoutClock, KeyedDropout, TensorParallel
-from tests.reference import Chain, random_batches, train_reference
+from tests.reference import Chain, assert_close_gradients, random_batches, train_reference
 
 ONE = TensorParallel()
 CONFIG = GPTConfig(
@@ -88,7 +88,7 @@ def test_forward_and_backward_equal_a_plain_gpt() -> None:
     gpt_loss(PLAIN, ONE)(logits_BSV, labels_BS).backward()
     F.cross_entropy(expected_BSV[..., : PLAIN.vocab_size].flatten(0, 1), labels_BS.flatten()).backward()
     for name, parameter in model.parameters_by_layer().items():
-        torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-4, atol=1e-6, msg=name)
+        assert_close_gradients(parameter.grad, weights[name].grad, name)
 
 
 def test_start_weights_follow_gpt2() -> None:

@@ -25,6 +25,7 @@ from ds_ext.tensor_parallel import (
     let_defer,
     linear,
 )
+from tests.reference import assert_close_gradients
 
 TP = TensorParallel()
 
@@ -144,7 +145,7 @@ def test_a_gpt_leaves_all_its_matrices_for_later(recompute: Literal["none", "ful
     assert matrices <= later.weights
     later.compute()
     for mine, theirs in zip(halves.parameters(), layers.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-6, atol=1e-8)
+        assert_close_gradients(mine.grad, theirs.grad)
 
 
 def test_hooks_of_parameters_see_what_comes_later() -> None:
