@@ -12,12 +12,14 @@ import select
 import signal
 import sys
 import threading
+import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 from ds_ext.bench.ranks import end_when_stopped
+from ds_ext.failure import process_state
 
 
 @dataclass
@@ -59,6 +61,10 @@ def _exit_with(parent_pid: int) -> None:
     try:
         parent = os.pidfd_open(parent_pid)
     except ProcessLookupError:
+        os._exit(1)
+    except OSError:  # Linux before 5.3
+        while process_state(parent_pid)[0] not in ("", "Z", "X"):
+            time.sleep(0.5)
         os._exit(1)
     select.select([parent], [], [])
     os._exit(1)
