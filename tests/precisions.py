@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 
 
 def is_supported(precision: str) -> bool:
-    """Whether DeepSpeed's accelerator supports fp32, bf16 or fp16."""
+    """Return whether DeepSpeed's accelerator supports fp32, bf16 or fp16."""
     accelerator = get_accelerator()
     checks = {
         "fp32": lambda: True,
@@ -25,7 +25,7 @@ def is_supported(precision: str) -> bool:
 
 
 def needs(precision: str) -> pytest.MarkDecorator:
-    """Mark that skips where the device does not support ``precision``."""
+    """Return a mark that skips the test where the device does not support ``precision``."""
     device = get_accelerator().device_name()
     reason = f"the accelerator reports that {device} does not support {precision}"
     return pytest.mark.skipif(not is_supported(precision), reason=reason)
