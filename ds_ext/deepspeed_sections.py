@@ -7,6 +7,7 @@ DeepSpeed 0.19 and torch 2.13; a test compares them with what is installed.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeGuard
@@ -100,6 +101,13 @@ TORCH_SCHEDULERS: Mapping[str, tuple[str, str]] = {
     "StepLR": ("step_size", "gamma last_epoch"),
 }
 
+# Section -> the package that DeepSpeed imports for it on rank 0, and what to give to pip.
+MONITORS: Mapping[str, tuple[str, str]] = {
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "wandb": ("wandb", "wandb"),
+    "comet": ("comet_ml", "'comet_ml>=3.41.0'"),
+}
+
 # Numbers that no optimizer or scheduler can use below 0, and counts of steps that must be positive.
 _NOT_NEGATIVE = ("lr", "eps", "weight_decay", "momentum", "lr_decay")
 _LEARNING_RATES = ("warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr")
@@ -142,6 +150,20 @@ def check_optimizer(config: Mapping[str, Any], flags: Mapping[str, str] | None =
             f'DeepSpeed has not tested ZeRO with {name}: add "zero_allow_untested_optimizer": true to the JSON, set '
             f'"zero_optimization": {{"stage": 0}}, or use one of {", ".join(ZERO_TESTED)}.'
         )
+
+
+def require_monitors(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an enabled monitor whose package is not installed here; rank 0 alone uses it."""
+    for section, (package, requirement) in MONITORS.items():
+        settings = config.get(section)
+        if not isinstance(settings, Mapping) or not settings.get("enabled"):
+            continue
+        found = importlib.util.find_spec(package)
+        if found is None or found.origin is None:  # a folder of that name, as wandb makes, is a package too
+            raise ConfigError(
+                f'{section}: the package {package!r} is not installed on the host of rank 0 (got "enabled": true). '
+                f"Install it with `pip install {requirement}`, or remove the section."
+            )
 
 
 def check_scheduler(config: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint_folder import open_checkpoint
-from .deepspeed_sections import check_optimizer, check_scheduler
+from .deepspeed_sections import check_optimizer, check_scheduler, require_monitors
 from .errors import CheckpointError, ConfigError
 from .failure import rank
 from .megatron_flags import TOKENIZER_FILES, TOKENIZER_TYPES
@@ -29,6 +29,8 @@ def check_job(
     require_optimizer(config)
     check_optimizer(config, flags)
     check_scheduler(config)
+    if rank() == 0:
+        require_monitors(config)
     _check_tokenizer(args)
     for flag, lowest in (
         ("train_iters", 1),

@@ -21,11 +21,12 @@ from ..comm.groups import limit_waits
 from ..comm.spin import usable_cores
 from ..config import JobConfig, load_config
 from ..deepspeed_json import fp32_sums_of_bf16, half_through_zero
-from ..deepspeed_sections import precision, precision_section
+from ..deepspeed_sections import precision, precision_section, require_monitors
 from ..errors import ConfigError
 from ..failure import rank, world_size
 from ..launch.job_facts import code_facts, setting_facts
 from ..launch.roll_call import Facts, compare, meet
+from .checkpoint_together import by_rank_0
 from .disaggregate import make_engine
 from .engine import PipelineEngine
 from .loss_watch import LossWatch
@@ -151,6 +152,7 @@ def initialize(
     )
     check_precision(job)
     init_distributed()
+    by_rank_0(lambda: require_monitors(config_dict))
     _require_same_section(job, model)
     # Also for the collectives of the constructors below.
     limit_waits(model.settings.transport_options.timeout_s)

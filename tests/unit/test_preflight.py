@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import json
 import os
 import socket
@@ -127,6 +128,36 @@ def test_forward_hosts_are_compared_with_the_hostfile(
         planned("fbd", typo)
     file.write_text("10.0.0.1 slots=2\n10.0.0.2 slots=2\n")  # how hosts call themselves is not in it
     planned("fbd", right)
+    with pytest.raises(ConfigError, match=r"'10\.0\.0\.3'"):
+        planned("fbd", {"fbd": {"forward_hosts": ["10.0.0.2", "10.0.0.3"]}})
+    planned("fbd", {"fbd": {"forward_hosts": ["10.0.0.2"]}})
+    file.write_text(f"{socket.gethostname()} slots=2\nsmall-0 slots=2\n")
+    planned("fbd", {"fbd": {"forward_hosts": ["10.0.0.2"]}})  # perhaps small-0's
+
+
+@pytest.mark.parametrize(
+    ("section", "package"), [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")]
+)
+def test_monitor_without_its_package(
+    planned: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, section: str, package: str
+) -> None:
+    installed = importlib.util.find_spec
+    missing: dict[str, Any] = {"spec": None}
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: missing["spec"] if name == package else installed(name, *more),
+    )
+    planned("dpp", {}, **{section: {"enabled": False}})
+    with pytest.raises(ConfigError, match=rf"^{section}: .*{package}.*pip install '?{package}"):
+        planned("dpp", {}, **{section: {"enabled": True}})
+    (tmp_path / package).mkdir()  # a folder of that name is no installation
+    monkeypatch.syspath_prepend(str(tmp_path))
+    missing["spec"] = installed(package)
+    with pytest.raises(ConfigError, match=f"^{section}: "):
+        planned("dpp", {}, **{section: {"enabled": True}})
+    monkeypatch.setenv("RANK", "1")  # only rank 0 writes
+    planned("dpp", {}, **{section: {"enabled": True}})
 
 
 def test_forward_hosts_of_ranks_that_are_all_here(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
