@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .comm.host_watch import end_connections, silent_hosts, store_is_silent
 from .errors import ConfigError, DsExtError, TransportError
 from .launch.roll_call import FAILED, REFUSED, spans_hosts, stop_other_hosts
 
@@ -39,6 +40,7 @@ TOLD_S = 1.0  # how long those that failed too let the first speak
 
 _FIRST, _TOLD, _LOST = "ds_ext/first_failure", "ds_ext/first_failure_told", "ds_ext/lost_peer_of_rank_"
 _LOST_SIGNS = ("connection", "broken pipe", "timed out", "timeout", "got 0 bytes", "remote process exited")
+_LOST_SIGNS += ("no route to host", "unreachable", "host is down")
 _TIME_SIGNS = ("timed out", "timeout", "nothing moved")
 _TORCH_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _GLOO_SOURCE = re.compile(r"\[\S*\.cc:\d+\] ?")  # where in gloo it was found
@@ -60,11 +62,11 @@ class Ending:
     gone: str = ""
 
     def lost(self) -> str:
-        """Which neighbours have ended or are stopped; empty when none.
+        """Which neighbours have ended or are stopped, and which hosts do not answer; empty when none.
 
         Asked early and often: those that were found first stay the answer, as the launcher ends the others too.
         """
-        self.gone = self.gone or ended_or_stopped(self.neighbours)
+        self.gone = self.gone or hosts_lost() or ended_or_stopped(self.neighbours)
         return self.gone
 
 
@@ -82,7 +84,7 @@ def report(error: BaseException, ending: Ending) -> None:
     """Say why this rank fails, unless another rank says it or is the cause; ``ending`` is kept up to date."""
     logger.debug("rank %d ends", rank(), exc_info=error)
     if getattr(error, "reported_by", None) not in (None, rank()):
-        time.sleep(REPORTED_S)  # the launcher ends all ranks with the first: it must not be this one
+        _let_reporter_speak()
     elif isinstance(error, ConfigError):
         _report_refusal(error)
     elif lost_peer(error):
@@ -132,8 +134,7 @@ def _report_own(error: BaseException) -> None:
         say(f"rank {rank()} failed too: {_headline(error)}")
     else:
         _say_cause(f"rank {rank()} failed.\n{_text(error)}")
-        if _joined() and rank() == 0:
-            time.sleep(LINGER_S)  # it may serve the store, which the others ask who was first
+        _serve_store()
 
 
 def _report_lost_peer(error: BaseException, ending: Ending) -> None:
@@ -172,6 +173,22 @@ def _report_lost_peer(error: BaseException, ending: Ending) -> None:
         _let_first_speak()
         say(f"rank {rank()} stopped, because {first}")
     ending.text = None
+    _serve_store()
+
+
+def _serve_store() -> None:
+    """Stay a while on rank 0: it may keep the store, which the others ask for the first failure."""
+    if _joined() and rank() == 0:
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            end_connections(
+                int(os.environ["MASTER_PORT"])
+            )  # ranks that wait for this one must ask in that time
+        time.sleep(LINGER_S)
+
+
+def hosts_lost() -> str:
+    """Which other hosts do not answer, and their ranks; empty when all do."""
+    return "".join(f"{host.silence()}. " for host in silent_hosts())
 
 
 def ended_or_stopped(neighbours: dict[int, int]) -> str:
@@ -233,7 +250,7 @@ def _claim(text: str) -> str | None:
 
 
 def _ask_store(question: Callable[[Any], Any]) -> Any:
-    if not _joined():
+    if not _joined() or store_is_silent():
         return _NO_ANSWER
     from torch.distributed import distributed_c10d
 
@@ -270,11 +287,19 @@ def _let_rank_0_speak() -> None:
         time.sleep(RANK_0_FIRST_S + (0 if os.environ.get("LOCAL_RANK") == "0" else 3))
 
 
-def _let_first_speak() -> None:
-    """Wait until the rank whose failure came first has told it, for a while."""
-    deadline = time.monotonic() + TOLD_S
+def _let_first_speak(limit_s: float = TOLD_S) -> None:
+    """Wait until the rank whose failure came first has reported it, for a while."""
+    deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline and _ask_store(lambda store: store.check([_TOLD])) is False:
         time.sleep(0.05)
+
+
+def _let_reporter_speak() -> None:
+    """Stay until another rank has reported this rank's error: the launcher ends all ranks with the first."""
+    if _joined():
+        _let_first_speak(REPORTED_S)
+    else:
+        time.sleep(REPORTED_S)
 
 
 def lost_peer(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""Two "hosts" on one machine: network namespaces that a virtual cable joins. Needs root, unshare and ip."""
+"""Several "hosts" on one machine: network namespaces joined by virtual cables. Needs root, unshare and ip."""
 
 from __future__ import annotations
 
@@ -31,18 +31,8 @@ def _do(command: str) -> None:
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[str, str]]:
     """The namespaces' files, for enter(). Raises NoHosts. They are gone afterwards, with everything in them."""
-    keepers: list[subprocess.Popen[bytes]] = []
-    try:
-        # A keeper's first word comes when it is in its namespace.
-        for _ in ADDRESSES:
-            words = ["unshare", "--net", "sh", "-c", "echo; exec sleep 300"]
-            try:
-                keepers.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
-            except OSError as error:
-                raise NoHosts(f"unshare: {error}") from None
-            pipe = keepers[-1].stdout
-            if pipe is None or not pipe.readline():
-                raise NoHosts("unshare --net is refused")
+    with contextlib.ExitStack() as stack:
+        keepers = [stack.enter_context(_namespace()) for _ in ADDRESSES]
         names = [f"t{secrets.token_hex(4)}{side}" for side in "ab"]
         _do(f"ip link add {names[0]} type veth peer name {names[1]}")
         for keeper, name, address, address_6 in zip(keepers, names, ADDRESSES, ADDRESSES_6, strict=True):
@@ -53,12 +43,79 @@ def two_hosts() -> Iterator[tuple[str, str]]:
             for interface in (INTERFACE, "lo"):
                 _do(f"{inside} ip link set {interface} up")
         yield f"/proc/{keepers[0].pid}/ns/net", f"/proc/{keepers[1].pid}/ns/net"
+
+
+class Network:
+    """Hosts on one switch, each with the address 10.77.0.<number + 1>.
+
+    Args:
+        switch, hosts: keepers of the namespaces.
+    """
+
+    def __init__(self, switch: subprocess.Popen[bytes], hosts: list[subprocess.Popen[bytes]]) -> None:
+        self._switch, self._hosts = switch, hosts
+
+    @staticmethod
+    def address(host: int) -> str:
+        """The host's address."""
+        return f"10.77.0.{host + 1}"
+
+    def enter(self, host: int) -> list[str]:
+        """Words before a command that runs it on the host."""
+        return ["nsenter", f"--net=/proc/{self._hosts[host].pid}/ns/net"]
+
+    def file(self, host: int) -> str:
+        """The host's namespace, for inside()."""
+        return f"/proc/{self._hosts[host].pid}/ns/net"
+
+    def drop(self, host: int) -> None:
+        """Lose every packet from and to the host; its own link stays up."""
+        _do(f"nsenter --net=/proc/{self._switch.pid}/ns/net ip link set port{host} nomaster")
+
+    def link_down(self, host: int) -> None:
+        """Switch the host's interface off."""
+        _do(" ".join([*self.enter(host), f"ip link set {INTERFACE} down"]))
+
+
+@contextlib.contextmanager
+def switched_hosts(count: int) -> Iterator[Network]:
+    """So many hosts on one switch. Raises NoHosts. They are gone afterwards, with everything in them."""
+    with contextlib.ExitStack() as stack:
+        switch = stack.enter_context(_namespace())
+        hosts = [stack.enter_context(_namespace()) for _ in range(count)]
+        network = Network(switch, hosts)
+        at_switch = f"nsenter --net=/proc/{switch.pid}/ns/net"
+        _do(f"{at_switch} ip link add switch type bridge")
+        _do(f"{at_switch} ip link set switch up")
+        for number, host in enumerate(hosts):
+            _do(f"{at_switch} ip link add port{number} type veth peer name {INTERFACE} netns {host.pid}")
+            _do(f"{at_switch} ip link set port{number} master switch up")
+            inside = " ".join(network.enter(number))
+            _do(f"{inside} ip addr add {network.address(number)}/24 dev {INTERFACE}")
+            for interface in (INTERFACE, "lo"):
+                _do(f"{inside} ip link set {interface} up")
+        yield network
+
+
+@contextlib.contextmanager
+def _namespace() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that keeps a network namespace. Raises NoHosts."""
+    words = ["unshare", "--net", "sh", "-c", "echo; exec sleep 600"]
+    try:
+        keeper = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    except OSError as error:
+        raise NoHosts(f"unshare: {error}") from None
+    pipe = keeper.stdout
+    assert pipe is not None
+    try:
+        # The first line comes from inside the namespace.
+        if not pipe.readline():
+            raise NoHosts("unshare --net is refused")
+        yield keeper
     finally:
-        for keeper in keepers:
-            keeper.kill()
-            keeper.wait()
-            if keeper.stdout is not None:
-                keeper.stdout.close()
+        keeper.kill()
+        keeper.wait()
+        pipe.close()
 
 
 @contextlib.contextmanager

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
+from ds_ext.comm import host_watch
 from ds_ext.errors import TransportError
+
+_CLOSED_SIGNS = ("closed", "reset by peer", "broken pipe", "unreachable", "no route to host", "host is down")
 
 
 def new_group(ranks: list[int] | None, backend: str, timeout_s: float) -> dist.ProcessGroup | None:
@@ -34,6 +41,30 @@ def limit_waits(timeout_s: float) -> None:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
+def watch_hosts() -> None:
+    """Start the heartbeat of connections between hosts, once a process; every rank of the world calls this.
+
+    Ranks exchange their hosts' addresses through the rendezvous store, which needs no device.
+    """
+    world = dist.get_world_size()
+    if world == 1 or host_watch.running() is not None:
+        return
+    store: Any = dist.distributed_c10d._get_default_store()
+    keys = [f"ds_ext/host_of_rank_{rank}" for rank in range(world)]
+    store.set(keys[dist.get_rank()], json.dumps([socket.gethostname(), host_watch.own_addresses()]))
+    hosts: dict[tuple[str, frozenset[str]], list[int]] = {}
+    answers = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
+    for rank, answer in enumerate(answers):
+        name, addresses = json.loads(answer)
+        hosts.setdefault((name, frozenset(addresses)), []).append(rank)
+    port = os.environ.get("MASTER_PORT", "")
+    host_watch.start(
+        dist.get_rank(),
+        [host_watch.Host(*host, tuple(ranks)) for host, ranks in hosts.items()],
+        int(port) if port.isdigit() else None,
+    )
+
+
 def wait_time(deadline: float) -> timedelta:
     """The time left until `deadline` (of time.monotonic), as torch's Work.wait takes it."""
     # gloo takes zero as "no limit given", so the shortest wait is a millisecond.
@@ -43,12 +74,14 @@ def wait_time(deadline: float) -> timedelta:
 def explain(error: RuntimeError, peer: int, waited_s: float, limit_s: float) -> str:
     """Why a transfer with rank `peer` failed and what to do, from the text of torch's error."""
     text = str(error).lower()
+    if any(peer in host.ranks for host in host_watch.silent_hosts()):
+        return f"rank {peer} or its host has not answered for {host_watch.SILENCE_S:g} s"
     if "timed out" in text or "timeout" in text:
         return (
             f"nothing moved within the limit of {round(limit_s, 2):g} s. See what rank {peer} is doing; "
             "if it is only slow, raise transport_options.timeout_s"
         )
-    if any(sign in text for sign in ("closed", "reset by peer", "broken pipe")):
+    if any(sign in text for sign in _CLOSED_SIGNS):
         return (
             f"rank {peer} closed the connection after {waited_s:.1f} s of waiting. It has most likely "
             f"died or failed first: look for the first error in the output of rank {peer}"

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ds_ext.comm import _native
+from ds_ext.comm import _native, host_watch
 from ds_ext.comm.ends import SEND_WINDOW_BYTES, Ends, Pairs, peers_of
 from ds_ext.comm.rdma_devices import Choice, choose, device_ports, require_lockable
 from ds_ext.comm.tcp_address import own_address
@@ -116,6 +116,7 @@ class RdmaSetup:
         for peer, link in self._links.items():
             control = met[peer].socket
             control.setblocking(False)
+            host_watch.leave_out(control)
             link.control(_native.TcpConnection(control.detach(), self._port, CONTROL_WINDOW_BYTES, False))
             if link.incoming is not None:
                 ends.incoming[peer] = link.incoming

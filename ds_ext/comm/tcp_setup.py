@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from ds_ext.comm import _native, ends
+from ds_ext.comm import _native, ends, host_watch
 from ds_ext.comm.ends import Ends, Pairs, peers_of
 from ds_ext.comm.tcp_address import is_loopback, own_address
 from ds_ext.comm.tcp_meeting import Met, TcpCard, TcpListener, meet
@@ -50,7 +50,9 @@ class TcpSetup:
         made = Ends()
         for peer in list(self._met):
             receives = (peer, self._rank) in pairs
-            file = self._met.pop(peer).socket.detach()
+            met = self._met.pop(peer)
+            host_watch.leave_out(met.socket)
+            file = met.socket.detach()
             connection = _native.TcpConnection(file, self._port, ends.SEND_WINDOW_BYTES, receives)
             if receives:
                 made.incoming[peer] = _native.TcpIncoming(connection, peer)

@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from ..batch_sizes import batch_sizes
-from ..comm.groups import limit_waits
+from ..comm.groups import limit_waits, watch_hosts
 from ..comm.spin import usable_cores
 from ..config import JobConfig, load_config
 from ..deepspeed_json import fp32_sums_of_bf16, half_through_zero
@@ -92,6 +92,7 @@ def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> No
                 f"port {os.environ.get('MASTER_PORT')} is taken on this host, perhaps by another job: give "
                 f"the launcher --master_port with a free one."
             ) from None
+    watch_hosts()
     os.environ.setdefault("LOCAL_RANK", "0")
 
 

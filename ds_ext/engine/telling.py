@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ..comm.host_watch import require_hosts
 from ..failure import first_line, lost_peer
 
 
@@ -22,6 +23,7 @@ class TellsWhatItDid:
         """
         self._doing = doing
         try:
+            require_hosts()
             yield
         except Exception as error:
             if lost_peer(error):
