@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .errors import ConfigError
-from .fbd_layout import DisaggregatedLayout, place_by_hosts
+from .fbd_layout import DisaggregatedLayout, host_key, is_address, place_by_hosts
 from .layout import ParallelLayout
 
 HOSTFILE = Path("/job/hostfile")  # the default of DeepSpeed's launcher
@@ -35,13 +35,13 @@ def check_forward_hosts(layout: ParallelLayout, forward_hosts: Sequence[str] | N
         return
     if launched:
         hosts = hosts_of_ranks(layout.world_size)
-        if hosts is not None:
+        if hosts is not None and comparable(dict.fromkeys(hosts), forward_hosts):
             place_by_hosts(layout, hosts, forward_hosts)
         return
     known = read_hostfile(HOSTFILE)
     if known is not None and comparable(known, forward_hosts):
-        short = {host.partition(".")[0] for host in known}
-        unknown = [host for host in forward_hosts if host.partition(".")[0] not in short]
+        short = {host_key(host) for host in known}
+        unknown = [host for host in forward_hosts if host_key(host) not in short]
         if unknown:
             raise ConfigError(
                 f"fbd.forward_hosts names {unknown[0]!r}, which is not in {HOSTFILE}: its hosts are "
@@ -64,10 +64,13 @@ def hosts_of_ranks(world: int) -> list[str] | None:
 def comparable(hosts: Mapping[str, object], forward_hosts: Sequence[str]) -> bool:
     """Whether the launcher's names are those by which hosts call themselves, and no aliases or addresses.
 
-    They are when this host, or one of ``forward_hosts``, is among them.
+    They are when this host, or one of ``forward_hosts``, is among them. An address in ``forward_hosts`` is compared
+    with addresses only.
     """
-    short = {host.partition(".")[0] for host in hosts}
-    return any(name.partition(".")[0] in short for name in (socket.gethostname(), *forward_hosts))
+    if any(map(is_address, forward_hosts)) and not any(map(is_address, hosts)):
+        return False
+    short = {host_key(host) for host in hosts}
+    return any(host_key(name) in short for name in (socket.gethostname(), *forward_hosts))
 
 
 def read_hostfile(path: Path) -> dict[str, int] | None:

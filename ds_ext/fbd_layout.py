@@ -9,7 +9,8 @@ neighbouring ranks, TP_f being 1 where one forward rank does the work of TP ("me
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ipaddress
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from .errors import ConfigError
@@ -174,29 +175,50 @@ def make_layout(placement: Placement, tensor_parallel_size: int, data_parallel_s
     return DisaggregatedLayout(placement, tensor_parallel_size, data_parallel_size)
 
 
+def is_address(name: str) -> bool:
+    """Return whether the name of a host is an IP address."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def host_key(name: str) -> str:
+    """Return what identifies a host among others: its name without domain, or its address in the usual notation."""
+    return str(ipaddress.ip_address(name)) if is_address(name) else name.partition(".")[0]
+
+
 def place_by_hosts(
-    layout: DisaggregatedLayout, hosts: Sequence[str], forward_hosts: Sequence[str]
+    layout: DisaggregatedLayout,
+    hosts: Sequence[str],
+    forward_hosts: Sequence[str],
+    addresses: Sequence[Collection[str]] | None = None,
 ) -> DisaggregatedLayout:
     """The layout with its forward ranks on given hosts.
 
     Args:
         layout: in the order of ranks.
         hosts: of every rank, as its own system calls it.
-        forward_hosts: those of the forward ranks; a name without its domain is enough.
+        forward_hosts: those of the forward ranks: names, with or without domain, or IP addresses.
+        addresses: of every rank's host; None: not known.
 
     Raises:
         ConfigError: there is no such host, or they do not have as many ranks as there are forward ranks.
     """
-    asked = {name.partition(".")[0] for name in forward_hosts}
-    short = [name.partition(".")[0] for name in hosts]
-    unknown = sorted(asked - set(short))
+    asked = {host_key(name) for name in forward_hosts}
+    short = [host_key(name) for name in hosts]
+    keys = [
+        {name, *map(host_key, own)} for name, own in zip(short, addresses or [()] * len(short), strict=True)
+    ]
+    unknown = sorted(asked.difference(*keys))
     if unknown:
         raise ConfigError(
             f"fbd.forward_hosts names {unknown[0]!r}, on which there is no rank; the hosts of the job "
             f"are {', '.join(sorted(set(short)))}."
         )
-    theirs = [rank for rank, name in enumerate(short) if name in asked]
-    others = [rank for rank, name in enumerate(short) if name not in asked]
+    theirs = [rank for rank, own in enumerate(keys) if own & asked]
+    others = [rank for rank, own in enumerate(keys) if not own & asked]
     places = range(layout.world_size)
     forward = [place for place in places if replace(layout, order=None).role(place) == FORWARD_ROLE]
     if len(forward) != len(theirs):

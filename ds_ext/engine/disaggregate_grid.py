@@ -18,6 +18,7 @@ from deepspeed import comm as dist
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
+from ..comm import host_watch
 from ..fbd_layout import BACKWARD_ROLE, FORWARD_ROLE, DisaggregatedLayout, place_by_hosts
 from .topology import FoldedTopology
 
@@ -70,8 +71,9 @@ def on_hosts(layout: Any, forward_hosts: Sequence[str] | None) -> Any:
     if forward_hosts is None or not isinstance(layout, DisaggregatedLayout):
         return layout
     hosts: list[Any] = [None] * dist.get_world_size()
-    torch.distributed.all_gather_object(hosts, socket.gethostname())
-    return place_by_hosts(layout, hosts, forward_hosts)
+    torch.distributed.all_gather_object(hosts, (socket.gethostname(), host_watch.own_addresses()))
+    names, addresses = zip(*hosts, strict=True)
+    return place_by_hosts(layout, names, forward_hosts, addresses)
 
 
 @contextlib.contextmanager

@@ -228,6 +228,19 @@ def test_forward_ranks_on_the_hosts_that_are_named() -> None:
         assert placed.rank(*placed.coordinates(rank)) == rank
 
 
+@pytest.mark.parametrize("named", ["10.0.0.2", "fd00:0::2"])
+def test_forward_ranks_on_the_host_with_an_address(named: str) -> None:
+    """Addresses that begin alike are different hosts, whether hosts have names or are known by addresses."""
+    plain = layout(4)
+    addresses = [["10.0.0.1", "fd00::1"]] * 4 + [["10.0.0.2", "fd00::2"]] * 4
+    by_address = place_by_hosts(plain, [own[0] for own in addresses], ["10.0.0.2"])
+    assert by_address.groups()["pipeline"] == [[4, 5, 6, 7], [0, 1, 2, 3]]
+    placed = place_by_hosts(plain, ["10-a"] * 4 + ["10-b"] * 4, [named], addresses)
+    assert placed.groups() == by_address.groups()
+    with pytest.raises(ConfigError, match=r"'10\.0\.0\.3'"):
+        place_by_hosts(plain, ["10-a"] * 4 + ["10-b"] * 4, ["10.0.0.3"], addresses)
+
+
 @pytest.mark.parametrize(
     ("hosts", "named", "sentence"),
     [
