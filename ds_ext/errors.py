@@ -4,7 +4,8 @@
 class DsExtError(Exception):
     """Base of all errors raised by ds_ext.
 
-    ``reported_by`` is the rank that reports an error which every rank raises; None: each rank may have its own.
+    Attributes:
+        reported_by: the rank that reports an error which every rank raises; None: each rank reports its own.
     """
 
     reported_by: int | None = None

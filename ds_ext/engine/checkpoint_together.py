@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..checkpoint_folder import good_checkpoints
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, DsExtError
 
 
 def together(act: Callable[[], Any], tag: str = "", written: Path | None = None) -> list[Any]:
@@ -33,6 +33,9 @@ def together(act: Callable[[], Any], tag: str = "", written: Path | None = None)
         outcome = None, CheckpointError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, outcome)
+    for rank, (_, error) in enumerate(everyone):
+        if isinstance(error, DsExtError):
+            error.reported_by = rank
     _raise_first([error for _, error in everyone], written, unforeseen)
     return [result for result, _ in everyone]
 

@@ -31,9 +31,11 @@ def record(path: str, timetable: Timetable, ran: Sequence[Op], layout: ParallelL
         problem[0] = _write(path, replace(timetable, ranks=tuple(map(tuple, orders))))
     dist.broadcast_object_list(problem, src=0)
     if problem[0] is not None:
-        raise ConfigError(
+        error = ConfigError(
             f'"schedule_options": record {path!r} cannot be written: {problem[0]}. Give a file in a folder that exists.'
         )
+        error.reported_by = 0
+        raise error
 
 
 def _write(path: str, made: Timetable) -> str | None:

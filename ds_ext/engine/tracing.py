@@ -78,7 +78,10 @@ class Tracer:
         if self._times is None:
             self._open(step)
         self._step, self.moved = step, 0  # an evaluation has moved some, too
-        self._keep_plan()
+        try:
+            self._keep_plan()
+        except ConfigError as error:  # a full disk must not end a run
+            logger.warning("%s", error)
 
     def executed(self, instruction: Any, begin: Any) -> None:
         """``instruction``, which a handler began at ``begin``, is done."""
@@ -165,13 +168,15 @@ class Tracer:
         try:
             self._file = TraceFile(self.folder, engine.global_rank, _describe(engine, name[0], step))
             self._keep_plan()
-        except (ConfigError, OSError) as error:
+        except ConfigError as error:
             mine = str(error)
         dist.all_gather_object(problems, mine, group=group)
-        problem = next(filter(None, problems), None)
-        if problem is not None:
+        origin = next((rank for rank, problem in enumerate(problems) if problem), None)
+        if origin is not None:
             self._close()
-            raise ConfigError(problem)
+            error = ConfigError(problems[origin])
+            error.reported_by = origin
+            raise error
         atexit.register(self._close)
         self._times = Times(engine._busy)
         self._flushed = engine._busy.clock()
@@ -181,9 +186,10 @@ class Tracer:
     def _keep_plan(self) -> None:
         """Rank 0 writes the timetable, and another one when the number of micro-batches has changed."""
         timetable = self.engine._schedule.program.timetable
-        if timetable is not self._planned and self.engine.global_rank == 0:
-            write_timetable(self.folder, timetable, first=self._planned is None)
+        first, changed = self._planned is None, timetable is not self._planned
         self._planned = timetable
+        if changed and self.engine.global_rank == 0:
+            write_timetable(self.folder, timetable, first=first)
 
     def _compare(self) -> None:
         assert self._clocks is not None

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import math
+import os
 import resource
 import sys
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import torch
+
+from ..errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,24 +53,46 @@ class StepMetrics:
 class MetricsFile:
     """Appends one JSON object a line; nothing is written when ``path`` is None.
 
-    A number that is not finite (a loss that has diverged) is written as null: NaN is not JSON.
+    A number that is not finite (a loss that has diverged) is written as null: NaN is not JSON. A full disk must not
+    end a run: a step that cannot be written is missing in the file, and a warning names the first one.
     """
 
     def __init__(self, path: str | None) -> None:
         self._path = path
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
+        self._failing = False
 
     def __enter__(self) -> MetricsFile:
         if self._path is not None:
-            Path(self._path).parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self._path, "a", buffering=1)
+            try:
+                Path(self._path).parent.mkdir(parents=True, exist_ok=True)
+                self._file = FileIO(self._path, "a")
+            except OSError as error:
+                raise ConfigError(
+                    f"--metrics-file: cannot open {self._path} (got {error.strerror}). Give another path."
+                ) from None
         return self
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one record; a crash later loses none of it."""
-        if self._file is not None:
-            record = {key: _finite(value) for key, value in asdict(metrics).items()}
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        if self._file is None:
+            return
+        record = {key: _finite(value) for key, value in asdict(metrics).items()}
+        line = (json.dumps(record, allow_nan=False) + "\n").encode()
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(line) < len(line):
+                os.ftruncate(self._file.fileno(), end)  # no half lines
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._failing = False
+        except OSError as error:
+            if not self._failing:
+                logger.warning(
+                    "--metrics-file: cannot write step %d to %s (got %s). Training continues; steps are missing in "
+                    "the file until writing succeeds.",
+                    *(metrics.step, self._path, error.strerror),
+                )
+            self._failing = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

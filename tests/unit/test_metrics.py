@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
+import resource
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
+from ds_ext.errors import ConfigError
 from ds_ext.observe.metrics import MetricsFile, StepMetrics, peak_memory_bytes
 
 METRICS = StepMetrics(
@@ -53,6 +58,29 @@ def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
         file.write(replace(METRICS, loss=float("nan"), grad_norm=float("inf")))
     record = json.loads(path.read_text(), parse_constant=lambda name: f"not JSON: {name}")
     assert record["loss"] is None and record["grad_norm"] is None and record["lr"] == METRICS.lr
+
+
+def test_full_disk_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A line that does not fit is left out whole, with one warning until writing succeeds again."""
+    path = tmp_path / "metrics.jsonl"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with MetricsFile(str(path)) as file, caplog.at_level(logging.WARNING):
+            file.write(METRICS)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
+            for step in (8, 9):
+                file.write(replace(METRICS, step=step))
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            file.write(replace(METRICS, step=10))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [7, 10]
+    assert len(caplog.records) == 1 and "step 8" in caplog.text and str(path) in caplog.text
+
+
+def test_file_that_cannot_be_opened(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(str(tmp_path))), MetricsFile(str(tmp_path)):
+        pass
 
 
 def test_without_a_path_nothing_is_written(tmp_path: Path) -> None:

@@ -70,13 +70,10 @@ class TraceFile:
             folder.mkdir(parents=True, exist_ok=True)
             set_earlier_aside(folder, rank, run["world_size"])
             self._file: TextIO | None = open(self.path, "x", encoding="utf-8")  # noqa: SIM115 (a run long)
+            self._file.write(f"[\n{metadata(RUN, rank, {**run, 'rank': rank, 'version': VERSION})}")
+            self.append(thread_names(rank))
         except OSError as error:
-            raise ConfigError(
-                f'"trace": {{"dir": {str(folder)!r}}}: rank {rank} cannot write {self.path}: {error.strerror}. '
-                f"Give a folder that every rank can write to."
-            ) from None
-        self._file.write(f"[\n{metadata(RUN, rank, {**run, 'rank': rank, 'version': VERSION})}")
-        self.append(thread_names(rank))
+            raise _unwritable(folder, rank, self.path, error) from None
 
     def append(self, events: Iterable[str]) -> None:
         """Write events, each the text of a JSON object, through to the operating system."""
@@ -92,10 +89,23 @@ class TraceFile:
             self._file = None
 
 
+def _unwritable(folder: Path, rank: int, path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f'"trace": {{"dir": {str(folder)!r}}}: rank {rank} cannot write {path}: {error.strerror}. '
+        f"Give a folder that every rank can write to."
+    )
+
+
 def write_timetable(folder: Path, timetable: Timetable, *, first: bool) -> None:
-    """Keep the plan beside the traces: a timetable file, which every verb about schedules reads as well."""
+    """Keep the plan beside the traces: a timetable file, which every verb about schedules reads as well.
+
+    Called on rank 0. Raises ConfigError when the file cannot be written.
+    """
     path = folder / TIMETABLE if first else timetable_file(folder, timetable.micro_batches)
-    path.write_text(dumps(timetable), encoding="utf-8")
+    try:
+        path.write_text(dumps(timetable), encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(folder, 0, path, error) from None
 
 
 def set_earlier_aside(folder: Path, rank: int, world_size: int) -> None:
