@@ -22,6 +22,7 @@ from .data.gpt import parse_split
 from .engine import PipelineEngine
 from .engine.micro_batches import MicroBatches
 from .errors import CheckpointError
+from .models.bert import BertLoss
 from .models.config import TransformerConfig
 from .models.hf_config import unseen_in_weights
 from .observe.metrics import MetricsFile, StepMetrics, peak_memory_bytes
@@ -141,14 +142,24 @@ class Trainer:
         )
 
     def evaluate(self, step: int) -> None:
-        """Mean loss over ``--eval-iters`` steps of the validation split, always the same samples."""
+        """Mean loss over ``--eval-iters`` steps of the validation split, always the same samples.
+
+        The perplexity is that of words: of BERT's two losses, the masked words' alone.
+        """
         if self.valid is None:
             return
         self.valid.consumed_samples = 0
+        loss_fn = self.engine.module.loss_fn
+        if isinstance(loss_fn, BertLoss):
+            loss_fn.reset()
         losses = [float(self.engine.eval_batch(self.valid)) for _ in range(self.args.eval_iters)]
         loss = sum(losses) / len(losses)
         self.validation_loss = loss
-        say(f"step {step}: validation loss {loss:.4f}, perplexity {_perplexity(loss)}")
+        words, listed = loss, ""
+        if isinstance(loss_fn, BertLoss):
+            words, order = loss_fn.mean_parts(self.engine.device)
+            listed = f" (masked words {words:.4f}, sentence order {order:.4f})" if loss_fn.has_order else ""
+        say(f"step {step}: validation loss {loss:.4f}{listed}, perplexity {_perplexity(words)}")
 
     def save(self, step: int, loss: float) -> None:
         """Write a checkpoint with the position in the data; training goes on when that fails."""

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
@@ -164,25 +165,52 @@ def bert_layer_specs(config: BertConfig, tp: TensorParallel, clock: DropoutClock
     ]
 
 
-def bert_loss(
-    config: BertConfig, tp: TensorParallel
-) -> Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], Tensor]:
-    """The loss function of the last stage: ((logits_BSV, order_B2), (labels_BS, swapped_B)) to a scalar, in nats.
+class BertLoss:
+    """Loss function of the last stage: ((logits_BSV, order_B2), (labels_BS, swapped_B)) to a scalar, in nats.
 
     The mean over the masked words, those whose label is not ``IGNORE_INDEX``, plus the mean over the samples of the
-    sentence head's cross entropy; fp32, equal on all tensor-parallel ranks.
+    sentence head's cross entropy; fp32, equal on all tensor-parallel ranks. Both parts are also summed up over the
+    micro-batches since :meth:`reset`.
+
+    Attributes:
+        has_order: whether the model has the sentence head.
     """
 
-    def mean_loss(outputs: tuple[Tensor, ...], labels: tuple[Tensor, ...]) -> Tensor:
+    def __init__(self, config: BertConfig, tp: TensorParallel) -> None:
+        self._vocab_size, self._tp = config.vocab_size, tp
+        self.has_order = config.order_classes is not None
+        self.reset()
+
+    def __call__(self, outputs: tuple[Tensor, ...], labels: tuple[Tensor, ...]) -> Tensor:
         logits_BSV, *order = outputs
         labels_BS, *swapped = labels
-        loss_BS = vocab_parallel_cross_entropy(logits_BSV, labels_BS, tp, config.vocab_size)
-        loss = loss_BS.sum() / (labels_BS != IGNORE_INDEX).sum().clamp(min=1)
+        loss_BS = vocab_parallel_cross_entropy(logits_BSV, labels_BS, self._tp, self._vocab_size)
+        words = loss_BS.sum() / (labels_BS != IGNORE_INDEX).sum().clamp(min=1)
+        loss, parts = words, [torch.ones_like(words), words.detach(), torch.zeros_like(words)]
         for order_B2, swapped_B in zip(order, swapped, strict=True):
-            loss = loss + F.cross_entropy(order_B2.float(), swapped_B)
+            order_loss = F.cross_entropy(order_B2.float(), swapped_B)
+            loss, parts[2] = loss + order_loss, order_loss.detach()
+        added = torch.stack(parts).double()
+        self._sums = added if self._sums is None else self._sums + added
         return loss
 
-    return mean_loss
+    def reset(self) -> None:
+        """Forget the micro-batches so far."""
+        self._sums: Tensor | None = None  # micro-batches, masked-word losses, order losses
+
+    def mean_parts(self, device: torch.device) -> tuple[float, float]:
+        """Mean (masked-word loss, order loss) over the micro-batches of all ranks; a collective call of the world."""
+        sums = torch.zeros(3, dtype=torch.float64, device=device) if self._sums is None else self._sums
+        if dist.is_initialized():
+            sums = sums.clone()
+            dist.all_reduce(sums)
+        count, words, order = sums.tolist()
+        return words / max(count, 1), order / max(count, 1)
+
+
+def bert_loss(config: BertConfig, tp: TensorParallel) -> BertLoss:
+    """Return the loss function of the last stage."""
+    return BertLoss(config, tp)
 
 
 def _table(config: TransformerConfig, rows: int, name: str) -> nn.Parameter:

@@ -81,7 +81,9 @@ def train(
     if save is not None:
         engine.save_checkpoint(save, tag="last")
     batches.step = 0
+    module.loss_fn.reset()
     found["evaluated"] = float(engine.eval_batch(batches))
+    assert sum(module.loss_fn.mean_parts(engine.device)) == pytest.approx(found["evaluated"], rel=1e-5)
     engine.transport.close()
     return found
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -55,6 +57,16 @@ def test_bert_trains_on_ranks_and_its_data_are_refused_for_gpt(
     assert 4 < records[0]["loss"] < 7 and records[-1]["consumed_samples"] == 32
     assert "embedding, positions and types, layer 0" in job.text and "heads, words, bias" in job.text
     assert "unigram entropy plus ln 2 of" in job.text and (saved / "latest").read_text().strip() == "step_4"
+
+    # The perplexity is of the masked words alone.
+    told = re.search(
+        r"validation loss ([\d.]+) \(masked words ([\d.]+), sentence order ([\d.]+)\), perplexity ([\d.]+)",
+        job.text,
+    )
+    assert told is not None, job.text
+    loss, masked, order, perplexity = map(float, told.groups())
+    assert loss == pytest.approx(masked + order, abs=2e-4) and 0.4 < order < 1.2
+    assert perplexity == pytest.approx(math.exp(masked), rel=1e-3)
 
     words = ["--deepspeed_config", str(tmp_path / "bert.json"), "--dry-run", "--load", str(saved)]
     args, plan = plan_job("train_bert.py", words, "bert")

@@ -105,6 +105,26 @@ def test_forward_and_backward_equal_a_plain_bert() -> None:
         assert_close_gradients(parameter.grad, weights[name].grad, name)
 
 
+def test_the_two_parts_of_the_loss_are_summed_up_between_resets() -> None:
+    loss_fn, words, order = bert_loss(PLAIN, ONE), [], []
+    loss_fn(BertChain(PLAIN, ONE, DropoutClock())(one_batch(PLAIN)[0]), one_batch(PLAIN)[1])
+    loss_fn.reset()
+    for seed in (1, 2):
+        (logits_BSV, order_B2), (labels_BS, swapped_B) = (
+            BertChain(replace(PLAIN, seed=seed), ONE, DropoutClock())(one_batch(PLAIN)[0]),
+            one_batch(PLAIN)[1],
+        )
+        total = loss_fn((logits_BSV, order_B2), (labels_BS, swapped_B))
+        words.append(
+            F.cross_entropy(logits_BSV[..., : PLAIN.vocab_size].flatten(0, 1), labels_BS.flatten()).item()
+        )
+        order.append(F.cross_entropy(order_B2, swapped_B).item())
+        assert total.item() == pytest.approx(words[-1] + order[-1], rel=1e-6)
+    assert loss_fn.mean_parts(torch.device("cpu")) == pytest.approx(
+        (sum(words) / 2, sum(order) / 2), rel=1e-6
+    )
+
+
 def test_without_the_sentence_head_there_are_only_words() -> None:
     config = replace(PLAIN, order_classes=None)
     inputs, labels = one_batch(config)
