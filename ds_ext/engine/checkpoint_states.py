@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -77,26 +76,27 @@ def layers_of(module: Any) -> dict[int, tuple[str, nn.Module]]:
             first_ties.setdefault(spec.key, index)
     found: dict[int, tuple[str, nn.Module]] = {}
     for stage in module.stages:
-        for index, layer in enumerate(module.stage_funcs[stage], start=module.parts[stage]):
+        for index, layer in module.stage_modules(stage).items():
             spec = module._layer_specs[index]
             if isinstance(spec, TiedLayerSpec):
-                # A tied layer with a function of its own is a partial over the tied module.
-                tied = layer.args[0] if isinstance(layer, partial) else layer
-                found[first_ties[spec.key]] = (f"tied_modules.{spec.key}", tied)
-            elif isinstance(layer, nn.Module):
+                found[first_ties[spec.key]] = (f"tied_modules.{spec.key}", layer)
+            else:
                 found[index] = (str(index), layer)
     return dict(sorted(found.items()))
 
 
 def parameters_of(module: Any, tensor_ranks: int) -> dict[str, Held]:
-    """All parameters that this rank holds, frozen ones too, by name."""
-    found, seen = {}, set()
+    """All parameters that this rank holds, frozen ones too, by name; one that layers share has its first layer's."""
+    found: dict[str, Held] = {}
+    seen: set[int] = set()
+    first = {id(shared.parameter): (shared.layer, shared.key) for shared in module.shared}
     for index, (prefix, layer) in layers_of(module).items():
         for key, parameter in layer.named_parameters():
             if id(parameter) not in seen:
-                name = f"{prefix}.{key}"
                 seen.add(id(parameter))
-                found[name] = Held(name, parameter, index, key, Shape.of(name, parameter, tensor_ranks))
+                at, key_there = first.get(id(parameter), (index, key))
+                name = f"{at}.{key_there}" if id(parameter) in first else f"{prefix}.{key}"
+                found[name] = Held(name, parameter, at, key_there, Shape.of(name, parameter, tensor_ranks))
     return found
 
 

@@ -105,14 +105,19 @@ def index_tied_modules(module: Any) -> dict[str, Any]:
         stages = sorted({host.PipelineModule.stage_owner(module, index) for index in layers[key]})
         if len(stages) < 2:
             continue
-        for data in range(layout.data_parallel_size):
-            for pipe in layout.placement.pipes:
-                for tensor in range(layout.tensor_parallel_size):
-                    ranks = [layout.rank(pipe[stage], data, tensor) for stage in stages]
-                    group = dist.new_group(ranks=ranks)
-                    if module.global_rank in ranks:
-                        found[key] = _tie(module, key, ranks, group)
+        for ranks in tie_ranks(layout, stages):
+            group = dist.new_group(ranks=ranks)
+            if module.global_rank in ranks:
+                found[key] = _tie(module, key, ranks, group)
     return found
+
+
+def tie_ranks(layout: DisaggregatedLayout, stages: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the backward ranks of ``stages`` of each pipe, data-parallel group and tensor-parallel rank."""
+    for data in range(layout.data_parallel_size):
+        for pipe in layout.placement.pipes:
+            for tensor in range(layout.tensor_parallel_size):
+                yield [layout.rank(pipe[stage], data, tensor) for stage in stages]
 
 
 def _tie(module: Any, key: str, ranks: list[int], group: Any) -> dict[str, Any]:

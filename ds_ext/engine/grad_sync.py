@@ -63,8 +63,7 @@ class EagerReduction:
         tracer = self.engine.tracer
         parameters = self._parameters[stage]
         fill_missing_gradients(self.engine, parameters)
-        found = (accumulated_gradient(self.engine, parameter) for parameter in parameters)
-        gradients = [gradient for gradient in found if gradient is not None]
+        gradients = [g for g in (gradient_of(self.engine, p) for p in parameters) if g is not None]
         kinds = sorted({g.dtype for g in gradients}, key=str)
         for mine in ([g for g in gradients if g.dtype == kind] for kind in kinds):
             flat = _flatten_dense_tensors(mine).to(self.engine.communication_data_type)
@@ -76,12 +75,20 @@ class EagerReduction:
                 tracer.reducing(stage, flat, begin, work)
 
 
-def accumulated_gradient(engine: Any, parameter: nn.Parameter) -> Tensor | None:
-    """Where the gradient of a parameter is accumulated over the micro-batches."""
+def gradient_of(engine: Any, parameter: nn.Parameter) -> Tensor | None:
+    """Return the sum of a parameter's gradients over the micro-batches, where the optimizer keeps it."""
     optimizer = engine.optimizer
     if isinstance(optimizer, ZeROOptimizer) and hasattr(optimizer, "get_gradient_for_reduction"):
         return optimizer.get_gradient_for_reduction(parameter)
     return getattr(parameter, "_hp_grad", None) if engine.using_bf16_optimizer else parameter.grad
+
+
+def reduce_tied_gradients(engine: Any) -> None:
+    """Sum the gradients of tied parameters over the ranks that hold them; zeros where a rank did not use one."""
+    for parameter, group in engine.module.get_tied_weights_and_groups():
+        if gradient_of(engine, parameter) is None:
+            _fill(engine.optimizer, [parameter])
+        dist.all_reduce(gradient_of(engine, parameter), group=group)
 
 
 def fill_missing_gradients(engine: Any, parameters: Iterable[nn.Parameter]) -> None:
@@ -89,9 +96,12 @@ def fill_missing_gradients(engine: Any, parameters: Iterable[nn.Parameter]) -> N
 
     Replicas reduce the same parameters in the same order. DeepSpeed does so too, but not with ZeRO.
     """
-    optimizer = engine.optimizer
     if engine.using_bf16_optimizer or dist.get_world_size(engine.mpu.get_data_parallel_group()) == 1:
         return  # the first has its sums from the beginning
+    _fill(engine.optimizer, parameters)
+
+
+def _fill(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
     apart = getattr(optimizer, "use_grad_accum_attribute", False)
     name, dtype = ("grad_accum", optimizer.gradient_accumulation_dtype) if apart else ("grad", None)
     for parameter in parameters:

@@ -25,7 +25,7 @@ from ..tensor_parallel import WeightGradients, backward, deferrable, deferring
 from .batches import Batches
 from .busy import BusyClock
 from .grad_norm import clip_grad_norm
-from .grad_sync import EagerReduction, fill_missing_gradients
+from .grad_sync import EagerReduction, fill_missing_gradients, reduce_tied_gradients
 from .loss_watch import LossWatch
 from .messages import Kind, StageMessages, pack, unpack
 from .module import PipelineModule
@@ -155,6 +155,9 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
         if self._eager is not None:
             self._eager.after(stage, micro_batch)
 
+    def _exec_reduce_tied_grads(self) -> None:
+        reduce_tied_gradients(self)
+
     def _exec_reduce_grads(self) -> None:
         if self.loss_watch is not None:
             self.loss_watch.gradients(self.global_steps + 1)
@@ -183,6 +186,7 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
         ds.RecvGrad: _exec_recv_grads,
         CopyActivation: _exec_copy_activation,
         CopyGrad: _exec_copy_grad,
+        ds.ReduceTiedGrads: _exec_reduce_tied_grads,
         ds.ReduceGrads: _exec_reduce_grads,
         ds.OptimizerStep: _exec_optimizer_step,
     }

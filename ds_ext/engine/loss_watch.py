@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import NonFiniteLoss
 from .checkpoint_states import parameters_of
-from .grad_sync import accumulated_gradient
+from .grad_sync import gradient_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class LossWatch:
         found = [
             ((layer, name), gradient)
             for layer, name, parameter in self._named
-            if (gradient := accumulated_gradient(self.engine, parameter)) is not None
+            if (gradient := gradient_of(self.engine, parameter)) is not None
         ]
         if found:
             names, gradients = zip(*found, strict=True)

@@ -8,14 +8,14 @@ stages have the same parameters in the same order (gradient buckets and ZeRO par
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.pipe.module import PipelineModule as DeepSpeedPipelineModule
 from torch.utils.checkpoint import checkpoint
 
@@ -27,7 +27,7 @@ from ..launch.roll_call import compare
 from ..layout import data_parallel_size
 from ..pipe_schedules import Schedule
 from .disaggregate_grid import grid_of_role, index_tied_modules, on_hosts
-from .ties import require_whole_ties
+from .ties import find_shared, index_shared, require_visible_parameters, require_whole_ties, tied_weights
 from .topology import FoldedTopology
 
 logger = logging.getLogger(__name__)
@@ -67,14 +67,14 @@ class PipelineModule(DeepSpeedPipelineModule):
         **kwargs: passed on to DeepSpeed's PipelineModule.
 
     Raises:
-        ConfigError: the world does not fit the sizes, there are fewer layers than stages, or a tied layer trains more
-            than its tied weights.
+        ConfigError: there is no config, the world does not fit the sizes, there are fewer layers than stages, a tied
+            layer trains more than its tied weights, or layers share parameters in a way that depends on the schedule.
     """
 
     def __init__(
         self,
         layers: Iterable[Any],
-        config: str | Mapping[str, Any] | DsExtConfig,
+        config: str | Mapping[str, Any] | DsExtConfig | None = None,
         *,
         loss_fn: Callable[..., torch.Tensor] | None = None,
         clock: Clock | None = None,
@@ -86,6 +86,11 @@ class PipelineModule(DeepSpeedPipelineModule):
         for key in ("num_stages", "topology", "activation_checkpoint_func"):
             if kwargs.get(key) is not None:
                 raise ConfigError(f"PipelineModule takes no {key}: {_INSTEAD[key]}.")
+        if config is None:
+            raise ConfigError(
+                'config: PipelineModule needs the DeepSpeed JSON, whose "ds_ext" section has the schedule and the '
+                "sizes (got None). Pass its path or dict: ds_ext.PipelineModule(layers, config, loss_fn=...)."
+            )
         settings = config if isinstance(config, DsExtConfig) else _section(config)
         self.schedule: Schedule = settings.resolve_schedule()
         placement = settings.placement()
@@ -96,6 +101,7 @@ class PipelineModule(DeepSpeedPipelineModule):
                 f"{placement.width} devices. Use at least {placement.stages} layers or a smaller "
                 f"pipeline_parallel_size."
             )
+        require_visible_parameters(layers, loss_fn)
         if not dist.is_initialized():
             raise ConfigError(
                 "PipelineModule needs the process group: call ds_ext.init_distributed() before it."
@@ -175,13 +181,26 @@ class PipelineModule(DeepSpeedPipelineModule):
     def _index_tied_modules(self) -> dict[str, Any]:
         """Only ties that cross ranks need communication; a V placement has both ends on one rank."""
         require_whole_ties(self)
+        self.shared = find_shared(self)
         if self.role is not None:
-            return index_tied_modules(self)
-        return {key: tie for key, tie in super()._index_tied_modules().items() if len(tie["ranks"]) > 1}
+            ties = index_tied_modules(self)
+        else:
+            ties = {key: tie for key, tie in super()._index_tied_modules().items() if len(tie["ranks"]) > 1}
+        return ties | index_shared(self)
+
+    def get_tied_weights_and_groups(self) -> list[tuple[torch.nn.Parameter, Any]]:
+        """(parameter, process group) of each trained parameter whose gradients are summed over ranks."""
+        return [(weight, tie["group"]) for weight, tie in self._tied_weights() if weight.requires_grad]
 
     def _synchronize_tied_weights(self) -> None:
         with torch.no_grad():
-            super()._synchronize_tied_weights()
+            for weight, tie in self._tied_weights():
+                dist.broadcast(weight, src=min(tie["ranks"]), group=tie["group"])
+
+    def _tied_weights(self) -> Iterator[tuple[torch.nn.Parameter, dict[str, Any]]]:
+        for tie in self.tied_comms.values():
+            for weight in tied_weights(tie["module"], tie["weight_attr"]):
+                yield weight, tie
 
     # --- running ---
 
@@ -216,12 +235,20 @@ class PipelineModule(DeepSpeedPipelineModule):
     def stage_parameters(self, stage: int) -> list[torch.nn.Parameter]:
         """The trainable parameters that the layers of one stage use; a shared one is in every stage that uses it."""
         found: dict[int, torch.nn.Parameter] = {}
-        for layer in self.stage_funcs[stage]:
-            # A tied layer with a function of its own is a partial over the tied module.
-            module = layer.args[0] if isinstance(layer, functools.partial) else layer
-            if isinstance(module, torch.nn.Module):
-                found.update({id(p): p for p in module.parameters() if p.requires_grad})
+        for layer in self.stage_modules(stage).values():
+            found.update({id(p): p for p in layer.parameters() if p.requires_grad})
         return list(found.values())
+
+    def stage_modules(self, stage: int) -> dict[int, torch.nn.Module]:
+        """Index -> module of the layers of one stage; functions are left out."""
+        found: dict[int, torch.nn.Module] = {}
+        for index, layer in enumerate(self.stage_funcs[stage], start=self.parts[stage]):
+            spec = self._layer_specs[index]
+            # With a forward_fn, or compiled, a tied layer is a function over the tied module.
+            module = self.tied_modules[spec.key] if isinstance(spec, TiedLayerSpec) else layer
+            if isinstance(module, torch.nn.Module):
+                found[index] = module
+        return found
 
     # --- the parent knows one range of layers, the active one ---
 

@@ -1,14 +1,131 @@
-"""Tied layers: what several places of the model share must be all that they train."""
+"""Parameters that several layers share: by a TiedLayerSpec, or because two layers hold the same object.
+
+DeepSpeed sums the gradients of tied layers over the ranks that hold them. A parameter object that two layers of the
+list share is one parameter only where both layers are on one rank; elsewhere each rank has its own copy. So identities
+are compared over the whole list, and shared parameters are tied as DeepSpeed ties layers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dis
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch.distributed as dist
-from deepspeed.pipe import TiedLayerSpec
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import Tensor, nn
 
 from ..errors import ConfigError
+from .disaggregate_grid import tie_ranks
+
+
+@dataclass(frozen=True)
+class SharedParameter:
+    """Parameter that several layers hold as one object.
+
+    Attributes:
+        parameter: this process's object; every process has one, whether its stages use it or not.
+        places: index in the whole model of each layer that holds it -> its name in that layer.
+    """
+
+    parameter: Tensor
+    places: dict[int, str]
+
+    @property
+    def layer(self) -> int:
+        """Index of the first layer that holds it; checkpoints name it by this layer."""
+        return min(self.places)
+
+    @property
+    def key(self) -> str:
+        """Name in the first layer."""
+        return self.places[self.layer]
+
+
+# --- before the layers are built ---
+
+
+def require_visible_parameters(layers: Sequence[Any], loss_fn: Any) -> None:
+    """Refuse functions that compute with parameters they do not own: no optimizer would train these.
+
+    Raises:
+        ConfigError: names the function and the module.
+    """
+    functions: list[tuple[str, Any]] = []
+    for index, layer in enumerate(layers):
+        if isinstance(layer, TiedLayerSpec):
+            functions.append(
+                (f"layer {index} (forward_fn of the tied layer {layer.key!r})", layer.forward_fn)
+            )
+        elif not isinstance(layer, LayerSpec | nn.Module):
+            functions.append((f"layer {index} ({_name(layer)})", layer))
+    functions.append((f"loss_fn ({_name(loss_fn)})", loss_fn))
+    for place, function in functions:
+        for owner in _references(function):
+            trained = [owner] if isinstance(owner, nn.Parameter) else list(owner.parameters())
+            if any(parameter.requires_grad for parameter in trained):
+                raise ConfigError(
+                    f"{place}: computes with trainable parameters of another object (got {type(owner).__name__}), "
+                    f"which no layer of its stage trains. Give the nn.Module itself as the layer; for a weight of "
+                    f"another layer use deepspeed.pipe.TiedLayerSpec with a forward_fn."
+                )
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+def _references(function: Any) -> Iterator[nn.Module | nn.Parameter]:
+    """Modules and parameters that a function, method, partial or callable object refers to."""
+    if isinstance(function, nn.Module | nn.Parameter):
+        yield function
+    elif isinstance(function, MethodType):
+        yield from _references(function.__self__)
+    elif isinstance(function, partial):
+        for value in (function.func, *function.args, *function.keywords.values()):
+            yield from _references(value)
+    elif isinstance(function, FunctionType):
+        cells = [cell.cell_contents for cell in function.__closure__ or () if not _is_empty(cell)]
+        names = {i.argval for i in dis.get_instructions(function) if i.opname == "LOAD_GLOBAL"}
+        values = [function.__globals__[name] for name in sorted(names & function.__globals__.keys())]
+        for value in (*cells, *values, *(function.__defaults__ or ())):
+            if isinstance(value, nn.Module | nn.Parameter | MethodType | partial):
+                yield from _references(value)
+    elif callable(function) and not isinstance(function, type):
+        for value in getattr(function, "__dict__", {}).values():
+            if isinstance(value, nn.Module | nn.Parameter):
+                yield value
+
+
+def _is_empty(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return True
+    return False
+
+
+# --- TiedLayerSpec ---
+
+
+def tied_weights(layer: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
+    """Parameters of a tied layer that ``names`` give, each once, in the layer's order.
+
+    A name may be dotted, and may be a property that returns a parameter of the layer.
+    """
+    named = {id(_attribute(layer, name)) for name in names}
+    return [parameter for parameter in layer.parameters() if id(parameter) in named]
+
+
+def _attribute(layer: nn.Module, name: str) -> Any:
+    value: Any = layer
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return value
 
 
 def require_whole_ties(module: Any) -> None:
@@ -29,13 +146,8 @@ def require_whole_ties(module: Any) -> None:
         if isinstance(spec, TiedLayerSpec):
             places.setdefault(spec.key, []).append(spec)
     several = {key: specs for key, specs in places.items() if len(specs) > 1}
-    if not several:
-        return
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, next(_faults(module, several), None))
-    fault = next((fault for fault in found if fault is not None), None)
-    if fault is not None:
-        raise ConfigError(fault)
+    if several:
+        _raise_first(_gather(next(_faults(module, several), None)))
 
 
 def _faults(module: Any, several: dict[str, list[TiedLayerSpec]]) -> Iterator[str]:
@@ -44,16 +156,19 @@ def _faults(module: Any, several: dict[str, list[TiedLayerSpec]]) -> Iterator[st
         if key not in module.tied_modules:
             continue
         layer = module.tied_modules[key]
-        # A weight that one place does not name is not tied.
-        named = set.intersection(*(set(spec.tied_weight_attr) for spec in specs))
         known = dict(layer.named_parameters(remove_duplicate=False))
-        unknown = sorted(named - known.keys())
+        ids = {id(parameter) for parameter in known.values()}
+        names = sorted({name for spec in specs for name in spec.tied_weight_attr})
+        unknown = [name for name in names if id(_attribute(layer, name)) not in ids]
         if unknown:
             yield (
                 f"tied_weight_attr of the tied layer {key!r} names {', '.join(unknown)}, and {type(layer).__name__} "
                 f"has the parameters {', '.join(known) or '(none)'}."
             )
-        tied = {id(known[name]) for name in named & known.keys()}
+        # A weight that one place does not name is not tied.
+        tied = set.intersection(
+            *({id(p) for p in tied_weights(layer, spec.tied_weight_attr)} for spec in specs)
+        )
         free = [name for name, p in layer.named_parameters() if p.requires_grad and id(p) not in tied]
         if free:
             every = [name for name, p in layer.named_parameters() if p.requires_grad or id(p) in tied]
@@ -63,3 +178,173 @@ def _faults(module: Any, several: dict[str, list[TiedLayerSpec]]) -> Iterator[st
                 f"tied_weight_attr={every} in each TiedLayerSpec, build the layer without it (nn.Linear: bias=False), "
                 f"or move it into a layer of its own."
             )
+
+
+# --- one object in several layers ---
+
+
+def find_shared(module: Any) -> list[SharedParameter]:
+    """Return the parameters that several layers share by identity; a collective call of all ranks.
+
+    Every process has all modules of the layer list and all arguments of its LayerSpecs, so all find the same
+    candidates. Only ranks that build a layer know whether it holds the parameters of its arguments; they exchange it.
+
+    Args:
+        module: a PipelineModule whose layers are built, not yet indexed.
+
+    Raises:
+        ConfigError: a sharing that would depend on the schedule. On every rank.
+    """
+    given: dict[int, tuple[Tensor, set[int]]] = {}
+    for index, spec in enumerate(module._layer_specs):
+        for tensor in _given(spec):
+            given.setdefault(id(tensor), (tensor, set()))[1].add(index)
+    candidates = [tensor for tensor, indices in given.values() if len(indices) > 1]
+    numbers = {id(tensor): number for number, tensor in enumerate(candidates)}
+    held: dict[int, dict[int, str]] = {}
+    others: dict[int, dict[int, str]] = {}
+    for index, layer in _built(module):
+        for name, tensor in _named_tensors(layer):
+            if id(tensor) in numbers:
+                held.setdefault(numbers[id(tensor)], {}).setdefault(index, name)
+            elif isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                others.setdefault(id(tensor), {}).setdefault(index, name)
+    # A LayerSpec may find a parameter elsewhere (a global, say): ranks that build one of its layers cannot see that.
+    unseen = (p for p in others.values() if len(p) > 1 and not _is_one_tie(module, p))
+    fault = next((_refusal(module, places) for places in unseen), None)
+    found = _gather((len(candidates), held, fault))
+    _raise_first([fault for *_, fault in found])
+    counts = [count for count, *_ in found]
+    if len(set(counts)) > 1:
+        raise ConfigError(
+            f"layers: the ranks share different numbers of parameters between layers (got "
+            f"{', '.join(map(str, counts))} on ranks 0 to {len(counts) - 1}). Build the same layers on every rank."
+        )
+    shared = []
+    for number, tensor in enumerate(candidates):
+        places = {i: name for _, theirs, _ in found for i, name in theirs.get(number, {}).items()}
+        if len(places) < 2 or _is_one_tie(module, places):
+            continue  # the layers copied what they were given, or a TiedLayerSpec ties them
+        if not isinstance(tensor, nn.Parameter) or any(_is_tied(module, index) for index in places):
+            raise ConfigError(_refusal(module, places))
+        shared.append(SharedParameter(tensor, dict(sorted(places.items()))))
+    return shared
+
+
+def index_shared(module: Any) -> dict[str, Any]:
+    """Return DeepSpeed's table entries for the shared parameters that several ranks hold; makes their groups.
+
+    One entry for all parameters of the same ranks. A rank of the group sums their gradients, the first one broadcasts
+    their start values and counts them in a norm.
+    """
+    by_ranks: dict[tuple[tuple[int, ...], ...], list[SharedParameter]] = {}
+    for shared in module.shared:
+        by_ranks.setdefault(_rank_groups(module, shared.places), []).append(shared)
+    found: dict[str, Any] = {}
+    for groups, members in by_ranks.items():
+        for ranks in groups:
+            group = dist.new_group(ranks=ranks)
+            if module.global_rank in ranks:
+                tensors = nn.ParameterList([shared.parameter for shared in members])
+                for tensor in tensors:
+                    tensor.ds_pipe_replicated = module.global_rank != ranks[0]  # a norm counts the first one
+                found[f"shared {members[0].layer}.{members[0].key}"] = {
+                    "ranks": list(ranks),
+                    "group": group,
+                    "weight_attr": [str(number) for number in range(len(members))],
+                    "module": tensors,
+                }
+    return found
+
+
+def _rank_groups(module: Any, places: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+    """Groups of ranks that hold all of ``places`` together; empty where every rank of a place holds all of them."""
+    if module.role is not None:
+        stages = sorted(
+            {stage for index in places for stage in range(module.num_stages) if _is_in(module, index, stage)}
+        )
+        return tuple(map(tuple, tie_ranks(module.layout, stages))) if len(stages) > 1 else ()
+    owners = sorted({module.stage_owner(index) for index in places})
+    if len(owners) < 2:
+        return ()
+    topology = module.topology()
+    others = [axis for axis in topology.get_axis_names() if axis != "pipe"]
+    sizes = [range(topology.get_dim(axis)) for axis in others]
+    return tuple(
+        tuple(topology.get_rank(pipe=owner, **dict(zip(others, place, strict=True))) for owner in owners)
+        for place in itertools.product(*sizes)
+    )
+
+
+def _is_in(module: Any, index: int, stage: int) -> bool:
+    return module.parts[stage] <= index < module.parts[stage + 1]
+
+
+def _given(value: Any) -> Iterator[Tensor]:
+    """Parameters, and buffers that change or are saved, of what the layer list holds of a layer before it is built."""
+    if isinstance(value, LayerSpec):
+        for argument in (*value.module_args, *value.module_kwargs.values()):
+            yield from _given(argument)
+    elif isinstance(value, nn.Module):
+        yield from (tensor for _, tensor in _named_tensors(value))
+    elif isinstance(value, nn.Parameter):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _given(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _given(item)
+
+
+def _named_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters by each of their names, and buffers with state: those that are saved and are floating-point."""
+    yield from layer.named_parameters(remove_duplicate=False)
+    for prefix, module in layer.named_modules():
+        for name, buffer in module._buffers.items():
+            if (
+                buffer is not None
+                and buffer.is_floating_point()
+                and name not in module._non_persistent_buffers_set
+            ):
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _built(module: Any) -> Iterator[tuple[int, nn.Module]]:
+    """Index and layer of what this rank has built."""
+    for stage in module.stages:
+        yield from module.stage_modules(stage).items()
+
+
+def _is_tied(module: Any, index: int) -> bool:
+    return isinstance(module._layer_specs[index], TiedLayerSpec)
+
+
+def _is_one_tie(module: Any, places: Iterable[int]) -> bool:
+    """Whether one TiedLayerSpec key has all of ``places``."""
+    specs = [module._layer_specs[index] for index in places]
+    return all(isinstance(spec, TiedLayerSpec) for spec in specs) and len({spec.key for spec in specs}) == 1
+
+
+def _refusal(module: Any, places: Mapping[int, str]) -> str:
+    specs = {index: module._layer_specs[index] for index in places}
+    types = {i: s.typename if isinstance(s, LayerSpec) else type(s) for i, s in specs.items()}
+    told = ", ".join(
+        f"{name} of layer {index} ({types[index].__name__})" for index, name in sorted(places.items())
+    )
+    return (
+        f"layers: several layers share one tensor in a way that would depend on the schedule (got {told}). Share it "
+        f"by deepspeed.pipe.TiedLayerSpec with one key in all of these layers, or give each layer its own."
+    )
+
+
+def _gather(mine: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def _raise_first(faults: Iterable[str | None]) -> None:
+    fault = next((fault for fault in faults if fault is not None), None)
+    if fault is not None:
+        raise ConfigError(fault)
