@@ -25,6 +25,7 @@ from ..errors import ConfigError
 from ..failure import lost_peer
 from ..pipe_schedules.bridge import TimetableSchedule
 from ..tensor_parallel import let_defer
+from .batch_form import check_first_batch
 from .batches import Batches, IteratorBatches
 from .busy import BusyClock
 from .checkpoint_methods import CheckpointMethods
@@ -60,7 +61,8 @@ class PipelineEngine(CheckpointMethods, ScheduleMethods, InstructionHandlers):
         self._running = self._schedule
         if self._schedule.program.timetable.split_backwards:
             self._tell_split(let_defer(self.module))
-        self._fetched: dict[int, Any] = {}
+        self._fetched: dict[int, tuple[Any, Any]] = {}
+        self._checked_forms: set[bool] = set()  # of the first training step, and of the first evaluation
         self._busy = BusyClock(self.device)
         self.bubble_measured: float | None = None
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -106,6 +108,10 @@ class PipelineEngine(CheckpointMethods, ScheduleMethods, InstructionHandlers):
         self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
         self._running, self._messages = pipe_schedule, pipe_schedule.start(self._static_messages)
         self._fetched.clear()
+        trains = pipe_schedule.program.timetable.trains
+        if trains not in self._checked_forms:
+            check_first_batch(self, pipe_schedule)
+            self._checked_forms.add(trains)
         self._loss_sum.zero_()
         self._busy.start_step()
         window: deque[ds.PipeInstruction] = deque()

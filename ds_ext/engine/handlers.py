@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
@@ -22,6 +23,7 @@ from ..pipe_schedules.bridge import (
     TimetableSchedule,
 )
 from ..tensor_parallel import WeightGradients, backward, deferrable, deferring
+from .batch_form import require_pair
 from .batches import Batches
 from .busy import BusyClock
 from .grad_norm import clip_grad_norm
@@ -33,6 +35,8 @@ from .module import PipelineModule
 _NOTHING = nullcontext()
 # How torch refuses to write to a tensor whose gradient it is to give.
 _WRITES_TO_LEAF = "leaf Variable that requires grad"
+# How torch and its layers refuse inputs of another precision than their weights.
+_OTHER_DTYPE = re.compile(r"dtype|scalar type|should be the same")
 
 
 class InstructionHandlers(DeepSpeedPipelineEngine):
@@ -50,7 +54,7 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
     _busy: BusyClock
     _eager: EagerReduction | None
     loss_watch: LossWatch | None
-    _fetched: dict[int, Any]
+    _fetched: dict[int, tuple[Any, Any]]
     _loss_sum: Tensor
     _compute_loss: bool
     _kept_outputs: dict[int, Any] | None
@@ -81,9 +85,23 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
                 return self.module.forward_stage(stage, unpack(inputs), self.global_steps, number)
             except RuntimeError as error:
                 if _WRITES_TO_LEAF not in str(error):
+                    self._refuse_dtypes(error, stage, inputs)
                     raise
                 self._writing_stages.add(stage)
         return self.module.forward_stage(stage, unpack(map(_enter, inputs)), self.global_steps, number)
+
+    def _refuse_dtypes(self, error: RuntimeError, stage: int, inputs: tuple[Tensor, ...]) -> None:
+        """Raise ConfigError where the model failed because its inputs have another precision."""
+        if stage != 0 or not _OTHER_DTYPE.search(str(error)):
+            return
+        given = {t.dtype for t in inputs if t.is_floating_point()}
+        weights = {p.dtype for p in self.module.stage_parameters(0) if p.is_floating_point()}
+        if weights and given - weights:
+            theirs, ours = (", ".join(sorted(map(str, kinds))) for kinds in (given, weights))
+            raise ConfigError(
+                f"inputs: the first stage computes in {ours} (got inputs of {theirs}). Cast them with "
+                f"inputs.to({ours}) in the first layer, in the data set or in collate_fn."
+            ) from error
 
     def _end_of_pipe(self, buffer_id: int, micro_batch: int, outputs: Any) -> None:
         """The loss of a micro-batch; with no loss function the outputs are the loss, as in DeepSpeed."""
@@ -96,6 +114,11 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
                 outputs if loss_fn is None else loss_fn(outputs, None if labels is None else unpack(labels))
             )
             self.pipe_buffers["losses"][buffer_id] = loss = _as_scalar(loss)
+            if torch.is_grad_enabled() and not loss.requires_grad:
+                raise ConfigError(
+                    "loss_fn: its loss has no gradient (got a tensor without grad_fn). Compute it from the outputs, "
+                    "without detach() or torch.no_grad()."
+                )
             self._loss_sum += loss.detach()
 
     def _exec_backward_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:
@@ -193,11 +216,12 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
 
     # --- data ---
 
-    def _fetch(self, micro_batch: int) -> Any:
+    def _fetch(self, micro_batch: int) -> tuple[Any, Any]:
         """(inputs, labels); a rank that holds both ends of a pipe asks twice, and reads once."""
         if micro_batch not in self._fetched:
             assert self.batches is not None
-            self._fetched[micro_batch] = self.batches.get(self._global_id(micro_batch))
+            batch = self.batches.get(self._global_id(micro_batch))
+            self._fetched[micro_batch] = require_pair(batch, self.batches)
         return self._fetched[micro_batch]
 
     def _global_id(self, micro_batch: int) -> int:
@@ -256,6 +280,11 @@ def _take_grad(tensor: Tensor) -> Tensor:
 
 
 def _as_scalar(loss: Any) -> Tensor:
+    if isinstance(loss, int | float):
+        raise ConfigError(
+            f"loss_fn: it must return a tensor, which has a gradient (got the {type(loss).__name__} {loss}). Return "
+            f"the loss itself, without .item() or float()."
+        )
     if not torch.is_tensor(loss) or loss.numel() != 1:
         what = (
             f"a tensor of shape {tuple(loss.shape)}" if torch.is_tensor(loss) else f"a {type(loss).__name__}"

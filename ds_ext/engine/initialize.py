@@ -129,14 +129,15 @@ def initialize(
     ``training_dataloader`` is None: micro-batches of ``training_data`` are fetched by id, in order, epoch after epoch.
 
     Raises:
-        ConfigError: the model is not ours, the JSON is missing or contradicts the model, or the device does not
-            support its precision.
+        ConfigError: the model is not ours, the JSON is missing or contradicts the model, the device does not support
+            its precision, ``training_data`` has no samples by index, or ranks differ.
     """
     if not isinstance(model, PipelineModule):
         raise ConfigError(
             f"ds_ext.initialize needs a ds_ext.PipelineModule; got {type(model).__name__}. Build it from the "
             f"same list of layers: ds_ext.PipelineModule(layers, config, loss_fn=...)."
         )
+    _require_samples_by_index(training_data)
     if mpu is not None or mesh_param is not None:
         raise ConfigError("mpu and mesh_param must be None: the PipelineModule brings its own grid.")
     given = config if config is not None else config_params
@@ -183,6 +184,18 @@ def initialize(
     engine._configure_python_gc()
     limit_waits(job.ds_ext.transport_options.timeout_s)
     return engine, engine.optimizer, None, engine.lr_scheduler
+
+
+def _require_samples_by_index(training_data: Any) -> None:
+    """Refuse training data whose samples cannot be fetched by index in any order."""
+    has_both = all(hasattr(type(training_data), name) for name in ("__len__", "__getitem__"))
+    iterable = isinstance(training_data, torch.utils.data.IterableDataset)
+    if training_data is not None and (iterable or not has_both):
+        raise ConfigError(
+            f"training_data: it needs __len__ and __getitem__, as each rank fetches samples by index (got "
+            f"{type(training_data).__name__}). For a stream make one iterator and pass it to every step: "
+            f"iterator = iter(loader); engine.train_batch(data_iter=iterator)."
+        )
 
 
 def _require_same_section(job: JobConfig, model: PipelineModule) -> None:

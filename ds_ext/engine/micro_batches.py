@@ -23,15 +23,32 @@ class MapDataset(Protocol):
 
 
 def stack_samples(samples: Sequence[Any]) -> Any:
-    """Stack tensors in a new first dimension, in tuples, lists and dictionaries; numbers become tensors."""
+    """Stack tensors in a new first dimension, in tuples, lists and dictionaries; numbers become tensors.
+
+    Raises ConfigError for samples that differ in shape or are neither of these.
+    """
     first = samples[0]
     if isinstance(first, torch.Tensor):
+        shapes = sorted({tuple(sample.shape) for sample in samples})
+        if len(shapes) > 1:
+            raise ConfigError(
+                f"training_data: the samples of a micro-batch must have one shape (got "
+                f"{' and '.join(map(str, shapes))}). Give initialize() a collate_fn that pads them and returns "
+                f"(inputs, labels)."
+            )
         return torch.stack(list(samples))
     if isinstance(first, Mapping):
         return {key: stack_samples([sample[key] for sample in samples]) for key in first}
     if isinstance(first, tuple | list):
-        return type(first)(stack_samples(parts) for parts in zip(*samples, strict=True))
-    return torch.as_tensor(samples)
+        stacked = [stack_samples(parts) for parts in zip(*samples, strict=True)]
+        return stacked if isinstance(first, list) else tuple(stacked)
+    try:
+        return torch.as_tensor(samples)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(
+            f"training_data: samples must hold tensors or numbers (got {type(first).__name__}). Give initialize() a "
+            f"collate_fn that returns (inputs, labels) as tensors."
+        ) from None
 
 
 class MicroBatches:

@@ -89,10 +89,11 @@ class Batches:
 def in_one_process(model: str, micro_batches: int = MICRO_BATCHES) -> dict[str, list[float]]:
     """Losses, gradient norms and sums of the first layer's weight of plain training."""
     layers: list[Any] = []
-    for index, spec in enumerate(MODELS[model]()):
+    specs: list[Any] = MODELS[model]()
+    for index, spec in enumerate(specs):
         torch.manual_seed(1234 + index)  # as the pipeline seeds each LayerSpec
         layers.append(spec.build() if isinstance(spec, LayerSpec) else spec)
-    chain = nn.Sequential(*layers)
+    chain: nn.Module = nn.Sequential(*layers)
     optimizer = torch.optim.SGD(chain.parameters(), lr=LR, momentum=0.9)
     found: dict[str, list[float]] = {"losses": [], "norms": [], "weights": []}
     for step in range(STEPS):

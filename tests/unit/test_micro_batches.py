@@ -101,3 +101,14 @@ def test_stack_goes_through_nested_samples() -> None:
 def test_collate_can_be_replaced() -> None:
     batches = MicroBatches(Numbers(8), 2, collate=lambda samples: [int(sample[0]) for sample in samples])
     assert batches.get(1) == [2, 3]
+
+
+@pytest.mark.parametrize("sample", ["text", None, (torch.zeros(2), "label")])
+def test_what_cannot_be_stacked_is_refused(sample: object) -> None:
+    with pytest.raises(ConfigError, match=r"training_data: .* collate_fn"):
+        stack_samples([sample, sample])
+
+
+def test_samples_of_several_shapes_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"\(3,\) and \(4,\)"):
+        stack_samples([torch.zeros(3), torch.zeros(4)])
