@@ -78,7 +78,7 @@ DEEPSPEED_KEYS = (
 # In a valid JSON a string in front of a colon is a key. Strings are matched whole: braces in them are none.
 _KEYS_AND_BRACES = re.compile(r'(?P<key>"(?:[^"\\]|\\.)*")\s*:|"(?:[^"\\]|\\.)*"|[{}]')
 
-# Switches of what DeepSpeed does in its own forward -> what to do instead.
+# Switches of what DeepSpeed does in its own forward and handlers -> what to do instead.
 _UNAPPLIED = {
     "torch_autocast.enabled": 'for half precision set "bf16": {"enabled": true}',
     "fp16.auto_cast": "the first layer casts its inputs",
@@ -86,6 +86,8 @@ _UNAPPLIED = {
     "progressive_layer_drop.enabled": "a layer can skip itself in training",
     "curriculum_learning.enabled": "the data may have another length in every step",
     "data_efficiency.enabled": "order or shorten the samples in the data set",
+    "wall_clock_breakdown": 'set "trace" in the "ds_ext" section, which records when each computation, message and '
+    "reduction starts and ends",
 }
 
 # At this difflib ratio "gradient_clip" is a typo of "gradient_clipping", and "comment" is none of "comet".
@@ -208,12 +210,15 @@ def fp32_sums_of_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unapplied(config: Mapping[str, Any]) -> None:
-    """What DeepSpeed does in a forward of its own, which no pipeline of ours calls: it would be without effect."""
+    """Refuse switches of DeepSpeed's own forward and handlers, which this engine replaces."""
     for path, way_out in _UNAPPLIED.items():
         section, _, key = path.partition(".")
         value = config.get(section)
-        if isinstance(value, Mapping) and value.get(key) is True:
-            raise ConfigError(f'"{section}": {key} has no effect in this engine. Leave it out; {way_out}.')
+        if key:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value is True:
+            name = f'"{section}": {key}' if key else f'"{section}": true'
+            raise ConfigError(f"{name} has no effect in this engine. Leave it out; {way_out}.")
 
 
 def zero_stage(config: Mapping[str, Any]) -> int:

@@ -272,14 +272,3 @@ def test_a_failed_step_shows_the_grid_with_an_arrow(ranks: Ranks) -> None:
     # The other rank waits for a gradient that never comes, and says so within its limit.
     assert "rank 0" in waiting and "rank 1" in waiting and "3" in waiting
     assert "stopped in RecvGrad 2@0 from rank 1, step 1" in waiting_at
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "bitpipe_zb"])
-def test_timers_of_deepspeed_run_on_every_stage(ranks: Ranks, schedule: str) -> None:
-    """``wall_clock_breakdown`` ends DeepSpeed's own pipeline on every stage but the last."""
-    timed = {"wall_clock_breakdown": True, "steps_per_print": 1}
-    results = [
-        ranks(2).run(train, Job(schedule, 2, 1, 1, 4, MODEL, steps=3, deepspeed=section))
-        for section in ({}, timed)
-    ]
-    assert results[0][0]["digests"] == results[1][0]["digests"]

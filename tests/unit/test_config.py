@@ -309,3 +309,19 @@ def test_mistakes_in_nested_sections(config: dict[str, Any], sentence: str) -> N
 def test_forms_of_nested_sections_that_deepspeed_takes() -> None:
     load_config({"bf16": None, "fp16": None, "zero_optimization": True})
     assert [zero_stage({"zero_optimization": z}) for z in (True, False, {}, {"stage": "1"})] == [1, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
+        ({"flops_profiler": {"enabled": True}}, "flops_profiler"),
+    ],
+)
+def test_keys_without_effect_are_refused(section: dict, key: str) -> None:
+    with pytest.raises(ConfigError, match=f'"{key}".* has no effect'):
+        load_config({"train_batch_size": 4, **section})
+
+
+def test_keys_without_effect_may_be_off() -> None:
+    load_config({"train_batch_size": 4, "wall_clock_breakdown": False, "flops_profiler": {"enabled": False}})
