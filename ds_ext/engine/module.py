@@ -261,6 +261,7 @@ class PipelineModule(DeepSpeedPipelineModule):
         for stage in self.stages:
             self._activate(stage)
             super().compile(*args, **kwargs)
+        self._activate(self.stages[0])
 
 
 def _section(config: str | Mapping[str, Any]) -> DsExtConfig:
