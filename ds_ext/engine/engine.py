@@ -24,7 +24,7 @@ from ..comm.transport import create_transport
 from ..errors import ConfigError
 from ..failure import lost_peer
 from ..pipe_schedules.bridge import TimetableSchedule
-from ..tensor_parallel import let_defer
+from ..tensor_parallel import DeferralWatch, let_defer
 from .batch_form import check_first_batch
 from .batches import Batches, IteratorBatches
 from .busy import BusyClock
@@ -44,6 +44,8 @@ class PipelineEngine(CheckpointMethods, ScheduleMethods, InstructionHandlers):
 
     Attributes:
         bubble_simulated, bubble_measured: share of the last step in which an average rank did not compute.
+        deferred_share: share of the trained elements whose gradients the first step deferred; None before it, and for
+            schedules with whole backwards.
     """
 
     batches: Batches | None = None
@@ -59,8 +61,11 @@ class PipelineEngine(CheckpointMethods, ScheduleMethods, InstructionHandlers):
         self._inference_schedules: dict[int, TimetableSchedule] = {}
         self._schedule, self.bubble_simulated = self._make_schedule(self.micro_batches)
         self._running = self._schedule
+        self._deferral = None
         if self._schedule.program.timetable.split_backwards:
-            self._tell_split(let_defer(self.module))
+            let_defer(self.module)
+            # Until the first step is over.
+            self._deferral = DeferralWatch(self.module.parameters())
         self._fetched: dict[int, tuple[Any, Any]] = {}
         self._checked_forms: set[bool] = set()  # of the first training step, and of the first evaluation
         self._busy = BusyClock(self.device)
@@ -129,6 +134,8 @@ class PipelineEngine(CheckpointMethods, ScheduleMethods, InstructionHandlers):
                     self._execute(window.popleft())
         while window:
             self._execute(window.popleft())
+        if self._deferral is not None and trains:
+            self._report_deferral()
 
     def _execute(self, instruction: ds.PipeInstruction) -> None:
         handler = self._INSTRUCTION_MAP[type(instruction)]

@@ -22,7 +22,7 @@ from ..pipe_schedules.bridge import (
     RecomputeForward,
     TimetableSchedule,
 )
-from ..tensor_parallel import WeightGradients, backward, deferrable, deferring
+from ..tensor_parallel import DeferralWatch, WeightGradients, backward, deferrable, deferring
 from .batch_form import require_pair
 from .batches import Batches
 from .busy import BusyClock
@@ -54,6 +54,7 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
     _busy: BusyClock
     _eager: EagerReduction | None
     loss_watch: LossWatch | None
+    _deferral: DeferralWatch | None  # in the first step, of a schedule that splits backwards
     _fetched: dict[int, tuple[Any, Any]]
     _loss_sum: Tensor
     _compute_loss: bool
@@ -133,6 +134,8 @@ class InstructionHandlers(DeepSpeedPipelineEngine):
 
     def _exec_backward_weight(self, buffer_id: int, stage: int, micro_batch: int) -> None:
         later, self.pipe_buffers["weights"][buffer_id] = self.pipe_buffers["weights"][buffer_id], None
+        if self._deferral is not None:
+            self._deferral.add(later)
         with self._busy, self._accumulating():
             later.compute()
         self._reduce_after(stage, micro_batch)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
+from typing import Any
+
+import torch.distributed as dist
 
 from ..layout import ParallelLayout
 from ..pipe_schedules import Program
@@ -11,7 +16,7 @@ from ..pipe_schedules.check import check
 from ..pipe_schedules.inference import forward_timetable
 from ..pipe_schedules.lower import lower
 from ..pipe_schedules.simulate import simulate
-from ..tensor_parallel import Deferral
+from ..tensor_parallel import DeferralWatch
 from .dynamic import DynamicSchedule
 from .dynamic_reduction import DynamicReduction
 from .dynamic_report import Reporter
@@ -21,7 +26,8 @@ from .module import PipelineModule
 
 logger = logging.getLogger(__name__)
 
-_WORTH_SPLITTING = 0.5  # of the parameters
+_WORTH_SPLITTING = 0.5  # share of the deferred elements
+_NAMED = 4  # parameters in a message
 
 
 class ScheduleMethods:
@@ -32,6 +38,8 @@ class ScheduleMethods:
     global_rank: int
     _schedule: TimetableSchedule
     _inference_schedules: dict[int, TimetableSchedule]
+    _deferral: DeferralWatch | None
+    deferred_share: float | None = None
 
     def _links(self) -> dict[tuple[int, int], int]:
         """(sender, receiver) -> how many messages the receiver holds at a time, of all schedules that will run."""
@@ -62,17 +70,38 @@ class ScheduleMethods:
         made = DynamicReduction if self._schedule.dynamic else EagerReduction
         return made(self, self._schedule.program.timetable)
 
-    def _tell_split(self, deferral: Deferral) -> None:
-        """Which layers split their backward; that of the others is whole, in its first half."""
+    def _report_deferral(self) -> None:
+        """Log once which weight gradients the first step deferred; a collective call of all ranks.
+
+        A schedule that splits backwards gains by them alone; other gradients are computed with the input gradient.
+        """
+        watch, self._deferral = self._deferral, None
+        assert watch is not None
+        watch.close()
+        named = (
+            (f"{name} of layer {index} ({type(layer).__name__})", parameter)
+            for stage in self.module.stages
+            for index, layer in self.module.stage_modules(stage).items()
+            for name, parameter in layer.named_parameters()
+        )
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, watch.deferral(named))
+        total = functools.reduce(operator.add, found)
+        self.deferred_share = total.share
+        if self.global_rank != 0:
+            return
+        told = ", ".join(total.largest_at_once[:_NAMED]) or "none"
         name = self._schedule.program.timetable.schedule
-        if deferral.share >= _WORTH_SPLITTING:
-            logger.info("%s splits backwards: %s", name, deferral)
-        elif self.global_rank == 0:
+        if total.share >= _WORTH_SPLITTING:
+            logger.info("%s: deferred weight gradients: %.1f%%, at once: %s", name, 100 * total.share, told)
+        else:
             logger.warning(
-                "%s splits backwards, but here gains little: %s. Use nn.Linear, or the layers and linear() of "
-                "ds_ext.tensor_parallel.",
+                "%s: deferred weight gradients: %.1f%% of the elements, so splitting backwards gains little. Computed "
+                "with the input gradient: %s. In these layers use nn.Linear, nn.Embedding or "
+                "ds_ext.tensor_parallel.linear (docs/schedules.md).",
                 name,
-                deferral,
+                100 * total.share,
+                told,
             )
 
     def _bridge(self, program: Program) -> TimetableSchedule:

@@ -25,6 +25,7 @@ from ds_ext.tensor_parallel.sequence import (
 )
 from ds_ext.tensor_parallel.weight_gradients import (
     Deferral,
+    DeferralWatch,
     WeightGradients,
     backward,
     deferrable,
@@ -38,6 +39,7 @@ __all__ = [
     "IGNORE_INDEX",
     "ColumnParallelLinear",
     "Deferral",
+    "DeferralWatch",
     "DropoutClock",
     "InitMethod",
     "KeyedDropout",

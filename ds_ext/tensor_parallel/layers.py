@@ -12,7 +12,7 @@ group.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +50,6 @@ class ColumnParallelLinear(nn.Module):
     Raises:
         ConfigError: if ``output_size`` does not divide by the size of the group.
     """
-
-    defers_weight_gradients: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -92,8 +90,6 @@ class RowParallelLinear(nn.Module):
     Raises:
         ConfigError: if ``input_size`` does not divide by the size of the group.
     """
-
-    defers_weight_gradients: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -139,8 +135,6 @@ class VocabParallelEmbedding(nn.Module):
         ConfigError: if ``num_embeddings`` does not divide by the size of the group.
         IndexError: at run time, on CPU, for an id outside the table (a device assertion on CUDA).
     """
-
-    defers_weight_gradients: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,48 +184,87 @@ def _leave(weight: Tensor, gradient: Gradient) -> None:
     _later.add(weight, gradient)
 
 
-@dataclass
-class Deferral:
-    """Numbers of trained parameters by the type of their layer: whose gradients can wait, and whose come at once."""
+class DeferralWatch:
+    """Record of the parameters whose gradients split backwards deferred, and of those computed at once.
 
-    later: Counter[str]
+    A parameter that two layers use may be both: a table whose embedding defers and whose head does not.
+
+    Args:
+        parameters: the trained parameters of this rank; they get a hook until :meth:`close`.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._deferred: set[int] = set()
+        self._at_once: set[int] = set()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._accumulated)
+            for parameter in parameters
+            if parameter.requires_grad
+        ]
+
+    def add(self, later: WeightGradients) -> None:
+        """Record the parameters that a first half deferred; call it before ``later.compute()``."""
+        self._deferred |= later.weights
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        if _later is not None:
+            self._at_once.add(id(parameter))
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def deferral(self, named: Iterable[tuple[str, Tensor]]) -> Deferral:
+        """Return what was recorded of the parameters that ``named`` gives with the names to report."""
+        parameters = {id(parameter): (name, parameter.numel()) for name, parameter in named}
+        at_once = Counter({name: numel for i, (name, numel) in parameters.items() if i in self._at_once})
+        deferred = parameters.keys() & self._deferred - self._at_once
+        return Deferral(sum(parameters[i][1] for i in deferred), at_once)
+
+
+@dataclass(frozen=True)
+class Deferral:
+    """Result of a :class:`DeferralWatch`.
+
+    Attributes:
+        deferred: elements of the parameters with deferred gradients only.
+        at_once: name -> elements of each parameter with gradients in the first half.
+    """
+
+    deferred: int
     at_once: Counter[str]
+
+    def __add__(self, other: Deferral) -> Deferral:
+        return Deferral(self.deferred + other.deferred, self.at_once + other.at_once)
 
     @property
     def share(self) -> float:
-        """How many of the parameters can wait, from 0 to 1."""
-        return self.later.total() / max(self.later.total() + self.at_once.total(), 1)
+        """Deferred elements / all elements with a gradient, from 0 to 1; 1 without any."""
+        total = self.deferred + self.at_once.total()
+        return self.deferred / total if total else 1.0
 
-    def __str__(self) -> str:
-        names = ", ".join(sorted(self.later)) or "none"
-        others = ", ".join(sorted(self.at_once)) or "none"
-        return f"the weight gradients of {self.share:.1%} of the parameters wait ({names}), those of {others} do not"
+    @property
+    def largest_at_once(self) -> list[str]:
+        """Names of the parameters computed at once, the largest first."""
+        return sorted(self.at_once, key=lambda name: (-self.at_once[name], name))
 
 
-def let_defer(module: nn.Module) -> Deferral:
+def let_defer(module: nn.Module) -> None:
     """Let torch's own nn.Linear and nn.Embedding below ``module`` defer their weight gradients as ours do.
 
-    Returns which layers do. A layer of one's own that computes with :func:`linear` or :func:`embedding` says so by an
-    attribute ``defers_weight_gradients`` that is True.
+    Subclasses, and layers whose forward was replaced, stay as they are: they may compute something else.
     """
-    found = Deferral(Counter(), Counter())
     for layer in module.modules():
-        # Not their subclasses, nor one whose forward somebody has replaced: they may compute something else.
         if "forward" not in vars(layer):
             if type(layer) is nn.Linear:
                 _replace_forward(layer, _forward_linear)
             elif type(layer) is nn.Embedding and not _is_special(layer):
                 _replace_forward(layer, _forward_embedding)
-        defers = getattr(layer, "defers_weight_gradients", False)
-        count = sum(p.numel() for p in layer.parameters(recurse=False) if p.requires_grad)
-        if count:
-            (found.later if defers else found.at_once)[type(layer).__name__] += count
-    return found
 
 
 def _replace_forward(layer: Any, forward: Callable[..., Tensor]) -> None:
     layer.forward = functools.partial(forward, layer)
-    layer.defers_weight_gradients = True
 
 
 def _is_special(layer: nn.Embedding) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,6 +16,7 @@ from ds_ext.errors import ConfigError
 from ds_ext.models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
 from ds_ext.tensor_parallel import (
     ColumnParallelLinear,
+    DeferralWatch,
     DropoutClock,
     RowParallelLinear,
     TensorParallel,
@@ -232,18 +234,39 @@ def test_gradients_that_come_later_keep_no_graph() -> None:
     assert layer.weight.grad is not None and not layer.weight.grad.requires_grad
 
 
-def test_it_is_said_which_layers_split_their_backward() -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(4, 4))
+class TiedHead(nn.Module):
+    """Embedding whose table is its head too: the lookup defers, the head computes at once or by linear()."""
 
-    own: Any = Own()
-    layers = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), own)
-    found = let_defer(layers)
-    assert (dict(found.later), dict(found.at_once)) == ({"Linear": 20}, {"LayerNorm": 8, "Own": 16})
-    assert str(found) == (
-        "the weight gradients of 45.5% of the parameters wait (Linear), those of LayerNorm, Own do not"
-    )
-    own.defers_weight_gradients = True
-    assert let_defer(layers).at_once.total() == 8
+    def __init__(self, head: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.table, self.norm, self.head = nn.Embedding(11, 6), nn.LayerNorm(6), head
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.table(tokens)), self.table.weight)
+
+
+@pytest.mark.parametrize(("head", "deferred"), [(F.linear, 0), (linear, 66)])
+def test_the_share_counts_what_was_deferred(head: Callable[..., Tensor], deferred: int) -> None:
+    layer = TiedHead(head)
+    let_defer(layer)
+    watch, later = DeferralWatch(layer.parameters()), WeightGradients()
+    with deferrable():
+        y = layer(ids())
+    with deferring(later):
+        y.sum().backward()
+    watch.add(later)
+    later.compute()
+    watch.close()
+    found = watch.deferral(layer.named_parameters())
+    assert found.deferred == deferred
+    assert found.at_once.total() == 12 + 66 - deferred
+    assert found.share == pytest.approx(deferred / 78)
+    assert (found.largest_at_once[0] == "table.weight") is (deferred == 0)
+    assert (found + found).share == found.share
+    y = layer(ids())
+    y.sum().backward()  # the hooks are gone
+    assert watch.deferral(layer.named_parameters()) == found
+
+
+def test_nothing_trained_is_no_share() -> None:
+    assert DeferralWatch([]).deferral([]).share == 1.0
