@@ -73,7 +73,9 @@ def check_first_batch(engine: Any, schedule: Any) -> None:
         engine.transport.abort(f"{type(failure).__name__}: {failure}")
         raise failure
     if first is not None:
-        raise ConfigError(first)
+        error = ConfigError(first)
+        error.reported_by = 0  # every rank has it
+        raise error
 
 
 def describe(value: Any) -> str:

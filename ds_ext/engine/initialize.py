@@ -25,8 +25,7 @@ from ..deepspeed_sections import precision, precision_section, require_monitors
 from ..errors import ConfigError
 from ..failure import rank, world_size
 from ..launch.job_facts import code_facts, setting_facts
-from ..launch.roll_call import Facts, compare, meet
-from .checkpoint_together import by_rank_0
+from ..launch.roll_call import Facts, compare, meet, one_refusal
 from .disaggregate import make_engine
 from .engine import PipelineEngine
 from .loss_watch import LossWatch
@@ -137,25 +136,27 @@ def initialize(
             f"ds_ext.initialize needs a ds_ext.PipelineModule; got {type(model).__name__}. Build it from the "
             f"same list of layers: ds_ext.PipelineModule(layers, config, loss_fn=...)."
         )
-    _require_samples_by_index(training_data)
-    if mpu is not None or mesh_param is not None:
-        raise ConfigError("mpu and mesh_param must be None: the PipelineModule brings its own grid.")
-    given = config if config is not None else config_params
-    source = given if given is not None else getattr(args, "deepspeed_config", None)
-    if source is None:
-        raise ConfigError("no DeepSpeed JSON: pass config=... or args.deepspeed_config.")
-    job = load_config(source)
-    sizes = batch_sizes(job.deepspeed, model.layout.placement.replicas, model.layout.data_parallel_size)
+    init_distributed()
+    with one_refusal():
+        if mpu is not None or mesh_param is not None:
+            raise ConfigError("mpu and mesh_param must be None: the PipelineModule brings its own grid.")
+        given = config if config is not None else config_params
+        source = given if given is not None else getattr(args, "deepspeed_config", None)
+        if source is None:
+            raise ConfigError("no DeepSpeed JSON: pass config=... or args.deepspeed_config.")
+        job = load_config(source)
+        sizes = batch_sizes(job.deepspeed, model.layout.placement.replicas, model.layout.data_parallel_size)
+        _require_samples_by_index(training_data)
+        check_precision(job)
+        if rank() == 0:
+            require_monitors(job.deepspeed)
+        _require_same_section(job, model)
     config_dict = dict(
         fp32_sums_of_bf16(half_through_zero(job.deepspeed)),
         train_micro_batch_size_per_gpu=sizes.micro_batch_size,
         gradient_accumulation_steps=sizes.gradient_accumulation_steps,
         train_batch_size=sizes.train_batch_size,
     )
-    check_precision(job)
-    init_distributed()
-    by_rank_0(lambda: require_monitors(config_dict))
-    _require_same_section(job, model)
     # Also for the collectives of the constructors below.
     limit_waits(model.settings.transport_options.timeout_s)
     model_parameters = None if model_parameters is None else list(model_parameters)

@@ -7,7 +7,7 @@ are compared over the whole list, and shared parameters are tied as DeepSpeed ti
 
 from __future__ import annotations
 
-import dis
+import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +50,9 @@ class SharedParameter:
 
 
 def require_visible_parameters(layers: Sequence[Any], loss_fn: Any) -> None:
-    """Refuse functions that compute with parameters they do not own: no optimizer would train these.
+    """Refuse functions that hold trainable parameters: no optimizer would train these.
+
+    A method of a module is refused as a layer. As a loss it need not use the module's parameters.
 
     Raises:
         ConfigError: names the function and the module.
@@ -63,7 +65,8 @@ def require_visible_parameters(layers: Sequence[Any], loss_fn: Any) -> None:
             )
         elif not isinstance(layer, LayerSpec | nn.Module):
             functions.append((f"layer {index} ({_name(layer)})", layer))
-    functions.append((f"loss_fn ({_name(loss_fn)})", loss_fn))
+    if isinstance(loss_fn, nn.Module):
+        functions.append((f"loss_fn ({_name(loss_fn)})", loss_fn))
     for place, function in functions:
         for owner in _references(function):
             trained = [owner] if isinstance(owner, nn.Parameter) else list(owner.parameters())
@@ -89,24 +92,13 @@ def _references(function: Any) -> Iterator[nn.Module | nn.Parameter]:
         for value in (function.func, *function.args, *function.keywords.values()):
             yield from _references(value)
     elif isinstance(function, FunctionType):
-        cells = [cell.cell_contents for cell in function.__closure__ or () if not _is_empty(cell)]
-        names = {i.argval for i in dis.get_instructions(function) if i.opname == "LOAD_GLOBAL"}
-        values = [function.__globals__[name] for name in sorted(names & function.__globals__.keys())]
-        for value in (*cells, *values, *(function.__defaults__ or ())):
+        for value in (*inspect.getclosurevars(function).nonlocals.values(), *(function.__defaults__ or ())):
             if isinstance(value, nn.Module | nn.Parameter | MethodType | partial):
                 yield from _references(value)
     elif callable(function) and not isinstance(function, type):
         for value in getattr(function, "__dict__", {}).values():
             if isinstance(value, nn.Module | nn.Parameter):
                 yield value
-
-
-def _is_empty(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return True
-    return False
 
 
 # --- TiedLayerSpec ---
@@ -347,4 +339,6 @@ def _gather(mine: Any) -> list[Any]:
 def _raise_first(faults: Iterable[str | None]) -> None:
     fault = next((fault for fault in faults if fault is not None), None)
     if fault is not None:
-        raise ConfigError(fault)
+        error = ConfigError(fault)
+        error.reported_by = 0  # every rank has it
+        raise error

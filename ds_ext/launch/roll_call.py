@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import groupby
 from typing import Any, NoReturn
@@ -173,13 +173,35 @@ def compare(facts: Facts, of_replicas: Facts | None = None) -> None:
 
     Ranks wait for each other as long as they did to make the group: they may be reading data or building layers.
     """
+    call, limit_s = _of_the_group()
+    if call is not None:
+        call.answer(facts, limit_s, of_replicas)
+
+
+@contextlib.contextmanager
+def one_refusal() -> Iterator[None]:
+    """Stop all ranks with the ConfigError that one of them has before the next :func:`compare`.
+
+    All ranks have a process group and run the same code. Those without an error find it at the roll call.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        call, _ = _of_the_group()
+        if call is not None and call.fail(str(error), REFUSED, _RANK_0_S):
+            error.reported_by = 0
+        raise
+
+
+def _of_the_group() -> tuple[RollCall | None, float]:
+    """The next roll call of the process group and its time limit; None for a single rank."""
     import torch.distributed as dist
 
-    if dist.get_world_size() > 1:
-        store = dist.distributed_c10d._get_default_store()
-        call = RollCall(store, dist.get_rank(), dist.get_world_size())
-        limit = store.timeout  # pyright: ignore[reportAttributeAccessIssue]
-        call.answer(facts, limit.total_seconds(), of_replicas)
+    if dist.get_world_size() == 1:
+        return None, 0.0
+    store = dist.distributed_c10d._get_default_store()
+    limit = store.timeout  # pyright: ignore[reportAttributeAccessIssue]
+    return RollCall(store, dist.get_rank(), dist.get_world_size()), limit.total_seconds()
 
 
 def stop_other_hosts(rank: int, world_size: int, text: str, kind: str) -> bool:

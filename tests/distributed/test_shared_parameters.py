@@ -334,10 +334,6 @@ class Global(nn.Module):
         return self.linear(x)
 
 
-def uses_a_global(x: Tensor) -> Tensor:
-    return COMMON(x)
-
-
 def linears(*others: Any) -> list[Any]:
     return [*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), *others]
 
@@ -351,7 +347,6 @@ def refused_models() -> dict[str, list[Any]]:
         "bound method": linears(linear.forward),
         "partial": linears(partial(nn.functional.linear, weight=linear.weight)),
         "closure": linears(lambda x: nn.functional.linear(x, linear.weight)),
-        "global": linears(uses_a_global),
     }
 
 
