@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 import subprocess
 import sys
@@ -62,11 +64,18 @@ def config(corpus: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def free_port() -> Callable[[], int]:
-    """A port that nobody listens on."""
+    """A port that nobody listens on, below those that the system gives to connections of other processes."""
+    try:
+        first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        first_ephemeral = 32768
+    ports = range(10_000, first_ephemeral) if first_ephemeral > 11_000 else range(60_000, 65_000)
 
     def find() -> int:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return probe.getsockname()[1]
+        while True:
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                port = random.SystemRandom().choice(ports)
+                probe.bind(("", port))
+                return port
 
     return find
