@@ -95,11 +95,12 @@ def test_every_policy_on_every_placement_trains_as_one_process(ranks: Ranks) -> 
 def test_labels_meet_their_activations_whatever_overtakes_whatever(ranks: Ranks) -> None:
     """Every step has a seed of its own, by which the messages of each link change their order."""
     job = dataclasses.replace(job_of("bidirectional_v", "group", "split"), steps=select([20], [3])[0])
-    results = ranks(4).run(train_late, job, 0, timeout_s=300)
+    # Held back for longer than a rank waits for a core.
+    results = ranks(4).run(train_late, job, 0, 0.02, timeout_s=300)
     assert_equal(results, reference(job))
-    assert sum(result["overtaken"] for result in results) > 3 * job.steps
+    assert sum(result["overtaken"] for result in results) > job.steps
     orders = {tuple(result["orders"][step]) for result in results for step in range(job.steps)}
-    assert len(orders) > 3 * job.steps
+    assert len(orders) > job.steps
 
 
 @pytest.mark.parametrize(
