@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 
 import pytest
@@ -10,6 +11,8 @@ import torch.distributed as dist
 
 from ds_ext import failure
 from ds_ext.comm.groups import limit_waits
+from ds_ext.errors import ConfigError
+from tests.engine_runs import MODEL, Job, build
 from tests.ranks import RankPool, Ranks
 
 # What is tested is the answer, and not whether a busy machine gives it in time.
@@ -59,6 +62,28 @@ def test_one_rank_is_the_first_to_fail_and_all_others_know(ranks4: RankPool) -> 
     answers = ranks4.run(claims)
     first = answers.index("")
     assert [answer for answer in answers if answer] == [f"rank {first} failed: ValueError: x"] * 3
+
+
+def without_tensorboard(rank: int, job: Job) -> tuple[str, int | None]:
+    """The error and its origin when rank 0's host lacks a monitor's package."""
+    installed = importlib.util.find_spec
+    if rank == 0:
+        importlib.util.find_spec = lambda name, *more: (
+            None if name == "tensorboard" else installed(name, *more)
+        )
+    try:
+        with pytest.raises(ConfigError) as raised:
+            build(job)
+    finally:
+        importlib.util.find_spec = installed
+    return str(raised.value), raised.value.origin
+
+
+def test_own_script_learns_of_a_missing_monitor_on_every_rank(ranks: Ranks) -> None:
+    job = Job("1f1b", 2, 1, 1, micro_batches=2, model=MODEL, deepspeed={"tensorboard": {"enabled": True}})
+    found = ranks(2).run(without_tensorboard, job)
+    assert found[0] == found[1] and found[0][1] == 0
+    assert found[0][0].startswith("tensorboard: ") and "pip install tensorboard" in found[0][0]
 
 
 def wait_alone(rank: int) -> float:
