@@ -246,7 +246,7 @@ class Trainer:
     def exit_code(self, loss: float) -> int:
         """0 when the last loss is finite and every checkpoint was saved; says what is missing otherwise."""
         if not math.isfinite(loss):
-            say_error(f"the last loss is {loss}: the model did not train.")
+            say_error(f"the last loss is {loss} (exit code {EXIT_FAILED}).")
             return EXIT_FAILED
         if self.not_saved:
             say_error(

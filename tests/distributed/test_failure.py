@@ -65,7 +65,7 @@ def test_one_rank_is_the_first_to_fail_and_all_others_know(ranks4: RankPool) -> 
 
 
 def without_tensorboard(rank: int, job: Job) -> tuple[str, int | None]:
-    """The error and its origin when rank 0's host lacks a monitor's package."""
+    """The error and the rank that reports it when rank 0's host lacks a monitor's package."""
     installed = importlib.util.find_spec
     if rank == 0:
         importlib.util.find_spec = lambda name, *more: (
@@ -76,7 +76,7 @@ def without_tensorboard(rank: int, job: Job) -> tuple[str, int | None]:
             build(job)
     finally:
         importlib.util.find_spec = installed
-    return str(raised.value), raised.value.origin
+    return str(raised.value), raised.value.reported_by
 
 
 def test_own_script_learns_of_a_missing_monitor_on_every_rank(ranks: Ranks) -> None:
