@@ -71,7 +71,8 @@ class RollCall:
 
     def fail(self, text: str, kind: str, timeout_s: float) -> bool:
         """Stop all ranks with ``text``, this rank's error. Returns whether rank 0 reports it."""
-        verdict = {"kind": kind, "text": f"rank {self.rank} (host {socket.gethostname()}): {text}"}
+        place = f"rank {self.rank} (host {socket.gethostname()}): " if self.rank else ""
+        verdict = {"kind": kind, "text": f"{place}{text}"}
         self._arrive({"facts": {}, "of_replicas": {}})
         self._store.compare_set(_VERDICT, "", json.dumps(verdict))
         self._store.add(_READ, 1)

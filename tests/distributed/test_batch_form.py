@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import ds_ext
 from ds_ext.errors import ConfigError, TransportError
+from tests.precisions import needs
 from tests.ranks import RankPool, Ranks
 
 WIDTH = 4
@@ -201,7 +202,9 @@ def train_once(rank: int, case: str) -> tuple[str, str]:
     return error_of(engine.train_batch)
 
 
-@pytest.mark.parametrize(("case", "rank"), [("float", 1), ("detached", 1), ("bf16", 0)])
+@pytest.mark.parametrize(
+    ("case", "rank"), [("float", 1), ("detached", 1), pytest.param("bf16", 0, marks=needs("bf16"))]
+)
 def test_a_loss_without_a_gradient_and_inputs_of_another_precision(
     ranks: Ranks, case: str, rank: int
 ) -> None:

@@ -158,4 +158,5 @@ class _Empty:
     stage_funcs: dict[int, Any] = {}  # noqa: RUF012
     parts: tuple[int, ...] = ()
     _layer_specs: tuple[Any, ...] = ()
+    shared: tuple[Any, ...] = ()
     tensor_parallel_size = 1

@@ -214,23 +214,20 @@ def test_one_clear_error(ranks2: RankPool) -> None:
     assert "must be one number; loss_fn" in last[2] and "gives a tensor of shape (2,)" in last[2]
 
 
-def refused_on_rank_0(rank: int, section: str) -> str:
-    """The error of initialize() on rank 0. Rank 1 does not call it, so a collective would not end."""
+def refused_for_rank_0(rank: int, section: str) -> tuple[str, int | None]:
+    """The error of initialize(), and who reports it, when the device of rank 0 alone has no half precision."""
     config = job("1f1b", 2, **{section: {"enabled": True}})
     layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(2)]
     model = ds_ext.PipelineModule(layers, config, loss_fn=nn.functional.mse_loss, partition_method="uniform")
-    if rank != 0:
-        return ""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as caught:
         for check in ("is_bf16_supported", "is_fp16_supported"):
-            patch.setattr(get_accelerator(), check, lambda: False)
+            patch.setattr(get_accelerator(), check, lambda: rank != 0)
         ds_ext.initialize(model=model, config=config, model_parameters=model.parameters())
-    return str(caught.value)
+    return str(caught.value), caught.value.reported_by
 
 
 @pytest.mark.parametrize("section", ["bf16", "bfloat16", "fp16"])
-def test_a_precision_that_the_device_lacks_is_refused_without_a_collective(
-    ranks2: RankPool, section: str
-) -> None:
-    error = ranks2.run(refused_on_rank_0, section)[0]
+def test_a_precision_that_one_device_lacks_is_refused_on_every_rank(ranks2: RankPool, section: str) -> None:
+    (error, reporter), other = ranks2.run(refused_for_rank_0, section)
+    assert other == (error, reporter) and reporter == 0
     assert error.startswith(f"{section}.enabled: ") and "cpu" in error and "fp32" in error

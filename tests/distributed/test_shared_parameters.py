@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import ds_ext
 from ds_ext.errors import ConfigError
+from tests.precisions import needs
 from tests.ranks import RankPool, Ranks
 
 STEPS, MICRO_BATCHES, LR, CLIP = 3, 4, 0.2, 0.5
@@ -200,6 +201,7 @@ def test_zero_and_gradient_synchronization(
     agrees(ranks(world).run(train, "tied_model", section), in_one_process("tied_model", 8))
 
 
+@needs("bf16")
 def test_bf16_sums_gradients_of_all_places(ranks: Ranks) -> None:
     sections = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
     alone, apart, folded = (
