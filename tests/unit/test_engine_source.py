@@ -12,7 +12,7 @@ from ds_ext.engine.schedule_methods import ScheduleMethods
 # Set by the constructors of DeepSpeed's engines.
 PARENTS = {
     "pipe_buffers", "device", "global_rank", "global_steps", "micro_batches", "micro_batch_size", "dp_world_size",
-    "collate_fn", "module", "optimizer", "mpu", "monitor", "global_samples",
+    "collate_fn", "module", "optimizer", "mpu", "monitor", "global_samples", "skipped_steps",
 }  # fmt: skip
 
 
