@@ -24,7 +24,7 @@ from typing import Any
 
 from .comm.host_watch import end_connections, silent_hosts, store_is_silent
 from .errors import ConfigError, DsExtError, TransportError
-from .launch.roll_call import FAILED, REFUSED, spans_hosts, stop_other_hosts
+from .launch.roll_call import FAILED, FIRST_FAILURE, REFUSED, spans_hosts, stop_other_hosts
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ LINGER_S = 2.0
 REPORTED_S = 3.0  # how long a rank stays whose error another rank reports
 TOLD_S = 1.0  # how long those that failed too let the first speak
 
-_FIRST, _TOLD, _LOST = "ds_ext/first_failure", "ds_ext/first_failure_told", "ds_ext/lost_peer_of_rank_"
+_FIRST, _TOLD, _LOST = FIRST_FAILURE, "ds_ext/first_failure_told", "ds_ext/lost_peer_of_rank_"
 _LOST_SIGNS = ("connection", "broken pipe", "timed out", "timeout", "got 0 bytes", "remote process exited")
 _LOST_SIGNS += ("no route to host", "unreachable", "host is down")
 _TIME_SIGNS = ("timed out", "timeout", "nothing moved")
@@ -100,7 +100,7 @@ def say(text: str) -> None:
 
 
 def _report_refusal(error: ConfigError) -> None:
-    """Say what is wrong with the job; every rank has found it, or rank 0 reports it for a rank of another host."""
+    """Report a job that is refused: every rank found the error, or rank 0 reports it for a rank of another host."""
     text = f"error: {error}" if rank() == 0 else f"rank {rank()}: error: {error}"
     if _alone_before_joining(error):
         if rank() == 0:
@@ -109,12 +109,14 @@ def _report_refusal(error: ConfigError) -> None:
             _say_cause(text)
         return
     if error.reported_by is None:
-        _let_rank_0_speak()
+        _claim(f"rank {rank()} failed: {_headline(error)}")
+        if not getattr(error, "__notes__", None):  # with notes it is of one rank's instruction
+            _let_rank_0_speak()
     _say_cause(text)
 
 
 def _alone_before_joining(error: BaseException) -> bool:
-    """Whether ranks of other hosts may wait for this one, which has never joined them."""
+    """Return whether ranks of other hosts may wait for this one, which has never joined them."""
     return getattr(error, "reported_by", None) is None and not _joined() and spans_hosts(world_size())
 
 
@@ -187,7 +189,7 @@ def _serve_store() -> None:
 
 
 def hosts_lost() -> str:
-    """Which other hosts do not answer, and their ranks; empty when all do."""
+    """Return the other hosts that do not answer, with their ranks; empty when all do."""
     return "".join(f"{host.silence()}. " for host in silent_hosts())
 
 

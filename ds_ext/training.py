@@ -244,7 +244,7 @@ class Trainer:
         say("next: " + "\n      ".join(lines))
 
     def exit_code(self, loss: float) -> int:
-        """0 when the last loss is finite and every checkpoint was saved; says what is missing otherwise."""
+        """Return 0 when the last loss is finite and every checkpoint was saved; report the rest on standard error."""
         if not math.isfinite(loss):
             say_error(f"the last loss is {loss} (exit code {EXIT_FAILED}).")
             return EXIT_FAILED

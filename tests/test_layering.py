@@ -96,6 +96,7 @@ ALLOWED: dict[str, set[str]] = {
         "failure",
         "launch",
         "tensor_parallel",
+        "numpy:",
         "torch:",
         "deepspeed:",
     },

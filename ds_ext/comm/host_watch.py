@@ -54,7 +54,7 @@ class Host:
     ranks: tuple[int, ...] = ()
 
     def silence(self) -> str:
-        """What to report of a host that does not answer."""
+        """Return the report of a host that does not answer."""
         many = len(self.ranks) > 1
         ranks = f"rank{'s' * many} {', '.join(map(str, self.ranks))} on " if self.ranks else ""
         return f"{ranks}host {self.name} {'have' if many else 'has'} not answered for {SILENCE_S:g} s"
@@ -168,13 +168,13 @@ def running() -> HostWatch | None:
 
 
 def silent_hosts() -> list[Host]:
-    """Hosts that have stopped to answer; empty without a watch."""
+    """Return the hosts that stopped answering; empty without a watch."""
     watch = running()
     return list(dict.fromkeys(list(watch.silent.values()))) if watch is not None else []
 
 
 def store_is_silent() -> bool:
-    """Whether the host of the rendezvous store has stopped to answer; False without a watch."""
+    """Return whether the host of the rendezvous store stopped answering; False without a watch."""
     watch = running()
     return watch is not None and watch.store_is_silent
 
@@ -188,7 +188,7 @@ def require_hosts() -> None:
 
 
 def leave_out(connection: socket.socket) -> None:
-    """As :meth:`HostWatch.leave_out`, if there is a watch."""
+    """Call :meth:`HostWatch.leave_out`, if there is a watch."""
     watch = running()
     if watch is not None:
         watch.leave_out(connection)
@@ -219,7 +219,7 @@ def start(rank: int, hosts: Sequence[Host], store_port: int | None) -> None:
 
 
 def can_watch() -> bool:
-    """Whether the system has what the watch needs: Linux with /proc."""
+    """Return whether the system has what the watch needs: Linux with /proc."""
     options = ("TCP_INFO", "SO_DOMAIN", "SO_PROTOCOL", *_KEEPALIVE)
     return (
         sys.platform == "linux"

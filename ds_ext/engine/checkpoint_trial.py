@@ -1,4 +1,4 @@
-"""Whether checkpoints can be written to a folder, tried before the first step instead of at the first save."""
+"""Trial of a checkpoint folder before the first step, instead of an error at the first save."""
 
 from __future__ import annotations
 
@@ -42,12 +42,14 @@ def try_folder(engine: Any, folder: Path) -> None:
 def checkpoint_bytes(engine: Any) -> int:
     """Return how many bytes of weights and optimizer states this rank adds to a checkpoint, sharded or not.
 
-    Replicas count once. Optimizer states are counted by the optimizer's options: two for Adam, one for momentum.
+    Replicas count once. Optimizer states are counted by name and options: two for Adam, one for Lion and momentum.
     """
     if not engine.in_checkpoints or engine.mpu.get_data_parallel_rank() != 0:
         return 0
     states = OptimizerStates(engine)
-    groups = [(_states(group), {id(p) for p in members}) for group, members in states.groups()]
+    groups = [
+        (_states(states.name or "", group), {id(p) for p in members}) for group, members in states.groups()
+    ]
     first, total = engine.mpu.get_slice_parallel_rank() == 0, 0
     for held in parameters_of(engine.module, engine.layout.tensor_parallel_size).values():
         parameter = held.parameter
@@ -63,8 +65,10 @@ def checkpoint_bytes(engine: Any) -> int:
     return total
 
 
-def _states(group: Any) -> int:
-    """How many states an optimizer keeps of each element of a parameter group."""
+def _states(optimizer: str, group: Any) -> int:
+    """Number of states that an optimizer keeps of each element of a parameter group, at least."""
+    if any(name in optimizer.lower() for name in ("lion", "adagrad", "rmsprop")):
+        return 1
     return 2 if "betas" in group else int(bool(group.get("momentum")))
 
 

@@ -30,7 +30,7 @@ from .disaggregate import make_engine
 from .engine import PipelineEngine
 from .loss_watch import LossWatch
 from .module import PipelineModule
-from .replica_facts import data_facts, stage_facts
+from .replica_facts import data_facts, optimizer_facts, stage_facts
 
 
 def check_precision(job: JobConfig) -> None:
@@ -159,11 +159,17 @@ def initialize(
     )
     # Also for the collectives of the constructors below.
     limit_waits(model.settings.transport_options.timeout_s)
-    model_parameters = None if model_parameters is None else list(model_parameters)
-    groups = getattr(optimizer, "param_groups", model_parameters) or []
+    model_parameters = None if model_parameters is None else [_with_list(one) for one in model_parameters]
     compare(
-        {**code_facts(), **setting_facts({k: v for k, v in job.deepspeed.items() if k != "ds_ext"})},
-        of_replicas={**stage_facts(model, groups), **data_facts(model, training_data)},
+        {
+            **code_facts(),
+            **setting_facts({k: v for k, v in job.deepspeed.items() if k != "ds_ext"}),
+            **optimizer_facts(optimizer),
+        },
+        of_replicas={
+            **stage_facts(model, getattr(optimizer, "param_groups", model_parameters) or []),
+            **data_facts(model, training_data),
+        },
     )
     if optimizer is not None or "optimizer" in config_dict:
         _require_parameters(model)
@@ -180,17 +186,28 @@ def initialize(
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
     )
-    fp16 = precision(job.deepspeed) == "fp16"
-    engine.loss_watch = LossWatch(engine, model.settings.max_nonfinite_losses, fp16)
+    # DeepSpeed's default scale of fp16, 0, is dynamic: it skips steps to find one.
+    seeks_scale = precision(job.deepspeed) == "fp16" and not job.deepspeed["fp16"].get("loss_scale")
+    engine.loss_watch = LossWatch(engine, model.settings.max_nonfinite_losses, seeks_scale)
     engine._configure_python_gc()
     limit_waits(job.ds_ext.transport_options.timeout_s)
     return engine, engine.optimizer, None, engine.lr_scheduler
+
+
+def _with_list(group: Any) -> Any:
+    """A parameter, or a parameter group whose parameters can be read more than once."""
+    if not isinstance(group, Mapping):
+        return group
+    given = group["params"]
+    return {**group, "params": [given] if isinstance(given, torch.Tensor) else list(given)}
 
 
 def _require_samples_by_index(training_data: Any) -> None:
     """Refuse training data whose samples cannot be fetched by index in any order."""
     has_both = all(hasattr(type(training_data), name) for name in ("__len__", "__getitem__"))
     iterable = isinstance(training_data, torch.utils.data.IterableDataset)
+    if training_data is not None and has_both and not iterable and len(training_data) == 0:
+        raise ConfigError("training_data: it has no samples (got a length of 0). Give at least one.")
     if training_data is not None and (iterable or not has_both):
         raise ConfigError(
             f"training_data: it needs __len__ and __getitem__, as each rank fetches samples by index (got "

@@ -24,17 +24,21 @@ class LossWatch:
     Args:
         engine: an initialized engine.
         limit: how many of them end the training; 0: any number goes on.
-        fp16: a skipped step looks for a loss scale, and its loss does not count.
+        seeks_scale: a skipped step looks for a loss scale of fp16 and does not count.
 
     Attributes:
         in_a_row: such steps up to the last step.
     """
 
-    def __init__(self, engine: Any, limit: int, fp16: bool) -> None:
-        self.engine, self.limit, self.fp16 = engine, limit, fp16
+    def __init__(self, engine: Any, limit: int, seeks_scale: bool) -> None:
+        self.engine, self.limit, self.seeks_scale = engine, limit, seeks_scale
         self.in_a_row = 0
         held = parameters_of(engine.module, engine.layout.tensor_parallel_size).values()
-        self._named = [(one.layer, one.name, one.parameter) for one in held if one.parameter.requires_grad]
+        self._named = [
+            (one.layer, one.name, one.parameter)
+            for one in held
+            if one.parameter.requires_grad and one.parameter.numel() > 0
+        ]
         # A bad gradient spoils the weights, and the loss only a step later.
         self._largest: deque[tuple[int, list[tuple[int, str]], list[Tensor]]] = deque(maxlen=2)
         self._first: tuple[int, int, str] | None = None
@@ -48,9 +52,9 @@ class LossWatch:
         ]
         if found:
             names, gradients = zip(*found, strict=True)
-            self._largest.append(
-                (step, list(names), [gradient.detach().abs().amax() for gradient in gradients])
-            )
+            dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+            largest = torch._foreach_norm(dense, torch.inf)  # pyright: ignore[reportPrivateImportUsage]
+            self._largest.append((step, list(names), list(largest)))
 
     def loss(self, step: int, loss: float, skipped: bool) -> None:
         """Count the loss of a step; a call of all ranks, on which it is the same.
@@ -62,7 +66,7 @@ class LossWatch:
         Raises:
             NonFiniteLoss: it was the ``limit``-th such step in a row. The same error on every rank.
         """
-        if skipped and self.fp16:
+        if skipped and self.seeks_scale:
             self._largest.clear()
             return
         if math.isfinite(loss) and not skipped:

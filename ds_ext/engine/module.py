@@ -15,14 +15,14 @@ from typing import Any, Protocol
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.pipe import TiedLayerSpec
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.module import PipelineModule as DeepSpeedPipelineModule
 from torch.utils.checkpoint import checkpoint
 
 from ..config import DsExtConfig, load_config, require_section
 from ..errors import ConfigError
 from ..fbd_layout import FORWARD_ROLE, make_layout
-from ..launch.job_facts import checksum, file_facts, setting_facts
+from ..launch.job_facts import as_text, checksum, file_facts, setting_facts
 from ..launch.roll_call import compare
 from ..layout import data_parallel_size
 from ..pipe_schedules import Schedule
@@ -271,9 +271,14 @@ def _section(config: str | Mapping[str, Any]) -> DsExtConfig:
 
 
 def _kind(layer: Any) -> str:
-    """The class of a layer, as far as it is known before it is built."""
+    """The class and sizes of a layer, as far as they are known before it is built."""
     kind = getattr(layer, "typename", type(layer))
-    return f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', kind)} "
+    name = f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', kind)}"
+    if isinstance(layer, LayerSpec):
+        return f"{name} {as_text([layer.module_args, layer.module_kwargs])};"
+    if isinstance(layer, torch.nn.Module):
+        return f"{name} {[tuple(parameter.shape) for parameter in layer.parameters()]};"
+    return f"{name};"
 
 
 def _seed(seed: int) -> None:

@@ -1,17 +1,27 @@
-"""What replicas compare before the first step: the parameters of a stage with their options, and the data set."""
+"""Facts that replicas compare before the first step: parameters of stages with their options, and the data set."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..launch.job_facts import as_text, checksum
+from ..launch.job_facts import as_text, checksum, setting_facts
 from ..launch.roll_call import Facts
 from .module import PipelineModule
+
+
+def optimizer_facts(optimizer: Any) -> Facts:
+    """Return class and defaults of an optimizer that the caller made; groups may differ by stage."""
+    if optimizer is None:
+        return {}
+    defaults = getattr(optimizer, "defaults", {})
+    return {"optimizer": type(optimizer).__name__, **setting_facts(defaults, "optimizer.defaults.")}
 
 
 def stage_facts(model: PipelineModule, groups: Iterable[Any]) -> Facts:
@@ -48,17 +58,37 @@ def data_facts(model: PipelineModule, data: Any) -> Facts:
     if data is None or not ends & set(model.stages) or not hasattr(data, "__len__"):
         return {}
     found = {"training_data": f"{type(data).__name__} of {len(data)} samples"}
-    with contextlib.suppress(Exception):  # what cannot be read is an error of the first step
-        first, again = _bytes_of(data[0]), _bytes_of(data[0])
+    with contextlib.suppress(Exception), _equal_random_numbers():  # errors are those of the first step
+        first, again = _bytes_of(lambda: data[0]), _bytes_of(lambda: data[0])
         if first == again:
             found["training_data: first sample"] = checksum([first])
     return found
 
 
-def _bytes_of(sample: Any) -> bytes:
+@contextlib.contextmanager
+def _equal_random_numbers() -> Iterator[None]:
+    """Seed the global generators alike on all ranks, and give them their states back afterwards."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def _bytes_of(read: Callable[[], Any]) -> bytes:
+    """The numbers of what ``read()`` gives. Texts and objects may be a host's own: paths, addresses."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
     parts = []
-    for leaf in tree_leaves(sample):
-        # A view keeps the whole data set in memory: its own elements alone are copied.
-        tensor = leaf.detach().cpu().contiguous().reshape(-1) if torch.is_tensor(leaf) else None
-        parts.append(repr(leaf).encode() if tensor is None else tensor.view(torch.uint8).numpy().tobytes())
+    for leaf in tree_leaves(read()):
+        if isinstance(leaf, torch.Tensor):
+            # A view keeps the whole data set in memory: its own elements alone are copied.
+            parts.append(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.hasobject:
+            parts.append(leaf.tobytes())
+        elif isinstance(leaf, bool | int | float | complex | bytes):
+            parts.append(repr(leaf).encode())
     return b";".join(parts)

@@ -72,9 +72,9 @@ def require_visible_parameters(layers: Sequence[Any], loss_fn: Any) -> None:
             trained = [owner] if isinstance(owner, nn.Parameter) else list(owner.parameters())
             if any(parameter.requires_grad for parameter in trained):
                 raise ConfigError(
-                    f"{place}: computes with trainable parameters of another object (got {type(owner).__name__}), "
-                    f"which no layer of its stage trains. Give the nn.Module itself as the layer; for a weight of "
-                    f"another layer use deepspeed.pipe.TiedLayerSpec with a forward_fn."
+                    f"{place}: refers to an object with trainable parameters (got {type(owner).__name__}), which a "
+                    f"function does not train. Give the nn.Module itself as the layer; for a weight of another layer "
+                    f"use deepspeed.pipe.TiedLayerSpec with a forward_fn; read plain settings into a variable first."
                 )
 
 
@@ -92,7 +92,8 @@ def _references(function: Any) -> Iterator[nn.Module | nn.Parameter]:
         for value in (function.func, *function.args, *function.keywords.values()):
             yield from _references(value)
     elif isinstance(function, FunctionType):
-        for value in (*inspect.getclosurevars(function).nonlocals.values(), *(function.__defaults__ or ())):
+        used = inspect.getclosurevars(function)
+        for value in (*used.nonlocals.values(), *used.globals.values(), *(function.__defaults__ or ())):
             if isinstance(value, nn.Module | nn.Parameter | MethodType | partial):
                 yield from _references(value)
     elif callable(function) and not isinstance(function, type):
@@ -202,7 +203,8 @@ def find_shared(module: Any) -> list[SharedParameter]:
             elif isinstance(tensor, nn.Parameter) and tensor.requires_grad:
                 others.setdefault(id(tensor), {}).setdefault(index, name)
     # A LayerSpec may find a parameter elsewhere (a global, say): ranks that build one of its layers cannot see that.
-    unseen = (p for p in others.values() if len(p) > 1 and not _is_one_tie(module, p))
+    unseen = [p for p in others.values() if len(p) > 1 and not _is_one_tie(module, p)]
+    unseen += _unregistered(module, given)
     fault = next((_refusal(module, places) for places in unseen), None)
     found = _gather((len(candidates), held, fault))
     _raise_first([fault for *_, fault in found])
@@ -221,6 +223,22 @@ def find_shared(module: Any) -> list[SharedParameter]:
             raise ConfigError(_refusal(module, places))
         shared.append(SharedParameter(tensor, dict(sorted(places.items()))))
     return shared
+
+
+def _unregistered(module: Any, given: Mapping[int, tuple[Tensor, set[int]]]) -> Iterator[dict[int, str]]:
+    """Yield the places of parameters that a layer keeps in a list or dictionary, and another layer registers."""
+    for index, layer in _built(module):
+        own = {id(parameter) for parameter in layer.parameters()}
+        for name, held in (
+            (f"{type(one).__name__}.{key}", v) for one in layer.modules() for key, v in vars(one).items()
+        ):
+            if not isinstance(held, list | tuple | dict):
+                continue
+            for value in held.values() if isinstance(held, dict) else held:
+                for tensor in _given(value) if isinstance(value, nn.Module | nn.Parameter) else ():
+                    others = given.get(id(tensor), (tensor, set[int]()))[1] - {index}
+                    if tensor.requires_grad and id(tensor) not in own and others:
+                        yield {index: name, min(others): "a parameter"}
 
 
 def index_shared(module: Any) -> dict[str, Any]:
@@ -313,7 +331,7 @@ def _is_tied(module: Any, index: int) -> bool:
 
 
 def _is_one_tie(module: Any, places: Iterable[int]) -> bool:
-    """Whether one TiedLayerSpec key has all of ``places``."""
+    """Return whether one TiedLayerSpec key has all of ``places``."""
     specs = [module._layer_specs[index] for index in places]
     return all(isinstance(spec, TiedLayerSpec) for spec in specs) and len({spec.key for spec in specs}) == 1
 
@@ -326,7 +344,8 @@ def _refusal(module: Any, places: Mapping[int, str]) -> str:
     )
     return (
         f"layers: several layers share one tensor in a way that would depend on the schedule (got {told}). Share it "
-        f"by deepspeed.pipe.TiedLayerSpec with one key in all of these layers, or give each layer its own."
+        f"by deepspeed.pipe.TiedLayerSpec with one key in all of these layers, give each layer its own, or register a "
+        f"constant buffer with persistent=False."
     )
 
 

@@ -1,4 +1,4 @@
-"""What ranks compare before the first step: settings, versions, source code and data, as short texts by key."""
+"""Facts that ranks compare before the first step: settings, versions and source code, as short texts by key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .roll_call import Facts
 
 _PACKAGES = ("ds_ext", "torch", "deepspeed")
 _SOURCE = Path(__file__).parents[1]
-# Only rank 0 reads these, so hosts may have their own.
+# Rank 0 alone reads these: hosts may differ.
 _OF_RANK_0 = ("tensorboard", "wandb", "comet", "csv_monitor")
 
 

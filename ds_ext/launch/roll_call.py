@@ -20,6 +20,7 @@ from ..errors import ConfigError, TransportError
 
 REFUSED, FAILED = "refused", "failed"  # kinds of verdicts: every rank raises ConfigError, or TransportError
 _SAME = "same"
+FIRST_FAILURE = "ds_ext/first_failure"  # text of the first rank that failed after it joined the others
 _ARRIVED, _VERDICT, _TOLD, _READ = "arrived", "verdict", "told", "read"
 _POLL_S = 0.02
 _READERS_S = 5.0  # how long rank 0, which may serve the store, waits until all ranks have read a bad verdict
@@ -43,8 +44,10 @@ class RollCall:
         from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
         self.rank, self.world_size = rank, world_size
-        # Ranks call the roll in the same order: the n-th call of each belongs together. torchrun may restart them.
-        attempt = f"ds_ext/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        # Ranks call the roll in the same order: the n-th call of each belongs together. A torchrun that restarts them
+        # may keep its store; several count their restarts each on its own, and make a new store.
+        restarts = "0" if spans_hosts(world_size) else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        attempt, self._shared = f"ds_ext/{restarts}", store
         number = store.add(f"{attempt}/roll_calls/{rank}", 1)
         self._store = PrefixStore(f"{attempt}/roll_call/{number}", store)
 
@@ -95,7 +98,9 @@ class RollCall:
         deadline = time.monotonic() + timeout_s
         names = [f"answer/{rank}" for rank in range(self.world_size)]
         while not self._store.check([_VERDICT]):
-            if self._store.add(_ARRIVED, 0) >= self.world_size:
+            if self._shared.check([FIRST_FAILURE]):
+                self._publish({"kind": FAILED, "text": self._shared.get(FIRST_FAILURE).decode()})
+            elif self._store.add(_ARRIVED, 0) >= self.world_size:
                 answers = [json.loads(text) for text in self._store.multi_get(names)]
                 self._publish(_compared(answers))
             elif time.monotonic() > deadline:
@@ -110,10 +115,10 @@ class RollCall:
     def _await(self, key: str, timeout_s: float) -> None:
         try:
             self._store.wait([key], timedelta(seconds=timeout_s))
-        except RuntimeError as error:
+        except RuntimeError:
             raise TransportError(
-                f"start: rank 0 did not answer within {timeout_s:g} s ({str(error).splitlines()[0]}). Look for the "
-                f"first error in the output of rank 0."
+                f"start: rank 0 did not answer within {timeout_s:g} s. Look for the first error in the output of "
+                f"rank 0."
             ) from None
 
     def _refuse(self, verdict: Mapping[str, Any]) -> NoReturn:
@@ -159,11 +164,11 @@ def meet(rank: int, world_size: int, timeout_s: float) -> RollCall | None:
             wait_for_workers=False,
             multi_tenant=True,
         )
-    except (DistNetworkError, DistStoreError) as error:
+    except (DistNetworkError, DistStoreError):
         if serves:
             raise
         raise TransportError(
-            f"start: rank 0 at {address}:{port} was not reached within {timeout_s:g} s ({str(error).splitlines()[0]}). "
+            f"start: rank 0 at {address}:{port} was not reached within {timeout_s:g} s. "
             f"Look for the first error in the output of rank 0, and check that this host may connect to that port."
         ) from None
     return RollCall(store, rank, world_size)
@@ -254,7 +259,8 @@ def _compared(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _missing(ranks: Sequence[int], timeout_s: float) -> str:
     return (
         f"start: {_numbered(ranks)} did not answer within {timeout_s:g} s. Look for the first error in the output of "
-        f"rank {ranks[0]}; if it is only slow, raise transport_options.timeout_s."
+        f"rank {ranks[0]}. If it is only slow, raise transport_options.timeout_s, or in own scripts the timeout_s of "
+        f"init_distributed()."
     )
 
 

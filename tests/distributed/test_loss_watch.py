@@ -137,7 +137,7 @@ def test_steps_that_fp16_skips_do_not_count(ranks: Ranks) -> None:
 def count_skipped(rank: int) -> int:
     engine: Any = _Engine()
     engine.module, engine.layout = _Empty(), _Empty()
-    watch = LossWatch(engine, 4, fp16=True)
+    watch = LossWatch(engine, 4, seeks_scale=True)
     for step in range(1, 10):
         watch.loss(step, float("inf"), skipped=True)
     assert watch.in_a_row == 0

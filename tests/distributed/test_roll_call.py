@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.pipe import LayerSpec
 from torch import nn
 
 import ds_ext
@@ -39,13 +40,23 @@ def build(rank: int, what: str) -> str | None:
     data = torch.utils.data.TensorDataset(
         torch.zeros(8, WIDTH), targets[: 7 if other and what == "length" else 8]
     )
-    if what == "random data":
-        data = Random()
+    if what in ("random data", "objects"):
+        data = Random(what == "objects")
+    if what == "spec":
+        layers[3] = LayerSpec(nn.Softplus, 2 if other else 1)
     try:
         model = ds_ext.PipelineModule(layers, config, loss_fn=nn.MSELoss(), partition_method="uniform")
-        rate = 0.2 if other and what == "group" else 0.1
-        groups = [{"params": list(model.parameters()), "lr": rate}]
-        ds_ext.initialize(model=model, model_parameters=groups, config=config, training_data=data)
+        rate = 0.2 if other and what in ("group", "client") else 0.1
+        groups = [{"params": model.parameters(), "lr": rate}]
+        client = torch.optim.SGD(model.parameters(), lr=rate) if what == "client" else None
+        given = None if client else groups
+        engine, *_ = ds_ext.initialize(
+            model=model, optimizer=client, model_parameters=given, config=config, training_data=data
+        )
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        engine.train_batch()
+        assert not all(map(torch.equal, before, model.parameters()))  # groups of generators are not used up
+        engine.transport.close()
     except ConfigError as error:
         assert error.reported_by == 0
         return str(error)
@@ -53,13 +64,18 @@ def build(rank: int, what: str) -> str | None:
 
 
 class Random(torch.utils.data.Dataset[Any]):
-    """Inputs are augmented at random: each rank, and each reading, has others."""
+    """Inputs are augmented at random, by the global generator or one of its own; samples may hold objects."""
+
+    def __init__(self, with_objects: bool) -> None:
+        self.generator = None if with_objects else torch.Generator()
+        if self.generator is not None:
+            self.generator.seed()
 
     def __len__(self) -> int:
         return 8
 
     def __getitem__(self, index: int) -> Any:
-        return torch.randn(WIDTH), torch.zeros(WIDTH)
+        return torch.randn(WIDTH, generator=self.generator), torch.zeros(WIDTH)
 
 
 KEYS = {
@@ -67,7 +83,9 @@ KEYS = {
     "layers": "PipelineModule.layers",
     "lr": "optimizer.params.lr",
     "group": "stage 0: parameters",
-    "sizes": "stage 0: parameters",
+    "client": "optimizer.defaults.lr",
+    "spec": "PipelineModule.layers",
+    "sizes": "PipelineModule.layers",
     "data": "training_data: first sample",
 }
 
@@ -79,6 +97,6 @@ def test_a_rank_that_differs_is_refused_on_every_rank(ranks2: RankPool, what: st
     assert f"{KEYS[what]}: " in first and "rank 0" in first and "rank 1" in first
 
 
-@pytest.mark.parametrize("what", ["nothing", "random data"])
+@pytest.mark.parametrize("what", ["nothing", "random data", "objects"])
 def test_equal_ranks_and_data_augmented_at_random_are_accepted(ranks2: RankPool, what: str) -> None:
     assert ranks2.run(build, what) == [None, None]

@@ -336,6 +336,21 @@ class Global(nn.Module):
         return self.linear(x)
 
 
+def uses_a_global(x: Tensor) -> Tensor:
+    return COMMON(x)
+
+
+class Lists(nn.Module):
+    """Layer that keeps another layer where torch does not see it."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.others = [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.others[0](x)
+
+
 def linears(*others: Any) -> list[Any]:
     return [*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), *others]
 
@@ -348,6 +363,9 @@ def refused_models() -> dict[str, list[Any]]:
         "mixed with a tie": [tied, *linears(), linear, TiedLayerSpec("key", Head, linear.weight)],
         "bound method": linears(linear.forward),
         "partial": linears(partial(nn.functional.linear, weight=linear.weight)),
+        "global": linears(uses_a_global),
+        "list": linears(linear, Lists(linear)),
+        "list in a LayerSpec": linears(linear, LayerSpec(Lists, linear)),
         "closure": linears(lambda x: nn.functional.linear(x, linear.weight)),
     }
 
