@@ -20,7 +20,7 @@ from tests.launch.test_roll_call import ends, start_on_hosts
 from tests.ranks import RankPool
 
 SCRIPT, LIMITED = str(ROOT / "train_gpt.py"), str(ROOT / "tests/launch/limited.py")
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 ENOUGH_FOR_A_TRIAL = "100"
 
 
