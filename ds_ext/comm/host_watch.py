@@ -101,7 +101,7 @@ class HostWatch(threading.Thread):
                 self.look()
 
     def leave_out(self, connection: socket.socket) -> None:
-        """Do not watch a connection that has a heartbeat of its own."""
+        """Leave out a connection that already has a heartbeat."""
         self._left_out.add(os.fstat(connection.fileno()).st_ino)
 
     def addresses(self) -> set[str]:

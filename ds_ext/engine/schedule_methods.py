@@ -90,10 +90,12 @@ class ScheduleMethods:
         self.deferred_share = total.share
         if self.global_rank != 0:
             return
-        told = ", ".join(total.largest_at_once[:_NAMED]) or "none"
+        at_once = ", ".join(total.largest_at_once[:_NAMED]) or "none"
         name = self._schedule.program.timetable.schedule
         if total.share >= _WORTH_SPLITTING:
-            logger.info("%s: deferred weight gradients: %.1f%%, at once: %s", name, 100 * total.share, told)
+            logger.info(
+                "%s: deferred weight gradients: %.1f%%, at once: %s", name, 100 * total.share, at_once
+            )
         else:
             logger.warning(
                 "%s: deferred weight gradients: %.1f%% of the elements, so splitting backwards gains little. Computed "
@@ -101,7 +103,7 @@ class ScheduleMethods:
                 "ds_ext.tensor_parallel.linear (docs/schedules.md).",
                 name,
                 100 * total.share,
-                told,
+                at_once,
             )
 
     def _bridge(self, program: Program) -> TimetableSchedule:

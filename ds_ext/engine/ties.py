@@ -339,11 +339,11 @@ def _is_one_tie(module: Any, places: Iterable[int]) -> bool:
 def _refusal(module: Any, places: Mapping[int, str]) -> str:
     specs = {index: module._layer_specs[index] for index in places}
     types = {i: s.typename if isinstance(s, LayerSpec) else type(s) for i, s in specs.items()}
-    told = ", ".join(
+    named = ", ".join(
         f"{name} of layer {index} ({types[index].__name__})" for index, name in sorted(places.items())
     )
     return (
-        f"layers: several layers share one tensor in a way that would depend on the schedule (got {told}). Share it "
+        f"layers: several layers share one tensor in a way that would depend on the schedule (got {named}). Share it "
         f"by deepspeed.pipe.TiedLayerSpec with one key in all of these layers, give each layer its own, or register a "
         f"constant buffer with persistent=False."
     )

@@ -21,7 +21,7 @@ from ..errors import ConfigError, TransportError
 REFUSED, FAILED = "refused", "failed"  # kinds of verdicts: every rank raises ConfigError, or TransportError
 _SAME = "same"
 FIRST_FAILURE = "ds_ext/first_failure"  # text of the first rank that failed after it joined the others
-_ARRIVED, _VERDICT, _TOLD, _READ = "arrived", "verdict", "told", "read"
+_ARRIVED, _VERDICT, _REPORTED, _READ = "arrived", "verdict", "reported", "read"
 _POLL_S = 0.02
 _READERS_S = 5.0  # how long rank 0, which may serve the store, waits until all ranks have read a bad verdict
 _RANK_0_S = 15.0  # how long a failed rank waits for rank 0 before it reports its error itself
@@ -80,11 +80,11 @@ class RollCall:
         self._store.compare_set(_VERDICT, "", json.dumps(verdict))
         self._store.add(_READ, 1)
         if self.rank == 0:
-            self._store.set(_TOLD, "1")
+            self._store.set(_REPORTED, "1")
             self._wait_for_readers(timeout_s)
             return True
         try:
-            self._await(_TOLD, timeout_s)
+            self._await(_REPORTED, timeout_s)
         except TransportError:
             return False
         return True
@@ -123,7 +123,7 @@ class RollCall:
 
     def _refuse(self, verdict: Mapping[str, Any]) -> NoReturn:
         if self.rank == 0:
-            self._store.set(_TOLD, "1")
+            self._store.set(_REPORTED, "1")
             self._wait_for_readers(_READERS_S)
         error = (ConfigError if verdict["kind"] == REFUSED else TransportError)(verdict["text"])
         error.reported_by = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,17 +127,13 @@ def test_a_bad_batch_is_found_in_its_step_and_zero_is_no_limit(ranks: Ranks) -> 
     assert [(done, first) for done, first in results] == [(STEP + 3, None)] * 4
 
 
-class _Engine:
-    global_rank = 0
-
-
 def test_steps_that_fp16_skips_do_not_count(ranks: Ranks) -> None:
     assert ranks(2).run(count_skipped) == [3, 3]
 
 
 def count_skipped(rank: int) -> int:
-    engine: Any = _Engine()
-    engine.module, engine.layout = _Empty(), _Empty()
+    module = SimpleNamespace(stages=(), stage_funcs={}, parts=(), _layer_specs=(), shared=())
+    engine = SimpleNamespace(global_rank=rank, module=module, layout=SimpleNamespace(tensor_parallel_size=1))
     watch = LossWatch(engine, 4, seeks_scale=True)
     for step in range(1, 10):
         watch.loss(step, float("inf"), skipped=True)
@@ -149,14 +146,3 @@ def count_skipped(rank: int) -> int:
     watch.loss(14, 1.0, skipped=False)
     assert watch.in_a_row == 0
     return count
-
-
-class _Empty:
-    """A model without layers."""
-
-    stages: tuple[int, ...] = ()
-    stage_funcs: dict[int, Any] = {}  # noqa: RUF012
-    parts: tuple[int, ...] = ()
-    _layer_specs: tuple[Any, ...] = ()
-    shared: tuple[Any, ...] = ()
-    tensor_parallel_size = 1
