@@ -64,7 +64,7 @@ def build(rank: int, what: str) -> str | None:
 
 
 class Random(torch.utils.data.Dataset[Any]):
-    """Inputs are augmented at random, by the global generator or one of its own; samples may hold objects."""
+    """Data set with random inputs, from the global generator or from a private one."""
 
     def __init__(self, with_objects: bool) -> None:
         self.generator = None if with_objects else torch.Generator()

@@ -262,7 +262,7 @@ def test_start_weights_are_equal_on_all_ranks(ranks2: RankPool) -> None:
 
 
 class EmbeddingPipe(nn.Module):
-    """Embedding whose weight has a name of its own."""
+    """Embedding with a property that returns its weight."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -64,7 +64,7 @@ def config(corpus: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def free_port() -> Callable[[], int]:
-    """A port that nobody listens on, below those that the system gives to connections of other processes."""
+    """Return a free port below the ephemeral range, from which the system takes ports of other connections."""
     try:
         first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:

@@ -59,12 +59,12 @@ def test_bert_trains_on_ranks_and_its_data_are_refused_for_gpt(
     assert "unigram entropy plus ln 2 of" in job.text and (saved / "latest").read_text().strip() == "step_4"
 
     # The perplexity is of the masked words alone.
-    told = re.search(
+    printed = re.search(
         r"validation loss ([\d.]+) \(masked words ([\d.]+), sentence order ([\d.]+)\), perplexity ([\d.]+)",
         job.text,
     )
-    assert told is not None, job.text
-    loss, masked, order, perplexity = map(float, told.groups())
+    assert printed is not None, job.text
+    loss, masked, order, perplexity = map(float, printed.groups())
     assert loss == pytest.approx(masked + order, abs=2e-4) and 0.4 < order < 1.2
     assert perplexity == pytest.approx(math.exp(masked), rel=1e-3)
 

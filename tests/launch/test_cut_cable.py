@@ -155,8 +155,8 @@ def test_host_that_has_only_the_store(launch: Callable[..., FarJob]) -> None:
     job.wait_for_step(3)
     job.network.drop(0)
     assert job.codes(LIMIT_S) == [1] * 2
-    told = "".join(job.text(rank) for rank in (0, 1))
-    assert f"host {job.network.address(0)}" in told, told
+    output = "".join(job.text(rank) for rank in (0, 1))
+    assert f"host {job.network.address(0)}" in output, output
 
 
 @pytest.mark.parametrize("words", [("1", "auto", "64"), ("4", "torch", "4000000")], ids=["gloo", "torch"])

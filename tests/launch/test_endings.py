@@ -108,10 +108,10 @@ def test_of_ranks_that_fail_together_the_first_speaks_first(start: Callable[...,
         job.seconds_until_gone(600)
         assert job.wait(5) == 1
         ours = job.lines[: job.first("Killing subprocess", "closing signal", "failed (exitcode")]
-        told = [line for line in ours if re.match(r"rank \d failed", line)]
-        assert re.fullmatch(r"rank \d failed\.", told[0]), job.text
+        reports = [line for line in ours if re.match(r"rank \d failed", line)]
+        assert re.fullmatch(r"rank \d failed\.", reports[0]), job.text
         assert all(
-            re.fullmatch(r"rank \d failed too: ValueError: all are at fault", line) for line in told[1:]
+            re.fullmatch(r"rank \d failed too: ValueError: all are at fault", line) for line in reports[1:]
         )
         assert "ValueError: all are at fault" in ours
 

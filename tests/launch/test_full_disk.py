@@ -32,14 +32,14 @@ def test_full_disk_is_reported_once(
         ours = job.lines[
             : job.first("Killing subprocess", "closing signal", "failed (exitcode", "exits with return")
         ]
-        told = [line for line in ours if "No space left on device" in line]
-        assert len(told) == 1, job.text
+        reports = [line for line in ours if "No space left on device" in line]
+        assert len(reports) == 1, job.text
         assert not re.search(
             r"^rank \d failed too|^rank \d stopped|^Traceback", "\n".join(ours), re.MULTILINE
         )
         reporting = re.findall(r"^rank (\d)(?: failed\.|: error:)|^(error):", "\n".join(ours), re.MULTILINE)
-        named = re.search(r"rank (\d)", told[0])
+        named = re.search(r"rank (\d)", reports[0])
         assert len(reporting) == 1, job.text
         rank = "0" if reporting[0][1] else reporting[0][0]
-        assert named is None or named[1] == rank, told
-        assert named is not None or what == "record", told
+        assert named is None or named[1] == rank, reports
+        assert named is not None or what == "record", reports

@@ -139,6 +139,26 @@ def test_another_error_before_joining_ends_all_hosts(tmp_path: Path, free_port: 
     assert results[1][1].count("Traceback") == 1, results
 
 
+def test_an_error_between_joining_and_the_next_roll_call_ends_all_hosts(
+    tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import os\nimport ds_ext\nfrom ds_ext import process\n"
+        "def main():\n"
+        f"    ds_ext.init_distributed({WAIT_S})\n"
+        "    from torch import nn\n"
+        "    if os.environ['RANK'] == '1':\n        open('/nowhere/data')\n"
+        "    config = {'train_batch_size': 2, 'ds_ext': {'pipeline_parallel_size': 2}}\n"
+        "    ds_ext.PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], config, loss_fn=nn.MSELoss())\n"
+        "process.run(main)\n"
+    )
+    results = ends(start_on_hosts([[str(script)]] * 2, free_port(), tmp_path))
+    assert [code for code, _ in results] == [EXIT_FAILED, EXIT_FAILED], results
+    assert "rank 1 failed: FileNotFoundError" in results[0][1] and "Traceback" not in results[0][1], results
+    assert results[1][1].count("Traceback") == 1, results
+
+
 def test_a_rank_that_never_comes_is_named(tmp_path: Path, free_port: Callable[[], int]) -> None:
     script = tmp_path / "own.py"
     script.write_text(
