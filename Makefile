@@ -97,7 +97,7 @@ test-sanitizers: $(stamp)  ## native code under the address, undefined and threa
 	DS_EXT_NATIVE_DIR=$(sanitized)/module ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  $(bin)/python -m pytest -p tests.native.sanitized $(PYTEST_FLAGS) -k "not leaves_nothing and not refused_memory and not runs_out" \
-	  $(addprefix tests/unit/test_transport_,$(addsuffix .py,descriptor shm tcp tcp_thread peers))
+	  $(addprefix tests/unit/comm/test_,$(addsuffix .py,descriptor shm tcp tcp_thread peers))
 
 check: $(stamp)  ## formatting, lint and types of Python and C++
 	$(bin)/ruff format --check .

@@ -37,7 +37,7 @@ setup(
     package_data={
         "ds_ext": ["py.typed"],
         "ds_ext.comm": ["*.pyi"],
-        "ds_ext.pipe_schedules": ["*.css", "*.js"],
+        "ds_ext.pipe_schedules.draw": ["*.css", "*.js"],
     },
     ext_modules=[NATIVE],
     cmdclass={"build_ext": build_ext},

@@ -10,8 +10,15 @@ import functools
 import math
 import sys
 
-from ds_ext import process
-from ds_ext.pretraining import cut_layers, describe_job, job_facts, micro_batches, model_sizes, plan_job
+from ds_ext.launch import process
+from ds_ext.training.setup import (
+    cut_layers,
+    describe_job,
+    job_facts,
+    micro_batches,
+    model_sizes,
+    plan_job,
+)
 
 BEFORE, AFTER = ["embedding", "positions and types"], ["heads", "words", "bias"]
 PADDING_MASK_BYTES = 1  # of a token, in every activation message
@@ -20,11 +27,11 @@ PADDING_MASK_BYTES = 1  # of a token, in every activation message
 def main() -> int:
     args, plan = plan_job("train_bert.py", sys.argv[1:], "bert")
 
-    from ds_ext.checkpoint_fit import check_load
     from ds_ext.data.bert import BertOptions, bert_tokenizer, build_bert_datasets
     from ds_ext.models.bert import BertConfig
     from ds_ext.observe.logs import set_up_logging
-    from ds_ext.training import Trainer, say, show, shut_down
+    from ds_ext.training.checkpoint_fit import check_load
+    from ds_ext.training.loop import Trainer, say, show, shut_down
 
     set_up_logging()
     options = BertOptions(args.mask_prob, args.short_seq_prob, not args.bert_no_binary_head)

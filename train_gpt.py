@@ -10,9 +10,16 @@ import argparse
 import functools
 import sys
 
-from ds_ext import process
 from ds_ext.errors import ConfigError
-from ds_ext.pretraining import cut_layers, describe_job, job_facts, micro_batches, model_sizes, plan_job
+from ds_ext.launch import process
+from ds_ext.training.setup import (
+    cut_layers,
+    describe_job,
+    job_facts,
+    micro_batches,
+    model_sizes,
+    plan_job,
+)
 
 BEFORE, AFTER = ["embedding", "positions"], ["final norm", "head"]
 
@@ -20,11 +27,11 @@ BEFORE, AFTER = ["embedding", "positions"], ["final norm", "head"]
 def main() -> int:
     args, plan = plan_job("train_gpt.py", sys.argv[1:], "gpt")
 
-    from ds_ext.checkpoint_fit import check_load
     from ds_ext.data.gpt import build_gpt_datasets
     from ds_ext.models.gpt import GPTConfig
     from ds_ext.observe.logs import set_up_logging
-    from ds_ext.training import Trainer, say, show, shut_down
+    from ds_ext.training.checkpoint_fit import check_load
+    from ds_ext.training.loop import Trainer, say, show, shut_down
 
     set_up_logging()
     config = GPTConfig(**model_sizes(args, plan), vocab_size=vocab_size(args))

@@ -10,12 +10,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .choosing_verbs import add_plan_flags, run_plan, run_simulate
-from .errors import DsExtError
-from .model_flags import add_model_flags
-from .pipe_schedules.render import LEGEND, REPEATED_LEGEND, SPLIT_LEGEND
-from .schedule_flags import add_schedule_flags, import_modules, list_schedules
-from .verbs import (
+from .cli.model_flags import add_model_flags
+from .cli.plan_verbs import add_plan_flags, run_plan, run_simulate
+from .cli.schedule_flags import add_schedule_flags, import_modules, list_schedules
+from .cli.schedule_verbs import (
     EXIT_OK,
     EXIT_PIPE,
     EXIT_USAGE,
@@ -26,6 +24,8 @@ from .verbs import (
     run_optimise,
     run_show,
 )
+from .errors import DsExtError
+from .pipe_schedules.draw.grid import LEGEND, REPEATED_LEGEND, SPLIT_LEGEND
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,7 +133,7 @@ def build_parser(verb: str) -> argparse.ArgumentParser:
         description="The traces that ranks write when the JSON says where (docs/traces.md).",
     )
     if verb == "trace":
-        from . import trace_verbs
+        from .cli import trace_verbs
 
         trace_verbs.add_arguments(timeline)
         timeline.set_defaults(run=trace_verbs.run)
@@ -143,7 +143,7 @@ def build_parser(verb: str) -> argparse.ArgumentParser:
         description="What this host offers to the transports, and what to do where it is too little.",
     )
     if verb == "doctor":
-        from . import doctor
+        from .cli import doctor
 
         doctor.add_arguments(host)
         host.set_defaults(run=doctor.run)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_ext.config import load_config
+from ds_ext.config.job import load_config
 from ds_ext.engine import PipelineEngine, PipelineModule, initialize, weight_decay_groups
-from ds_ext.fbd_layout import make_layout
-from ds_ext.layout import ParallelLayout
 from ds_ext.models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
+from ds_ext.parallel.fbd import make_layout
+from ds_ext.parallel.layout import ParallelLayout
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel, create_tensor_parallel, shard_dim
 from tests.reference import gather_shards, random_batches
 

@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe import schedule as ds
 from torch import Tensor
 
 from ds_ext.engine import PipelineEngine
-from ds_ext.fbd_layout import DisaggregatedLayout
+from ds_ext.parallel.fbd import DisaggregatedLayout
 from ds_ext.pipe_schedules.bridge import RecomputeForward
 from ds_ext.tensor_parallel import TensorParallel
 from tests.engine_runs import digest, weights

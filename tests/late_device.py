@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ds_ext.comm import wire
-from ds_ext.comm.cuda_device import Card
+from ds_ext.comm.cuda.device import Card
 
 WAIT_LIMIT_S = 20.0
 GARBAGE = 0xEE
@@ -84,7 +84,7 @@ class LateEvent:
 
 
 class LateDevice:
-    """See ds_ext.comm.cuda_device.Device.
+    """See ds_ext.comm.cuda.device.Device.
 
     Args:
         folder: of the shared files, the same on all ranks.

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ds_ext.bench.ranks import end_when_stopped
-from ds_ext.failure import process_state
+from ds_ext.launch.failure import process_state
 
 
 @dataclass

@@ -13,14 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ds_ext.engine.dynamic_messages import is_counted
+from ds_ext.engine.dynamic.messages import is_counted
 
 _AHEAD = 3  # messages of a link among which the order is thrown
 _NAP_S = 0.0002
 
 
 class Reordering:
-    """A transport over another one, for :class:`~ds_ext.engine.dynamic_messages.DynamicMessages`.
+    """A transport over another one, for :class:`~ds_ext.engine.dynamic.messages.DynamicMessages`.
 
     Of each link up to three messages that have come may wait for their time, which is random; the one whose time is
     first is given out first.

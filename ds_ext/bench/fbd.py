@@ -185,7 +185,7 @@ def build(name: str, job: Job) -> Built:
     from deepspeed.pipe import LayerSpec
 
     from ..engine import PipelineModule, initialize
-    from ..fbd_layout import FORWARD_ROLE
+    from ..parallel.fbd import FORWARD_ROLE
     from .emulated import EmulatedDevice, EmulatedLayer, exact_timers, make_batches, rows_of
     from .rivals import SameBatches, config_of
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..cli.schedule_requests import split_request
 from ..pipe_schedules import Schedule, Timetable, get_schedule
 from ..pipe_schedules.costs import Costs
-from ..schedule_requests import split_request
 
 
 def read_request(text: str) -> tuple[Schedule, dict[str, Any]]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..comm.transport import ITEM_BITS, Ticket
-from ..engine.dynamic_messages import is_counted
+from ..engine.dynamic.messages import is_counted
 from ..engine.messages import MAX_STAGES, Kind
 from ..pipe_schedules.ops import BACKWARD, FORWARD, Op
 

@@ -17,8 +17,8 @@ WhyNot = Callable[[Any, Any, bool], str | None]  # LinkSetup.why_not
 KINDS: Mapping[str, str] = MappingProxyType(
     {
         "shm": "ds_ext.comm.shm_setup:ShmSetup",
-        "rdma": "ds_ext.comm.rdma_setup:RdmaSetup",
-        "tcp": "ds_ext.comm.tcp_setup:TcpSetup",
+        "rdma": "ds_ext.comm.rdma.setup:RdmaSetup",
+        "tcp": "ds_ext.comm.tcp.setup:TcpSetup",
     }
 )
 

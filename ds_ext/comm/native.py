@@ -133,8 +133,8 @@ def _try(
 def _for_gpu(
     made: NativeTransport, device: torch.device, pairs: Pairs, kinds: Mapping[tuple[int, int], str]
 ) -> Transport:
-    from ds_ext.comm.cuda_device import TorchCuda
-    from ds_ext.comm.cuda_transport import GpuTransport
+    from ds_ext.comm.cuda.device import TorchCuda
+    from ds_ext.comm.cuda.transport import GpuTransport
 
     return GpuTransport.over(made, TorchCuda(device), pairs, kinds)
 

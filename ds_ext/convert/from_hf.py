@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint_folder import good_checkpoints, has_checkpoint, publish, start_writing
-from ..engine.checkpoint import COUNTERS, STATE_FILE
-from ..engine.checkpoint_file import layer_file, write_plain
+from ..engine.checkpoint.file import layer_file, write_plain
+from ..engine.checkpoint.folder import good_checkpoints, has_checkpoint, publish, start_writing
+from ..engine.checkpoint.save import COUNTERS, STATE_FILE
 from ..errors import ConfigError
 from ..models.bert import BertConfig
 from ..models.config import TransformerConfig

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint_folder import LATEST, MANIFEST, check_contents, open_checkpoint
-from ..engine.checkpoint import STATE_FILE
-from ..engine.checkpoint_file import read_plain
-from ..engine.checkpoint_reader import CheckpointReader
-from ..engine.checkpoint_states import Held, Shape
+from ..engine.checkpoint.file import read_plain
+from ..engine.checkpoint.folder import LATEST, MANIFEST, check_contents, open_checkpoint
+from ..engine.checkpoint.reader import CheckpointReader
+from ..engine.checkpoint.save import STATE_FILE
+from ..engine.checkpoint.states import Held, Shape
 from ..errors import ConfigError
 from ..models.bert import BertConfig
 from ..models.config import TransformerConfig

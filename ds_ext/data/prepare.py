@@ -21,13 +21,7 @@ from typing import Any
 from ds_ext.data.layout import DATA_NAME, META_NAME, TOKENIZER_NAMES
 from ds_ext.data.progress import progress
 from ds_ext.data.sources import Source, open_source, source_details
-from ds_ext.data.tokenizer import (
-    Tokenizer,
-    load_gpt2_files,
-    load_tokenizer,
-    train_bpe,
-    train_sentencepiece,
-)
+from ds_ext.data.tokenizer import Tokenizer, load_gpt2_files, load_tokenizer, train_bpe, train_sentencepiece
 from ds_ext.data.wordpiece import VOCAB_NAME, WordPieceTokenizer, train_wordpiece
 from ds_ext.errors import ConfigError
 

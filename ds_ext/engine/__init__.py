@@ -8,8 +8,8 @@ if not torch.accelerator.is_available():
     # DeepSpeed comes to the same choice by itself, with a warning in every process.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-from .disaggregate_grid import on_hosts
 from .engine import PipelineEngine
+from .fbd.grid import on_hosts
 from .initialize import check_precision, init_distributed, initialize
 from .module import PipelineModule
 from .parameter_groups import weight_decay_groups

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint_folder import has_checkpoint
 from ..errors import ConfigError
-from .checkpoint import save_checkpoint
-from .checkpoint_load import load_checkpoint
-from .checkpoint_together import by_rank_0
-from .checkpoint_trial import try_folder
+from .checkpoint.folder import has_checkpoint
+from .checkpoint.load import load_checkpoint
+from .checkpoint.save import save_checkpoint
+from .checkpoint.together import by_rank_0
+from .checkpoint.trial import try_folder
 from .telling import TellsWhatItDid
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class CheckpointMethods(TellsWhatItDid):
         """Write ``save_dir/tag`` (by default ``global_step<N>``); arguments and result are DeepSpeed's.
 
         The checkpoint gets its name when all of it is on the disk: a run that is killed leaves the last one whole.
-        Raises what :func:`.checkpoint.save_checkpoint` does.
+        Raises what :func:`.checkpoint.save.save_checkpoint` does.
         """
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         with self._during(f"saving the checkpoint {tag}"):
@@ -71,7 +71,7 @@ class CheckpointMethods(TellsWhatItDid):
         """Load ``load_dir/tag`` (by default the current one), whatever schedule and sizes it was written under.
 
         Arguments and result are DeepSpeed's: (path, client state); (None, None) when there is no checkpoint and no tag
-        is given. Raises what :func:`.checkpoint_load.load_checkpoint` does, and ConfigError for a ``custom_load_fn``.
+        is given. Raises what :func:`.checkpoint.load.load_checkpoint` does, and ConfigError for a ``custom_load_fn``.
         """
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn must be None: weights are read from the layers' files.")

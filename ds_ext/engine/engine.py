@@ -22,7 +22,7 @@ from torch.profiler import record_function
 
 from ..comm.transport import create_transport
 from ..errors import ConfigError
-from ..failure import lost_peer
+from ..launch.failure import lost_peer
 from ..pipe_schedules.bridge import TimetableSchedule
 from ..tensor_parallel import DeferralWatch, let_defer
 from .batch_form import check_first_batch
@@ -34,7 +34,7 @@ from .loss_watch import LossWatch
 from .messages import Kind, StageMessages
 from .micro_batches import MicroBatches
 from .schedule_methods import ScheduleMethods
-from .tracing import CountingMessages, Tracer
+from .tracing.recorder import CountingMessages, Tracer
 
 _RECEIVES = {ds.RecvActivation: Kind.ACTIVATION, ds.RecvGrad: Kind.GRADIENT}
 

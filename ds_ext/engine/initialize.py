@@ -16,18 +16,18 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from ..batch_sizes import batch_sizes
 from ..comm.groups import limit_waits, watch_hosts
 from ..comm.spin import usable_cores
-from ..config import JobConfig, load_config
-from ..deepspeed_json import fp32_sums_of_bf16, half_through_zero
-from ..deepspeed_sections import precision, precision_section, require_monitors
+from ..config.batch_sizes import batch_sizes
+from ..config.deepspeed_json import fp32_sums_of_bf16, half_through_zero
+from ..config.deepspeed_sections import precision, precision_section, require_monitors
+from ..config.job import JobConfig, load_config
 from ..errors import ConfigError
-from ..failure import rank, world_size
+from ..launch.failure import rank, world_size
 from ..launch.job_facts import code_facts, setting_facts
 from ..launch.roll_call import Facts, compare, meet, one_refusal
-from .disaggregate import make_engine
 from .engine import PipelineEngine
+from .fbd.engines import make_engine
 from .loss_watch import LossWatch
 from .module import PipelineModule
 from .replica_facts import data_facts, optimizer_facts, stage_facts

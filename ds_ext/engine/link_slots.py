@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from ..layout import ParallelLayout
+from ..parallel.layout import ParallelLayout
 from ..pipe_schedules import Program
 from .messages import directed_pairs
 

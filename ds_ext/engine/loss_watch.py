@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import NonFiniteLoss
-from .checkpoint_states import parameters_of
+from .checkpoint.states import parameters_of
 from .grad_sync import gradient_of
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..comm.transport import GPU_CONTROL, ITEM_BITS, Ticket, Transport
 from ..errors import ConfigError
-from ..layout import ParallelLayout
+from ..parallel.layout import ParallelLayout
 from ..pipe_schedules import Program
 from .ownership import out_of_reach
 

@@ -19,14 +19,14 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.module import PipelineModule as DeepSpeedPipelineModule
 from torch.utils.checkpoint import checkpoint
 
-from ..config import DsExtConfig, load_config, require_section
+from ..config.job import DsExtConfig, load_config, require_section
 from ..errors import ConfigError
-from ..fbd_layout import FORWARD_ROLE, make_layout
 from ..launch.job_facts import as_text, checksum, file_facts, setting_facts
 from ..launch.roll_call import compare
-from ..layout import data_parallel_size
+from ..parallel.fbd import FORWARD_ROLE, make_layout
+from ..parallel.layout import data_parallel_size
 from ..pipe_schedules import Schedule
-from .disaggregate_grid import grid_of_role, index_tied_modules, on_hosts
+from .fbd.grid import grid_of_role, index_tied_modules, on_hosts
 from .ties import find_shared, index_shared, require_visible_parameters, require_whole_ties, tied_weights
 from .topology import FoldedTopology
 

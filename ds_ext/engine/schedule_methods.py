@@ -9,17 +9,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..layout import ParallelLayout
+from ..parallel.layout import ParallelLayout
 from ..pipe_schedules import Program
 from ..pipe_schedules.bridge import TimetableSchedule
-from ..pipe_schedules.check import check
+from ..pipe_schedules.check.program import check
 from ..pipe_schedules.inference import forward_timetable
 from ..pipe_schedules.lower import lower
 from ..pipe_schedules.simulate import simulate
 from ..tensor_parallel import DeferralWatch
-from .dynamic import DynamicSchedule
-from .dynamic_reduction import DynamicReduction
-from .dynamic_report import Reporter
+from .dynamic.order import DynamicSchedule
+from .dynamic.reduction import DynamicReduction
+from .dynamic.report import Reporter
 from .grad_sync import EagerReduction, why_not_eager
 from .link_slots import link_slots
 from .module import PipelineModule

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..comm.host_watch import require_hosts
-from ..failure import first_line, lost_peer
+from ..launch.failure import first_line, lost_peer
 
 
 class TellsWhatItDid:

@@ -20,7 +20,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from .disaggregate_grid import tie_ranks
+from .fbd.grid import tie_ranks
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
-from ..fbd_layout import FORWARD_ROLE
-from ..layout import ParallelLayout
+from ..parallel.fbd import FORWARD_ROLE
+from ..parallel.layout import ParallelLayout
 
 
 class FoldedTopology(ProcessTopology):

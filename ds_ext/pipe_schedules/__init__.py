@@ -35,4 +35,4 @@ METHODS = (
     "zero_bubble",
 )
 for _method in METHODS:
-    import_module(f".{_method}", __name__)
+    import_module(f".methods.{_method}", __name__)

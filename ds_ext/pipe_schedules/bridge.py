@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 from deepspeed.runtime.pipe import schedule as ds
 
 from ..errors import ScheduleError
+from .draw.grid import order_grid
 from .lower import lower
 from .ops import Instruction, Program
 from .registry import get_schedule
-from .render import order_grid
 
 
 class CopyActivation(ds.BufferOpInstruction):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from .check import check_timetable
+from .check.program import check_timetable
 from .collection import without_collection
 from .messages import inboxes
 from .ops import (

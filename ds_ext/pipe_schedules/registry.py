@@ -17,7 +17,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from ..errors import ScheduleError
-from .method import (
+from .ops import Timetable
+from .placement import Placement
+from .schedule import (
     COSTS,
     Dynamic,
     DynamicRules,
@@ -33,8 +35,6 @@ from .method import (
     did_you_mean,
     every_rank,
 )
-from .ops import Timetable
-from .placement import Placement
 
 __all__ = [
     "SCHEDULES",

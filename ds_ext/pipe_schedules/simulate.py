@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .check_timetable import fail
+from .check.timetable import fail
 from .collection import without_collection
 from .costs import Costs
 from .ops import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op, Timetable

@@ -103,7 +103,7 @@ class _Place:
 
 
 def loads(text: str, name: str = "timetable", source: str = "timetable") -> Timetable:
-    """The timetable that ``text`` describes; whether it can run is for :func:`.check.check` to say.
+    """The timetable that ``text`` describes; whether it can run is for :func:`.check.program.check` to say.
 
     Args:
         name: what the schedule is called if the text does not say.

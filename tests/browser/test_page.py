@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from ds_ext.cli.schedule_verbs import comparison
 from ds_ext.pipe_schedules import Op, Timetable, get_schedule, timetable
 from ds_ext.pipe_schedules.costs import Costs
-from ds_ext.pipe_schedules.drawing import DARK, KINDS, LIGHT, WORDS, Theme
-from ds_ext.pipe_schedules.memory import MODELS
-from ds_ext.pipe_schedules.page import html
+from ds_ext.pipe_schedules.draw.page import html
+from ds_ext.pipe_schedules.draw.svg import DARK, KINDS, LIGHT, WORDS, Theme
 from ds_ext.pipe_schedules.placement import linear
 from ds_ext.pipe_schedules.simulate import Simulation, simulate
-from ds_ext.verbs import comparison
+from ds_ext.planner.memory import MODELS
 
 from .webdriver import Browser, browser, missing
 

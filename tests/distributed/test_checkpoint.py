@@ -14,7 +14,7 @@ import torch
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import Tensor, nn
 
-from ds_ext.engine.checkpoint_file import TensorFile, layer_file, read_plain
+from ds_ext.engine.checkpoint.file import TensorFile, layer_file, read_plain
 from ds_ext.errors import CheckpointError, ConfigError
 from ds_ext.models.gpt import gpt_layer_specs
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel

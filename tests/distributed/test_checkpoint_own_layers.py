@@ -13,7 +13,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 import ds_ext
-from ds_ext.engine.checkpoint_file import read_plain
+from ds_ext.engine.checkpoint.file import read_plain
 from ds_ext.errors import CheckpointError, ConfigError
 from tests.engine_runs import StepBatches
 from tests.ranks import Ranks

@@ -15,7 +15,7 @@ from torch import Tensor
 from ds_ext.__main__ import main
 from ds_ext.errors import CheckpointError
 from ds_ext.models.hf_config import unseen_in_weights
-from ds_ext.training import Trainer
+from ds_ext.training.loop import Trainer
 from tests.distributed import test_bert, test_checkpoint
 from tests.engine_runs import MODEL, Job, StepBatches, build
 from tests.precisions import needs

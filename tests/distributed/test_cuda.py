@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_ext.comm import cuda_slabs, cuda_staging, native, wire
-from ds_ext.comm.cuda_head import Head, Way
-from ds_ext.comm.cuda_staging import packed
-from ds_ext.comm.cuda_transport import GpuTransport
+from ds_ext.comm import native, wire
+from ds_ext.comm.cuda import slabs as cuda_slabs
+from ds_ext.comm.cuda import staging as cuda_staging
+from ds_ext.comm.cuda.head import Head, Way
+from ds_ext.comm.cuda.staging import packed
+from ds_ext.comm.cuda.transport import GpuTransport
 from ds_ext.comm.ends import both_ways
 from ds_ext.comm.native_transport import NativeTransport
 from ds_ext.comm.transport import GPU_CONTROL, GPU_PIECES, create_transport, make_tag

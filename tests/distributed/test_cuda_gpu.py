@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_ext.comm import cuda_trial
-from ds_ext.comm.cuda_device import TorchCuda
-from ds_ext.comm.cuda_head import Way
+from ds_ext.comm.cuda import trial as cuda_trial
+from ds_ext.comm.cuda.device import TorchCuda
+from ds_ext.comm.cuda.head import Way
 from tests.distributed.test_cuda import traffic
 from tests.distributed.test_parity import reference
 from tests.engine_runs import MODEL, SCHEDULES, Job, StepBatches, batches_of, build, weights
@@ -113,4 +113,4 @@ def test_auto_takes_ours_for_ranks_of_one_gpu(gpu_ranks: Callable[[int], RankPoo
 
 
 def test_another_process_sends_to_this_one(tmp_path: Path) -> None:
-    assert cuda_trial.try_direct("ds_ext.comm.cuda_trial:torch_cuda", "0") == cuda_trial.TRIAL_BYTES
+    assert cuda_trial.try_direct("ds_ext.comm.cuda.trial:torch_cuda", "0") == cuda_trial.TRIAL_BYTES

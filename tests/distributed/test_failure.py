@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_ext import failure
 from ds_ext.comm.groups import limit_waits
 from ds_ext.errors import ConfigError
+from ds_ext.launch import failure
 from tests.engine_runs import MODEL, Job, build
 from tests.ranks import RankPool, Ranks
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ext.fbd_layout import DisaggregatedLayout
-from ds_ext.pipe_schedules.fbd import most_ahead
+from ds_ext.parallel.fbd import DisaggregatedLayout
+from ds_ext.pipe_schedules.methods.fbd import most_ahead
 from tests.distributed.test_parity import WITH_DROPOUT, assert_equal, reference, tensor_parallel_reference
 from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build, train
 from tests.fbd_watch import Seen, watch

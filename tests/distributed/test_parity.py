@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ext.layout import ParallelLayout
-from ds_ext.partition import layer_boundaries
+from ds_ext.parallel.layout import ParallelLayout
+from ds_ext.parallel.partition import layer_boundaries
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.tensor_parallel import create_tensor_parallel
 from tests.engine_runs import MODEL, SCHEDULES, SPLIT, WHOLE, Job, batches_of, train

@@ -14,7 +14,7 @@ from ds_ext.comm import native, native_transport
 from ds_ext.comm.native_transport import NativeTransport
 from ds_ext.comm.transport import create_transport
 from ds_ext.engine.link_slots import link_slots
-from ds_ext.layout import ParallelLayout
+from ds_ext.parallel.layout import ParallelLayout
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.lower import lower
 from tests.distributed.test_torch_p2p import CPU, catch

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_ext.comm import native, tcp_setup
+from ds_ext.comm import native
 from ds_ext.comm.native_transport import NativeTransport
+from ds_ext.comm.tcp import setup as tcp_setup
 from ds_ext.comm.transport import create_transport, make_tag
 from tests.distributed.test_torch_p2p import CPU
 from tests.ranks import RankPool

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ds_ext import process
+from ds_ext.launch import process
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
     import ds_ext
     from ds_ext.engine import init_distributed
     from ds_ext.observe.logs import set_up_logging
-    from ds_ext.training import say
+    from ds_ext.training.loop import say
 
     def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         while True:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from ds_ext import process
+from ds_ext.launch import process
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     import ds_ext
     from ds_ext.engine import init_distributed
     from ds_ext.observe.logs import set_up_logging
-    from ds_ext.training import say
+    from ds_ext.training.loop import say
 
     class Scale(nn.Module):
         """One weight for each feature: wide messages, little work."""

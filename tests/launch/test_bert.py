@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from ds_ext.checkpoint_fit import check_load
 from ds_ext.data.meta import read_meta
 from ds_ext.errors import ConfigError
 from ds_ext.models.bert import BertConfig
 from ds_ext.models.gpt import GPTConfig
-from ds_ext.pretraining import model_sizes, plan_job
+from ds_ext.training.checkpoint_fit import check_load
+from ds_ext.training.setup import model_sizes, plan_job
 from tests.launch.jobs import ROOT, Job, command, environment, tiny_config, write_json
 
 WORDS = ["the", "pipe", "takes", "a", "batch", "and", "hands", "it", "on", "until", "all", "is", "through"]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_ext.checkpoint_folder import check_contents, open_checkpoint
+from ds_ext.engine.checkpoint.folder import check_contents, open_checkpoint
 from tests.launch.jobs import ROOT, Job, command
 from tests.selection import EVERYTHING
 

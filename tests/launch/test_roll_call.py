@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ds_ext.process import EXIT_CONFIG, EXIT_FAILED
+from ds_ext.launch.process import EXIT_CONFIG, EXIT_FAILED
 from tests.launch.jobs import ROOT, Job, command, environment, tiny_config, write_json
 from tests.selection import select
 
@@ -127,7 +127,7 @@ def test_another_error_before_joining_ends_all_hosts(tmp_path: Path, free_port: 
     """An own script: a plain exception, with its traceback on its own host alone."""
     script = tmp_path / "own.py"
     script.write_text(
-        "import os\nfrom ds_ext import process\n"
+        "import os\nfrom ds_ext.launch import process\n"
         "def main():\n"
         "    if os.environ['RANK'] == '1':\n        open('/nowhere/data')\n"
         f"    import ds_ext\n    ds_ext.init_distributed({WAIT_S})\n"
@@ -144,7 +144,7 @@ def test_an_error_between_joining_and_the_next_roll_call_ends_all_hosts(
 ) -> None:
     script = tmp_path / "own.py"
     script.write_text(
-        "import os\nimport ds_ext\nfrom ds_ext import process\n"
+        "import os\nimport ds_ext\nfrom ds_ext.launch import process\n"
         "def main():\n"
         f"    ds_ext.init_distributed({WAIT_S})\n"
         "    from torch import nn\n"
@@ -162,7 +162,7 @@ def test_an_error_between_joining_and_the_next_roll_call_ends_all_hosts(
 def test_a_rank_that_never_comes_is_named(tmp_path: Path, free_port: Callable[[], int]) -> None:
     script = tmp_path / "own.py"
     script.write_text(
-        "import os, sys, time\nfrom ds_ext import process\n"
+        "import os, sys, time\nfrom ds_ext.launch import process\n"
         "def main():\n"
         "    if os.environ['RANK'] == '2':\n        return 0\n"
         "    import ds_ext\n    ds_ext.init_distributed(8)\n"

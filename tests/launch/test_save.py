@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import ds_ext
-from ds_ext.checkpoint_folder import good_checkpoints
+from ds_ext.engine.checkpoint.folder import good_checkpoints
 from ds_ext.errors import ConfigError
-from ds_ext.process import EXIT_CONFIG
-from ds_ext.training import EXIT_NOT_SAVED
+from ds_ext.launch.process import EXIT_CONFIG
+from ds_ext.training.loop import EXIT_NOT_SAVED
 from tests.launch.jobs import ROOT, Job, command
 from tests.launch.test_roll_call import ends, start_on_hosts
 from tests.ranks import RankPool

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from ds_ext.checkpoint_fit import check_load
 from ds_ext.data.meta import read_meta
 from ds_ext.errors import ConfigError
 from ds_ext.models.gpt import GPTConfig
-from ds_ext.pretraining import model_sizes, plan_job
+from ds_ext.training.checkpoint_fit import check_load
+from ds_ext.training.setup import model_sizes, plan_job
 from tests.launch.jobs import ROOT, Job, command
 
 SCRIPT = str(ROOT / "train_gpt.py")
@@ -217,7 +217,7 @@ def test_the_readme_has_a_whole_job_for_own_layers(tmp_path: Path, free_port: Ca
     (tmp_path / "own.py").write_text(
         f'config = "job.json"\ndef main():\n{textwrap.indent(lines, "    ")}    if engine.global_rank == 0:\n'
         "        print(f'loss {float(loss)}')\n"
-        "import torch\nfrom ds_ext import process\n"
+        "import torch\nfrom ds_ext.launch import process\n"
         "dataset = [(torch.ones(4) * i, torch.zeros(4)) for i in range(16)]\nprocess.run(main)\n"
     )
     with Job(command("deepspeed", 4, free_port(), "own.py"), tmp_path) as job:

@@ -1,4 +1,4 @@
-"""A training script of a user: own layers in a ds_ext.PipelineModule, run by ds_ext.process.
+"""A training script of a user: own layers in a ds_ext.PipelineModule, run by ds_ext.launch.process.
 
 toy.py STEPS TIMEOUT_S [FAILING_RANK FAILING_STEP]
 
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from ds_ext import process
+from ds_ext.launch import process
 
 WIDTH = 4
 EVERY = -2  # as a failing rank: all of them, as soon as they have met
@@ -28,7 +28,7 @@ def main() -> None:
     import ds_ext
     from ds_ext.engine import init_distributed
     from ds_ext.observe.logs import set_up_logging
-    from ds_ext.training import say, shut_down
+    from ds_ext.training.loop import say, shut_down
 
     class Faulty(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:

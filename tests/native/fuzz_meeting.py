@@ -12,8 +12,8 @@ import sys
 import threading
 import time
 
-from ds_ext.comm.tcp_meeting import Met, TcpCard, TcpListener, meet
-from tests.unit.test_transport_tcp_meeting import hello, proof
+from ds_ext.comm.tcp.meeting import Met, TcpCard, TcpListener, meet
+from tests.unit.comm.test_tcp_meeting import hello, proof
 
 
 def intrude(card: TcpCard, draw: random.Random) -> None:

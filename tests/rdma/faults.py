@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ds_ext.comm import _native
-from ds_ext.comm.rdma_devices import choose, device_ports
-from ds_ext.comm.rdma_setup import RdmaSetup
+from ds_ext.comm.rdma.devices import choose, device_ports
+from ds_ext.comm.rdma.setup import RdmaSetup
 from ds_ext.errors import TransportError
 from tests.rdma.peer import UINT8, Context, Peer, PeerGone
 from tests.rdma.scenarios import netem

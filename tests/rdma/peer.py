@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ds_ext.comm import _native
-from ds_ext.comm.rdma_setup import RdmaSetup
+from ds_ext.comm.rdma.setup import RdmaSetup
 
 POOL_BYTES = 8 << 20
 LIMIT_S = 20.0

@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ds_ext.comm.rdma_setup import RdmaCard
-from ds_ext.comm.tcp_meeting import TcpListener, meet
+from ds_ext.comm.rdma.setup import RdmaCard
+from ds_ext.comm.tcp.meeting import TcpListener, meet
 from tests.rdma.peer import Line
 
 BLOCK, BLOCKS = 256, 1024

@@ -9,12 +9,12 @@ import threading
 import time
 from collections.abc import Iterator
 
+from ds_ext.cli.doctor import try_rdma
 from ds_ext.comm import _native
 from ds_ext.comm.matrix import KINDS, Card, Matrix, kind_class
 from ds_ext.comm.matrix import choose as choose_links
-from ds_ext.comm.rdma_devices import choose, device_ports
+from ds_ext.comm.rdma.devices import choose, device_ports
 from ds_ext.comm.rendezvous import host_id
-from ds_ext.doctor import try_rdma
 from ds_ext.errors import TransportError
 from tests.rdma.peer import UINT8, Context, Peer, Range, open_files
 

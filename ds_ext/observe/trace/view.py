@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from ...errors import ConfigError
 from ...pipe_schedules import Op, Placement, Timetable
 from ...pipe_schedules.costs import Costs
+from ...pipe_schedules.draw.page import Mark, html
 from ...pipe_schedules.ops import ALL_KINDS
-from ...pipe_schedules.page import Mark, html
 from ...pipe_schedules.simulate import Simulation, peak_stages, simulate
 from .read import Event, Traces
 from .summary import Summary, summarize

@@ -1,0 +1,232 @@
+"""``python -m ds_ext doctor``: what this host offers to the transports, and what to do where it is too little."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import ipaddress
+import json
+import os
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..comm.rdma import devices as rdma_devices
+from ..comm.spin import usable_cores
+from ..errors import TransportError
+
+SHARED_FILES = Path("/dev/shm")
+_MIB = 1 << 20
+_LITTLE_SHARED, _LITTLE_LOCKED = 1 << 30, 256 * _MIB
+_SIOCGIFADDR = 0x8915
+_TRIAL_BYTES = 1 << 20
+_TRIAL_S = 5.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report: ``state`` is "ok" or "warn", and a warning says in ``remedy`` what to do."""
+
+    subject: str
+    state: str
+    found: str
+    remedy: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the verb."""
+    parser.add_argument("--json", action="store_true", help="a list of objects instead of lines")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the findings. Warnings are no error: a host need not offer everything."""
+    findings = examine()
+    if args.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+        return 0
+    width = max(len(finding.subject) for finding in findings)
+    for finding in findings:
+        print(f"{finding.state:4}  {finding.subject:{width}}  {finding.found}")
+        if finding.remedy:
+            print(f"{'':4}  {'':{width}}  -> {finding.remedy}")
+    return 0
+
+
+def examine() -> list[Finding]:
+    """All findings about this host, in the order of the report."""
+    checks: list[Callable[[], Iterator[Finding]]] = [_cores, _native_part, _shared_memory, _leftovers]
+    checks += [_locked_memory, _addresses, _rdma, _cuda]
+    return [finding for check in checks for finding in check()]
+
+
+def _ok(subject: str, found: str) -> Finding:
+    return Finding(subject, "ok", found)
+
+
+def _warn(subject: str, found: str, remedy: str) -> Finding:
+    return Finding(subject, "warn", found, remedy)
+
+
+def _cores() -> Iterator[Finding]:
+    yield _ok("cores", f"{usable_cores():g}; with more ranks than that, waiting ranks sleep at once")
+
+
+def _native_part() -> Iterator[Finding]:
+    try:
+        from ..comm import _native
+    except ImportError as error:
+        yield _warn("native code", str(error), "build it: `pip install -e .` in the checkout; it needs g++")
+    else:
+        yield _ok("native code", str(_native.__file__))
+
+
+def _shared_memory() -> Iterator[Finding]:
+    try:
+        os.close(os.memfd_create("ds_ext-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        yield _ok("shared memory", "memfd with seals: ranks of this host exchange tensors by shm")
+    except OSError as error:
+        found = f"memfd_create is refused ({error.strerror}), so files in /dev/shm take its place"
+        yield _warn("shared memory", found, "allow memfd_create in the container's seccomp profile")
+    try:
+        space = os.statvfs("/dev/shm")
+    except OSError as error:
+        yield _warn("/dev/shm", str(error.strerror), "mount a tmpfs there")
+        return
+    size, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
+    found = f"{size / _MIB:.0f} MiB, {free / _MIB:.0f} MiB free"
+    if size < _LITTLE_SHARED:
+        remedy = "data loaders and DeepSpeed's own CPU collectives use it: `docker run --shm-size 8g` or --ipc=host"
+        yield _warn("/dev/shm", found, remedy)
+    else:
+        yield _ok("/dev/shm", found)
+
+
+def _leftovers() -> Iterator[Finding]:
+    """DeepSpeed's collectives on the CPU leave a file per rank when a job is killed."""
+    files = list(SHARED_FILES.glob("deepspeed_allreduce_buffer_*"))
+    total = 0
+    for file in files:
+        with contextlib.suppress(OSError):
+            total += file.stat().st_size
+    if files:
+        found = f"{len(files)} file{'s' * (len(files) > 1)} of DeepSpeed jobs, {total / _MIB:.0f} MiB"
+        remedy = "when no DeepSpeed job runs here: rm /dev/shm/deepspeed_allreduce_buffer_*"
+        yield _warn("left in /dev/shm", found, remedy)
+
+
+def _locked_memory() -> Iterator[Finding]:
+    room, needed = rdma_devices.lockable_bytes(), bool(rdma_devices.device_ports())
+    found = "without limit" if room == float("inf") else f"{room / _MIB:.0f} MiB"
+    if room < _LITTLE_LOCKED and needed:
+        yield _warn("locked memory", found, rdma_devices.MEMLOCK_REMEDY)
+    else:
+        yield _ok("locked memory", found + ("" if needed else "; only RDMA needs it"))
+
+
+def _addresses() -> Iterator[Finding]:
+    known = [(name, address) for name, address in addresses() if not address.is_loopback]
+    shown = ", ".join(f"{address} ({name})" for name, address in known)
+    if known:
+        yield _ok("addresses", f"{shown}; transport_options.node_ips chooses one")
+    else:
+        yield _warn("addresses", "only the loopback", "other hosts cannot reach this one: give it a network")
+
+
+def addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
+    """(interface, address) of this host, link-local ones left out."""
+    found: list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                request = struct.pack("256s", name.encode()[:15])
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                found.append((name, ipaddress.IPv4Address(reply[20:24])))
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, *_, name = line.split()
+            address = ipaddress.IPv6Address(bytes.fromhex(digits))
+            if not address.is_link_local:
+                found.append((name, address))
+    return found
+
+
+def _rdma() -> Iterator[Finding]:
+    ports = rdma_devices.device_ports()
+    if not ports:
+        yield _ok("RDMA", "no device; other hosts are reached by tcp")
+        return
+    for port in ports:
+        gids = ", ".join(f"{gid.index}: {gid.ip} {gid.kind}" for gid in port.gids)
+        lid = f", LID {port.lid}" if port.lid else ""
+        found = f"{port.link_layer}, {port.state}{lid}; GIDs {gids or 'none'}"
+        if port.state == "ACTIVE":
+            yield _ok(port.name, found)
+        else:
+            yield _warn(
+                port.name,
+                found,
+                "see its cable, its link (`rdma link`, `ibstat`) and, for InfiniBand, the subnet manager",
+            )
+    try:
+        choice = rdma_devices.choose(ports, None)
+        moved = try_rdma(choice.device, choice.port, choice.gid_index)
+    except TransportError as error:
+        yield _warn("RDMA", str(error), "until then other hosts are reached by tcp")
+    else:
+        yield _ok("RDMA", f"{choice.name} by GID {choice.gid_index} wrote {moved >> 10} KiB to itself")
+
+
+def try_rdma(device: str, port: int, gid_index: int) -> int:
+    """Connect a port to itself and send one message. Returns its bytes; TransportError says what does not work."""
+    from ..comm import _native
+
+    ranks = [_native.Port(), _native.Port()]
+    job = os.urandom(16)
+    sent = os.urandom(_TRIAL_BYTES)
+    try:
+        opened = [_native.RdmaPort(rank, device, port, gid_index) for rank in ranks]
+        ends = [
+            _native.RdmaLink(opened[a], a, 1 - a, a == 0, a == 1, 2 * _TRIAL_BYTES, 2 * _TRIAL_BYTES)
+            for a in (0, 1)
+        ]
+        for a in (0, 1):
+            ends[a].connect(ends[1 - a].greeting(job), job)
+        source, target = ends[0].outgoing, ends[1].incoming
+        assert source is not None and target is not None
+        ranks[1].add(target)
+        slot = source.loan(0, [(1, [_TRIAL_BYTES], 0)])
+        assert slot is not None
+        memoryview(slot)[:] = sent
+        slot.publish()
+        if not ranks[1].wait_arrival(_TRIAL_S):
+            raise TransportError(
+                f"{device} port {port}: a message to itself did not arrive within {_TRIAL_S:g} s"
+            )
+        if bytes(memoryview(ranks[1].take()[0])) != sent:
+            raise TransportError(f"{device} port {port}: a message to itself arrived with other bytes")
+        source.close()
+        target.close()
+    except (_native.VerbsError, _native.LinkError, OSError) as error:
+        raise TransportError(str(error)) from error
+    return _TRIAL_BYTES
+
+
+def _cuda() -> Iterator[Finding]:
+    try:
+        import torch
+    except ImportError as error:
+        yield _warn("torch", str(error), "pip install torch")
+        return
+    count = torch.cuda.device_count()
+    if count:
+        names = ", ".join(torch.cuda.get_device_name(device) for device in range(count))
+        yield _ok("CUDA", f"torch {torch.__version__} sees {count}: {names}")
+        from ..comm.cuda import trial as cuda_trial
+
+        for subject, found, remedy in cuda_trial.findings():
+            yield _warn(subject, found, remedy) if remedy else _ok(subject, found)
+    else:
+        yield _ok("CUDA", f"torch {torch.__version__} sees no device; jobs train on the CPU")

@@ -1,0 +1,149 @@
+"""What this host's GPUs can do for the transport, tried out: memory and events of one process used by another.
+
+The other process runs this file as ``python -m ds_ext.comm.cuda.trial MODULE:FUNCTION TEXT``, where FUNCTION(TEXT)
+makes its Device, and speaks with this one in lines of JSON.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_ext.comm.cuda.device import Device, TorchCuda
+from ds_ext.comm.cuda.slabs import DirectReceiver, DirectSender
+from ds_ext.errors import TransportError
+
+TRIAL_BYTES = 4 << 20
+TRIAL_LIMIT_S = 90.0  # another process that imports torch
+_STEP_S = 0.001
+
+
+def make_device(maker: str, text: str) -> Device:
+    """The Device that MODULE:FUNCTION makes of the text."""
+    module, function = maker.split(":")
+    return getattr(importlib.import_module(module), function)(text)
+
+
+def torch_cuda(index: str) -> Device:
+    """The GPU with a number."""
+    return TorchCuda(torch.device("cuda", int(index)))
+
+
+def try_direct(maker: str, text: str) -> int:
+    """Let another process send to this one as transports do; the bytes that came.
+
+    Raises:
+        TransportError: why that is not possible.
+    """
+    command = [sys.executable, "-m", "ds_ext.comm.cuda.trial", maker, text]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as other:
+        limit = threading.Timer(TRIAL_LIMIT_S, other.kill)
+        limit.start()
+        try:
+            _receive(make_device(maker, text), other)
+        finally:
+            limit.cancel()
+            other.kill()
+    return TRIAL_BYTES
+
+
+def _receive(device: Device, other: subprocess.Popen[str]) -> None:
+    receiver = DirectReceiver(device)
+    granted = dict(receiver.grant(_hear(other)))
+    if "refused" in granted:
+        raise TransportError(granted["refused"])
+    assert other.stdin is not None
+    print(json.dumps(granted), file=other.stdin, flush=True)
+    sent = _hear(other)
+    if "refused" in sent:
+        raise TransportError(sent["refused"])
+    slab, place, event = sent["place"]
+    body = receiver.take(slab, place, event, TRIAL_BYTES)
+    found = device.pinned(TRIAL_BYTES)
+    device.copy(found, body, device.current())
+    _finish(device)
+    if not torch.equal(found, _pattern()):
+        raise TransportError("what another process has written arrives with other bytes")
+
+
+def _send(device: Device) -> None:
+    """The other process."""
+    sender = DirectSender(device, 1)
+    print(json.dumps(sender.want(TRIAL_BYTES)), flush=True)
+    sender.granted(json.loads(input()))
+    if sender.refused:
+        print(json.dumps({"refused": sender.refused}), flush=True)
+        return
+    body, source = device.empty(TRIAL_BYTES, device.current()), device.pinned(TRIAL_BYTES)
+    source.copy_(_pattern())
+    device.copy(body, source, device.current())
+    print(json.dumps({"place": sender.send(body)}), flush=True)
+    sys.stdin.read()  # until the memory is not needed any more
+
+
+def _pattern() -> Tensor:
+    return torch.arange(TRIAL_BYTES, dtype=torch.int64).mul(167).remainder(251).to(torch.uint8)
+
+
+def _finish(device: Device) -> None:
+    event = device.new_event(shared=False)
+    device.record(event, device.current())
+    deadline = time.monotonic() + TRIAL_LIMIT_S
+    while not device.done(event):
+        if time.monotonic() > deadline:
+            raise TransportError(f"the copy did not end within {TRIAL_LIMIT_S:g} s")
+        time.sleep(_STEP_S)
+
+
+def _hear(other: subprocess.Popen[str]) -> dict[str, Any]:
+    assert other.stdout is not None and other.stderr is not None
+    line = other.stdout.readline()
+    if not line:
+        last = (other.stderr.read().strip().splitlines() or ["it was ended after the time limit"])[-1]
+        raise TransportError(f"the other process failed: {last}")
+    return json.loads(line)
+
+
+def findings() -> Iterator[tuple[str, str, str]]:
+    """(subject, what was found, what to do about it or "") for each GPU and pair; nothing without one."""
+    count = torch.cuda.device_count()
+    for index in range(count):
+        known = torch.cuda.get_device_properties(index)
+        yield f"GPU {index}", f"{known.name}, {known.total_memory >> 30} GiB", ""
+    without = [
+        f"{a}-{b}"
+        for a in range(count)
+        for b in range(a + 1, count)
+        if not torch.cuda.can_device_access_peer(a, b)
+    ]
+    if without:
+        yield (
+            "GPU peer access",
+            f"not between {', '.join(without)}",
+            "between these, messages of shm are copied through the host's memory; nccl may be faster",
+        )
+    if count:
+        try:
+            done = try_direct("ds_ext.comm.cuda.trial:torch_cuda", "0")
+            yield "GPU memory", f"{done >> 20} MiB written by another process, in order", ""
+        except (TransportError, RuntimeError, OSError) as error:
+            yield (
+                "GPU memory",
+                f"cannot be written by another process: {error}",
+                "messages of shm are copied through the host's memory; in a container give --ipc=host",
+            )
+
+
+if __name__ == "__main__":
+    _send(make_device(*sys.argv[1:3]))

@@ -1,0 +1,98 @@
+"""Trial of a checkpoint folder before the first step, instead of an error at the first save."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ...errors import CheckpointError, ConfigError
+from .folder import start_writing
+from .states import OptimizerStates, parameters_of
+from .together import by_rank_0, together
+
+_TAG = "trial"
+_MASTER_BYTES, _STATE_BYTES = 4, 4  # master weights and optimizer states are fp32
+
+
+def try_folder(engine: Any, folder: Path) -> None:
+    """Write a small file from every rank and read it back on rank 0; a collective call of all ranks.
+
+    Raises:
+        ConfigError: a rank cannot write there, hosts do not share the folder, or one checkpoint has no room in it.
+            The same error on every rank.
+    """
+    try:
+        written = Path(by_rank_0(lambda: str(start_writing(folder.absolute(), _TAG)), _TAG))
+        try:
+            needed = sum(together(lambda: _write(written, engine), _TAG))
+            by_rank_0(lambda: _read(written, needed), _TAG)
+        finally:
+            if dist.get_rank() == 0:
+                shutil.rmtree(written, ignore_errors=True)
+    except (CheckpointError, ConfigError) as error:
+        refusal = ConfigError(f"checkpoints cannot be saved to {folder}: {error}")
+        refusal.reported_by = 0
+        raise refusal from None
+
+
+def checkpoint_bytes(engine: Any) -> int:
+    """Return how many bytes of weights and optimizer states this rank adds to a checkpoint, sharded or not.
+
+    Replicas count once. Optimizer states are counted by name and options: two for Adam, one for Lion and momentum.
+    """
+    if not engine.in_checkpoints or engine.mpu.get_data_parallel_rank() != 0:
+        return 0
+    states = OptimizerStates(engine)
+    groups = [
+        (_states(states.name or "", group), {id(p) for p in members}) for group, members in states.groups()
+    ]
+    first, total = engine.mpu.get_slice_parallel_rank() == 0, 0
+    for held in parameters_of(engine.module, engine.layout.tensor_parallel_size).values():
+        parameter = held.parameter
+        if getattr(parameter, "ds_pipe_replicated", False):
+            continue
+        total += parameter.numel() * parameter.element_size()
+        if first or held.shape.dim is not None:
+            master = _MASTER_BYTES * (parameter.element_size() < _MASTER_BYTES)
+            each = next(
+                (count * _STATE_BYTES + master for count, members in groups if id(parameter) in members), 0
+            )
+            total += parameter.numel() * each
+    return total
+
+
+def _states(optimizer: str, group: Any) -> int:
+    """Number of states that an optimizer keeps of each element of a parameter group, at least."""
+    if any(name in optimizer.lower() for name in ("lion", "adagrad", "rmsprop")):
+        return 1
+    return 2 if "betas" in group else int(bool(group.get("momentum")))
+
+
+def _write(written: Path, engine: Any) -> int:
+    """Write this rank's small file. Returns the bytes of its part of a checkpoint."""
+    rank = dist.get_rank()
+    if not written.is_dir():
+        raise CheckpointError(
+            f"rank {rank} (host {socket.gethostname()}) does not see a folder that rank 0 made there. Save to a file "
+            f"system that all hosts share."
+        )
+    (written / f"rank_{rank}").write_text(str(rank))
+    return checkpoint_bytes(engine)
+
+
+def _read(written: Path, needed: int) -> None:
+    for rank in range(dist.get_world_size()):
+        path = written / f"rank_{rank}"
+        if not path.is_file() or path.read_text() != str(rank):
+            raise CheckpointError(
+                f"rank 0 does not see what rank {rank} wrote there. Save to a file system that all hosts share."
+            )
+    free = shutil.disk_usage(written).free
+    if free < needed:
+        raise CheckpointError(
+            f"one checkpoint takes {needed:,} bytes, and {free:,} are free. Free {needed - free:,} more."
+        )

@@ -1,0 +1,152 @@
+"""A schedule whose steps are decided while they run: by what has arrived, and what is admitted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from deepspeed.runtime.pipe import schedule as ds
+
+from ...parallel.layout import ParallelLayout
+from ...pipe_schedules import Instruction, Op, Program
+from ...pipe_schedules.bridge import TimetableSchedule, to_pipe_instruction
+from ...pipe_schedules.dpp.lower import LiveLowering
+from ...pipe_schedules.list_scheduling.dispatch import Policy
+from ...pipe_schedules.ops import BACKWARD_WEIGHT, FORWARD
+from ...pipe_schedules.registry import DynamicRules
+from ..messages import Kind, StageMessages
+from .messages import Arrival, DynamicMessages
+from .record import record
+from .report import Reporter
+
+_AFTER_BACKWARDS = ("ReduceTiedGrads", "ReduceGrads", "OptimizerStep")
+_SHOWN = 12  # computations in an error
+
+
+class DynamicSchedule(TimetableSchedule):
+    """The instructions of one rank, decided one computation at a time.
+
+    Args:
+        program: a run of the same rules under the costs of the JSON: links and sizes.
+        stage_id: the device inside the pipeline group.
+        rules: by what devices decide.
+        reporter: told how long computations and messages take.
+        record: the file that gets the order of the last step; "": none.
+    """
+
+    lookahead = 0  # an instruction is executed before the next one is asked for
+    dynamic = True
+
+    def __init__(
+        self, program: Program, stage_id: int, rules: DynamicRules, reporter: Reporter, record: str = ""
+    ) -> None:
+        super().__init__(program, stage_id)
+        self.rules, self.record = rules, record
+        self.ran: list[Op] = []
+        self.reporter = reporter
+        self._messages: DynamicMessages | None = None
+
+    def start(self, messages: StageMessages) -> DynamicMessages:
+        """Those of this order, on the transport of ``messages``."""
+        self._messages = DynamicMessages.on(messages, senders(self.rules, self.stage_id))
+        return self._messages
+
+    def num_pipe_buffers(self) -> int:
+        """Enough for what is kept, and for the stages of admitted micro-batches whose inputs wait."""
+        return 2 * self.rules.room(self.stage_id)
+
+    def links(self, layout: ParallelLayout) -> dict[tuple[int, int], int]:
+        """(sender, receiver) global ranks -> how many messages the receiver holds at most, as in link_slots."""
+        found: dict[tuple[int, int], int] = {}
+        for device in range(layout.placement.ranks):
+            peers = {peer: self.rules.room(device) + 1 for peer in senders(self.rules, device)}
+            for data in range(layout.data_parallel_size):
+                first = layout.rank(device, data, 0)
+                for tensor in range(layout.tensor_parallel_size):
+                    rank = layout.rank(device, data, tensor)
+                    found |= {(layout.rank(peer, data, tensor), rank): n for peer, n in peers.items()}
+                    if tensor:
+                        found[first, rank] = 1
+        return found
+
+    def steps(self) -> Iterator[list[ds.PipeInstruction]]:
+        """Yield the instructions of each computation as soon as it is decided."""
+        messages = self._messages
+        assert messages is not None, "start() comes before"
+        lowering = LiveLowering(self.stage_id, self.program.timetable)
+        self.ran = []
+        try:
+            for op in self._decided(messages) if messages.decides else self._followed(messages):
+                self.ran.append(op)
+                yield list(map(to_pipe_instruction, lowering.lower(op)))
+        except Exception as error:
+            error.add_note(f"while it waited for work:\n{self.picture(None)}")
+            messages.transport.abort(f"{type(error).__name__}: {error}")
+            raise
+        yield [to_pipe_instruction(Instruction(name)) for name in _AFTER_BACKWARDS]
+        self.reporter.end_step(self.ran, messages.layout)
+        if self.record:
+            record(self.record, self.program.timetable, self.ran, messages.layout)
+
+    def _decided(self, messages: DynamicMessages) -> Iterator[Op]:
+        """The ops that this rank chooses; the caller computes each before it asks for the next."""
+        policy = self.rules.device(self.stage_id)
+        for op in self.rules.entering(self.stage_id):
+            policy.arrive(op)
+        for _ in range(self.rules.count(self.stage_id)):
+            self._arrive(policy, messages.poll())
+            while (op := policy.choose()) is None:
+                self._arrive(policy, messages.wait())
+            messages.choices.tell(op)
+            begin = time.perf_counter()
+            yield op
+            self.reporter.computed(op, time.perf_counter() - begin)
+            policy.done(op)
+            following = self._follower(op)
+            if following is not None and self._device(following) == self.stage_id:
+                policy.arrive(following)
+
+    def _followed(self, messages: DynamicMessages) -> Iterator[Op]:
+        """The ops that the first rank of the tensor-parallel group chooses."""
+        for _ in range(self.rules.count(self.stage_id)):
+            yield messages.choices.hear()
+
+    def _arrive(self, policy: Policy, arrivals: list[Arrival]) -> None:
+        self.reporter.arrived(arrivals)
+        for arrival in arrivals:
+            kind = FORWARD if arrival.kind == Kind.ACTIVATION else self._gradient
+            policy.arrive(Op(kind, arrival.stage, arrival.micro_batch))
+
+    @property
+    def _gradient(self) -> str:
+        return self.program.timetable.gradient_op(0, 0).kind
+
+    def _follower(self, op: Op) -> Op | None:
+        """The op that waits for the result of ``op``, if there is one."""
+        kind, stage, m = op
+        if kind == FORWARD:
+            last = stage == self.rules.placement.stages - 1
+            return Op(self._gradient, stage, m) if last else Op(FORWARD, stage + 1, m)
+        return Op(kind, stage - 1, m) if stage and kind != BACKWARD_WEIGHT else None
+
+    def _device(self, op: Op) -> int:
+        return self.program.timetable.rank(op.stage, op.micro_batch)
+
+    def picture(self, instruction: ds.PipeInstruction | None) -> str:
+        """What this device has computed so far in the step; the order of the others is known to them alone."""
+        left = len(self.ran) - _SHOWN
+        ran = " ".join(map(str, self.ran[-_SHOWN:])) or "nothing"
+        before = f"({left} more) " if left > 0 else ""
+        arrow = "   <-- ERROR HERE" if instruction is not None else ""
+        total = self.rules.count(self.stage_id)
+        return f"rank {self.stage_id}  {before}{ran}{arrow}   ({len(self.ran)} of {total} decided)"
+
+
+def senders(rules: DynamicRules, device: int) -> list[int]:
+    """The devices whose messages ``device`` receives: its neighbours in the pipes."""
+    found: set[int] = set()
+    for devices in rules.placement.pipes:
+        for stage, at in enumerate(devices):
+            if at == device:
+                found |= set(devices[max(0, stage - 1) : stage + 2])
+    return sorted(found - {device})

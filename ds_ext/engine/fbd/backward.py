@@ -1,0 +1,60 @@
+"""The engine of a backward rank (FBD): DeepSpeed's, with all it has, and what it owes its forward ranks."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from deepspeed.runtime.pipe import schedule as ds
+
+from ...pipe_schedules.bridge import SyncWeights
+from ..engine import PipelineEngine
+from .role import RoleEngine
+from .weights import WeightLink, weights_in_order
+
+
+class BackwardEngine(RoleEngine):
+    """Trains: repeats the forwards of its stage with their graphs, goes backward, steps, and gives the weights away."""
+
+    def _make_weight_link(self) -> WeightLink | None:
+        if self._pipe != 0:
+            return None  # the replicas have the same weights
+        assert self.layout.placement.forward is not None
+        peers = self.layout.peers(self.global_rank, self.layout.placement.forward.devices[self._stage])
+        return WeightLink(self.transport, weights_in_order(self.module), peers, 1, self._stage)
+
+    def sync_weights(self) -> None:
+        """Send the weights, whatever was sent before."""
+        if self._weights is not None:
+            self._weights.version = -1
+            self._weights.send(self._version)
+
+    @property
+    def _version(self) -> int:
+        return self.global_steps - self.skipped_steps
+
+    def _exec_sync_weights(self, stage: int, peer: int) -> None:
+        assert self._weights is not None
+        self._weights.send(self._version)
+
+    def _exec_recv_activations(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
+        super()._exec_recv_activations(buffer_id, stage, micro_batch, peer)
+        (rank,) = self.layout.peers(self.global_rank, peer)
+        credit = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        self.transport.send([credit], rank, self._credit_tag(stage, micro_batch))
+
+    def _tell(self) -> list[float]:
+        norm = self.get_global_grad_norm()
+        rates = self.get_lr()
+        return [
+            float(rates[0]) if rates else 0.0,
+            float("nan") if norm is None else float(norm),
+            float(self.skipped_steps),
+            float(self._get_optimizer_loss_scale() or 0.0),
+        ]
+
+    _INSTRUCTION_MAP: ClassVar[dict[type[ds.PipeInstruction], Any]] = {
+        **PipelineEngine._INSTRUCTION_MAP,
+        ds.RecvActivation: _exec_recv_activations,
+        SyncWeights: _exec_sync_weights,
+    }

@@ -1,0 +1,132 @@
+"""DeepSpeed's grid where forwards have ranks of their own: each role has one, of its own ranks alone.
+
+To DeepSpeed's engine the backward ranks are the whole world: pipe = PP, data = k x groups, model = TP. Its optimizers,
+ZeRO-1 partitions, norms and overflow checks know no others. The forward ranks are another world with another engine. A
+process group is made by all processes together, so every rank makes the groups of both, in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import deepspeed.runtime.pipe.module as host
+import torch
+from deepspeed import comm as dist
+from deepspeed.pipe import TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+
+from ...comm import host_watch
+from ...parallel.fbd import BACKWARD_ROLE, FORWARD_ROLE, DisaggregatedLayout, place_by_hosts
+from ..topology import FoldedTopology
+
+
+class RoleGrid(PipelineParallelGrid):
+    """The grid of this rank's role; ``topology`` is that role's."""
+
+    def __init__(self, topology: FoldedTopology, process_group: Any = None) -> None:
+        self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._topo = topology
+        self.data_parallel_size = topology.get_dim("data")
+        self.pipe_parallel_size = topology.get_dim("pipe")
+        self.model_parallel_size = self.slice_parallel_size = max(topology.get_dim("model"), 1)
+        self.stage_id, self.data_parallel_id = self.get_stage_id(), self.get_data_parallel_id()
+        self.is_first_stage = self.stage_id == 0
+        self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
+        self.p2p_groups = []
+        for role in (FORWARD_ROLE, BACKWARD_ROLE):
+            self._make_groups(FoldedTopology(topology.layout, role))
+
+    def _make_groups(self, topology: FoldedTopology) -> None:
+        """All groups of one role; this rank keeps those that it is in."""
+        data, model = topology.get_dim("data"), max(topology.get_dim("model"), 1)
+        for index in range(data):
+            ranks = sorted(topology.get_axis_list(axis="data", idx=index))
+            group = dist.new_group(ranks=ranks)
+            if self.global_rank in ranks:
+                self.ds_model_proc_group, self.ds_model_world_size = group, len(ranks)
+                self.ds_model_rank = ranks.index(self.global_rank)
+        for ranks in topology.get_axis_comm_lists("data"):
+            group = dist.new_group(ranks=ranks)
+            if self.global_rank in ranks:
+                self.dp_group, self.dp_proc_group = ranks, group
+        for ranks in topology.get_axis_comm_lists("pipe"):
+            group = dist.new_group(ranks=ranks)
+            if self.global_rank in ranks:
+                self.pp_group, self.pp_proc_group = ranks, group
+        slices = topology.get_axis_comm_lists("model") if model > 1 else [[r] for r in topology.ranks()]
+        for ranks in slices:
+            group = dist.new_group(ranks=ranks)
+            if self.global_rank in ranks:
+                self.slice_group, self.slice_proc_group = ranks, group
+
+
+def on_hosts(layout: Any, forward_hosts: Sequence[str] | None) -> Any:
+    """The layout with its forward ranks on the hosts that the JSON names, if it does; a collective call of all ranks.
+
+    Raises ConfigError when the hosts do not fit.
+    """
+    if forward_hosts is None or not isinstance(layout, DisaggregatedLayout):
+        return layout
+    hosts: list[Any] = [None] * dist.get_world_size()
+    torch.distributed.all_gather_object(hosts, (socket.gethostname(), host_watch.own_addresses()))
+    names, addresses = zip(*hosts, strict=True)
+    return place_by_hosts(layout, names, forward_hosts, addresses)
+
+
+@contextlib.contextmanager
+def grid_of_role(layout: Any) -> Iterator[None]:
+    """DeepSpeed's module makes its grid by a name of its file: the grid of the role while this lasts."""
+    if not isinstance(layout, DisaggregatedLayout):
+        yield
+        return
+    theirs = host.PipelineParallelGrid
+    host.PipelineParallelGrid = RoleGrid
+    try:
+        yield
+    finally:
+        host.PipelineParallelGrid = theirs
+
+
+def index_tied_modules(module: Any) -> dict[str, Any]:
+    """DeepSpeed's table of the tied modules whose gradients are summed over ranks: those of the backward pipes.
+
+    Forward ranks get the weights of both ends from their backward ranks. Every rank makes all groups.
+    """
+    layout: DisaggregatedLayout = module.layout
+    layers: dict[str, list[int]] = {}
+    for index, layer in enumerate(module._layer_specs):
+        if isinstance(layer, TiedLayerSpec):
+            layers.setdefault(layer.key, []).append(index)
+    found: dict[str, Any] = {}
+    for key in sorted(layers):
+        stages = sorted({host.PipelineModule.stage_owner(module, index) for index in layers[key]})
+        if len(stages) < 2:
+            continue
+        for ranks in tie_ranks(layout, stages):
+            group = dist.new_group(ranks=ranks)
+            if module.global_rank in ranks:
+                found[key] = _tie(module, key, ranks, group)
+    return found
+
+
+def tie_ranks(layout: DisaggregatedLayout, stages: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the backward ranks of ``stages`` of each pipe, data-parallel group and tensor-parallel rank."""
+    for data in range(layout.data_parallel_size):
+        for pipe in layout.placement.pipes:
+            for tensor in range(layout.tensor_parallel_size):
+                yield [layout.rank(pipe[stage], data, tensor) for stage in stages]
+
+
+def _tie(module: Any, key: str, ranks: list[int], group: Any) -> dict[str, Any]:
+    if module.global_rank != ranks[0]:
+        for parameter in module.tied_modules[key].parameters():
+            parameter.ds_pipe_replicated = True  # a norm counts the first one
+    return {
+        "ranks": ranks,
+        "group": group,
+        "weight_attr": module.tied_weight_attrs[key],
+        "module": module.tied_modules[key],
+    }

@@ -1,0 +1,104 @@
+"""The times of a rank's trace: readings of its BusyClock as microseconds, and its clock against rank 0's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...observe.trace.clock import Comparison, compare
+from ...observe.trace.file import CLOCK, metadata
+
+_ROUNDS, _MOST_ROUNDS = 8, 64  # exchanges with a rank: more than the first number only until they agree
+_AGREED_S = 40e-6
+_COMPARE_EVERY_S = 30.0
+_COMPARE_SHARE = 0.005  # of the time, at most
+
+
+class Times:
+    """Readings of a BusyClock as microseconds since now, on this rank's clock."""
+
+    def __init__(self, busy: Any) -> None:
+        self._busy = busy
+        self._opened: float = busy.clock()
+        self._anchor: Any = None
+        self._anchor_us = 0.0
+
+    def host_s(self) -> float:
+        """Seconds since the opening."""
+        return self._busy.clock() - self._opened
+
+    def settle(self) -> None:
+        """On CUDA: wait for the events so far, and find where the device's time is on the host's clock."""
+        if self._busy.on_cuda:
+            torch.cuda.synchronize()
+            self._anchor = self._busy.now()
+            self._anchor.synchronize()
+            self._anchor_us = 1e6 * self.host_s()
+
+    def us(self, reading: Any, *, settled: bool = True) -> float:
+        """The time of a reading from before :meth:`settle`; of a later one with ``settled=False``."""
+        if not self._busy.on_cuda:
+            return 1e6 * (reading - self._opened)
+        if not settled:
+            self.settle()
+        return self._anchor_us - 1e3 * reading.elapsed_time(self._anchor)
+
+
+class Clocks:
+    """Comparisons of the ranks' clocks with rank 0's, over a group of their own."""
+
+    def __init__(self, group: Any, times: Times) -> None:
+        self._group, self._times = group, times
+        self._steps_left, self._took_s, self._step_s = 1.0, 0.0, 0.0
+
+    def due(self, step_s: float) -> bool:
+        """Whether the clocks are to be compared after this step, which took that long; the same on every rank."""
+        self._step_s = step_s
+        self._steps_left -= 1
+        return self._steps_left < 1
+
+    def compare(self) -> Comparison | None:
+        """Every rank in turn exchanges times with rank 0. None on rank 0, whose clock is the measure."""
+        interval_s = max(_COMPARE_EVERY_S, self._took_s / _COMPARE_SHARE)
+        steps = float(max(1, math.ceil(interval_s / self._step_s))) if self._step_s else 1.0
+        began = self._times.host_s()
+        if dist.get_rank() != 0:
+            return self._ask()
+        for peer in range(1, dist.get_world_size()):
+            self._answer(peer, steps)
+        self._steps_left, self._took_s = steps, self._times.host_s() - began
+        return None
+
+    def _answer(self, peer: int, steps: float) -> None:
+        more, answer = torch.ones(1), torch.empty(2, dtype=torch.float64)
+        while True:
+            dist.recv(more, peer, group=self._group)
+            if not more:
+                break
+            answer[0], answer[1] = self._times.host_s(), steps
+            dist.send(answer, peer, group=self._group)
+
+    def _ask(self) -> Comparison:
+        more, answer = torch.ones(1), torch.empty(2, dtype=torch.float64)
+        rounds: list[tuple[float, float, float]] = []
+        while len(rounds) < _ROUNDS or (len(rounds) < _MOST_ROUNDS and compare(rounds).error_s > _AGREED_S):
+            sent = self._times.host_s()
+            dist.send(more, 0, group=self._group)
+            dist.recv(answer, 0, group=self._group)
+            rounds.append((sent, float(answer[0]), self._times.host_s()))
+        dist.send(torch.zeros(1), 0, group=self._group)
+        self._steps_left = float(answer[1])  # rank 0 decides for all
+        return compare(rounds)
+
+
+def clock_event(rank: int, found: Comparison) -> str:
+    """The text of the event that keeps a comparison."""
+    values = {
+        "at_us": round(1e6 * found.at_s, 3),
+        "offset_us": round(1e6 * found.offset_s, 3),
+        "error_us": round(1e6 * found.error_s, 3),
+    }
+    return metadata(CLOCK, rank, values)

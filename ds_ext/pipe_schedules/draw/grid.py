@@ -1,0 +1,127 @@
+"""Timetables as text: the grid over time that ``show`` prints, and the rank x step grid that errors carry."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING
+
+from ..ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op, Timetable
+
+if TYPE_CHECKING:  # the simulation itself draws a grid where it stands still
+    from ..simulate import Simulation
+
+LEGEND = "3 forward of micro-batch 3   3'- its backward   . waiting"
+SPLIT_LEGEND = "3' its input gradient   3\" its weight gradient"
+
+REPEATED_LEGEND = "3* its forward again, with the graph"
+
+_MARKS = {FORWARD: "", BACKWARD: "'", BACKWARD_INPUT: "'", BACKWARD_WEIGHT: '"', RECOMPUTE: "*"}
+_COLORS = ("36", "33", "35", "32")  # one terminal colour per pipe
+_MAX_WIDTH = 4000
+_MAX_UNITS_PER_OP = 12
+
+
+def time_grid(simulation: Simulation, *, labels: str = "micro-batch", color: bool = False) -> str:
+    """One line per rank over time: ``3`` a forward of micro-batch 3, ``3'-`` its backward, ``.`` waiting.
+
+    A timetable too long to be drawn to scale, or in which nothing takes time, is drawn step by step.
+
+    Args:
+        labels: ``"micro-batch"`` or ``"op"`` (``F3@1`` in full).
+        color: paint the pipes in different terminal colours.
+    """
+    if not any(end > start for row in simulation.spans for _, start, end in row):
+        return order_grid(simulation.timetable)
+    unit = _time_unit(simulation)
+    cells = [
+        [(op, _column(start, unit), _column(end, unit)) for op, start, end in spans]
+        for spans in simulation.spans
+    ]
+    texts = {op: str(op) if labels == "op" else _short(op) for row in cells for op, _, _ in row}
+    # Characters per unit of time: every op has room for its text and a blank.
+    wide = max(
+        (
+            math.ceil((len(texts[op]) + 1) / (end - start))
+            for row in cells
+            for op, start, end in row
+            if end > start
+        ),
+        default=1,
+    )
+    columns = max((end for row in cells for _, _, end in row), default=0)
+    if columns * wide > _MAX_WIDTH:
+        return order_grid(simulation.timetable)
+    idle = ".".ljust(wide)
+    width = len(str(len(cells) - 1))
+    lines = []
+    for rank, row in enumerate(cells):
+        line, at = "", 0
+        for op, start, end in row:
+            line += idle * (start - at)
+            if end > start:
+                line += _cell(op, texts[op], (end - start) * wide, simulation.timetable, color)
+            at = end
+        line += idle * (columns - at)
+        lines.append(f"rank {rank:>{width}}  {line}".rstrip())
+    return "\n".join(lines)
+
+
+def _cell(op: Op, text: str, width: int, timetable: Timetable, color: bool) -> str:
+    """``text`` in ``width`` characters; backwards are drawn out to their length."""
+    body = text if op.kind in (FORWARD, RECOMPUTE) else text.ljust(width - 1, "-")
+    gap = " " * (width - len(body))
+    if color:
+        code = _COLORS[timetable.pipe(op.micro_batch) % len(_COLORS)]
+        body = f"\x1b[{code}{'' if op.kind == FORWARD else ';7'}m{body}\x1b[0m"
+    return body + gap
+
+
+def _short(op: Op) -> str:
+    return f"{op.micro_batch}{_MARKS[op.kind]}"
+
+
+def _column(time: float, unit: float) -> int:
+    """Halves go up, unlike with round(): so an op that lasts a unit gets a column wherever it starts."""
+    return math.floor(time / unit + 0.5 + 1e-6)
+
+
+def _time_unit(simulation: Simulation) -> float:
+    """The length of a column: the shortest time between two events, unless that would draw very long lines."""
+    spans = [(start, end) for row in simulation.spans for _, start, end in row if end > start]
+    # Times that differ by rounding only, in whatever unit they are, are one edge.
+    scale = simulation.makespan
+    edges = sorted({0.0, *(round(t / scale, 9) for span in spans for t in span)})
+    shortest = min(b - a for a, b in itertools.pairwise(edges)) * scale
+    durations = [end - start for start, end in spans]
+    return shortest if max(durations) <= _MAX_UNITS_PER_OP * shortest else min(durations)
+
+
+def order_grid(
+    timetable: Timetable, *, rank: int | None = None, step: int | None = None, around: int = 6
+) -> str:
+    """The rank x step grid, with ``rank`` and ``step`` a window around that op with an arrow at it.
+
+    Args:
+        rank, step: the op to point at, ``timetable.ranks[rank][step]``; a rank alone gets the arrow at its end.
+        around: how many steps to show on each side of it.
+    """
+    length = max((len(order) for order in timetable.ranks), default=0)
+    first, last = 0, length
+    if step is not None:
+        first, last = max(step - around, 0), min(step + around + 1, length)
+    cell = 2 + max((len(str(op)) for order in timetable.ranks for op in order[first:last]), default=4)
+    margin = len(f"rank {len(timetable.ranks) - 1}  ")
+    head = "step".ljust(margin) + "".join(str(i).ljust(cell) for i in range(first, last))
+    lines = [head.rstrip()]
+    for r, order in enumerate(timetable.ranks):
+        row = f"rank {r}".ljust(margin) + "".join(str(op).ljust(cell) for op in order[first:last])
+        if r != rank:
+            lines.append(row.rstrip())
+            continue
+        lines.append(row.ljust(len(head)).rstrip() + "   <-- ERROR HERE")
+        if step is not None:
+            lines.append(" " * (margin + (step - first) * cell) + "^" * len(str(order[step])))
+    if first > 0 or last < length:
+        lines.append(" " * margin + f"(steps {first}..{last - 1} of {length})")
+    return "\n".join(lines)

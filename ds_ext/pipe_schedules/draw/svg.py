@@ -1,0 +1,292 @@
+"""What the SVG picture and the HTML page share: colours, words and numbers; and the SVG picture itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import NamedTuple
+
+from ..ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op, Timetable
+from ..placement import Placement
+from ..simulate import Simulation
+
+WORDS = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    BACKWARD_INPUT: "input gradient",
+    BACKWARD_WEIGHT: "weight gradient",
+    RECOMPUTE: "repeated forward",
+}
+
+
+class Theme(NamedTuple):
+    """Colours of the light or the dark picture.
+
+    ``kinds[p]`` paints pipe p: forward, whole backward, input gradient, weight gradient; a repeated forward is painted
+    as a forward, and its number has a star. Hues tell pipes apart (blue and orange first: the pair that all kinds of
+    colour blindness keep apart), lightness the kinds, so that the picture also survives a grey printer. ``text`` is
+    written on forwards and weight gradient, ``inverse`` on the other two.
+    """
+
+    paper: str
+    ink: str
+    muted: str
+    line: str
+    hatch: str
+    bar: str
+    text: str
+    inverse: str
+    kinds: tuple[tuple[str, str, str, str], ...]
+
+
+LIGHT = Theme(
+    paper="#ffffff",
+    ink="#1b2128",
+    muted="#5d6875",
+    line="#dfe4ea",
+    hatch="#dde2e8",
+    bar="#b4bcc6",
+    text="#1b2128",
+    inverse="#ffffff",
+    kinds=(
+        ("#cce2f5", "#1a5287", "#3778b1", "#8dbbe2"),
+        ("#fddcb8", "#8f3f04", "#b85a14", "#f2ab64"),
+        ("#cbe9dd", "#086047", "#1a8364", "#84cbb0"),
+        ("#eed8ea", "#7d3672", "#a35295", "#d7a2cc"),
+    ),
+)
+DARK = Theme(
+    paper="#14181d",
+    ink="#e8edf2",
+    muted="#9aa6b2",
+    line="#2b323a",
+    hatch="#2a3139",
+    bar="#55606c",
+    text="#eef2f6",
+    inverse="#10151a",
+    kinds=(
+        ("#22496b", "#a9d3f4", "#6aabdc", "#3a6f9f"),
+        ("#633d1b", "#facd9f", "#e59a54", "#935d29"),
+        ("#1b5041", "#a3e2cd", "#56bb9b", "#2b7660"),
+        ("#5a3453", "#e9c5e1", "#c78abb", "#885180"),
+    ),
+)
+_MOST_LISTED = 16
+LATER = "a later stage on the same rank"
+KINDS = FORWARD + BACKWARD + BACKWARD_INPUT + BACKWARD_WEIGHT  # in the order of a palette
+DRAWN = KINDS + RECOMPUTE
+ON_DARK = (BACKWARD, BACKWARD_INPUT)
+
+
+def color_class(op: Op, timetable: Timetable) -> str:
+    """``F0``: kind and pipe; pipes beyond the palette start over."""
+    return f"{op.kind}{timetable.pipe(op.micro_batch) % len(LIGHT.kinds)}"
+
+
+def heading(timetable: Timetable) -> str:
+    """``4 stages, 8 micro-batches``."""
+    ranks, micro_batches = timetable.placement.width, timetable.micro_batches
+    devices = "" if timetable.placement.forward is None else f" on {timetable.placement.ranks} devices"
+    return f"{ranks} stage{'s' * (ranks != 1)}{devices}, {micro_batches} micro-batch{'es' * (micro_batches != 1)}"
+
+
+def numbers(simulation: Simulation) -> list[tuple[str, str]]:
+    """What a timetable costs, as (name, value)."""
+    peaks = [f"{peak:g}" for peak in simulation.peak_activations]
+    if len(peaks) > _MOST_LISTED:
+        peaks = [f"{min(simulation.peak_activations):g} to {max(simulation.peak_activations):g}"]
+    return [
+        ("makespan", f"{simulation.makespan:g}"),
+        ("ideal", f"{simulation.ideal:g}"),
+        ("bubble", f"{simulation.bubble:.1%}"),
+        ("peak activations", " ".join(peaks)),
+    ]
+
+
+def axis_title(simulation: Simulation) -> str:
+    """Says what a unit of time is: one forward of a D-th of the model, or how many units such a forward takes."""
+    timetable = simulation.timetable
+    ranks = timetable.placement.width
+    kind = FORWARD if timetable.placement.forward is None else RECOMPUTE
+    forwards = sum(end - start for row in simulation.spans for op, start, end in row if op.kind == kind)
+    forward = f"{forwards / (timetable.micro_batches * ranks):.4g}"
+    share = "the model" if ranks == 1 else f"1/{ranks} of the model"
+    if forward == "1":
+        return f"time, in forwards of {share}"
+    return f"time (a forward of {share} takes {forward})"
+
+
+def kinds_of(timetable: Timetable) -> list[str]:
+    """The kinds of computation that occur, in the order of the palette."""
+    found = {op.kind for order in timetable.ranks for op in order}
+    return [kind for kind in DRAWN if kind in found]
+
+
+def legend(kind: str) -> str:
+    """What a colour means; a repeated forward is told from a forward by its star."""
+    return f"{WORDS[kind]}, 3*" if kind == RECOMPUTE else WORDS[kind]
+
+
+def paints(colors: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Every kind with its colour in the palette of a pipe."""
+    yield from zip(KINDS, colors, strict=True)
+    yield RECOMPUTE, colors[KINDS.index(FORWARD)]
+
+
+def visits(placement: Placement) -> dict[tuple[int, int], tuple[int, int]]:
+    """(stage, pipe) -> which visit of its device by that pipe this stage is, and how many visits there are."""
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for pipe, devices in enumerate(placement.pipes):
+        seen = [0] * placement.ranks
+        for stage, device in enumerate(devices):
+            found[stage, pipe] = (seen[device], devices.count(device))
+            seen[device] += 1
+    return found
+
+
+_ROW, _LEFT, _RIGHT, _TOP = 26, 64, 96, 74
+_FONT = "system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif"
+
+
+def svg(simulation: Simulation) -> str:
+    """The timetable as a picture of its own: a row a rank, to scale, light or dark as the viewer prefers."""
+    columns = simulation.makespan / min(
+        (end - start for row in simulation.spans for _, start, end in row if end > start), default=1.0
+    )
+    column = min(max(1200 / max(columns, 1), 12), 26)
+    # A few very short computations must not make a picture that nothing can open.
+    scale = (
+        min(columns * column, 12000) / (simulation.makespan or 1) or column
+    )  # nothing takes time: any scale
+    ranks = len(simulation.spans)
+    width = max(_LEFT + simulation.makespan * scale + _RIGHT, 560)
+    bottom = _TOP + ranks * _ROW
+    name, sizes = escape(simulation.timetable.schedule), heading(simulation.timetable)
+    costs = " · ".join(f"{key} {value}" for key, value in numbers(simulation))
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {bottom + 74}" width="{_n(width)}" '
+        f'height="{bottom + 74}" role="img" aria-label="{escape(f"{name}, {sizes}: {costs}")}">',
+        _style(),
+        '<defs><pattern id="wait" width="6" height="6" patternUnits="userSpaceOnUse"><path d="M-1 7L7 -1M-1 1L1 '
+        '-1M5 7L7 5" class="hatch"/></pattern></defs><rect class="paper" width="100%" height="100%"/>',
+        f'<text x="16" y="26" class="name">{name}<tspan class="muted sizes" dx="10">{sizes}</tspan></text>',
+        f'<text x="16" y="46" class="muted">{costs}</text>',
+        *_rows(simulation, scale),
+        *_marks(simulation, scale, bottom),
+        *_axis(simulation, scale, bottom),
+        *_legend(simulation.timetable, bottom + 56),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _style() -> str:
+    def rules(theme: Theme) -> str:
+        fills = "".join(
+            f".{kind}{pipe}{{fill:{color}}}"
+            for pipe, colors in enumerate(theme.kinds)
+            for kind, color in paints(colors)
+        )
+        return (
+            f".paper{{fill:{theme.paper}}}text,.dark{{fill:{theme.text}}}.bright{{fill:{theme.inverse}}}"
+            f".muted{{fill:{theme.muted}}}.bar{{fill:{theme.bar}}}.hatch,.grid{{stroke:{theme.hatch}}}.mark{{stroke:{theme.muted}}}{fills}"
+        )
+
+    return (
+        f"<style>text{{font:11px {_FONT}}}.name{{font-size:17px;font-weight:600}}.sizes{{font-size:13px;"
+        f"font-weight:400}}.c{{text-anchor:middle}}.e{{text-anchor:end}}.hatch,.grid,.mark{{fill:none}}"
+        f"{rules(LIGHT)}@media(prefers-color-scheme:dark){{{rules(DARK)}}}</style>"
+    )
+
+
+def _rows(simulation: Simulation, scale: float) -> Iterator[str]:
+    timetable = simulation.timetable
+    visit = visits(timetable.placement)
+    most = max(simulation.peak_activations, default=0) or 1
+    end_x = _LEFT + simulation.makespan * scale
+    yield f'<text x="{_n(end_x + 86)}" y="{_TOP - 7}" class="muted e">peak</text>'
+    for rank, spans in enumerate(simulation.spans):
+        y, peak = _TOP + rank * _ROW, simulation.peak_activations[rank]
+        yield f'<text x="{_LEFT - 10}" y="{y + 17}" class="e">rank {rank}</text>'
+        yield (
+            f'<rect x="{_LEFT}" y="{y + 2}" width="{_n(simulation.makespan * scale)}" height="{_ROW - 4}" '
+            f'fill="url(#wait)"/>'
+        )
+        for op, start, end in spans:
+            where = visit[op.stage, timetable.pipe(op.micro_batch)]
+            yield _box(op, start, end, timetable, scale, y, where)
+        bar = f'<rect x="{_n(end_x + 12)}" y="{y + 9}" width="{_n(44 * peak / most)}" height="8" rx="2" '
+        yield f'{bar}class="bar"/><text x="{_n(end_x + 86)}" y="{y + 17}" class="e">{peak:g}</text>'
+
+
+def _box(
+    op: Op, start: float, end: float, timetable: Timetable, scale: float, y: float, visit: tuple[int, int]
+) -> str:
+    x, width = _LEFT + start * scale, (end - start) * scale
+    label = f"{op.micro_batch}{'*' * (op.kind == RECOMPUTE)}"
+    tone = "bright" if op.kind in ON_DARK else "dark"
+    tip = f"{op}: {WORDS[op.kind]}, pipe {timetable.pipe(op.micro_batch)}, {start:g} to {end:g}"
+    box = (
+        f'<rect class="{color_class(op, timetable)}" x="{_n(x + 0.5)}" y="{y + 2}" width="{_n(max(width - 1, 0))}" '
+        f'height="{_ROW - 4}" rx="2"><title>{tip}</title></rect>'
+    )
+    nth, count = visit
+    if nth:
+        bar = max((width - 5) * nth / (count - 1), 0)
+        at = f'x="{_n(x + 2.5)}" y="{y + _ROW - 6}" width="{_n(bar)}" height="2"'
+        box += f'<rect class="{tone}" {at} opacity=".5"/>'
+    if width >= 6.5 * len(label) + 2:
+        box += f'<text class="{tone} c" x="{_n(x + width / 2)}" y="{y + 16.5}" pointer-events="none">{label}</text>'
+    return box
+
+
+def _marks(simulation: Simulation, scale: float, bottom: float) -> Iterator[str]:
+    """Lines at the ideal and at the end: what is between them is the bubble."""
+    for label, time, dash in (
+        (f"ideal {simulation.ideal:g}", simulation.ideal, "3 3"),
+        (f"{simulation.makespan:g}", simulation.makespan, "none"),
+    ):
+        x = _n(_LEFT + time * scale)
+        yield f'<path class="mark" d="M{x} {_TOP - 5}V{bottom + 4}" stroke-dasharray="{dash}"/>'
+        anchor, dx = ("e", -4) if dash != "none" else ("", 4)
+        yield f'<text class="muted {anchor}" x="{x}" dx="{dx}" y="{_TOP - 7}">{label}</text>'
+
+
+def _axis(simulation: Simulation, scale: float, bottom: float) -> Iterator[str]:
+    step = nice_step(48 / scale)
+    for i in range(int(simulation.makespan / step + 1e-9) + 1):
+        x = _n(_LEFT + i * step * scale)
+        yield f'<path class="mark" d="M{x} {bottom}v4"/>'
+        yield f'<text class="muted c" x="{x}" y="{bottom + 17}">{i * step:g}</text>'
+    yield f'<text class="muted" x="{_LEFT}" y="{bottom + 34}">{axis_title(simulation)}</text>'
+
+
+def nice_step(least: float) -> float:
+    """The smallest of 1, 2, 5, 10, 20, ... (and their tenths) that is at least ``least``."""
+    power = 1.0
+    while power > least:
+        power /= 10
+    while power * 10 < least:
+        power *= 10
+    return next((power * factor for factor in (1, 2, 5) if power * factor >= least), power * 10)
+
+
+def _legend(timetable: Timetable, y: float) -> Iterator[str]:
+    x = 16.0
+    for pipe in range(min(timetable.placement.replicas, len(LIGHT.kinds))):
+        name = f"pipe {pipe}: " if timetable.placement.replicas > 1 else ""
+        for kind in kinds_of(timetable):
+            text = name + legend(kind)
+            yield f'<rect class="{kind}{pipe}" x="{_n(x)}" y="{y}" width="13" height="11" rx="2"/>'
+            yield f'<text class="muted" x="{_n(x + 18)}" y="{y + 10}">{text}</text>'
+            x, name = x + 34 + 5.8 * len(text), ""
+    yield f'<rect x="{_n(x)}" y="{y}" width="13" height="11" fill="url(#wait)"/>'
+    yield f'<text class="muted" x="{_n(x + 18)}" y="{y + 10}">waiting</text>'
+    if timetable.placement.stages > timetable.placement.ranks:
+        yield f'<rect class="muted" x="{_n(x + 80)}" y="{y + 7}" width="13" height="2"/>'
+        yield f'<text class="muted" x="{_n(x + 98)}" y="{y + 10}">{LATER}</text>'
+
+
+def _n(value: float) -> str:
+    """A coordinate: two digits are finer than any screen."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")

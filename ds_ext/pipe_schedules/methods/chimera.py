@@ -1,0 +1,25 @@
+"""Chimera: two linear pipes in opposite directions (arXiv 2107.06925, fig. 2 and section 3.1). ::
+
+    rank 0  0 1 . 2 2'- 3 3'- . 0'- . . 1'-
+    rank 1  . 0 2 1 3 . 2'- 0'- 3'- 1'- . .
+    rank 2  . 2 0 3 1 . 0'- 2'- 1'- 3'- . .
+    rank 3  2 3 . 0 0'- 1 1'- . 2'- . . 3'-
+
+Micro-batches 0 and 1 take the down pipe from rank 0 to rank 3, 2 and 3 the up pipe from rank 3 to rank 0. More
+than D micro-batches are further units of D, which overlap at the seams (section 3.5, direct concatenation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..ops import Op
+from ..placement import bidirectional_linear
+from ..registry import schedule
+from ..tick_rule import whole_order
+
+
+@schedule("chimera", place=bidirectional_linear, even_ranks=True, micro_batches_multiple_of_ranks=True)
+def chimera(rank: int, ranks: int, micro_batches: int) -> Iterator[Op]:
+    """Two opposing linear pipes: bubble 2(D-2)/(3N+2(D-2)) at N = D, for twice the weights."""
+    return whole_order(rank, bidirectional_linear(ranks), micro_batches)

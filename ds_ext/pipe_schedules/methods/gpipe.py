@@ -1,0 +1,26 @@
+"""GPipe: all forwards, then all backwards (arXiv 1811.06965, fig. 2c). ::
+
+    rank 0  0 1 2 3 . . . . . . . . . 0'- 1'- 2'- 3'-
+    rank 1  . 0 1 2 3 . . . . . . 0'- 1'- 2'- 3'- . .
+    rank 2  . . 0 1 2 3 . . . 0'- 1'- 2'- 3'- . . . .
+    rank 3  . . . 0 1 2 3 0'- 1'- 2'- 3'- . . . . . .
+
+A rank keeps the activations of all micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..ops import BACKWARD, FORWARD, Op
+from ..placement import linear
+from ..registry import schedule
+
+
+@schedule("gpipe", place=linear)
+def gpipe(rank: int, ranks: int, micro_batches: int) -> Iterator[Op]:
+    """All forwards, then all backwards; keeps the activations of every micro-batch."""
+    for m in range(micro_batches):
+        yield Op(FORWARD, rank, m)
+    for m in range(micro_batches):
+        yield Op(BACKWARD, rank, m)

@@ -1,0 +1,30 @@
+"""1F1B, DeepSpeed's own order (PipeDream-Flush; arXiv 2104.04473, fig. 4). ::
+
+    rank 0  0 1 2 3 . . . . . . 0'- . 1'- . 2'- . 3'-
+    rank 1  . 0 1 2 . . . . 0'- 3 1'- . 2'- . 3'- . .
+    rank 2  . . 0 1 . . 0'- 2 1'- 3 2'- . 3'- . . . .
+    rank 3  . . . 0 0'- 1 1'- 2 2'- 3 3'- . . . . . .
+
+As long as GPipe, with D - rank activations instead of N. Copy this file to add a schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..ops import BACKWARD, FORWARD, Op
+from ..placement import linear
+from ..registry import schedule
+
+
+@schedule("1f1b", place=linear)
+def one_f_one_b(rank: int, ranks: int, micro_batches: int) -> Iterator[Op]:
+    """Warm up with forwards, then one forward one backward, then drain: at most D - rank activations."""
+    warmup = min(ranks - rank - 1, micro_batches)
+    for m in range(warmup):
+        yield Op(FORWARD, rank, m)
+    for m in range(warmup, micro_batches):
+        yield Op(FORWARD, rank, m)
+        yield Op(BACKWARD, rank, m - warmup)
+    for m in range(micro_batches - warmup, micro_batches):
+        yield Op(BACKWARD, rank, m)

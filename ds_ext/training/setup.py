@@ -1,0 +1,169 @@
+"""What the pretraining scripts share in front of the training loop: a checked job, sizes, data, the plan's text.
+
+Nothing here imports torch before a job has passed its checks.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..config.deepspeed_sections import precision
+from ..config.job import require_section
+from ..errors import ConfigError
+from ..launch.job_facts import checksum, setting_facts
+from ..launch.process import world_size
+from ..launch.roll_call import Facts
+from ..parallel.partition import BALANCED, end_weights, layer_boundaries, stage_weights
+from ..planner.stage_costs import recomputed
+from .arguments import FLAGS_OF_THE_JSON, parse
+from .fbd_hosts import check_forward_hosts
+from .flags import Model
+from .job import Plan, describe, make_plan
+from .preflight import check_job
+
+if TYPE_CHECKING:
+    from ..engine.micro_batches import MapDataset, MicroBatches
+
+# Flags that hosts may give differently: rank 0 alone reads them, or what they name is compared instead.
+_OWN_OF_A_HOST = frozenset(
+    {
+        *("local_rank", "deepspeed", "deepspeed_config", "metrics_file", "dry_run"),
+        *("data_path", "tokenizer", "tokenizer_type", "vocab_file", "merge_file"),
+    }
+)
+
+
+def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Namespace, Plan]:
+    """Flags and the plan that follows from them, the JSON and the world size. Raises ConfigError.
+
+    Everything that can be wrong is found before any process group is made, the cheapest first.
+    """
+    args, job = parse(prog, argv, model)
+    launched = world_size() > 1 or not args.dry_run
+    require_section(job)
+    check_job(args, job.deepspeed, job.flags)
+    if not args.data_path:
+        raise ConfigError(
+            'no data: give --data-path or "train": {"data_path": ...}. `python -m ds_ext prepare` makes some.'
+        )
+    plan = make_plan(job, world_size() if launched else None)
+    check_forward_hosts(plan.layout, job.ds_ext.fbd.forward_hosts, launched)
+    chosen = plan.choice and plan.choice.best
+    if args.recompute_granularity is None:
+        args.recompute_granularity = chosen.recompute if chosen else "none"
+    if args.stage_layers in (None, BALANCED) and chosen and chosen.layers:
+        args.stage_layers = ",".join(map(str, chosen.layers))  # as it was priced
+    return args, plan
+
+
+def cut_layers(
+    args: argparse.Namespace, plan: Plan, before: list[str], after: list[str], vocab_size: int
+) -> list[int]:
+    """The layers of every stage, as :func:`ds_ext.parallel.partition.layer_boundaries` gives them. Raises ConfigError."""
+    placement, schedule = plan.layout.placement, plan.timetable.schedule
+    ends = _ends(args, vocab_size)
+    return layer_boundaries(
+        args.num_layers, len(before), len(after), placement, schedule, args.stage_layers, ends
+    )
+
+
+def _ends(args: argparse.Namespace, vocab_size: int) -> tuple[float, float] | None:
+    """What embedding and head weigh, where that is to count."""
+    if args.stage_layers != BALANCED:
+        return None
+    hidden, seq = args.hidden_size, args.seq_length
+    return end_weights(hidden, seq, vocab_size, recomputed(args.recompute_granularity, hidden, seq))
+
+
+def model_sizes(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
+    """The fields of a TransformerConfig that flags and JSON decide: all but the vocabulary."""
+    return {
+        "num_layers": args.num_layers,
+        "hidden_size": args.hidden_size,
+        "num_attention_heads": args.num_attention_heads,
+        "ffn_hidden_size": args.ffn_hidden_size,
+        "seq_length": args.seq_length,
+        "max_position_embeddings": args.max_position_embeddings,
+        "hidden_dropout": args.hidden_dropout,
+        "attention_dropout": args.attention_dropout,
+        "init_std": args.init_method_std,
+        "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by,
+        "recompute": args.recompute_granularity,
+        "recompute_interval": args.recompute_interval,
+        "sequence_parallel": plan.job.ds_ext.sequence_parallel,
+        "transformer_impl": args.transformer_impl,
+        "seed": args.seed,
+    }
+
+
+def job_facts(args: argparse.Namespace, plan: Plan, vocab_size: int) -> Facts:
+    """Return what must be the same on all ranks: the JSON, flags, layout, timetable, and contents of the data."""
+    from ..data.meta import fingerprint
+
+    flags = {
+        f"--{name.replace('_', '-')}": value
+        for name, value in vars(args).items()
+        if name not in _OWN_OF_A_HOST | FLAGS_OF_THE_JSON
+    }
+    section = {key: value for key, value in plan.job.deepspeed.get("ds_ext", {}).items() if key != "train"}
+    return {
+        **setting_facts({**plan.job.deepspeed, "ds_ext": section}),
+        **setting_facts(flags),
+        "contents of --data-path": fingerprint(args.data_path),
+        "vocabulary": str(vocab_size),
+        "layout": checksum([repr(plan.layout.groups()).encode()]),
+        "timetable": checksum([memoryview(order).cast("B") for order in plan.timetable.numbers]),
+    }
+
+
+def micro_batches(
+    args: argparse.Namespace,
+    plan: Plan,
+    build: Callable[[tuple[int, int, int]], Sequence[MapDataset]],
+) -> tuple[MicroBatches, MicroBatches | None]:
+    """Training and validation micro-batches, enough for the whole run.
+
+    Args:
+        build: gives the three datasets for the numbers of samples that are wanted of train, valid and test.
+    """
+    from ..engine.micro_batches import MicroBatches
+
+    step, size = plan.sizes.train_batch_size, plan.sizes.micro_batch_size
+    train, valid, _ = build((args.train_iters * step, args.eval_iters * step, 0))
+    return MicroBatches(train, size), MicroBatches(valid, size) if args.eval_iters else None
+
+
+def describe_job(
+    args: argparse.Namespace,
+    plan: Plan,
+    boundaries: list[int],
+    before: list[str],
+    after: list[str],
+    vocab_size: int,
+    token_bytes: int = 0,
+) -> str:
+    """The plan with the names of the model's layers and the size of its messages.
+
+    Args:
+        boundaries: from :func:`cut_layers`.
+        before, after: names of the layers around the transformer layers.
+        token_bytes: what a message holds of each token besides its activation.
+    """
+    names = [*before, *(f"layer {i}" for i in range(args.num_layers)), *after]
+    number_bytes = 4 if precision(plan.job.deepspeed) == "fp32" else 2
+    tokens = plan.sizes.micro_batch_size * args.seq_length
+    if plan.job.ds_ext.sequence_parallel:
+        tokens //= plan.layout.tensor_parallel_size
+    message_bytes = tokens * (args.hidden_size * number_bytes + token_bytes)
+    grid, ends = plan.sizes.micro_batches <= 32, _ends(args, vocab_size)
+    return describe(
+        plan,
+        boundaries=boundaries,
+        layer_names=names,
+        message_bytes=message_bytes,
+        weights=stage_weights(boundaries, len(before), len(after), ends or (0.0, 0.0)),
+        with_head=ends is not None,
+        grid=grid,
+    )

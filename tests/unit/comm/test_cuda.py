@@ -1,0 +1,79 @@
+"""Parts of the transport between GPUs that need neither a GPU nor other ranks."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_ext.cli import doctor
+from ds_ext.comm import _native
+from ds_ext.comm.cuda import trial as cuda_trial
+from ds_ext.comm.cuda.room import Room, slot_bytes
+from ds_ext.comm.ends import both_ways
+
+
+def test_slots_never_overlap_and_wait_for_their_last_release() -> None:
+    draw, room = random.Random(0), Room(1 << 18, fence=1)
+    released = [1] * (1 << 12)  # of every 64 bytes, the release after which they are free
+    lent: dict[int, int] = {}
+    fence, full = 1, 0
+    for step in range(5000):
+        size = draw.choice([1, 700, 5000, 70_000]) if step % 1000 > 20 else 9000
+        slot = room.lend(size)
+        if slot is None:
+            full += 1
+        else:
+            place, behind = slot
+            mine = range(place // 64, (place + slot_bytes(size)) // 64)
+            assert place % 64 == 0 and place + slot_bytes(size) <= 1 << 18
+            assert max(released[at] for at in mine) <= behind, "it would be written before it is free"
+            for at in mine:
+                released[at] = 1 << 60  # lent
+            lent[place] = size
+        while len(lent) > draw.randrange(12):
+            place = draw.choice(list(lent))
+            fence += draw.randrange(2)
+            room.take_back(place, fence)
+            for at in range(place // 64, (place + slot_bytes(lent.pop(place))) // 64):
+                released[at] = fence
+    assert full > 0
+    with pytest.raises(_native.LinkError, match="not lent"):
+        room.take_back(64, fence)
+
+
+def test_slots_that_came_back_first_are_used_first() -> None:
+    room = Room(3 * 512)
+    places = [room.lend(500) for _ in range(3)]
+    assert places == [(0, 0), (512, 0), (1024, 0)] and room.lend(1) is None and room.slots(1) == 3
+    room.take_back(512, 1)
+    room.take_back(0, 2)
+    assert [room.lend(512), room.lend(512), room.lend(512)] == [(512, 1), (0, 2), None]
+    for place in (0, 512, 1024):
+        room.take_back(place, 3)
+    assert room.lend(1500) == (0, 3)  # all are back: cut anew
+
+
+@pytest.mark.parametrize("num_bytes", [1, 511, 513, 4097, 1 << 20, (1 << 20) + 1, 123_456_789])
+def test_slots_are_little_larger_than_their_messages(num_bytes: int) -> None:
+    size = slot_bytes(num_bytes)
+    assert size % 64 == 0 and num_bytes <= size and (size <= 512 or size < num_bytes * 1.13 + 64)
+
+
+def test_links_of_gpus_go_both_ways() -> None:
+    assert both_ways({(0, 1): 4, (1, 2): 3, (2, 1): 2}) == {(0, 1): 4, (1, 0): 1, (1, 2): 3, (2, 1): 2}
+
+
+def test_another_process_sends_to_this_one(tmp_path: Path) -> None:
+    """As the doctor tries it on a GPU."""
+    assert cuda_trial.try_direct("tests.late_device:at", str(tmp_path)) == cuda_trial.TRIAL_BYTES
+
+
+def test_the_doctor_says_what_gpus_can_do() -> None:
+    subjects = {finding.subject: finding.found for finding in doctor.examine()}
+    if torch.cuda.is_available():
+        assert "GPU 0" in subjects and "GPU memory" in subjects
+    else:
+        assert "sees no device" in subjects["CUDA"] and "GPU memory" not in subjects

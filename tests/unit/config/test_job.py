@@ -1,0 +1,327 @@
+"""The JSON: every mistake gets one sentence with the numbers and the way out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_ext.config.batch_sizes import batch_sizes
+from ds_ext.config.deepspeed_json import DEEPSPEED_KEYS, fp32_sums_of_bf16, half_through_zero, zero_stage
+from ds_ext.config.deepspeed_nested import NESTED_KEYS
+from ds_ext.config.job import load_config, parse_section
+from ds_ext.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_examples_are_valid(path: Path) -> None:
+    job = load_config(path)
+    sizes = batch_sizes(job.deepspeed, job.ds_ext.placement().replicas, 1)
+    assert job.ds_ext.timetable(sizes.micro_batches).micro_batches == sizes.micro_batches
+    assert job.path == str(path)
+
+
+def test_defaults() -> None:
+    job = load_config({"train_batch_size": 4})
+    assert (job.ds_ext.schedule, job.ds_ext.pipeline_parallel_size, job.ds_ext.tensor_parallel_size) == (
+        "1f1b",
+        1,
+        1,
+    )
+    assert (job.ds_ext.transport, job.ds_ext.transport_options.timeout_s) == ("auto", 120)
+
+
+def test_the_whole_section_is_accepted_with_the_values_that_mean_off() -> None:
+    section = {
+        "schedule": "bitpipe",
+        "pipeline_parallel_size": 4,
+        "tensor_parallel_size": 1,
+        "sequence_parallel": False,
+        "schedule_options": {},
+        "eager_gradient_sync": True,
+        "transport": "auto",
+        "transport_options": {"timeout_s": 3, "node_ips": None},
+        "fbd": {"merge_forward_tensor_parallel": False, "backward_per_forward": 1},
+        "trace": {"dir": None, "steps": None},
+        "train": {},
+    }
+    before = json.dumps(section)
+    assert parse_section(section).transport_options.timeout_s == 3
+    assert json.dumps(section) == before
+    for key, value in section.items():
+        assert parse_section({key: value})
+    assert parse_section({"fbd": {}, "trace": {}, "eager_gradient_sync": False})
+
+
+@pytest.mark.parametrize(
+    ("section", "sentence"),
+    [
+        (
+            {"schedules": "bitpipe"},
+            r"no key 'schedules' \(did you mean 'schedule'\?\); its keys: schedule, pipeline_paral",
+        ),
+        ({"xyzzy": 1}, r"no key 'xyzzy'; its keys: schedule, "),
+        (
+            {"transport_options": {"timeout": 1}},
+            r"\"ds_ext.transport_options\" has no key 'timeout' \(did you mean 'timeout_s'\?\)",
+        ),
+        (
+            {"transport_options": {"timeout_s": 0}},
+            r"transport_options.timeout_s must .* greater than 0; got 0",
+        ),
+        (
+            {"transport_options": {"node_ips": ["10.0.0.1", "node7"]}},
+            r"transport_options.node_ips: .*'node7' is no IPv4 or IPv6 address such as 10.0.0.1",
+        ),
+        (
+            {"fbd": {"backwards_per_forward": 1}},
+            r"\"ds_ext.fbd\" has no key 'backwards_per_forward' \(did you mean 'backward_per",
+        ),
+        (
+            {"fbd": {"backward_per_forward": True}},
+            r"fbd.backward_per_forward must .* valid integer; got True",
+        ),
+        ({"fbd": None}, r"fbd must be an object; got None"),
+        ({"trace": {"dir": "t", "steps": "20:10"}}, r"trace.steps '20:10' holds no step"),
+        ({"trace": {"dir": "t", "steps": "10-20"}}, r"trace.steps must be as .10:20"),
+        ({"trace": {"dir": ""}}, r"trace.dir: String should have at least 1 character"),
+        ({"pipeline_parallel_size": 0}, r"pipeline_parallel_size must .* greater than or equal to 1; got 0"),
+        ({"pipeline_parallel_size": "4"}, r"pipeline_parallel_size must .* valid integer; got '4'"),
+        ({"pipeline_parallel_size": True}, r"pipeline_parallel_size must .* valid integer; got True"),
+        ({"tensor_parallel_size": 1.5}, r"tensor_parallel_size must .* valid integer; got 1.5"),
+        (
+            {"transport": "carrier pigeon"},
+            r"transport must .*'auto', 'shm', .* or 'torch'; got 'carrier pigeon'",
+        ),
+        ({"train": 3}, r"train must .* valid dictionary; got 3"),
+    ],
+)
+def test_keys_and_types(section: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load_config({"ds_ext": section})
+
+
+@pytest.mark.parametrize(
+    ("section", "micro_batches", "sentence"),
+    [
+        ({"schedule": "bitpip"}, 4, r"'bitpip' is not known \(did you mean 'bitpipe'\?\)"),
+        (
+            {"schedule": "bitpipe", "pipeline_parallel_size": 3},
+            4,
+            r"even number of stages .* got 3. Use 2 or 4",
+        ),
+        (
+            {"schedule": "bitpipe", "pipeline_parallel_size": 4},
+            6,
+            r"multiple of 4 \(stages\); got 6. Use 4 or 8, that is gradient_accumulation_steps 2 or 4",
+        ),
+        (
+            {"schedule": "interleaved", "pipeline_parallel_size": 2, "schedule_options": {"chunks": "2"}},
+            4,
+            r"option chunks .* got '2'",
+        ),
+    ],
+)
+def test_schedules_that_do_not_fit(section: dict[str, Any], micro_batches: int, sentence: str) -> None:
+    settings = load_config({"ds_ext": section}).ds_ext
+    with pytest.raises(ConfigError, match=sentence):
+        settings.timetable(micro_batches)
+
+
+def test_merged_forward_ranks_and_sequence_parallelism() -> None:
+    fbd = {
+        "schedule": "fbd",
+        "pipeline_parallel_size": 2,
+        "tensor_parallel_size": 2,
+        "sequence_parallel": True,
+    }
+    load_config({"ds_ext": fbd}).ds_ext.placement()
+    merged = load_config({"ds_ext": fbd | {"fbd": {"merge_forward_tensor_parallel": True}}}).ds_ext
+    with pytest.raises(ConfigError, match=r"exclude each other: .* Leave one of the two out"):
+        merged.placement()
+
+
+@pytest.mark.parametrize("stage", [2, 3, "2"])
+def test_zero_beyond_stage_one(stage: object) -> None:
+    with pytest.raises(
+        ConfigError, match=rf'ZeRO stage {stage} does not work .* Use "zero_optimization": {{"stage": 1}}'
+    ):
+        load_config({"zero_optimization": {"stage": stage}})
+    for fine in (0, 1):
+        load_config({"zero_optimization": {"stage": fine}})
+
+
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        ("ds_exts", r"a key 'ds_exts', which nothing reads: did you mean 'ds_ext'\?"),
+        ("DS_EXT", r"did you mean 'ds_ext'\?"),
+        ("gradient_accumulation_step", r"did you mean 'gradient_accumulation_steps'\?"),
+        ("gradient_clip", r"did you mean 'gradient_clipping'\?"),
+        ("optimiser", r"did you mean 'optimizer'\?"),
+        ("schedule", "'schedule' belongs into the \"ds_ext\" section"),
+        ("pipeline_parallel_size", "'pipeline_parallel_size' belongs into"),
+    ],
+)
+def test_typos_beside_our_section(key: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load_config({key: {}})
+
+
+@pytest.mark.parametrize(
+    "key", ["comment", "_comment", "my_lab", "model", "train", "data", "run_name", "notes"]
+)
+def test_sections_of_the_users_own_stay(key: str) -> None:
+    assert load_config({key: 1, "ds_ext": {}}).deepspeed[key] == 1
+
+
+def test_every_key_that_deepspeed_reads_is_known() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    asked: set[str] = set()
+
+    class Recorder(dict[str, Any]):
+        def get(self, key: str, default: Any = None) -> Any:
+            asked.add(key)
+            return super().get(key, default)
+
+        def __contains__(self, key: object) -> bool:
+            asked.add(str(key))
+            return super().__contains__(key)
+
+    DeepSpeedConfig(Recorder(train_batch_size=1))
+    assert len(asked) > 30
+    assert asked <= set(DEEPSPEED_KEYS)
+    load_config({key: {} for key in DEEPSPEED_KEYS})
+
+
+def test_two_precisions() -> None:
+    with pytest.raises(ConfigError, match='"bf16" and "fp16" are both enabled'):
+        load_config({"bf16": {"enabled": True}, "fp16": {"enabled": True}})
+    load_config({"bf16": {"enabled": True}, "fp16": {"enabled": False}})
+
+
+def test_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.json' does not exist. The examples are in configs/"):
+        load_config(tmp_path / "nowhere.json")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path)
+    broken = tmp_path / "broken.json"
+    broken.write_text('{\n  "a": 1,\n}')
+    with pytest.raises(ConfigError, match=r"broken\.json: line 3, column 1"):
+        load_config(broken)
+    broken.write_text("[1]")
+    with pytest.raises(ConfigError, match="must hold a JSON object; got list"):
+        load_config(broken)
+    with pytest.raises(ConfigError, match='"ds_ext" must be an object'):
+        load_config({"ds_ext": "bitpipe"})
+
+
+def test_a_key_that_stands_twice(tmp_path: Path) -> None:
+    """Only the last would count, at any depth; the same key in another object, in a list or in a string is none."""
+    path = tmp_path / "twice.json"
+    path.write_text('{\n "optimizer": {"params": {\n  "lr": 1,\n  "lr": 2}}}')
+    with pytest.raises(
+        ConfigError, match=r"twice\.json: line 4: the key 'lr' stands on line 3 of the same object already"
+    ):
+        load_config(path)
+    path.write_text('{"a": [{"b": 1}, {"b": 1}], "c": "{\\"a\\": 1, \\"a\\": 2}", "\\u0061": 3}')
+    with pytest.raises(ConfigError, match=r"line 1: the key 'a' stands on line 1"):
+        load_config(path)
+    path.write_text(
+        '{"a": [{"b": 1}, {"b": 1}], "b": "\\\\", "c": {"a": "}", "c": "{\\"a\\": 1, \\"a\\": 2}"}}'
+    )
+    assert load_config(path).deepspeed["b"] == "\\"
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "bfloat16"])
+def test_half_precision_goes_through_zero(name: str) -> None:
+    half = {name: {"enabled": True}}
+    for zero in ({}, {"zero_optimization": False}, {"zero_optimization": {"stage": 0}}):
+        made = half_through_zero(half | zero)
+        assert made == half | {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+    buckets = half_through_zero(half | {"zero_optimization": {"stage": 0, "reduce_bucket_size": 5}})
+    assert buckets["zero_optimization"] == {"stage": 1, "reduce_bucket_size": 5}
+    for config in (half | {"zero_optimization": {"stage": 1}}, {name: {"enabled": False}}, {}):
+        assert half_through_zero(config) == config
+
+
+def test_gradients_of_bf16_are_summed_in_fp32_unless_the_json_says_otherwise() -> None:
+    bf16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    in_fp32 = {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
+    assert fp32_sums_of_bf16(bf16) == bf16 | in_fp32
+    given = {"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "bf16"}}
+    assert fp32_sums_of_bf16(bf16 | given) == bf16 | given
+    without_zero = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
+    assert half_through_zero(without_zero) == without_zero
+    assert fp32_sums_of_bf16({}) == {}
+
+
+def test_the_keys_of_nested_sections_are_deepspeeds() -> None:
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    models = {
+        "bf16": DeepSpeedBF16Config,
+        "bfloat16": DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+        "zero_optimization": DeepSpeedZeroConfig,
+        "tensorboard": TensorBoardConfig,
+        "csv_monitor": CSVConfig,
+        "wandb": WandbConfig,
+        "comet": CometConfig,
+        "comms_logger": CommsLoggerConfig,
+    }
+    assert models.keys() == NESTED_KEYS.keys()
+    for name, model in models.items():
+        fields = {key for n, f in model.model_fields.items() for key in (n, f.alias or n)}
+        assert set(NESTED_KEYS[name].split()) == fields, name
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (
+            {"zero_optimization": {"reduce_buckt_size": 1}},
+            r"\"zero_optimization\" has no key 'reduce_buckt_size' \(did you mean 'reduce_bucket_size'\?\)\.",
+        ),
+        ({"bf16": {"enable": True}}, r"\"bf16\" has no key 'enable' \(did you mean 'enabled'\?\)\."),
+        ({"bf16": True}, r"\"bf16\" must be an object such as \{\"enabled\": true\}; got True\."),
+        ({"fp16": {"enabled": "yes"}}, r"\"fp16\": enabled must be true or false; got 'yes'\."),
+        ({"zero_optimization": None}, r"must be an object such as \{\"stage\": 1\}; got None\."),
+        ({"zero_optimization": {"stage": 4}}, r"stage must be 0 or 1; got 4\."),
+        ({"zero_optimization": {"stage": 2.0}}, "ZeRO stage 2 does not work"),
+        ({"zero_optimization": {"stage": "3"}}, "ZeRO stage 3 does not work"),
+        ({"zero_optimization": {"stage": True}}, r"stage must be 0 or 1; got True\."),
+    ],
+)
+def test_mistakes_in_nested_sections(config: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load_config(config)
+
+
+def test_forms_of_nested_sections_that_deepspeed_takes() -> None:
+    load_config({"bf16": None, "fp16": None, "zero_optimization": True})
+    assert [zero_stage({"zero_optimization": z}) for z in (True, False, {}, {"stage": "1"})] == [1, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
+        ({"flops_profiler": {"enabled": True}}, "flops_profiler"),
+    ],
+)
+def test_keys_without_effect_are_refused(section: dict, key: str) -> None:
+    with pytest.raises(ConfigError, match=f'"{key}".* has no effect'):
+        load_config({"train_batch_size": 4, **section})
+
+
+def test_keys_without_effect_may_be_off() -> None:
+    load_config({"train_batch_size": 4, "wall_clock_breakdown": False, "flops_profiler": {"enabled": False}})

@@ -1,0 +1,132 @@
+"""Tokenizers: lossless, saved and loaded as themselves, told apart by their fingerprints."""
+
+import builtins
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_ext.data.tokenizer import (Tokenizer, load_gpt2_files, load_tokenizer, train_bpe, train_sentencepiece)
+from ds_ext.errors import ConfigError
+
+CORPUS = [f"the stage {i} sends micro-batch {i * 7} to its peer\nand waits.\n" for i in range(200)]
+HARD = "  two  spaces\n\n\ttab \r\n ünïcödé 漢字 🙂 <|endoftext|> </s> end"
+
+
+@pytest.fixture(scope="module")
+def bpe() -> Tokenizer:
+    return train_bpe(CORPUS, vocab_size=400)
+
+
+def test_bpe_has_the_size_asked_for(bpe: Tokenizer) -> None:
+    assert bpe.vocab_size == 400
+    assert bpe.eod_id == 0
+    assert len(bpe.encode(CORPUS[0])) < len(CORPUS[0]) / 3
+
+
+# The first example pays for imports; a busy machine is no failure.
+@given(text=st.text())
+def test_bpe_gives_back_every_text(bpe: Tokenizer, text: str) -> None:
+    ids = bpe.encode(text)
+    assert bpe.decode(ids) == text
+    assert bpe.eod_id not in ids
+
+
+def test_spelt_out_special_token_stays_text(bpe: Tokenizer) -> None:
+    assert bpe.decode(bpe.encode(HARD)) == HARD
+    assert bpe.eod_id not in bpe.encode("<|endoftext|>")
+    assert bpe.decode([*bpe.encode("a"), bpe.eod_id]) == "a"
+
+
+def test_batch_is_the_same_as_one_by_one(bpe: Tokenizer) -> None:
+    assert bpe.encode_batch([*CORPUS, HARD, ""]) == [bpe.encode(text) for text in [*CORPUS, HARD, ""]]
+
+
+def test_training_twice_gives_the_same_tokenizer(bpe: Tokenizer) -> None:
+    again = train_bpe(CORPUS, vocab_size=400)
+    assert again.fingerprint == bpe.fingerprint
+    assert again.encode(HARD) == bpe.encode(HARD)
+
+
+def test_other_corpus_of_the_same_size_has_another_fingerprint(bpe: Tokenizer) -> None:
+    other = train_bpe([text[::-1] for text in CORPUS], vocab_size=400)
+    assert other.vocab_size == bpe.vocab_size
+    assert other.fingerprint != bpe.fingerprint
+
+
+def test_saved_bpe_loads_from_folder_file_and_gpt2_pair(bpe: Tokenizer, tmp_path: Path) -> None:
+    assert bpe.save(tmp_path) == ["tokenizer.json", "vocab.json", "merges.txt"]
+    pair = load_gpt2_files(tmp_path / "vocab.json", tmp_path / "merges.txt")
+    for loaded in (load_tokenizer(tmp_path), load_tokenizer(tmp_path / "tokenizer.json"), pair):
+        assert loaded.fingerprint == bpe.fingerprint
+        assert loaded.eod_id == bpe.eod_id
+        assert loaded.encode(HARD) == bpe.encode(HARD)
+        assert loaded.decode(loaded.encode(HARD)) == HARD
+    (tmp_path / "tokenizer.json").unlink()
+    assert load_tokenizer(tmp_path).fingerprint == bpe.fingerprint
+
+
+def test_vocabulary_below_the_bytes_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"at least 257 .* got 100"):
+        train_bpe(CORPUS, vocab_size=100)
+
+
+def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no tokenizer in .*tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ConfigError, match=r"no file .*nothing\.json"):
+        load_tokenizer(tmp_path / "nothing.json")
+    with pytest.raises(ConfigError, match=r"--vocab-file: there is no file"):
+        load_gpt2_files(tmp_path / "vocab.json", tmp_path / "merges.txt")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is not a tokenizer"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "t.model").write_bytes(b"no model")
+    with pytest.raises(ConfigError, match=r"t\.model is not a sentencepiece model"):
+        load_tokenizer(tmp_path / "t.model")
+
+
+def test_tokenizer_without_end_of_document_is_refused(tmp_path: Path) -> None:
+    import tokenizers
+
+    vocabulary = {"[UNK]": 0, "a": 1}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="no end-of-document token"):
+        load_tokenizer(tmp_path)
+
+
+def test_sentencepiece_is_lossless_and_saved(tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    trained = train_sentencepiece(CORPUS, vocab_size=350)
+    assert trained.vocab_size == 350
+    assert trained.decode(trained.encode(HARD)) == HARD
+    assert trained.encode_batch(CORPUS[:3]) == [trained.encode(text) for text in CORPUS[:3]]
+    assert trained.save(tmp_path) == ["tokenizer.model"]
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.fingerprint == trained.fingerprint
+    assert loaded.encode(HARD) == trained.encode(HARD)
+    assert trained.eod_id not in trained.encode(HARD)
+
+
+def test_too_little_text_for_sentencepiece_is_refused() -> None:
+    pytest.importorskip("sentencepiece")
+    with pytest.raises(ConfigError, match="30000 tokens"):
+        train_sentencepiece(CORPUS, vocab_size=30_000)
+
+
+def test_absent_sentencepiece_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real_import = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "sentencepiece":
+            raise ModuleNotFoundError(name)
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.delitem(sys.modules, "sentencepiece", raising=False)
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ConfigError, match="pip install sentencepiece"):
+        train_sentencepiece(CORPUS)

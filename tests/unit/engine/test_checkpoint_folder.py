@@ -1,0 +1,151 @@
+"""A checkpoint's folder: damage is named, and a writer killed at any moment leaves the last whole checkpoint."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ds_ext.engine.checkpoint.folder import (
+    MANIFEST,
+    CheckedFile,
+    check_contents,
+    good_checkpoints,
+    open_checkpoint,
+    publish,
+    start_writing,
+)
+from ds_ext.errors import CheckpointError, ConfigError
+from ds_ext.training.preflight import require_checkpoint
+
+
+def write(folder: Path, tag: str, text: str = "weights", make_current: bool = True) -> Path:
+    """A checkpoint of two files."""
+    written, files = start_writing(folder, tag), {}
+    for name in ("a", "b"):
+        with CheckedFile(written / name) as file:
+            file.write((text + name).encode())
+        files[name] = file.record
+    return publish(written, tag, {"files": files, "job": {"tag": tag}}, make_current)
+
+
+def test_the_last_one_is_current_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    for text in ("one", "two"):
+        write(tmp_path, "first", text)
+    made = write(tmp_path, "second")
+    write(tmp_path, "third", make_current=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "latest", "second", "third"]
+    checkpoint, manifest = open_checkpoint(tmp_path)
+    assert checkpoint == made and manifest["job"] == {"tag": "second"}
+    check_contents(checkpoint, manifest)
+    checkpoint, manifest = open_checkpoint(tmp_path, "first")
+    check_contents(checkpoint, manifest)
+    assert (checkpoint / "a").read_text() == "twoa"
+    assert good_checkpoints(tmp_path) == ["first", "second", "third"]
+
+
+DAMAGE = {
+    "missing": (lambda path: (path / "b").unlink(), "b is missing"),
+    "half": (
+        lambda path: (path / "b").write_text("wei"),
+        "b is damaged: it has 3 bytes, and was written with 8",
+    ),
+    "no manifest": (lambda path: (path / MANIFEST).unlink(), f"{MANIFEST} is missing"),
+    "half a manifest": (lambda path: (path / MANIFEST).write_text('{"version"'), f"{MANIFEST} is damaged"),
+    "another manifest": (lambda path: (path / MANIFEST).write_text("[1]"), f"{MANIFEST} is none of"),
+    "changed manifest": (
+        lambda path: (path / MANIFEST).write_text((path / MANIFEST).read_text().replace('"b"', '"c"')),
+        f"{MANIFEST} is damaged: its checksum",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_named_with_the_checkpoints_that_are_whole(tmp_path: Path, damage: str) -> None:
+    for tag in ("step_1", "step_2", "step_3"):
+        write(tmp_path, tag)
+    act, words = DAMAGE[damage]
+    act(tmp_path / "step_3")
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(tmp_path)
+    assert f"{tmp_path / 'step_3'}/{words}" in str(caught.value)
+    assert str(caught.value).endswith(f"into {tmp_path / 'latest'}: step_1, step_2.")
+    with pytest.raises(ConfigError, match=f"--load {tmp_path}: .*step_3/"):
+        require_checkpoint(str(tmp_path))
+    shutil.rmtree(tmp_path / "step_1")
+    (tmp_path / "step_2" / "a").unlink()
+    with pytest.raises(CheckpointError, match="no other checkpoint here: leave --load out"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_changed_byte_is_found_by_the_rank_that_reads_the_file(tmp_path: Path) -> None:
+    made = write(tmp_path, "step_1")
+    (made / "b").write_text("weightsB")
+    checkpoint, manifest = open_checkpoint(tmp_path)
+    check_contents(checkpoint, manifest, share=0, shares=2)
+    with pytest.raises(CheckpointError, match="step_1/b is damaged: its checksum"):
+        check_contents(checkpoint, manifest, share=1, shares=2)
+
+
+def test_what_latest_names_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no checkpoint"):
+        open_checkpoint(tmp_path)
+    write(tmp_path, "step_1")
+    for text, words in (
+        ("step_9\n", "'step_9', which is not there"),
+        ("", "names no checkpoint"),
+        ("../x", "'../x'"),
+    ):
+        (tmp_path / "latest").write_text(text)
+        with pytest.raises(ConfigError, match=words) as caught:
+            open_checkpoint(tmp_path)
+        assert str(caught.value).endswith("latest: step_1.")
+    for tag in ("a/b", "latest", ".hidden", ""):
+        with pytest.raises(ConfigError, match="name of a folder"):
+            start_writing(tmp_path, tag)
+
+
+def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    write(tmp_path, "step_1")
+    start_writing(tmp_path, "step_2")
+    (tmp_path / ".latest.tmp-0123abcd").write_text("step_")
+    (tmp_path / ".step_2.tmp-of-a-user").mkdir()
+    (tmp_path / "step_1").rename(tmp_path / ".step_1.old-0123abcd")  # killed between two renames
+    checkpoint, manifest = open_checkpoint(tmp_path)
+    check_contents(checkpoint, manifest)
+    write(tmp_path, "step_3", make_current=False)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [".step_2.tmp-of-a-user", "latest", "step_1", "step_3"]
+
+
+WRITER = """
+import itertools, sys
+from pathlib import Path
+from tests.unit.engine.test_checkpoint_folder import write
+for number in itertools.count():
+    # Now a new name, now that of the checkpoint that is current.
+    write(Path(sys.argv[1]), f"step_{number // 2 % 5}", f"{number:06}" * 1000)
+    print(number, flush=True)
+"""
+
+
+def test_a_writer_killed_at_random_moments(tmp_path: Path) -> None:
+    moments = random.Random(0)
+    for _ in range(10):
+        words = [sys.executable, "-c", WRITER, str(tmp_path)]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout is not None
+            last = int(writer.stdout.readline())
+            time.sleep(moments.random() * 0.02)
+            writer.send_signal(signal.SIGKILL)
+            last = int((writer.stdout.read().split() or [last])[-1])
+        checkpoint, manifest = open_checkpoint(tmp_path)
+        check_contents(checkpoint, manifest)
+        # The last that was finished, or the one whose end was not told any more.
+        assert int((checkpoint / "a").read_text()[:6]) in (last, last + 1)

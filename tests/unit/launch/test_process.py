@@ -1,0 +1,174 @@
+"""The life of one rank under ds_ext.launch.process, in processes of their own."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from ds_ext.errors import ConfigError, TransportError
+from ds_ext.launch.failure import _headline, _text, lost_peer
+
+ROOT = Path(__file__).parents[3]
+HEAD = "import os, sys, signal, threading, time\nfrom ds_ext.launch import process\nfrom ds_ext.errors import ConfigError\n"
+
+
+def script(body: str) -> str:
+    """A script whose ``main`` is ``body``."""
+    return f"{HEAD}def main():\n{textwrap.indent(textwrap.dedent(body), '    ')}\nprocess.run(main)\n"
+
+
+def start(body: str, interrupt: signal.Handlers = signal.SIG_DFL, /, **env: str) -> subprocess.Popen[str]:
+    """A process that runs ``script(body)``; ``interrupt`` is what its starter does about SIGINT."""
+    kept = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", script(body)],
+        env=kept | {"PYTHONPATH": str(ROOT)} | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, interrupt),
+    )
+
+
+def outcome(body: str, **env: str) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error) of a script."""
+    process = start(body, **env)
+    out, err = process.communicate(timeout=900)
+    return process.returncode, out, err
+
+
+def until_ready(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("pass", (0, "", "")),
+        ("return 3", (3, "", "")),
+        ("sys.exit()", (0, "", "")),
+        ("sys.exit(4)", (4, "", "")),
+        ("sys.exit('no')", (1, "", "no\n")),
+        ("raise ConfigError('N is 3. Use 4.')", (2, "", "error: N is 3. Use 4.\n")),
+        ("import atexit; atexit.register(print, 'bye')", (0, "bye\n", "")),
+        ("sys.stdout = open(1, 'w', closefd=False); sys.stdout.write('kept')", (0, "kept", "")),
+    ],
+)
+def test_exit_code_and_words(body: str, expected: tuple[int, str, str]) -> None:
+    assert outcome(body) == expected
+
+
+def test_exception_keeps_its_traceback() -> None:
+    code, _, err = outcome("{}['key']")
+    assert code == 1
+    assert err.startswith("rank 0 failed.\nTraceback") and err.endswith("KeyError: 'key'\n")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_ends_a_rank_whose_main_thread_is_blocked(number: signal.Signals, code: int) -> None:
+    # The wait goes on after Python's handler has run, as one inside a collective does.
+    with start("print('ready'); lock = threading.Lock(); lock.acquire(); lock.acquire()") as process:
+        until_ready(process)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=900)
+        assert (process.returncode, err) == (code, f"stopped by {number.name}.\n")
+
+
+def test_own_signal_handlers_stay_in_charge() -> None:
+    body = """
+        came = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: came.set())
+        print('ready')
+        while not came.is_set():
+            time.sleep(0.05)
+        time.sleep(1)
+        print('saved')
+    """
+    with start(body) as process:
+        until_ready(process)
+        process.terminate()
+        out, err = process.communicate(timeout=900)
+        assert (process.returncode, out, err) == (0, "saved\n", "")
+
+
+def test_a_background_job_leaves_interrupts_alone() -> None:
+    body = "print('ready'); time.sleep(1); print('done')"
+    with start(body, signal.SIG_IGN) as process:
+        until_ready(process)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=900)
+        assert (process.returncode, out, err) == (0, "done\n", "")
+
+
+def test_forked_child_has_its_own_signals() -> None:
+    body = """
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        time.sleep(0.5)
+        os.kill(child, signal.SIGTERM)
+        print(os.waitpid(child, 0)[1])
+        time.sleep(1)
+    """
+    assert outcome(body) == (0, f"{signal.SIGTERM.value}\n", "")
+
+
+def test_rank_ends_with_its_parent() -> None:
+    rank = script("print('ready', flush=True); time.sleep(600)")
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
+    with subprocess.Popen(
+        [sys.executable, "-c", parent],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        until_ready(process)
+        time.sleep(0.5)
+        process.kill()
+        # The end of the pipe, which the rank holds too, comes when it is gone.
+        process.communicate(timeout=120)
+
+
+def test_rank_that_lets_rank_0_speak_ends_quietly() -> None:
+    body = "print('ready'); raise ConfigError('of all ranks')"
+    with start(body, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1") as process:
+        until_ready(process)
+        time.sleep(0.5)
+        process.terminate()
+        _, err = process.communicate(timeout=900)
+        assert (process.returncode, err) == (2, "")
+
+
+def test_what_is_a_lost_peer_and_what_a_failure_of_its_own() -> None:
+    assert lost_peer(TransportError("rank 0: recv from rank 1: nothing moved", peer=1))
+    assert not lost_peer(TransportError("rank 0: two ranks use the channel in different orders"))
+    assert not lost_peer(ConnectionError("Connection reset by peer"))
+    assert not lost_peer(RuntimeError("the connection of layers 1 and 2 timed out"))
+    assert not lost_peer(KeyError("peer"))
+
+
+def test_own_errors_need_no_traceback() -> None:
+    error = TransportError("rank 0: no room\nsecond line")
+    error.add_note("in F0@1")
+    assert _headline(error) == "TransportError: rank 0: no room"
+    of_gloo = RuntimeError(
+        "[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:5544. GLHF! \N{BEACH WITH UMBRELLA}"
+    )
+    assert _headline(of_gloo) == "RuntimeError: Connection closed by peer [::1]:5544"
+    assert _text(error) == "TransportError: rank 0: no room\nsecond line\nin F0@1"
+    try:
+        raise ValueError("of a user's layer")
+    except ValueError as caught:
+        assert "Traceback" in _text(caught)
+    assert "Traceback" not in _text(ConfigError("x"))

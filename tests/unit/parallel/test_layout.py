@@ -1,0 +1,105 @@
+"""Ranks, groups and DeepSpeed's grid."""
+
+from __future__ import annotations
+
+import pytest
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
+
+from ds_ext.engine.topology import FoldedTopology
+from ds_ext.errors import ConfigError
+from ds_ext.parallel.layout import ParallelLayout, data_parallel_size
+from ds_ext.pipe_schedules.placement import bidirectional_v, linear
+
+
+def test_the_group_table_of_two_by_two_by_two() -> None:
+    """Megatron's and DeepSpeed's order: tensor fastest, then data, then pipeline."""
+    layout = ParallelLayout(linear(2), tensor_parallel_size=2, data_parallel_size=2)
+    assert layout.world_size == 8
+    assert layout.groups() == {
+        "tensor": [[0, 1], [2, 3], [4, 5], [6, 7]],
+        "pipeline": [[0, 4], [1, 5], [2, 6], [3, 7]],
+        "data": [[0, 2], [1, 3], [4, 6], [5, 7]],
+    }
+    assert [layout.coordinates(r)[0] for r in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("sizes", [(4, 1, 1), (2, 3, 2), (1, 2, 4), (4, 2, 2)])
+def test_rank_and_coordinates_are_inverse(sizes: tuple[int, int, int]) -> None:
+    devices, tp, dp = sizes
+    layout = ParallelLayout(linear(devices), tp, dp)
+    assert [layout.rank(*layout.coordinates(r)) for r in range(layout.world_size)] == list(
+        range(layout.world_size)
+    )
+    for groups in layout.groups().values():
+        assert sorted(r for group in groups for r in group) == list(range(layout.world_size))
+
+
+@pytest.mark.parametrize(("devices", "tp", "dp"), [(2, 2, 2), (4, 1, 2), (4, 1, 1), (1, 2, 3), (2, 4, 1)])
+def test_without_replicas_the_topology_is_deepspeeds(devices: int, tp: int, dp: int) -> None:
+    own = FoldedTopology(ParallelLayout(linear(devices), tp, dp))
+    theirs = (
+        PipeModelDataParallelTopology(devices, tp, dp) if tp > 1 else PipeDataParallelTopology(devices, dp)
+    )
+    assert own.mapping == theirs.mapping
+    assert own.get_axis_names() == theirs.get_axis_names()
+    for axis in theirs.get_axis_names():
+        assert own.get_axis_comm_lists(axis) == theirs.get_axis_comm_lists(axis)
+        assert own.get_dim(axis) == theirs.get_dim(axis)
+
+
+def test_mirror_devices_are_data_parallel_ranks() -> None:
+    layout = ParallelLayout(bidirectional_v(4), tensor_parallel_size=1, data_parallel_size=1)
+    assert layout.groups()["mirror"] == [[0, 3], [1, 2]]
+    topology = FoldedTopology(layout)
+    assert (topology.get_dim("pipe"), topology.get_dim("data")) == (2, 2)
+    assert topology.get_axis_comm_lists("data") == [[0, 3], [1, 2]]
+    assert [topology.folded_stage(d) for d in range(4)] == [0, 1, 1, 0]
+    # The home pipe of a device is its data-parallel coordinate.
+    assert [topology.get_coord(r).data for r in range(4)] == [0, 0, 1, 1]
+
+
+def test_mirror_groups_with_tensor_and_data_parallel() -> None:
+    layout = ParallelLayout(bidirectional_v(4), tensor_parallel_size=2, data_parallel_size=2)
+    groups = layout.groups()
+    assert (layout.world_size, layout.folded_data_parallel_size) == (16, 4)
+    assert groups["mirror"] == [[0, 12], [1, 13], [2, 14], [3, 15], [4, 8], [5, 9], [6, 10], [7, 11]]
+    topology = FoldedTopology(layout)
+    assert sorted(topology.get_axis_comm_lists("model")) == sorted(groups["tensor"])
+    # DeepSpeed reduces over a mirror pair and its data-parallel copies at once.
+    assert [sorted(group) for group in topology.get_axis_comm_lists("data")] == [
+        [0, 2, 12, 14],
+        [1, 3, 13, 15],
+        [4, 6, 8, 10],
+        [5, 7, 9, 11],
+    ]
+    # Data-parallel coordinate 2 * data + replica: the samples of a pipe are those of that coordinate.
+    assert [topology.get_coord(layout.rank(d, data, 0)).data for data in (0, 1) for d in (0, 3)] == [
+        0,
+        1,
+        2,
+        3,
+    ]
+    assert sorted(topology.mapping.values()) == list(range(16))
+
+
+def test_what_is_left_of_the_world() -> None:
+    assert data_parallel_size(8, linear(2), 2) == 2
+    assert data_parallel_size(4, bidirectional_v(4), 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("world", "sentence"),
+    [
+        (
+            1,
+            r"1 process cannot hold pipeline_parallel_size 2 x tensor_parallel_size 2: .* multiple of 4. Start 4 proc",
+        ),
+        (
+            6,
+            r"6 processes cannot hold .* Start 4 or 8 processes \(deepspeed --num_gpus 4 \.\.\., or torchrun",
+        ),
+    ],
+)
+def test_worlds_that_do_not_fit(world: int, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        data_parallel_size(world, linear(2), 2)

@@ -1,0 +1,73 @@
+"""What the pages show is what the commands print, and the example of a new schedule works as printed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ds_ext.__main__ import main
+
+ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMAND = re.compile(r"    \$ python -m ds_ext ((?:show|check|simulate|dump) .*)")
+
+
+def shown() -> Iterator[tuple[str, str, str]]:
+    """(page, command, what the page says it prints) of every command that is shown with its output."""
+    for page in PAGES:
+        lines = page.read_text().splitlines()
+        for at, line in enumerate(lines):
+            if found := COMMAND.fullmatch(line):
+                block = lines[at + 1 :]
+                stop = next((i for i, x in enumerate(block) if x and not x.startswith("    ")), len(block))
+                text = "\n".join(x[4:] for x in block[:stop])
+                yield page.name, found[1], text.strip()
+
+
+SHOWN = list(shown())
+
+
+def test_there_is_something_to_compare() -> None:
+    assert {page for page, _, text in SHOWN if text} >= {"schedules.md"}
+
+
+@pytest.mark.parametrize(
+    ("page", "command", "text"), SHOWN, ids=[f"{page}: {command}" for page, command, _ in SHOWN]
+)
+def test_pages_show_what_is_printed(
+    page: str, command: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(shlex.split(command))
+    captured = capsys.readouterr()
+    assert text == (captured.out + captured.err).strip()
+
+
+def test_the_example_of_a_new_schedule(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "add_a_schedule.md").read_text()
+    code = re.search(r"```python\n(.*?)```\n", page, re.DOTALL)
+    assert code is not None and len(code[1].splitlines()) <= 30
+    file = tmp_path / "eager_1f1b.py"
+    file.write_text(code[1])
+    # A process of its own: it registers a schedule.
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, check=True, cwd=ROOT)
+    block = page[code.end() :].split("\n\n")[1]
+    assert block.splitlines() == [f"    {line}" for line in done.stdout.splitlines()]
+
+
+def test_the_example_is_accepted_in_a_json(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "add_a_schedule.md").read_text()
+    (tmp_path / "eager_1f1b.py").write_text(page.split("```python\n")[1].split("```")[0])
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import eager_1f1b\n"
+        "from ds_ext.config.job import load_config\n"
+        "job = load_config({'ds_ext': {'schedule': 'eager_1f1b', 'pipeline_parallel_size': 4}})\n"
+        "print(job.ds_ext.timetable(8).schedule)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "eager_1f1b\n"

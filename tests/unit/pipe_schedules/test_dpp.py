@@ -1,0 +1,280 @@
+"""The policies of the order that is decided at run time, without engine: what they choose, keep, refuse and reach."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import pytest
+
+from ds_ext.config.job import parse_section
+from ds_ext.errors import ConfigError, ScheduleError
+from ds_ext.pipe_schedules import Op, Timetable, get_schedule, timetable
+from ds_ext.pipe_schedules.check.program import check
+from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.list_scheduling.dispatch import AllAtOnce, Work, dispatch
+from ds_ext.pipe_schedules.lower import lower
+from ds_ext.pipe_schedules.methods.dpp import run
+from ds_ext.pipe_schedules.registry import DynamicRules
+from ds_ext.pipe_schedules.simulate import dependencies, peak_stages, simulate
+from tests.selection import select
+
+PLACEMENTS = ["linear", "interleaved", "v", "bidirectional_v"]
+POLICIES = ["breadth", "depth", "group"]
+DPP = get_schedule("dpp")
+ZB = {"placement": "bidirectional_v", "backward": "split", "max_in_flight": 8, "max_activations": 6.0}
+
+
+def rules_of(ranks: int, n: int, options: dict[str, Any]) -> DynamicRules:
+    rules = DPP.rules(ranks, n, options)
+    assert rules is not None
+    return rules
+
+
+def random_case(random: Random) -> tuple[int, int, dict[str, Any]]:
+    """Sizes and options that are possible."""
+    placement = random.choice(PLACEMENTS)
+    ranks, n = (
+        random.choice([2, 4] if placement == "bidirectional_v" else [1, 2, 3, 4]),
+        random.randint(1, 12),
+    )
+    options: dict[str, Any] = {
+        "placement": placement,
+        "policy": random.choice(POLICIES),
+        "backward": random.choice(["whole", "split"]),
+        "max_in_flight": random.choice([0, 2, 3, 5, 8]),
+        "deterministic": random.random() < 0.3,
+    }
+    if not options["deterministic"]:
+        options["max_activations"] = random.choice([0.0, 2.0, 2.5, 4.0])
+        if random.random() < 0.3:
+            sizes = [random.randint(1, 9) for _ in range(DPP.placement(ranks, options).stages)]
+            options["stage_bytes"] = "/".join(map(str, sizes))
+            options["max_bytes"] = random.randint(sum(sizes), 2 * sum(sizes))
+    return ranks, n, options
+
+
+def test_links_of_random_latency_never_stop_a_step() -> None:
+    """Random sizes, options, latencies of links and jitter: every op once, after what it needs, within its memory."""
+    for seed in range(select([10_000], [200])[0]):
+        random = Random(seed)
+        ranks, n, options = random_case(random)
+        links = {
+            (a, b): random.choice([0, 0.5, 3, 20 * random.random()])
+            for a in range(ranks)
+            for b in range(ranks)
+            if a != b
+        }
+        costs = Costs(b=random.random(), comm=random.random(), links=links, jitter=random.random(), seed=seed)
+        rules = rules_of(ranks, n, options)
+        made = Timetable("dpp", rules.placement, n, run(rules, costs))
+        check(lower(made))
+        for device, order in enumerate(made.ranks):
+            assert peak_stages(order) <= rules.room(device), (seed, options)
+            assert len(order) == rules.count(device)
+
+
+def random_run(rules: DynamicRules, random: Random) -> list[list[Op]]:
+    """Any message may be late, and any device slow: at every moment one of what can happen does, by chance."""
+    work = Work(rules.placement, rules.micro_batches, Costs(), rules.split)
+    devices = [rules.device(device) for device in range(rules.placement.ranks)]
+    for op in AllAtOnce(rules.micro_batches).admit():
+        devices[work.device(op)].arrive(op)
+    orders: list[list[Op]] = [[] for _ in devices]
+    under_way: list[Op] = []
+    computing: dict[int, Op] = {}
+    while True:
+        for device, policy in enumerate(devices):
+            if device not in computing and (op := policy.choose()) is not None:
+                computing[device] = op
+                orders[device].append(op)
+        happens: list[Op | int] = [*under_way, *computing]
+        if not happens:
+            return orders
+        event = random.choice(happens)
+        if isinstance(event, Op):
+            under_way.remove(event)
+            devices[work.device(event)].arrive(event)
+            continue
+        op = computing.pop(event)
+        devices[event].done(op)
+        follower = work.next(op)
+        if follower is not None and work.device(follower) == event:
+            devices[event].arrive(follower)
+        elif follower is not None:
+            under_way.append(follower)
+
+
+def test_whatever_overtakes_whatever_every_label_meets_its_activation() -> None:
+    """1,000 runs with arrivals in random order; an op never runs before the very op whose result it takes."""
+    orders = set()
+    for seed in range(1000):
+        random = Random(seed)
+        ranks, n, options = random_case(random)
+        rules = rules_of(ranks, n, options)
+        found = random_run(rules, random)
+        made = Timetable("dpp", rules.placement, n, tuple(map(tuple, found)))
+        # A valid order of all ranks exists: each op comes after exactly its own (stage, micro-batch)'s inputs.
+        check(lower(made))
+        simulate(made)
+        assert all(peak_stages(order) <= rules.room(d) for d, order in enumerate(made.ranks)), (seed, options)
+        if options["deterministic"]:
+            for order in made.ranks:
+                gradients = [(op.stage, op.micro_batch) for op in order if op.kind in "BI"]
+                assert all(
+                    [m for s, m in gradients if s == stage] == sorted(m for s, m in gradients if s == stage)
+                    for stage, _ in gradients
+                )
+        orders.add(made.ranks)
+    assert len(orders) > 800  # of small pipelines many are alike
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_simulation_is_the_run_of_the_policies(placement: str) -> None:
+    """Starts and ends that the simulator finds for the order are those at which the policies chose."""
+    costs = Costs(b=1.3, w=0.8, comm=0.5, jitter=0.3, seed=4)
+    options = {"placement": placement, "backward": "split"}
+    made = DPP.timetable(4, 8, options, costs)
+    rules = rules_of(4, 8, options)
+    work = Work(rules.placement, 8, costs, rules.split, jittered=True)
+    live = dispatch(work, [rules.device(d) for d in range(4)], AllAtOnce(8))
+    assert live is not None and live.orders == made.ranks
+    assert simulate(made, costs).makespan == pytest.approx(live.makespan)
+    spans = {op: (start, end) for row in simulate(made, costs).spans for op, start, end in row}
+    assert all(spans[need][1] <= spans[op][0] for op in spans for need, _ in dependencies(op, made))
+
+
+@pytest.mark.parametrize(
+    ("static", "n", "options", "free", "slow"),
+    [
+        ("1f1b", 8, {}, (33, 33), (41, 36)),
+        ("1f1b", 16, {}, (57, 57), (71, 60)),
+        ("interleaved", 8, {"placement": "interleaved", "policy": "breadth"}, (28.5, 28.5), (35.5, 31.5)),
+        ("interleaved", 16, {"placement": "interleaved"}, (52.5, 52.5), (59.5, 59)),
+        ("bitpipe_zb", 8, ZB, (24.5, 24.5), (30.5, 26.5)),
+        ("bitpipe_zb", 16, ZB, (48.5, 48.5), (58.5, 50.5)),
+    ],
+)
+def test_late_messages_cost_less_than_in_the_static_order(
+    static: str, n: int, options: dict[str, Any], free: tuple[float, float], slow: tuple[float, float]
+) -> None:
+    """The table of docs/dpp.md: time with free links and with messages of half a forward, static and dynamic."""
+    planned = timetable(static, 4, n)
+    for costs, expected in ((Costs(), free), (Costs(comm=0.5), slow)):
+        found = simulate(DPP.timetable(4, n, options, costs), costs)
+        assert (simulate(planned, costs).makespan, found.makespan) == expected
+        assert max(found.peak_activations) <= options.get("max_activations", 8)
+
+
+def test_who_waits_admits_no_more_than_max_in_flight() -> None:
+    made = DPP.timetable(4, 16, {"max_in_flight": 5}, Costs(comm=3.0))
+    assert simulate(made).peak_activations[0] == 5
+    made = DPP.timetable(4, 16, {"placement": "bidirectional_v", "max_in_flight": 3}, Costs(comm=3.0))
+    assert max(simulate(made).peak_activations) <= 3
+
+
+def most_bytes(order: Sequence[Op], sizes: Sequence[float]) -> float:
+    """Most bytes of activations alive at once, from a forward to the end of its backward."""
+    kept = most = 0.0
+    for op in order:
+        kept += sizes[op.stage] * ((op.kind == "F") - (op.kind in "BW"))
+        most = max(most, kept)
+    return most
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_what_is_kept_is_limited_in_bytes(placement: str) -> None:
+    """The last stage's activations take four times the others'; 20 orders by random delays stay within the limit."""
+    options: dict[str, Any] = {"placement": placement, "backward": "split", "max_in_flight": 8}
+    stages = DPP.placement(4, options).stages
+    sizes = [*(10.0,) * (stages - 1), 40.0]
+    limited = {**options, "max_bytes": 110, "stage_bytes": f"10x{stages - 1}/40"}
+    free, within = rules_of(4, 12, options), rules_of(4, 12, limited)
+    most = 0.0
+    for seed in range(20):
+        most = max(most, *(most_bytes(order, sizes) for order in random_run(free, Random(seed))))
+        found = random_run(within, Random(seed))
+        check(lower(Timetable("dpp", within.placement, 12, tuple(map(tuple, found)))))
+        assert max(most_bytes(order, sizes) for order in found) <= 110
+    assert most > 150
+
+
+def test_gradients_that_keep_to_the_plan_are_added_in_its_order() -> None:
+    """A follower that is deterministic computes forwards as they come, and gradients of a stage as planned."""
+    options = {"follow": True, "plan": "bitpipe_zb", "window": 8}
+    planned = timetable("bitpipe_zb", 4, 8)
+
+    def halves(orders: Sequence[Sequence[Op]]) -> list[list[Op]]:
+        """The gradients of every device, stage and kind, in their order."""
+        wanted = [(d, stage, kind) for d in range(4) for stage in range(8) for kind in "IW"]
+        return [[op for op in orders[d] if (op.stage, op.kind) == (s, kind)] for d, s, kind in wanted]
+
+    for deterministic in (False, True):
+        rules = rules_of(4, 8, {**options, "deterministic": deterministic})
+        runs = [random_run(rules, Random(seed)) for seed in range(50)]
+        for orders in runs:
+            check(lower(Timetable("dpp", rules.placement, 8, tuple(map(tuple, orders)))))
+        assert sum(tuple(map(tuple, orders)) != planned.ranks for orders in runs) > 40
+        assert all(halves(orders) == halves(planned.ranks) for orders in runs) == deterministic
+
+
+def test_whole_numbers_may_be_written_as_4e9() -> None:
+    """As JSON and command lines do; a fraction is still none, nor is a limit without the bytes it counts."""
+    given = DPP.resolve_options({"max_bytes": 4e9, "stage_bytes": "1e9x4", "max_in_flight": 8.0})
+    assert [(given[key], type(given[key])) for key in ("max_bytes", "max_in_flight")] == [
+        (4_000_000_000, int),
+        (8, int),
+    ]
+    assert get_schedule("interleaved").placement(4, {"chunks": 3.0}).stages == 12
+    for wrong in (4.5, float("inf"), float("nan"), "4e9", True):
+        with pytest.raises(ScheduleError, match="must be an integer of at least 0; got"):
+            DPP.resolve_options({"max_bytes": wrong})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"max_in_flight": 1, "placement": "bidirectional_v"},
+            r"leaves one of the 2 pipes .* Use at least 2",
+        ),
+        ({"max_activations": 0.5}, r"max_activations 0.5 has no room .* Use at least 1 "),
+        ({"placement": "v", "max_activations": 0.9}, r"each of the 2 stages .* Use at least 1 "),
+        ({"deterministic": True, "max_activations": 4}, r"Lower max_in_flight \(now 8\) instead"),
+        ({"deterministic": "perhaps"}, r"must be true or false; got 'perhaps'"),
+        ({"placement": "w"}, r"one of linear, interleaved, v, bidirectional_v; got 'w'"),
+        ({"window": 2}, r"window 2 has no effect without follow"),
+        ({"plan": "1f1b"}, r"plan '1f1b' has no effect without follow"),
+        (
+            {"follow": True, "plan": "1f1b", "max_in_flight": 4},
+            r"max_in_flight 4 has no effect with the plan",
+        ),
+        ({"follow": True, "plan": "zb_v", "placement": "v"}, r"placement 'v' has no effect with the plan"),
+        ({"follow": True, "plan": "dpp"}, r"has no fixed order to follow"),
+        ({"chunks": 4}, r"chunks 4 has no effect with the placement linear"),
+        ({"stage_bytes": "9x4"}, r"stage_bytes '9x4' has no effect without max_bytes"),
+        (
+            {"max_bytes": 100},
+            r"needs stage_bytes, .* each of the 4 stages; got 0 numbers. Give them as 4e6x4. .* simulate.*docs/dpp.md",
+        ),
+        ({"max_bytes": 100, "stage_bytes": "9x3"}, r"got 3 numbers"),
+        ({"max_bytes": 8, "stage_bytes": "5x3/9"}, r"max_bytes 8 has no room .* at least 9\b"),
+        ({"max_bytes": 99, "stage_bytes": "5x4", "deterministic": True}, r"Lower max_in_flight"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        DPP.timetable(4, 8, options)
+
+
+def test_an_odd_number_of_devices_for_two_pipes() -> None:
+    with pytest.raises(ScheduleError, match=r"needs an even number of stages .*got 3. Use 2 or 4"):
+        DPP.placement(3, {"placement": "bidirectional_v"})
+
+
+def test_a_transport_that_cannot_be_polled() -> None:
+    section = {"schedule": "dpp", "pipeline_parallel_size": 4, "transport": "torch"}
+    with pytest.raises(ConfigError, match=r'gloo reports a finished receive only .* "auto" or "shm"'):
+        parse_section(section).placement()
+    assert parse_section({**section, "transport": "shm"}).placement().stages == 4

@@ -1,0 +1,177 @@
+"""All arrival orders of small pipelines: whatever is late, every micro-batch gets through, within its memory.
+
+The checker explores every state that the devices' policies can come to: a message may arrive, or a device end its
+computation, at any time and in any order.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from heapq import heappop
+from typing import Any
+
+import pytest
+
+from ds_ext.pipe_schedules import Op, Placement, get_schedule
+from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.dpp.policy import Greedy, Rules
+from ds_ext.pipe_schedules.list_scheduling.dispatch import AllAtOnce, Work
+from ds_ext.pipe_schedules.placement import bidirectional_v, linear, looped, v
+
+
+class State:
+    """Devices with what they compute, and messages under way."""
+
+    def __init__(self, work: Work, devices: list[Any]) -> None:
+        self.work, self.devices = work, devices
+        self.busy: list[Op | None] = [None] * len(devices)
+        self.under_way: frozenset[Op] = frozenset()
+        self.done = 0
+
+    def choose(self) -> None:
+        """Every free device takes what its policy chooses."""
+        for device, policy in enumerate(self.devices):
+            if self.busy[device] is None:
+                self.busy[device] = policy.choose()
+
+    def key(self) -> object:
+        """Equal for states from which the same can happen."""
+        return tuple(map(contents, self.devices)), tuple(self.busy), self.under_way
+
+    def successors(self, late: bool) -> list[State]:
+        """What can happen next; if messages are not ``late`` they arrive as soon as they are sent."""
+        found = []
+        for device, op in enumerate(self.busy):
+            if op is None:
+                continue
+            after = self._copy()
+            after.busy[device] = None
+            after.done += 1
+            after.devices[device].done(op)
+            follower = self.work.next(op)
+            if follower is not None:
+                if late and self.work.device(follower) != device:
+                    after.under_way |= {follower}
+                else:
+                    after.devices[self.work.device(follower)].arrive(follower)
+            after.choose()
+            found.append(after)
+        for op in self.under_way:
+            after = self._copy()
+            after.under_way -= {op}
+            after.devices[self.work.device(op)].arrive(op)
+            after.choose()
+            found.append(after)
+        return found
+
+    def _copy(self) -> State:
+        after = copy.copy(self)
+        shared = {id(policy.rules): policy.rules for policy in self.devices}
+        after.devices, after.busy = copy.deepcopy(self.devices, shared), list(self.busy)
+        return after
+
+
+def contents(policy: Any) -> str:
+    """Everything that a policy knows, heaps as sets."""
+    own = {
+        k: sorted(x) if isinstance(x, list) and x and isinstance(x[0], tuple) else x
+        for k, x in vars(policy).items()
+    }
+    own["_sequence"] = vars(own["_sequence"])
+    del own["rules"]
+    return repr(own)
+
+
+def explore(work: Work, devices: list[Any], late: bool, check: Callable[[State], None]) -> tuple[int, bool]:
+    """(states, whether every state without a successor is the end of the step)."""
+    first = State(work, devices)
+    for op in AllAtOnce(work.micro_batches).admit():
+        devices[work.device(op)].arrive(op)
+    first.choose()
+    seen, stack, ends = {first.key()}, [first], True
+    while stack:
+        state = stack.pop()
+        check(state)
+        following = state.successors(late)
+        ends = ends and (bool(following) or state.done == work.ops)
+        for after in following:
+            key = after.key()
+            if key not in seen:
+                seen.add(key)
+                stack.append(after)
+    return len(seen), ends
+
+
+def rules_of(placement: Placement, n: int, **options: Any) -> tuple[Rules, Work]:
+    method = get_schedule("dpp")
+    assert method.dynamic is not None
+    values = method.resolve_options(options)
+    rules = method.dynamic(placement, n, Costs(), values)
+    assert isinstance(rules, Rules)
+    return rules, Work(placement, n, Costs(), rules.split)
+
+
+SMALL = [
+    (linear(2), 4, 2, {}),
+    (linear(3), 3, 2, {}),
+    (linear(3), 2, 2, {"backward": "split"}),
+    (looped(2, 2), 3, 2, {"policy": "breadth"}),
+    (v(2), 3, 2, {"policy": "breadth"}),
+    (v(2), 2, 2, {"policy": "depth", "backward": "split"}),
+    (v(2), 3, 2, {"deterministic": True}),
+    (v(3), 2, 2, {}),
+    (v(2), 4, 4, {"policy": "breadth", "max_activations": 1}),
+    (v(2), 2, 2, {"policy": "breadth", "max_activations": 1.5, "backward": "split"}),
+    (v(3), 3, 3, {"max_activations": 1}),
+    (looped(2, 2), 4, 4, {"policy": "breadth", "max_activations": 1}),
+    (bidirectional_v(2), 4, 4, {"policy": "breadth", "max_activations": 2}),
+    (bidirectional_v(2), 3, 2, {"policy": "breadth"}),
+    (v(2), 4, 4, {"policy": "breadth", "max_bytes": 7, "stage_bytes": "2x3/4"}),
+    (bidirectional_v(2), 2, 2, {"backward": "split", "deterministic": True}),
+]
+
+
+@pytest.mark.parametrize(("placement", "n", "in_flight", "options"), SMALL, ids=str)
+def test_every_arrival_order_ends_within_its_memory(
+    placement: Placement, n: int, in_flight: int, options: dict[str, Any]
+) -> None:
+    rules, work = rules_of(placement, n, max_in_flight=in_flight, **options)
+
+    def within_memory(state: State) -> None:
+        assert all(sum(policy.live.values()) <= rules.room(d) for d, policy in enumerate(state.devices))
+
+    states, ends = explore(work, [rules.device(d) for d in range(placement.ranks)], True, within_memory)
+    assert ends and states > 20
+
+
+class CappedPerRank(Greedy):
+    """The rule that is not safe: every rank refuses forwards beyond a number of live chunks, and nobody admits."""
+
+    def __init__(self, rules: Rules, device: int, cap: int) -> None:
+        super().__init__(rules, device)
+        self.cap = cap
+        self._credits = [rules.micro_batches] * rules.placement.replicas
+
+    def choose(self) -> Op | None:
+        if self._backwards:
+            return self._backward()
+        if self._forwards and sum(self.live.values()) < self.cap:
+            op = heappop(self._forwards)[1]
+            self.live[self._stage(op)] += 1
+            return op
+        return None
+
+
+@pytest.mark.parametrize(
+    ("placement", "n", "cap"), [(v(2), 4, 2), (v(2), 5, 3), (bidirectional_v(2), 4, 2)], ids=str
+)
+def test_a_cap_on_live_chunks_of_each_rank_deadlocks(placement: Placement, n: int, cap: int) -> None:
+    """A device fills up with first chunks, whose micro-batches can only come back through its second."""
+    rules, work = rules_of(placement, n, policy="breadth")
+    devices: Sequence[Any] = [CappedPerRank(rules, d, cap) for d in range(placement.ranks)]
+    assert not explore(work, list(devices), True, lambda state: None)[1]
+    # The same cap, with a place left for every stage, does not.
+    if cap >= len(placement.chunks[0]):
+        safe, work = rules_of(placement, n, policy="breadth", max_in_flight=n, max_activations=cap / 2)
+        assert explore(work, [safe.device(d) for d in range(placement.ranks)], True, lambda state: None)[1]

@@ -1,0 +1,76 @@
+"""Grids as text."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ds_ext.pipe_schedules import Op, Timetable, timetable
+from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.draw.grid import order_grid, time_grid
+from ds_ext.pipe_schedules.placement import linear
+from ds_ext.pipe_schedules.simulate import simulate
+
+
+def test_labels_in_full() -> None:
+    assert time_grid(simulate(timetable("1f1b", 2, 2)), labels="op").splitlines() == [
+        "rank 0  F0@0 F1@0 .    .    B0@0----- .    B1@0-----",
+        "rank 1  .    F0@1 B0@1----- F1@1 B1@1----- .    .",
+    ]
+
+
+def test_columns_are_time() -> None:
+    """Every mark stands at its start, also when durations are no multiples of each other."""
+    simulation = simulate(timetable("bitpipe", 4, 8), Costs(f=1, b=1.1, w=0.4, comm=0.05))
+    lines = time_grid(simulation, labels="op").splitlines()
+    scale = max(len(line) for line in lines) - len("rank 0  ")
+    for line, spans in zip(lines, simulation.spans, strict=True):
+        for op, start, _ in spans:
+            column = line.index(str(op)) - len("rank 0  ")
+            assert abs(column / scale - start / simulation.makespan) < 0.04
+
+
+def test_split_backwards_and_free_computations() -> None:
+    order = ((Op("F", 0, 0), Op("I", 0, 0), Op("W", 0, 0)),)
+    made = Timetable("split", linear(1), 1, order)
+    assert time_grid(simulate(made)) == "rank 0  0  0' 0\""
+    assert time_grid(simulate(made, Costs(w=0))) == "rank 0  0  0'"
+    assert time_grid(simulate(made, Costs(0, 0, 0))) == order_grid(made)
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e-3, 1e9])
+def test_the_unit_of_time_does_not_matter(scale: float) -> None:
+    made = timetable("bitpipe", 4, 8)
+    scaled = Costs(scale, 1.2 * scale, 0.8 * scale, 0.1 * scale)
+    assert time_grid(simulate(made, scaled)) == time_grid(simulate(made, Costs(1, 1.2, 0.8, 0.1)))
+
+
+def test_colors_do_not_move_anything() -> None:
+    simulation = simulate(timetable("bitpipe", 4, 4))
+    painted = time_grid(simulation, color=True)
+    codes = set(re.findall(r"\x1b\[([\d;]*)m", painted))
+    assert codes == {"0", "36", "33", "36;7", "33;7"}  # a colour a pipe, backwards reversed
+    assert re.sub(r"\x1b\[[\d;]*m", "", painted) == time_grid(simulation)
+
+
+def test_rank_numbers_are_aligned() -> None:
+    lines = time_grid(simulate(timetable("gpipe", 11, 1))).splitlines()
+    assert lines[0].startswith("rank  0  0") and lines[10].startswith("rank 10  .")
+
+
+def test_timetables_too_long_for_a_picture_are_drawn_step_by_step() -> None:
+    made = timetable("1f1b", 2, 1024)
+    assert time_grid(simulate(made)) == order_grid(made)
+
+
+def test_the_window_around_an_op() -> None:
+    made = timetable("gpipe", 2, 12)
+    step = made.ranks[1].index(Op("B", 1, 3))
+    assert order_grid(made, rank=1, step=step, around=2).splitlines() == [
+        "step    13    14    15    16    17",
+        "rank 0  B1@0  B2@0  B3@0  B4@0  B5@0",
+        "rank 1  B1@1  B2@1  B3@1  B4@1  B5@1   <-- ERROR HERE",
+        "                    ^^^^",
+        "        (steps 13..17 of 24)",
+    ]

@@ -1,0 +1,249 @@
+"""The HTML page and the SVG picture, without a browser; tests/browser opens the page in one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_ext.errors import ScheduleError
+from ds_ext.pipe_schedules import SCHEDULES, Op, Timetable, timetable
+from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.draw.page import html, svg
+from ds_ext.pipe_schedules.draw.svg import (
+    DARK,
+    DRAWN,
+    KINDS,
+    LIGHT,
+    ON_DARK,
+    Theme,
+    axis_title,
+    nice_step,
+    visits,
+)
+from ds_ext.pipe_schedules.placement import bidirectional_v, linear, looped
+from ds_ext.pipe_schedules.simulate import Simulation, simulate
+
+SVG = "{http://www.w3.org/2000/svg}"
+SPLIT = Timetable("split", linear(1), 1, ((Op("F", 0, 0), Op("I", 0, 0), Op("W", 0, 0)),))
+
+
+def data_of(page: str) -> list[dict]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found
+    return json.loads(found[1])
+
+
+def numbers_of(text: str) -> Iterator[int]:
+    """To the base 30, digits from ``=``, the last one of a number from ``]``."""
+    number = 0
+    for sign in text:
+        number = number * 30 + (ord(sign) - 61) % 32
+        if sign >= "]":
+            yield number
+            number = 0
+
+
+def spans_of(plot: dict) -> list[list[tuple[Op, float, float]]]:
+    """What page.js makes of the data."""
+    rows = []
+    for text in plot["rows"]:
+        row, time, last = [], 0.0, {kind: (0, 0) for kind in DRAWN}
+        for word in (plot["words"][number] for number in numbers_of(text)):
+            if not isinstance(word, list):
+                time += word
+                continue
+            number, stages, micro_batches, duration = word
+            kind = DRAWN[number]
+            stage, m = last[kind] = (last[kind][0] + stages, last[kind][1] + micro_batches)
+            row.append((Op(kind, stage, m), time, time + duration))
+            time += duration
+        rows.append(row)
+    return rows
+
+
+def assert_has_everything(plot: dict, simulation: Simulation) -> None:
+    assert [[op for op, _, _ in row] for row in spans_of(plot)] == list(map(list, simulation.timetable.ranks))
+    for drawn, spans in zip(spans_of(plot), simulation.spans, strict=True):
+        for (_, start, end), (_, wanted_start, wanted_end) in zip(drawn, spans, strict=True):
+            assert (start, end) == pytest.approx((wanted_start, wanted_end), rel=1e-6, abs=1e-12)
+
+
+TIMES = st.floats(1e-6, 1e6)
+
+
+@given(
+    st.sampled_from(["1f1b", "interleaved", "bitpipe", "zb_h1"]),
+    st.builds(Costs, TIMES, TIMES, TIMES, TIMES, jitter=st.sampled_from([0.0, 0.5])),
+)
+def test_the_page_has_every_computation_with_its_times(name: str, costs: Costs) -> None:
+    simulation = simulate(timetable(name, 4, 8), costs)
+    (plot,) = data_of(html([simulation]))
+    assert_has_everything(plot, simulation)
+    assert plot["pipe"] == [simulation.timetable.pipe(m) for m in range(8)]
+
+
+LARGEST = [(name, {}) for name in sorted(SCHEDULES)] + [
+    ("interleaved", {"chunks": 8}),
+    ("bitpipe_zb", {"waves": 4}),
+    ("bitpipe", {"mode": "greedy"}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), LARGEST, ids=str)
+def test_the_page_is_small(name: str, options: dict[str, object]) -> None:
+    simulation = simulate(timetable(name, 8, 32, **options))
+    page = html([simulation])
+    assert len(page.encode()) <= 60_000
+    assert_has_everything(data_of(page)[0], simulation)
+
+
+@pytest.mark.parametrize("name", ["interleaved", "bitpipe_zb"])
+def test_the_page_is_small_at_costs_that_are_no_round_numbers(name: str) -> None:
+    costs = Costs(1, 1.234567, 0.87654321, 0.0123456)
+    options = {"chunks": 8} if name == "interleaved" else {"waves": 4}
+    made = timetable(name, 8, 32, **options)
+    assert len(html([simulate(made, costs)]).encode()) <= 60_000
+
+
+def test_the_page_has_the_table_of_a_comparison() -> None:
+    page = html([simulate(timetable("1f1b", 2, 2))], [("schedule", "memory"), ("<mine>", "3 GB")], ["a & b"])
+    found = re.search(r"<table>.*</table>\n(.*)", page, re.DOTALL)
+    assert found
+    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in found[0].split("<tr>")[1:]]
+    assert rows == [["schedule", "memory"], ["&lt;mine&gt;", "3 GB"]]
+    assert found[1].startswith("<p>a &amp; b</p>")
+    assert "<table>" not in html([simulate(timetable("1f1b", 2, 2))])
+
+
+@pytest.mark.parametrize("costs", [Costs(0, 0, 0), Costs(0, 0, 0, 1)], ids=["nothing", "messages"])
+def test_pictures_of_computations_that_take_no_time(costs: Costs) -> None:
+    simulation = simulate(timetable("bitpipe", 2, 2), costs)
+    (plot,) = data_of(html([simulation]))
+    assert_has_everything(plot, simulation)
+    assert len(boxes(simulation)) == 16
+    assert {box.attrib["width"] for box in boxes(simulation).values()} == {"0"}
+
+
+def test_the_page_needs_nothing_else() -> None:
+    page = html([simulate(timetable("bitpipe", 4, 8))])
+    assert not re.search(r"https?:|//\w+\.\w|@import|url\(|\bsrc=", page)
+    assert re.findall(r"<link [^>]*>", page) == ['<link rel="icon" href="data:,">']
+
+
+def test_the_page_says_what_it_costs() -> None:
+    simulations = [simulate(timetable(name, 4, 4)) for name in ("1f1b", "bitpipe")]
+    page = html(simulations)
+    assert "<title>1f1b, bitpipe</title>" in page
+    for simulation in simulations:
+        peaks = " ".join(f"{peak:g}" for peak in simulation.peak_activations)
+        assert f"<dt>makespan</dt><dd>{simulation.makespan:g}</dd>" in page
+        assert f"<dt>bubble</dt><dd>{simulation.bubble:.1%}</dd>" in page
+        assert f"<dt>peak activations</dt><dd>{peaks}</dd>" in page
+    assert page.count("<canvas ") == 2
+    assert "<dt>peak activations</dt><dd>1 to 20</dd>" in html([simulate(timetable("1f1b", 20, 40))])
+
+
+def test_the_legend_has_what_occurs() -> None:
+    def legend(*made: Timetable) -> str:
+        found = re.search(r'<ul class="legend".*?</ul>', html([simulate(m) for m in made]))
+        assert found
+        return re.sub(r"<[^>]*>", " ", found[0])
+
+    assert legend(timetable("1f1b", 2, 2)).split() == ["forward", "backward", "waiting"]
+    assert "input gradient" in legend(SPLIT) and "backward" not in legend(SPLIT)
+    both = legend(timetable("bitpipe", 2, 2), SPLIT)
+    assert "pipe 0" in both and "pipe 1" in both and "later stage" in both and "weight gradient" in both
+
+
+def test_names_from_files_are_text() -> None:
+    name = "</script><b>&\"'"
+    simulation = simulate(Timetable(name, linear(1), 1, ((Op("F", 0, 0),),)))
+    assert "<b>&" not in html([simulation])
+    heading = ElementTree.fromstring(svg(simulation)).find(f"{SVG}text[@class='name']")
+    assert heading is not None and heading.text == name
+
+
+def test_a_page_of_nothing_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="at least one timetable"):
+        html([])
+
+
+def boxes(simulation: Simulation) -> dict[str, ElementTree.Element]:
+    """The box of every computation in the picture."""
+    found = {}
+    for box in ElementTree.fromstring(svg(simulation)).iter(f"{SVG}rect"):
+        tip = box.find(f"{SVG}title")
+        if tip is not None:
+            assert tip.text
+            found[tip.text.split(":")[0]] = box
+    return found
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "bitpipe"])
+def test_the_picture_is_to_scale(name: str) -> None:
+    simulation = simulate(timetable(name, 4, 8), Costs(1, 1.2, 0.8, 0.1))
+    drawn = boxes(simulation)
+    assert len(drawn) == sum(map(len, simulation.timetable.ranks))
+    left = float(drawn["F0@0"].attrib["x"])
+    op, start, _ = max((span for spans in simulation.spans for span in spans), key=lambda span: span[1])
+    scale = (float(drawn[str(op)].attrib["x"]) - left) / start
+    tops = set()
+    for spans in simulation.spans:
+        (top,) = {drawn[str(op)].attrib["y"] for op, _, _ in spans}
+        tops.add(top)
+        for op, start, end in spans:
+            box = drawn[str(op)].attrib
+            assert float(box["x"]) == pytest.approx(left + start * scale, abs=0.02)
+            assert float(box["width"]) == pytest.approx((end - start) * scale - 1, abs=0.02)
+            assert box["class"] == f"{op.kind}{simulation.timetable.pipe(op.micro_batch)}"
+    assert len(tops) == 4
+
+
+def test_the_axis_is_in_forwards() -> None:
+    made = timetable("bitpipe", 4, 4)
+    assert axis_title(simulate(made)) == "time, in forwards of 1/4 of the model"
+    assert axis_title(simulate(made, Costs(f=2.5))) == "time (a forward of 1/4 of the model takes 2.5)"
+    assert axis_title(simulate(timetable("gpipe", 1, 1))) == "time, in forwards of the model"
+
+
+@given(st.floats(1e-6, 1e9))
+def test_ticks_are_at_round_numbers(least: float) -> None:
+    step = nice_step(least)
+    assert least <= step * (1 + 1e-9) and step <= least * 2.5 * (1 + 1e-9)
+    assert f"{step:.0e}"[0] in "125" and step == pytest.approx(float(f"{step:.0e}"))
+
+
+def test_visits_count_per_pipe() -> None:
+    assert visits(linear(2)) == {(0, 0): (0, 1), (1, 0): (0, 1)}
+    assert [visits(looped(2, 3))[stage, 0] for stage in range(6)] == [(i // 2, 3) for i in range(6)]
+    both = visits(bidirectional_v(2))
+    assert [both[stage, 1][0] for stage in range(4)] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK])
+def test_colors_can_be_read_and_told_apart(theme: Theme) -> None:
+    """WCAG contrast of text at least 4.5, and the kinds differ in lightness alone, for every pipe."""
+    for colors in theme.kinds:
+        for kind, fill in zip(KINDS, colors, strict=True):
+            assert contrast(theme.inverse if kind in ON_DARK else theme.text, fill) >= 4.5, fill
+        assert all(contrast(a, b) >= 1.35 for a, b in itertools.combinations(colors, 2)), colors
+    assert contrast(theme.muted, theme.paper) >= 4.5
+
+
+def luminance(color: str) -> float:
+    """WCAG 2.2, relative luminance."""
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)

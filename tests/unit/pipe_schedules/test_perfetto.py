@@ -1,0 +1,59 @@
+"""Simulations as Chrome traces."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from ds_ext.pipe_schedules import timetable
+from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.draw.perfetto import chrome_trace
+from ds_ext.pipe_schedules.simulate import simulate
+
+
+def events(trace: dict[str, Any], phase: str) -> list[dict[str, Any]]:
+    return [event for event in trace["traceEvents"] if event["ph"] == phase]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "interleaved", "bitpipe"])
+def test_spans_are_the_simulation(name: str) -> None:
+    simulation = simulate(timetable(name, 4, 8), Costs(1, 1.2, 0.8, 0.1))
+    trace: dict[str, Any] = json.loads(json.dumps(chrome_trace(simulation, unit_us=500)))
+    found = {event["name"]: event for event in events(trace, "X")}
+    assert len(found) == sum(map(len, simulation.timetable.ranks))
+    for rank, spans in enumerate(simulation.spans):
+        for op, start, end in spans:
+            event = found[str(op)]
+            assert (event["pid"], event["tid"]) == (rank, 0)
+            assert (event["ts"], event["ts"] + event["dur"]) == pytest.approx((start * 500, end * 500))
+            pipe = simulation.timetable.pipe(op.micro_batch)
+            assert event["args"] == {"micro_batch": op.micro_batch, "stage": op.stage, "pipe": pipe}
+
+
+def test_ranks_and_threads_have_names() -> None:
+    trace: dict[str, Any] = chrome_trace(simulate(timetable("1f1b", 2, 2)))
+    names = [(e["pid"], e["name"], e["args"].get("name")) for e in events(trace, "M")]
+    for rank in range(2):
+        assert (rank, "process_name", f"rank {rank}") in names
+        assert (rank, "thread_name", "compute") in names
+    assert trace["otherData"]["schedule"] == "1f1b" and trace["otherData"]["makespan"] == 9
+
+
+@pytest.mark.parametrize("name", ["1f1b", "bitpipe"])
+def test_an_arrow_a_message(name: str) -> None:
+    """From inside the span of what is sent to the beginning of what needs it, on two ranks."""
+    simulation = simulate(timetable(name, 4, 4), Costs(comm=0.25))
+    trace: dict[str, Any] = chrome_trace(simulation)
+    spans = {event["name"]: event for event in events(trace, "X")}
+    starts = {event["id"]: event for event in events(trace, "s")}
+    ends = {event["id"]: event for event in events(trace, "f")}
+    assert len(starts) == len(ends) == simulation.messages
+    for number, leaves in starts.items():
+        arrives = ends[number]
+        source, target = (spans[part] for part in leaves["name"].split(" -> "))
+        assert (leaves["name"], leaves["cat"]) == (arrives["name"], arrives["cat"])
+        assert leaves["pid"] == source["pid"] != target["pid"] == arrives["pid"]
+        assert source["ts"] < leaves["ts"] < source["ts"] + source["dur"]
+        assert arrives["ts"] == target["ts"] and arrives["bp"] == "e"

@@ -1,0 +1,39 @@
+"""Placements that a schedule's author makes: pipes must make replicas of each other's devices."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_ext.errors import ScheduleError
+from ds_ext.pipe_schedules import Op, Placement, Timetable
+from ds_ext.pipe_schedules.check.program import check
+from ds_ext.pipe_schedules.lower import lower
+from ds_ext.pipe_schedules.methods.one_f_one_b import one_f_one_b
+from ds_ext.pipe_schedules.placement import bidirectional_v
+from ds_ext.pipe_schedules.registry import Schedule
+
+PARALLEL = Placement(((0, 1), (0, 1)))
+REASON = (
+    r"mine: devices that hold the same stages must be as many as there are pipes, .*; there are 2 pipes, and "
+    r"exactly the stages \[0\] are held by 1 \(0\)\. Let the pipes run over the devices in opposite directions\."
+)
+
+
+def order_of(rank: int) -> tuple[Op, ...]:
+    return tuple(Op(kind, rank, m) for m in (0, 1) for kind in "FB")
+
+
+def test_two_pipes_over_the_same_devices_are_refused() -> None:
+    made = Timetable("mine", PARALLEL, 2, (order_of(0), order_of(1)))
+    with pytest.raises(ScheduleError, match=REASON):
+        lower(made)
+    with pytest.raises(ScheduleError, match=REASON):
+        Schedule("mine", one_f_one_b, lambda ranks: PARALLEL).placement(2)
+
+
+def test_opposite_pipes_are_fine() -> None:
+    opposite = Placement(((0, 1), (1, 0)))
+    orders = tuple(tuple(Op(k, s, m) for m, s in ((0, r), (1, 1 - r)) for k in "FB") for r in (0, 1))
+    assert opposite.replica_groups == ((0, 1),)
+    assert check(lower(Timetable("mine", opposite, 2, orders))).messages == 4
+    assert bidirectional_v(4).replica_groups == ((0, 3), (1, 2))

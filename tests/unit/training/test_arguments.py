@@ -1,0 +1,213 @@
+"""Flags, the JSON's "train" object, and what happens when they disagree."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_ext.config.job import JobConfig
+from ds_ext.errors import ConfigError
+from ds_ext.training.arguments import build_parser, parse
+from ds_ext.training.megatron_flags import REFUSED_FLAGS, refusal
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    def parsed(config: dict[str, Any], *flags: str) -> tuple[argparse.Namespace, JobConfig]:
+        path = tmp_path / "job.json"
+        path.write_text(json.dumps({"train_batch_size": 8} | config))
+        return parse("train_gpt.py", ["--deepspeed_config", str(path), *flags])
+
+    return parsed
+
+
+def test_a_flag_wins_over_train_and_train_over_the_default(run: Any) -> None:
+    train = {"num_layers": 4, "hidden_size": 64, "data_path": "0.3 a 0.7 b", "hidden_dropout": 0}
+    args, job = run({"ds_ext": {"train": train}}, "--hidden-size", "32")
+    assert (args.num_layers, args.hidden_size, args.seq_length) == (4, 32, 128)
+    assert args.data_path == ["0.3", "a", "0.7", "b"]
+    assert args.hidden_dropout == 0
+    assert job.path.endswith("job.json")
+    assert run({"ds_ext": {"train": {"data_path": ["a b", "c"]}}})[0].data_path == ["a b", "c"]
+
+
+def test_flags_fill_in_the_json(run: Any) -> None:
+    sizes = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 3 --micro-batch-size 2"
+    _, job = run({}, "--schedule", "interleaved", *sizes.split(), "--lr", "0.5", "--clip-grad", "2")
+    section = job.ds_ext
+    assert section.schedule == "interleaved"
+    assert (section.pipeline_parallel_size, section.tensor_parallel_size) == (2, 3)
+    assert job.deepspeed["optimizer"] == {"params": {"lr": 0.5}}
+    assert (job.deepspeed["gradient_clipping"], job.deepspeed["train_micro_batch_size_per_gpu"]) == (2, 2)
+    assert run({}, "--enable-bitpipe-schedule")[1].ds_ext.schedule == "bitpipe"
+    # Saying the same twice is no contradiction.
+    assert run({"ds_ext": {"schedule": "bitpipe"}}, "--enable-bitpipe-schedule", "--schedule", "bitpipe")[
+        1
+    ].ds_ext
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "sentence"),
+    [
+        (
+            {"ds_ext": {"schedule": "1f1b"}},
+            ["--enable-bitpipe-schedule"],
+            r"--enable-bitpipe-schedule contradicts \"ds_ext.schedule\": '1f1b' of .*job\.json. Change one of the two, "
+            r"or leave the key \"schedule\" out of the JSON\.",
+        ),
+        (
+            {"ds_ext": {"pipeline_parallel_size": 4}},
+            ["--pipeline-model-parallel-size", "2"],
+            r"--pipeline-model-parallel-size 2 contradicts \"ds_ext.pipeline_parallel_size\": 4 of .*job\.json",
+        ),
+        ({}, ["--global-batch-size", "16"], r"--global-batch-size 16 contradicts \"train_batch_size\": 8"),
+        (
+            {},
+            ["--schedule", "gpipe", "--enable-bitpipe-schedule"],
+            r"contradicts \"ds_ext.schedule\": 'gpipe' of --schedule gpipe\. Leave one of the two out\.",
+        ),
+        (
+            {"optimizer": {"params": {"betas": [0.9, 0.95]}}},
+            ["--adam-beta1", "0.8"],
+            r"--adam-beta1 0.8 contradicts \"optimizer.params.betas\": \[0.9, 0.95\] of .*job\.json",
+        ),
+        ({"bf16": {"enabled": False}}, ["--bf16"], r"--bf16 contradicts \"bf16.enabled\": False of"),
+        ({"bf16": {"enabled": True}}, ["--fp16"], r"\"bf16\" and \"fp16\" are both enabled"),
+        (
+            {"ds_ext": {"sequence_parallel": False}},
+            ["--sequence-parallel"],
+            r"--sequence-parallel contradicts \"ds_ext.sequence_parallel\": False of",
+        ),
+        ({"optimizer": {"params": 3}}, ["--adam-beta1", "1"], r"\"optimizer.params\" must be an object in"),
+        ({"optimizer": None}, ["--lr", "1"], r"\"optimizer\" must be an object in .*job\.json"),
+        ({}, ["--node-ips", "10.0.0.1,node7"], r"transport_options.node_ips: .*'node7' is no IPv4 or IPv6"),
+    ],
+)
+def test_contradictions(run: Any, config: dict[str, Any], flags: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        run(config, *flags)
+
+
+@pytest.mark.parametrize(
+    ("train", "sentence"),
+    [
+        (
+            {"num_layer": 4},
+            r"no key 'num_layer' \(did you mean 'num_layers'\?\); its keys: attention_dropout, ",
+        ),
+        ({"schedule": "gpipe"}, r"no key 'schedule'"),
+        ({"num_layers": "4"}, r"num_layers must be int; got '4'"),
+        ({"num_layers": 4.0}, r"num_layers must be int; got 4.0"),
+        ({"num_layers": True}, r"num_layers must be int; got True"),
+        ({"hidden_dropout": "none"}, r"hidden_dropout must be float; got 'none'"),
+        ({"save": 3}, r"save must be str; got 3"),
+        (
+            {"recompute_granularity": "half"},
+            r"recompute_granularity must be one of none, selective, full; got 'half'",
+        ),
+    ],
+)
+def test_wrong_keys_and_types_in_train(run: Any, train: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        run({"ds_ext": {"train": train}})
+
+
+def test_flags_that_do_not_exist(run: Any) -> None:
+    for words in (["--num-layer", "4"], ["--num-layer=4"], ["--save", "x", "--num-layer", "4", "--lrr", "1"]):
+        with pytest.raises(
+            ConfigError, match=r"argument --num-layer \(did you mean --num-layers\?\)\. `python"
+        ):
+            run({}, *words)
+    with pytest.raises(ConfigError, match=r"unrecognized argument --zzz\. `python"):
+        run({}, "--zzz")
+    with pytest.raises(ConfigError, match=r"unrecognized argument stray\. `python"):
+        run({}, "stray")
+
+
+def test_optimizer_and_precision_flags_fill_in_the_json(run: Any) -> None:
+    numbers = "--weight-decay 0 --adam-beta1 0.8 --adam-beta2 0.95 --adam-eps 1e-6"
+    _, job = run({}, *numbers.split(), "--bf16")
+    assert job.deepspeed["optimizer"] == {"params": {"weight_decay": 0, "betas": [0.8, 0.95], "eps": 1e-6}}
+    assert job.deepspeed["bf16"] == {"enabled": True}
+    assert run({}, "--fp16")[1].deepspeed["fp16"] == {"enabled": True}
+    assert job.flags["optimizer.params.betas"] == "--adam-beta1 0.8 --adam-beta2 0.95"
+    # One alone leaves the other as it is.
+    assert run({}, "--adam-beta2", "0.95")[1].deepspeed["optimizer"]["params"]["betas"] == [0.9, 0.95]
+    said = {"optimizer": {"params": {"betas": [0.7, 0.95]}}}
+    assert run(said, "--adam-beta1", "0.7")[1].deepspeed["optimizer"] == said["optimizer"]
+
+
+def test_the_version_needs_no_json(capsys: pytest.CaptureFixture[str]) -> None:
+    import deepspeed
+    import torch
+
+    import ds_ext
+
+    with pytest.raises(SystemExit) as stop:
+        parse("train_gpt.py", ["--version"])
+    assert stop.value.code == 0
+    versions = f"ds_ext {ds_ext.__version__}, deepspeed {deepspeed.__version__}, torch {torch.__version__}\n"
+    assert capsys.readouterr().out == versions
+
+
+def test_the_version_is_no_key_of_train(run: Any) -> None:
+    with pytest.raises(ConfigError, match=r"no key 'version'"):
+        run({"ds_ext": {"train": {"version": "1"}}})
+
+
+def test_the_tokenizers_two_names(run: Any) -> None:
+    for flag in ("--tokenizer", "--tokenizer-model"):
+        assert (
+            run({}, flag, "t.model", "--tokenizer-type", "SentencePieceTokenizer")[0].tokenizer == "t.model"
+        )
+    with pytest.raises(ConfigError, match=r"--tokenizer-type: invalid choice: 'NullTokenizer' \(choose from"):
+        run({}, "--tokenizer-type", "NullTokenizer")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--recompute-num-layers 2", r"use --recompute-interval K"),
+        ("--recompute-method uniform", r"use --recompute-interval K"),
+        ("--recompute-activations", r"use --recompute-granularity selective"),
+        (
+            "--min-lr=1e-5",
+            r"--min-lr is a flag of Megatron's .* \"scheduler\" .*\"cos_min_ratio\" = min-lr / lr\.",
+        ),
+        ("--lr-decay-style cosine", r"\"type\": \"WarmupCosineLR\""),
+        ("--lr-warmup-iters 10", r"\"warmup_num_steps\": steps"),
+        ("--num-workers 2", r"without worker processes; leave it out"),
+        ("--no-masked-softmax-fusion", r"scaled_dot_product_attention .* leave it out"),
+        ("--train-samples 100", r"use --train-iters"),
+    ],
+)
+def test_flags_of_megatrons_are_refused_with_the_way_out(run: Any, words: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        run({}, *words.split())
+
+
+def test_a_flag_that_is_taken_is_never_refused() -> None:
+    """And what a refusal tells to use is there."""
+    taken = set(build_parser("x")._option_string_actions)
+    sentences = {flag: refusal(flag) for flag in taken}
+    assert not any(sentences.values()), sentences
+    for flag in REFUSED_FLAGS:
+        named = re.findall(r"(?<![\w-])--[a-z][a-z-]+", str(refusal(f"--{flag}")).partition(": ")[2])
+        assert set(named) <= taken, flag
+
+
+def test_megatrons_keys_in_train_get_the_same_sentence(run: Any) -> None:
+    with pytest.raises(ConfigError, match=r"no key 'recompute_num_layers': .* use --recompute-interval K"):
+        run({"ds_ext": {"train": {"recompute_num_layers": 2}}})
+
+
+def test_flags_of_other_systems_name_schedules(run: Any) -> None:
+    sizes = {"ds_ext": {"pipeline_parallel_size": 2}}
+    for flag, name in (("--use-dpp", "dpp"), ("--forward-backward-disaggregating", "fbd")):
+        settings = run(sizes, flag)[1].ds_ext
+        assert settings.schedule == name and settings.placement().stages >= 2

@@ -1,0 +1,188 @@
+"""What can be found wrong before anything is launched is found then; what is only odd is said."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ds_ext
+from ds_ext.errors import ConfigError
+from ds_ext.training import fbd_hosts
+from ds_ext.training.job import Plan, describe
+from ds_ext.training.setup import plan_job
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """planned("dpp", {"trace": ...}, flags...): what --dry-run plans for configs/dpp.json with that section."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(name: str, section: dict[str, Any] | None, *flags: str, **keys: Any) -> Plan:
+        job = json.loads((ROOT / "configs" / f"{name}.json").read_text()) | keys
+        job["ds_ext"] |= section or {}
+        if section is None:
+            del job["ds_ext"]
+        given = {key: value for key, value in job.items() if value is not None}
+        (tmp_path / "job.json").write_text(json.dumps(given))
+        words = ["--deepspeed_config", "job.json", "--dry-run", *flags]
+        return plan_job("train_gpt.py", words, "gpt")[1]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "sentence"),
+    [
+        (
+            "dpp",
+            {"schedule_options": {"record": "no/order.json"}},
+            r'"schedule_options": record no/order.json: the folder no does not exist. Make it with `mkdir -p no`',
+        ),
+        (
+            "dpp",
+            {"schedule_options": {"record": "."}},
+            r"record \. is a folder. Give the name of a file in it",
+        ),
+        (
+            "dpp",
+            {"schedule_options": {"record": "job.json/x.txt"}},
+            r"cannot write to job.json: .* is a file",
+        ),
+        ("dpp", {"trace": {"dir": "job.json/traces"}}, r"trace.dir: cannot write to .*job.json is a file"),
+        (
+            "dpp",
+            {"trace": {"steps": "10:20"}},
+            r"trace.steps '10:20' without trace.dir: no step is traced. .*\"dir\": \"traces\"",
+        ),
+        (
+            "fbd",
+            {"fbd": {"merge_forward_tensor_parallel": True}},
+            r"merge_forward_tensor_parallel true with tensor_parallel_size 1: .* to 2 or more",
+        ),
+    ],
+)
+def test_what_a_run_would_only_find_later(
+    planned: Any, name: str, section: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        planned(name, section)
+
+
+def test_tracing_may_be_put_off_and_orders_recorded(planned: Any, tmp_path: Path) -> None:
+    planned("dpp", {"trace": {"dir": None, "steps": "10:20"}, "schedule_options": {"record": "order.json"}})
+    planned("fbd", {"tensor_parallel_size": 2}, "--ignore-forward-tensor-parallel")
+    assert [path.name for path in tmp_path.iterdir()] == ["job.json"]  # a dry run leaves nothing
+
+
+def test_odd_but_valid_is_said_in_the_plan(planned: Any) -> None:
+    def notes(plan: Plan) -> list[str]:
+        options = {"boundaries": [0] * 9, "layer_names": [], "message_bytes": 4, "grid": False}
+        return [line for line in describe(plan, **options).splitlines() if line.startswith("note: ")]
+
+    [note] = notes(planned("dpp", {"sequence_parallel": True}))
+    assert note.startswith("note: sequence_parallel has no effect with tensor_parallel_size 1")
+    assert not notes(planned("dpp", {"sequence_parallel": True, "tensor_parallel_size": 2}))
+
+
+def test_a_missing_section_is_refused_first(planned: Any) -> None:
+    for flags in ((), ("--metrics-file", "nowhere/file")):
+        with pytest.raises(ConfigError, match=r'^"ds_ext": missing'):
+            planned("dpp", None, *flags, optimizer=None)
+    with pytest.raises(ConfigError, match=r'^"ds_ext": missing'):
+        ds_ext.PipelineModule([torch.nn.Linear(4, 4)], {"train_batch_size": 4})
+    with pytest.raises(ConfigError, match=r"^no data: give --data-path"):
+        planned("dpp", None, "--schedule", "gpipe")
+    with pytest.raises(ConfigError, match=r"^training needs"):
+        planned("dpp", {}, optimizer=None)
+
+
+# --- the hosts of forward ranks --------------------------------------------------------------------------------------
+
+
+def test_forward_hosts_are_compared_with_the_hostfile(
+    planned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "hostfile"
+    monkeypatch.setattr(fbd_hosts, "HOSTFILE", file)
+    typo, right = ({"fbd": {"forward_hosts": [name]}} for name in ("smal-0", "small-0"))
+    planned("fbd", typo)  # no hostfile: nobody knows
+    file.write_text(f"# ours\n{socket.gethostname()}.lan slots=2\n\nsmall-0 slots=2\n")
+    planned("fbd", right)
+    with pytest.raises(
+        ConfigError, match=r"names 'smal-0', which is not in .*hostfile: its hosts are .*small-0"
+    ):
+        planned("fbd", typo)
+    file.write_text("10.0.0.1 slots=2\n10.0.0.2 slots=2\n")  # how hosts call themselves is not in it
+    planned("fbd", right)
+    with pytest.raises(ConfigError, match=r"'10\.0\.0\.3'"):
+        planned("fbd", {"fbd": {"forward_hosts": ["10.0.0.2", "10.0.0.3"]}})
+    planned("fbd", {"fbd": {"forward_hosts": ["10.0.0.2"]}})
+    file.write_text(f"{socket.gethostname()} slots=2\nsmall-0 slots=2\n")
+    planned("fbd", {"fbd": {"forward_hosts": ["10.0.0.2"]}})  # perhaps small-0's
+
+
+@pytest.mark.parametrize(
+    ("section", "package"), [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")]
+)
+def test_monitor_without_its_package(
+    planned: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, section: str, package: str
+) -> None:
+    installed = importlib.util.find_spec
+    missing: dict[str, Any] = {"spec": None}
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: missing["spec"] if name == package else installed(name, *more),
+    )
+    planned("dpp", {}, **{section: {"enabled": False}})
+    with pytest.raises(ConfigError, match=rf"^{section}: .*{package}.*pip install '?{package}"):
+        planned("dpp", {}, **{section: {"enabled": True}})
+    (tmp_path / package).mkdir()  # a folder of that name is no installation
+    monkeypatch.syspath_prepend(str(tmp_path))
+    missing["spec"] = installed(package)
+    with pytest.raises(ConfigError, match=f"^{section}: "):
+        planned("dpp", {}, **{section: {"enabled": True}})
+    monkeypatch.setenv("RANK", "1")  # only rank 0 writes
+    planned("dpp", {}, **{section: {"enabled": True}})
+
+
+def test_forward_hosts_of_ranks_that_are_all_here(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    here = socket.gethostname()
+    with pytest.raises(
+        ConfigError, match=rf"'small-0', on which there is no rank; .* are {here.split('.')[0]}"
+    ):
+        planned("fbd", {"fbd": {"forward_hosts": ["small-0"]}})
+    with pytest.raises(ConfigError, match=r"have 8 ranks, and the job has 4 forward and 4 backward ranks"):
+        planned("fbd", {"fbd": {"forward_hosts": [here]}})
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="the launcher is found by /proc")
+def test_the_launcher_tells_the_hosts_of_all_ranks() -> None:
+    here = socket.gethostname()
+    for hosts, expected in (
+        ({here: [0, 1], "small-0": [0, 3]}, [here, here, "small-0", "small-0"]),
+        ({"10.0.0.1": [0, 1], "10.0.0.2": [0, 1]}, None),
+        ({here: [0], "small-0": [0]}, None),  # another job's
+    ):
+        rank = "from ds_ext.training.fbd_hosts import hosts_of_ranks; print(repr(hosts_of_ranks(4)))"
+        launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}], check=True)"
+        info = base64.urlsafe_b64encode(json.dumps(hosts).encode()).decode()
+        words = [sys.executable, "-c", launcher, f"--world_info={info}"]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert done.stdout == f"{expected!r}\n"
