@@ -16,7 +16,7 @@ _MOST = 1_000_000  # micro-batches, and chunks
 def read_dump(text: str, source: str) -> Timetable:
     """The timetable whose dump ``text`` is; messages and loads are left out, as lowering inserts them again.
 
-    Whether it can run is for :func:`.check.program.check` to say. Raises ScheduleError with ``source`` and what is wrong.
+    :func:`.check.program.check` decides whether it can run. Raises ScheduleError with ``source`` and the problem.
     """
     try:
         found = json.loads(text)

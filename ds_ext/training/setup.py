@@ -61,7 +61,7 @@ def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Nam
 def cut_layers(
     args: argparse.Namespace, plan: Plan, before: list[str], after: list[str], vocab_size: int
 ) -> list[int]:
-    """The layers of every stage, as :func:`ds_ext.parallel.partition.layer_boundaries` gives them. Raises ConfigError."""
+    """Return the layers of every stage; see :func:`ds_ext.parallel.partition.layer_boundaries`. Raises ConfigError."""
     placement, schedule = plan.layout.placement, plan.timetable.schedule
     ends = _ends(args, vocab_size)
     return layer_boundaries(

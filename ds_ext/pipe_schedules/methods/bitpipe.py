@@ -12,8 +12,8 @@ The order is a closed form. Micro-batches come in *basic units* of D: n = D/2 fo
 is the one that starts nearer to it; ``k`` is how many micro-batches of its home pipe it takes before the other
 pipe's first arrives.
 
-That is mode "unit". Mode "greedy" plans an order for any N and any costs (:mod:`..list_scheduling.search`); it takes less time and
-holds more activations.
+That is mode "unit". Mode "greedy" plans an order for any N and any costs (:mod:`..list_scheduling.search`); it takes
+less time and holds more activations.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Zero bubble: the backward is split, and weight gradients fill the waits (arXiv 2401.10241, 2405.15362).
 
 ``2'`` is the input gradient (I) of micro-batch 2, which the previous stage waits for, ``2"`` its weight gradient (W),
-which nobody waits for. All three are the slot rule of :mod:`..tick_rule` on a placement, with at most D activations on a
-device; where it takes no longer, weight gradients come earlier, so that a message may be a little late. `zb_h1`, one
+which nobody waits for. All three are the tick rule of :mod:`..tick_rule` on a placement, with at most D activations on
+a device; where it takes no longer, weight gradients come earlier, so that a message may be a little late. `zb_h1`, one
 linear pipe (2401.10241, section 2.2)::
 
     rank 0  0  1  2  3  .  .  .  0' 0" 1' 1" 2' 2" 3' 3"

@@ -149,7 +149,7 @@ LIMITED = """
 import resource, torch
 from pathlib import Path
 from ds_ext.errors import TransportError
-from tests.unit import test_transport_tcp as tcp
+from tests.unit.comm import test_tcp as tcp
 body = torch.ones(96 << 20, dtype=torch.uint8)
 peer, end = tcp.connected()
 rank = tcp.over(end, 0)

@@ -17,7 +17,11 @@ from ds_ext.errors import ConfigError, TransportError
 from ds_ext.launch.failure import _headline, _text, lost_peer
 
 ROOT = Path(__file__).parents[3]
-HEAD = "import os, sys, signal, threading, time\nfrom ds_ext.launch import process\nfrom ds_ext.errors import ConfigError\n"
+HEAD = """\
+import os, sys, signal, threading, time
+from ds_ext.errors import ConfigError
+from ds_ext.launch import process
+"""
 
 
 def script(body: str) -> str:
