@@ -61,14 +61,12 @@ def main() -> int:
     clock = DropoutClock()
     model = ds_ext.PipelineModule(
         bert_layer_specs(config, tp, clock),
-        settings,
+        plan,
         loss_fn=bert_loss(config, tp),
         clock=clock,
         partition_method=boundaries,
     )
-    engine, *_ = ds_ext.initialize(
-        model=model, model_parameters=weight_decay_groups(model), config=plan.job.deepspeed
-    )
+    engine, *_ = ds_ext.initialize(model=model, model_parameters=weight_decay_groups(model))
     meta = read_meta(args.data_path) or {}
     # The loss of a model that knows how often each word occurs, and tosses a coin for the order of the segments.
     floor = None

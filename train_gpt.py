@@ -58,14 +58,12 @@ def main() -> int:
     clock = DropoutClock()
     model = ds_ext.PipelineModule(
         gpt_layer_specs(config, tp, clock),
-        settings,
+        plan,
         loss_fn=gpt_loss(config, tp),
         clock=clock,
         partition_method=boundaries,
     )
-    engine, *_ = ds_ext.initialize(
-        model=model, model_parameters=weight_decay_groups(model), config=plan.job.deepspeed
-    )
+    engine, *_ = ds_ext.initialize(model=model, model_parameters=weight_decay_groups(model))
     meta = read_meta(args.data_path) or {}
     floor = ("unigram entropy", meta["unigram_entropy_nats"]) if "unigram_entropy_nats" in meta else None
     tokenizer = meta.get("tokenizer_fingerprint")

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_ext.config.job import load_config
 from ds_ext.engine import PipelineEngine, PipelineModule, initialize, weight_decay_groups
 from ds_ext.models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
 from ds_ext.parallel.fbd import make_layout
 from ds_ext.parallel.layout import ParallelLayout
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel, create_tensor_parallel, shard_dim
+from tests.plans import placement_of
 from tests.reference import gather_shards, random_batches
 
 MODEL = GPTConfig(
@@ -58,7 +58,7 @@ class Job:
 
     @property
     def layout(self) -> ParallelLayout:
-        return make_layout(load_config(self.config(1)).ds_ext.placement(), self.tp, self.dp)
+        return make_layout(placement_of(self.config(1)), self.tp, self.dp)
 
     @property
     def world_size(self) -> int:

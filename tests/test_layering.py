@@ -49,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine/checkpoint/folder": {"errors"},
     "engine": {
         *("errors", "pipe_schedules", "pipe_schedules/bridge", "config", "parallel", "planner", "comm"),
-        *("launch", "tensor_parallel", "observe/trace", "engine/checkpoint/folder"),
+        *("comm/host_watch", "launch", "tensor_parallel", "observe/trace", "engine/checkpoint/folder"),
         *("numpy:", "torch:", "deepspeed:"),
     },
     "convert": {

@@ -24,6 +24,7 @@ from ..comm.transport import create_transport
 from ..errors import ConfigError
 from ..launch.failure import lost_peer
 from ..pipe_schedules.bridge import TimetableSchedule
+from ..planner.job_plan import JobPlan
 from ..tensor_parallel import DeferralWatch, let_defer
 from .batch_form import check_first_batch
 from .batches import Batches, IteratorBatches
@@ -59,7 +60,7 @@ class PipelineEngine(CheckpointMethods, ScheduleMethods, InstructionHandlers):
         self.layout, self.last_stage = self.module.layout, self.module.layout.placement.stages - 1
         self.pipe_buffers.update({"grads": [], "losses": [], "weights": []})
         self._inference_schedules: dict[int, TimetableSchedule] = {}
-        self._schedule, self.bubble_simulated = self._make_schedule(self.micro_batches)
+        self._use(self.module.plan)
         self._running = self._schedule
         self._deferral = None
         if self._schedule.program.timetable.split_backwards:
@@ -100,13 +101,16 @@ class PipelineEngine(CheckpointMethods, ScheduleMethods, InstructionHandlers):
         Raises ConfigError, and changes nothing, when the schedule cannot have that many.
         """
         steps, rest = divmod(train_batch_size, self.micro_batch_size * self.dp_world_size)
-        made = None if rest or steps < 1 else self._make_schedule(steps)
+        plan = None if rest or steps < 1 else self._resized(steps)
         super().set_train_batch_size(train_batch_size)  # refuses what does not divide
-        assert made is not None
-        self._schedule, self.bubble_simulated = made
+        assert plan is not None
+        self._use(plan)
         self._eager = self._make_eager()
         if isinstance(self.batches, IteratorBatches):
             self.batches = self._as_batches(self.batches.iterator, self.micro_batches)
+
+    def _resized(self, gradient_accumulation_steps: int) -> JobPlan:
+        return self.plan.resized(gradient_accumulation_steps)
 
     def _exec_schedule(self, pipe_schedule: TimetableSchedule) -> None:
         """Run the instructions in order; receives are posted some instructions before they are needed."""

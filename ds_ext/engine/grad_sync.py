@@ -17,24 +17,21 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from ..pipe_schedules import Timetable
-from ..pipe_schedules.reductions import eager_reductions
-
 
 class EagerReduction:
     """The reductions of one rank in one step.
 
     Args:
         engine: an initialized engine, whose optimizer's kind and communication settings count.
-        timetable: what it runs; it says after which computation a stage is finished.
+            Its plan has the computation after which each stage is finished.
     """
 
-    def __init__(self, engine: Any, timetable: Timetable) -> None:
+    def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.group = engine.mpu.get_data_parallel_group()
         device = engine.module.device_index
         self._starts = {
-            (op.stage, op.micro_batch): stages for op, stages in eager_reductions(timetable)[device].items()
+            (op.stage, op.micro_batch): stages for op, stages in engine.plan.reductions[device].items()
         }
         order = [stage for stages in self._starts.values() for stage in stages]
         self._parameters = _by_last_stage(engine.module, order)

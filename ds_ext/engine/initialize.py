@@ -18,7 +18,6 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from ..comm.groups import limit_waits, watch_hosts
 from ..comm.spin import usable_cores
-from ..config.batch_sizes import batch_sizes
 from ..config.deepspeed_json import fp32_sums_of_bf16, half_through_zero
 from ..config.deepspeed_sections import precision, precision_section, require_monitors
 from ..config.job import JobConfig, load_config
@@ -26,6 +25,7 @@ from ..errors import ConfigError
 from ..launch.failure import rank, world_size
 from ..launch.job_facts import code_facts, setting_facts
 from ..launch.roll_call import Facts, compare, meet, one_refusal
+from ..planner.job_plan import JobPlan
 from .engine import PipelineEngine
 from .fbd.engines import make_engine
 from .loss_watch import LossWatch
@@ -127,9 +127,12 @@ def initialize(
     Returns ``(engine, optimizer, training_dataloader, lr_scheduler)`` as ``deepspeed.initialize`` does;
     ``training_dataloader`` is None: micro-batches of ``training_data`` are fetched by id, in order, epoch after epoch.
 
+    Args:
+        config: may be left out; else the JSON that the PipelineModule was given.
+
     Raises:
-        ConfigError: the model is not ours, the JSON is missing or contradicts the model, the device does not support
-            its precision, ``training_data`` has no samples by index, or ranks differ.
+        ConfigError: the model is not ours, ``config`` is another JSON than its, the device does not support its
+            precision, ``training_data`` has no samples by index, or ranks differ.
     """
     if not isinstance(model, PipelineModule):
         raise ConfigError(
@@ -141,16 +144,14 @@ def initialize(
         if mpu is not None or mesh_param is not None:
             raise ConfigError("mpu and mesh_param must be None: the PipelineModule brings its own grid.")
         given = config if config is not None else config_params
-        source = given if given is not None else getattr(args, "deepspeed_config", None)
-        if source is None:
-            raise ConfigError("no DeepSpeed JSON: pass config=... or args.deepspeed_config.")
-        job = load_config(source)
-        sizes = batch_sizes(job.deepspeed, model.layout.placement.replicas, model.layout.data_parallel_size)
+        _require_same_json(
+            given if given is not None else getattr(args, "deepspeed_config", None), model.plan
+        )
+        job, sizes = model.plan.job, model.plan.sizes
         _require_samples_by_index(training_data)
         check_precision(job)
         if rank() == 0:
             require_monitors(job.deepspeed)
-        _require_same_section(job, model)
     config_dict = dict(
         fp32_sums_of_bf16(half_through_zero(job.deepspeed)),
         train_micro_batch_size_per_gpu=sizes.micro_batch_size,
@@ -216,17 +217,25 @@ def _require_samples_by_index(training_data: Any) -> None:
         )
 
 
-def _require_same_section(job: JobConfig, model: PipelineModule) -> None:
-    """Module and engine must have been given the same "ds_ext" section, as far as it says how to run."""
-    if "ds_ext" not in job.deepspeed:
+def _require_same_json(given: str | Mapping[str, Any] | None, plan: JobPlan) -> None:
+    """Refuse another JSON than that of the PipelineModule; only the "ds_ext" section may be missing."""
+    if given is None:
         return
-    for key in type(job.ds_ext).model_fields:
-        ours, theirs = getattr(model.settings, key), getattr(job.ds_ext, key)
-        if key != "train" and ours != theirs:
+    theirs = load_config(given).deepspeed
+    ours, theirs = _flat(plan.job.deepspeed, "ds_ext" in theirs), _flat(theirs, True)
+    for key in sorted({*ours, *theirs}):
+        if ours.get(key) != theirs.get(key):
             raise ConfigError(
-                f'the PipelineModule was built with "ds_ext": {key} {ours!r}, and initialize() got {theirs!r}. '
-                f"Give both the same config."
+                f"{key}: PipelineModule and initialize() were given different JSONs (got {ours.get(key)!r} and "
+                f"{theirs.get(key)!r}). Give both the same, or leave config out of initialize()."
             )
+
+
+def _flat(config: Mapping[str, Any], with_section: bool) -> dict[str, Any]:
+    """Return a JSON with the keys of our section as ``ds_ext.key``, without the defaults of the scripts' flags."""
+    section = config.get("ds_ext", {}) if with_section else {}
+    ours = {f"ds_ext.{key}": value for key, value in section.items() if key != "train"}
+    return {key: value for key, value in config.items() if key != "ds_ext"} | ours
 
 
 def _require_parameters(model: PipelineModule) -> None:

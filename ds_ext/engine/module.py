@@ -19,13 +19,12 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.module import PipelineModule as DeepSpeedPipelineModule
 from torch.utils.checkpoint import checkpoint
 
-from ..config.job import DsExtConfig, load_config, require_section
+from ..config.job import load_config, require_section
 from ..errors import ConfigError
 from ..launch.job_facts import as_text, checksum, file_facts, setting_facts
 from ..launch.roll_call import compare
-from ..parallel.fbd import FORWARD_ROLE, make_layout
-from ..parallel.layout import data_parallel_size
-from ..pipe_schedules import Schedule
+from ..parallel.fbd import FORWARD_ROLE
+from ..planner.job_plan import JobPlan, make_job_plan
 from .fbd.grid import grid_of_role, index_tied_modules, on_hosts
 from .ties import find_shared, index_shared, require_visible_parameters, require_whole_ties, tied_weights
 from .topology import FoldedTopology
@@ -56,7 +55,7 @@ class PipelineModule(DeepSpeedPipelineModule):
 
     Args:
         layers: LayerSpecs, TiedLayerSpecs, modules or functions; the output of each is the input of the next.
-        config: the DeepSpeed JSON (path or dict) or its validated ``"ds_ext"`` section.
+        config: the DeepSpeed JSON (path or dict), or the plan that was made of it.
         loss_fn: ``loss_fn(outputs, labels) -> scalar``, the mean over the micro-batch.
         clock: told (step, global micro-batch) before each forward and each recompute.
         partition_method: as DeepSpeed's: ``uniform``, ``parameters`` or ``type:<regex>``; or the boundaries
@@ -74,7 +73,7 @@ class PipelineModule(DeepSpeedPipelineModule):
     def __init__(
         self,
         layers: Iterable[Any],
-        config: str | Mapping[str, Any] | DsExtConfig | None = None,
+        config: str | Mapping[str, Any] | JobPlan | None = None,
         *,
         loss_fn: Callable[..., torch.Tensor] | None = None,
         clock: Clock | None = None,
@@ -91,23 +90,15 @@ class PipelineModule(DeepSpeedPipelineModule):
                 'config: PipelineModule needs the DeepSpeed JSON, whose "ds_ext" section has the schedule and the '
                 "sizes (got None). Pass its path or dict: ds_ext.PipelineModule(layers, config, loss_fn=...)."
             )
-        settings = config if isinstance(config, DsExtConfig) else _section(config)
-        self.schedule: Schedule = settings.resolve_schedule()
-        placement = settings.placement()
+        plan = config if isinstance(config, JobPlan) else _plan(config)
+        settings, placement = plan.settings, plan.layout.placement
         layers = list(layers)
         if len(layers) < placement.stages:
             raise ConfigError(
-                f"{len(layers)} layers cannot fill the {placement.stages} stages that {self.schedule.name} cuts for "
-                f"{placement.width} devices. Use at least {placement.stages} layers or a smaller "
-                f"pipeline_parallel_size."
+                f"layers: {plan.schedule.name} cuts {placement.stages} stages for {placement.width} devices (got "
+                f"{len(layers)} layers). Use at least {placement.stages} layers or a smaller pipeline_parallel_size."
             )
         require_visible_parameters(layers, loss_fn)
-        if not dist.is_initialized():
-            raise ConfigError(
-                "PipelineModule needs the process group: call ds_ext.init_distributed() before it."
-            )
-        data = data_parallel_size(dist.get_world_size(), placement, settings.tensor_parallel_size)
-        layout = make_layout(placement, settings.tensor_parallel_size, data)
         seeds = {"seed_layers": seed_layers, "base_seed": kwargs.get("base_seed")}
         compare(
             {
@@ -117,12 +108,12 @@ class PipelineModule(DeepSpeedPipelineModule):
                 "PipelineModule.layers": checksum(_kind(layer).encode() for layer in layers),
             }
         )
-        layout = on_hosts(layout, settings.fbd.forward_hosts)
+        layout = on_hosts(plan.layout, settings.fbd.forward_hosts)
         self.role = layout.role(dist.get_rank())
         device, data_index, _ = layout.coordinates(dist.get_rank())
         # nn.Module forbids plain attributes before its own __init__ only for modules and parameters.
         self.layout, self.device_index, self.data_index = layout, device, data_index
-        self.settings, self.clock = settings, clock
+        self.plan, self.settings, self.clock = plan, settings, clock
         with _parent_prints_to_log(), grid_of_role(layout), torch.random.fork_rng(enabled=seed_layers):
             super().__init__(
                 layers=layers,
@@ -264,10 +255,12 @@ class PipelineModule(DeepSpeedPipelineModule):
         self._activate(self.stages[0])
 
 
-def _section(config: str | Mapping[str, Any]) -> DsExtConfig:
+def _plan(config: str | Mapping[str, Any]) -> JobPlan:
     job = load_config(config)
     require_section(job)
-    return job.ds_ext
+    if not dist.is_initialized():
+        raise ConfigError("PipelineModule needs the process group: call ds_ext.init_distributed() before it.")
+    return make_job_plan(job, dist.get_world_size())
 
 
 def _kind(layer: Any) -> str:

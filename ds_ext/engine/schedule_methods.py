@@ -10,12 +10,11 @@ from typing import Any
 import torch.distributed as dist
 
 from ..parallel.layout import ParallelLayout
-from ..pipe_schedules import Program
 from ..pipe_schedules.bridge import TimetableSchedule
 from ..pipe_schedules.check.program import check
 from ..pipe_schedules.inference import forward_timetable
 from ..pipe_schedules.lower import lower
-from ..pipe_schedules.simulate import simulate
+from ..planner.job_plan import JobPlan
 from ..tensor_parallel import DeferralWatch
 from .dynamic.order import DynamicSchedule
 from .dynamic.reduction import DynamicReduction
@@ -36,6 +35,8 @@ class ScheduleMethods:
     module: PipelineModule
     layout: ParallelLayout
     global_rank: int
+    plan: JobPlan
+    bubble_simulated: float
     _schedule: TimetableSchedule
     _inference_schedules: dict[int, TimetableSchedule]
     _deferral: DeferralWatch | None
@@ -48,16 +49,16 @@ class ScheduleMethods:
             known[link] = max(held, known.get(link, 0))
         return known
 
-    def _make_schedule(self, gradient_accumulation_steps: int) -> tuple[TimetableSchedule, float]:
-        """The timetable of a training step, proven, and its simulated bubble."""
-        micro_batches = gradient_accumulation_steps * self.layout.placement.replicas
-        timetable = self.module.settings.timetable(micro_batches)
-        made, rules = self._bridge(lower(timetable)), self.module.settings.rules(micro_batches)
-        if rules is not None:
-            options = self.module.schedule.resolve_options(self.module.settings.schedule_options)
-            reporter = Reporter(rules, timetable, options["report"])
-            made = DynamicSchedule(made.program, made.stage_id, rules, reporter, options["record"])
-        return made, simulate(timetable).bubble
+    def _use(self, plan: JobPlan) -> None:
+        """Run the timetable of ``plan`` from the next step on."""
+        device = self.module.device_index
+        self.plan, self.bubble_simulated = plan, plan.simulation.bubble
+        if plan.rules is None:
+            self._schedule = TimetableSchedule(plan.program, device)
+        else:
+            options = plan.schedule.resolve_options(plan.options)
+            reporter = Reporter(plan.rules, plan.timetable, options["report"])
+            self._schedule = DynamicSchedule(plan.program, device, plan.rules, reporter, options["record"])
 
     def _make_eager(self) -> EagerReduction | None:
         """Eager gradient synchronization, if the JSON asks for it and it can be done."""
@@ -68,7 +69,7 @@ class ScheduleMethods:
             logger.debug("gradients are reduced after the last backward: %s", reason)
             return None
         made = DynamicReduction if self._schedule.dynamic else EagerReduction
-        return made(self, self._schedule.program.timetable)
+        return made(self)
 
     def _report_deferral(self) -> None:
         """Log once which weight gradients the first step deferred; a collective call of all ranks.
@@ -106,10 +107,6 @@ class ScheduleMethods:
                 at_once,
             )
 
-    def _bridge(self, program: Program) -> TimetableSchedule:
-        check(program)
-        return TimetableSchedule(program, self.module.device_index)
-
     def _train_schedule(self) -> TimetableSchedule:
         return self._schedule
 
@@ -117,5 +114,7 @@ class ScheduleMethods:
         if micro_batches not in self._inference_schedules:
             placement = self.layout.placement
             timetable = forward_timetable(placement, micro_batches * placement.replicas)
-            self._inference_schedules[micro_batches] = self._bridge(lower(timetable))
+            program = lower(timetable)
+            check(program)
+            self._inference_schedules[micro_batches] = TimetableSchedule(program, self.module.device_index)
         return self._inference_schedules[micro_batches]

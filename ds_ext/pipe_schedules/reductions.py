@@ -6,12 +6,12 @@ them must start their reductions in one order: by the time at which the last of 
 
 from __future__ import annotations
 
-from .ops import BACKWARD, BACKWARD_WEIGHT, Op, Timetable
-from .simulate import simulate
+from .ops import BACKWARD, BACKWARD_WEIGHT, Op
+from .simulate import Simulation
 
 
-def eager_reductions(timetable: Timetable) -> tuple[dict[Op, tuple[int, ...]], ...]:
-    """Per device: computation -> the stages whose gradients it reduces from then on, in this order.
+def eager_reductions(simulation: Simulation) -> tuple[dict[Op, tuple[int, ...]], ...]:
+    """Return per device: computation -> the stages whose gradients it reduces from then on, in this order.
 
     A device starts a stage's reduction when it has finished that stage and all before it in the common order, so
     every stage of a device is there once. (BitPipe's "eager gradient synchronization", arXiv 2410.19367, section
@@ -19,8 +19,9 @@ def eager_reductions(timetable: Timetable) -> tuple[dict[Op, tuple[int, ...]], .
     """
     finished = [
         {op.stage: (end, op) for op, _, end in spans if op.kind in (BACKWARD, BACKWARD_WEIGHT)}
-        for spans in simulate(timetable).spans
+        for spans in simulation.spans
     ]
+    timetable = simulation.timetable
     found: list[dict[Op, tuple[int, ...]]] = [{} for _ in timetable.ranks]
     for group in timetable.placement.replica_groups:
         stages = set().union(*(finished[device] for device in group))

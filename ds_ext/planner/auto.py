@@ -7,12 +7,12 @@ group, is the same for every schedule, whatever its number of replicas, and all 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..config.deepspeed_sections import precision, zero_stage
+from ..config.job import AUTO
 from ..data.layout import DATA_NAME, META_NAME
 from ..errors import ConfigError, ScheduleError
 from ..parallel.layout import data_parallel_size
@@ -25,7 +25,6 @@ from .candidates import Choice, parse_bytes
 from .memory import ModelSizes
 from .search import RECOMPUTE, Request, choose
 
-AUTO = "auto"
 _GPT2_VOCABULARY, _UNKNOWN = 50257, 0
 _OPTIONS = {
     "costs": Option("f=1,b=1,w=1,comm=0", None, "what to choose for, as --costs"),
@@ -55,7 +54,7 @@ def choose_for_job(
         config: the whole DeepSpeed JSON.
         devices, tensor_parallel: D and TP of its "ds_ext" section; ``options`` and ``train`` are the section's too. A
             ``recompute_granularity`` of "auto" is chosen as well.
-        world_size: number of processes; None: what the launcher set (WORLD_SIZE), without one a pipeline group.
+        world_size: number of processes; None: one pipeline group.
 
     Raises:
         ConfigError: the batch is not fixed, the sizes do not fit each other, or no schedule fits the memory.
@@ -156,16 +155,9 @@ def chosen_schedule(choice: Choice) -> Schedule:
     return Schedule(found.name, program, place, options=_OPTIONS, planned=True)
 
 
-def launched_world(world_size: int | None) -> int | None:
-    """The number of processes: as given, else what the launcher set; None without one."""
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    return world_size if world_size is not None else launched if launched > 1 else None
-
-
 def _data_parallel(devices: int, tensor_parallel: int, world_size: int | None) -> int:
-    world = launched_world(world_size)
     # Every placement has D devices, so any will do.
-    return 1 if world is None else data_parallel_size(world, linear(devices), tensor_parallel)
+    return 1 if world_size is None else data_parallel_size(world_size, linear(devices), tensor_parallel)
 
 
 def _micro_batches(config: Mapping[str, Any], data: int) -> tuple[int, int]:

@@ -12,9 +12,9 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..config.job import JobConfig, load_config, named_schedule
+from ..config.job import AUTO, JobConfig, load_config, named_schedule
 from ..errors import ConfigError
-from ..planner.auto import AUTO, MODEL_SIZES
+from ..planner.auto import MODEL_SIZES
 from .flags import Model, build_parser
 from .megatron_flags import refusal
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..config.job import AUTO
 from ..data.blend import parse_data_path
 from ..data.gpt import parse_split
 from ..engine import PipelineEngine
@@ -27,8 +28,7 @@ from ..models.config import TransformerConfig
 from ..models.hf_config import unseen_in_weights
 from ..observe.metrics import MetricsFile, StepMetrics, peak_memory_bytes
 from ..pipe_schedules.files import is_timetable_file
-from ..planner.auto import AUTO
-from .job import Plan
+from ..planner.job_plan import JobPlan
 
 EXIT_NOT_SAVED = 3
 EXIT_PIPE = 141  # a shell's code for a program that SIGPIPE ended
@@ -73,7 +73,7 @@ class Trainer:
 
     engine: PipelineEngine
     args: argparse.Namespace
-    plan: Plan
+    plan: JobPlan
     train: MicroBatches
     valid: MicroBatches | None
     tokens_per_sample: int
@@ -269,7 +269,7 @@ class Trainer:
         ]
         if settings.schedule == AUTO:
             return words
-        options = settings.options(settings.resolve_schedule())
+        options = dict(self.plan.options)
         if options.get("record"):
             return [options["record"]]  # what devices have decided; the options alone make a plan
         options.pop("report", None)

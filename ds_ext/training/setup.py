@@ -16,11 +16,12 @@ from ..launch.job_facts import checksum, setting_facts
 from ..launch.process import world_size
 from ..launch.roll_call import Facts
 from ..parallel.partition import BALANCED, end_weights, layer_boundaries, stage_weights
+from ..planner.job_plan import JobPlan, make_job_plan
 from ..planner.stage_costs import recomputed
 from .arguments import FLAGS_OF_THE_JSON, parse
 from .fbd_hosts import check_forward_hosts
 from .flags import Model
-from .job import Plan, describe, make_plan
+from .plan_text import describe
 from .preflight import check_job
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ _OWN_OF_A_HOST = frozenset(
 )
 
 
-def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Namespace, Plan]:
+def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Namespace, JobPlan]:
     """Flags and the plan that follows from them, the JSON and the world size. Raises ConfigError.
 
     Everything that can be wrong is found before any process group is made, the cheapest first.
@@ -44,11 +45,11 @@ def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Nam
     launched = world_size() > 1 or not args.dry_run
     require_section(job)
     check_job(args, job.deepspeed, job.flags)
+    plan = make_job_plan(job, world_size() if launched else None)
     if not args.data_path:
         raise ConfigError(
             'no data: give --data-path or "train": {"data_path": ...}. `python -m ds_ext prepare` makes some.'
         )
-    plan = make_plan(job, world_size() if launched else None)
     check_forward_hosts(plan.layout, job.ds_ext.fbd.forward_hosts, launched)
     chosen = plan.choice and plan.choice.best
     if args.recompute_granularity is None:
@@ -59,7 +60,7 @@ def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Nam
 
 
 def cut_layers(
-    args: argparse.Namespace, plan: Plan, before: list[str], after: list[str], vocab_size: int
+    args: argparse.Namespace, plan: JobPlan, before: list[str], after: list[str], vocab_size: int
 ) -> list[int]:
     """Return the layers of every stage; see :func:`ds_ext.parallel.partition.layer_boundaries`. Raises ConfigError."""
     placement, schedule = plan.layout.placement, plan.timetable.schedule
@@ -77,7 +78,7 @@ def _ends(args: argparse.Namespace, vocab_size: int) -> tuple[float, float] | No
     return end_weights(hidden, seq, vocab_size, recomputed(args.recompute_granularity, hidden, seq))
 
 
-def model_sizes(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
+def model_sizes(args: argparse.Namespace, plan: JobPlan) -> dict[str, Any]:
     """The fields of a TransformerConfig that flags and JSON decide: all but the vocabulary."""
     return {
         "num_layers": args.num_layers,
@@ -98,7 +99,7 @@ def model_sizes(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     }
 
 
-def job_facts(args: argparse.Namespace, plan: Plan, vocab_size: int) -> Facts:
+def job_facts(args: argparse.Namespace, plan: JobPlan, vocab_size: int) -> Facts:
     """Return what must be the same on all ranks: the JSON, flags, layout, timetable, and contents of the data."""
     from ..data.meta import fingerprint
 
@@ -120,7 +121,7 @@ def job_facts(args: argparse.Namespace, plan: Plan, vocab_size: int) -> Facts:
 
 def micro_batches(
     args: argparse.Namespace,
-    plan: Plan,
+    plan: JobPlan,
     build: Callable[[tuple[int, int, int]], Sequence[MapDataset]],
 ) -> tuple[MicroBatches, MicroBatches | None]:
     """Training and validation micro-batches, enough for the whole run.
@@ -137,7 +138,7 @@ def micro_batches(
 
 def describe_job(
     args: argparse.Namespace,
-    plan: Plan,
+    plan: JobPlan,
     boundaries: list[int],
     before: list[str],
     after: list[str],

@@ -20,6 +20,7 @@ from ds_ext.training.setup import model_sizes, plan_job
 from tests.launch.jobs import ROOT, Job, command
 
 SCRIPT = str(ROOT / "train_gpt.py")
+COUNTED = str(Path(__file__).with_name("counted.py"))
 KEYS = [
     *("step", "loss", "grad_norm", "lr", "iter_time_s", "tokens_per_s", "consumed_samples", "schedule"),
     *("transport", "peak_memory_bytes", "bubble_measured", "bubble_simulated"),
@@ -205,6 +206,17 @@ def test_the_first_and_the_last_step_are_printed_whatever_the_interval(train: Ca
     job = train("torchrun", "--train-iters", "7", "--log-interval", "3", "--eval-iters", "0")
     printed = [line.split("/")[0] for line in job.lines if re.match(r"step +\d+/\d+ \| loss", line)]
     assert printed == ["step 1", "step 3", "step 6", "step 7"]
+
+
+def test_a_rank_works_out_its_timetable_once(
+    config: Path, tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    words = command("torchrun", 2, free_port(), COUNTED, "--deepspeed_config", config.name)
+    with Job([*words, "--train-iters", "2", "--eval-iters", "1"], tmp_path) as job:
+        job.seconds_until_gone(600)
+        assert job.wait(5) == 0, job.text
+    once = {"generated": 1, "lowered": 1, "checked": 1, "simulated": 1}
+    assert [json.loads((tmp_path / f"counts.{rank}.json").read_text()) for rank in (0, 1)] == [once, once]
 
 
 def test_the_readme_has_a_whole_job_for_own_layers(tmp_path: Path, free_port: Callable[[], int]) -> None:

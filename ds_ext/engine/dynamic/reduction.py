@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from ...pipe_schedules import Timetable
 from ...pipe_schedules.ops import BACKWARD, BACKWARD_WEIGHT
 from ..grad_sync import EagerReduction
 
@@ -15,15 +14,11 @@ class DynamicReduction(EagerReduction):
 
     All ranks of a collective start their reductions in one order: that of a run under the costs of the JSON, which they
     all know.
-
-    Args:
-        engine: as for EagerReduction.
-        timetable: that run.
     """
 
-    def __init__(self, engine: Any, timetable: Timetable) -> None:
-        super().__init__(engine, timetable)
-        ops = timetable.ranks[engine.module.device_index]
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        ops = engine.plan.timetable.ranks[engine.module.device_index]
         self._backwards = Counter(op.stage for op in ops if op.kind in (BACKWARD, BACKWARD_WEIGHT))
         self._order = [stage for stages in self._starts.values() for stage in stages]
         self._left, self._waiting = Counter(self._backwards), list(self._order)

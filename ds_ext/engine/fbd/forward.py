@@ -13,6 +13,7 @@ from ...comm.transport import Ticket
 from ...errors import ScheduleError
 from ...pipe_schedules.bridge import SyncWeights, TimetableSchedule
 from ...pipe_schedules.methods.fbd import most_ahead
+from ...planner.job_plan import JobPlan
 from ..batches import Batches, IteratorBatches
 from ..engine import PipelineEngine
 from .role import RoleEngine
@@ -99,8 +100,8 @@ class ForwardEngine(RoleEngine):
             tag = self._credit_tag(stage + 1, micro_batch)
             self._outstanding[rank].append(self.transport.recv(rank, tag))
 
-    def _make_schedule(self, gradient_accumulation_steps: int) -> tuple[TimetableSchedule, float]:
-        return super()._make_schedule(gradient_accumulation_steps // self.layout.placement.replicas)
+    def _resized(self, gradient_accumulation_steps: int) -> JobPlan:
+        return super()._resized(gradient_accumulation_steps // self.layout.placement.replicas)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """As that of the backward ranks, and refused where theirs is."""

@@ -13,10 +13,6 @@ from torch import Tensor
 
 from ...comm.transport import make_tag
 from ...parallel.fbd import BACKWARD_ROLE, FORWARD_ROLE, DisaggregatedLayout
-from ...pipe_schedules import Program
-from ...pipe_schedules.bridge import TimetableSchedule
-from ...pipe_schedules.check.program import check
-from ...pipe_schedules.methods.fbd import most_ahead
 from ..engine import PipelineEngine
 from .weights import WeightLink
 
@@ -71,13 +67,6 @@ class RoleEngine(PipelineEngine):
     @abstractmethod
     def _make_weight_link(self) -> WeightLink | None:
         """What this rank's weights go or come through; None where it has none to give."""
-
-    def _bridge(self, program: Program) -> TimetableSchedule:
-        """Proven for links that hold no more than the forward ranks may be ahead."""
-        if program.timetable.trains:
-            stages = self.layout.placement.stages
-            check(program, link_slots=min(most_ahead(stages, stage) for stage in range(stages - 1)))
-        return super()._bridge(program)
 
     def _links(self) -> dict[tuple[int, int], int]:
         """Also credits, from backward to forward ranks, and weights."""

@@ -17,10 +17,10 @@ from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.list_scheduling import search as planning
 from ds_ext.pipe_schedules.simulate import simulate
 from ds_ext.planner.candidates import format_bytes
+from ds_ext.planner.job_plan import make_job_plan
 from ds_ext.planner.memory import MODELS, ModelSizes, memory
 from ds_ext.planner.stage_costs import cut, stage_costs
 from ds_ext.training.arguments import parse
-from ds_ext.training.job import make_plan
 from ds_ext.training.preflight import check_job
 
 BITPIPE = ["bitpipe", "--stages", "4", "--micro-batches", "8"]
@@ -158,7 +158,7 @@ def test_plan_for_a_head_that_is_heavy_runs_as_it_is(
     file.write_text(json.dumps(found["config"]))
     args, job = parse("train_gpt.py", ["--deepspeed_config", str(file), "--data-path", str(tmp_path)])
     check_job(args, job.deepspeed, job.flags)
-    made = make_plan(job, 4)
+    made = make_job_plan(job, 4)
     bounds = layer_boundaries(9, 2, 2, made.layout.placement, "any", args.stage_layers)
     assert (len(bounds), bounds[-1]) == (made.layout.placement.stages + 1, 13)
     replicas = made.layout.placement.replicas * made.layout.data_parallel_size
@@ -225,7 +225,7 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     job = load_config({key: value for key, value in config.items()})
     assert [job.ds_ext.tensor_parallel_size, job.ds_ext.pipeline_parallel_size] == list(map(int, first[:2]))
     assert job.ds_ext.schedule == first[4] and config["zero_optimization"] == {"stage": 1}
-    made = make_plan(job, 8)
+    made = make_job_plan(job, 8)
     assert (made.sizes.train_batch_size, made.sizes.micro_batches) == (32, int(first[3]))
 
 

@@ -13,6 +13,8 @@ from ds_ext.config.deepspeed_json import DEEPSPEED_KEYS, fp32_sums_of_bf16, half
 from ds_ext.config.deepspeed_nested import NESTED_KEYS
 from ds_ext.config.job import load_config, parse_section
 from ds_ext.errors import ConfigError
+from ds_ext.planner.job_plan import make_job_plan
+from tests.plans import placement_of, timetable_of
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.json"))
 
@@ -20,8 +22,8 @@ CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.json"))
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_examples_are_valid(path: Path) -> None:
     job = load_config(path)
-    sizes = batch_sizes(job.deepspeed, job.ds_ext.placement().replicas, 1)
-    assert job.ds_ext.timetable(sizes.micro_batches).micro_batches == sizes.micro_batches
+    sizes = batch_sizes(job.deepspeed, placement_of(job).replicas, 1)
+    assert make_job_plan(job).timetable.micro_batches == sizes.micro_batches
     assert job.path == str(path)
 
 
@@ -127,9 +129,8 @@ def test_keys_and_types(section: dict[str, Any], sentence: str) -> None:
     ],
 )
 def test_schedules_that_do_not_fit(section: dict[str, Any], micro_batches: int, sentence: str) -> None:
-    settings = load_config({"ds_ext": section}).ds_ext
     with pytest.raises(ConfigError, match=sentence):
-        settings.timetable(micro_batches)
+        timetable_of({"ds_ext": section}, micro_batches)
 
 
 def test_merged_forward_ranks_and_sequence_parallelism() -> None:
@@ -139,10 +140,10 @@ def test_merged_forward_ranks_and_sequence_parallelism() -> None:
         "tensor_parallel_size": 2,
         "sequence_parallel": True,
     }
-    load_config({"ds_ext": fbd}).ds_ext.placement()
-    merged = load_config({"ds_ext": fbd | {"fbd": {"merge_forward_tensor_parallel": True}}}).ds_ext
+    placement_of({"ds_ext": fbd})
+    merged = {"ds_ext": fbd | {"fbd": {"merge_forward_tensor_parallel": True}}}
     with pytest.raises(ConfigError, match=r"exclude each other: .* Leave one of the two out"):
-        merged.placement()
+        placement_of(merged)
 
 
 @pytest.mark.parametrize("stage", [2, 3, "2"])

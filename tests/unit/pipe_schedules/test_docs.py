@@ -65,9 +65,9 @@ def test_the_example_is_accepted_in_a_json(tmp_path: Path) -> None:
     (tmp_path / "eager_1f1b.py").write_text(page.split("```python\n")[1].split("```")[0])
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import eager_1f1b\n"
-        "from ds_ext.config.job import load_config\n"
-        "job = load_config({'ds_ext': {'schedule': 'eager_1f1b', 'pipeline_parallel_size': 4}})\n"
-        "print(job.ds_ext.timetable(8).schedule)"
+        "from tests.plans import timetable_of\n"
+        "section = {'schedule': 'eager_1f1b', 'pipeline_parallel_size': 4}\n"
+        "print(timetable_of({'ds_ext': section}, 8).schedule)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == "eager_1f1b\n"

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from ds_ext.config.job import parse_section
 from ds_ext.errors import ConfigError, ScheduleError
 from ds_ext.pipe_schedules import Op, Timetable, get_schedule, timetable
 from ds_ext.pipe_schedules.check.program import check
@@ -18,6 +17,7 @@ from ds_ext.pipe_schedules.lower import lower
 from ds_ext.pipe_schedules.methods.dpp import run
 from ds_ext.pipe_schedules.registry import DynamicRules
 from ds_ext.pipe_schedules.simulate import dependencies, peak_stages, simulate
+from tests.plans import placement_of
 from tests.selection import select
 
 PLACEMENTS = ["linear", "interleaved", "v", "bidirectional_v"]
@@ -276,5 +276,5 @@ def test_an_odd_number_of_devices_for_two_pipes() -> None:
 def test_a_transport_that_cannot_be_polled() -> None:
     section = {"schedule": "dpp", "pipeline_parallel_size": 4, "transport": "torch"}
     with pytest.raises(ConfigError, match=r'gloo reports a finished receive only .* "auto" or "shm"'):
-        parse_section(section).placement()
-    assert parse_section({**section, "transport": "shm"}).placement().stages == 4
+        placement_of({"ds_ext": section})
+    assert placement_of({"ds_ext": {**section, "transport": "shm"}}).stages == 4

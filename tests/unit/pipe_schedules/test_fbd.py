@@ -8,7 +8,6 @@ import json
 import pytest
 
 from ds_ext.__main__ import main
-from ds_ext.config.job import parse_section
 from ds_ext.errors import ConfigError, ScheduleError
 from ds_ext.parallel.fbd import DisaggregatedLayout, make_layout, place_by_hosts
 from ds_ext.parallel.layout import data_parallel_size
@@ -23,6 +22,7 @@ from ds_ext.pipe_schedules.ops import Instruction
 from ds_ext.pipe_schedules.simulate import simulate
 from ds_ext.planner.fbd_price import price
 from ds_ext.planner.memory import ModelSizes, memory
+from tests.plans import placement_of
 
 MERGED = {"merge_forward_tensor_parallel": 2}
 
@@ -267,9 +267,9 @@ def test_hosts_that_do_not_fit(hosts: list[str], named: list[str], sentence: str
 def test_the_section() -> None:
     section = {"schedule": "fbd", "pipeline_parallel_size": 2, "tensor_parallel_size": 2}
     fbd = {"merge_forward_tensor_parallel": True, "backward_per_forward": 3}
-    place = parse_section({**section, "fbd": fbd}).placement()
+    place = placement_of({"ds_ext": {**section, "fbd": fbd}})
     assert place.forward is not None and (place.replicas, place.forward.merged) == (3, 2)
-    assert parse_section(section).placement().ranks == 4
+    assert placement_of({"ds_ext": section}).ranks == 4
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_the_section() -> None:
 )
 def test_sections_that_contradict_themselves(section: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        parse_section({"schedule": "fbd", "pipeline_parallel_size": 2, **section}).placement()
+        placement_of({"ds_ext": {"schedule": "fbd", "pipeline_parallel_size": 2, **section}})
 
 
 def test_merging_another_number_than_there_is() -> None:

@@ -8,12 +8,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ds_ext.config.job import DsExtConfig, load_config
 from ds_ext.errors import ConfigError, ScheduleError
 from ds_ext.pipe_schedules import SCHEDULES, Op, Placement, Timetable, timetable
 from ds_ext.pipe_schedules.check.program import check, check_timetable
@@ -22,6 +22,7 @@ from ds_ext.pipe_schedules.lower import lower
 from ds_ext.pipe_schedules.placement import bidirectional_linear, bidirectional_v, linear, looped
 from ds_ext.pipe_schedules.simulate import simulate
 from ds_ext.pipe_schedules.text import dumps, loads, torch_csv
+from tests.plans import placement_of, timetable_of
 
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
@@ -229,21 +230,21 @@ def test_a_timetable_file_is_a_schedule_of_a_job(tmp_path: Path) -> None:
     made = timetable("bitpipe", 4, 8)
     file.write_text(dumps(made))
 
-    def section(ranks: int, path: object = file) -> DsExtConfig:
-        return load_config({"ds_ext": {"schedule": str(path), "pipeline_parallel_size": ranks}}).ds_ext
+    def section(ranks: int, path: object = file) -> dict[str, Any]:
+        return {"ds_ext": {"schedule": str(path), "pipeline_parallel_size": ranks}}
 
-    assert section(4).timetable(8) == made and section(4).placement() == made.placement
+    assert timetable_of(section(4), 8) == made and placement_of(section(4)) == made.placement
     with pytest.raises(
         ConfigError, match=r"is for 8 micro-batches a step; got 4\. Use gradient_accumulation_steps 4\."
     ):
-        section(4).timetable(4)
+        timetable_of(section(4), 4)
     with pytest.raises(ConfigError, match=r"is for 4 devices; got pipeline_parallel_size 2\. Use 4\."):
-        section(2).placement()
+        placement_of(section(2))
     with pytest.raises(ConfigError, match=r"'.*none\.txt' cannot be read: .*No such file"):
-        section(4, tmp_path / "none.txt").placement()
+        placement_of(section(4, tmp_path / "none.txt"))
     file.write_text("0F0,bad")
     with pytest.raises(ConfigError, match="line 1, column 5: 'bad' is not a computation"):
-        section(4).placement()
+        placement_of(section(4))
 
 
 def test_errors_of_a_file_say_its_name(tmp_path: Path) -> None:

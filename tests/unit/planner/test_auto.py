@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 
 from ds_ext.config.batch_sizes import batch_sizes
-from ds_ext.config.job import JobConfig, load_config, parse_section
+from ds_ext.config.job import JobConfig, load_config
 from ds_ext.errors import ConfigError
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.simulate import simulate
 from ds_ext.planner.auto import vocabulary
 from ds_ext.planner.candidates import Candidate
+from ds_ext.planner.job_plan import make_job_plan
 from ds_ext.planner.memory import ModelSizes
 from ds_ext.planner.search import Request, choose
 from ds_ext.training.arguments import parse
+from tests.plans import choice_of, placement_of, timetable_of
 
 AUTO: dict[str, Any] = {
     "train_batch_size": 32,
@@ -40,11 +42,11 @@ def auto(batch: dict[str, Any] | None = None, **section: Any) -> JobConfig:
 def test_auto_is_the_best_schedule_for_the_jobs_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     job = auto(schedule_options={"costs": "b=1.2,comm=0.1", "vocab_size": 5000, "memory": "1GB"})
-    choice = job.ds_ext.choice()
+    choice = choice_of(job)
     sizes = ModelSizes(layers=16, hidden=256, heads=4, vocab=5000, seq=128, micro_batch=2, zero_stage=1)
     request = Request(4, 16, Costs(b=1.2, comm=0.1), sizes, 10**9, ("none",))
     assert choice == choose(request) and choice is not None and choice.best is not None
-    found = job.ds_ext.timetable(16)
+    found = make_job_plan(job).timetable
     best = get_schedule(choice.best.schedule)
     assert found == best.timetable(4, 16, choice.best.settings)
     # Every device has the work of its stages: the head is as much as V / (12h + 2s) layers.
@@ -52,8 +54,7 @@ def test_auto_is_the_best_schedule_for_the_jobs_sizes(monkeypatch: pytest.Monkey
     assert sum(choice.best.layers) == 16
     assert simulate(found, choice.best.costs).makespan == choice.best.time
     # What the PipelineModule asks: the schedule's placement with the options of the JSON.
-    placement = job.ds_ext.resolve_schedule().placement(4, job.ds_ext.schedule_options)
-    assert placement == job.ds_ext.placement() == found.placement
+    assert placement_of(job) == found.placement
     assert job.ds_ext.schedule == "auto"
 
 
@@ -61,32 +62,29 @@ def test_auto_has_the_same_samples_whatever_it_chooses(monkeypatch: pytest.Monke
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     tight = auto(schedule_options={"memory": "90MB", "vocab_size": 100})
     wide = auto(schedule_options={"vocab_size": 100})
-    replicas = [job.ds_ext.placement().replicas for job in (tight, wide)]
+    replicas = [placement_of(job).replicas for job in (tight, wide)]
     assert replicas == [1, 2]
     for job, count in zip((tight, wide), replicas, strict=True):
         sizes = batch_sizes(job.deepspeed, count, 1)
         assert (sizes.micro_batches, sizes.train_batch_size) == (16, 32)
 
 
-def test_auto_knows_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_counts_the_micro_batches_of_a_pipeline_group() -> None:
     def micro_batches(world: int | None = None) -> set[int]:
-        choice = auto(train={}).ds_ext.choice(world)
+        choice = choice_of(auto(train={}), world)
         assert choice is not None
         # 1F1B at b = w = f = 1 takes 3 (N + D - 1).
         [row] = [row for row in choice.table if row.label == "1f1b"]
         return {round((row.time or 0) / 3) - 3}
 
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    assert micro_batches() == {8} and micro_batches(16) == {4}
-    monkeypatch.delenv("WORLD_SIZE")
-    assert micro_batches() == {16} and micro_batches(8) == {8}
+    assert micro_batches() == {16} and micro_batches(8) == {8} and micro_batches(16) == {4}
 
 
 def test_auto_counts_bytes_as_the_job_is_trained() -> None:
     def largest(batch: dict[str, Any], **train: Any) -> int:
         options = {"vocab_size": 1000}
         job = auto(batch, train=AUTO["ds_ext"]["train"] | train, schedule_options=options)
-        choice = job.ds_ext.choice()
+        choice = choice_of(job)
         assert choice is not None
         [row] = [row for row in choice.table if row.label == "gpipe"]
         assert row.recompute == train.get("recompute_granularity", "none") and row.memory_bytes
@@ -163,7 +161,7 @@ def test_what_auto_cannot_choose(batch: dict[str, Any], section: dict[str, Any],
     job = auto({}, **section)
     job = load_config({k: v for k, v in (job.deepspeed | batch).items() if v is not None})
     with pytest.raises(ConfigError, match=sentence):
-        job.ds_ext.placement()
+        placement_of(job)
 
 
 def test_the_vocabulary_is_that_of_the_data(tmp_path: Path) -> None:
@@ -172,7 +170,7 @@ def test_the_vocabulary_is_that_of_the_data(tmp_path: Path) -> None:
 
     def used(options: dict[str, Any], data_path: Any) -> tuple[int, str, int]:
         job = auto(schedule_options=options, train=train | {"data_path": data_path})
-        choice = job.ds_ext.choice()
+        choice = choice_of(job)
         assert choice is not None and choice.best is not None and choice.best.memory_bytes is not None
         return *vocabulary(options.get("vocab_size", 0), job.ds_ext.train), choice.best.memory_bytes
 
@@ -193,37 +191,23 @@ def test_costs_from_a_file(tmp_path: Path) -> None:
     file.write_text('{"b": 1.5, "links": {"0>1": 2.0}}')
     costs = Costs(b=1.5, links={(0, 1): 2.0})
     job = auto(train={}, schedule_options={"costs": str(file)})
-    assert job.ds_ext.choice() == choose(Request(4, 16, costs))
-    choice = job.ds_ext.choice()
+    assert choice_of(job) == choose(Request(4, 16, costs))
+    choice = choice_of(job)
     assert choice is not None and choice.best is not None
-    assert simulate(job.ds_ext.timetable(16), costs).makespan == choice.best.time
-    named = load_config(
-        {
-            "ds_ext": {
-                "schedule": "zb_v",
-                "pipeline_parallel_size": 4,
-                "schedule_options": {"costs": str(file)},
-            }
-        }
-    )
-    assert named.ds_ext.timetable(8) == get_schedule("zb_v").timetable(4, 8, {}, costs)
+    assert simulate(make_job_plan(job).timetable, costs).makespan == choice.best.time
+    options = {"costs": str(file)}
+    named = {"ds_ext": {"schedule": "zb_v", "pipeline_parallel_size": 4, "schedule_options": options}}
+    assert timetable_of(named, 8) == get_schedule("zb_v").timetable(4, 8, {}, costs)
     missing = auto(train={}, schedule_options={"costs": "none.json"})
     with pytest.raises(ConfigError, match=r'"auto": costs none.json: No such file'):
-        missing.ds_ext.placement()
+        placement_of(missing)
 
 
 def test_auto_prices_the_layers_that_are_given() -> None:
     train = AUTO["ds_ext"]["train"] | {"stage_layers": "5,5,4,2"}
-    choice = auto(train=train).ds_ext.choice()
+    choice = choice_of(auto(train=train))
     assert choice is not None and choice.best is not None
     assert choice.best.layers == (5, 5, 4, 2) and {row.stages for row in choice.fitting} == {4}
-
-
-def test_auto_needs_the_whole_json() -> None:
-    with pytest.raises(
-        ConfigError, match="needs the whole DeepSpeed JSON, as load_config reads it, and not its"
-    ):
-        parse_section(AUTO["ds_ext"]).placement()
 
 
 def test_recomputation_is_chosen_where_the_flags_leave_it_open(tmp_path: Path) -> None:
@@ -236,7 +220,7 @@ def test_recomputation_is_chosen_where_the_flags_leave_it_open(tmp_path: Path) -
         config["ds_ext"]["schedule_options"] = {} if memory is None else {"memory": f"{memory}B"}
         file.write_text(json.dumps(config))
         _, job = parse("train_gpt.py", ["--deepspeed_config", str(file), "--data-path", "x", *flags])
-        choice = job.ds_ext.choice()
+        choice = choice_of(job)
         assert choice is not None and choice.best is not None and choice.best.memory_bytes is not None
         return choice.best.recompute, choice.best.memory_bytes
 
@@ -252,6 +236,6 @@ def test_recomputation_is_chosen_where_the_flags_leave_it_open(tmp_path: Path) -
 
 def table(file: Path) -> tuple[Candidate, ...]:
     _, job = parse("train_gpt.py", ["--deepspeed_config", str(file), "--data-path", "x"])
-    choice = job.ds_ext.choice()
+    choice = choice_of(job)
     assert choice is not None
     return choice.table

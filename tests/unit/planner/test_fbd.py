@@ -11,12 +11,14 @@ import pytest
 from ds_ext.__main__ import main
 from ds_ext.config.job import parse_section
 from ds_ext.parallel.fbd import DisaggregatedLayout, make_layout
+from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.list_scheduling import search as planning
 from ds_ext.pipe_schedules.simulate import simulate
 from ds_ext.planner.fbd import ForwardDevices, best_way, memory_of, step_seconds, ways_to_cut
 from ds_ext.planner.memory import ModelSizes, model_sizes
 from ds_ext.planner.parallel_sizes import Cluster, forward_flops, message_bytes
+from tests.plans import placement_of
 
 PLAN = [
     *("plan", "--devices", "4", "--model", "gpt-6.7b", "--global-batch-size", "64"),
@@ -49,11 +51,11 @@ def test_it_pays_where_the_others_would_compute_forwards_again(capsys: pytest.Ca
 
     # The section is a job's, whose timetable takes that long.
     settings = parse_section(found["ds_ext"])
-    layout = make_layout(settings.placement(), settings.tensor_parallel_size, 1)
+    layout = make_layout(placement_of(found), settings.tensor_parallel_size, 1)
     assert isinstance(layout, DisaggregatedLayout) and layout.world_size == 8
     sizes = replace(model_sizes("gpt-6.7b"), micro_batch=2)
     forward_s = forward_flops(sizes) / 4 / 150e12
-    made = settings.resolve_schedule().timetable(
+    made = get_schedule(settings.schedule).timetable(
         4, found["micro_batches"], {"forward_slowdown": 2.0, **found["ds_ext"]["schedule_options"]}
     )
     # Layers are cut as evenly as they divide, so the mean stage is a little less than the worst.

@@ -25,6 +25,7 @@ from ds_ext.planner.candidates import (
     format_bytes,
     parse_bytes,
 )
+from ds_ext.planner.job_plan import make_job_plan
 from ds_ext.planner.memory import ModelSizes, memory
 from ds_ext.planner.parallel_sizes import (
     Cluster,
@@ -36,6 +37,7 @@ from ds_ext.planner.parallel_sizes import (
     parallel_sizes,
 )
 from ds_ext.planner.search import Request, choose
+from tests.plans import placement_of
 
 EVERYTHING = 10**9  # "cheap_ops" with which nothing is left out
 
@@ -358,7 +360,7 @@ def test_one_schedule_that_fails_does_not_stop_the_choice(monkeypatch: pytest.Mo
     monkeypatch.setattr("ds_ext.planner.search.SCHEDULES", others)
     table = {row.schedule: row.refusal for row in choose(Request(4, 8, cheap_ops=EVERYTHING)).table}
     assert re.fullmatch(
-        r"broken: its code failed with ZeroDivisionError \(no reason\) in test_choose.py, line \d+\.",
+        r"broken: its code failed with ZeroDivisionError \(no reason\) in test_search.py, line \d+\.",
         table["broken"],
     )
     assert table["1f1b"] == ""
@@ -397,8 +399,7 @@ def test_the_section_trains_what_was_planned() -> None:
             "ds_ext": json.loads(json.dumps(job_section(cut, MODEL))),
         }
         job = load_config(config)
-        replicas = job.ds_ext.placement().replicas
-        sizes = batch_sizes(config, replicas, cut.data)
+        sizes = batch_sizes(config, placement_of(job).replicas, cut.data)
         assert sizes.micro_batches == cut.micro_batches
-        made = job.ds_ext.timetable(sizes.micro_batches)
+        made = make_job_plan(job, cut.tensor * cut.pipeline * cut.data).timetable
         assert simulate(made, cut.row.costs).makespan == cut.row.time

@@ -14,6 +14,7 @@ from ds_ext.config.job import JobConfig
 from ds_ext.errors import ConfigError
 from ds_ext.training.arguments import build_parser, parse
 from ds_ext.training.megatron_flags import REFUSED_FLAGS, refusal
+from tests.plans import placement_of
 
 
 @pytest.fixture
@@ -209,5 +210,5 @@ def test_megatrons_keys_in_train_get_the_same_sentence(run: Any) -> None:
 def test_flags_of_other_systems_name_schedules(run: Any) -> None:
     sizes = {"ds_ext": {"pipeline_parallel_size": 2}}
     for flag, name in (("--use-dpp", "dpp"), ("--forward-backward-disaggregating", "fbd")):
-        settings = run(sizes, flag)[1].ds_ext
-        assert settings.schedule == name and settings.placement().stages >= 2
+        job = run(sizes, flag)[1]
+        assert job.ds_ext.schedule == name and placement_of(job).stages >= 2

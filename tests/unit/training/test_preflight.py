@@ -17,8 +17,9 @@ import torch
 
 import ds_ext
 from ds_ext.errors import ConfigError
+from ds_ext.planner.job_plan import JobPlan
 from ds_ext.training import fbd_hosts
-from ds_ext.training.job import Plan, describe
+from ds_ext.training.plan_text import describe
 from ds_ext.training.setup import plan_job
 
 ROOT = Path(__file__).parents[3]
@@ -31,7 +32,7 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
 
-    def run(name: str, section: dict[str, Any] | None, *flags: str, **keys: Any) -> Plan:
+    def run(name: str, section: dict[str, Any] | None, *flags: str, **keys: Any) -> JobPlan:
         job = json.loads((ROOT / "configs" / f"{name}.json").read_text()) | keys
         job["ds_ext"] |= section or {}
         if section is None:
@@ -89,7 +90,7 @@ def test_tracing_may_be_put_off_and_orders_recorded(planned: Any, tmp_path: Path
 
 
 def test_odd_but_valid_is_said_in_the_plan(planned: Any) -> None:
-    def notes(plan: Plan) -> list[str]:
+    def notes(plan: JobPlan) -> list[str]:
         options = {"boundaries": [0] * 9, "layer_names": [], "message_bytes": 4, "grid": False}
         return [line for line in describe(plan, **options).splitlines() if line.startswith("note: ")]
 

@@ -1,76 +1,20 @@
-"""A job, decided and printable before anything is launched: sizes, stages, order, cost.
-
-Pure: no torch, no processes.
-"""
+"""Text of a job's plan: sizes, groups, stages, costs and the timetable. Imports neither torch nor DeepSpeed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
-from ..config.batch_sizes import BatchSizes, batch_sizes, counted
-from ..config.job import JobConfig
-from ..parallel.fbd import make_layout
-from ..parallel.layout import ParallelLayout, data_parallel_size
-from ..pipe_schedules import Program, Timetable
-from ..pipe_schedules.check.program import Report, check
-from ..pipe_schedules.costs import Costs, read_costs
+from ..config.batch_sizes import counted
+from ..parallel.layout import ParallelLayout
+from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.draw.grid import LEGEND, REPEATED_LEGEND, SPLIT_LEGEND, time_grid
-from ..pipe_schedules.lower import lower
 from ..pipe_schedules.simulate import Simulation, simulate
 from ..planner.auto import vocabulary
-from ..planner.candidates import Choice, describe_costs, describe_rows
+from ..planner.candidates import describe_costs, describe_rows
+from ..planner.job_plan import JobPlan
 
 _CHOICES_SHOWN = 5
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything that follows from the JSON and the world size; ``choice`` is what "auto" chose from."""
-
-    job: JobConfig
-    layout: ParallelLayout
-    sizes: BatchSizes
-    timetable: Timetable
-    choice: Choice | None = None
-
-    @cached_property
-    def program(self) -> Program:
-        """The lowered timetable."""
-        return lower(self.timetable)
-
-    @cached_property
-    def report(self) -> Report:
-        """The checker's proof."""
-        return check(self.program)
-
-    @cached_property
-    def costs(self) -> Costs:
-        """What the order was planned or chosen for; forward = input gradient = weight gradient = 1 if nothing says."""
-        if self.choice is not None and self.choice.best is not None:
-            return self.choice.best.costs
-        given = self.job.ds_ext.schedule_options.get("costs")
-        return Costs() if given is None else read_costs(given)
-
-    @cached_property
-    def simulation(self) -> Simulation:
-        """Priced with :attr:`costs`."""
-        return simulate(self.timetable, self.costs)
-
-
-def make_plan(job: JobConfig, world_size: int | None = None) -> Plan:
-    """Decide a job. Raises ConfigError.
-
-    Args:
-        world_size: number of processes; None means one pipeline group.
-    """
-    placement = job.ds_ext.placement(world_size)
-    tensor = job.ds_ext.tensor_parallel_size
-    data = 1 if world_size is None else data_parallel_size(world_size, placement, tensor)
-    sizes = batch_sizes(job.deepspeed, placement.replicas, data, job.flags)
-    timetable = job.ds_ext.timetable(sizes.micro_batches, world_size)
-    return Plan(job, make_layout(placement, tensor, data), sizes, timetable, job.ds_ext.choice(world_size))
 
 
 def describe_groups(layout: ParallelLayout, hosts: Sequence[str] | None = None) -> str:
@@ -94,13 +38,13 @@ def describe_groups(layout: ParallelLayout, hosts: Sequence[str] | None = None) 
     return "\n".join([sizes, *rows])
 
 
-def _legend(plan: Plan) -> str:
+def _legend(plan: JobPlan) -> str:
     legend = LEGEND if plan.layout.placement.forward is None else f"{LEGEND}; {REPEATED_LEGEND}"
     return f"{legend}; {SPLIT_LEGEND}" if plan.timetable.split_backwards else legend
 
 
 def describe(
-    plan: Plan,
+    plan: JobPlan,
     *,
     boundaries: list[int],
     layer_names: list[str],
@@ -138,7 +82,7 @@ def describe(
     return "\n".join(lines)
 
 
-def _describe_stages(plan: Plan, boundaries: list[int], layer_names: list[str]) -> list[str]:
+def _describe_stages(plan: JobPlan, boundaries: list[int], layer_names: list[str]) -> list[str]:
     placement = plan.layout.placement
     lines = []
     for stage in range(placement.stages):
@@ -150,7 +94,7 @@ def _describe_stages(plan: Plan, boundaries: list[int], layer_names: list[str]) 
     return lines
 
 
-def _describe_costs(plan: Plan, simulation: Simulation, message_bytes: int, with_head: bool) -> list[str]:
+def _describe_costs(plan: JobPlan, simulation: Simulation, message_bytes: int, with_head: bool) -> list[str]:
     placement, report = plan.layout.placement, plan.report
     peaks = ", ".join(f"{peak:g}" for peak in simulation.peak_activations)
     activations = "activation" if peaks == "1" else "activations"
@@ -173,7 +117,7 @@ def _describe_costs(plan: Plan, simulation: Simulation, message_bytes: int, with
     ]
 
 
-def _describe_choice(plan: Plan) -> list[str]:
+def _describe_choice(plan: JobPlan) -> list[str]:
     """Why "auto" chose, the best of what it chose from, and for which vocabulary."""
     choice = plan.choice
     if choice is None or choice.best is None:

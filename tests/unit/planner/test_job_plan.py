@@ -14,7 +14,8 @@ from ds_ext.errors import ConfigError
 from ds_ext.pipe_schedules.costs import read_costs
 from ds_ext.pipe_schedules.draw.grid import time_grid
 from ds_ext.pipe_schedules.simulate import simulate
-from ds_ext.training.job import Plan, describe, make_plan
+from ds_ext.planner.job_plan import JobPlan, make_job_plan
+from ds_ext.training.plan_text import describe
 
 JSON: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 3,
@@ -23,8 +24,8 @@ JSON: dict[str, Any] = {
 }
 
 
-def plan(world_size: int | None = None, **section: Any) -> Plan:
-    return make_plan(load_config(JSON | {"ds_ext": JSON["ds_ext"] | section}), world_size)
+def plan(world_size: int | None = None, **section: Any) -> JobPlan:
+    return make_job_plan(load_config(JSON | {"ds_ext": JSON["ds_ext"] | section}), world_size)
 
 
 def test_sizes_follow_from_the_world() -> None:
@@ -54,7 +55,7 @@ def test_what_does_not_fit(world: int, section: dict[str, Any], sentence: str) -
 
 
 def test_one_of_a_thing_is_not_many() -> None:
-    made = make_plan(load_config({"train_batch_size": 1}))
+    made = make_job_plan(load_config({"train_batch_size": 1}))
     text = describe(made, boundaries=[0, 1], layer_names=["head"], message_bytes=4)
     assert "1 micro-batch of 1 per pipeline group, 1 sample a step" in text
 
@@ -104,21 +105,21 @@ def test_the_plan_as_text() -> None:
 
 def test_a_plan_is_made_without_torch() -> None:
     code = (
-        "import sys; from ds_ext.training.arguments import build_parser; from ds_ext.training.job import make_plan;"
-        "build_parser('x'); from ds_ext.config.job import load_config;"
-        "make_plan(load_config({'train_batch_size': 4})).simulation; print('torch' in sys.modules)"
+        "import sys; from ds_ext.training.arguments import build_parser; build_parser('x');"
+        "from ds_ext.planner.job_plan import make_job_plan; from ds_ext.config.job import load_config;"
+        "make_job_plan(load_config({'train_batch_size': 4})).simulation; print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
 
-def auto(world_size: int | None = None, **changes: Any) -> Plan:
+def auto(world_size: int | None = None, **changes: Any) -> JobPlan:
     config = {
         "train_batch_size": 16,
         "train_micro_batch_size_per_gpu": 1,
         "ds_ext": {"schedule": "auto", "pipeline_parallel_size": 4, **changes},
     }
-    return make_plan(load_config(config), world_size)
+    return make_job_plan(load_config(config), world_size)
 
 
 def test_auto_is_planned_for_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
