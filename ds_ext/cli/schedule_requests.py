@@ -15,7 +15,7 @@ _WITH_OPTIONS = re.compile(r"[\w-]+:\w+=")
 
 
 def split_request(text: str) -> tuple[str, dict[str, Any]]:
-    """The name or path, and the options behind it: ``"dpp:placement=v:report=10"``. A path has none.
+    """The name or path, and the options behind it: ``"dpp:placement=v:policy=depth"``. A path has none.
 
     Raises:
         ScheduleError: what is behind a name is no option, or one is given twice.

@@ -7,6 +7,7 @@ the rest of the step is DeepSpeed's.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from ..pipe_schedules.ops import BACKWARD, BACKWARD_WEIGHT
 
 
 class EagerReduction:
@@ -70,6 +73,33 @@ class EagerReduction:
             self._under_way.append((work, flat, mine))
             if tracer is not None:
                 tracer.reducing(stage, flat, begin, work)
+
+
+class DynamicReduction(EagerReduction):
+    """Eager reductions of an order decided at run time, where the last backward of a stage is not known in advance.
+
+    A stage is finished when the device has counted all its backwards. All ranks of a collective start their reductions
+    in the same order: that of the plan, a run under the costs of the JSON.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        ops = engine.plan.timetable.ranks[engine.module.device_index]
+        self._backwards = Counter(op.stage for op in ops if op.kind in (BACKWARD, BACKWARD_WEIGHT))
+        self._order = [stage for stages in self._starts.values() for stage in stages]
+        self._left, self._waiting = Counter(self._backwards), list(self._order)
+
+    def after(self, stage: int, micro_batch: int) -> None:
+        """Count a backward of ``stage``, and start the reductions whose turn has come."""
+        self._left[stage] -= 1
+        while self._waiting and not self._left[self._waiting[0]]:
+            self._start(self._waiting.pop(0))
+
+    def finish(self) -> None:
+        """Wait for all reductions, and hand the averages to DeepSpeed's optimizer."""
+        assert not self._waiting, "every backward of the step has been counted"
+        super().finish()
+        self._left, self._waiting = Counter(self._backwards), list(self._order)
 
 
 def gradient_of(engine: Any, parameter: nn.Parameter) -> Tensor | None:

@@ -17,9 +17,7 @@ from ..pipe_schedules.lower import lower
 from ..planner.job_plan import JobPlan
 from ..tensor_parallel import DeferralWatch
 from .dynamic.order import DynamicSchedule
-from .dynamic.reduction import DynamicReduction
-from .dynamic.report import Reporter
-from .grad_sync import EagerReduction, why_not_eager
+from .grad_sync import DynamicReduction, EagerReduction, why_not_eager
 from .link_slots import link_slots
 from .module import PipelineModule
 
@@ -56,9 +54,7 @@ class ScheduleMethods:
         if plan.rules is None:
             self._schedule = TimetableSchedule(plan.program, device)
         else:
-            options = plan.schedule.resolve_options(plan.options)
-            reporter = Reporter(plan.rules, plan.timetable, options["report"])
-            self._schedule = DynamicSchedule(plan.program, device, plan.rules, reporter, options["record"])
+            self._schedule = DynamicSchedule(plan.program, device, plan.rules)
 
     def _make_eager(self) -> EagerReduction | None:
         """Eager gradient synchronization, if the JSON asks for it and it can be done."""

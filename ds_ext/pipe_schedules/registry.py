@@ -97,8 +97,8 @@ def planned_schedule(
     """Register ``program(placement, micro_batches, costs, **options) -> the order of every rank``.
 
     ``place`` makes the placement from the number of ranks and those of the options that it has as parameters. The
-    schedule gets one more option, "costs", for where nothing else gives them, as in the JSON of a job. ``dynamic``,
-    with the same arguments but the options as one mapping, makes the rules of an order that is decided at run time.
+    schedule gets one more option, "costs", for where nothing else gives them, as in the JSON of a job.
+    ``dynamic(placement, micro_batches, options)`` makes the rules of an order that is decided at run time.
     """
 
     def register(program: Planner) -> Planner:

@@ -108,7 +108,7 @@ class DynamicRules(Protocol):
         ...
 
 
-Dynamic = Callable[[Placement, int, Costs, Mapping[str, Any]], DynamicRules]
+Dynamic = Callable[[Placement, int, Mapping[str, Any]], DynamicRules]
 
 
 def defaults(ranks: int, micro_batches: int) -> Sequence[Mapping[str, Any]]:
@@ -250,9 +250,8 @@ class Schedule:
         if self.dynamic is None:
             return None
         values = self.resolve_options(options)
-        costs = read_costs(values.pop(COSTS, ""))
         with self._naming():
-            return self.dynamic(self.placement(ranks, options), micro_batches, costs, values)
+            return self.dynamic(self.placement(ranks, options), micro_batches, values)
 
 
 def every_rank(program: Generator, placement: Placement, micro_batches: int, **options: object) -> Orders:

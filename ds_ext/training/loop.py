@@ -269,10 +269,7 @@ class Trainer:
         ]
         if settings.schedule == AUTO:
             return words
-        options = dict(self.plan.options)
-        if options.get("record"):
-            return [options["record"]]  # what devices have decided; the options alone make a plan
-        options.pop("report", None)
+        options = self.plan.options
         return words + [word for key, value in options.items() for word in ("--option", f"{key}={value}")]
 
 

@@ -53,18 +53,9 @@ def check_job(
         _require_writable("--save", Path(args.save), make=not args.dry_run)
     if args.metrics_file:
         _require_place("--metrics-file", Path(args.metrics_file))
-    _check_places(config.get("ds_ext", {}), make=not args.dry_run)
-
-
-def _check_places(section: Mapping[str, Any], make: bool) -> None:
-    """What the "ds_ext" section has written can be: the traces, and the order that a schedule records."""
-    folder = section.get("trace", {}).get("dir")
-    if folder:
-        _require_writable('"ds_ext": trace.dir', Path(folder), make)
-    file = section.get("schedule_options", {}).get("record")
-    # One rank writes it; another host need not have the folder.
-    if file and isinstance(file, str) and rank() == 0:
-        _require_place('"schedule_options": record', Path(file))
+    traces = config.get("ds_ext", {}).get("trace", {}).get("dir")
+    if traces:
+        _require_writable('"ds_ext": trace.dir', Path(traces), make=not args.dry_run)
 
 
 def _check_tokenizer(args: argparse.Namespace) -> None:

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-import time
-from io import StringIO
 from itertools import product
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
-from ds_ext.bench.slow_links import slow_down
-from ds_ext.errors import ConfigError, TransportError
-from ds_ext.pipe_schedules.files import read_timetable
+from ds_ext.errors import TransportError
 from tests.distributed.test_parity import assert_equal, reference
 from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build, digest, train, weights
 from tests.ranks import Ranks
@@ -28,10 +22,8 @@ POLICIES = ["breadth", "depth", "group"]
 WITH_DROPOUT = dataclasses.replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
 
 
-def job_of(
-    placement: str, policy: str, backward: str, layout: tuple[int, int, int] = (4, 1, 1), **more: Any
-) -> Job:
-    options = {"placement": placement, "policy": policy, "backward": backward, **more}
+def job_of(placement: str, policy: str, backward: str, layout: tuple[int, int, int] = (4, 1, 1)) -> Job:
+    options = {"placement": placement, "policy": policy, "backward": backward}
     return Job("dpp", *layout, 8, model=WITH_DROPOUT, steps=3, options=options)
 
 
@@ -62,9 +54,6 @@ def train_late(rank: int, job: Job, seed: int, longest_s: float = 0.004) -> dict
 
 def train_all(rank: int, jobs: list[Job]) -> list[dict[str, Any]]:
     return [train(rank, job) for job in jobs]
-
-
-FOLLOWING = [{"plan": "bitpipe_zb", "window": 8, "deterministic": True}, {"plan": "1f1b"}, {"placement": "v"}]
 
 
 CASES = select(
@@ -122,18 +111,6 @@ def test_tensor_and_data_parallel_ranks(
         assert len({tuple(result["digests"]) for result in results}) == 1
 
 
-def test_late_messages_change_the_order_and_nothing_else(ranks: Ranks) -> None:
-    job = job_of("bidirectional_v", "group", "split", deterministic=True)
-    expected, runs = reference(job), [ranks(4).run(train_late, job, seed, timeout_s=120) for seed in (1, 2)]
-    for results in runs:
-        assert_equal(results, expected)
-    orders = [[result["orders"] for result in results] for results in runs]
-    assert orders[0] != orders[1]
-    for rank in range(4):
-        assert runs[0][rank]["losses"] == runs[1][rank]["losses"]
-        assert runs[0][rank]["digests"] == runs[1][rank]["digests"]
-
-
 def evaluate_and_train(rank: int, job: Job) -> dict[str, Any]:
     """Steps with evaluations, which have a fixed order, in between."""
     engine, tp = build(job)
@@ -144,84 +121,6 @@ def evaluate_and_train(rank: int, job: Job) -> dict[str, Any]:
         evaluated.append(float(engine.eval_batch(StepBatches(batches_of(job)))))
     engine.transport.close()
     return {"losses": losses, "norms": norms, "weights": weights(engine, tp), "evaluated": evaluated}
-
-
-@pytest.mark.parametrize("name", ["order.json", "order.txt"])
-def test_a_recorded_order_is_replayed_bit_for_bit(ranks: Ranks, tmp_path: Path, name: str) -> None:
-    path = str(tmp_path / name)
-    job = dataclasses.replace(job_of("v", "group", "split", record=path), steps=1)
-    recorded = ranks(4).run(train_late, job, 3, timeout_s=120)
-    made = read_timetable(path)
-    assert [list(order) for order in made.ranks] == [result["orders"][-1] for result in recorded]
-    replayed = ranks(4).run(train_late, dataclasses.replace(job, schedule=path, options={}), 4, timeout_s=120)
-    assert [r["digests"] for r in replayed] == [r["digests"] for r in recorded]
-    assert [r["losses"] for r in replayed] == [r["losses"] for r in recorded]
-
-
-def fail_to_record(rank: int, job: Job) -> str:
-    engine, _ = build(job)
-    with pytest.raises(ConfigError) as caught:
-        engine.train_batch(StepBatches(batches_of(job)))
-    return str(caught.value)
-
-
-def test_an_order_that_cannot_be_written_is_an_error_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
-    path = str(tmp_path / "nowhere" / "order.json")
-    said = ranks(2).run(fail_to_record, Job("dpp", 2, 1, 1, 4, model=MODEL, options={"record": path}))
-    assert len(set(said)) == 1 and f"record {path!r} cannot be written: No such file" in said[0]
-
-
-@pytest.mark.parametrize("options", FOLLOWING, ids=str)
-def test_following_a_plan_trains_as_one_process(ranks: Ranks, options: dict[str, Any]) -> None:
-    job = Job("dpp", 4, 1, 1, 8, model=WITH_DROPOUT, steps=2, options={"follow": True, **options})
-    results = ranks(4).run(train_late, job, 5, timeout_s=120)
-    assert_equal(results, reference(job))
-    if options.get("deterministic"):
-        again = ranks(4).run(train_late, job, 7, timeout_s=120)
-        assert [r["orders"] for r in again] != [r["orders"] for r in results]
-        assert [(r["losses"], r["digests"]) for r in again] == [(r["losses"], r["digests"]) for r in results]
-
-
-def train_with_a_slow_stage(rank: int, job: Job) -> tuple[list[Any], str]:
-    """Three reports: as usual, with a slow link, and with a slow stage as well; and what was written of them."""
-    engine, _ = build(job)
-    written = StringIO()
-    logging.getLogger("ds_ext").addHandler(handler := logging.StreamHandler(written))
-    slow_link = [0.0]
-    slow_down(
-        engine, lambda source, target, op: 0.003 + (slow_link[0] if (source, target) == (1, 2) else 0.0)
-    )
-    forward, slow_stage = engine.module.forward_stage, [0.0]
-
-    def wait_in(stage: int, *args: Any) -> Any:
-        time.sleep(0.01 + (slow_stage[0] if stage == 2 else 0.0))
-        return forward(stage, *args)
-
-    engine.module.forward_stage = wait_in
-    batches, found = StepBatches(batches_of(job)), []
-    for step in range(3):
-        # Long beside the delays of ranks that share a core.
-        slow_link[0], slow_stage[0] = (0.2 if step else 0.0), (0.5 if step > 1 else 0.0)
-        engine.train_batch(batches)
-        found.append(engine._schedule.reporter.last)
-    engine.transport.close()
-    logging.getLogger("ds_ext").removeHandler(handler)
-    return found, written.getvalue()
-
-
-def test_the_report_names_who_was_slow(ranks: Ranks) -> None:
-    options = {"report": 1, "max_in_flight": 4}
-    job = Job("dpp", 4, 1, 1, 8, model=MODEL, steps=3, options=options)
-    ((first, second, third), written), *others = ranks(4).run(train_with_a_slow_stage, job, timeout_s=120)
-    assert all(reports == [None] * 3 and text == "" for reports, text in others)
-    head = "report of steps {0} to {0}, as asked for: {1}".format
-    assert written.splitlines() == [head(n, r) for n, r in enumerate((first, second, third), 1)]
-    assert (1, 2) not in [slow.where for slow in first.slow if slow.past is not None]
-    link = next(slow for slow in second.slow if slow.where == (1, 2))
-    assert link.past is not None and link.seconds > 2 * link.past and link.seconds > 2 * link.peers
-    stage = next(slow for slow in third.slow if slow.where == 2)
-    assert stage.past is not None and stage.seconds > 1.5 * stage.past and third.cost_s > 0.1
-    assert "stage 2: " in str(third) and "its own past" in str(third)
 
 
 class ImpatientJob(Job):

@@ -1,4 +1,4 @@
-"""A training script of a user that writes to a full disk: disk.py save|trace|record FOLDER."""
+"""A training script of a user that writes to a full disk: disk.py save|trace FOLDER."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ def main() -> None:
     section: dict[str, Any] = {"pipeline_parallel_size": ranks}
     if what == "trace":
         section["trace"] = {"dir": str(Path(folder) / "traces")}
-    if what == "record":
-        section |= {"schedule": "dpp", "schedule_options": {"record": str(Path(folder) / "order.txt")}}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": ranks,

@@ -7,7 +7,6 @@ is always out, for its next message.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -35,16 +34,11 @@ class PolledTransport(Protocol):
 
 
 class Arrival(NamedTuple):
-    """A message that has come: what it holds, for which (stage, micro-batch), and how long it was under way.
-
-    ``seconds`` is by the clocks of both ranks; None when this rank was computing and may have seen it late.
-    """
+    """Content of a message that has arrived."""
 
     kind: Kind
     stage: int
     micro_batch: int
-    device: int
-    seconds: float | None
 
 
 class DynamicMessages(StageMessages):
@@ -64,7 +58,11 @@ class DynamicMessages(StageMessages):
     def __init__(self, static: StageMessages, devices: Iterable[int]) -> None:
         super().__init__(static.transport, static.layout, static.rank)
         if not isinstance(static.transport, PolledTransport):
-            raise ConfigError(unpolled(static.transport.name))
+            raise ConfigError(
+                f'"transport": "{static.transport.name}" cannot report arrivals without waiting, and this schedule '
+                f'decides its order by them. Use "transport": "auto" with ranks that shm, tcp or rdma can link, or a '
+                f'static schedule; "python -m ds_ext dump" writes the simulated order as one.'
+            )
         self._polled = static.transport
         device, data, tensor = self.layout.coordinates(self.rank)
         group = [self.layout.rank(device, data, t) for t in range(self.layout.tensor_parallel_size)]
@@ -73,7 +71,7 @@ class DynamicMessages(StageMessages):
         self._sent: dict[int, int] = {}
         self._taken = dict.fromkeys(devices, 0)
         self._next: dict[int, Ticket] = {}
-        self._inbox: dict[tuple[Kind, int, int], tuple[Tensor, ...]] = {}
+        self._inbox: dict[Arrival, tuple[Tensor, ...]] = {}
 
     @staticmethod
     def on(static: StageMessages, devices: Iterable[int]) -> DynamicMessages:
@@ -89,7 +87,7 @@ class DynamicMessages(StageMessages):
 
     def send(self, kind: Kind, tensors: Sequence[Tensor], stage: int, micro_batch: int, device: int) -> None:
         """Send to ``stage`` on ``device``, without waiting."""
-        head = torch.tensor((kind, stage, micro_batch, time.monotonic_ns()))
+        head = torch.tensor((kind, stage, micro_batch))
         self._moved(tensors)
         count = self._sent[device] = self._sent.get(device, -1) + 1
         final, tensors = out_of_reach(tensors), [tensor.detach() for tensor in tensors]
@@ -98,18 +96,19 @@ class DynamicMessages(StageMessages):
 
     def poll(self) -> list[Arrival]:
         """What has come since the last look, without waiting."""
-        return self._take(waited=False)
+        return self._take()
 
     def wait(self) -> list[Arrival]:
         """The same, but at least one. Raises TransportError when nothing comes in time or a peer is gone."""
         self._polled.wait_any(list(self._asked().values()))
-        return self._take(waited=True)
+        return self._take()
 
     def receive(self, kind: Kind, stage: int, micro_batch: int) -> tuple[Tensor, ...]:
         """The tensors of a message, waiting for it where another rank has decided that it is time for them."""
-        while (kind, stage, micro_batch) not in self._inbox:
+        wanted = Arrival(kind, stage, micro_batch)
+        while wanted not in self._inbox:
             self.wait()
-        tensors = self._inbox.pop((kind, stage, micro_batch))
+        tensors = self._inbox.pop(wanted)
         self._moved(tensors)
         return tensors
 
@@ -123,16 +122,14 @@ class DynamicMessages(StageMessages):
             self._next = {device: self._ask(device) for device in self._taken}
         return self._next
 
-    def _take(self, waited: bool) -> list[Arrival]:
+    def _take(self) -> list[Arrival]:
         arrivals = []
         for device, ticket in self._asked().items():
             while ticket.done():
-                now = time.monotonic_ns()
                 head, *tensors = ticket.wait()
-                kind, stage, micro_batch, sent = head.tolist()
-                key = Kind(kind), stage, micro_batch
-                self._inbox[key] = tuple(tensors)
-                arrivals.append(Arrival(*key, device, (now - sent) / 1e9 if waited else None))
+                kind, stage, micro_batch = head.tolist()
+                arrivals.append(Arrival(Kind(kind), stage, micro_batch))
+                self._inbox[arrivals[-1]] = tuple(tensors)
                 self._taken[device] += 1
                 ticket = self._next[device] = self._ask(device)
         return arrivals
@@ -168,16 +165,6 @@ class Choices:
 
     def _tag(self) -> int:
         return make_tag(_CHOICES, self._count)
-
-
-def unpolled(name: str) -> str:
-    """Why a transport will not do."""
-    return (
-        f'the order of this schedule is decided at run time, by what has arrived, and the transport "{name}" cannot '
-        f"tell that without waiting (gloo reports a finished receive only to who waits for it). Use "
-        f'"transport": "auto", or a static schedule; "python -m ds_ext dump" or the '
-        f'option "record" makes one of this.'
-    )
 
 
 def is_counted(tag: int) -> bool:

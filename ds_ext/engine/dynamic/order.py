@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 from deepspeed.runtime.pipe import schedule as ds
@@ -10,14 +9,12 @@ from deepspeed.runtime.pipe import schedule as ds
 from ...parallel.layout import ParallelLayout
 from ...pipe_schedules import Instruction, Op, Program
 from ...pipe_schedules.bridge import TimetableSchedule, to_pipe_instruction
-from ...pipe_schedules.dpp.lower import LiveLowering
+from ...pipe_schedules.dynamic import LiveLowering
 from ...pipe_schedules.list_scheduling.dispatch import Policy
 from ...pipe_schedules.ops import BACKWARD_WEIGHT, FORWARD
 from ...pipe_schedules.registry import DynamicRules
 from ..messages import Kind, StageMessages
 from .messages import Arrival, DynamicMessages
-from .record import record
-from .report import Reporter
 
 _AFTER_BACKWARDS = ("ReduceTiedGrads", "ReduceGrads", "OptimizerStep")
 _SHOWN = 12  # computations in an error
@@ -30,20 +27,15 @@ class DynamicSchedule(TimetableSchedule):
         program: a run of the same rules under the costs of the JSON: links and sizes.
         stage_id: the device inside the pipeline group.
         rules: by what devices decide.
-        reporter: told how long computations and messages take.
-        record: the file that gets the order of the last step; "": none.
     """
 
     lookahead = 0  # an instruction is executed before the next one is asked for
     dynamic = True
 
-    def __init__(
-        self, program: Program, stage_id: int, rules: DynamicRules, reporter: Reporter, record: str = ""
-    ) -> None:
+    def __init__(self, program: Program, stage_id: int, rules: DynamicRules) -> None:
         super().__init__(program, stage_id)
-        self.rules, self.record = rules, record
+        self.rules = rules
         self.ran: list[Op] = []
-        self.reporter = reporter
         self._messages: DynamicMessages | None = None
 
     def start(self, messages: StageMessages) -> DynamicMessages:
@@ -84,9 +76,6 @@ class DynamicSchedule(TimetableSchedule):
             messages.transport.abort(f"{type(error).__name__}: {error}")
             raise
         yield [to_pipe_instruction(Instruction(name)) for name in _AFTER_BACKWARDS]
-        self.reporter.end_step(self.ran, messages.layout)
-        if self.record:
-            record(self.record, self.program.timetable, self.ran, messages.layout)
 
     def _decided(self, messages: DynamicMessages) -> Iterator[Op]:
         """The ops that this rank chooses; the caller computes each before it asks for the next."""
@@ -98,9 +87,7 @@ class DynamicSchedule(TimetableSchedule):
             while (op := policy.choose()) is None:
                 self._arrive(policy, messages.wait())
             messages.choices.tell(op)
-            begin = time.perf_counter()
             yield op
-            self.reporter.computed(op, time.perf_counter() - begin)
             policy.done(op)
             following = self._follower(op)
             if following is not None and self._device(following) == self.stage_id:
@@ -112,7 +99,6 @@ class DynamicSchedule(TimetableSchedule):
             yield messages.choices.hear()
 
     def _arrive(self, policy: Policy, arrivals: list[Arrival]) -> None:
-        self.reporter.arrived(arrivals)
         for arrival in arrivals:
             kind = FORWARD if arrival.kind == Kind.ACTIVATION else self._gradient
             policy.arrive(Op(kind, arrival.stage, arrival.micro_batch))

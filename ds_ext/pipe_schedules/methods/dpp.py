@@ -1,35 +1,31 @@
 """DPP, dynamic pipeline parallel: every device decides at run time what it computes next.
 
-The decision is in :mod:`..dpp.policy`: of what has arrived and is admitted, by the policy's order, forwards and
-backwards in turn. The timetable of this file is the run of those same policies under given costs, jitter included: what
-``simulate`` prices and what the engine takes its links and buffers from. With free messages it takes as long as 1F1B,
-but admits micro-batches earlier; when messages are slow or late, the order goes round them::
+The decision is in :mod:`..dynamic`: a device alternates forwards and backwards, and takes the first by its policy of
+those that have arrived and are admitted. This file runs the same policies under given costs, jitter included.
+``simulate`` prices the resulting timetable, and the engine takes its links and buffers from it. With free messages it
+is as fast as 1F1B and admits micro-batches earlier; late messages delay only the ops that need them::
 
     rank 0  0 1 2 3 . . . . . . 0'- . 1'- . 2'- . 3'-
     rank 1  . 0 1 2 3 . . . 0'- . 1'- . 2'- . 3'- . .
     rank 2  . . 0 1 2 3 0'- . 1'- . 2'- . 3'- . . . .
     rank 3  . . . 0 0'- 1 1'- 2 2'- 3 3'- . . . . . .
 
-The greedy rule is that of MegatronApp's dynamic scheduler (MegaDPP); admission, which keeps it from running into memory
-or a deadlock, is not.
+The greedy rule is that of MegatronApp's dynamic scheduler (MegaDPP). Admission, which bounds memory and excludes
+deadlocks, is new here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from ...errors import ScheduleError
 from ..costs import Costs, parse_costs
-from ..dpp.follow import FollowRules
-from ..dpp.policy import POLICIES, Rules, in_micro_batch_order, join_ends
-from ..files import is_timetable_file, schedule_of_file
+from ..dynamic import POLICIES, Rules
 from ..list_scheduling.dispatch import AllAtOnce, Policy, Work, dispatch
-from ..ops import Timetable
 from ..placement import Placement, bidirectional_v, linear, looped, v
-from ..registry import DynamicRules, Option, Orders, Schedule, get_schedule, planned_schedule
+from ..registry import DynamicRules, Option, Orders, planned_schedule
 
 _PLACES: Mapping[str, Callable[[int, int], Placement]] = {
     "linear": lambda ranks, chunks: linear(ranks),
@@ -50,25 +46,10 @@ _OPTIONS = {
     ),
     "max_bytes": Option(0, 0, "most bytes of activations a device keeps, by stage_bytes; 0: no such limit"),
     "stage_bytes": Option("", None, "bytes of a micro-batch's activations at every stage: 4e6x7/6e6"),
-    "follow": Option(False, None, "keep to a plan, and go round what is late"),
-    "plan": Option(
-        "", None, "the plan: a static schedule or a timetable file; else this schedule's own order"
-    ),
-    "window": Option(4, 1, "planned computations that a device that follows may look ahead"),
-    "report": Option(0, 0, "steps between two reports of who was slow and what it cost; 0: none"),
-    "record": Option("", None, "file for the order of the last step, as a timetable (.json or .txt)"),
-    "deterministic": Option(False, None, "gradients of a stage are added in the order of micro-batches"),
 }
-# What there is no choice about where a plan is followed.
-_OF_THE_ORDER = (
-    *("placement", "chunks", "policy", "backward"),
-    *("max_in_flight", "max_activations", "max_bytes", "stage_bytes"),
-)
 
 
-def _place(ranks: int, placement: str, chunks: int, plan: str) -> Placement:
-    if plan:
-        return schedule_to_follow(plan).placement(ranks)
+def _place(ranks: int, placement: str, chunks: int) -> Placement:
     if placement == "bidirectional_v" and ranks % 2:
         ways = " or ".join(str(n) for n in (ranks - 1, ranks + 1) if n >= 2)
         raise ScheduleError(
@@ -78,59 +59,16 @@ def _place(ranks: int, placement: str, chunks: int, plan: str) -> Placement:
     return _PLACES[placement](ranks, chunks)
 
 
-def make_rules(
-    placed: Placement, micro_batches: int, costs: Costs, options: Mapping[str, Any]
-) -> DynamicRules:
-    """What all devices agree on before a step. Raises ScheduleError for a limit that leaves a pipe no micro-batch.
+def make_rules(placed: Placement, micro_batches: int, options: Mapping[str, Any]) -> Rules:
+    """Return the rules that all devices of a pipeline group share.
 
     Args:
-        costs: by which orders are planned that must be known in advance; their jitter does not count.
         options: of the schedule, complete.
+
+    Raises:
+        ScheduleError: an option has no effect, or a limit is too low for one micro-batch of every pipe.
     """
     _refuse_unused(options)
-    plan, known = options["plan"], replace(costs, jitter=0.0)
-    if plan:
-        made = schedule_to_follow(plan).timetable(placed.ranks, micro_batches, {}, known)
-        return FollowRules(made, options["window"], options["deterministic"])
-    rules = _greedy_rules(placed, micro_batches, costs, options)
-    if options["follow"]:
-        made = Timetable("dpp", placed, micro_batches, run(rules, known))
-        return FollowRules(made, options["window"], options["deterministic"])
-    return rules
-
-
-def _refuse_unused(options: Mapping[str, Any]) -> None:
-    """Raise ScheduleError for an option that another one makes void: who gives it expects it to count."""
-    void: dict[str, tuple[str, str]] = {}  # option -> why, and what else to do
-    if not options["follow"]:
-        void = dict.fromkeys(("plan", "window"), ("without follow", "set follow"))
-    elif options["plan"]:
-        why = f"with the plan {options['plan']!r}, which says it all"
-        void = dict.fromkeys(_OF_THE_ORDER, (why, "leave the plan out"))
-    if options["placement"] != "interleaved":
-        void.setdefault(
-            "chunks", (f"with the placement {options['placement']}", "take the placement interleaved")
-        )
-    if not options["max_bytes"]:
-        void.setdefault("stage_bytes", ("without max_bytes", "set max_bytes"))
-    for name, (why, way) in void.items():
-        if options[name] != _OPTIONS[name].default:
-            raise ScheduleError(
-                f"dpp: {name} {options[name]!r} has no effect {why}. Leave {name} out, or {way}."
-            )
-
-
-def schedule_to_follow(plan: str) -> Schedule:
-    """The schedule by name or file. Raises ScheduleError for one that has no order of its own."""
-    found = schedule_of_file(plan) if is_timetable_file(plan) else get_schedule(plan)
-    if found.dynamic is not None:
-        raise ScheduleError(
-            f"dpp: plan {plan!r} has no fixed order to follow; leave it out, or name 1 static schedule."
-        )
-    return found
-
-
-def _greedy_rules(placed: Placement, micro_batches: int, costs: Costs, options: Mapping[str, Any]) -> Rules:
     in_flight = options["max_in_flight"] or 2 * placed.ranks
     if in_flight < placed.replicas:
         raise ScheduleError(
@@ -139,31 +77,38 @@ def _greedy_rules(placed: Placement, micro_batches: int, costs: Costs, options: 
         )
     share, rest = divmod(in_flight, placed.replicas)
     credits = tuple(share + (pipe < rest) for pipe in range(placed.replicas))
-    rules = Rules(
+    return Rules(
         placed,
         micro_batches,
         options["backward"] == "split",
         options["policy"],
         credits,
-        _rooms(placed, credits, options["max_activations"], options["deterministic"]),
+        _rooms(placed, credits, options["max_activations"]),
         *_bytes(placed, options),
     )
-    return _in_order(rules, replace(costs, jitter=0.0)) if options["deterministic"] else rules
 
 
-def _rooms(placed: Placement, credits: tuple[int, ...], most: float, ordered: bool) -> tuple[int, ...]:
+def _refuse_unused(options: Mapping[str, Any]) -> None:
+    """Raise ScheduleError for an option that another one makes void."""
+    void = {}
+    if options["placement"] != "interleaved":
+        void["chunks"] = f"with the placement {options['placement']}", "take the placement interleaved"
+    if not options["max_bytes"]:
+        void["stage_bytes"] = "without max_bytes", "set max_bytes"
+    for name, (why, way) in void.items():
+        if options[name] != _OPTIONS[name].default:
+            raise ScheduleError(
+                f"dpp: {name} {options[name]!r} has no effect {why}. Leave {name} out, or {way}."
+            )
+
+
+def _rooms(placed: Placement, credits: tuple[int, ...], most: float) -> tuple[int, ...]:
     """Per device how many stages of micro-batches it may keep. Raises ScheduleError for less than one of each."""
     by_credits = [
         sum(devices.count(d) * n for devices, n in zip(placed.pipes, credits, strict=True))
         for d in range(placed.ranks)
     ]
     share = placed.stages / placed.ranks
-    if most and ordered:
-        raise ScheduleError(
-            f"dpp: deterministic with max_activations {most:g} could make devices wait for each other: a micro-batch "
-            f"that came first may hold the room of one that is to be added before it. Lower max_in_flight (now "
-            f"{sum(credits)}) instead; a device keeps that many activations at most."
-        )
     limit = math.floor(most * share + 1e-9) if most else max(by_credits)
     least = max(map(len, placed.chunks))
     if limit < least:
@@ -179,11 +124,6 @@ def _bytes(placed: Placement, options: Mapping[str, Any]) -> tuple[tuple[float, 
     most, text = options["max_bytes"], options["stage_bytes"]
     if not most:
         return (0.0,) * placed.stages, 0
-    if options["deterministic"]:
-        raise ScheduleError(
-            f"dpp: deterministic with max_bytes {most:,} could make devices wait for each other, as with "
-            f"max_activations. Lower max_in_flight instead."
-        )
     sizes = parse_costs(f"stages={text}").stages if text else None
     if sizes is None or len(sizes) != placed.stages:
         raise ScheduleError(
@@ -201,20 +141,8 @@ def _bytes(placed: Placement, options: Mapping[str, Any]) -> tuple[tuple[float, 
     return sizes, most
 
 
-def _in_order(rules: Rules, costs: Costs) -> Rules:
-    """The same with gradients in the order of micro-batches; where that leaves it open, as these rules plan it."""
-    placed, devices = rules.placement, range(rules.placement.ranks)
-    lists = [in_micro_batch_order(placed, rules.pipes, device) for device in devices]
-    by_stage = replace(rules, sequences=tuple(tuple(map(tuple, mine)) for mine in lists))
-    if all(pipe[0] != pipe[-1] or placed.stages == 1 for pipe in placed.pipes):
-        return by_stage
-    orders = run(by_stage, costs)
-    joined = (join_ends(placed, order, mine) for order, mine in zip(orders, lists, strict=True))
-    return replace(rules, sequences=tuple(joined))
-
-
 def run(rules: DynamicRules, costs: Costs) -> Orders:
-    """The order of every device when computations and messages take what ``costs`` say, jitter included."""
+    """Return the order of every device when computations and messages take the times of ``costs``, with jitter."""
     work = Work(rules.placement, rules.micro_batches, costs, rules.split, jittered=True)
     devices: list[Policy] = [rules.device(device) for device in range(rules.placement.ranks)]
     done = dispatch(work, devices, AllAtOnce(rules.micro_batches))
@@ -225,4 +153,4 @@ def run(rules: DynamicRules, costs: Costs) -> Orders:
 @planned_schedule("dpp", place=_place, options=_OPTIONS, variants=lambda ranks, n: [], dynamic=make_rules)
 def dpp(placed: Placement, micro_batches: int, costs: Costs, /, **options: Any) -> Orders:
     """Order decided at run time, by what has arrived; here as it comes out under given costs."""
-    return run(make_rules(placed, micro_batches, costs, options), costs)
+    return run(make_rules(placed, micro_batches, options), costs)

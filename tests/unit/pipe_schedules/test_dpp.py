@@ -44,14 +44,12 @@ def random_case(random: Random) -> tuple[int, int, dict[str, Any]]:
         "policy": random.choice(POLICIES),
         "backward": random.choice(["whole", "split"]),
         "max_in_flight": random.choice([0, 2, 3, 5, 8]),
-        "deterministic": random.random() < 0.3,
+        "max_activations": random.choice([0.0, 2.0, 2.5, 4.0]),
     }
-    if not options["deterministic"]:
-        options["max_activations"] = random.choice([0.0, 2.0, 2.5, 4.0])
-        if random.random() < 0.3:
-            sizes = [random.randint(1, 9) for _ in range(DPP.placement(ranks, options).stages)]
-            options["stage_bytes"] = "/".join(map(str, sizes))
-            options["max_bytes"] = random.randint(sum(sizes), 2 * sum(sizes))
+    if random.random() < 0.3:
+        sizes = [random.randint(1, 9) for _ in range(DPP.placement(ranks, options).stages)]
+        options["stage_bytes"] = "/".join(map(str, sizes))
+        options["max_bytes"] = random.randint(sum(sizes), 2 * sum(sizes))
     return ranks, n, options
 
 
@@ -119,13 +117,6 @@ def test_whatever_overtakes_whatever_every_label_meets_its_activation() -> None:
         check(lower(made))
         simulate(made)
         assert all(peak_stages(order) <= rules.room(d) for d, order in enumerate(made.ranks)), (seed, options)
-        if options["deterministic"]:
-            for order in made.ranks:
-                gradients = [(op.stage, op.micro_batch) for op in order if op.kind in "BI"]
-                assert all(
-                    [m for s, m in gradients if s == stage] == sorted(m for s, m in gradients if s == stage)
-                    for stage, _ in gradients
-                )
         orders.add(made.ranks)
     assert len(orders) > 800  # of small pipelines many are alike
 
@@ -200,25 +191,6 @@ def test_what_is_kept_is_limited_in_bytes(placement: str) -> None:
     assert most > 150
 
 
-def test_gradients_that_keep_to_the_plan_are_added_in_its_order() -> None:
-    """A follower that is deterministic computes forwards as they come, and gradients of a stage as planned."""
-    options = {"follow": True, "plan": "bitpipe_zb", "window": 8}
-    planned = timetable("bitpipe_zb", 4, 8)
-
-    def halves(orders: Sequence[Sequence[Op]]) -> list[list[Op]]:
-        """The gradients of every device, stage and kind, in their order."""
-        wanted = [(d, stage, kind) for d in range(4) for stage in range(8) for kind in "IW"]
-        return [[op for op in orders[d] if (op.stage, op.kind) == (s, kind)] for d, s, kind in wanted]
-
-    for deterministic in (False, True):
-        rules = rules_of(4, 8, {**options, "deterministic": deterministic})
-        runs = [random_run(rules, Random(seed)) for seed in range(50)]
-        for orders in runs:
-            check(lower(Timetable("dpp", rules.placement, 8, tuple(map(tuple, orders)))))
-        assert sum(tuple(map(tuple, orders)) != planned.ranks for orders in runs) > 40
-        assert all(halves(orders) == halves(planned.ranks) for orders in runs) == deterministic
-
-
 def test_whole_numbers_may_be_written_as_4e9() -> None:
     """As JSON and command lines do; a fraction is still none, nor is a limit without the bytes it counts."""
     given = DPP.resolve_options({"max_bytes": 4e9, "stage_bytes": "1e9x4", "max_in_flight": 8.0})
@@ -241,17 +213,7 @@ def test_whole_numbers_may_be_written_as_4e9() -> None:
         ),
         ({"max_activations": 0.5}, r"max_activations 0.5 has no room .* Use at least 1 "),
         ({"placement": "v", "max_activations": 0.9}, r"each of the 2 stages .* Use at least 1 "),
-        ({"deterministic": True, "max_activations": 4}, r"Lower max_in_flight \(now 8\) instead"),
-        ({"deterministic": "perhaps"}, r"must be true or false; got 'perhaps'"),
         ({"placement": "w"}, r"one of linear, interleaved, v, bidirectional_v; got 'w'"),
-        ({"window": 2}, r"window 2 has no effect without follow"),
-        ({"plan": "1f1b"}, r"plan '1f1b' has no effect without follow"),
-        (
-            {"follow": True, "plan": "1f1b", "max_in_flight": 4},
-            r"max_in_flight 4 has no effect with the plan",
-        ),
-        ({"follow": True, "plan": "zb_v", "placement": "v"}, r"placement 'v' has no effect with the plan"),
-        ({"follow": True, "plan": "dpp"}, r"has no fixed order to follow"),
         ({"chunks": 4}, r"chunks 4 has no effect with the placement linear"),
         ({"stage_bytes": "9x4"}, r"stage_bytes '9x4' has no effect without max_bytes"),
         (
@@ -260,7 +222,8 @@ def test_whole_numbers_may_be_written_as_4e9() -> None:
         ),
         ({"max_bytes": 100, "stage_bytes": "9x3"}, r"got 3 numbers"),
         ({"max_bytes": 8, "stage_bytes": "5x3/9"}, r"max_bytes 8 has no room .* at least 9\b"),
-        ({"max_bytes": 99, "stage_bytes": "5x4", "deterministic": True}, r"Lower max_in_flight"),
+        ({"follow": True}, r"has no option 'follow'"),
+        ({"record": "order.json"}, r"has no option 'record'"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:

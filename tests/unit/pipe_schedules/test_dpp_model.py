@@ -15,7 +15,7 @@ import pytest
 
 from ds_ext.pipe_schedules import Op, Placement, get_schedule
 from ds_ext.pipe_schedules.costs import Costs
-from ds_ext.pipe_schedules.dpp.policy import Greedy, Rules
+from ds_ext.pipe_schedules.dynamic import Greedy, Rules
 from ds_ext.pipe_schedules.list_scheduling.dispatch import AllAtOnce, Work
 from ds_ext.pipe_schedules.placement import bidirectional_v, linear, looped, v
 
@@ -78,7 +78,6 @@ def contents(policy: Any) -> str:
         k: sorted(x) if isinstance(x, list) and x and isinstance(x[0], tuple) else x
         for k, x in vars(policy).items()
     }
-    own["_sequence"] = vars(own["_sequence"])
     del own["rules"]
     return repr(own)
 
@@ -107,7 +106,7 @@ def rules_of(placement: Placement, n: int, **options: Any) -> tuple[Rules, Work]
     method = get_schedule("dpp")
     assert method.dynamic is not None
     values = method.resolve_options(options)
-    rules = method.dynamic(placement, n, Costs(), values)
+    rules = method.dynamic(placement, n, values)
     assert isinstance(rules, Rules)
     return rules, Work(placement, n, Costs(), rules.split)
 
@@ -119,7 +118,6 @@ SMALL = [
     (looped(2, 2), 3, 2, {"policy": "breadth"}),
     (v(2), 3, 2, {"policy": "breadth"}),
     (v(2), 2, 2, {"policy": "depth", "backward": "split"}),
-    (v(2), 3, 2, {"deterministic": True}),
     (v(3), 2, 2, {}),
     (v(2), 4, 4, {"policy": "breadth", "max_activations": 1}),
     (v(2), 2, 2, {"policy": "breadth", "max_activations": 1.5, "backward": "split"}),
@@ -128,7 +126,7 @@ SMALL = [
     (bidirectional_v(2), 4, 4, {"policy": "breadth", "max_activations": 2}),
     (bidirectional_v(2), 3, 2, {"policy": "breadth"}),
     (v(2), 4, 4, {"policy": "breadth", "max_bytes": 7, "stage_bytes": "2x3/4"}),
-    (bidirectional_v(2), 2, 2, {"backward": "split", "deterministic": True}),
+    (bidirectional_v(2), 2, 2, {"backward": "split"}),
 ]
 
 

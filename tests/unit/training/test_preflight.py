@@ -48,21 +48,6 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("name", "section", "sentence"),
     [
-        (
-            "dpp",
-            {"schedule_options": {"record": "no/order.json"}},
-            r'"schedule_options": record no/order.json: the folder no does not exist. Make it with `mkdir -p no`',
-        ),
-        (
-            "dpp",
-            {"schedule_options": {"record": "."}},
-            r"record \. is a folder. Give the name of a file in it",
-        ),
-        (
-            "dpp",
-            {"schedule_options": {"record": "job.json/x.txt"}},
-            r"cannot write to job.json: .* is a file",
-        ),
         ("dpp", {"trace": {"dir": "job.json/traces"}}, r"trace.dir: cannot write to .*job.json is a file"),
         (
             "dpp",
@@ -83,8 +68,8 @@ def test_what_a_run_would_only_find_later(
         planned(name, section)
 
 
-def test_tracing_may_be_put_off_and_orders_recorded(planned: Any, tmp_path: Path) -> None:
-    planned("dpp", {"trace": {"dir": None, "steps": "10:20"}, "schedule_options": {"record": "order.json"}})
+def test_tracing_may_be_put_off(planned: Any, tmp_path: Path) -> None:
+    planned("dpp", {"trace": {"dir": None, "steps": "10:20"}})
     planned("fbd", {"tensor_parallel_size": 2}, "--ignore-forward-tensor-parallel")
     assert [path.name for path in tmp_path.iterdir()] == ["job.json"]  # a dry run leaves nothing
 

@@ -1,30 +1,32 @@
-"""What a device does when nobody has told it the order: of what has arrived and is admitted, which op is next.
+"""Order decided at run time: which op a device computes next, and the instructions of that op.
 
-One object per device, without clocks, threads or messages: it is told of arrivals and ends, and asked for the next op.
-The simulator (:func:`..list_scheduling.dispatch.dispatch`) and the live engine run the same objects.
+Each device has one :class:`Greedy`. It has no clock, thread or message: its caller passes it the inputs that arrived
+and the ops that ended, and asks for the next op. The simulator (:func:`.list_scheduling.dispatch.dispatch`) and the
+engine run the same objects.
 
-**Admission.** The device of a pipe's first stage lets its micro-batches in, in their order, while fewer than the pipe's
-credits are in flight: a credit is taken with a micro-batch's first forward and comes back with its last input gradient,
-which that device computes itself. So a credit holds for the whole pipeline group, and nobody is asked.
+**Admission.** The device of a pipe's first stage starts the micro-batches of that pipe in order, while fewer than the
+pipe's credits are in flight. The first forward of a micro-batch takes a credit and its last input gradient returns it.
+Both run on that device, so admission needs no message.
 
-**Room.** A device may keep less than the admitted micro-batches would take together: it always leaves a place for every
-stage that it keeps nothing of. A device without room computes a weight gradient, which nobody waits for, or waits.
-Room is counted in stages of micro-batches, and in bytes where these are given.
+**Room.** A device may have room for fewer activations than the admitted micro-batches produce. It reserves a place for
+every stage of which it keeps no activation. A device without room computes a weight gradient that is due, or waits.
+Room is counted in activations (one stage, one micro-batch) and, where their sizes are given, in bytes.
 
-Neither can make devices wait for each other, whatever arrives when: docs/dpp.md has the proof.
+No order of arrivals makes devices wait for each other; docs/dpp.md has the proof.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
 
-from ..ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Op
-from ..placement import Placement
+from .lower import Lowering
+from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Instruction, Op, Timetable
+from .placement import Placement
 
 POLICIES = ("group", "breadth", "depth")
 _GRADIENTS = (BACKWARD, BACKWARD_INPUT)
@@ -45,8 +47,6 @@ class Rules:
         rooms: per device how many stages of micro-batches it keeps activations of at most.
         sizes: bytes of a micro-batch's activations at every stage.
         max_bytes: of them a device keeps at most so many; 0: no such limit.
-        sequences: per device the (stage, micro-batch) in whose order it computes gradients, in lists that are
-            independent of each other; a stage that is in none has no order.
     """
 
     placement: Placement
@@ -57,7 +57,6 @@ class Rules:
     rooms: tuple[int, ...]
     sizes: tuple[float, ...]
     max_bytes: int = 0
-    sequences: tuple[tuple[tuple[tuple[int, int], ...], ...], ...] = field(default=(), repr=False)
 
     @cached_property
     def pipes(self) -> tuple[int, ...]:
@@ -136,7 +135,6 @@ class Greedy:
         self._backwards: list[tuple[tuple[int, ...], Op]] = []
         self._weights: deque[Op] = deque()
         self._forward_was_last = True
-        self._sequence = _Sequences(rules.sequences[device] if rules.sequences else ())
 
     def arrive(self, op: Op) -> None:
         """The inputs of ``op`` are here; of a first stage: the micro-batch may enter when there is a credit."""
@@ -145,7 +143,7 @@ class Greedy:
             self._admit(self.rules.pipes[op.micro_batch])
         elif op.kind == FORWARD:
             heappush(self._forwards, (self.rules.key(op), op))
-        elif self._sequence.may_run(op):
+        else:
             heappush(self._backwards, (self.rules.key(op), op))
 
     def choose(self) -> Op | None:
@@ -189,11 +187,7 @@ class Greedy:
 
     def _backward(self) -> Op:
         self._forward_was_last = False
-        op = heappop(self._backwards)[1]
-        freed = self._sequence.go_on(op)
-        if freed is not None:
-            heappush(self._backwards, (self.rules.key(freed), freed))
-        return op
+        return heappop(self._backwards)[1]
 
     def done(self, op: Op) -> None:
         """``op`` has been computed."""
@@ -214,51 +208,28 @@ class Greedy:
             heappush(self._forwards, (self.rules.key(op), op))
 
 
-class _Sequences:
-    """Holds gradients back until it is their turn in the lists that prescribe an order."""
+class LiveLowering(Lowering):
+    """Instructions of one device, lowered one op at a time.
 
-    def __init__(self, lists: Sequence[Sequence[tuple[int, int]]]) -> None:
-        self._turns = [deque(turns) for turns in lists]
-        self._list_of = {stage: turns for turns in self._turns for stage, _ in turns}
-        self._held: dict[tuple[int, int], Op] = {}
+    They are those of a timetable, except that a message is received right before the op that needs it: it has arrived
+    when the op is chosen.
 
-    def may_run(self, op: Op) -> bool:
-        """Whether it is the turn of ``op``; if not it is held."""
-        turns = self._list_of.get(op.stage)
-        if turns is None or turns[0] == (op.stage, op.micro_batch):
-            return True
-        self._held[op.stage, op.micro_batch] = op
-        return False
-
-    def go_on(self, op: Op) -> Op | None:
-        """``op`` is being computed; the next in its list, if it was held."""
-        turns = self._list_of.get(op.stage)
-        if turns is None:
-            return None
-        turns.popleft()
-        return self._held.pop(turns[0], None) if turns else None
-
-
-def in_micro_batch_order(
-    placement: Placement, pipes: Sequence[int], device: int
-) -> list[list[tuple[int, int]]]:
-    """For every stage of ``device`` its gradients in the order of their micro-batches."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    for m, pipe in enumerate(pipes):
-        for stage, at in enumerate(placement.pipes[pipe]):
-            if at == device:
-                found.setdefault(stage, []).append((stage, m))
-    return list(found.values())
-
-
-def join_ends(
-    placement: Placement, order: Sequence[Op], lists: Sequence[Sequence[tuple[int, int]]]
-) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """The lists, with those of the first and the last stage joined in the order that ``order`` has.
-
-    A model may tie these two stages' weights, and then a device that holds both adds them to one gradient.
+    Args:
+        rank: the device.
+        timetable: any order of the same schedule; it gives placement and sizes.
     """
-    ends = {0, placement.stages - 1}
-    apart = [tuple(turns) for turns in lists if turns[0][0] not in ends]
-    joined = tuple((op.stage, op.micro_batch) for op in order if op.kind in _GRADIENTS and op.stage in ends)
-    return (*apart, joined) if joined else tuple(apart)
+
+    def __init__(self, rank: int, timetable: Timetable) -> None:
+        super().__init__(rank, timetable, {})
+
+    def lower(self, op: Op) -> list[Instruction]:
+        """Return the instructions of ``op`` with the messages before and after it."""
+        self.program = []
+        self.add(op)
+        return self.program
+
+    def _receive(self, wanted: int, sender: int) -> None:
+        if sender != self.rank:
+            m, stage = divmod(wanted % self.pairs, self.stages)
+            name = "RecvActivation" if wanted < self.pairs else "RecvGrad"
+            self._instruct(name, m, stage, self.timetable.pipes[m], peer=sender)
