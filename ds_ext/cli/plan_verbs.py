@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 
 from ..errors import ScheduleError
-from ..pipe_schedules.costs import Costs, factors_text, read_costs
+from ..pipe_schedules.costs import Costs, read_costs
 from ..pipe_schedules.placement import linear
 from ..planner.candidates import aligned, format_bytes, parse_bytes
 from ..planner.fbd_verdict import add_forward_flags, forward_devices_of, with_forward_devices
@@ -44,7 +44,7 @@ def run_simulate(args: argparse.Namespace) -> int:
             "memory": bytes_of,
             "message_bytes": message,
             "layers": None if model is None else model.layers,
-            "stage_bytes": None if model is None else list(_stage_bytes(model)),
+            "stage_bytes": None if model is None else _stage_bytes(model),
         }
         given = {key: value for key, value in further.items() if value is not None}
         print(json.dumps({**simulation.as_dict(), **given}))
@@ -64,10 +64,10 @@ def run_simulate(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _stage_bytes(model: ModelSizes) -> tuple[int, ...]:
-    """What a rank keeps of a micro-batch at every stage."""
+def _stage_bytes(model: ModelSizes) -> list[int]:
+    """Return the bytes of a micro-batch's activations at every stage."""
     assert not isinstance(model.layers, int), "cut comes before"
-    return tuple(map(math.ceil, model.stage_activations(len(model.layers))))
+    return list(map(math.ceil, model.stage_activations(len(model.layers))))
 
 
 def _stage_lines(model: ModelSizes, costs: Costs) -> Iterator[str]:
@@ -77,8 +77,6 @@ def _stage_lines(model: ModelSizes, costs: Costs) -> Iterator[str]:
     if costs.stages is not None:
         factors = " ".join(f"{factor:.3g}" for factor in costs.stages)
         yield f"  costs             {factors}  (per stage, factors: its layers, and the head on the last one)"
-    kept = factors_text(_stage_bytes(model))
-    yield f"  stage bytes       {kept}  (activations of a micro-batch, as dpp's stage_bytes takes them)"
     again = recomputed(model.recompute, model.hidden, model.seq)
     if again:
         yield (f"  recompute         {model.recompute}: backwards repeat {again:.0%} of a layer's forward")

@@ -10,14 +10,12 @@ Both run on that device, so admission needs no message.
 
 **Room.** A device may have room for fewer activations than the admitted micro-batches produce. It reserves a place for
 every stage of which it keeps no activation. A device without room computes a weight gradient that is due, or waits.
-Room is counted in activations (one stage, one micro-batch) and, where their sizes are given, in bytes.
 
 No order of arrivals makes devices wait for each other; docs/dpp.md has the proof.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ _GRADIENTS = (BACKWARD, BACKWARD_INPUT)
 
 @dataclass(frozen=True)
 class Rules:
-    """What all devices of a pipeline group agree on before the first op.
+    """Rules that all devices of a pipeline group share before the first op.
 
     Args:
         placement: where the stages live.
@@ -45,8 +43,6 @@ class Rules:
             micro-batches (shared by the pipes).
         credits: per pipe how many of its micro-batches are in flight at most.
         rooms: per device how many stages of micro-batches it keeps activations of at most.
-        sizes: bytes of a micro-batch's activations at every stage.
-        max_bytes: of them a device keeps at most so many; 0: no such limit.
     """
 
     placement: Placement
@@ -55,8 +51,6 @@ class Rules:
     policy: str
     credits: tuple[int, ...]
     rooms: tuple[int, ...]
-    sizes: tuple[float, ...]
-    max_bytes: int = 0
 
     @cached_property
     def pipes(self) -> tuple[int, ...]:
@@ -79,11 +73,6 @@ class Rules:
                 found[pipe, stage] = seen[device]
                 seen[device] += 1
         return found
-
-    @cached_property
-    def gradient(self) -> str:
-        """The kind of op whose result the previous stage waits for."""
-        return BACKWARD_INPUT if self.split else BACKWARD
 
     def entering(self, device: int) -> list[Op]:
         """The first forwards of the micro-batches that enter at ``device``."""
@@ -123,12 +112,10 @@ class Greedy:
     """
 
     def __init__(self, rules: Rules, device: int) -> None:
-        self.rules, self.device = rules, device
+        self.rules = rules
         self.live = dict.fromkeys(((c.pipe, c.stage) for c in rules.placement.chunks[device]), 0)
-        # Places and bytes that are taken, or kept free for a stage that nothing is kept of.
+        # Places that are taken, or reserved for a stage of which nothing is kept.
         self._taken, self._room = len(self.live), rules.room(device)
-        self._bytes = sum(rules.sizes[stage] for _, stage in self.live)
-        self._most_bytes = rules.max_bytes or math.inf
         self._credits = list(rules.credits)
         self._entries: list[deque[Op]] = [deque() for _ in rules.credits]
         self._forwards: list[tuple[tuple[int, ...], Op]] = []
@@ -172,15 +159,13 @@ class Greedy:
 
     def _has_room(self, stage: tuple[int, int]) -> bool:
         """Whether another micro-batch of (pipe, stage) may be kept: always, if nothing of it is."""
-        more = self._bytes + self.rules.sizes[stage[1]]
-        return not self.live[stage] or (self._taken < self._room and more <= self._most_bytes)
+        return not self.live[stage] or self._taken < self._room
 
     def _keep(self, stage: tuple[int, int], more: int) -> None:
         """One micro-batch of (pipe, stage) more or, with -1, less; the first one's place was kept free."""
         before, self.live[stage] = self.live[stage], self.live[stage] + more
         if min(before, self.live[stage]):
             self._taken += more
-            self._bytes += more * self.rules.sizes[stage[1]]
 
     def _stage(self, op: Op) -> tuple[int, int]:
         return self.rules.pipes[op.micro_batch], op.stage

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...errors import ScheduleError
-from ..costs import Costs, parse_costs
+from ..costs import Costs
 from ..dynamic import POLICIES, Rules
 from ..list_scheduling.dispatch import AllAtOnce, Policy, Work, dispatch
 from ..placement import Placement, bidirectional_v, linear, looped, v
@@ -44,8 +44,6 @@ _OPTIONS = {
         0,
         "most activations a device keeps, in D-ths of the model; 0: those of all micro-batches under way",
     ),
-    "max_bytes": Option(0, 0, "most bytes of activations a device keeps, by stage_bytes; 0: no such limit"),
-    "stage_bytes": Option("", None, "bytes of a micro-batch's activations at every stage: 4e6x7/6e6"),
 }
 
 
@@ -68,7 +66,11 @@ def make_rules(placed: Placement, micro_batches: int, options: Mapping[str, Any]
     Raises:
         ScheduleError: an option has no effect, or a limit is too low for one micro-batch of every pipe.
     """
-    _refuse_unused(options)
+    if options["placement"] != "interleaved" and options["chunks"] != _OPTIONS["chunks"].default:
+        raise ScheduleError(
+            f"dpp: chunks {options['chunks']} has no effect with the placement {options['placement']}. Leave chunks "
+            f"out, or take the placement interleaved."
+        )
     in_flight = options["max_in_flight"] or 2 * placed.ranks
     if in_flight < placed.replicas:
         raise ScheduleError(
@@ -84,22 +86,7 @@ def make_rules(placed: Placement, micro_batches: int, options: Mapping[str, Any]
         options["policy"],
         credits,
         _rooms(placed, credits, options["max_activations"]),
-        *_bytes(placed, options),
     )
-
-
-def _refuse_unused(options: Mapping[str, Any]) -> None:
-    """Raise ScheduleError for an option that another one makes void."""
-    void = {}
-    if options["placement"] != "interleaved":
-        void["chunks"] = f"with the placement {options['placement']}", "take the placement interleaved"
-    if not options["max_bytes"]:
-        void["stage_bytes"] = "without max_bytes", "set max_bytes"
-    for name, (why, way) in void.items():
-        if options[name] != _OPTIONS[name].default:
-            raise ScheduleError(
-                f"dpp: {name} {options[name]!r} has no effect {why}. Leave {name} out, or {way}."
-            )
 
 
 def _rooms(placed: Placement, credits: tuple[int, ...], most: float) -> tuple[int, ...]:
@@ -117,28 +104,6 @@ def _rooms(placed: Placement, credits: tuple[int, ...], most: float) -> tuple[in
             f"device holds (of all pipes). Use at least {least / share:g} (D-ths of the model)."
         )
     return tuple(min(limit, n) for n in by_credits)
-
-
-def _bytes(placed: Placement, options: Mapping[str, Any]) -> tuple[tuple[float, ...], int]:
-    """Bytes of every stage's activations, and how many a device may keep. Raises ScheduleError."""
-    most, text = options["max_bytes"], options["stage_bytes"]
-    if not most:
-        return (0.0,) * placed.stages, 0
-    sizes = parse_costs(f"stages={text}").stages if text else None
-    if sizes is None or len(sizes) != placed.stages:
-        raise ScheduleError(
-            f"dpp: max_bytes {most:,} needs stage_bytes, the bytes of a micro-batch's activations at each of the "
-            f"{placed.stages} stages; got {len(sizes or ())} numbers. Give them as 4e6x{placed.stages}. For a model "
-            f'`python -m ds_ext simulate` with --model or its sizes prints them ("stage bytes"); docs/dpp.md has the '
-            f'formula ("Bytes of a stage").'
-        )
-    least = max(sum(sizes[chunk.stage] for chunk in chunks) for chunks in placed.chunks)
-    if most < least:
-        raise ScheduleError(
-            f"dpp: max_bytes {most:,} has no room for one micro-batch at each of the stages that a device holds (of "
-            f"all pipes). Use at least {math.ceil(least):,}."
-        )
-    return sizes, most
 
 
 def run(rules: DynamicRules, costs: Costs) -> Orders:

@@ -58,15 +58,17 @@ def test_simulate_with_a_model(capsys: pytest.CaptureFixture[str]) -> None:
         for rank in ranks
     ]
     assert priced["message_bytes"] == 2 * 2 * 32 * 64
+    assert main(["simulate", *BITPIPE, "--model", "gpt-1.3b", "--json"]) == 0
+    # Three layers of 34 s h bytes each; the first stage also has a mask.
+    sh = 2048 * 2048
+    kept = [(3 * 34 + 1) * sh, *[3 * 34 * sh] * 5, 4 * 34 * sh]
+    assert json.loads(capsys.readouterr().out)["stage_bytes"][:7] == kept
     assert main(["simulate", *BITPIPE, "--model", "gpt-1.3b"]) == 0
     out = capsys.readouterr().out
     assert (
         "  messages          96, 8.4 MB each\n  layers            3 3 3 3 3 3 4 2  (per stage)\n  costs "
         in out
     )
-    # Three layers of 34 s h bytes each; the first stage also has a mask.
-    sh = 2048 * 2048
-    assert f"\n  stage bytes       {(3 * 34 + 1) * sh}/{3 * 34 * sh}x5/{4 * 34 * sh}/" in out
     head, *rows = out.splitlines()[-5:]
     assert head.split() == ["rank", "weights", "gradients", "optimizer", "activations", "total"]
     worst = memory(timetable("bitpipe", 4, 8), cut(MODELS["gpt-1.3b"], placement, "bitpipe"))[0]

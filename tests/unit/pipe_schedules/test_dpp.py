@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -46,10 +45,6 @@ def random_case(random: Random) -> tuple[int, int, dict[str, Any]]:
         "max_in_flight": random.choice([0, 2, 3, 5, 8]),
         "max_activations": random.choice([0.0, 2.0, 2.5, 4.0]),
     }
-    if random.random() < 0.3:
-        sizes = [random.randint(1, 9) for _ in range(DPP.placement(ranks, options).stages)]
-        options["stage_bytes"] = "/".join(map(str, sizes))
-        options["max_bytes"] = random.randint(sum(sizes), 2 * sum(sizes))
     return ranks, n, options
 
 
@@ -165,43 +160,14 @@ def test_who_waits_admits_no_more_than_max_in_flight() -> None:
     assert max(simulate(made).peak_activations) <= 3
 
 
-def most_bytes(order: Sequence[Op], sizes: Sequence[float]) -> float:
-    """Most bytes of activations alive at once, from a forward to the end of its backward."""
-    kept = most = 0.0
-    for op in order:
-        kept += sizes[op.stage] * ((op.kind == "F") - (op.kind in "BW"))
-        most = max(most, kept)
-    return most
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_what_is_kept_is_limited_in_bytes(placement: str) -> None:
-    """The last stage's activations take four times the others'; 20 orders by random delays stay within the limit."""
-    options: dict[str, Any] = {"placement": placement, "backward": "split", "max_in_flight": 8}
-    stages = DPP.placement(4, options).stages
-    sizes = [*(10.0,) * (stages - 1), 40.0]
-    limited = {**options, "max_bytes": 110, "stage_bytes": f"10x{stages - 1}/40"}
-    free, within = rules_of(4, 12, options), rules_of(4, 12, limited)
-    most = 0.0
-    for seed in range(20):
-        most = max(most, *(most_bytes(order, sizes) for order in random_run(free, Random(seed))))
-        found = random_run(within, Random(seed))
-        check(lower(Timetable("dpp", within.placement, 12, tuple(map(tuple, found)))))
-        assert max(most_bytes(order, sizes) for order in found) <= 110
-    assert most > 150
-
-
 def test_whole_numbers_may_be_written_as_4e9() -> None:
-    """As JSON and command lines do; a fraction is still none, nor is a limit without the bytes it counts."""
-    given = DPP.resolve_options({"max_bytes": 4e9, "stage_bytes": "1e9x4", "max_in_flight": 8.0})
-    assert [(given[key], type(given[key])) for key in ("max_bytes", "max_in_flight")] == [
-        (4_000_000_000, int),
-        (8, int),
-    ]
+    """As JSON and command lines do; a fraction is refused."""
+    given = DPP.resolve_options({"max_in_flight": 8.0})["max_in_flight"]
+    assert (given, type(given)) == (8, int)
     assert get_schedule("interleaved").placement(4, {"chunks": 3.0}).stages == 12
     for wrong in (4.5, float("inf"), float("nan"), "4e9", True):
         with pytest.raises(ScheduleError, match="must be an integer of at least 0; got"):
-            DPP.resolve_options({"max_bytes": wrong})
+            DPP.resolve_options({"max_in_flight": wrong})
 
 
 @pytest.mark.parametrize(
@@ -215,15 +181,8 @@ def test_whole_numbers_may_be_written_as_4e9() -> None:
         ({"placement": "v", "max_activations": 0.9}, r"each of the 2 stages .* Use at least 1 "),
         ({"placement": "w"}, r"one of linear, interleaved, v, bidirectional_v; got 'w'"),
         ({"chunks": 4}, r"chunks 4 has no effect with the placement linear"),
-        ({"stage_bytes": "9x4"}, r"stage_bytes '9x4' has no effect without max_bytes"),
-        (
-            {"max_bytes": 100},
-            r"needs stage_bytes, .* each of the 4 stages; got 0 numbers. Give them as 4e6x4. .* simulate.*docs/dpp.md",
-        ),
-        ({"max_bytes": 100, "stage_bytes": "9x3"}, r"got 3 numbers"),
-        ({"max_bytes": 8, "stage_bytes": "5x3/9"}, r"max_bytes 8 has no room .* at least 9\b"),
         ({"follow": True}, r"has no option 'follow'"),
-        ({"record": "order.json"}, r"has no option 'record'"),
+        ({"max_bytes": 4_000_000_000}, r"has no option 'max_bytes'"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:

@@ -125,7 +125,6 @@ SMALL = [
     (looped(2, 2), 4, 4, {"policy": "breadth", "max_activations": 1}),
     (bidirectional_v(2), 4, 4, {"policy": "breadth", "max_activations": 2}),
     (bidirectional_v(2), 3, 2, {"policy": "breadth"}),
-    (v(2), 4, 4, {"policy": "breadth", "max_bytes": 7, "stage_bytes": "2x3/4"}),
     (bidirectional_v(2), 2, 2, {"backward": "split"}),
 ]
 
