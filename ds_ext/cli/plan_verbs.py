@@ -18,7 +18,7 @@ from ..errors import ScheduleError
 from ..pipe_schedules.costs import Costs, read_costs
 from ..pipe_schedules.placement import linear
 from ..planner.candidates import aligned, format_bytes, parse_bytes
-from ..planner.fbd_verdict import add_forward_flags, forward_devices_of, with_forward_devices
+from ..planner.fbd import with_forward_devices
 from ..planner.memory import ModelSizes, memory
 from ..planner.parallel_sizes import Cluster, join_reasons, message_bytes, parallel_sizes
 from ..planner.stage_costs import cut, recomputed
@@ -115,7 +115,16 @@ def add_plan_flags(verb: argparse.ArgumentParser) -> None:
         help="input and weight gradient relative to a forward (%(default)s), or a JSON file",
     )
     verb.add_argument("--tensor-parallel", type=int, metavar="T", help="this size only (all up to 8)")
-    add_forward_flags(verb)
+    verb.add_argument(
+        "--forward-devices",
+        type=int,
+        metavar="F",
+        help='extra devices for forwards only: report whether "fbd" on all devices pays',
+    )
+    verb.add_argument(
+        "--forward-slowdown", type=float, metavar="X", help="time of the same work on a forward device (1)"
+    )
+    verb.add_argument("--forward-memory", metavar="24GB", help="of a forward device (as --memory)")
     verb.add_argument("--json", action="store_true", help="for programs")
     add_import_flag(verb)
     add_model_flags(verb, parallel=False)
@@ -142,7 +151,7 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.zero is None:
         # It takes no longer than averaging gradients: as many bytes are sent.
         model = replace(model, zero_stage=1)
-    forward, costs = forward_devices_of(args), read_costs(args.costs)
+    forward, costs = _forward_devices(args, cluster), read_costs(args.costs)
     with _progress() as progress:
         cuts = parallel_sizes(cluster, model, costs, progress)
     verdict = forward and with_forward_devices(cluster, forward, model, costs, cuts)
@@ -150,13 +159,13 @@ def run_plan(args: argparse.Namespace) -> int:
     status = EXIT_OK if best.fits else EXIT_INVALID
     config = None if best.row is None else config_of(best, cluster, model)
     if args.json:
-        print(json.dumps(as_dict(cuts, config) | ({"fbd": verdict.as_dict()} if verdict else {})))
+        print(json.dumps(as_dict(cuts, config) | ({"fbd": verdict} if verdict else {})))
         return status
     print("\n".join([*_head(args, cluster, model), "", *table(cuts.found[:SHOWN]), "", why(cuts)]))
     if not best.fits and best.row is not None:
         print(f"  Use {_ways(model)}.")
     if verdict:
-        print("\n".join(verdict.lines()))
+        print(verdict["reason"])
     if cuts.refused:
         print(f"not possible: {'; '.join(join_reasons(cuts.refused))}.")
     if config is not None and best.fits:
@@ -164,6 +173,22 @@ def run_plan(args: argparse.Namespace) -> int:
         tokenizer = f"--data-path and its tokenizer of {model.vocab:,} entries"
         print(f"  to train so{alone}, with {tokenizer}:\n\n{json_text(config)}")
     return status
+
+
+def _forward_devices(args: argparse.Namespace, cluster: Cluster) -> Cluster | None:
+    """Return the forward devices of the flags. Raises ScheduleError for flags that do not fit each other."""
+    given = {name: getattr(args, name) for name in ("forward_slowdown", "forward_memory")}
+    flags = {f"--{name.replace('_', '-')}": value for name, value in given.items() if value is not None}
+    if args.forward_devices is None and flags:
+        raise ScheduleError(f"plan: {min(flags)} needs --forward-devices, their number. Give both.")
+    if args.forward_devices is None:
+        return None
+    slowdown = 1.0 if args.forward_slowdown is None else args.forward_slowdown
+    for flag, value in (("--forward-devices", args.forward_devices), ("--forward-slowdown", slowdown)):
+        if not value > 0:
+            raise ScheduleError(f"plan: {flag} must be more than 0 (got {value:g}).")
+    room = parse_bytes(args.forward_memory or args.memory)
+    return replace(cluster, devices=args.forward_devices, memory_bytes=room, flops=cluster.flops / slowdown)
 
 
 @contextlib.contextmanager

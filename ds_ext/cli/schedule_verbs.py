@@ -18,7 +18,7 @@ from ..pipe_schedules.draw.grid import time_grid
 from ..pipe_schedules.lower import dump, lower
 from ..pipe_schedules.simulate import Simulation
 from ..planner.candidates import aligned, format_bytes
-from ..planner.fbd_price import notes as forward_device_notes
+from ..planner.fbd import comparison_note
 from ..planner.memory import ModelSizes, memory
 from ..planner.stage_costs import cut
 from .model_flags import model_of
@@ -44,7 +44,7 @@ def run_compare(args: argparse.Namespace) -> int:
     form, model = _form(args, {}), model_of(args)
     compared = comparison_of(args)
     table = comparison(compared.simulations, model, compared.refused)
-    notes = [*compared.notes, *forward_device_notes(compared.simulations)]
+    notes = [*compared.notes, *filter(None, map(comparison_note, compared.simulations))]
     status = EXIT_INVALID if compared.refused else EXIT_OK
     if form == "text":
         _write(args, form, "\n".join([*aligned(table, left=(0, len(table[0]) - 1)), *notes]))

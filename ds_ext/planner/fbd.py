@@ -1,230 +1,218 @@
-"""How to cut two kinds of devices for FBD: those that go backward, and those that only compute forwards."""
+"""Whether devices that only compute forwards pay (``fbd``), for the verbs ``plan`` and ``compare``.
+
+A backward device works f + b + w for a micro-batch, like a device of a plain pipeline that stores its activations. So
+forward devices save no time as such. They pay where plain pipelines would recompute (4 units instead of 3), or where
+nothing else fits: a backward device keeps one micro-batch, however deep the pipeline is.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ScheduleError
-from ..pipe_schedules import get_schedule
+from ..pipe_schedules import Timetable, get_schedule, timetable
 from ..pipe_schedules.costs import Costs
-from ..pipe_schedules.simulate import simulate
+from ..pipe_schedules.simulate import Simulation, simulate
 from .candidates import format_bytes
 from .memory import ModelSizes, memory
-from .parallel_sizes import Cluster, either, forward_flops, message_bytes
+from .parallel_sizes import MOST_TENSOR_PARALLEL, TRAINED, Cluster, Cuts, parallel_sizes, unit_costs
 from .stage_costs import cut, stage_costs
 
-SCHEDULE = "fbd"
-_TRAINED = ("none", "full")  # the kinds of recomputation that the scripts have
-MOST_TENSOR_PARALLEL = 8
-
-
-@dataclass(frozen=True)
-class ForwardDevices:
-    """Devices besides those of a :class:`...Cluster`, which are to compute forwards only.
-
-    Args:
-        count: of them.
-        slowdown: time of the same work on one of them and on a device of the cluster.
-        memory_bytes: of one.
-
-    Raises:
-        ScheduleError: one is not positive.
-    """
-
-    count: int
-    slowdown: float
-    memory_bytes: int
-
-    def __post_init__(self) -> None:
-        for name in ("count", "slowdown", "memory_bytes"):
-            if not getattr(self, name) > 0:
-                words = name.replace("_", " ")
-                raise ScheduleError(
-                    f"plan: {words} of forward devices must be more than 0; got {getattr(self, name)}."
-                )
+_FBD, _PLAIN = "fbd", "1f1b"
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to cut both kinds of devices: ``groups`` forward pipelines, each for ``backward_per_forward`` others."""
+    """One way to cut backward and forward devices.
 
-    tensor: int
+    Backwards are split: that takes no longer than whole ones, and no more memory.
+
+    Args:
+        sizes: of the model, with the layers of every stage; ``data_parallel`` counts forward pipelines.
+        pipeline: PP, the stages.
+        each: backward pipelines of a forward pipeline.
+        merged: one forward rank does the work of all tensor-parallel ranks.
+        micro_batches: of a forward pipeline and step.
+    """
+
+    sizes: ModelSizes
     pipeline: int
-    groups: int
-    backward_per_forward: int
+    each: int
     merged: bool
     micro_batches: int
-    recompute: str
-    backward: str
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Of the schedule."""
-        return {
-            "backward_per_forward": self.backward_per_forward,
-            "merge_forward_tensor_parallel": self.tensor if self.merged else 1,
-            "backward": self.backward,
+    def timetable(self, micro_batches: int, slowdown: float = 1.0) -> Timetable:
+        """Return the order of a forward pipeline and its backward pipelines."""
+        options = {
+            "backward": "split",
+            "backward_per_forward": self.each,
+            "merge_forward_tensor_parallel": self.sizes.tensor_parallel if self.merged else 1,
+            "forward_slowdown": slowdown,
         }
+        return get_schedule(_FBD).timetable(self.pipeline, micro_batches, options)
+
+    def memory(self) -> tuple[int, int]:
+        """Return the bytes of the worst backward and the worst forward device, for any number of micro-batches."""
+        made = self.timetable(self.each)
+        totals = dict(enumerate(rank.total for rank in memory(made, self.sizes)))
+        assert made.placement.forward is not None
+        forward = [totals.pop(device) for device in made.placement.forward.devices]
+        return max(totals.values()), max(forward)
 
     def __str__(self) -> str:
-        one = "merged forward ranks, " if self.merged else ""
-        one += "" if self.backward == "whole" else f"{self.backward} backwards, "
+        pipes = self.sizes.data_parallel * self.each
         return (
-            f"TP {self.tensor} x PP {self.pipeline} x {self.groups * self.backward_per_forward} backward pipelines, "
-            f"{self.backward_per_forward} a forward pipeline, {one}recompute {self.recompute}"
+            f"TP {self.sizes.tensor_parallel} x PP {self.pipeline} x {pipes} backward pipelines, {self.each} a forward "
+            f"pipeline, {'merged forward ranks, ' if self.merged else ''}recompute {self.sizes.recompute}"
         )
-
-
-@dataclass(frozen=True)
-class Priced:
-    """A way with its step, the bytes of its worst backward and forward device, and the layers of every stage."""
-
-    way: Way
-    step_s: float
-    memory_bytes: int
-    forward_memory_bytes: int
-    layers: tuple[int, ...]
 
     @property
     def section(self) -> dict[str, Any]:
-        """What the ``"ds_ext"`` section says of it."""
-        way = self.way
-        train: dict[str, Any] = {"recompute_granularity": way.recompute}
-        if len(set(self.layers)) > 1:
-            train["stage_layers"] = ",".join(map(str, self.layers))
+        """The ``"ds_ext"`` section of a job that is cut this way."""
+        train, layers = {"recompute_granularity": self.sizes.recompute}, self.sizes.layers_of(self.pipeline)
+        if len(set(layers)) > 1:
+            train["stage_layers"] = ",".join(map(str, layers))
         return {
-            "schedule": SCHEDULE,
-            "pipeline_parallel_size": way.pipeline,
-            "tensor_parallel_size": way.tensor,
-            "schedule_options": {} if way.backward == "whole" else {"backward": way.backward},
-            "fbd": {
-                "backward_per_forward": way.backward_per_forward,
-                "merge_forward_tensor_parallel": way.merged,
-            },
+            "schedule": _FBD,
+            "pipeline_parallel_size": self.pipeline,
+            "tensor_parallel_size": self.sizes.tensor_parallel,
+            "schedule_options": {"backward": "split"},
+            "fbd": {"backward_per_forward": self.each, "merge_forward_tensor_parallel": self.merged},
             "train": train,
         }
 
 
-def ways_to_cut(cluster: Cluster, forward: ForwardDevices, sizes: ModelSizes) -> Iterator[Way]:
-    """Every way that uses all devices of both kinds."""
+def ways_to_cut(cluster: Cluster, forward: Cluster, sizes: ModelSizes) -> Iterator[Way]:
+    """Yield every way that uses all devices of both kinds."""
     assert isinstance(sizes.layers, int), "layers of every stage belong to one number of stages"
-    tensors = [cluster.tensor_parallel] if cluster.tensor_parallel else [*range(1, MOST_TENSOR_PARALLEL + 1)]
-    for tensor in tensors:
+    wanted = cluster.tensor_parallel
+    for tensor in [wanted] if wanted else range(1, MOST_TENSOR_PARALLEL + 1):
         for pipeline in range(2, min(sizes.layers, cluster.devices // tensor) + 1):
             pipes, rest = divmod(cluster.devices, tensor * pipeline)
             if rest or sizes.heads % tensor or cluster.batch % (pipes * sizes.micro_batch):
                 continue
             for forward_tensor in sorted({1, tensor}):
-                groups, left = divmod(forward.count, forward_tensor * pipeline)
-                if left or not groups or pipes % groups:
+                groups, rest = divmod(forward.devices, forward_tensor * pipeline)
+                if rest or not groups or pipes % groups:
                     continue
-                n, merged = cluster.batch // (groups * sizes.micro_batch), forward_tensor < tensor
-                for recompute in _TRAINED:
-                    for backward in ("whole", "split"):
-                        k = pipes // groups
-                        yield Way(tensor, pipeline, groups, k, merged, n, recompute, backward)
+                n = cluster.batch // (groups * sizes.micro_batch)
+                for recompute in TRAINED:
+                    mine = replace(sizes, tensor_parallel=tensor, data_parallel=groups, recompute=recompute)
+                    mine = cut(mine, get_schedule(_FBD).placement(pipeline), _FBD)
+                    yield Way(mine, pipeline, pipes // groups, forward_tensor < tensor, n)
 
 
-def best_way(
-    cluster: Cluster, forward: ForwardDevices, sizes: ModelSizes, ratios: Costs
-) -> tuple[Priced | None, str]:
-    """The way that takes the least time of those that fit, and why there is none.
+def step_seconds(way: Way, cluster: Cluster, forward: Cluster, ratios: Costs) -> float:
+    """Return the seconds of a step, with the transfer of new weights to the forward devices, which ends it."""
+    costs, unit_s = unit_costs(cluster, way.sizes, ratios, way.pipeline)
+    made = way.timetable(way.micro_batches, cluster.flops / forward.flops)
+    makespan = simulate(made, stage_costs(costs, way.sizes)).makespan
+    return makespan * unit_s + way.memory()[1] / cluster.bandwidth  # a forward device keeps weights only
 
-    What cannot be it, by the work of one device alone, is not simulated.
+
+def with_forward_devices(
+    cluster: Cluster, forward: Cluster, sizes: ModelSizes, ratios: Costs, alone: Cuts
+) -> dict[str, Any]:
+    """Compare ``fbd`` on ``cluster`` and ``forward`` with the best plans without roles.
+
+    These are the plan ``alone`` for ``cluster``, and one for all devices, each as slow as the slower kind and with the
+    memory of the smaller kind.
 
     Args:
-        cluster: of the backward devices.
+        forward: the devices that only compute forwards.
         sizes, ratios: as for :func:`.parallel_sizes`.
+
+    Returns:
+        "pays", "reason" (the comparison in lines), and what the best way takes: seconds, bytes, "ds_ext" section.
     """
-    ways = list(ways_to_cut(cluster, forward, sizes))
-    if not ways:
-        return None, (
-            f"{forward.count} forward and {cluster.devices} backward devices cannot be cut into forward pipelines that "
-            f"serve as many backward pipelines each; {_counts_that_do(cluster, forward, sizes)}"
+    slowdown = cluster.flops / forward.flops
+    speed = "as fast" if slowdown == 1 else f"{slowdown:g} times the time"
+    extra = f"with {forward.devices} forward devices besides ({speed}, {format_bytes(forward.memory_bytes)}): {_FBD}"
+    every = [(way, *way.memory()) for way in ways_to_cut(cluster, forward, sizes)]
+    fitting = [
+        w for w, need, forwards in every if need <= cluster.memory_bytes and forwards <= forward.memory_bytes
+    ]
+    if not every:
+        reason = (
+            f"they cannot serve {cluster.devices} backward devices evenly. Use a divisor of {cluster.devices}"
         )
-    best: Priced | None = None
-    fitting = []
-    for way in ways:
-        need, forward_need = memory_of(way, sizes)
-        if need <= cluster.memory_bytes and forward_need <= forward.memory_bytes:
-            fitting.append((_least_s(way, cluster, forward, sizes, ratios), way, need, forward_need))
-    for least_s, way, need, forward_need in sorted(fitting, key=lambda row: row[0]):
-        if best is None or least_s < best.step_s:
-            step_s = step_seconds(way, cluster, forward, sizes, ratios)
-            if best is None or step_s < best.step_s:
-                layers = _sizes_of(way, sizes).layers_of(way.pipeline)
-                best = Priced(way, step_s, need, forward_need, layers)
-    return best, "" if best is not None else _need(cluster, forward, sizes, ways)
-
-
-def _counts_that_do(cluster: Cluster, forward: ForwardDevices, sizes: ModelSizes) -> str:
-    """The numbers of forward devices that could be used: all of them divide the backward devices."""
-    divisors = [n for n in range(1, cluster.devices + 1) if cluster.devices % n == 0]
-    counts = [n for n in divisors if any(ways_to_cut(cluster, replace(forward, count=n), sizes))]
-    if counts:
-        return f"use {either(counts)} forward devices"
-    return (
-        f"nor can any other number: the {cluster.devices} are no pipelines of 2 stages or more that share "
-        f"{sizes.heads} heads, {sizes.layers} layers and {cluster.batch} samples evenly"
+        return {"pays": False, "reason": f"{extra} is not possible: {reason}."}
+    if not fitting:
+        rooms = cluster.memory_bytes, forward.memory_bytes
+        need, forwards = min(
+            (row[1:] for row in every), key=lambda row: max(row[0] / rooms[0], row[1] / rooms[1])
+        )
+        reason = (
+            f"it needs {format_bytes(need)} a backward device and {format_bytes(forwards)} a forward device"
+        )
+        return {"pays": False, "reason": f"{extra} is not possible: {reason}."}
+    step_s, best = min(
+        ((step_seconds(w, cluster, forward, ratios), w) for w in fitting), key=lambda row: row[0]
     )
-
-
-def _sizes_of(way: Way, sizes: ModelSizes) -> ModelSizes:
-    trained = replace(sizes, tensor_parallel=way.tensor, data_parallel=way.groups, recompute=way.recompute)
-    return cut(trained, get_schedule(SCHEDULE).placement(way.pipeline, way.options), SCHEDULE)
-
-
-def memory_of(way: Way, sizes: ModelSizes) -> tuple[int, int]:
-    """Bytes of the worst backward and forward device; a backward device keeps as much of one micro-batch as of many."""
-    made = get_schedule(SCHEDULE).timetable(way.pipeline, way.backward_per_forward, way.options)
-    assert made.placement.forward is not None
-    need, forward = memory(made, _sizes_of(way, sizes)), made.placement.forward.devices
-    return (
-        max(rank.total for device, rank in enumerate(need) if device not in forward),
-        max(need[device].total for device in forward),
+    need, forwards = best.memory()
+    rivals = {f"the {cluster.devices} devices alone": alone.found[0]}
+    everything = replace(
+        cluster,
+        devices=cluster.devices + forward.devices,
+        memory_bytes=min(cluster.memory_bytes, forward.memory_bytes),
+        flops=min(cluster.flops, forward.flops),
     )
+    slow = ", as slow as the slowest" if slowdown > 1 else ""
+    with contextlib.suppress(ScheduleError):  # that many devices may not be divisible
+        together = parallel_sizes(everything, sizes, ratios).found[0]
+        rivals[f"all {everything.devices} without roles{slow}"] = together
+    times = [
+        (plan.step_s, f"{name}, {plan.step_s:.4g} s ({plan.row.label}, recompute {plan.row.recompute})")
+        for name, plan in rivals.items()
+        if plan.fits and plan.row is not None and plan.step_s is not None
+    ]
+    least_s = min((seconds for seconds, _ in times), default=float("inf"))
+    than = f"than {'the better of ' * (len(times) > 1)}{' and '.join(text for _, text in times)}"
+    sizes_text = f"{format_bytes(need)} a backward and {format_bytes(forwards)} a forward device"
+    lines = [f"{extra}, {best}: {step_s:.4g} s, {sizes_text}"]
+    if step_s >= least_s:
+        lines.append(f"  it does not pay: it takes {step_s / least_s - 1:.1%} longer {than}")
+    else:
+        gain = f"{1 - step_s / least_s:.1%} less time {than}" if times else "nothing fits without it"
+        lines += [f"  it pays: {gain}", f'  to train so: "ds_ext": {json.dumps(best.section)}']
+    return {
+        "pays": step_s < least_s,
+        "reason": "\n".join(lines),
+        "step_s": step_s,
+        "memory_bytes": need,
+        "forward_memory_bytes": forwards,
+        "micro_batches": best.micro_batches,
+        "ds_ext": best.section,
+    }
 
 
-def _costs(way: Way, sizes: ModelSizes, cluster: Cluster, ratios: Costs) -> tuple[Costs, float]:
-    """Of a stage each, in forward times of one P-th of the model, and that time in seconds."""
-    forward_s = forward_flops(sizes) / way.pipeline / (way.tensor * cluster.flops)
-    message = message_bytes(sizes) / cluster.bandwidth / forward_s
-    costs = replace(ratios, f=1.0, b=ratios.b / ratios.f, w=ratios.w / ratios.f, comm=message)
-    return stage_costs(costs, _sizes_of(way, sizes)), forward_s
+def comparison_note(simulation: Simulation) -> str | None:
+    """Return what forward devices cost against 1F1B, in device time, and when they pay; None for other schedules.
 
-
-def _least_s(way: Way, cluster: Cluster, forward: ForwardDevices, sizes: ModelSizes, ratios: Costs) -> float:
-    """What a device works in a step at least: of the mean backward or forward device."""
-    costs, forward_s = _costs(way, sizes, cluster, ratios)
-    backward = way.micro_batches // way.backward_per_forward * (costs.f + costs.b + costs.w)
-    factor = forward.slowdown * way.options["merge_forward_tensor_parallel"]
-    shortest = 1 - 1 / way.pipeline  # the last stage's forwards are nobody's
-    return max(backward, shortest * way.micro_batches * costs.f * factor) * forward_s * (1 - costs.jitter)
-
-
-def step_seconds(
-    way: Way, cluster: Cluster, forward: ForwardDevices, sizes: ModelSizes, ratios: Costs
-) -> float:
-    """Of a step as simulated, and until the forward devices have the new weights, for which the next step waits."""
-    costs, forward_s = _costs(way, sizes, cluster, ratios)
-    options = {**way.options, "forward_slowdown": forward.slowdown}
-    made = get_schedule(SCHEDULE).timetable(way.pipeline, way.micro_batches, options, costs)
-    assert made.placement.forward is not None
-    need = memory(made, _sizes_of(way, sizes))
-    weights = max(need[device].weights for device in made.placement.forward.devices)
-    return simulate(made, costs).makespan * forward_s + weights / cluster.bandwidth
-
-
-def _need(cluster: Cluster, forward: ForwardDevices, sizes: ModelSizes, ways: list[Way]) -> str:
-    """Of what is nearest to fitting: what it needs and there is."""
-
-    def over(need: tuple[int, int]) -> float:
-        return max(need[0] / cluster.memory_bytes, need[1] / forward.memory_bytes)
-
-    backward, forwards = min((memory_of(way, sizes) for way in ways), key=over)
-    return (
-        f"it needs at least {format_bytes(backward)} a backward device ({format_bytes(cluster.memory_bytes)}) and "
-        f"{format_bytes(forwards)} a forward device ({format_bytes(forward.memory_bytes)})"
+    1F1B has as many pipelines as ``simulation`` has backward pipelines. A merged forward device counts as the part of
+    a device that its one rank is.
+    """
+    made, costs = simulation.timetable, replace(simulation.costs, links={})
+    place = made.placement
+    if place.forward is None or not made.trains:
+        return None
+    order = timetable(_PLAIN, place.width, made.micro_batches // place.replicas)
+    plain, again = simulate(order, costs), simulate(order, replace(costs, b=costs.b + costs.f))
+    backward, forward = place.replicas * place.width, place.width / place.forward.merged
+    ours = simulation.makespan * (backward + forward)
+    ratio = ours / (plain.makespan * backward) if plain.makespan else 1.0
+    again_ratio = ours / (again.makespan * backward) if again.makespan else 1.0
+    text = (
+        f"{made.schedule} takes {backward + forward:g} devices: {ratio:.2f} times the device time of {_PLAIN} for the "
+        f"same micro-batches, {again_ratio:.2f} times that of {_PLAIN} with recomputation."
     )
+    if ratio <= 1:
+        return text
+    share = max((plain.makespan / simulation.makespan - 1) * backward / forward, 0.0)
+    worth = f"where a forward device costs less than {share:.2f} of a backward device, or " if share else ""
+    kept, plain_kept = max(simulation.peak_activations), max(plain.peak_activations)
+    return f"{text} It pays only {worth}where {plain_kept:g} activations do not fit ({made.schedule} keeps {kept:g})."

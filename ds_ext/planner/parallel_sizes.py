@@ -21,9 +21,9 @@ from .memory import ModelSizes
 from .search import Request, choose
 
 _MARGIN = 0.01  # a schedule that saves less is not looked for
-_MOST_TENSOR_PARALLEL = 8
+MOST_TENSOR_PARALLEL = 8
 _NEAR = 100  # numbers on either side that an error looks through for one that would do
-_TRAINED = ("none", "full")  # the kinds of recomputation that the scripts have
+TRAINED = ("none", "full")  # the kinds of recomputation that the scripts have
 
 
 @dataclass(frozen=True)
@@ -150,14 +150,22 @@ def join_reasons(refused: Sequence[tuple[str, str]]) -> list[str]:
 def forward_flops(sizes: ModelSizes) -> float:
     """Operations of the forward of one micro-batch through the whole model, on all its ranks together."""
     b, s, h = sizes.micro_batch, sizes.seq, sizes.hidden
-    assert isinstance(sizes.layers, int), "layers of every stage belong to one number of stages"
-    return sizes.layers * (24 * b * s * h * h + 4 * b * s * s * h) + 2 * b * s * h * sizes.vocab
+    layers = sizes.layers if isinstance(sizes.layers, int) else sum(sizes.layers)
+    return layers * (24 * b * s * h * h + 4 * b * s * s * h) + 2 * b * s * h * sizes.vocab
 
 
 def message_bytes(sizes: ModelSizes) -> int:
     """Of an activation or gradient between two stages, in 16 bits."""
     split = sizes.tensor_parallel if sizes.sequence_parallel else 1
     return 2 * sizes.seq * sizes.micro_batch * sizes.hidden // split
+
+
+def unit_costs(cluster: Cluster, sizes: ModelSizes, ratios: Costs, pipeline: int) -> tuple[Costs, float]:
+    """Return costs in forward times of one P-th of the model, and that unit in seconds."""
+    forward_s = forward_flops(sizes) / pipeline / (sizes.tensor_parallel * cluster.flops)
+    # Rounded, so that the job's JSON can contain exactly what was planned for.
+    message = round(message_bytes(sizes) / cluster.bandwidth / forward_s, 6)
+    return replace(ratios, f=1.0, b=ratios.b / ratios.f, w=ratios.w / ratios.f, comm=message), forward_s
 
 
 def job_section(cut: Cut, sizes: ModelSizes) -> dict[str, Any]:
@@ -186,7 +194,7 @@ def job_section(cut: Cut, sizes: ModelSizes) -> dict[str, Any]:
 def _factors(cluster: Cluster) -> Iterator[tuple[int, int, int]]:
     """Every TP, PP, DP whose product is the devices."""
     wanted = cluster.tensor_parallel
-    tensors = range(1, _MOST_TENSOR_PARALLEL + 1) if wanted is None else [wanted]
+    tensors = range(1, MOST_TENSOR_PARALLEL + 1) if wanted is None else [wanted]
     for tensor in tensors:
         left, rest = divmod(cluster.devices, tensor)
         if rest and wanted is not None:
@@ -218,7 +226,7 @@ def _ways_out(cluster: Cluster, sizes: ModelSizes) -> str:
 
     ways = {"--devices": near("devices")}
     if cluster.tensor_parallel is not None:
-        most = max(_MOST_TENSOR_PARALLEL, cluster.tensor_parallel)
+        most = max(MOST_TENSOR_PARALLEL, cluster.tensor_parallel)
         tensors = [n for n in range(1, most + 1) if fits(tensor_parallel=n)]
         ways = {"--tensor-parallel": tensors, **ways}
     ways["--global-batch-size"] = near("batch")
@@ -246,13 +254,10 @@ def _refusal(cluster: Cluster, sizes: ModelSizes, tensor: int, pipeline: int, da
 
 def _cut(cluster: Cluster, sizes: ModelSizes, ratios: Costs, tensor: int, pipeline: int, data: int) -> Cut:
     sizes = replace(sizes, tensor_parallel=tensor, data_parallel=data)
-    forward_s = forward_flops(sizes) / pipeline / (tensor * cluster.flops)
-    # In forward times and rounded, so that the job's JSON can say exactly what was planned for.
-    message = round(message_bytes(sizes) / cluster.bandwidth / forward_s, 6)
-    costs = replace(ratios, f=1.0, b=ratios.b / ratios.f, w=ratios.w / ratios.f, comm=message)
+    costs, forward_s = unit_costs(cluster, sizes, ratios, pipeline)
     micro_batches = cluster.batch // (data * sizes.micro_batch)
     request = Request(
-        pipeline, micro_batches, costs, sizes, cluster.memory_bytes, _TRAINED, cheap_ops=0, margin=_MARGIN
+        pipeline, micro_batches, costs, sizes, cluster.memory_bytes, TRAINED, cheap_ops=0, margin=_MARGIN
     )
     return Cut(tensor, pipeline, data, micro_batches, forward_s, choose(request))
 

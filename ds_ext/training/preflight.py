@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from ..config.deepspeed_sections import check_optimizer, check_scheduler, requir
 from ..engine.checkpoint.folder import open_checkpoint
 from ..errors import CheckpointError, ConfigError
 from ..launch.failure import rank
+from ..parallel.fbd import DisaggregatedLayout, place_by_hosts
+from ..parallel.layout import ParallelLayout
 from .megatron_flags import TOKENIZER_FILES, TOKENIZER_TYPES
 
 
@@ -56,6 +59,20 @@ def check_job(
     traces = config.get("ds_ext", {}).get("trace", {}).get("dir")
     if traces:
         _require_writable('"ds_ext": trace.dir', Path(traces), make=not args.dry_run)
+
+
+def check_forward_hosts(layout: ParallelLayout, forward_hosts: Sequence[str] | None) -> None:
+    """Raise ConfigError for ``fbd.forward_hosts`` when a launcher has started all ranks on this host.
+
+    Ranks on several hosts check them in ``PipelineModule``, where they know each other's names and addresses.
+    """
+    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+    if (
+        forward_hosts is not None
+        and isinstance(layout, DisaggregatedLayout)
+        and local == str(layout.world_size)
+    ):
+        place_by_hosts(layout, [socket.gethostname()] * layout.world_size, forward_hosts)
 
 
 def _check_tokenizer(args: argparse.Namespace) -> None:

@@ -19,10 +19,9 @@ from ..parallel.partition import BALANCED, end_weights, layer_boundaries, stage_
 from ..planner.job_plan import JobPlan, make_job_plan
 from ..planner.stage_costs import recomputed
 from .arguments import FLAGS_OF_THE_JSON, parse
-from .fbd_hosts import check_forward_hosts
 from .flags import Model
 from .plan_text import describe
-from .preflight import check_job
+from .preflight import check_forward_hosts, check_job
 
 if TYPE_CHECKING:
     from ..engine.micro_batches import MapDataset, MicroBatches
@@ -50,7 +49,7 @@ def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Nam
         raise ConfigError(
             'no data: give --data-path or "train": {"data_path": ...}. `python -m ds_ext prepare` makes some.'
         )
-    check_forward_hosts(plan.layout, job.ds_ext.fbd.forward_hosts, launched)
+    check_forward_hosts(plan.layout, job.ds_ext.fbd.forward_hosts)
     chosen = plan.choice and plan.choice.best
     if args.recompute_granularity is None:
         args.recompute_granularity = chosen.recompute if chosen else "none"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 
 import pytest
 
@@ -20,7 +21,7 @@ from ds_ext.pipe_schedules.lower import lower
 from ds_ext.pipe_schedules.methods.fbd import most_ahead
 from ds_ext.pipe_schedules.ops import Instruction
 from ds_ext.pipe_schedules.simulate import simulate
-from ds_ext.planner.fbd_price import price
+from ds_ext.planner.fbd import comparison_note
 from ds_ext.planner.memory import ModelSizes, memory
 from tests.plans import placement_of
 
@@ -302,25 +303,28 @@ def test_merging_another_number_than_there_is() -> None:
 # --- what it costs ----------------------------------------------------------------------------------------------------
 
 
-def test_compare_says_what_it_costs(capsys: pytest.CaptureFixture[str]) -> None:
+def note_numbers(costs: Costs | None = None, n: int = 8, **options: object) -> list[float]:
+    """Numbers of `compare`'s note on fbd with 4 stages: devices, ratio, ratio to recomputation, ..."""
+    note = comparison_note(simulate(timetable("fbd", 4, n, **options), costs or Costs()))
+    assert note is not None
+    return [float(number) for number in re.findall(r"(?<!\w)\d+(?:\.\d+)?(?!\w)", note)]
+
+
+def test_compare_prints_what_it_costs(capsys: pytest.CaptureFixture[str]) -> None:
     """On equal devices with memory to spare it never pays: the published figures, 33 on 8 devices beside 33 on 4."""
+    assert note_numbers() == [8, 2.0, 1.5, 4, 1]  # 4 activations do not fit, 1 is kept
     main(["compare", "1f1b", "fbd", "--stages", "4", "--micro-batches", "8"])
-    said = capsys.readouterr().out
-    assert "fbd takes 8 devices: 2.00 times the device time of 1f1b" in said
-    assert "1.50 times that of 1f1b with recomputation" in said
-    assert "It pays only where 4 activations do not fit (fbd keeps 1)." in said
+    note = comparison_note(simulate(timetable("fbd", 4, 8)))
+    assert capsys.readouterr().out.splitlines()[-1] == note
+    assert comparison_note(simulate(timetable("1f1b", 4, 8))) is None
 
 
 def test_three_pipelines_of_one_forward_pipeline_cost_less_than_three_of_their_own() -> None:
-    one = price(simulate(timetable("fbd", 4, 8)))
-    three = price(simulate(timetable("fbd", 4, 24, backward_per_forward=3)))
-    merged = price(simulate(timetable("fbd", 4, 8, merge_forward_tensor_parallel=8)))
-    assert one is not None and three is not None and merged is not None
-    assert three.ratio < one.ratio and merged.devices == 4.5
-    assert price(simulate(timetable("1f1b", 4, 8))) is None
+    three, merged = note_numbers(n=24, backward_per_forward=3), note_numbers(merge_forward_tensor_parallel=8)
+    assert three[1] < note_numbers()[1] and merged[0] == 4.5
 
 
-def test_slow_recomputation_on_split_backwards_may_pay() -> None:
-    """Where messages are slow 1F1B waits for them, and forward devices may cost something."""
-    found = price(simulate(timetable("fbd", 4, 4, backward="split"), Costs(comm=3.0)))
-    assert found is not None and found.break_even > 0
+def test_slow_messages_leave_something_for_forward_devices() -> None:
+    """1F1B waits for slow messages, so forward devices may cost something."""
+    *_, break_even, kept, own = note_numbers(Costs(comm=3.0), n=4, backward="split")
+    assert 0 < break_even < 1 and (kept, own) == (4, 1)

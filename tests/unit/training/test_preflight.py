@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import importlib.util
 import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,6 @@ import torch
 import ds_ext
 from ds_ext.errors import ConfigError
 from ds_ext.planner.job_plan import JobPlan
-from ds_ext.training import fbd_hosts
 from ds_ext.training.plan_text import describe
 from ds_ext.training.setup import plan_job
 
@@ -96,31 +91,6 @@ def test_a_missing_section_is_refused_first(planned: Any) -> None:
         planned("dpp", {}, optimizer=None)
 
 
-# --- the hosts of forward ranks --------------------------------------------------------------------------------------
-
-
-def test_forward_hosts_are_compared_with_the_hostfile(
-    planned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "hostfile"
-    monkeypatch.setattr(fbd_hosts, "HOSTFILE", file)
-    typo, right = ({"fbd": {"forward_hosts": [name]}} for name in ("smal-0", "small-0"))
-    planned("fbd", typo)  # no hostfile: nobody knows
-    file.write_text(f"# ours\n{socket.gethostname()}.lan slots=2\n\nsmall-0 slots=2\n")
-    planned("fbd", right)
-    with pytest.raises(
-        ConfigError, match=r"names 'smal-0', which is not in .*hostfile: its hosts are .*small-0"
-    ):
-        planned("fbd", typo)
-    file.write_text("10.0.0.1 slots=2\n10.0.0.2 slots=2\n")  # how hosts call themselves is not in it
-    planned("fbd", right)
-    with pytest.raises(ConfigError, match=r"'10\.0\.0\.3'"):
-        planned("fbd", {"fbd": {"forward_hosts": ["10.0.0.2", "10.0.0.3"]}})
-    planned("fbd", {"fbd": {"forward_hosts": ["10.0.0.2"]}})
-    file.write_text(f"{socket.gethostname()} slots=2\nsmall-0 slots=2\n")
-    planned("fbd", {"fbd": {"forward_hosts": ["10.0.0.2"]}})  # perhaps small-0's
-
-
 @pytest.mark.parametrize(
     ("section", "package"), [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")]
 )
@@ -156,19 +126,3 @@ def test_forward_hosts_of_ranks_that_are_all_here(planned: Any, monkeypatch: pyt
         planned("fbd", {"fbd": {"forward_hosts": ["small-0"]}})
     with pytest.raises(ConfigError, match=r"have 8 ranks, and the job has 4 forward and 4 backward ranks"):
         planned("fbd", {"fbd": {"forward_hosts": [here]}})
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="the launcher is found by /proc")
-def test_the_launcher_tells_the_hosts_of_all_ranks() -> None:
-    here = socket.gethostname()
-    for hosts, expected in (
-        ({here: [0, 1], "small-0": [0, 3]}, [here, here, "small-0", "small-0"]),
-        ({"10.0.0.1": [0, 1], "10.0.0.2": [0, 1]}, None),
-        ({here: [0], "small-0": [0]}, None),  # another job's
-    ):
-        rank = "from ds_ext.training.fbd_hosts import hosts_of_ranks; print(repr(hosts_of_ranks(4)))"
-        launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}], check=True)"
-        info = base64.urlsafe_b64encode(json.dumps(hosts).encode()).decode()
-        words = [sys.executable, "-c", launcher, f"--world_info={info}"]
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-        assert done.stdout == f"{expected!r}\n"
