@@ -80,7 +80,7 @@ class Rules:
         return [Op(FORWARD, 0, m) for m, pipe in enumerate(self.pipes) if starts[pipe] == device]
 
     def count(self, device: int) -> int:
-        """How many ops ``device`` computes in a step."""
+        """Number of ops that ``device`` computes in a step."""
         stages = [devices.count(device) for devices in self.placement.pipes]
         return sum(stages[pipe] for pipe in self.pipes) * (3 if self.split else 2)
 
@@ -89,7 +89,7 @@ class Rules:
         return self.rooms[device]
 
     def key(self, op: Op) -> tuple[int, ...]:
-        """Of ready ops of the same direction the one with the least key is taken."""
+        """Return the rank of a ready op among those of its direction: the least is taken."""
         kind, stage, m = op
         pipe, k = self.pipes[m], self.places[m]
         # Gradients come back the other way: the last visit first.
@@ -106,7 +106,7 @@ class Rules:
 
 
 class Greedy:
-    """One device in one step: forwards and backwards in turn as long as both are ready, weight gradients in waits.
+    """Policy of one device in one step: alternate ready forwards and backwards, compute weight gradients in waits.
 
     ``live`` counts for every (pipe, stage) the micro-batches whose activations it keeps.
     """
@@ -158,7 +158,7 @@ class Greedy:
         return found
 
     def _has_room(self, stage: tuple[int, int]) -> bool:
-        """Whether another micro-batch of (pipe, stage) may be kept: always, if nothing of it is."""
+        """Return whether there is room for another activation of (pipe, stage); always, for the first one."""
         return not self.live[stage] or self._taken < self._room
 
     def _keep(self, stage: tuple[int, int], more: int) -> None:

@@ -1,4 +1,4 @@
-"""Whether devices that only compute forwards pay (``fbd``), for the verbs ``plan`` and ``compare``.
+"""Price of devices that only compute forwards (``fbd``), for the verbs ``plan`` and ``compare``.
 
 A backward device works f + b + w for a micro-batch, like a device of a plain pipeline that stores its activations. So
 forward devices save no time as such. They pay where plain pipelines would recompute (4 units instead of 3), or where

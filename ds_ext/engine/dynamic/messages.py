@@ -1,8 +1,8 @@
-"""Messages of an order that is decided at run time: taken as they come, whatever they are.
+"""Messages of an order decided at run time, received in the order of arrival.
 
-A static schedule asks for every message by its tag. Here nobody knows what comes next, so a link has one channel, on
-which messages are only counted; a small tensor in front of the others says what a message is about. One ticket a link
-is always out, for its next message.
+A static schedule asks for every message by its tag. Here the next message is unknown. So each link has one channel on
+which messages are counted, and the first tensor of a message names its content. Each link always has one open ticket,
+for its next message.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _COUNTED = 2 * MAX_STAGES - 1
 
 @runtime_checkable
 class PolledTransport(Protocol):
-    """A transport that tells what has come without waiting for it."""
+    """Transport that reports arrivals without waiting."""
 
     def wait_any(self, tickets: Sequence[Any], timeout_s: float | None = None) -> int:
-        """Wait until one of the tickets is done; its position."""
+        """Wait until one of the tickets is done, and return its position."""
         ...
 
 
@@ -49,7 +49,7 @@ class DynamicMessages(StageMessages):
 
     Args:
         static: the messages of a static schedule on the same transport.
-        devices: those that send to this one.
+        devices: the devices that send to this one.
 
     Raises:
         ConfigError: the transport cannot be polled.
@@ -75,7 +75,7 @@ class DynamicMessages(StageMessages):
 
     @staticmethod
     def on(static: StageMessages, devices: Iterable[int]) -> DynamicMessages:
-        """Those beside ``static``: one for the whole life of a transport, because messages are counted."""
+        """Return the messages that belong to ``static``: one object per transport, because messages are counted."""
         known = static.dynamic
         if known is None or known.transport is not static.transport:
             known = static.dynamic = DynamicMessages(static, devices)
@@ -83,7 +83,7 @@ class DynamicMessages(StageMessages):
         return known
 
     def post(self, kind: Kind, stage: int, micro_batch: int, device: int) -> None:
-        """Nothing to ask for: messages are taken as they come."""
+        """Do nothing: messages are received in the order of arrival."""
 
     def send(self, kind: Kind, tensors: Sequence[Tensor], stage: int, micro_batch: int, device: int) -> None:
         """Send to ``stage`` on ``device``, without waiting."""
@@ -95,16 +95,16 @@ class DynamicMessages(StageMessages):
         self.transport.send((head, *tensors), self.global_rank(device), tag, final=final)
 
     def poll(self) -> list[Arrival]:
-        """What has come since the last look, without waiting."""
+        """Return the arrivals since the last call, without waiting."""
         return self._take()
 
     def wait(self) -> list[Arrival]:
-        """The same, but at least one. Raises TransportError when nothing comes in time or a peer is gone."""
+        """Return at least one arrival. Raises TransportError on a timeout or when a peer is gone."""
         self._polled.wait_any(list(self._asked().values()))
         return self._take()
 
     def receive(self, kind: Kind, stage: int, micro_batch: int) -> tuple[Tensor, ...]:
-        """The tensors of a message, waiting for it where another rank has decided that it is time for them."""
+        """Return the tensors of a message; wait for it where another rank has chosen its op."""
         wanted = Arrival(kind, stage, micro_batch)
         while wanted not in self._inbox:
             self.wait()
@@ -139,9 +139,9 @@ class DynamicMessages(StageMessages):
 
 
 class Choices:
-    """What the first rank of a tensor-parallel group chooses reaches the others: a small message per op.
+    """Choices of the first rank of a tensor-parallel group, sent to the others in a small message per op.
 
-    No collective: the one that chooses never waits for the others here.
+    This is no collective: the first rank never waits for the others here.
     """
 
     def __init__(self, transport: Transport, leader: int, followers: Sequence[int]) -> None:
@@ -149,7 +149,7 @@ class Choices:
         self._count = 0
 
     def tell(self, op: Op) -> None:
-        """The choice of this rank."""
+        """Send the choice of this rank."""
         if self._followers:
             choice = torch.tensor((ord(op.kind), op.stage, op.micro_batch))
             for rank in self._followers:
@@ -157,7 +157,7 @@ class Choices:
         self._count += 1
 
     def hear(self) -> Op:
-        """The next choice of the first rank. Raises TransportError when it does not come in time."""
+        """Return the next choice of the first rank. Raises TransportError on a timeout."""
         (choice,) = self._transport.recv(self._leader, self._tag()).wait()
         self._count += 1
         kind, stage, micro_batch = choice.tolist()
@@ -168,5 +168,5 @@ class Choices:
 
 
 def is_counted(tag: int) -> bool:
-    """Whether a message of that tag says itself what it is about."""
+    """Return whether a message with this tag names its own content."""
     return tag >> ITEM_BITS == _COUNTED

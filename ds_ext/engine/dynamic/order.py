@@ -1,4 +1,4 @@
-"""A schedule whose steps are decided while they run: by what has arrived, and what is admitted."""
+"""Schedule whose steps are decided while they run, from the arrivals and the admitted micro-batches."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _SHOWN = 12  # computations in an error
 
 
 class DynamicSchedule(TimetableSchedule):
-    """The instructions of one rank, decided one computation at a time.
+    """Instructions of one rank, decided one computation at a time.
 
     Args:
         program: a run of the same rules under the costs of the JSON: links and sizes.
         stage_id: the device inside the pipeline group.
-        rules: by what devices decide.
+        rules: runtime scheduling rules.
     """
 
     lookahead = 0  # an instruction is executed before the next one is asked for
@@ -39,12 +39,12 @@ class DynamicSchedule(TimetableSchedule):
         self._messages: DynamicMessages | None = None
 
     def start(self, messages: StageMessages) -> DynamicMessages:
-        """Those of this order, on the transport of ``messages``."""
+        """Return the messages of this order, on the transport of ``messages``."""
         self._messages = DynamicMessages.on(messages, senders(self.rules, self.stage_id))
         return self._messages
 
     def num_pipe_buffers(self) -> int:
-        """Enough for what is kept, and for the stages of admitted micro-batches whose inputs wait."""
+        """Return enough buffers for kept activations and for the waiting inputs of admitted micro-batches."""
         return 2 * self.rules.room(self.stage_id)
 
     def links(self, layout: ParallelLayout) -> dict[tuple[int, int], int]:
@@ -78,7 +78,7 @@ class DynamicSchedule(TimetableSchedule):
         yield [to_pipe_instruction(Instruction(name)) for name in _AFTER_BACKWARDS]
 
     def _decided(self, messages: DynamicMessages) -> Iterator[Op]:
-        """The ops that this rank chooses; the caller computes each before it asks for the next."""
+        """Yield the ops that this rank chooses; the caller computes each before it asks for the next."""
         policy = self.rules.device(self.stage_id)
         for op in self.rules.entering(self.stage_id):
             policy.arrive(op)
@@ -94,7 +94,7 @@ class DynamicSchedule(TimetableSchedule):
                 policy.arrive(following)
 
     def _followed(self, messages: DynamicMessages) -> Iterator[Op]:
-        """The ops that the first rank of the tensor-parallel group chooses."""
+        """Yield the ops that the first rank of the tensor-parallel group chooses."""
         for _ in range(self.rules.count(self.stage_id)):
             yield messages.choices.hear()
 
@@ -108,7 +108,7 @@ class DynamicSchedule(TimetableSchedule):
         return self.program.timetable.gradient_op(0, 0).kind
 
     def _follower(self, op: Op) -> Op | None:
-        """The op that waits for the result of ``op``, if there is one."""
+        """Return the op that waits for the result of ``op``, if any."""
         kind, stage, m = op
         if kind == FORWARD:
             last = stage == self.rules.placement.stages - 1
@@ -119,7 +119,7 @@ class DynamicSchedule(TimetableSchedule):
         return self.program.timetable.rank(op.stage, op.micro_batch)
 
     def picture(self, instruction: ds.PipeInstruction | None) -> str:
-        """What this device has computed so far in the step; the order of the others is known to them alone."""
+        """Return the ops that this device has computed in the step; other devices keep their own order."""
         left = len(self.ran) - _SHOWN
         ran = " ".join(map(str, self.ran[-_SHOWN:])) or "nothing"
         before = f"({left} more) " if left > 0 else ""
@@ -129,7 +129,7 @@ class DynamicSchedule(TimetableSchedule):
 
 
 def senders(rules: DynamicRules, device: int) -> list[int]:
-    """The devices whose messages ``device`` receives: its neighbours in the pipes."""
+    """Return the devices whose messages ``device`` receives: its neighbours in the pipes."""
     found: set[int] = set()
     for devices in rules.placement.pipes:
         for stage, at in enumerate(devices):

@@ -197,6 +197,6 @@ def test_an_odd_number_of_devices_for_two_pipes() -> None:
 
 def test_a_transport_that_cannot_be_polled() -> None:
     section = {"schedule": "dpp", "pipeline_parallel_size": 4, "transport": "torch"}
-    with pytest.raises(ConfigError, match='"ds_ext": schedule "dpp".*"torch"'):
+    with pytest.raises(ConfigError, match=r'"ds_ext": schedule "dpp".*"torch"'):
         placement_of({"ds_ext": section})
     assert placement_of({"ds_ext": {**section, "transport": "shm"}}).stages == 4
