@@ -106,7 +106,7 @@ def test_interleaved_memory(ranks: int, chunks: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "last_win"), [(4, 3), (6, 2), (8, 2), (16, 2)])
 def test_from_which_n_interleaved_is_faster_than_bitpipe(ranks: int, last_win: int) -> None:
-    """docs/schedules.md, "Which one"."""
+    """docs/schedules.md, "Which schedule"."""
     for units in range(1, 6):
         n = units * ranks
         bitpipe, interleaved = (
@@ -116,7 +116,7 @@ def test_from_which_n_interleaved_is_faster_than_bitpipe(ranks: int, last_win: i
 
 
 def test_what_slow_links_cost() -> None:
-    """docs/schedules.md, "Which one"."""
+    """docs/schedules.md, "Which schedule"."""
     makespans = [
         [simulate(timetable(name, 8, 16), Costs(comm=comm)).makespan for comm in (0, 0.25)]
         for name in ("gpipe", "1f1b", "interleaved", "bitpipe")
