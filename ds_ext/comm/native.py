@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_ext.comm import _native, torch_p2p
+from ds_ext.comm import _native, torch_split
 from ds_ext.comm.ends import MEETING_S, Ends, LinkSetup, Pairs, both_ways
 from ds_ext.comm.links import Links
 from ds_ext.comm.matrix import KINDS, Card, Matrix, choose, describe, kind_class
@@ -83,13 +83,13 @@ def create_auto(
         one_gpu = _ranks_of_one_gpu(device)
         if one_gpu is None:
             _tell("transport: torch, because between GPUs nccl serves a static schedule")
-            return torch_p2p.create(timeout_s=timeout_s, device=device, pairs=tuple(pairs))
+            return torch_split.create(timeout_s=timeout_s, device=device, pairs=tuple(pairs))
         _tell(f"ranks {', '.join(map(str, one_gpu))} share a GPU, which nccl refuses")
     made = _try(list(KINDS), timeout_s, device, pairs, node_ips)
     if not isinstance(made, str):
         return made
     _tell(f"transport: torch, because {made}")
-    return torch_p2p.create(timeout_s=timeout_s, device=device, pairs=tuple(pairs))
+    return torch_split.create(timeout_s=timeout_s, device=device, pairs=tuple(pairs))
 
 
 def _try(

@@ -12,7 +12,9 @@ the receiver's I/O thread reads into memory of the message's size, in which the 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -22,7 +24,6 @@ from torch import Tensor
 from ds_ext.comm import _native
 from ds_ext.comm.health import Health
 from ds_ext.comm.links import CODES, Links, Pieces, copies, pieces_of, views
-from ds_ext.comm.tickets import SENT, Channel, LentSlot, RecvTicket, Sent
 from ds_ext.comm.transport import ITEM_BITS, TAG_LIMIT, check_address, describe_tag
 from ds_ext.errors import ProtocolError, TransportError
 
@@ -31,6 +32,67 @@ COPIED_BYTES = 4096  # up to here a copy costs less than to keep a slot
 SEND_ERRORS = (_native.DescriptorError, _native.LinkError, OSError, MemoryError)
 
 _End = TypeVar("_End")
+
+
+class Sent:
+    """A message is on its way, and its tensors are the sender's again, when send() returns."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> tuple[Tensor, ...]:
+        return ()
+
+
+SENT = Sent()
+
+
+@dataclass(eq=False, slots=True)
+class RecvTicket:
+    """What recv() gives; see transport.Ticket."""
+
+    transport: NativeTransport
+    peer: int
+    tag: int
+    message: _native.Message | None = None
+    tensors: tuple[Tensor, ...] | None = None
+
+    @property
+    def arrived(self) -> bool:
+        """What done() is without looking for new messages."""
+        return self.message is not None or self.tensors is not None
+
+    def done(self) -> bool:
+        if not self.arrived:
+            self.transport.drain()
+        return self.arrived
+
+    def wait(self, timeout_s: float | None = None) -> tuple[Tensor, ...]:
+        return self.transport.finish_recv(self, timeout_s)
+
+
+@dataclass(eq=False)
+class _Channel:
+    """What has arrived and was not asked for, or was asked for and has not arrived."""
+
+    messages: deque[_native.Message] = field(default_factory=deque)
+    tickets: deque[RecvTicket] = field(default_factory=deque)
+
+
+class LentSlot:
+    """A tensor that is sent where it lies, for the time of a block; see NativeTransport.loan."""
+
+    def __init__(self, slot: _native.Loan) -> None:
+        self._slot = slot
+
+    def __enter__(self) -> Tensor:
+        return views(self._slot)[0]
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._slot.publish()
+        else:
+            self._slot.cancel()
 
 
 class NativeTransport:
@@ -48,7 +110,7 @@ class NativeTransport:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self._links = links
         self._port = links.port
-        self._channels: dict[tuple[int, int], Channel] = {}
+        self._channels: dict[tuple[int, int], _Channel] = {}
         self._arrived: dict[_native.Message, tuple[int, int]] = {}
         self._copying: list[_native.Outgoing] = []
         self._health = Health(rank, links.abort)
@@ -190,14 +252,14 @@ class NativeTransport:
             what = f"recv from rank {ticket.peer} of {describe_tag(ticket.tag)}: {error}"
             raise self._health.failed(what, ProtocolError) from error
 
-    def _channel(self, peer: int, tag: int) -> Channel:
+    def _channel(self, peer: int, tag: int) -> _Channel:
         key = peer, tag >> ITEM_BITS
         channel = self._channels.get(key)
         if channel is None:
-            channel = self._channels[key] = Channel()
+            channel = self._channels[key] = _Channel()
         return channel
 
-    def _match(self, channel: Channel, peer: int) -> None:
+    def _match(self, channel: _Channel, peer: int) -> None:
         """Give the channel's messages to its tickets, in order."""
         while channel.messages and channel.tickets:
             message, ticket = channel.messages[0], channel.tickets[0]

@@ -20,30 +20,12 @@ from torch import Tensor
 
 from ds_ext.comm import wire
 from ds_ext.comm.groups import explain, new_group, wait_time
-from ds_ext.comm.transport import ITEM_BITS, Transport, check_address, describe_tag
+from ds_ext.comm.transport import ITEM_BITS, check_address, describe_tag
 from ds_ext.errors import TransportError
 
 # Unreceived bytes per peer from which on send() waits for the oldest: reached only by one-way links, whose
 # peer never tells what has arrived, and far above what a pipeline keeps under way.
 SEND_WINDOW_BYTES = 256 << 20
-
-
-def create(
-    *,
-    timeout_s: float,
-    device: torch.device,
-    pairs: Sequence[tuple[int, int]] = (),
-    node_ips: Sequence[str] | None = None,
-) -> Transport:
-    """The transport "torch" for tensors on `device`; a collective call of all ranks of the world.
-
-    Its connections are torch.distributed's, which chooses the addresses itself: `node_ips` does not matter.
-    """
-    if device.type == "cpu":
-        return TorchTransport.create(timeout_s)
-    from ds_ext.comm.torch_split import SplitTransport
-
-    return SplitTransport.create(timeout_s, device, pairs)
 
 
 @dataclass(eq=False)

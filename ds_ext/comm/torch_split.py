@@ -19,7 +19,7 @@ from torch import Tensor
 from ds_ext.comm import wire
 from ds_ext.comm.groups import explain, new_group
 from ds_ext.comm.torch_p2p import TorchTransport
-from ds_ext.comm.transport import ITEM_BITS, Ticket, check_address, describe_tag, make_tag
+from ds_ext.comm.transport import ITEM_BITS, Ticket, Transport, check_address, describe_tag, make_tag
 from ds_ext.errors import TransportError
 
 HEADER_CHANNEL = 0
@@ -244,3 +244,19 @@ class SplitTransport:
             ) from error
         assert work is not None
         return work
+
+
+def create(
+    *,
+    timeout_s: float,
+    device: torch.device,
+    pairs: Sequence[tuple[int, int]] = (),
+    node_ips: Sequence[str] | None = None,
+) -> Transport:
+    """The transport "torch" for tensors on `device`; a collective call of all ranks of the world.
+
+    Its connections are torch.distributed's, which chooses the addresses itself: `node_ips` does not matter.
+    """
+    if device.type == "cpu":
+        return TorchTransport.create(timeout_s)
+    return SplitTransport.create(timeout_s, device, pairs)

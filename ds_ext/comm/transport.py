@@ -29,7 +29,7 @@ TRANSPORTS: Mapping[str, str] = MappingProxyType(
         "shm": "ds_ext.comm.native:create_shm",
         "rdma": "ds_ext.comm.native:create_rdma",
         "tcp": "ds_ext.comm.native:create_tcp",
-        "torch": "ds_ext.comm.torch_p2p:create",
+        "torch": "ds_ext.comm.torch_split:create",
     }
 )
 

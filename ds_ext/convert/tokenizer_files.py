@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..data.blend import parse_data_path
-from ..data.tokenizer import Tokenizer, load_tokenizer
+from ..data.tokenizer import load_tokenizer
+from ..data.tokenizer_base import Tokenizer
 from ..data.wordpiece import VOCAB_NAME
 from ..errors import ConfigError
 

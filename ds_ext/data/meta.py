@@ -9,7 +9,7 @@ from typing import Any
 from ds_ext.data.blend import parse_data_path
 from ds_ext.data.indexed import IndexedTokens, require_files
 from ds_ext.data.layout import DATA_NAME, META_NAME
-from ds_ext.data.tokenizer import Tokenizer
+from ds_ext.data.tokenizer_base import Tokenizer
 from ds_ext.errors import ConfigError
 
 PROBED_BLOCKS = 256

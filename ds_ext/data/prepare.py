@@ -21,7 +21,8 @@ from typing import Any
 from ds_ext.data.layout import DATA_NAME, META_NAME, TOKENIZER_NAMES
 from ds_ext.data.progress import progress
 from ds_ext.data.sources import Source, open_source, source_details
-from ds_ext.data.tokenizer import Tokenizer, load_gpt2_files, load_tokenizer, train_bpe, train_sentencepiece
+from ds_ext.data.tokenizer import load_gpt2_files, load_tokenizer, train_bpe, train_sentencepiece
+from ds_ext.data.tokenizer_base import Tokenizer
 from ds_ext.data.wordpiece import VOCAB_NAME, WordPieceTokenizer, train_wordpiece
 from ds_ext.errors import ConfigError
 
@@ -29,10 +30,7 @@ FORMAT = 1
 ENCODE_BATCH_BYTES = 2_000_000
 TOKENIZER_TRAINING_BYTES = 100_000_000
 VOCAB_SIZE = 4096
-SOURCE_HELP = (
-    "the Python standard library, the manuals of Linux and Python (through apt), or a text file, a .jsonl "
-    "file or a folder (default: stdlib)"
-)
+SOURCE_HELP = "the Python standard library, a text file, a .jsonl file or a folder (default: stdlib)"
 TRAINERS = {"bpe": train_bpe, "sentencepiece": train_sentencepiece, "wordpiece": train_wordpiece}
 TYPE_HELP = (
     "tokenizer to train (default: byte-level BPE); wordpiece makes data for BERT, split into sentences"
@@ -45,7 +43,7 @@ VERSIONED_PACKAGES = ("ds_ext", "tokenizers", "sentencepiece", "megatron-core", 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb `prepare`."""
-    parser.add_argument("--source", default="stdlib", metavar="stdlib|debian-docs|PATH", help=SOURCE_HELP)
+    parser.add_argument("--source", default="stdlib", metavar="stdlib|PATH", help=SOURCE_HELP)
     parser.add_argument(
         "--output",
         type=Path,

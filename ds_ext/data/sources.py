@@ -1,20 +1,26 @@
-"""Where documents come from: text files, folders, jsonl, the Python standard library, Debian's manuals.
+"""Sources of documents: text files, folders, jsonl, the Python standard library.
 
-Documents of a folder and of the two built-in sources come in the order of their names' hashes, so that a
-split by position (the last documents validate) is a random one, the same on every machine.
+Documents of a folder and of the standard library are sorted by the hash of their names. A split by position (the
+last documents validate) is therefore random, and the same on every machine.
 """
 
 import hashlib
 import json
 import logging
 import os
+import platform
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ds_ext.data.stdlib import compiled_docs, library_modules
 from ds_ext.errors import ConfigError
 
+STDLIB = "stdlib"
+STDLIB_BYTES = 10_000_000
+LEAST_STDLIB_BYTES = 5_000_000
 SNIFFED_BYTES = 8192
 TEXT_PIECE_CHARACTERS = 16_384
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -42,34 +48,27 @@ class Source:
 
 
 def open_source(name: str, json_key: str = "text") -> Source:
-    """The source `name`: "stdlib", "debian-docs", or the path of a text file, a jsonl file or a folder.
+    """Open a source: "stdlib", or the path of a text file, a jsonl file or a folder.
 
     Raises:
         ConfigError: it does not exist or has no text.
     """
-    if name == "stdlib":
-        from ds_ext.data.stdlib import stdlib_source
-
-        return stdlib_source()
-    if name == "debian-docs":
-        from ds_ext.data.debian import debian_source
-
-        return debian_source()
+    if name == STDLIB:
+        return _standard_library()
     path = Path(name)
     if path.is_dir():
         return _folder(path)
     if not path.is_file():
         raise ConfigError(
-            f"there is no source {name}. Give a text file, a .jsonl file, a folder, or one of: stdlib, "
-            "debian-docs."
+            f"--source: no such file or folder (got {name}). Give a text file, a .jsonl file, a folder, or {STDLIB}."
         )
     return _jsonl(path, json_key) if path.suffix in JSONL_SUFFIXES else _text_file(path)
 
 
 def source_details(name: str) -> dict[str, Any]:
-    """What tells cheaply whether a path changed since it was prepared; empty for the built-in sources."""
+    """Return sizes and dates that change when the files of a path do; empty for the standard library."""
     path = Path(name)
-    if name in ("stdlib", "debian-docs") or not path.exists():
+    if name == STDLIB or not path.exists():
         return {}
     files = [path] if path.is_file() else list(_files_below(path))
     stats = [file.stat() for file in files]
@@ -91,6 +90,30 @@ def read_text(path: Path) -> str | None:
         return content.decode("utf-8")
     except UnicodeDecodeError:
         return None
+
+
+def _standard_library() -> Source:
+    """Return the running Python's standard library, at least 10 MB where it has that much.
+
+    Tests and codec tables read less like text, so they only fill up what the rest leaves of the wanted size.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    named = hash_order([*library_modules(root), *compiled_docs(root)], lambda document: document[0])
+    total = sum(len(text.encode()) for _, text in named)
+    for name, text in hash_order(library_modules(root, filler=True), lambda document: document[0]):
+        if total >= STDLIB_BYTES:
+            break
+        named.append((name, text))
+        total += len(text.encode())
+    if total < LEAST_STDLIB_BYTES:
+        raise ConfigError(
+            f"the standard library in {root} has {total / 1e6:.1f} MB of text; {LEAST_STDLIB_BYTES / 1e6:.0f} MB "
+            "are needed. Install its sources (Debian: libpython3-stdlib, libpython3.11-testsuite), or give "
+            "text of your own with --source PATH."
+        )
+    texts = [text for _, text in named]
+    details = {"python": platform.python_version(), "modules": len(texts)}
+    return Source(STDLIB, lambda: texts, total, details)
 
 
 def _text_file(path: Path) -> Source:

@@ -1,25 +1,14 @@
-"""The text that every user has: the Python standard library.
-
-Its Python sources, one document a module, and the documentation strings of its compiled modules. Tests and
-codec tables, which read less like text, are taken only as far as the rest is below the wanted size.
-"""
+"""Texts of the Python standard library: sources of its modules and documentation strings of the compiled ones."""
 
 import importlib
 import inspect
-import platform
 import sys
-import sysconfig
 import tokenize
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from ds_ext.data.sources import Source, hash_order
-from ds_ext.errors import ConfigError
-
-WANTED_BYTES = 10_000_000
-NEEDED_BYTES = 5_000_000
 FOREIGN_FOLDERS = frozenset(("site-packages", "dist-packages", "__pycache__"))
 FILLER_FOLDERS = frozenset(("test", "tests", "idle_test", "encodings"))
 # Lines longer than this hold encoded data.
@@ -28,34 +17,8 @@ LONGEST_LINE = 1000
 SKIPPED_MODULES = ("readline", "_test", "_xx", "xx")
 
 
-def stdlib_source() -> Source:
-    """The running Python's standard library, at least 10 MB where it has that much.
-
-    Raises:
-        ConfigError: less than 5 MB are installed (some distributions split the library into packages).
-    """
-    root = Path(sysconfig.get_path("stdlib"))
-    named = hash_order([*_sources(root, filler=False), *_compiled_docs(root)], lambda document: document[0])
-    total = sum(len(text.encode()) for _, text in named)
-    for name, text in hash_order(_sources(root, filler=True), lambda document: document[0]):
-        if total >= WANTED_BYTES:
-            break
-        named.append((name, text))
-        total += len(text.encode())
-    if total < NEEDED_BYTES:
-        raise ConfigError(
-            f"the standard library in {root} has {total / 1e6:.1f} MB of text; {NEEDED_BYTES / 1e6:.0f} MB "
-            "are needed. Install its sources (Debian: libpython3-stdlib, libpython3.11-testsuite), or give "
-            "text of your own with --source PATH."
-        )
-    texts = [text for _, text in named]
-    return Source(
-        "stdlib", lambda: texts, total, {"python": platform.python_version(), "modules": len(texts)}
-    )
-
-
-def _sources(root: Path, filler: bool) -> Iterator[tuple[str, str]]:
-    """(name, text) of the modules below `root`: the library, or with `filler` its tests and codec tables."""
+def library_modules(root: Path, filler: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield (name, text) of the modules below `root`: the library, or with `filler` its tests and codec tables."""
     for path in root.rglob("*.py"):
         parts = path.relative_to(root).parts
         if FOREIGN_FOLDERS.intersection(parts) or bool(FILLER_FOLDERS.intersection(parts)) != filler:
@@ -77,8 +40,8 @@ def _read_source(path: Path) -> str:
         return ""
 
 
-def _compiled_docs(root: Path) -> Iterator[tuple[str, str]]:
-    """(name, text) with the documentation strings of modules that have no Python source."""
+def compiled_docs(root: Path) -> Iterator[tuple[str, str]]:
+    """Yield (name, text) with the documentation strings of modules that have no Python source."""
     built_in = set(sys.builtin_module_names)
     shared = {path.name.split(".")[0] for path in (root / "lib-dynload").glob("*.so")}
     for name in sorted(built_in | shared):

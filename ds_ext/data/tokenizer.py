@@ -4,53 +4,19 @@ Byte-level BPE (Radford et al. 2019, section 2.2) through `tokenizers` is the de
 (Kudo 2018) an option. Both give back every text they encode, byte for byte. BERT's WordPiece is in wordpiece.py.
 """
 
-import hashlib
 import io
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ds_ext.data.tokenizer_base import Tokenizer, fingerprint_of, tokenizers_library
+from ds_ext.data.wordpiece import VOCAB_NAME, WordPieceTokenizer, is_word_piece, load_vocab_txt
 from ds_ext.errors import ConfigError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eod|>", "[EOD]")
 BYTE_VALUES = 256
-
-
-class Tokenizer(ABC):
-    """Text to token ids and back.
-
-    Attributes:
-        vocab_size: largest token id + 1.
-        eod_id: id of the token that ends a document.
-        fingerprint: 16 hex digits of the sha256 of vocabulary and merges; equal when the ids mean the same.
-    """
-
-    vocab_size: int
-    eod_id: int
-    fingerprint: str
-
-    @abstractmethod
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without an end-of-document token; special tokens spelt out in it stay text."""
-
-    @abstractmethod
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` for many texts at once, on all cores."""
-
-    def encode_documents(self, texts: Sequence[str]) -> list[list[list[int]]]:
-        """The sequences of each document as the data files hold them: here one, ended by the end-of-document token."""
-        return [[[*ids, self.eod_id]] for ids in self.encode_batch(texts)]
-
-    @abstractmethod
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; special tokens are left out."""
-
-    @abstractmethod
-    def save(self, folder: Path) -> list[str]:
-        """Write the tokenizer's files into `folder` and return their names, the one to load first."""
 
 
 class BpeTokenizer(Tokenizer):
@@ -206,8 +172,6 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise ConfigError(
             f"no tokenizer in {path}: expected tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
         )
-    from ds_ext.data.wordpiece import VOCAB_NAME, WordPieceTokenizer, is_word_piece, load_vocab_txt
-
     path = _existing(path, "the tokenizer")
     if path.suffix == ".model":
         return SentencePieceTokenizer(path.read_bytes(), str(path))
@@ -228,11 +192,6 @@ def _byte_level(library: Any, model: Any) -> Any:
     return backend
 
 
-def fingerprint_of(definition: object) -> str:
-    """16 hex digits for what decides the meaning of token ids, given as JSON values."""
-    return hashlib.sha256(json.dumps(definition, separators=(",", ":")).encode()).hexdigest()[:16]
-
-
 def _lines(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         yield from (line for line in text.split("\n") if line)
@@ -243,15 +202,6 @@ def _existing(path: str | Path, what: str) -> Path:
     if not path.is_file():
         raise ConfigError(f"{what}: there is no file {path}. Train one with `python -m ds_ext prepare`.")
     return path
-
-
-def tokenizers_library() -> Any:
-    """The package `tokenizers`. Raises ConfigError when it is missing."""
-    try:
-        import tokenizers
-    except ModuleNotFoundError as error:
-        raise ConfigError("the `tokenizers` package is missing: pip install tokenizers") from error
-    return tokenizers
 
 
 def _sentencepiece() -> Any:

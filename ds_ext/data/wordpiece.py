@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_ext.data.sentences import split_sentences
-from ds_ext.data.tokenizer import Tokenizer, fingerprint_of, tokenizers_library
+from ds_ext.data.tokenizer_base import Tokenizer, fingerprint_of, tokenizers_library
 from ds_ext.errors import ConfigError
 
 PAD, UNKNOWN, CLS, SEP, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

@@ -253,21 +253,21 @@ def test_what_cannot_be_right_is_refused(ranks2: RankPool, tmp_path: Path, what:
 
 def choose(rank: int, folder: Path, gpus: tuple[str, str], polled: bool) -> str:
     """What "auto" gives to ranks with these GPUs, whose properties and whose nccl are not here to ask."""
-    properties, for_gpu, torch_p2p = (
+    properties, for_gpu, torch_create = (
         torch.cuda.get_device_properties,
         native._for_gpu,
-        native.torch_p2p.create,
+        native.torch_split.create,
     )
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=gpus[rank])
     native._for_gpu = lambda made, _, *links: GpuTransport.over(made, InlineDevice(folder, rank), *links)
-    native.torch_p2p.create = lambda **_: SimpleNamespace(name="torch", close=lambda: None)
+    native.torch_split.create = lambda **_: SimpleNamespace(name="torch", close=lambda: None)
     try:
         transport = create_transport(
             "auto", timeout_s=20, device=torch.device("cuda", 0), pairs={(0, 1): 2}, polled=polled
         )
     finally:
         torch.cuda.get_device_properties, native._for_gpu = properties, for_gpu
-        native.torch_p2p.create = torch_p2p
+        native.torch_split.create = torch_create
     if rank == 0 and transport.name != "torch":
         transport.send([torch.ones(3)], 1, 0)
     elif transport.name != "torch":

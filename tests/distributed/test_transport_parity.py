@@ -9,8 +9,7 @@ import pytest
 from torch import Tensor
 
 from ds_ext.comm import _native, native_transport
-from ds_ext.comm.native_transport import NativeTransport
-from ds_ext.comm.tickets import RecvTicket
+from ds_ext.comm.native_transport import NativeTransport, RecvTicket
 from ds_ext.pipe_schedules import SCHEDULES
 from tests.engine_runs import MODEL, Job, train
 from tests.ranks import RankPool

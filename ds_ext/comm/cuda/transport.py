@@ -25,8 +25,7 @@ from ds_ext.comm.cuda.head import Head, Way
 from ds_ext.comm.cuda.peer import Peer
 from ds_ext.comm.cuda.staging import Publisher, pieces
 from ds_ext.comm.ends import Pairs
-from ds_ext.comm.native_transport import NativeTransport
-from ds_ext.comm.tickets import SENT, RecvTicket, Sent
+from ds_ext.comm.native_transport import SENT, NativeTransport, RecvTicket, Sent
 from ds_ext.comm.transport import GPU_CONTROL, GPU_PIECES, ITEM_BITS, describe_tag, make_tag
 from ds_ext.errors import ProtocolError, TransportError, TransportTimeout
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ds_ext.__main__ import main
-from ds_ext.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from ds_ext.data.tokenizer import load_tokenizer, train_bpe
+from ds_ext.data.tokenizer_base import Tokenizer
 from ds_ext.data.wordpiece import train_wordpiece
 from ds_ext.engine.checkpoint.file import read_plain, write_plain
 from ds_ext.engine.checkpoint.folder import check_contents, open_checkpoint

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from ds_ext.data.blend import (BlendTable, parse_data_path)
 from ds_ext.data.gpt import (GPTDataset, build_gpt_datasets, check_tokenizer, check_vocab_size, read_meta)
 from ds_ext.data.indexed import IndexedTokens
-from ds_ext.data.tokenizer import (Tokenizer, train_bpe)
+from ds_ext.data.tokenizer import train_bpe
+from ds_ext.data.tokenizer_base import Tokenizer
 from ds_ext.errors import ConfigError
 from tests.processor import python_s
 

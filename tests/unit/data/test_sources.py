@@ -1,6 +1,5 @@
-"""Documents from files, folders, jsonl and the two built-in sources."""
+"""Documents from files, folders, jsonl and the standard library."""
 
-import gzip
 import json
 import os
 from collections.abc import Iterator
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_ext.data import (debian, stdlib)
+from ds_ext.data import sources, stdlib
 from ds_ext.data.sources import (TEXT_PIECE_CHARACTERS, hash_order, open_source, source_details)
 from ds_ext.errors import ConfigError
 
@@ -58,7 +57,7 @@ def test_files_without_text_are_refused(tmp_path: Path, name: str, content: byte
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=f"{name} is (empty|not text)"):
         open_source(str(tmp_path / name))
-    with pytest.raises(ConfigError, match="stdlib, debian-docs"):
+    with pytest.raises(ConfigError, match="absent.*stdlib"):
         open_source(str(tmp_path / "absent"))
 
 
@@ -101,7 +100,7 @@ def small_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     (tmp_path / "test" / "test_a.py").write_text("tested = 1\n")
     (tmp_path / "test" / "bad.py").write_bytes(b"# coding: utf-8\n\xff\n")
     (tmp_path / "site-packages" / "other.py").write_text("foreign = 1\n")
-    monkeypatch.setattr(stdlib.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setattr(stdlib.sys, "builtin_module_names", ("math",))
     yield tmp_path
 
@@ -109,50 +108,14 @@ def small_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
 def test_small_stdlib_is_filled_with_tests_but_not_with_foreign_code(
     small_library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stdlib, "NEEDED_BYTES", 10)
+    monkeypatch.setattr(sources, "LEAST_STDLIB_BYTES", 10)
     documents = list(open_source("stdlib").documents())
     assert {"library = 1\n", "tested = 1\n"} < set(documents)
     assert len(documents) == 3
-    monkeypatch.setattr(stdlib, "WANTED_BYTES", 10)
+    monkeypatch.setattr(sources, "STDLIB_BYTES", 10)
     assert "tested = 1\n" not in list(open_source("stdlib").documents())
 
 
 def test_too_small_stdlib_says_how_much_was_found(small_library: Path) -> None:
     with pytest.raises(ConfigError, match=r"has 0\.0 MB of text; 5 MB are needed.*--source PATH"):
         open_source("stdlib")
-
-
-def test_debian_docs_without_apt_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"needs Debian or Ubuntu: there is no apt-get.*--source stdlib"):
-        open_source("debian-docs")
-
-
-def fake_program(folder: Path, name: str, script: str) -> None:
-    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
-    (folder / name).chmod(0o755)
-
-
-def test_debian_docs_without_network_show_apts_own_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("apt-cache", "dpkg-deb"):
-        fake_program(tmp_path, name, "exit 0")
-    fake_program(tmp_path, "apt-get", "echo 'E: Could not resolve host' >&2; exit 100")
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    with pytest.raises(ConfigError, match=r"update` failed: E: Could not resolve host.*--source stdlib"):
-        open_source("debian-docs")
-
-
-def test_debian_pages_are_english_and_unpacked(tmp_path: Path) -> None:
-    pages = {
-        "doc/a.rst.txt": b"page a",
-        "doc/translations/it/b.rst": b"pagina",
-        "doc/c.html": b"<p>",
-        "doc/d.txt.gz": gzip.compress(b"page d"),
-        "doc/e.txt": b" ",
-    }
-    for name, content in pages.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(content)
-    assert dict(debian._texts(tmp_path)) == {"doc/a.rst.txt": "page a", "doc/d.txt.gz": "page d"}

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_ext.data.tokenizer import (Tokenizer, load_gpt2_files, load_tokenizer, train_bpe, train_sentencepiece)
+from ds_ext.data.tokenizer import load_gpt2_files, load_tokenizer, train_bpe, train_sentencepiece
+from ds_ext.data.tokenizer_base import Tokenizer
 from ds_ext.errors import ConfigError
 
 CORPUS = [f"the stage {i} sends micro-batch {i * 7} to its peer\nand waits.\n" for i in range(200)]
