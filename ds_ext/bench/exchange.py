@@ -44,7 +44,6 @@ class Exchange:
         self._idle_s = idle_s
         self.ways: dict[str, Callable[[int], float]] = {
             "shm": self._through(shm),
-            "shm_hand_over": self._loaned(shm),
             "tcp": self._through(tcp),
             "torch": self._through(frames),
             "gloo": self._gloo,
@@ -62,9 +61,7 @@ class Exchange:
             for name, measure in self.ways.items():
                 measure(num_bytes)
                 dist.barrier()
-                found[name, num_bytes] = [
-                    measure(num_bytes) for _ in range(_MOST if name == "shm_hand_over" else turns)
-                ]
+                found[name, num_bytes] = [measure(num_bytes) for _ in range(turns)]
             dist.barrier()
             if self.rank == 0:
                 found["memcpy", num_bytes] = _copies(self.sources[num_bytes], turns)
@@ -94,16 +91,6 @@ class Exchange:
 
             def send() -> None:
                 transport.send([tensor], self.peer, 0)
-
-            return self._turn(send, lambda: transport.recv(self.peer, 0).wait())
-
-        return measure
-
-    def _loaned(self, transport: NativeTransport) -> Callable[[int], float]:
-        def measure(num_bytes: int) -> float:
-            def send() -> None:
-                with transport.loan((num_bytes,), torch.uint8, self.peer, 0):
-                    pass  # a layer would write its result here
 
             return self._turn(send, lambda: transport.recv(self.peer, 0).wait())
 

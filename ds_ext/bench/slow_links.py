@@ -44,10 +44,10 @@ class SlowLinks:
         """The inner transport's."""
         return self.inner.name
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int, *, final: bool = False) -> Ticket:
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Ticket:
         """Send at once, to be seen later."""
         due = time.monotonic() + self._delay(self.rank, peer, waits_for(tensors, tag))
-        return self.inner.send((*tensors, torch.tensor(due, dtype=torch.float64)), peer, tag, final=final)
+        return self.inner.send((*tensors, torch.tensor(due, dtype=torch.float64)), peer, tag)
 
     def recv(self, peer: int, tag: int) -> LateTicket:
         """Ask for a message; see Transport.recv."""

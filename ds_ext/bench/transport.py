@@ -22,7 +22,6 @@ SIZES = (4, 1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
 PEERS = 8  # of the rank that asks ready()
 WAYS = {
     "shm": "send and receive through shared memory: one copy, used where it arrives",
-    "shm_hand_over": "the same when the sender has written its result there: no copy",
     "tcp": "send and receive through a connection of this host with itself",
     "torch": "the transport over torch.distributed",
     "gloo": "torch.distributed's send and recv alone",

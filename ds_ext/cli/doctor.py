@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import fcntl
 import ipaddress
 import json
@@ -185,7 +186,7 @@ def try_rdma(device: str, port: int, gid_index: int) -> int:
 
     ranks = [_native.Port(), _native.Port()]
     job = os.urandom(16)
-    sent = os.urandom(_TRIAL_BYTES)
+    sent = bytearray(os.urandom(_TRIAL_BYTES))
     try:
         opened = [_native.RdmaPort(rank, device, port, gid_index) for rank in ranks]
         ends = [
@@ -197,10 +198,9 @@ def try_rdma(device: str, port: int, gid_index: int) -> int:
         source, target = ends[0].outgoing, ends[1].incoming
         assert source is not None and target is not None
         ranks[1].add(target)
-        slot = source.loan(0, [(1, [_TRIAL_BYTES], 0)])
-        assert slot is not None
-        memoryview(slot)[:] = sent
-        slot.publish()
+        address = ctypes.addressof(ctypes.c_char.from_buffer(sent))
+        if not source.send(0, [(1, [_TRIAL_BYTES], address)]):
+            raise TransportError(f"{device} port {port}: there is no room for a message")
         if not ranks[1].wait_arrival(_TRIAL_S):
             raise TransportError(
                 f"{device} port {port}: a message to itself did not arrive within {_TRIAL_S:g} s"

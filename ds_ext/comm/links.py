@@ -72,24 +72,28 @@ class Links:
         self._watches, self._polls = {}, {}
 
 
-def pieces_of(tensors: Sequence[Tensor]) -> tuple[Pieces, bool]:
-    """The tensors as the native code takes them, and whether all of them can be copied as they lie in memory.
+def pieces_of(tensors: Sequence[Tensor]) -> tuple[Pieces, list[Tensor]]:
+    """Return the tensors as the native code takes them, and the tensors whose memory it reads.
+
+    These are copies where a tensor is strided, conjugated or negated.
 
     Raises:
         TransportError: one of them has a device, layout or dtype that cannot be sent.
     """
     pieces: Pieces = []
-    plain = True
+    sources: list[Tensor] = []
     for tensor in tensors:
         code = CODES.get(tensor.dtype)
         if code is None or not tensor.is_cpu or tensor.layout is not torch.strided:
             raise TransportError(_why_not(tensor))
-        plain = plain and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
         pieces.append((code, tensor.shape, tensor.data_ptr()))
-    return pieces, plain
+        sources.append(tensor)
+    return pieces, sources
 
 
-def views(memory: _native.Message | _native.Loan) -> tuple[Tensor, ...]:
+def views(memory: _native.Message) -> tuple[Tensor, ...]:
     """The tensors of a message where they lie; each keeps the memory.
 
     They are no views to autograd: each has a storage and a version counter of its own.

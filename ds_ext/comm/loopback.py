@@ -80,7 +80,7 @@ class LoopbackTransport:
         self._awaited: dict[tuple[int, int], deque[_Awaited]] = {}
         self._closed = False
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int, *, final: bool = False) -> _Sent:
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> _Sent:
         """Queue copies of the tensors at the peer's endpoint."""
         self._check(peer, tag)
         if not tensors:

@@ -18,12 +18,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from ds_ext.comm import _native
 from ds_ext.comm.health import Health
-from ds_ext.comm.links import CODES, Links, Pieces, copies, pieces_of, views
+from ds_ext.comm.links import Links, copies, pieces_of, views
 from ds_ext.comm.transport import ITEM_BITS, TAG_LIMIT, check_address, describe_tag
 from ds_ext.errors import ProtocolError, TransportError
 
@@ -79,22 +78,6 @@ class _Channel:
     tickets: deque[RecvTicket] = field(default_factory=deque)
 
 
-class LentSlot:
-    """A tensor that is sent where it lies, for the time of a block; see NativeTransport.loan."""
-
-    def __init__(self, slot: _native.Loan) -> None:
-        self._slot = slot
-
-    def __enter__(self) -> Tensor:
-        return views(self._slot)[0]
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._slot.publish()
-        else:
-            self._slot.cancel()
-
-
 class NativeTransport:
     """Transport (see transport.py) for CPU tensors; native.py connects the ranks.
 
@@ -112,33 +95,21 @@ class NativeTransport:
         self._port = links.port
         self._channels: dict[tuple[int, int], _Channel] = {}
         self._arrived: dict[_native.Message, tuple[int, int]] = {}
-        self._copying: list[_native.Outgoing] = []
         self._health = Health(rank, links.abort)
         # Whether close() waits for so many last messages to a peer; for who sends some that need not arrive.
         self.must_be_taken: Callable[[int, int], bool] = lambda peer, untaken: untaken > 0
 
     # --- the interface ---
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int, *, final: bool = False) -> Sent:
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Sent:
         """Copy the tensors on their way to the peer; see Transport.send."""
         link = self._link(self._links.outgoing, self.rank, peer, tag)
-        pieces, plain = pieces_of(tensors)
-        if not plain:
-            slot = self._lend(link, pieces, peer, tag)
-            for place, tensor in zip(views(slot), tensors, strict=True):
-                place.copy_(tensor.detach())
-            slot.publish()
-            return SENT
-        owner = tuple(tensors) if final else None
-        try:
-            pending = link.send(tag, pieces, owner)
-        except SEND_ERRORS as error:
-            raise self._not_sent(peer, tag, error) from error
-        if pending is None:
-            self._await_room(link, peer, tag, lambda: link.send(tag, pieces, owner) is not None)
-            pending = link.pending()
-        if pending and link not in self._copying:
-            self._copying.append(link)
+        pieces, _sources = pieces_of(
+            tensors
+        )  # the copies among the sources live until the native code has read them
+        attempt = partial(link.send, tag, pieces)
+        if not self._sent(attempt, peer, tag):
+            self._await_room(link, peer, tag, attempt)
         return SENT
 
     def recv(self, peer: int, tag: int) -> RecvTicket:
@@ -169,29 +140,10 @@ class NativeTransport:
         finally:
             self._health.reason = self._health.reason or "it is closed"
             self._links.close()
-            self._copying.clear()
             self._channels.clear()
             self._arrived.clear()
 
     # --- more than the interface asks for ---
-
-    def loan(self, shape: Sequence[int], dtype: torch.dtype, peer: int, tag: int) -> LentSlot:
-        """``with transport.loan(...) as out:`` writes a result where it is sent from: in shared memory the peer's own.
-
-        The contents of ``out`` are undefined at first, and it must not be written to after the block. A block that
-        raises sends nothing.
-        """
-        link = self._link(self._links.outgoing, self.rank, peer, tag)
-        if dtype not in CODES:
-            raise TransportError(f"tensors of {dtype} cannot be sent")
-        return LentSlot(self._lend(link, [(CODES[dtype], tuple(shape), 0)], peer, tag))
-
-    def try_recv(self, peer: int, tag: int) -> tuple[Tensor, ...] | None:
-        """The next message of the tag's channel if it is here and no ticket asks for it; None otherwise."""
-        self._link(self._links.incoming, peer, peer, tag)
-        self.drain()
-        channel = self._channel(peer, tag)
-        return self.recv(peer, tag).wait() if channel.messages else None
 
     def wait_any(self, tickets: Sequence[RecvTicket], timeout_s: float | None = None) -> int:
         """Wait until one of the tickets is done; its position. TransportError as for a ticket's wait()."""
@@ -217,8 +169,6 @@ class NativeTransport:
 
     def drain(self) -> None:
         """Take every message that has arrived, without waiting and without a system call."""
-        if self._copying:  # their tensors are let go here too: the next message to that peer may be far
-            self._copying = [link for link in self._copying if link.pending()]
         try:
             messages = self._port.take()
         except (_native.DescriptorError, _native.LinkError) as error:
@@ -303,18 +253,6 @@ class NativeTransport:
 
     def _all_taken(self, peer: int, link: _native.Outgoing) -> bool:
         return not self.must_be_taken(peer, link.untaken()[0])
-
-    def _lend(self, link: _native.Outgoing, pieces: Pieces, peer: int, tag: int) -> _native.Loan:
-        """A slot of the peer, as soon as there is room."""
-        lent: list[_native.Loan] = []
-
-        def lend() -> bool:
-            slot = link.loan(tag, pieces)
-            lent.extend(() if slot is None else (slot,))
-            return bool(lent)
-
-        self._await_room(link, peer, tag, lend)
-        return lent[0]
 
     def _not_sent(self, peer: int, tag: int, error: Exception) -> TransportError:
         """A native error as ours."""

@@ -118,7 +118,7 @@ class TorchTransport:
         assert group is not None
         return cls(group, timeout_s)
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int, *, final: bool = False) -> _SendTicket:
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> _SendTicket:
         """Pack the tensors into a frame and send it; see Transport.send."""
         self._check(peer, tag)
         channel = self._outgoing.setdefault((peer, tag >> ITEM_BITS), _Outgoing())

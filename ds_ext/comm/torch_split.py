@@ -118,7 +118,7 @@ class SplitTransport:
                 dist.recv(token, source, group=group)
         return cls(headers, groups, device)
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int, *, final: bool = False) -> _SendTicket:
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> _SendTicket:
         """Send the descriptors by gloo and the contents by the pair's communicator; see Transport.send."""
         group = self._group(self._headers.rank, peer, peer, tag)
         sequence = (self._headers.rank, peer, tag >> ITEM_BITS)

@@ -66,12 +66,11 @@ class Transport(Protocol):
         """The transport in use, as metrics show it; "auto" is none."""
         ...
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int, *, final: bool = False) -> Ticket:
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Ticket:
         """Send tensors (at least one; any dtype, up to 8 dimensions) as one message.
 
-        The tensors may be changed as soon as this returns, unless they are `final`: nobody, in whatever way, writes to
-        their memory any more, and a thread may copy large ones while this one goes on. It blocks only when much more
-        than a pipeline ever keeps under way is still unreceived.
+        The tensors may be changed as soon as this returns. It blocks only when much more than a pipeline ever keeps
+        under way is still unreceived.
         """
         ...
 

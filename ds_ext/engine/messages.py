@@ -13,7 +13,6 @@ from ..comm.transport import GPU_CONTROL, ITEM_BITS, Ticket, Transport
 from ..errors import ConfigError
 from ..parallel.layout import ParallelLayout
 from ..pipe_schedules import Program
-from .ownership import out_of_reach
 
 _ONE_TUPLE = torch.Size([0] * 8)  # a shape that no layer gives
 MAX_STAGES = 1 << 14  # a tag has 15 bits for the channel, one of them for the kind
@@ -56,14 +55,14 @@ class StageMessages:
         return self._tickets.pop(_tag(kind, stage, micro_batch)).wait()
 
     def send(self, kind: Kind, tensors: Sequence[Tensor], stage: int, micro_batch: int, device: int) -> None:
-        """Send to ``stage`` on ``device``, without waiting. The caller keeps no tensor besides those in ``tensors``."""
+        """Send to ``stage`` on ``device``, without waiting."""
         peers = self._peers.get(device)
         if peers is None:
             peers = self._peers[device] = self.layout.peers(self.rank, device)
         tag = _tag(kind, stage, micro_batch)
-        final, tensors = out_of_reach(tensors), [tensor.detach() for tensor in tensors]
+        tensors = [tensor.detach() for tensor in tensors]
         for rank in peers:
-            self.transport.send(tensors, rank, tag, final=final)
+            self.transport.send(tensors, rank, tag)
 
     def global_rank(self, device: int) -> int:
         """The rank of ``device`` that this one exchanges messages with."""
@@ -107,7 +106,6 @@ def pack(value: Any, giver: str) -> tuple[Tensor, ...]:
             f"{giver} gives a {type(value).__name__}{inside}. What passes between stages must be a tensor or a "
             f"tuple of tensors: return those, and rebuild the rest in the next layer."
         )
-    # A tuple of our own: a layer that keeps the one it gave can write to the tensors.
     return (*value, value[0].new_empty(_ONE_TUPLE, dtype=torch.bool)) if len(value) == 1 else (*value,)
 
 

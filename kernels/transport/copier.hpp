@@ -9,12 +9,9 @@
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
-#include <functional>
 #include <list>
 #include <mutex>
 #include <thread>
-#include <utility>
-#include <vector>
 
 #include "copy.hpp"
 #include "forks.hpp"
@@ -24,15 +21,29 @@ namespace ds_ext {
 /// From here on to wake a thread takes much less time than the copy.
 inline constexpr std::uint64_t kLargeCopy = 4 << 20;
 
-/// A thread of the process for large copies, on another core than their sender's: one core alone does not fill the
-/// memory's bandwidth, and a sender whose tensors stay as they are need not wait. Messages are handed over in the order
-/// of their coming.
+/// A thread of the process that shares large copies with their sender, on another core: one core alone does not fill
+/// the memory's bandwidth.
 class Copier : public Owned {
   public:
-    struct Block {
-        unsigned char* target;  // aligned to 64 bytes
+    /// Copy now; the target is aligned to 64 bytes. The caller works too, and waits for no block that the thread has
+    /// not begun: on busy cores this takes as long as alone.
+    static void copy(unsigned char* target, const unsigned char* source, std::uint64_t bytes) {
+        if (bytes < kLargeCopy) return copy_bytes(target, source, bytes, bytes);
+        Task task{target, source, bytes};
+        of_process().share(task);
+    }
+
+  private:
+    static constexpr std::uint64_t kBlock = 256 << 10;
+
+    /// One copy, on its caller's stack.
+    struct Task {
+        unsigned char* target;
         const unsigned char* source;
         std::uint64_t bytes;
+        std::uint64_t next = 0;         // offset of the next block that nobody copies
+        std::uint64_t in_progress = 0;  // blocks that are being copied
+        bool all_taken() const { return next == bytes; }
     };
 
     /// A forked child has its parent's memory, and not its threads.
@@ -46,84 +57,34 @@ class Copier : public Owned {
         return *found;
     }
 
-    /// Copy now. The caller works too, and waits for no block that the thread has not begun: on busy cores this takes
-    /// as long as alone.
-    static void copy(const Block& whole) {
-        if (whole.bytes < kLargeCopy) return copy_bytes(whole.target, whole.source, whole.bytes, whole.bytes);
-        of_process().share(whole);
-    }
-
-    /// Copy beside the caller, then call `hand_over`, which throws nothing; `pending` counts the message until then.
-    /// Where there is no thread, or no core for it, all is done at once.
-    void add(const std::vector<Block>& wholes, std::function<void()> hand_over, std::atomic<std::uint64_t>& pending) {
+    void share(Task& task) {
         std::unique_lock lock(mutex_);
-        const auto made = queue(wholes);
-        made->hand_over = std::move(hand_over);
-        made->pending = &pending;
-        pending.fetch_add(1, std::memory_order_relaxed);
-        if (!wake())
-            while (made->taken < made->blocks.size()) work(*made, lock);
-        finish();  // also one of no bytes, which no thread will work on
-    }
-
-    /// Until all that `pending` counts is done: as long as copies take.
-    void settle(const std::atomic<std::uint64_t>& pending) {
-        std::unique_lock lock(mutex_);
-        done_.wait(lock, [&] { return pending.load(std::memory_order_relaxed) == 0; });
-    }
-
-  private:
-    static constexpr std::uint64_t kBlock = 256 << 10;
-
-    struct Message {
-        std::vector<Block> blocks;
-        std::size_t taken = 0, done = 0;
-        std::uint64_t bytes = 0;
-        std::function<void()> hand_over;
-        std::atomic<std::uint64_t>* pending = nullptr;  // of who does not wait
-        bool copied() const { return done == blocks.size(); }
-    };
-    using Messages = std::list<Message>;
-
-    Messages::iterator queue(const std::vector<Block>& wholes) {
-        Message message;
-        for (const Block& whole : wholes) {
-            message.bytes += whole.bytes;
-            for (std::uint64_t at = 0; at < whole.bytes; at += kBlock)
-                message.blocks.push_back({whole.target + at, whole.source + at, std::min(kBlock, whole.bytes - at)});
-        }
-        return messages_.insert(messages_.end(), std::move(message));
-    }
-
-    /// Copy a block of the message, without the lock meanwhile.
-    void work(Message& message, std::unique_lock<std::mutex>& lock) {
-        const Block block = message.blocks[message.taken++];
-        lock.unlock();
-        copy_bytes(block.target, block.source, block.bytes, message.bytes);
-        lock.lock();
-        ++message.done;
-    }
-
-    void share(const Block& whole) {
-        std::unique_lock lock(mutex_);
-        const auto made = queue({whole});
+        const auto entry = tasks_.insert(tasks_.end(), &task);
         wake();
-        while (made->taken < made->blocks.size()) work(*made, lock);
-        while (!made->copied()) {  // the thread's last block
+        while (!task.all_taken()) copy_block(task, lock);
+        tasks_.erase(entry);
+        while (task.in_progress > 0) {  // the thread's last block
             lock.unlock();
             std::this_thread::yield();
             lock.lock();
         }
-        messages_.erase(made);
-        finish();
     }
 
-    /// Whether the thread will take what was queued.
-    bool wake() {
+    /// Copy the next block of the task, without the lock meanwhile.
+    static void copy_block(Task& task, std::unique_lock<std::mutex>& lock) {
+        const std::uint64_t at = task.next, count = std::min(kBlock, task.bytes - at);
+        task.next += count;
+        ++task.in_progress;
+        lock.unlock();
+        copy_bytes(task.target + at, task.source + at, count, task.bytes);
+        lock.lock();
+        --task.in_progress;
+    }
+
+    /// Have the thread take blocks, where there is one and a core for it.
+    void wake() {
         if (!started_) start();
-        if (!running_ || !stay_off_this_core()) return false;
-        given_.notify_one();
-        return true;
+        if (running_ && stay_off_this_core()) given_.notify_one();
     }
 
     /// Signals are for the threads that Python knows.
@@ -154,30 +115,18 @@ class Copier : public Owned {
     [[noreturn]] void run() {
         std::unique_lock lock(mutex_);
         while (true) {
-            Messages::iterator next;
+            auto next = tasks_.end();
             given_.wait(lock, [&] {
-                next = std::find_if(messages_.begin(), messages_.end(),
-                                    [](const Message& message) { return message.taken < message.blocks.size(); });
-                return next != messages_.end();
+                next = std::find_if(tasks_.begin(), tasks_.end(), [](const Task* task) { return !task->all_taken(); });
+                return next != tasks_.end();
             });
-            work(*next, lock);
-            finish();
-        }
-    }
-
-    /// Under the lock: who waits for a counter may destroy it as soon as it is zero.
-    void finish() {
-        while (!messages_.empty() && messages_.front().copied() && messages_.front().pending != nullptr) {
-            messages_.front().hand_over();
-            messages_.front().pending->fetch_sub(1, std::memory_order_release);
-            messages_.pop_front();
-            done_.notify_all();
+            copy_block(**next, lock);
         }
     }
 
     std::mutex mutex_;
-    std::condition_variable given_, done_;
-    Messages messages_;
+    std::condition_variable given_;
+    std::list<Task*> tasks_;
     pthread_t thread_{};
     bool started_ = false, running_ = false;
 };

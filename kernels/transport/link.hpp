@@ -57,13 +57,12 @@ class Incoming : public Owned {
     std::atomic<std::uint32_t> held_{0};
 };
 
-/// A message to be filled, then published or cancelled.
+/// Room for one message.
 struct Slot {
     std::uint64_t place = 0;  // where the kind of link needs it
     std::uint64_t bytes = 0;  // of the body and the further descriptors
     unsigned char* address = nullptr;
     std::vector<Descriptor> descriptors;
-    std::shared_ptr<void> memory;
 };
 
 /// The sending end. One thread uses it.
@@ -91,29 +90,14 @@ class Outgoing : public Owned {
         return slot;
     }
 
-    /// Where the body is to be written, aligned to 64 bytes.
-    virtual unsigned char* body(Slot& slot) { return slot.address; }
-
-    /// Copy the tensors and hand the message over. An `owner` keeps the tensors, and nobody writes to them any more: a
-    /// link may copy them when this has returned.
-    void transmit(Slot& slot, const std::vector<Piece>& pieces, std::shared_ptr<void> owner = nullptr) {
-        begin(slot);
-        put(slot, pieces, std::move(owner));
-        count(slot);
+    /// Copy the tensors and hand the message over; the tensors are the caller's again when this returns.
+    void transmit(Slot& slot, const std::vector<Piece>& pieces) {
+        refuse_fork();
+        numbers_.give(slot.descriptors);
+        put(slot, pieces);
+        untaken_.emplace_back(slot.descriptors[0].tag, slot.bytes);
+        untaken_bytes_ += slot.bytes;
     }
-
-    /// How many of the last messages are still to be copied. Lets go of the owners of the others.
-    virtual std::uint64_t pending() { return 0; }
-
-    /// Hand over a message whose body was written. Nothing may be written to it from here on.
-    void publish(Slot& slot) {
-        begin(slot);
-        deliver(slot);
-        count(slot);
-    }
-
-    /// Give the slot up. Also called by destructors, so from any thread that holds the interpreter's lock.
-    virtual void cancel(Slot& slot) = 0;
 
     struct Untaken {
         std::uint64_t messages;  // that the receiver has not taken
@@ -142,29 +126,24 @@ class Outgoing : public Owned {
     virtual std::uint64_t lent() const { return untaken_.size(); }
     /// Messages that the receiver has taken, ever. LinkError when its count cannot be right.
     virtual std::uint64_t taken() = 0;
-    /// Hand the slot over: its descriptors are complete.
-    virtual void deliver(Slot& slot) = 0;
-    /// The same with the tensors still to be copied.
-    virtual void put(Slot& slot, const std::vector<Piece>& pieces, std::shared_ptr<void>) {
-        unsigned char* target = body(slot);
-        for (std::size_t i = 0; i < pieces.size(); ++i)
-            if (slot.descriptors[i].nbytes > 0)
-                Copier::copy({target + slot.descriptors[i].offset, pieces[i].address, slot.descriptors[i].nbytes});
-        deliver(slot);
+    /// Copy the tensors, then hand the slot over: its descriptors are complete.
+    virtual void put(Slot& slot, const std::vector<Piece>& pieces) = 0;
+
+    /// Write the tensors and the further descriptors to a slot that has an address.
+    static void fill(const Slot& slot, const std::vector<Piece>& pieces) {
+        for (std::size_t i = 0; i < pieces.size(); ++i) {
+            const Descriptor& d = slot.descriptors[i];
+            if (d.nbytes > 0) Copier::copy(slot.address + d.offset, pieces[i].address, d.nbytes);
+        }
+        unsigned char* table = slot.address + slot.descriptors[0].body_bytes;
+        for (std::size_t i = 1; i < slot.descriptors.size(); ++i)
+            pack(slot.descriptors[i], table + (i - 1) * kDescriptorBytes);
     }
 
     /// Messages sent, ever.
     std::uint64_t published() const { return numbers_.given(); }
 
   private:
-    void begin(Slot& slot) {
-        refuse_fork();
-        numbers_.give(slot.descriptors);
-    }
-    void count(const Slot& slot) {
-        untaken_.emplace_back(slot.descriptors[0].tag, slot.bytes);
-        untaken_bytes_ += slot.bytes;
-    }
     void forget_taken() {
         const std::uint64_t taken_now = taken();
         if (taken_now < taken_ || taken_now > published()) throw LinkError("the receiver's count of messages is wrong");

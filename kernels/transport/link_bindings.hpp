@@ -14,39 +14,6 @@ namespace py = pybind11;
 // Releasing the interpreter's lock costs more than a short copy.
 inline constexpr std::uint64_t kLongCopy = 64 << 10;
 
-/// A message that the sender writes in place; published or cancelled once.
-class Loan {
-  public:
-    Loan(std::shared_ptr<Outgoing> link, Slot slot) : link_(std::move(link)), slot_(std::move(slot)) {
-        address_ = link_->body(slot_);
-    }
-    Loan(const Loan&) = delete;
-    Loan& operator=(const Loan&) = delete;
-    ~Loan() { cancel(); }
-
-    void publish() {
-        if (!open_) throw std::runtime_error("the loan is over");
-        open_ = false;
-        const py::gil_scoped_release unlocked;  // it may wait for copies that are under way
-        link_->publish(slot_);
-    }
-    void cancel() noexcept {
-        if (!std::exchange(open_, false)) return;
-        try {
-            link_->cancel(slot_);
-        } catch (const LinkError&) {  // the receiver has given back what was never sent: there is nothing to give up
-        }
-    }
-    const Slot& slot() const { return slot_; }
-    unsigned char* address() const { return address_; }
-
-  private:
-    std::shared_ptr<Outgoing> link_;
-    Slot slot_;
-    unsigned char* address_;
-    bool open_ = true;
-};
-
 // A tensor as Python gives it: (dtype code, shape, address of its bytes).
 using GivenPiece = std::tuple<std::uint16_t, std::vector<std::int64_t>, std::uintptr_t>;
 
@@ -57,35 +24,18 @@ inline std::vector<Piece> pieces_of(std::vector<GivenPiece>& given) {
     return made;
 }
 
-/// A Python object for those who know nothing of Python; may be let go with or without the interpreter's lock.
-inline std::shared_ptr<void> kept(const py::object& object) {
-    if (object.is_none()) return nullptr;
-    return {object.inc_ref().ptr(), [](PyObject* pointer) {
-                const py::gil_scoped_acquire locked;
-                Py_DECREF(pointer);
-            }};
-}
-
-/// How many of the link's messages are still to be copied; nothing when there is no room for this one.
-inline std::optional<std::uint64_t> send(Outgoing& link, std::uint32_t tag, std::vector<GivenPiece> given,
-                                         const py::object& owner) {
+/// False when there is no room.
+inline bool send(Outgoing& link, std::uint32_t tag, std::vector<GivenPiece> given) {
     const auto pieces = pieces_of(given);
     auto slot = link.reserve(tag, pieces);
-    if (!slot) return std::nullopt;
-    if (slot->bytes >= kLongCopy || link.pending() > 0) {  // which it may wait for
-        auto keeper = kept(owner);
+    if (!slot) return false;
+    if (slot->bytes >= kLongCopy) {
         const py::gil_scoped_release unlocked;
-        link.transmit(*slot, pieces, std::move(keeper));
+        link.transmit(*slot, pieces);
     } else {
-        link.transmit(*slot, pieces, kept(owner));
+        link.transmit(*slot, pieces);
     }
-    return link.pending();
-}
-
-inline std::unique_ptr<Loan> loan(const std::shared_ptr<Outgoing>& link, std::uint32_t tag,
-                                  std::vector<GivenPiece> given) {
-    auto slot = link->reserve(tag, pieces_of(given));
-    return slot ? std::make_unique<Loan>(link, std::move(*slot)) : nullptr;
+    return true;
 }
 
 /// Of every tensor: (dtype code, shape, elements, offset in the message's memory).
@@ -142,12 +92,6 @@ inline void bind_links(py::module_& m) {
         .def("copy_out", &copy_out)
         .def_buffer([](Message& message) { return bytes_at(message.address(), message.bytes()); });
 
-    py::class_<Loan>(m, "Loan", py::buffer_protocol())
-        .def_property_readonly("layout", [](const Loan& loan) { return layout(loan.slot().descriptors); })
-        .def("publish", &Loan::publish)
-        .def("cancel", &Loan::cancel)
-        .def_buffer([](Loan& loan) { return bytes_at(loan.address(), loan.slot().bytes); });
-
     py::class_<Incoming, std::shared_ptr<Incoming>>(m, "Incoming")
         .def_property_readonly("source", &Incoming::source)
         .def("gone", &Incoming::gone)
@@ -157,8 +101,6 @@ inline void bind_links(py::module_& m) {
 
     py::class_<Outgoing, std::shared_ptr<Outgoing>>(m, "Outgoing")
         .def("send", &send)
-        .def("loan", &loan)
-        .def("pending", &Outgoing::pending)
         .def("untaken",
              [](Outgoing& link) {
                  const auto [messages, tag, slots] = link.untaken();

@@ -50,13 +50,6 @@ class RdmaOutgoing final : public Outgoing {
         }
     }
 
-    void cancel(Slot& slot) override {
-        if (!ours()) return;
-        const std::lock_guard<std::recursive_mutex> guard(pair_->mutex());
-        pair_->release_requests(pair_->requests(slot.bytes));
-        take_back(slot.place);
-    }
-
     bool news() const override {
         pair_->look();
         const std::lock_guard<std::recursive_mutex> guard(pair_->mutex());
@@ -95,10 +88,8 @@ class RdmaOutgoing final : public Outgoing {
         return false;
     }
 
-    void deliver(Slot& slot) override {
-        unsigned char* table = slot.address + slot.descriptors[0].body_bytes;
-        for (std::size_t i = 1; i < slot.descriptors.size(); ++i)
-            pack(slot.descriptors[i], table + (i - 1) * kDescriptorBytes);
+    void put(Slot& slot, const std::vector<Piece>& pieces) override {
+        fill(slot, pieces);
         Block block;
         pack(slot.descriptors[0], block.data());
         const std::lock_guard<std::recursive_mutex> guard(pair_->mutex());

@@ -18,21 +18,6 @@ class ShmOutgoing final : public Outgoing {
         bell_.close_descriptor();
     }
 
-    /// A copy may be under way.
-    ~ShmOutgoing() override { settle(); }
-
-    std::uint64_t pending() override {
-        while (owners_.size() > pending_.load(std::memory_order_acquire)) {
-            const auto owner = std::move(owners_.front());  // whose end may lead to the next message
-            owners_.pop_front();
-        }
-        return owners_.size();
-    }
-
-    void cancel(Slot& slot) override {
-        if (ours()) room_.take_back(slot.place);
-    }
-
     bool news() const override {
         const Counters& counters = segment_.counters();
         return counters.returned.load(std::memory_order_acquire) != returned_ ||
@@ -45,15 +30,12 @@ class ShmOutgoing final : public Outgoing {
 
     void abort(const std::string& cause) override {
         if (!ours()) return;
-        settle();  // what was sent before still counts
         segment_.counters().sender_cause.set(cause);
         bell_.ring();
     }
 
     void close() override {
         if (!ours()) return;
-        settle();
-        pending();
         segment_.counters().sender_closed.store(1, std::memory_order_release);
         bell_.ring();
     }
@@ -78,26 +60,12 @@ class ShmOutgoing final : public Outgoing {
         return true;
     }
 
-    void put(Slot& slot, const std::vector<Piece>& pieces, std::shared_ptr<void> owner) override {
-        // A small one must not overtake a large one.
-        if (owner == nullptr || (slot.bytes < kLargeCopy && pending_.load(std::memory_order_acquire) == 0))
-            return Outgoing::put(slot, pieces, nullptr);
-        std::vector<Copier::Block> wholes;
-        for (std::size_t i = 0; i < pieces.size(); ++i)
-            wholes.push_back(
-                {slot.address + slot.descriptors[i].offset, pieces[i].address, slot.descriptors[i].nbytes});
-        owners_.push_back(std::move(owner));
-        try {
-            Copier::of_process().add(wholes, [this, slot] { hand_over(slot); }, pending_);
-        } catch (...) {  // no memory
-            owners_.pop_back();
-            throw;
-        }
-    }
-
-    void deliver(Slot& slot) override {
-        settle();
-        hand_over(slot);
+    void put(Slot& slot, const std::vector<Piece>& pieces) override {
+        fill(slot, pieces);
+        const Descriptor& first = slot.descriptors[0];
+        pack(first, segment_.entry(first.link_seq));
+        segment_.counters().published.store(first.link_seq + 1, std::memory_order_release);
+        bell_.ring();
     }
 
     /// Takes back what the receiver has returned as well. Its words are checked: a slot that is not lent is an error.
@@ -113,21 +81,6 @@ class ShmOutgoing final : public Outgoing {
     }
 
   private:
-    void settle() {
-        if (ours() && pending_.load(std::memory_order_acquire) > 0) Copier::of_process().settle(pending_);
-    }
-
-    /// On the copier's thread, or on the sender's while that has nothing to do for this link.
-    void hand_over(const Slot& slot) {
-        const Descriptor& first = slot.descriptors[0];
-        unsigned char* table = slot.address + first.body_bytes;
-        for (std::size_t i = 1; i < slot.descriptors.size(); ++i)
-            pack(slot.descriptors[i], table + (i - 1) * kDescriptorBytes);
-        pack(first, segment_.entry(first.link_seq));
-        segment_.counters().published.store(first.link_seq + 1, std::memory_order_release);
-        bell_.ring();
-    }
-
     void commit(std::uint64_t end) {
         if (end <= committed_) return;
         constexpr std::uint64_t step = 1 << 20;
@@ -139,8 +92,6 @@ class ShmOutgoing final : public Outgoing {
     Segment segment_;
     Bell bell_;
     Room room_;
-    std::atomic<std::uint64_t> pending_{0};
-    std::deque<std::shared_ptr<void>> owners_;  // of the messages that are copied beside their sender, oldest first
     std::uint64_t committed_ = 0, returned_ = 0, taken_ = 0;
 };
 

@@ -72,7 +72,6 @@ class TcpConnection final : public Io::Watcher,
 
     // --- the sending side, for the rank's thread ---
 
-    std::shared_ptr<unsigned char> memory(std::uint64_t bytes) { return pool_->take(bytes); }
     std::uint64_t taken() const { return peer_taken_.load(std::memory_order_acquire); }
     std::uint64_t window() const { return window_; }
 

@@ -33,12 +33,13 @@ class TcpOutbox : public Owned {
 
     /// Send these parts, which are the caller's again afterwards.
     void write(std::vector<iovec>& parts) {
-        or_stop([&] { put(parts); });
-    }
-
-    /// The same with memory that is kept until it is sent.
-    void write(std::shared_ptr<unsigned char> memory, std::size_t bytes) {
-        or_stop([&] { put({std::move(memory), 0, bytes}); });
+        if (!ours()) return;  // asked before the lock, which was perhaps taken when this process was forked
+        try {
+            put(parts);
+        } catch (...) {
+            stop();
+            throw;
+        }
     }
 
     /// The socket takes more.
@@ -70,17 +71,6 @@ class TcpOutbox : public Owned {
         std::size_t at = 0, end = 0;
     };
 
-    template <typename Action>
-    void or_stop(Action action) {
-        if (!ours()) return;  // asked before the lock, which was perhaps taken when this process was forked
-        try {
-            action();
-        } catch (...) {
-            stop();
-            throw;
-        }
-    }
-
     void put(std::vector<iovec>& parts) {
         std::unique_lock<std::mutex> lock(mutex_);
         if (broken_) return;
@@ -99,13 +89,6 @@ class TcpOutbox : public Owned {
             unsent_.clear();
         else if (!unsent_.empty())
             io_->change(socket_, kReading | EPOLLOUT);
-    }
-
-    void put(Chunk chunk) {
-        std::unique_lock<std::mutex> lock(mutex_);
-        if (broken_) return;
-        unsent_.push_back(std::move(chunk));
-        if (!flushing_ && unsent_.size() == 1) flush(lock);
     }
 
     Chunk copy_of(const std::vector<iovec>& parts) {

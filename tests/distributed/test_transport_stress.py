@@ -107,9 +107,8 @@ def stress(rank: int, messages: int, seed: int, kind: str) -> tuple[int, int]:
         tag = make_tag(channel, item)
         if source == rank:
             sent = content(number)
-            final = own.random() < 0.5
-            transport.send(sent, target, tag, final=final)
-            for tensor in () if final else sent:  # which is the sender's again
+            transport.send(sent, target, tag)
+            for tensor in sent:  # which is the sender's again
                 tensor.zero_()
         else:
             tickets.append((transport.recv(source, tag), number))

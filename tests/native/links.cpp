@@ -27,7 +27,7 @@ struct End {
 
 constexpr std::uint64_t kWindow = 4 << 20;
 
-/// How many numbers a message has: some are so large that they may be copied beside their sender.
+/// How many numbers a message has: some are so large that a thread shares their copy.
 int count_of(int message) {
     return 1 + message * 37 % 50000 + (message % 20 == 0 ? static_cast<int>(kLargeCopy) / 4 : 0);
 }
@@ -96,19 +96,12 @@ void talk(End& end, int messages, unsigned seed) {
     while (sent < messages || got < messages) {
         if (sent < messages) {
             const int count = count_of(sent);
-            auto data = std::make_shared<std::vector<int>>(count);
-            std::iota(data->begin(), data->end(), sent);
-            const std::vector<Piece> pieces{{4, {count}, reinterpret_cast<unsigned char*>(data->data())}};
+            std::vector<int> data(count);
+            std::iota(data.begin(), data.end(), sent);
+            const std::vector<Piece> pieces{{4, {count}, reinterpret_cast<unsigned char*>(data.data())}};
             if (auto slot = end.outgoing->reserve(7, pieces)) {
-                if (draw() % 4 == 0) {  // as a loan is used
-                    std::memcpy(end.outgoing->body(*slot), data->data(), count * sizeof(int));
-                    end.outgoing->publish(*slot);
-                } else if (draw() % 4 == 0) {
-                    end.outgoing->transmit(*slot, pieces);
-                    std::fill(data->begin(), data->end(), -1);  // the sender's again
-                } else {
-                    end.outgoing->transmit(*slot, pieces, std::move(data));
-                }
+                end.outgoing->transmit(*slot, pieces);
+                std::fill(data.begin(), data.end(), -1);  // the sender's again
                 ++sent;
             } else {
                 end.port.wait_room(*end.outgoing, 0.02);
@@ -136,19 +129,10 @@ void run(const char* name, void (*link)(End&, End&), int messages) {
     std::printf("%s: %d messages each way\n", name, messages);
 }
 
-/// A message that is all copied before anybody looks at it, as when the one before it ended meanwhile.
-void copy_nothing() {
-    std::atomic<std::uint64_t> pending{0};
-    bool handed_over = false;
-    Copier::of_process().add({}, [&] { handed_over = true; }, pending);
-    need(handed_over && pending == 0, "a message of no bytes handed over");
-}
-
 }  // namespace
 
 int main(int count, char** words) {
     count_forks();
-    copy_nothing();
     const int messages = count > 1 ? std::atoi(words[1]) : 3000;
     for (int repeat = 0; repeat < 3; ++repeat) {
         run("shm", link_by_shm, messages);

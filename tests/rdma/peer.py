@@ -98,7 +98,7 @@ class Peer:
 
     def try_send(self, tag: int, tensors: Sequence[Range]) -> bool:
         pieces = [(code, shape, self.pool.address + at) for code, shape, at in tensors]
-        return self.outgoing.send(tag, pieces, None) is not None
+        return self.outgoing.send(tag, pieces)
 
     def send(self, tag: int, tensors: Sequence[Range], limit_s: float = LIMIT_S) -> None:
         """Waits for room; what arrives meanwhile is kept. PeerGone or TimeoutError."""

@@ -16,7 +16,7 @@ from ds_ext.comm.matrix import choose as choose_links
 from ds_ext.comm.rdma.devices import choose, device_ports
 from ds_ext.comm.rendezvous import host_id
 from ds_ext.errors import TransportError
-from tests.rdma.peer import UINT8, Context, Peer, Range, open_files
+from tests.rdma.peer import UINT8, Context, Range, open_files
 
 
 def all_types(context: Context) -> None:
@@ -29,7 +29,6 @@ def all_types(context: Context) -> None:
         assert message.tag == tag
         peer.compare(message, tensors)
         del message
-    _loaned(peer)
     peer.close()
 
 
@@ -41,16 +40,6 @@ def _assorted() -> Iterator[list[Range]]:
     yield [(UINT8, [i], i) for i in range(40)]
     for size in (1, 63, 64, 65, 4096, 65536, 1 << 20, (1 << 20) + 1, 5 << 20):
         yield [(UINT8, [size], 11), (UINT8, [], size)]
-
-
-def _loaned(peer: Peer) -> None:
-    """Written where it is sent from."""
-    slot = None
-    while slot is None:
-        slot = peer.outgoing.loan(1, [(UINT8, [300_000], 0)])
-    memoryview(slot)[:300_000] = peer.pool.view[5:300_005]
-    slot.publish()
-    peer.compare(peer.recv(), [(UINT8, [300_000], 5)])
 
 
 def random_order(context: Context, count: int = 5_000, most: int = 1 << 16) -> None:

@@ -85,13 +85,13 @@ class GpuTransport:
 
     # --- the interface ---
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int, *, final: bool = False) -> Sent:
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Sent:
         """Send tensors as they are behind what the current stream has queued by now; see Transport.send."""
         with self._lock:
             self.progress()
             to = self._peers.get(peer)
             if to is None:
-                return self._host.send(tensors, peer, tag, final=final)  # which says what is wrong
+                return self._host.send(tensors, peer, tag)  # which says what is wrong
             self._refuse_own(tag)
             on_gpu = [self._device.owns(tensor) for tensor in tensors]
             ours = [tensor for tensor, mine in zip(tensors, on_gpu, strict=True) if mine]
@@ -165,11 +165,6 @@ class GpuTransport:
                 else:
                     left_s = None if timeout_s is None else max(0.0, timeout_s - waited_s)
                     self._host.wait_any(awaited, left_s)
-
-    def try_recv(self, peer: int, tag: int) -> tuple[Tensor, ...] | None:
-        """The next message of the tag's channel if it is here and no ticket asks for it; None otherwise."""
-        with self._lock:
-            return self.recv(peer, tag).wait() if (peer, tag) in self.ready() else None
 
     # --- what tickets and the thread call ---
 

@@ -17,7 +17,6 @@ from ...comm.transport import ITEM_BITS, Ticket, Transport, make_tag
 from ...errors import ConfigError
 from ...pipe_schedules import Op
 from ..messages import MAX_STAGES, Kind, StageMessages
-from ..ownership import out_of_reach
 
 # Stage 0 receives no activation and the last one no gradient, so no static message has these channels.
 _CHOICES = 0
@@ -90,9 +89,9 @@ class DynamicMessages(StageMessages):
         head = torch.tensor((kind, stage, micro_batch))
         self._moved(tensors)
         count = self._sent[device] = self._sent.get(device, -1) + 1
-        final, tensors = out_of_reach(tensors), [tensor.detach() for tensor in tensors]
+        tensors = [tensor.detach() for tensor in tensors]
         tag = make_tag(_COUNTED, count)
-        self.transport.send((head, *tensors), self.global_rank(device), tag, final=final)
+        self.transport.send((head, *tensors), self.global_rank(device), tag)
 
     def poll(self) -> list[Arrival]:
         """Return the arrivals since the last call, without waiting."""
