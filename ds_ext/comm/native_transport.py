@@ -161,10 +161,6 @@ class NativeTransport:
         """The error of something that the user of this transport has found wrong, which ends it as its own would."""
         return self._health.failed(what, kind)
 
-    def held(self) -> dict[int, int]:
-        """By peer, how many of its messages live on in tensors that lie in them."""
-        return {peer: link.held() for peer, link in self._links.incoming.items()}
-
     # --- receiving ---
 
     def drain(self) -> None:

@@ -152,25 +152,3 @@ def gpt_loss(config: TransformerConfig, tp: TensorParallel) -> Callable[[Tensor,
         return loss_BS.sum() / (labels_BS != IGNORE_INDEX).sum().clamp(min=1)
 
     return mean_loss
-
-
-def num_parameters(config: TransformerConfig) -> int:
-    """Parameters of the whole model; the tied word embeddings count once, vocabulary padding not at all."""
-    d, f = config.hidden_size, config.ffn_size
-    attention = 4 * d * d + 4 * d
-    mlp = 2 * d * f + f + d
-    layernorms = 4 * d
-    embeddings = (config.vocab_size + config.positions) * d
-    return embeddings + config.num_layers * (attention + mlp + layernorms) + 2 * d
-
-
-def flops_per_token(config: TransformerConfig) -> int:
-    """Floating-point operations of one token's forward and backward pass, recomputation not counted.
-
-    Matrix products only, a multiply-add as two, attention over all pairs of tokens though half are masked,
-    the true vocabulary without padding: the convention of Narayanan et al. 2021, appendix, without its
-    recomputed forward pass.
-    """
-    d, s = config.hidden_size, config.seq_length
-    weights = config.num_layers * (4 * d * d + 2 * d * config.ffn_size) + config.vocab_size * d
-    return 6 * weights + 12 * config.num_layers * s * d

@@ -31,11 +31,6 @@ class ParallelLayout:
         """Number of processes."""
         return self.placement.ranks * self.tensor_parallel_size * self.data_parallel_size
 
-    @property
-    def folded_data_parallel_size(self) -> int:
-        """Data-parallel ranks as DeepSpeed counts them: replicas of a placement included."""
-        return self.placement.replicas * self.data_parallel_size
-
     def rank(self, device: int, data: int, tensor: int) -> int:
         """Global rank of a device of pipeline group ``data``."""
         return tensor + self.tensor_parallel_size * (data + self.data_parallel_size * device)

@@ -12,6 +12,7 @@ from ds_ext.comm import _native, native_transport
 from ds_ext.comm.native_transport import NativeTransport, RecvTicket
 from ds_ext.pipe_schedules import SCHEDULES
 from tests.engine_runs import MODEL, Job, train
+from tests.links import held
 from tests.ranks import RankPool
 
 RANKS = 4
@@ -36,7 +37,7 @@ def train_in_place(rank: int, job: Job) -> tuple[dict[str, Any], int]:
     def watched(self: NativeTransport, message: _native.Message, ticket: RecvTicket) -> tuple[Tensor, ...]:
         nonlocal most
         made = tensors(self, message, ticket)
-        most = max(most, *self.held().values())
+        most = max(most, *held(self).values())
         return made
 
     NativeTransport._tensors, native_transport.COPIED_BYTES = watched, 0

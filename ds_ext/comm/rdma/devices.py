@@ -30,12 +30,11 @@ IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclass(frozen=True)
 class Gid:
-    """One address of a port: its number, what it is, and the interface that it comes from ("" for InfiniBand)."""
+    """One address of a port: its number, its value and its type."""
 
     index: int
     value: ipaddress.IPv6Address
     kind: str
-    interface: str
 
     @property
     def ip(self) -> IpAddress:
@@ -181,8 +180,7 @@ def _read_gids(folder: Path) -> Iterator[Gid]:
             continue
         with contextlib.suppress(ValueError):
             value = ipaddress.IPv6Address(text)
-            kind, interface = (_text(f"{folder}/gid_attrs/{name}/{index}") for name in ("types", "ndevs"))
-            yield Gid(index, value, kind, interface)
+            yield Gid(index, value, _text(f"{folder}/gid_attrs/types/{index}"))
 
 
 def _text(file: Path | str) -> str:

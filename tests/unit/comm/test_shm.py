@@ -19,7 +19,7 @@ from ds_ext.comm.links import Links
 from ds_ext.comm.native_transport import COPIED_BYTES, NativeTransport
 from ds_ext.comm.transport import make_tag
 from ds_ext.errors import ProtocolError, TransportError
-from tests.links import both_send_first
+from tests.links import both_send_first, held
 
 JOB = bytes(range(16))
 WINDOW = 64 << 20
@@ -134,7 +134,7 @@ def test_a_slot_goes_back_with_the_last_alias(pair: Pair) -> None:
     for step in range(10):
         pair.left.send([torch.full((LARGE,), float(step)), torch.ones(2)], 1, step)
         received, other = pair.right.recv(0, step).wait()
-        assert pair.right.held() == {0: 1}
+        assert held(pair.right) == {0: 1}
         received.requires_grad_()
         part = (received * received)[1:3].sum()
         version = received._version
@@ -143,12 +143,12 @@ def test_a_slot_goes_back_with_the_last_alias(pair: Pair) -> None:
         row = received.detach()[3:4]
         del received, other
         gc.collect()
-        assert pair.right.held() == {0: 1}
+        assert held(pair.right) == {0: 1}
         part.backward()
         del part
-        assert pair.right.held() == {0: 1} and row.item() == step
+        assert held(pair.right) == {0: 1} and row.item() == step
         del row
-        assert pair.right.held() == {0: 0}
+        assert held(pair.right) == {0: 0}
     pair.close()
 
 
@@ -158,12 +158,12 @@ def test_slots_that_run_low_are_copied_out() -> None:
     for step in range(40):
         pair.left.send([torch.full((LARGE,), float(step))], 1, step)
         kept += pair.right.recv(0, step).wait()
-        assert pair.right.held()[0] == min(len(kept), 2)
+        assert held(pair.right)[0] == min(len(kept), 2)
     assert [tensor[-1].item() for tensor in kept] == list(range(40))
     kept[0] = kept[5]
     pair.left.send([torch.full((LARGE,), 40.0)], 1, 40)
     kept += pair.right.recv(0, 40).wait()
-    assert pair.right.held()[0] == 2 and [t[0].item() for t in kept[1:]] == list(range(1, 41))
+    assert held(pair.right)[0] == 2 and [t[0].item() for t in kept[1:]] == list(range(1, 41))
 
 
 def test_tensors_outlive_the_transport(pair: Pair) -> None:
@@ -224,7 +224,7 @@ def test_a_forked_child_returns_no_slot_and_sends_nothing(pair: Pair) -> None:
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert pair.right.held() == {0: 1}
+    assert held(pair.right) == {0: 1}
     pair.left.send([torch.full((LARGE,), -1.0)], 1, 1)
     assert pair.right.recv(0, 1).wait()[0][0].item() == -1 and received[5].item() == 5.0
 

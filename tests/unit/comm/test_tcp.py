@@ -20,7 +20,7 @@ from ds_ext.comm.links import Links
 from ds_ext.comm.native_transport import COPIED_BYTES, NativeTransport
 from ds_ext.errors import PeerGone, ProtocolError, TransportError, TransportTimeout
 from tests.crc32c import crc32c
-from tests.links import both_send_first
+from tests.links import both_send_first, held
 
 WINDOW = 64 << 20
 LARGE = COPIED_BYTES // 4 + 1  # floats that are used where they arrive
@@ -113,7 +113,7 @@ def test_tensors_lie_in_memory_of_their_own(pair: Pair) -> None:
             assert got[0].data_ptr() % 64 == 0 and not got[0]._is_view()
             if target is pair.right and step == 0:
                 kept.append(got[0])
-                assert pair.right.held() == {0: 1}
+                assert held(pair.right) == {0: 1}
     assert kept[0].sum() == 0 and kept[0].numel() == LARGE
     many = [torch.tensor(number) for number in range(700)]
     pair.left.send(many, 1, 9)

@@ -1,4 +1,4 @@
-"""Weights on their way from backward to forward ranks, over the in-process transport."""
+"""Weights on their way from backward to forward ranks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_ext.comm.loopback import LoopbackHub
 from ds_ext.engine.fbd import weights as disaggregate_weights
 from ds_ext.engine.fbd.weights import WeightLink
 from ds_ext.errors import TransportError
 from ds_ext.tensor_parallel import TensorParallel
 from ds_ext.tensor_parallel.layers import sharded_parameter
+from tests.links import connected_by_shm
 
 STAGE = 3
 
@@ -42,10 +42,10 @@ def fill(shards: list[list[Tensor]], start: float) -> list[Tensor]:
 
 
 def links(senders: int) -> tuple[WeightLink, list[WeightLink], list[list[Tensor]]]:
-    hub = LoopbackHub(1 + senders, timeout_s=5.0)
+    transports = connected_by_shm(1 + senders)
     theirs = [parameters(rank, senders) for rank in range(senders)]
-    forward = WeightLink(hub.endpoint(0), parameters(), range(1, 1 + senders), senders, STAGE)
-    backward = [WeightLink(hub.endpoint(1 + rank), mine, [0], 1, STAGE) for rank, mine in enumerate(theirs)]
+    forward = WeightLink(transports[0], parameters(), range(1, 1 + senders), senders, STAGE)
+    backward = [WeightLink(transports[1 + rank], mine, [0], 1, STAGE) for rank, mine in enumerate(theirs)]
     return forward, backward, theirs
 
 

@@ -12,16 +12,13 @@ import torch.nn.functional as F
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from ds_ext.errors import ConfigError
 from ds_ext.models.gpt import (
     GPTConfig,
     GPTEmbedding,
-    flops_per_token,
     gpt_layer_specs,
     gpt_loss,
-    num_parameters,
 )
 from ds_ext.tensor_parallel import DropoutClock, KeyedDropout, TensorParallel
 from tests.reference import Chain, assert_close_gradients, random_batches, train_reference
@@ -211,22 +208,6 @@ def test_the_tied_module_holds_the_tied_weight_and_nothing_else() -> None:
         # The way DeepSpeed looks the weight up to reduce its gradient.
         looked_up = [PipelineModule._recursive_getattr(module, name) for name in spec.tied_weight_attr]
         assert len(looked_up) == 1 and looked_up[0] is parameter
-
-
-def test_num_parameters_counts_the_real_model() -> None:
-    weights = Chain(CONFIG, ONE, DropoutClock()).parameters_by_layer()
-    padding = (CONFIG.padded_vocab_size() - CONFIG.vocab_size) * CONFIG.hidden_size
-    assert num_parameters(CONFIG) == sum(p.numel() for p in weights.values()) - padding
-
-
-def test_flops_are_what_a_counter_sees() -> None:
-    config = replace(CONFIG, vocab_size=256, hidden_dropout=0.0)
-    tokens_BS, labels_BS = random_batches(config, 1, 1)[0][0]
-    model = Chain(config, ONE, DropoutClock())
-    # Attention dropout takes the path of plain matrix products, which the counter knows on every device.
-    with FlopCounterMode(display=False) as counter:
-        gpt_loss(config, ONE)(model(tokens_BS), labels_BS).backward()
-    assert counter.get_total_flops() == flops_per_token(config) * tokens_BS.numel()
 
 
 def test_padded_vocabulary_is_a_multiple_for_every_rank() -> None:

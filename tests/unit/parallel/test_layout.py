@@ -61,7 +61,7 @@ def test_mirror_devices_are_data_parallel_ranks() -> None:
 def test_mirror_groups_with_tensor_and_data_parallel() -> None:
     layout = ParallelLayout(bidirectional_v(4), tensor_parallel_size=2, data_parallel_size=2)
     groups = layout.groups()
-    assert (layout.world_size, layout.folded_data_parallel_size) == (16, 4)
+    assert layout.world_size == 16
     assert groups["mirror"] == [[0, 12], [1, 13], [2, 14], [3, 15], [4, 8], [5, 9], [6, 10], [7, 11]]
     topology = FoldedTopology(layout)
     assert sorted(topology.get_axis_comm_lists("model")) == sorted(groups["tensor"])
