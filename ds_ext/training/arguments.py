@@ -60,7 +60,7 @@ def parse(prog: str, argv: Sequence[str], model: Model = "gpt") -> tuple[argpars
 
 
 def _parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Refuse the first flag that the parser does not have: Megatron's with the way out, others with the nearest."""
+    """Parse the flags; refuse the first unknown one, with its replacement or the nearest known flag."""
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         word = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
