@@ -104,11 +104,11 @@ class EmulatedDevice:
 
     def forward(self, stage: int, micro_batch: int, start: float) -> None:
         """Wait until a forward that began at ``start`` (of time.perf_counter) has taken its time."""
-        self._wait(Op(RECOMPUTE if self.repeats else FORWARD, stage, micro_batch), start)
+        self._wait(Op(RECOMPUTE if self.repeats else FORWARD, micro_batch, stage), start)
 
     def input_gradient(self, stage: int, micro_batch: int, start: float) -> None:
         """Wait until an input gradient that began at ``start`` has taken its time."""
-        self._wait(Op(BACKWARD_INPUT, stage, micro_batch), start)
+        self._wait(Op(BACKWARD_INPUT, micro_batch, stage), start)
         self._halved[stage].append(micro_batch)
 
     def weight_gradient(self, stage: int) -> None:
@@ -117,7 +117,7 @@ class EmulatedDevice:
         In a whole backward it begins where the wait for the input gradient has ended: what the layer has really
         computed since then is part of its time.
         """
-        op = Op(BACKWARD_WEIGHT, stage, self._halved[stage].popleft())
+        op = Op(BACKWARD_WEIGHT, self._halved[stage].popleft(), stage)
         follows = self._last == op._replace(kind=BACKWARD_INPUT) and self._in_timetable(op).kind == BACKWARD
         self._wait(op, self.last_end if follows else time.perf_counter())
 

@@ -159,7 +159,7 @@ def _deepspeed_dualpipev(job: Job) -> Built:
             for instruction in instructions:
                 if type(instruction) in kinds:
                     stage = 2 * devices - 1 - rank if instruction.phase else rank
-                    ops.append(Op(kinds[type(instruction)], stage, instruction.buffer_id % micro_batches))
+                    ops.append(Op(kinds[type(instruction)], instruction.buffer_id % micro_batches, stage))
         return tuple(ops)
 
     timetable = Timetable("dualpipev", v(devices), micro_batches, tuple(map(order, range(devices))))

@@ -113,7 +113,7 @@ def waits_for(tensors: Sequence[Tensor], tag: int) -> Op:
         kind, stage, micro_batch = tensors[0][:3].tolist()
     else:
         (kind, stage), micro_batch = divmod(tag >> ITEM_BITS, MAX_STAGES), tag & (1 << ITEM_BITS) - 1
-    return Op(FORWARD if kind == Kind.ACTIVATION else BACKWARD, stage, micro_batch)
+    return Op(FORWARD if kind == Kind.ACTIVATION else BACKWARD, micro_batch, stage)
 
 
 def slow_down(engine: Any, delay: Delay, least_s: float = 0.0) -> None:

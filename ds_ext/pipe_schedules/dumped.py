@@ -55,7 +55,7 @@ def _placement(chunks: list[dict[str, Any]], devices: int) -> Placement:
 
 def _ops(instructions: list[dict[str, Any]]) -> list[Op]:
     return [
-        Op(COMPUTE[i["op"]], int(i["stage"]), int(i["micro_batch"]))
+        Op(COMPUTE[i["op"]], int(i["micro_batch"]), int(i["stage"]))
         for i in instructions
         if i["op"] in COMPUTE
     ]

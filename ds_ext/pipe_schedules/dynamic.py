@@ -77,7 +77,7 @@ class Rules:
     def entering(self, device: int) -> list[Op]:
         """The first forwards of the micro-batches that enter at ``device``."""
         starts = [devices[0] for devices in self.placement.pipes]
-        return [Op(FORWARD, 0, m) for m, pipe in enumerate(self.pipes) if starts[pipe] == device]
+        return [Op(FORWARD, m, 0) for m, pipe in enumerate(self.pipes) if starts[pipe] == device]
 
     def count(self, device: int) -> int:
         """Number of ops that ``device`` computes in a step."""
@@ -90,7 +90,7 @@ class Rules:
 
     def key(self, op: Op) -> tuple[int, ...]:
         """Return the rank of a ready op among those of its direction: the least is taken."""
-        kind, stage, m = op
+        kind, m, stage = op
         pipe, k = self.pipes[m], self.places[m]
         # Gradients come back the other way: the last visit first.
         visit = self.visits[pipe, stage] if kind == FORWARD else -self.visits[pipe, stage]
@@ -177,7 +177,7 @@ class Greedy:
     def done(self, op: Op) -> None:
         """``op`` has been computed."""
         if op.kind == BACKWARD_INPUT:
-            self._weights.append(Op(BACKWARD_WEIGHT, op.stage, op.micro_batch))
+            self._weights.append(Op(BACKWARD_WEIGHT, op.micro_batch, op.stage))
         elif op.kind != FORWARD:
             self._keep(self._stage(op), -1)
         if op.kind in _GRADIENTS and op.stage == 0:

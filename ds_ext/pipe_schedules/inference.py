@@ -42,7 +42,7 @@ def forward_timetable(placement: Placement, micro_batches: int, name: str = "inf
         turn = [(device, heapq.heappop(queue)) for device, queue in enumerate(ready) if queue]
         now += 1
         for device, (_, m, stage) in turn:
-            ranks[device].append(Op(FORWARD, stage, m))
+            ranks[device].append(Op(FORWARD, m, stage))
             if stage + 1 < placement.stages:
                 heapq.heappush(ready[timetable.rank(stage + 1, m, FORWARD)], (now, m, stage + 1))
             else:

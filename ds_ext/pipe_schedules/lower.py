@@ -78,7 +78,7 @@ class Lowering:
 
     def add(self, op: Op) -> None:
         """One computation with what it needs before and what it hands over after."""
-        kind, stage, m = op
+        kind, m, stage = op
         pipe, pair = self.timetable.pipes[m], m * self.stages + stage
         if kind in (FORWARD, RECOMPUTE):
             if stage in (0, self.last):
@@ -130,7 +130,7 @@ class Lowering:
             self._early.add(number)
 
     def _compute(self, op: Op, pipe: int) -> None:
-        kind, stage, m = op
+        kind, m, stage = op
         # A forward device has one stage.
         apart = kind == FORWARD and self.placement.forward is not None
         chunk = 0 if apart else self.placement.chunk_index[stage, pipe]

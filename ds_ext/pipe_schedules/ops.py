@@ -24,14 +24,15 @@ ALL_KINDS = (*KINDS, RECOMPUTE)
 
 
 class Op(NamedTuple):
-    """One computation of a stage: ``kind`` is F forward, B whole backward, I input or W weight gradient.
+    """One computation: ``Op(FORWARD, micro_batch, stage)``, in the order in which it prints (``F3@1``).
 
-    Where forwards have devices of their own, R is the forward that a backward device repeats with its graph.
+    ``kind`` is F forward, B whole backward, I input gradient, W weight gradient, or R: the forward that a backward
+    device repeats with its graph when forwards have devices of their own.
     """
 
     kind: str
-    stage: int
     micro_batch: int
+    stage: int
 
     def __str__(self) -> str:
         """``F3@1``: forward of micro-batch 3 at stage 1. Traces and errors use the same text."""
@@ -95,14 +96,14 @@ class Timetable:
             first[RECOMPUTE] = 3 * pairs
         for rank, order in enumerate(self.ranks):
             for op in order:
-                kind, stage, m = op
+                kind, m, stage = op
                 if kind not in first or not (0 <= stage < stages and 0 <= m < micro_batches):
                     raise ScheduleError(
                         f"{self.schedule}: rank {rank} runs {op}, but there are {stages} stages and "
                         f"{micro_batches} micro-batches, both counted from 0, and the kinds {', '.join(first)}."
                     )
         return tuple(
-            array("q", [first[kind] + m * stages + stage for kind, stage, m in order]) for order in self.ranks
+            array("q", [first[kind] + m * stages + stage for kind, m, stage in order]) for order in self.ranks
         )
 
     @cached_property
@@ -115,7 +116,7 @@ class Timetable:
     def gradient_op(self, stage: int, micro_batch: int) -> Op:
         """The op that makes the input gradient of ``stage``: the whole backward, or its first half."""
         split = (stage, micro_batch) in self.split_backwards
-        return Op(BACKWARD_INPUT if split else BACKWARD, stage, micro_batch)
+        return Op(BACKWARD_INPUT if split else BACKWARD, micro_batch, stage)
 
 
 class Instruction(NamedTuple):
@@ -141,7 +142,7 @@ class Instruction(NamedTuple):
         kind = COMPUTE.get(self.name)
         if kind is None or self.stage is None or self.micro_batch is None:
             return None
-        return Op(kind, self.stage, self.micro_batch)
+        return Op(kind, self.micro_batch, self.stage)
 
     def __str__(self) -> str:
         op = self.op

@@ -58,11 +58,11 @@ def dependencies(op: Op, timetable: Timetable) -> list[tuple[Op, int]]:
     needed: list[Op] = []
     if op.kind in (FORWARD, RECOMPUTE):
         if stage > 0:
-            needed.append(Op(FORWARD, stage - 1, m))
+            needed.append(Op(FORWARD, m, stage - 1))
     elif op.kind == BACKWARD_WEIGHT:
-        needed.append(Op(BACKWARD_INPUT, stage, m))
+        needed.append(Op(BACKWARD_INPUT, m, stage))
     else:
-        needed.append(Op(FORWARD if timetable.placement.forward is None else RECOMPUTE, stage, m))
+        needed.append(Op(FORWARD if timetable.placement.forward is None else RECOMPUTE, m, stage))
         if stage < timetable.placement.stages - 1:
             needed.append(timetable.gradient_op(stage + 1, m))
     return [(need, timetable.rank(need.stage, m, need.kind)) for need in needed]
@@ -140,7 +140,7 @@ class _Clock:
                 arrives += delay * self.costs.factor(op, message=True) if jitter else delay
             now = max(now, end[local], arrives)
             starts.append(now)
-            now += self.duration(op) if jitter else times[op[0]][op[1]]
+            now += self.duration(op) if jitter else times[op.kind][op.stage]
             ends.append(now)
             end[number] = now
             if number in self._waiting:
@@ -149,7 +149,7 @@ class _Clock:
 
     def _needs(self, op: Op, number: int, rank: int) -> tuple[int, int, int]:
         """What ``op`` needs of its own stage, and of the neighbouring one, and the device that has the latter."""
-        kind, stage, m = op
+        kind, m, stage = op
         nothing, placement = self._nothing, self.timetable.placement
         if kind in (FORWARD, RECOMPUTE):
             if stage == 0:

@@ -229,9 +229,9 @@ def _read_cells(line: str, number: int, source: str) -> Iterator[tuple[Op, _Plac
 def _read_cell(cell: str, place: _Place) -> list[Op]:
     """The computations of one cell: usually one."""
     if own := _OWN.fullmatch(cell):
-        return [Op(own[1], int(own[3]), int(own[2]))]
+        return [Op(own[1], int(own[2]), int(own[3]))]
     if torch := _TORCH.fullmatch(cell):
-        return [Op(torch[2], int(torch[1]), int(torch[3]))]
+        return [Op(torch[2], int(torch[3]), int(torch[1]))]
     if overlap := _OVERLAP.fullmatch(cell):
         return [op for part in overlap[1].split(";") for op in _read_cell(part.strip(), place)]
     if cell == _WAIT or _NOT_COMPUTED.fullmatch(cell):

@@ -58,9 +58,15 @@ def slots(
             k = m - first
             enters = 2 * stages * (k // n) + 2 * (k % n)
             for stage in mine:
-                found.append((enters + stage, Op(FORWARD, stage, m)))
-                found.append((enters + 2 * stages - 1 - stage, Op(backward, stage, m)))
-    return sorted(found)
+                found.append((enters + stage, Op(FORWARD, m, stage)))
+                found.append((enters + 2 * stages - 1 - stage, Op(backward, m, stage)))
+    return sorted(found, key=_slot_then_op)
+
+
+def _slot_then_op(one: tuple[int, Op]) -> tuple[int, str, int, int]:
+    """Sort key; two ops share a slot only on placements that the rule is not made for."""
+    slot, op = one
+    return slot, op.kind, op.stage, op.micro_batch
 
 
 def whole_order(rank: int, placement: Placement, micro_batches: int) -> Iterator[Op]:

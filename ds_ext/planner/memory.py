@@ -191,7 +191,7 @@ def memory(made: Timetable | Simulation, sizes: ModelSizes) -> tuple[RankMemory,
 def _peak_bytes(timetable: Timetable, device: int, kept: tuple[float, ...]) -> float:
     """Most bytes alive at once: from a forward to the end of its backward."""
     live = peak = 0.0
-    for kind, stage, _ in timetable.ranks[device]:
+    for kind, _, stage in timetable.ranks[device]:
         if kind in (FORWARD, RECOMPUTE):
             live += kept[stage]
             peak = max(peak, live)

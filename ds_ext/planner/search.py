@@ -191,7 +191,7 @@ class _Trial:
         if self.sizes is not None:
             one = tuple(
                 tuple(
-                    Op(kind, stage, 0)
+                    Op(kind, 0, stage)
                     for stage in self.placement.stages_of(d)
                     for kind in (FORWARD, BACKWARD)
                 )

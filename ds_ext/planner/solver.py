@@ -127,7 +127,7 @@ class _Problem:
                     self.model.add(self.start[op] >= self.start[need] + self.length[need] + delay)
         for m in range(1, made.micro_batches):
             if made.pipe(m) == made.pipe(m - 1):
-                self.model.add(self.start[Op("F", 0, m - 1)] <= self.start[Op("F", 0, m)])
+                self.model.add(self.start[Op("F", m - 1, 0)] <= self.start[Op("F", m, 0)])
         self.model.minimize(makespan)
 
     def ticks(self, time: float) -> int:

@@ -160,7 +160,7 @@ class Choices:
         (choice,) = self._transport.recv(self._leader, self._tag()).wait()
         self._count += 1
         kind, stage, micro_batch = choice.tolist()
-        return Op(chr(kind), stage, micro_batch)
+        return Op(chr(kind), micro_batch, stage)
 
     def _tag(self) -> int:
         return make_tag(_CHOICES, self._count)

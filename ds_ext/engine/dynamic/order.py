@@ -101,7 +101,7 @@ class DynamicSchedule(TimetableSchedule):
     def _arrive(self, policy: Policy, arrivals: list[Arrival]) -> None:
         for arrival in arrivals:
             kind = FORWARD if arrival.kind == Kind.ACTIVATION else self._gradient
-            policy.arrive(Op(kind, arrival.stage, arrival.micro_batch))
+            policy.arrive(Op(kind, arrival.micro_batch, arrival.stage))
 
     @property
     def _gradient(self) -> str:
@@ -109,11 +109,11 @@ class DynamicSchedule(TimetableSchedule):
 
     def _follower(self, op: Op) -> Op | None:
         """Return the op that waits for the result of ``op``, if any."""
-        kind, stage, m = op
+        kind, m, stage = op
         if kind == FORWARD:
             last = stage == self.rules.placement.stages - 1
-            return Op(self._gradient, stage, m) if last else Op(FORWARD, stage + 1, m)
-        return Op(kind, stage - 1, m) if stage and kind != BACKWARD_WEIGHT else None
+            return Op(self._gradient, m, stage) if last else Op(FORWARD, m, stage + 1)
+        return Op(kind, m, stage - 1) if stage and kind != BACKWARD_WEIGHT else None
 
     def _device(self, op: Op) -> int:
         return self.program.timetable.rank(op.stage, op.micro_batch)

@@ -111,7 +111,7 @@ def _measured(traces: Traces, step: int) -> dict[int, dict[int, _Row]]:
             begin, end = ((time - start) / 1e3 for time in (event["ts"], event["ts"] + event["dur"]))
             values, thread = event["args"], event["tid"]
             if thread == "compute":
-                row.spans.append((Op(event["name"][0], values["stage"], values["micro_batch"]), begin, end))
+                row.spans.append((Op(event["name"][0], values["micro_batch"], values["stage"]), begin, end))
             elif thread == "recv":
                 text = f"waits for rank {values['peer']}: {event['name'].partition(' from ')[0]}"
                 row.marks.append(Mark(begin, end, below=False, text=text))

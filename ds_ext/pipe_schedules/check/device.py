@@ -107,7 +107,7 @@ class RankCheck:
     def _check_order(self, rank: int) -> None:
         """The instructions compute what the timetable says, in its order."""
         order = self.program.timetable.ranks[rank]
-        computed = [Op(COMPUTE[i[0]], i[2], i[1]) for i in self.program.ranks[rank] if i[0] in COMPUTE]  # pyright: ignore[reportArgumentType]
+        computed = [Op(COMPUTE[i[0]], i[1], i[2]) for i in self.program.ranks[rank] if i[0] in COMPUTE]  # pyright: ignore[reportArgumentType]
         if computed == list(order):
             return
         for step, op in enumerate(order):
@@ -155,7 +155,7 @@ class RankCheck:
             stage, m = pair
             if not 0 <= slot < room:
                 sentence = f"rank {rank} has {room} buffers and uses number {slot}."
-                raise fail(timetable, sentence, rank, Op(FORWARD, stage, m))
+                raise fail(timetable, sentence, rank, Op(FORWARD, m, stage))
             if holder[slot] == pair:
                 continue
             if home.get(pair, slot) != slot:
@@ -163,14 +163,14 @@ class RankCheck:
                     f"rank {rank} looks for micro-batch {m} of stage {stage} in buffer {slot}, but it is in "
                     f"{home[pair]}."
                 )
-                raise fail(timetable, sentence, rank, Op(FORWARD, stage, m))
+                raise fail(timetable, sentence, rank, Op(FORWARD, m, stage))
             if pair in home:
                 other_stage, other_m = holder[slot] or pair
                 sentence = (
                     f"rank {rank} puts micro-batch {other_m} of stage {other_stage} into buffer {slot}, which "
                     f"micro-batch {m} of stage {stage} still needs."
                 )
-                raise fail(timetable, sentence, rank, Op(FORWARD, other_stage, other_m))
+                raise fail(timetable, sentence, rank, Op(FORWARD, other_m, other_stage))
             home[pair], holder[slot] = slot, pair
 
     def _no_such_instruction(self, rank: int, instruction: Instruction) -> ScheduleError:
@@ -189,7 +189,7 @@ class RankCheck:
             # What the rank makes itself comes later, as every computation is there once.
             output = FORWARD if self.program.timetable.placement.forward is None else RECOMPUTE
             made = {OUTPUT: output, INPUT_GRADIENT: BACKWARD_INPUT}.get(what)
-            lack = f"without its {WORDS[what]}" if made is None else f"before {Op(made, stage, m)}"
+            lack = f"without its {WORDS[what]}" if made is None else f"before {Op(made, m, stage)}"
             return fail(self.program.timetable, f"rank {rank} runs {op} {lack}.", rank, op)
         sentence = f"rank {rank} hands on the {WORDS[what]} of micro-batch {m} at stage {stage} before it is computed."
         return fail(self.program.timetable, sentence, rank, made_by(self.program, Item(what, stage, m)))
@@ -203,7 +203,7 @@ def made_by(program: Program, item: Item) -> Op:
     """The op of the item's stage that an error about it points at."""
     gradient = item.what in (GRADIENT, INPUT_GRADIENT)
     _, stage, m = item
-    return program.timetable.gradient_op(stage, m) if gradient else Op(FORWARD, stage, m)
+    return program.timetable.gradient_op(stage, m) if gradient else Op(FORWARD, m, stage)
 
 
 def _slot_uses(instructions: tuple[Instruction, ...]) -> Iterator[tuple[tuple[int, int], int]]:

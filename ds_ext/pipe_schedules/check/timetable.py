@@ -25,7 +25,7 @@ def check_timetable(timetable: Timetable) -> None:
     seen = bytearray(stages * micro_batches)  # which kinds (stage, m) has, at m * stages + stage
     for rank, order in enumerate(timetable.ranks):
         for op in order:
-            kind, stage, m = op
+            kind, m, stage = op
             bit = bits.get(kind, 0)
             if not (bit and 0 <= stage < stages and 0 <= m < micro_batches):
                 raise _no_such_op(timetable, rank, op)

@@ -199,7 +199,7 @@ def _words(spans: Sequence[tuple[Op, float, float]]) -> list[Word]:
     found: list[Word] = []
     last = {kind: (0, 0) for kind in DRAWN}
     at = 0.0
-    for (kind, stage, m), start, end in spans:
+    for (kind, m, stage), start, end in spans:
         # The script adds up what it is given: rounding must not add up with it, and is no wait.
         wait = start - at
         if abs(wait) > _ROUNDING * start:

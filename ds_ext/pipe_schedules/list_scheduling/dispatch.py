@@ -93,11 +93,11 @@ class Work:
 
     def next(self, op: Op) -> Op | None:
         """The op that waits for the result of ``op``, if there is one."""
-        kind, stage, m = op
+        kind, m, stage = op
         if kind == FORWARD:
             last = stage == self.placement.stages - 1
-            return Op(self.gradient, stage, m) if last else Op(FORWARD, stage + 1, m)
-        return Op(kind, stage - 1, m) if stage and kind != BACKWARD_WEIGHT else None
+            return Op(self.gradient, m, stage) if last else Op(FORWARD, m, stage + 1)
+        return Op(kind, m, stage - 1) if stage and kind != BACKWARD_WEIGHT else None
 
 
 class Policy(Protocol):
@@ -127,12 +127,15 @@ class _Device:
         if op.kind == FORWARD:
             self.live += 1
         elif op.kind == BACKWARD_INPUT:
-            self.weights.append(Op(BACKWARD_WEIGHT, op.stage, op.micro_batch))
+            self.weights.append(Op(BACKWARD_WEIGHT, op.micro_batch, op.stage))
         else:
             self.live -= 1
 
     def _weight(self) -> Op | None:
         return self.weights.popleft() if self.weights else None
+
+
+_Due = tuple[float, str, int, int]  # due date of an op, and what decides between equal ones
 
 
 class Urgent(_Device):
@@ -141,13 +144,14 @@ class Urgent(_Device):
     def __init__(self, work: Work, entries: Sequence[float], room: int) -> None:
         super().__init__(room)
         self.work, self.entries = work, entries
-        self.forwards: list[tuple[float, Op]] = []
-        self.backwards: list[tuple[float, Op]] = []
+        self.forwards: list[tuple[_Due, Op]] = []
+        self.backwards: list[tuple[_Due, Op]] = []
 
     def arrive(self, op: Op) -> None:
         walk = self.work.walks[self.work.pipes[op.micro_batch]]
         ready = self.forwards if op.kind == FORWARD else self.backwards
-        heappush(ready, (self.entries[op.micro_batch] + walk[op.kind][op.stage], op))
+        due = self.entries[op.micro_batch] + walk[op.kind][op.stage]
+        heappush(ready, ((due, op.kind, op.stage, op.micro_batch), op))
 
     def choose(self) -> Op | None:
         forwards, backwards = self.forwards, self.backwards
@@ -208,7 +212,7 @@ class Admission:
                     self._blocked_on = device
                     return
             self.open = [taken + need for taken, need in zip(self.open, needs, strict=True)]
-            yield Op(FORWARD, 0, self.waiting.popleft())
+            yield Op(FORWARD, self.waiting.popleft(), 0)
 
     def done(self, device: int, op: Op) -> Iterator[Op]:
         """The same after ``device`` has computed ``op``."""
@@ -235,7 +239,7 @@ class AllAtOnce:
 
     def admit(self) -> Iterator[Op]:
         """The first ops of all micro-batches."""
-        return (Op(FORWARD, 0, m) for m in range(self.micro_batches))
+        return (Op(FORWARD, m, 0) for m in range(self.micro_batches))
 
     def done(self, device: int, op: Op) -> Iterator[Op]:
         """Nothing more."""

@@ -105,7 +105,7 @@ def closed_form(rank: int, ranks: int, micro_batches: int) -> Iterator[Op]:
 def unit_order(
     rank: int, ranks: int, micro_batches: int, unit: int, *, backward: bool
 ) -> Iterator[tuple[int, int]]:
-    """The 2D (stage, micro-batch) of one basic unit in the order that ``rank`` computes them.
+    """The 2D (micro-batch, stage) of one basic unit in the order that ``rank`` computes them.
 
     ``near`` is the half of the model that the direction meets first: the first half of the stages going
     forward, the second half going backward. The other pipe runs the mirrored device.
@@ -117,7 +117,7 @@ def unit_order(
     def at(pipe: int, far: bool, i: int) -> tuple[int, int]:
         device = rank if pipe == 0 else ranks - 1 - rank
         stage = 2 * ranks - 1 - device if far != backward else device
-        return stage, pipe * (micro_batches // 2) + unit * n + i
+        return pipe * (micro_batches // 2) + unit * n + i, stage
 
     other, near, far = 1 - home, False, True
     for i in range(k):

@@ -34,13 +34,13 @@ def dualpipev(rank: int, ranks: int, micro_batches: int) -> Iterator[Op]:
     weights: deque[Op] = deque()
 
     def forward(stage: int) -> Op:
-        return Op(FORWARD, stage, next(forwards[stage]))
+        return Op(FORWARD, next(forwards[stage]), stage)
 
     def backward(stage: int) -> Op:
-        return Op(BACKWARD, stage, next(backwards[stage]))
+        return Op(BACKWARD, next(backwards[stage]), stage)
 
     def backward_input(stage: int) -> Op:
-        op = Op(BACKWARD_INPUT, stage, next(backwards[stage]))
+        op = Op(BACKWARD_INPUT, next(backwards[stage]), stage)
         weights.append(op._replace(kind=BACKWARD_WEIGHT))
         return op
 

@@ -75,11 +75,11 @@ def fbd(
     if column == 0:
         if stage < ranks // (1 + pipes) - 1:
             # Every pipeline gets its next micro-batch in turn.
-            yield from (Op(FORWARD, stage, pipe * each + m) for m in range(each) for pipe in range(pipes))
+            yield from (Op(FORWARD, pipe * each + m, stage) for m in range(each) for pipe in range(pipes))
         return
     kinds = (RECOMPUTE, BACKWARD) if backward == _WHOLE else (RECOMPUTE, BACKWARD_INPUT, BACKWARD_WEIGHT)
     for m in range((column - 1) * each, column * each):
-        yield from (Op(kind, stage, m) for kind in kinds)
+        yield from (Op(kind, m, stage) for kind in kinds)
 
 
 def most_ahead(stages: int, stage: int, spare: int = 1) -> int:

@@ -21,6 +21,6 @@ from ..registry import schedule
 def gpipe(rank: int, ranks: int, micro_batches: int) -> Iterator[Op]:
     """All forwards, then all backwards; keeps the activations of every micro-batch."""
     for m in range(micro_batches):
-        yield Op(FORWARD, rank, m)
+        yield Op(FORWARD, m, rank)
     for m in range(micro_batches):
-        yield Op(BACKWARD, rank, m)
+        yield Op(BACKWARD, m, rank)

@@ -41,11 +41,11 @@ def _forward(k: int, rank: int, ranks: int, chunks: int) -> Op:
     """The k-th forward of a device: D micro-batches through chunk 0, then these through chunk 1, and so on."""
     group, within = divmod(k, ranks * chunks)
     chunk, m = divmod(within, ranks)
-    return Op(FORWARD, chunk * ranks + rank, group * ranks + m)
+    return Op(FORWARD, group * ranks + m, chunk * ranks + rank)
 
 
 def _backward(k: int, rank: int, ranks: int, chunks: int) -> Op:
     """The k-th backward: as the k-th forward with the chunks in reverse order."""
     op = _forward(k, rank, ranks, chunks)
     chunk = op.stage // ranks
-    return Op(BACKWARD, (chunks - 1 - chunk) * ranks + rank, op.micro_batch)
+    return Op(BACKWARD, op.micro_batch, (chunks - 1 - chunk) * ranks + rank)

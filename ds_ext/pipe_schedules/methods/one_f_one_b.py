@@ -22,9 +22,9 @@ def one_f_one_b(rank: int, ranks: int, micro_batches: int) -> Iterator[Op]:
     """Warm up with forwards, then one forward one backward, then drain: at most D - rank activations."""
     warmup = min(ranks - rank - 1, micro_batches)
     for m in range(warmup):
-        yield Op(FORWARD, rank, m)
+        yield Op(FORWARD, m, rank)
     for m in range(warmup, micro_batches):
-        yield Op(FORWARD, rank, m)
-        yield Op(BACKWARD, rank, m - warmup)
+        yield Op(FORWARD, m, rank)
+        yield Op(BACKWARD, m - warmup, rank)
     for m in range(micro_batches - warmup, micro_batches):
-        yield Op(BACKWARD, rank, m)
+        yield Op(BACKWARD, m, rank)

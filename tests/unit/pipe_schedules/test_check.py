@@ -159,7 +159,7 @@ def test_dropped_doubled_and_moved_ops(data: st.DataObject, made: Timetable, wha
     ],
 )
 def test_sentences(orders: tuple[tuple[str, ...], ...], sentence: str) -> None:
-    ranks = tuple(tuple(Op(kind, int(s), int(m)) for kind, s, m in order) for order in orders)
+    ranks = tuple(tuple(Op(kind, int(m), int(s)) for kind, s, m in order) for order in orders)
     with pytest.raises(ScheduleError, match=sentence):
         check(lower(Timetable("mine", linear(2), 1, ranks)))
 
@@ -324,7 +324,7 @@ def test_the_mistake_that_stops_a_rank_is_told_before_those_that_wait_for_it() -
 
 
 def test_what_is_missing_is_shown_at_what_it_follows() -> None:
-    ranks = ((Op("F", 0, 0), Op("I", 0, 0)), (Op("F", 1, 0), Op("I", 1, 0), Op("W", 1, 0)))
+    ranks = ((Op("F", 0, 0), Op("I", 0, 0)), (Op("F", 0, 1), Op("I", 0, 1), Op("W", 0, 1)))
     with pytest.raises(
         ScheduleError, match=r"micro-batch 0 at stage 0 \(rank 0\) has F, I; it needs"
     ) as caught:

@@ -110,7 +110,7 @@ def test_values_out_of_range(arguments: dict[str, Any], sentence: str) -> None:
 
 
 def test_jitter_is_even_and_depends_on_seed_and_op_alone() -> None:
-    ops = [Op(kind, stage, m) for kind in "FBIW" for stage in range(16) for m in range(64)]
+    ops = [Op(kind, m, stage) for kind in "FBIW" for stage in range(16) for m in range(64)]
     costs = Costs(jitter=0.25, seed=3)
     factors = [costs.factor(op) for op in ops]
     assert factors == [Costs(jitter=0.25, seed=3).factor(op) for op in ops]

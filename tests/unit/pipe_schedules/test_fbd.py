@@ -71,12 +71,12 @@ def test_ahead_by_so_much_costs_no_time() -> None:
         made = timetable("fbd", stages, n)
         end = {op: stop for spans in simulate(made).spans for op, _, stop in spans}
         first_needed = {
-            m: end[Op("R", stages - 1, m)] - 1 for m in range(n)
+            m: end[Op("R", m, stages - 1)] - 1 for m in range(n)
         }  # start of the last stage's m-th
         for stage in range(stages - 1):
             room = most_ahead(stages, stage, spare=0)
             for m in range(room, n):
-                taken = end[Op("R", stage + 1, m - room)]
+                taken = end[Op("R", m - room, stage + 1)]
                 assert taken + (stages - 1 - stage) <= first_needed[m]
 
 

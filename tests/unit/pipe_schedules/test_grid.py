@@ -66,7 +66,7 @@ def test_timetables_too_long_for_a_picture_are_drawn_step_by_step() -> None:
 
 def test_the_window_around_an_op() -> None:
     made = timetable("gpipe", 2, 12)
-    step = made.ranks[1].index(Op("B", 1, 3))
+    step = made.ranks[1].index(Op("B", 3, 1))
     assert order_grid(made, rank=1, step=step, around=2).splitlines() == [
         "step    13    14    15    16    17",
         "rank 0  B1@0  B2@0  B3@0  B4@0  B5@0",

@@ -175,7 +175,7 @@ def random_order(placement: Placement, micro_batches: int, split: bool, seed: in
     random, made = Random(seed), Timetable("random", placement, micro_batches, ())
     backward = "IW" if split else "B"
     left = {
-        Op(k, s, m) for k in "F" + backward for s in range(placement.stages) for m in range(micro_batches)
+        Op(k, m, s) for k in "F" + backward for s in range(placement.stages) for m in range(micro_batches)
     }
     orders: list[list[Op]] = [[] for _ in range(placement.ranks)]
     while left:
@@ -187,12 +187,12 @@ def random_order(placement: Placement, micro_batches: int, split: bool, seed: in
 
 
 def needs(op: Op, gradient: str, stages: int) -> list[Op]:
-    kind, stage, m = op
+    kind, m, stage = op
     if kind == "F":
-        return [Op("F", stage - 1, m)] * (stage > 0)
+        return [Op("F", m, stage - 1)] * (stage > 0)
     if kind == "W":
-        return [Op("I", stage, m)]
-    return [Op("F", stage, m)] + [Op(gradient, stage + 1, m)] * (stage < stages - 1)
+        return [Op("I", m, stage)]
+    return [Op("F", m, stage)] + [Op(gradient, m, stage + 1)] * (stage < stages - 1)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -220,8 +220,8 @@ def test_any_order_that_can_be_computed_can_be_lowered(placement: Placement, spl
 
 def test_buffers_of_early_receives() -> None:
     """Rank 1 computes 2, 0, 1: it takes 0 and 1 first, and holds three buffers although one activation is needed."""
-    first = (*(Op("F", 0, m) for m in range(3)), *(Op("B", 0, m) for m in (2, 0, 1)))
-    second = tuple(Op(kind, 1, m) for m in (2, 0, 1) for kind in "FB")
+    first = (*(Op("F", m, 0) for m in range(3)), *(Op("B", m, 0) for m in (2, 0, 1)))
+    second = tuple(Op(kind, m, 1) for m in (2, 0, 1) for kind in "FB")
     program = lower(Timetable("early", linear(2), 3, (first, second)))
     assert [(str(i), i.slot) for i in program.ranks[1][:6]] == [
         ("LoadMicroBatch 2@1", 0),
@@ -250,7 +250,7 @@ def test_buffers_of_early_receives() -> None:
 def test_a_split_backward_hands_the_gradient_on_after_its_first_half() -> None:
     order = (
         (Op("F", 0, 0), Op("I", 0, 0), Op("W", 0, 0)),
-        (Op("F", 1, 0), Op("I", 1, 0), Op("W", 1, 0)),
+        (Op("F", 0, 1), Op("I", 0, 1), Op("W", 0, 1)),
     )
     program = lower(Timetable("split", linear(2), 1, order))
     assert [i.name for i in program.ranks[1]][3:6] == ["BackwardInput", "SendGrad", "BackwardWeight"]
@@ -262,8 +262,8 @@ def test_a_split_backward_hands_the_gradient_on_after_its_first_half() -> None:
 
 def test_whole_and_split_backwards_in_one_timetable() -> None:
     order = (
-        (Op("F", 0, 0), Op("F", 0, 1), Op("B", 0, 0), Op("I", 0, 1), Op("W", 0, 1)),
-        (Op("F", 1, 0), Op("I", 1, 0), Op("F", 1, 1), Op("B", 1, 1), Op("W", 1, 0)),
+        (Op("F", 0, 0), Op("F", 1, 0), Op("B", 0, 0), Op("I", 1, 0), Op("W", 1, 0)),
+        (Op("F", 0, 1), Op("I", 0, 1), Op("F", 1, 1), Op("B", 1, 1), Op("W", 0, 1)),
     )
     made = Timetable("mixed", linear(2), 2, order)
     assert check(lower(made)).num_slots == (2, 2)
@@ -272,7 +272,7 @@ def test_whole_and_split_backwards_in_one_timetable() -> None:
 
 def test_a_broken_timetable_is_refused_before_it_is_lowered() -> None:
     with pytest.raises(ScheduleError, match="there are 2 stages and 1 micro-batches"):
-        lower(Timetable("broken", linear(2), 1, ((Op("F", 7, 0),), (Op("F", 1, 0),))))
+        lower(Timetable("broken", linear(2), 1, ((Op("F", 0, 7),), (Op("F", 0, 1),))))
 
 
 def test_instructions_read_well() -> None:

@@ -62,7 +62,7 @@ def spans_of(plot: dict) -> list[list[tuple[Op, float, float]]]:
             number, stages, micro_batches, duration = word
             kind = DRAWN[number]
             stage, m = last[kind] = (last[kind][0] + stages, last[kind][1] + micro_batches)
-            row.append((Op(kind, stage, m), time, time + duration))
+            row.append((Op(kind, m, stage), time, time + duration))
             time += duration
         rows.append(row)
     return rows

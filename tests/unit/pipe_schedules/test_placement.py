@@ -20,7 +20,7 @@ REASON = (
 
 
 def order_of(rank: int) -> tuple[Op, ...]:
-    return tuple(Op(kind, rank, m) for m in (0, 1) for kind in "FB")
+    return tuple(Op(kind, m, rank) for m in (0, 1) for kind in "FB")
 
 
 def test_two_pipes_over_the_same_devices_are_refused() -> None:
@@ -33,7 +33,7 @@ def test_two_pipes_over_the_same_devices_are_refused() -> None:
 
 def test_opposite_pipes_are_fine() -> None:
     opposite = Placement(((0, 1), (1, 0)))
-    orders = tuple(tuple(Op(k, s, m) for m, s in ((0, r), (1, 1 - r)) for k in "FB") for r in (0, 1))
+    orders = tuple(tuple(Op(k, m, s) for m, s in ((0, r), (1, 1 - r)) for k in "FB") for r in (0, 1))
     assert opposite.replica_groups == ((0, 1),)
     assert check(lower(Timetable("mine", opposite, 2, orders))).messages == 4
     assert bidirectional_v(4).replica_groups == ((0, 3), (1, 2))

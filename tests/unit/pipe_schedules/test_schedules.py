@@ -34,7 +34,7 @@ Fu0a Fu1a .    Fd0a Fd0b Fd1a Fd1b Fu0b Bu0b =    Fu1b Bu1b =    .    Bd0b Bd0a 
 def bitpipe_op(token: str, rank: int) -> Op:
     kind, pipe, index, half = token
     device = rank if pipe == "d" else 3 - rank
-    return Op(kind, device if half == "a" else 7 - device, int(index) + (0 if pipe == "d" else 2))
+    return Op(kind, int(index) + (0 if pipe == "d" else 2), device if half == "a" else 7 - device)
 
 
 def test_bitpipe_is_the_published_timetable() -> None:

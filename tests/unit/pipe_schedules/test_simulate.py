@@ -16,7 +16,7 @@ def test_spans_and_price_of_two_ranks() -> None:
     simulation = simulate(timetable("gpipe", 2, 1), Costs(f=2, b=3, w=1, comm=0.5))
     assert simulation.spans == (
         ((Op("F", 0, 0), 0, 2), (Op("B", 0, 0), 9, 13)),
-        ((Op("F", 1, 0), 2.5, 4.5), (Op("B", 1, 0), 4.5, 8.5)),
+        ((Op("F", 0, 1), 2.5, 4.5), (Op("B", 0, 1), 4.5, 8.5)),
     )
     assert (simulation.makespan, simulation.ideal, simulation.messages) == (13, 6, 2)
     assert simulation.bubble == pytest.approx(7 / 13)
@@ -40,20 +40,20 @@ def test_a_copy_on_one_device_takes_no_time() -> None:
     """BitPipe's turn: with D = 2 a forward has 3 hand-overs, of which 2 are messages."""
     free, slow = (simulate(timetable("bitpipe", 2, 2), Costs(comm=c)) for c in (0.0, 0.25))
     assert slow.makespan > free.makespan
-    path = [span for span in slow.spans[1] if span[0] in (Op("F", 1, 0), Op("F", 2, 0))]
+    path = [span for span in slow.spans[1] if span[0] in (Op("F", 0, 1), Op("F", 0, 2))]
     assert path[0][2] == path[1][1]
 
 
 def test_dependencies_name_the_device() -> None:
     made = timetable("bitpipe", 2, 2)
     assert dependencies(Op("F", 0, 0), made) == []
-    assert dependencies(Op("F", 1, 1), made) == [(Op("F", 0, 1), 1)]
-    assert dependencies(Op("B", 1, 0), made) == [(Op("F", 1, 0), 1), (Op("B", 2, 0), 1)]
-    assert dependencies(Op("W", 1, 0), made) == [(Op("I", 1, 0), 1)]
+    assert dependencies(Op("F", 1, 1), made) == [(Op("F", 1, 0), 1)]
+    assert dependencies(Op("B", 0, 1), made) == [(Op("F", 0, 1), 1), (Op("B", 0, 2), 1)]
+    assert dependencies(Op("W", 0, 1), made) == [(Op("I", 0, 1), 1)]
 
 
 def test_ranks_that_wait_for_each_other() -> None:
-    order = ((Op("B", 0, 0), Op("F", 0, 0)), (Op("F", 1, 0), Op("B", 1, 0)))
+    order = ((Op("B", 0, 0), Op("F", 0, 0)), (Op("F", 0, 1), Op("B", 0, 1)))
     with pytest.raises(
         ScheduleError, match=r"no rank can move; waiting: rank 0: B0@0 needs F0@0 and B0@1, rank 1: F0@1"
     ):
@@ -99,7 +99,7 @@ def test_jitter_moves_ends_and_not_the_order() -> None:
     assert simulate(made, Costs(1, 1.2, 0.8, 0.1, jitter=0.3, seed=6)).makespan != shaken.makespan
 
 
-@pytest.mark.parametrize("op", [Op("F", 2, 0), Op("F", 0, 9), Op("F", -1, 0), Op("X", 0, 0)])
+@pytest.mark.parametrize("op", [Op("F", 0, 2), Op("F", 9, 0), Op("F", 0, -1), Op("X", 0, 0)])
 def test_ops_that_the_sizes_do_not_have(op: Op) -> None:
     with pytest.raises(ScheduleError, match="there are 2 stages and 1 micro-batches"):
         simulate(Timetable("mine", linear(2), 1, ((op,), ())))

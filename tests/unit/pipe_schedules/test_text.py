@@ -147,7 +147,7 @@ def test_what_torch_cannot_say_is_refused() -> None:
 
 def test_steps_are_those_in_which_everything_is_there() -> None:
     """Split backwards too: every computation one step, after the step of all that it needs."""
-    order = ((Op("F", 0, 0), Op("I", 0, 0), Op("W", 0, 0)), (Op("F", 1, 0), Op("B", 1, 0)))
+    order = ((Op("F", 0, 0), Op("I", 0, 0), Op("W", 0, 0)), (Op("F", 0, 1), Op("B", 0, 1)))
     assert torch_csv(Timetable("mixed", linear(2), 1, order)) == "0F0,,,0I0,0W0\r\n,1F0,1B0,,\r\n"
 
 
@@ -156,7 +156,7 @@ def read_by_torch(text: str) -> list[list[Op]]:
 
     rows = [[_Action.from_str(cell) for cell in row] for row in csv.reader(io.StringIO(text, newline=""))]
     return [
-        [Op(KINDS[a.computation_type.name], a.stage_index, a.microbatch_index or 0) for a in row if a]
+        [Op(KINDS[a.computation_type.name], a.microbatch_index or 0, a.stage_index) for a in row if a]
         for row in rows
     ]
 
@@ -214,7 +214,7 @@ def test_dualpipev_of_torch_and_of_deepspeed_is_ours(ranks: int, micro_batches: 
     for rank, order in enumerate(ours):
         steps = DualPipeVSchedule(micro_batches, ranks, rank).steps()
         found = [
-            Op(kinds[type(c)], 2 * ranks - 1 - rank if c.phase else rank, c.buffer_id % micro_batches)
+            Op(kinds[type(c)], c.buffer_id % micro_batches, 2 * ranks - 1 - rank if c.phase else rank)
             for step in steps
             for c in step
             if type(c) in kinds

@@ -63,8 +63,8 @@ def test_a_bad_order_is_mended() -> None:
     assert optimum.proven and optimum.makespan == simulate(get_schedule("1f1b").timetable(2, 4)).makespan
     assert max(simulate(optimum.timetable).peak_activations) <= 2
     first_last = Timetable("odd", linear(2), 2, (
-        (Op("F", 0, 1), Op("F", 0, 0), Op("B", 0, 0), Op("B", 0, 1)),
-        (Op("F", 1, 1), Op("B", 1, 1), Op("F", 1, 0), Op("B", 1, 0)),
+        (Op("F", 1, 0), Op("F", 0, 0), Op("B", 0, 0), Op("B", 1, 0)),
+        (Op("F", 1, 1), Op("B", 1, 1), Op("F", 0, 1), Op("B", 0, 1)),
     ))  # fmt: skip
     assert optimise(first_last).makespan < simulate(first_last).makespan
 
