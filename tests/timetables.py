@@ -8,11 +8,18 @@ import pytest
 
 from ds_ext.pipe_schedules import Op, Timetable
 from ds_ext.pipe_schedules.costs import Costs
-from ds_ext.pipe_schedules.simulate import dependencies, simulate
+from ds_ext.pipe_schedules.events import Work
+from ds_ext.pipe_schedules.simulate import simulate
 
 
 def with_order(made: Timetable, rank: int, order: list[Op]) -> Timetable:
     return dataclasses.replace(made, ranks=(*made.ranks[:rank], tuple(order), *made.ranks[rank + 1 :]))
+
+
+def followers(work: Work, op: Op) -> list[tuple[Op, int]]:
+    """The ops whose last input is the result of ``op``, each with its device: of the stage after, else of its own."""
+    dependencies = work.dependencies
+    return [(other, at) for other, at in dependencies.consumers(op) if dependencies.of(other)[-1][0] == op]
 
 
 def assert_keeps_time(made: Timetable, costs: Costs) -> None:
@@ -27,7 +34,7 @@ def assert_keeps_time(made: Timetable, costs: Costs) -> None:
         for op, start, end in spans:
             arrivals = [
                 ends[need] + costs.delay(owner, rank) * costs.factor(op, message=True)
-                for need, owner in dependencies(op, made)
+                for need, owner in made.dependencies.of(op)
             ]
             assert start == pytest.approx(max([free, *arrivals]))
             assert end - start == pytest.approx(times[op.kind][op.stage] * costs.factor(op))

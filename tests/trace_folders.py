@@ -10,7 +10,7 @@ from ds_ext.observe.trace.file import CLOCK, TraceFile, metadata, write_timetabl
 from ds_ext.pipe_schedules import Instruction, timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.ops import COMPUTE_NAME, Op
-from ds_ext.pipe_schedules.simulate import Simulation, dependencies, simulate
+from ds_ext.pipe_schedules.simulate import Simulation, simulate
 
 UNIT_US = 10_000.0  # of a unit of the simulation's time
 SEND_US = 10.0
@@ -55,7 +55,7 @@ def _step(simulation: Simulation, rank: int, step: int) -> list[str]:
     zero = (step - 1) * (simulation.makespan * UNIT_US + GAP_US) - offset_us(rank)
     lines, free = [], 0.0
     for op, start, end in simulation.spans[rank]:
-        for need, owner in dependencies(op, simulation.timetable):
+        for need, owner in simulation.timetable.dependencies.of(op):
             if owner != rank:
                 lines.append(
                     _received(
@@ -97,7 +97,7 @@ def _sent(text: EventText, simulation: Simulation, op: Op, rank: int, at: float,
     lines = []
     for device, spans in enumerate(simulation.spans):
         for other, _, _ in spans:
-            if device != rank and (op, rank) in dependencies(other, simulation.timetable):
+            if device != rank and (op, rank) in simulation.timetable.dependencies.of(other):
                 name = "SendActivation" if op.kind == "F" else "SendGrad"
                 pipe = simulation.timetable.pipe(op.micro_batch)
                 sent = Instruction(name, op.micro_batch, op.stage, pipe, peer=device)

@@ -46,8 +46,7 @@ class Case:
     def ranks(self) -> int:
         """Processes that it takes."""
         place = self.timetable.placement
-        assert place.forward is not None
-        forward = self.tensor_parallel // place.forward.merged
+        forward = self.tensor_parallel // place.merged
         return self.stages * (forward + place.replicas * self.tensor_parallel)
 
 

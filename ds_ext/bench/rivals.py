@@ -124,9 +124,10 @@ def _delays(device: EmulatedDevice, timetable: Timetable) -> Delay:
     """What a message takes, as the simulator has it, jitter included; ranks are devices here."""
 
     def delay(source: int, target: int, op: Op) -> float:
-        waiting = op if op.kind == FORWARD else timetable.gradient_op(op.stage, op.micro_batch)
+        if op.kind != FORWARD:
+            op = op._replace(kind=timetable.dependencies.gradient_kind(op.stage, op.micro_batch))
         costs = device.costs
-        return costs.delay(source, target) * costs.factor(waiting, message=True) / 1000
+        return costs.delay(source, target) * costs.factor(op, message=True) / 1000
 
     return delay
 

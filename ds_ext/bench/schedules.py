@@ -137,7 +137,7 @@ def _check_sizes(name: str, args: argparse.Namespace) -> None:
     micro_batches = args.micro_batches
     placement = timetable_for(name, args.stages, micro_batches, _costs(args)).placement
     replicas = placement.replicas
-    if placement.forward is not None:
+    if placement.forward_devices:
         raise ScheduleError(
             f"{name} has ranks for forwards besides: measure it with `python -m ds_ext bench fbd`."
         )

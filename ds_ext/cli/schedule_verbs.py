@@ -148,9 +148,8 @@ def comparison(
 
 
 def _weights(simulation: Simulation) -> int:
-    """Copies of the weights: of every pipe, and of forward devices."""
-    placement = simulation.timetable.placement
-    return placement.replicas + (placement.forward is not None)
+    """Return the number of copies of the weights: of every pipe, and of forward devices."""
+    return simulation.timetable.placement.copies
 
 
 def _alike(one: Simulation, other: Simulation) -> bool:
@@ -238,7 +237,7 @@ def title(simulation: Simulation) -> str:
 def describe_sizes(timetable: Timetable) -> str:
     """``bitpipe, 4 stages, 8 micro-batches``, and of an evaluation that it is one."""
     ranks, micro_batches = timetable.placement.width, timetable.micro_batches
-    devices = "" if timetable.placement.forward is None else f" on {timetable.placement.ranks} devices"
+    devices = f" on {timetable.placement.ranks} devices" if timetable.placement.forward_devices else ""
     return (
         f"{timetable.schedule}, {ranks} stage{'s' if ranks != 1 else ''}{devices}, "
         f"{micro_batches} micro-batch{'es' if micro_batches != 1 else ''}{'' if timetable.trains else ', forward only'}"

@@ -24,6 +24,7 @@ from ..errors import ConfigError
 from ..launch.job_facts import as_text, checksum, file_facts, setting_facts
 from ..launch.roll_call import compare
 from ..parallel.fbd import FORWARD_ROLE
+from ..pipe_schedules.ops import BACKWARD, FORWARD
 from ..planner.job_plan import JobPlan, make_job_plan
 from .fbd.grid import grid_of_role, index_tied_modules, on_hosts
 from .ties import find_shared, index_shared, require_visible_parameters, require_whole_ties, tied_weights
@@ -164,9 +165,8 @@ class PipelineModule(DeepSpeedPipelineModule):
 
     def stage_owner(self, layer_idx: int) -> int:
         """DeepSpeed's (folded) pipeline coordinate that holds ``layer_idx``; ties are found through it."""
-        placement = self.layout.placement
-        pipes = placement.forward_pipes if self.role == FORWARD_ROLE else placement.pipes
-        device = pipes[0][super().stage_owner(layer_idx)]
+        kind = FORWARD if self.role == FORWARD_ROLE else BACKWARD
+        device = self.layout.placement.device(kind, super().stage_owner(layer_idx), 0)
         return self.topology().folded_stage(device)
 
     def _index_tied_modules(self) -> dict[str, Any]:

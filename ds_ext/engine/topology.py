@@ -24,9 +24,13 @@ class FoldedTopology(ProcessTopology):
 
     def __init__(self, layout: ParallelLayout, role: str | None = None) -> None:
         groups, tp = layout.placement.replica_groups, layout.tensor_parallel_size
-        replicas, forward = layout.placement.replicas, layout.placement.forward
-        if forward is not None and role == FORWARD_ROLE:
-            groups, replicas, tp = tuple((device,) for device in forward.devices), 1, tp // forward.merged
+        placement, replicas = layout.placement, layout.placement.replicas
+        if placement.forward_devices and role == FORWARD_ROLE:
+            groups, replicas, tp = (
+                tuple((device,) for device in placement.forward_devices),
+                1,
+                tp // placement.merged,
+            )
         pipe = len(groups)
         axes, dims = ["pipe", "data"], [pipe, replicas * layout.data_parallel_size]
         if tp > 1:

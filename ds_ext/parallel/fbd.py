@@ -33,8 +33,7 @@ class DisaggregatedLayout(ParallelLayout):
     @property
     def forward_tensor_parallel_size(self) -> int:
         """TP_f, the ranks of a forward device."""
-        assert self.placement.forward is not None
-        return self.tensor_parallel_size // self.placement.forward.merged
+        return self.tensor_parallel_size // self.placement.merged
 
     @property
     def block(self) -> int:
@@ -59,19 +58,17 @@ class DisaggregatedLayout(ParallelLayout):
         place = rank if self.order is None else self.order.index(rank)
         rest, offset = divmod(place, self.block)
         stage, data = divmod(rest, self.data_parallel_size)
-        forward, size = self.placement.forward, self.forward_tensor_parallel_size
-        assert forward is not None
+        size = self.forward_tensor_parallel_size
         if offset < size:
-            return forward.devices[stage], data, offset
+            return self.placement.forward_devices[stage], data, offset
         pipe, tensor = divmod(offset - size, self.tensor_parallel_size)
         return self.placement.pipes[pipe][stage], data, tensor
 
     def stage_and_pipe(self, device: int) -> tuple[int, int | None]:
         """The stage of a device, and its pipe if it goes backward."""
-        forward = self.placement.forward
-        assert forward is not None
-        if device in forward.devices:
-            return forward.devices.index(device), None
+        forwards = self.placement.forward_devices
+        if device in forwards:
+            return forwards.index(device), None
         pipe = next(p for p, devices in enumerate(self.placement.pipes) if device in devices)
         return self.placement.pipes[pipe].index(device), pipe
 
@@ -82,9 +79,8 @@ class DisaggregatedLayout(ParallelLayout):
 
     def tensor_ranks(self, device: int) -> int:
         """How many ranks a device has."""
-        forward = self.placement.forward
-        assert forward is not None
-        return self.forward_tensor_parallel_size if device in forward.devices else self.tensor_parallel_size
+        merges = device in self.placement.forward_devices
+        return self.forward_tensor_parallel_size if merges else self.tensor_parallel_size
 
     def peers(self, rank: int, device: int) -> tuple[int, ...]:
         """The ranks of ``device``, in the same group, with which ``rank`` exchanges: one, or of a merged rank all."""
@@ -104,15 +100,14 @@ class DisaggregatedLayout(ParallelLayout):
         which it gets its weights.
         """
         placement, groups = self.placement, range(self.data_parallel_size)
-        forward = placement.forward
-        assert forward is not None
+        forwards = placement.forward_devices
         every = [(device, g) for device in range(placement.ranks) for g in groups]
-        pipelines = [(devices, g) for g in groups for devices in (forward.devices, *placement.pipes)]
+        pipelines = [(devices, g) for g in groups for devices in (forwards, *placement.pipes)]
         feeds = [
             (devices[0], devices[1], g)
             for g in groups
             for pipe in placement.pipes
-            for devices in zip(forward.devices, pipe[1:], strict=False)
+            for devices in zip(forwards, pipe[1:], strict=False)
         ]
         table = {
             "tensor": [self.ranks_of(device, g) for device, g in every],
@@ -132,13 +127,13 @@ class DisaggregatedLayout(ParallelLayout):
                 for g in groups
                 for t in range(self.tensor_parallel_size)
             ],
-            "forward": [[r for d in forward.devices for g in groups for r in self.ranks_of(d, g)]],
+            "forward": [[r for d in forwards for g in groups for r in self.ranks_of(d, g)]],
             "backward": [
                 [r for pipe in placement.pipes for d in pipe for g in groups for r in self.ranks_of(d, g)]
             ],
             "hand-over": self._pairs(feeds),
             "weights": self._pairs(
-                [(d, placement.pipes[0][s], g) for s, d in enumerate(forward.devices) for g in groups]
+                [(d, placement.pipes[0][s], g) for s, d in enumerate(forwards) for g in groups]
             ),
         }
         if placement.replicas == 1:
@@ -163,9 +158,9 @@ def make_layout(placement: Placement, tensor_parallel_size: int, data_parallel_s
     Raises:
         ConfigError: forward ranks are merged, but not as many as there are.
     """
-    if placement.forward is None:
+    if not placement.forward_devices:
         return ParallelLayout(placement, tensor_parallel_size, data_parallel_size)
-    merged = placement.forward.merged
+    merged = placement.merged
     if merged not in (1, tensor_parallel_size):
         raise ConfigError(
             f"a merged forward rank does the work of all tensor-parallel ranks: merge_forward_tensor_parallel {merged} "

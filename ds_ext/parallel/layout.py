@@ -70,10 +70,10 @@ class ParallelLayout:
 
 def data_parallel_size(world_size: int, placement: Placement, tensor_parallel_size: int) -> int:
     """What is left of the world for data parallelism. Raises ConfigError with the sizes that would fit."""
-    unit, forward = placement.ranks * tensor_parallel_size, placement.forward
+    unit = placement.ranks * tensor_parallel_size
     sizes = f"pipeline_parallel_size {placement.ranks} x tensor_parallel_size {tensor_parallel_size}"
-    if forward is not None:
-        merged = tensor_parallel_size // forward.merged
+    if placement.forward_devices:
+        merged = tensor_parallel_size // placement.merged
         unit = placement.stages * (merged + placement.replicas * tensor_parallel_size)
         sizes = (
             f"pipeline_parallel_size {placement.stages} x ({merged} forward + {placement.replicas} x "

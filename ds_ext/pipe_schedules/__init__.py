@@ -2,9 +2,10 @@
 
 from importlib import import_module
 
-from .ops import Instruction, Op, Program, Timetable
+from .ops import Instruction, Op
 from .placement import Chunk, Placement
 from .registry import SCHEDULES, Option, Schedule, get_schedule, planned_schedule, schedule, timetable
+from .timetables import Program, Timetable
 
 __all__ = [
     "SCHEDULES",

@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 from deepspeed.runtime.pipe import schedule as ds
 
 from ..errors import ScheduleError
-from .draw.grid import order_grid
+from .draw.order import order_grid
 from .lower import lower
-from .ops import Instruction, Program
+from .ops import Instruction
 from .registry import get_schedule
+from .timetables import Program
 
 
 class CopyActivation(ds.BufferOpInstruction):

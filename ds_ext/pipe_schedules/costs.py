@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..errors import ScheduleError
-from .ops import ALL_KINDS, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KINDS, RECOMPUTE, Op
+from .ops import ALL_KINDS, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
 from .placement import Placement
 
 _TIMES = ("f", "b", "w", "comm")
@@ -82,12 +82,10 @@ class Costs:
         self.check_fits(placement)
         share = placement.width / placement.stages
         factors = self.stages or (1.0,) * placement.stages
-        kinds = KINDS if placement.forward is None else ALL_KINDS
-        found = {kind: tuple(self.of(kind) * share * factor for factor in factors) for kind in kinds}
-        if placement.forward is not None:
-            slower = placement.forward.factor
-            found[FORWARD] = tuple(time * slower for time in found[FORWARD])
-        return found
+        return {
+            kind: tuple(self.of(kind) * share * factor * placement.slowdown(kind) for factor in factors)
+            for kind in placement.kinds
+        }
 
     def check_fits(self, placement: Placement) -> None:
         """Raise ScheduleError when there are not as many factors as stages, or a link joins no two ranks."""

@@ -6,9 +6,10 @@ import json
 from typing import Any
 
 from ..errors import ScheduleError
-from .ops import COMPUTE, Op, Timetable
+from .ops import COMPUTE, Op
 from .placement import Placement
 from .registry import check_size
+from .timetables import Timetable
 
 _MOST = 1_000_000  # micro-batches, and chunks
 

@@ -1,7 +1,7 @@
-"""Order decided at run time: which op a device computes next, and the instructions of that op.
+"""Order decided at run time: which op a device computes next.
 
 Each device has one :class:`Greedy`. It has no clock, thread or message: its caller passes it the inputs that arrived
-and the ops that ended, and asks for the next op. The simulator (:func:`.list_scheduling.dispatch.dispatch`) and the
+and the ops that ended, and asks for the next op. The simulator (:func:`.events.run`) and the
 engine run the same objects.
 
 **Admission.** The device of a pipe's first stage starts the micro-batches of that pipe in order, while fewer than the
@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
 
-from .lower import Lowering
-from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Instruction, Op, Timetable
+from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Op
 from .placement import Placement
 
 POLICIES = ("group", "breadth", "depth")
@@ -54,8 +53,8 @@ class Rules:
 
     @cached_property
     def pipes(self) -> tuple[int, ...]:
-        """The pipe of every micro-batch, as :attr:`.Timetable.pipes` has it."""
-        return tuple(m * self.placement.replicas // self.micro_batches for m in range(self.micro_batches))
+        """The pipe of every micro-batch."""
+        return self.placement.pipes_of(self.micro_batches)
 
     @cached_property
     def places(self) -> tuple[int, ...]:
@@ -130,6 +129,8 @@ class Greedy:
             self._admit(self.rules.pipes[op.micro_batch])
         elif op.kind == FORWARD:
             heappush(self._forwards, (self.rules.key(op), op))
+        elif op.kind == BACKWARD_WEIGHT:
+            self._weights.append(op)
         else:
             heappush(self._backwards, (self.rules.key(op), op))
 
@@ -176,9 +177,7 @@ class Greedy:
 
     def done(self, op: Op) -> None:
         """``op`` has been computed."""
-        if op.kind == BACKWARD_INPUT:
-            self._weights.append(Op(BACKWARD_WEIGHT, op.micro_batch, op.stage))
-        elif op.kind != FORWARD:
+        if op.kind in (BACKWARD, BACKWARD_WEIGHT):
             self._keep(self._stage(op), -1)
         if op.kind in _GRADIENTS and op.stage == 0:
             pipe = self.rules.pipes[op.micro_batch]
@@ -191,30 +190,3 @@ class Greedy:
             self._credits[pipe] -= 1
             op = entries.popleft()
             heappush(self._forwards, (self.rules.key(op), op))
-
-
-class LiveLowering(Lowering):
-    """Instructions of one device, lowered one op at a time.
-
-    They are those of a timetable, except that a message is received right before the op that needs it: it has arrived
-    when the op is chosen.
-
-    Args:
-        rank: the device.
-        timetable: any order of the same schedule; it gives placement and sizes.
-    """
-
-    def __init__(self, rank: int, timetable: Timetable) -> None:
-        super().__init__(rank, timetable, {})
-
-    def lower(self, op: Op) -> list[Instruction]:
-        """Return the instructions of ``op`` with the messages before and after it."""
-        self.program = []
-        self.add(op)
-        return self.program
-
-    def _receive(self, wanted: int, sender: int) -> None:
-        if sender != self.rank:
-            m, stage = divmod(wanted % self.pairs, self.stages)
-            name = "RecvActivation" if wanted < self.pairs else "RecvGrad"
-            self._instruct(name, m, stage, self.timetable.pipes[m], peer=sender)

@@ -8,10 +8,10 @@ from pathlib import Path
 from ..errors import ScheduleError
 from .costs import Costs
 from .dumped import read_dump
-from .ops import Timetable
 from .placement import Placement
 from .registry import Orders, Schedule
 from .text import loads
+from .timetables import Timetable
 
 _ENDINGS = (".txt", ".csv", ".json")
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import heapq
 
 from ..errors import ScheduleError
-from .ops import FORWARD, Op, Timetable
+from .ops import FORWARD, Op
 from .placement import Placement
 from .registry import check_size
+from .timetables import Timetable
 
 
 def forward_timetable(placement: Placement, micro_batches: int, name: str = "inference") -> Timetable:
@@ -22,17 +23,20 @@ def forward_timetable(placement: Placement, micro_batches: int, name: str = "inf
     if micro_batches < 1:
         raise ScheduleError(f"{name} needs at least 1 micro-batch; got {micro_batches}.")
     check_size(name, placement, micro_batches)
-    timetable = Timetable(name, placement, micro_batches, ())
-    ranks: list[list[Op]] = [[] for _ in range(placement.ranks)]
+    pipes = placement.pipes_of(micro_batches)
+    orders: list[list[Op]] = [[] for _ in range(placement.ranks)]
     waiting: list[list[int]] = [[] for _ in placement.pipes]
     for m in reversed(range(micro_batches)):
-        waiting[timetable.pipe(m)].append(m)
+        waiting[pipes[m]].append(m)
     # Per device what is ready: (since when, micro-batch, stage). All forwards take one unit.
-    ready: list[list[tuple[int, int, int]]] = [[] for _ in ranks]
+    ready: list[list[tuple[int, int, int]]] = [[] for _ in orders]
+
+    def arrive(now: int, m: int, stage: int) -> None:
+        heapq.heappush(ready[placement.device(FORWARD, stage, pipes[m])], (now, m, stage))
 
     def admit(pipe: int, now: int) -> None:
         if waiting[pipe]:
-            heapq.heappush(ready[placement.forward_pipes[pipe][0]], (now, waiting[pipe].pop(), 0))
+            arrive(now, waiting[pipe].pop(), 0)
 
     for pipe in range(placement.replicas):
         for _ in range(placement.width):
@@ -42,9 +46,9 @@ def forward_timetable(placement: Placement, micro_batches: int, name: str = "inf
         turn = [(device, heapq.heappop(queue)) for device, queue in enumerate(ready) if queue]
         now += 1
         for device, (_, m, stage) in turn:
-            ranks[device].append(Op(FORWARD, m, stage))
+            orders[device].append(Op(FORWARD, m, stage))
             if stage + 1 < placement.stages:
-                heapq.heappush(ready[timetable.rank(stage + 1, m, FORWARD)], (now, m, stage + 1))
+                arrive(now, m, stage + 1)
             else:
-                admit(timetable.pipe(m), now)
-    return Timetable(name, placement, micro_batches, tuple(map(tuple, ranks)))
+                admit(pipes[m], now)
+    return Timetable(name, placement, micro_batches, tuple(map(tuple, orders)))

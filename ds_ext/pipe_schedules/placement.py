@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..errors import ScheduleError
+from .ops import ALL_KINDS, FORWARD, KINDS, RECOMPUTE
 
 
 class Chunk(NamedTuple):
@@ -65,7 +66,7 @@ class Placement:
     @cached_property
     def ranks(self) -> int:
         """Number of devices."""
-        return 1 + max(max(pipe) for pipe in (*self.pipes, *self.forward_pipes))
+        return 1 + max(map(max, filter(None, (*self.pipes, self.forward_devices))))
 
     @cached_property
     def width(self) -> int:
@@ -73,9 +74,51 @@ class Placement:
         return self.ranks if self.forward is None else len(set(self.pipes[0]))
 
     @cached_property
-    def forward_pipes(self) -> tuple[tuple[int, ...], ...]:
-        """``forward_pipes[p][stage]``: the device that computes the forward of ``stage`` for pipe ``p``."""
-        return self.pipes if self.forward is None else (self.forward.devices,) * self.replicas
+    def forward_devices(self) -> tuple[int, ...]:
+        """The devices that only compute forwards, by stage; none where every device does both."""
+        return () if self.forward is None else self.forward.devices
+
+    @property
+    def merged(self) -> int:
+        """Tensor-parallel ranks of a backward device whose work one rank of a forward device does."""
+        return 1 if self.forward is None else self.forward.merged
+
+    @property
+    def keeps(self) -> str:
+        """The kind of op whose activations a backward uses: the forward, or the forward that its device repeats."""
+        return FORWARD if self.forward is None else RECOMPUTE
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of ops that devices compute."""
+        return KINDS if self.forward is None else ALL_KINDS
+
+    @property
+    def copies(self) -> int:
+        """Number of copies of every stage's weights."""
+        return self.replicas + (self.forward is not None)
+
+    @cached_property
+    def weight_copies(self) -> tuple[tuple[int, int, int], ...]:
+        """(stage, from, to): the devices that get new weights from another after a step."""
+        return tuple((stage, self.pipes[0][stage], to) for stage, to in enumerate(self.forward_devices))
+
+    def slowdown(self, kind: str) -> float:
+        """Return the time of an op of ``kind`` relative to the time on a backward device."""
+        return self.forward.factor if self.forward is not None and kind == FORWARD else 1.0
+
+    def device(self, kind: str, stage: int, pipe: int) -> int:
+        """Return the device that computes ops of ``kind`` at ``stage`` for the micro-batches of ``pipe``."""
+        if kind == FORWARD and self.forward is not None:
+            return self.forward.devices[stage]
+        return self.pipes[pipe][stage]
+
+    def pipes_of(self, micro_batches: int) -> tuple[int, ...]:
+        """Return the pipe of every micro-batch: pipe 0 has the first N/replicas ids, and so on.
+
+        Consecutive ids are consecutive samples, so a pipe reads what a data-parallel rank of the same index would read.
+        """
+        return tuple(m * self.replicas // micro_batches for m in range(micro_batches))
 
     @cached_property
     def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
@@ -89,21 +132,18 @@ class Placement:
             for stage, device in enumerate(devices):
                 visits[device].append((seen[device], pipe, stage))
                 seen[device] += 1
-        if self.forward is not None:
-            for stage, device in enumerate(self.forward.devices):
-                visits[device].append((0, 0, stage))  # one stage, of all pipes
+        for stage, device in enumerate(self.forward_devices):
+            visits[device].append((0, 0, stage))  # one stage, of all pipes
         return tuple(tuple(Chunk(stage, pipe) for _, pipe, stage in sorted(visit)) for visit in visits)
 
     @cached_property
-    def chunk_index(self) -> dict[tuple[int, int], int]:
-        """(stage, pipe) -> chunk index on the device that holds it."""
-        forward = () if self.forward is None else self.forward.devices
-        return {
-            (c.stage, c.pipe): i
-            for device, chunks in enumerate(self.chunks)
-            if device not in forward
-            for i, c in enumerate(chunks)
-        }
+    def _chunk_index(self) -> tuple[dict[tuple[int, int], int], ...]:
+        """Per device its (stage, pipe) -> chunk index."""
+        return tuple({(c.stage, c.pipe): i for i, c in enumerate(chunks)} for chunks in self.chunks)
+
+    def chunk_index(self, device: int, stage: int, pipe: int) -> int:
+        """Return the index of a chunk on ``device``; a forward device has one for all pipes."""
+        return self._chunk_index[device].get((stage, pipe), 0)
 
     @cached_property
     def replica_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -132,9 +172,8 @@ class Placement:
     def _same_stages(self) -> dict[frozenset[int], list[int]]:
         """Devices by the set of stages that they hold; those that only compute forwards are nobody's replicas."""
         groups: dict[frozenset[int], list[int]] = {}
-        forward = () if self.forward is None else self.forward.devices
         for device, chunks in enumerate(self.chunks):
-            if device in forward:
+            if device in self.forward_devices:
                 continue
             groups.setdefault(frozenset(c.stage for c in chunks), []).append(device)
         return groups

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from ..errors import ScheduleError
-from .ops import Timetable
 from .placement import Placement
 from .schedule import (
     COSTS,
@@ -35,6 +34,7 @@ from .schedule import (
     did_you_mean,
     every_rank,
 )
+from .timetables import Timetable
 
 __all__ = [
     "SCHEDULES",

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..errors import ScheduleError
-from .collection import without_collection
 from .costs import Costs, read_costs
-from .ops import Op, Timetable
+from .ops import Op
 from .placement import Placement
+from .timetables import Timetable
 
 Orders = tuple[tuple[Op, ...], ...]
 _MOST_RANKS = 16_384
@@ -213,7 +213,6 @@ class Schedule:
                 f"{os.path.basename(last.filename)}, line {last.lineno}."
             ) from error
 
-    @without_collection
     def timetable(
         self,
         ranks: int,

@@ -18,14 +18,16 @@ import math
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..errors import ScheduleError
 from .costs import Costs
-from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op, Timetable
+from .events import Work
+from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
 from .placement import ForwardPipe, Placement
 from .registry import check_size
-from .simulate import simulate
+from .simulate import in_order, simulate
+from .timetables import Timetable
 
 _HEADER = "# timetable"
 _WAIT = "."
@@ -66,19 +68,20 @@ def torch_csv(timetable: Timetable) -> str:
             f"{timetable.schedule} has {timetable.placement.replicas} pipes, and torch's CSV holds one: its cells "
             f"do not say which pipe a stage belongs to. Write a timetable file instead (FILE.txt, dumps())."
         )
-    if timetable.placement.forward is not None:
+    if timetable.placement.forward_devices:
         raise ScheduleError(
             f"{timetable.schedule} computes forwards on devices of their own, and torch's CSV has one device a stage. "
             f"Write a timetable file instead (FILE.txt, dumps())."
         )
+    simulate(timetable)
     # With input gradients in the place of whole backwards every computation costs the same: one step.
-    steps = replace(timetable, ranks=tuple(tuple(map(_one_step, order)) for order in timetable.ranks))
-    step_of = simulate(steps, Costs(1.0, 1.0, 1.0, 0.0)).spans
+    orders = tuple(tuple(map(_one_step, order)) for order in timetable.ranks)
+    steps = in_order(Work(timetable.placement, timetable.micro_batches, Costs(), split=True), orders)
     share = timetable.placement.width / timetable.placement.stages
     rows = []
-    for order, spans in zip(timetable.ranks, step_of, strict=True):
+    for order, starts in zip(timetable.ranks, steps.starts, strict=True):
         cells: list[str] = []
-        for op, (_, start, _) in zip(order, spans, strict=True):
+        for op, start in zip(order, starts, strict=True):
             cells += [""] * (round(start / share) - len(cells))
             cells.append(f"{op.stage}{op.kind}{op.micro_batch}")
         rows.append(cells)
@@ -188,7 +191,7 @@ def _read_pipes(value: str, ranks: int, place: _Place, forward: ForwardPipe | No
             f"pipes={value}: expected devices such as 0,1,1,0;1,0,0,1 for stages 0.. of two pipes."
         )
     placement = Placement(tuple(tuple(map(int, pipe.split(","))) for pipe in value.split(";")), forward)
-    lengths = sorted({len(pipe) for pipe in (*placement.pipes, *placement.forward_pipes)})
+    lengths = sorted({len(pipe) for pipe in (*placement.pipes, placement.forward_devices) if pipe})
     if len(lengths) > 1:
         raise place.error(
             f"pipes={value}: every pipe has all stages; got {lengths[0]} and {lengths[-1]} of them."

@@ -198,11 +198,11 @@ def comparison_note(simulation: Simulation) -> str | None:
     """
     made, costs = simulation.timetable, replace(simulation.costs, links={})
     place = made.placement
-    if place.forward is None or not made.trains:
+    if not place.forward_devices or not made.trains:
         return None
     order = timetable(_PLAIN, place.width, made.micro_batches // place.replicas)
     plain, again = simulate(order, costs), simulate(order, replace(costs, b=costs.b + costs.f))
-    backward, forward = place.replicas * place.width, place.width / place.forward.merged
+    backward, forward = place.replicas * place.width, place.width / place.merged
     ours = simulation.makespan * (backward + forward)
     ratio = ours / (plain.makespan * backward) if plain.makespan else 1.0
     again_ratio = ours / (again.makespan * backward) if again.makespan else 1.0

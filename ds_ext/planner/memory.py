@@ -21,9 +21,10 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 
 from ..errors import ScheduleError
-from ..pipe_schedules.ops import BACKWARD_INPUT, FORWARD, RECOMPUTE, Timetable
+from ..pipe_schedules.ops import BACKWARD_INPUT, FORWARD, RECOMPUTE
 from ..pipe_schedules.placement import Placement
 from ..pipe_schedules.simulate import Simulation
+from ..pipe_schedules.timetables import Timetable
 
 _RECOMPUTE = ("none", "selective", "full")
 
@@ -175,10 +176,9 @@ def memory(made: Timetable | Simulation, sizes: ModelSizes) -> tuple[RankMemory,
     for device in range(placement.ranks):
         count = sizes.device_parameters(placement, device)
         gradients, optimizer, activations = 0.0, 0.0, 0.0
-        forward = placement.forward
-        if forward is not None and device in forward.devices:
+        if device in placement.forward_devices:
             # Weights, whole where one rank does the work of several; neither gradients nor optimizer nor a graph.
-            whole = replace(sizes, tensor_parallel=1) if forward.merged > 1 else sizes
+            whole = replace(sizes, tensor_parallel=1) if placement.merged > 1 else sizes
             count = whole.device_parameters(placement, device)
         elif timetable.trains:
             gradients, optimizer = count * sizes.gradient_bytes, count * state

@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import ScheduleError
 from ..pipe_schedules import SCHEDULES, Op, Placement, Schedule, Timetable
 from ..pipe_schedules.costs import Costs
-from ..pipe_schedules.list_scheduling.dispatch import Work
+from ..pipe_schedules.events import Work
 from ..pipe_schedules.list_scheduling.search import lower_bound
 from ..pipe_schedules.ops import BACKWARD, FORWARD, KINDS
 from ..pipe_schedules.simulate import simulate
@@ -160,7 +160,7 @@ class _Trial:
     def placement(self) -> Placement:
         """Raises ScheduleError when the schedule cannot have these sizes."""
         placement = self.schedule.placement(self.request.devices, self.options)
-        if placement.forward is not None:
+        if placement.forward_devices:
             raise ScheduleError(
                 f"{self.schedule.name} takes {placement.ranks} devices for {placement.width} stages, as forwards have "
                 f"devices of their own; there are {self.request.devices}."

@@ -17,9 +17,9 @@ from typing import Any
 from ..errors import ConfigError, ScheduleError
 from ..pipe_schedules import Op, Timetable
 from ..pipe_schedules.costs import Costs
-from ..pipe_schedules.list_scheduling.dispatch import Work
+from ..pipe_schedules.events import Work
 from ..pipe_schedules.list_scheduling.search import lower_bound
-from ..pipe_schedules.simulate import Simulation, dependencies, simulate
+from ..pipe_schedules.simulate import Simulation, simulate
 
 _MOST_TICKS = 10_000_000  # of a step; the solver counts in integers
 
@@ -122,7 +122,7 @@ class _Problem:
             self._one_at_a_time(order)
             for op in order:
                 self.model.add(makespan >= self.start[op] + self.length[op])
-                for need, owner in dependencies(op, made):
+                for need, owner in made.dependencies.of(op):
                     delay = self.ticks(costs.delay(owner, rank))
                     self.model.add(self.start[op] >= self.start[need] + self.length[need] + delay)
         for m in range(1, made.micro_batches):

@@ -9,14 +9,14 @@ from deepspeed.runtime.pipe import schedule as ds
 from ...parallel.layout import ParallelLayout
 from ...pipe_schedules import Instruction, Op, Program
 from ...pipe_schedules.bridge import TimetableSchedule, to_pipe_instruction
-from ...pipe_schedules.dynamic import LiveLowering
-from ...pipe_schedules.list_scheduling.dispatch import Policy
-from ...pipe_schedules.ops import BACKWARD_WEIGHT, FORWARD
+from ...pipe_schedules.dependencies import Inputs
+from ...pipe_schedules.events import Policy
+from ...pipe_schedules.lower import AFTER_BACKWARDS, Lowering
+from ...pipe_schedules.ops import FORWARD
 from ...pipe_schedules.registry import DynamicRules
 from ..messages import Kind, StageMessages
 from .messages import Arrival, DynamicMessages
 
-_AFTER_BACKWARDS = ("ReduceTiedGrads", "ReduceGrads", "OptimizerStep")
 _SHOWN = 12  # computations in an error
 
 
@@ -65,58 +65,47 @@ class DynamicSchedule(TimetableSchedule):
         """Yield the instructions of each computation as soon as it is decided."""
         messages = self._messages
         assert messages is not None, "start() comes before"
-        lowering = LiveLowering(self.stage_id, self.program.timetable)
+        lowering = Lowering(self.stage_id, self.program.timetable)
         self.ran = []
         try:
             for op in self._decided(messages) if messages.decides else self._followed(messages):
                 self.ran.append(op)
-                yield list(map(to_pipe_instruction, lowering.lower(op)))
+                yield list(map(to_pipe_instruction, lowering.add(op)))
         except Exception as error:
             error.add_note(f"while it waited for work:\n{self.picture(None)}")
             messages.transport.abort(f"{type(error).__name__}: {error}")
             raise
-        yield [to_pipe_instruction(Instruction(name)) for name in _AFTER_BACKWARDS]
+        yield [to_pipe_instruction(Instruction(name)) for name in AFTER_BACKWARDS]
 
     def _decided(self, messages: DynamicMessages) -> Iterator[Op]:
         """Yield the ops that this rank chooses; the caller computes each before it asks for the next."""
-        policy = self.rules.device(self.stage_id)
+        dependencies = self.program.timetable.dependencies
+        policy, inputs = self.rules.device(self.stage_id), Inputs(dependencies)
         for op in self.rules.entering(self.stage_id):
             policy.arrive(op)
         for _ in range(self.rules.count(self.stage_id)):
-            self._arrive(policy, messages.poll())
+            self._arrive(policy, inputs, messages.poll())
             while (op := policy.choose()) is None:
-                self._arrive(policy, messages.wait())
+                self._arrive(policy, inputs, messages.wait())
             messages.choices.tell(op)
             yield op
             policy.done(op)
-            following = self._follower(op)
-            if following is not None and self._device(following) == self.stage_id:
-                policy.arrive(following)
+            for consumer, device in dependencies.consumers(op):
+                if device == self.stage_id and inputs.deliver(consumer):
+                    policy.arrive(consumer)
 
     def _followed(self, messages: DynamicMessages) -> Iterator[Op]:
         """Yield the ops that the first rank of the tensor-parallel group chooses."""
         for _ in range(self.rules.count(self.stage_id)):
             yield messages.choices.hear()
 
-    def _arrive(self, policy: Policy, arrivals: list[Arrival]) -> None:
+    def _arrive(self, policy: Policy, inputs: Inputs, arrivals: list[Arrival]) -> None:
+        dependencies = self.program.timetable.dependencies
         for arrival in arrivals:
-            kind = FORWARD if arrival.kind == Kind.ACTIVATION else self._gradient
-            policy.arrive(Op(kind, arrival.micro_batch, arrival.stage))
-
-    @property
-    def _gradient(self) -> str:
-        return self.program.timetable.gradient_op(0, 0).kind
-
-    def _follower(self, op: Op) -> Op | None:
-        """Return the op that waits for the result of ``op``, if any."""
-        kind, m, stage = op
-        if kind == FORWARD:
-            last = stage == self.rules.placement.stages - 1
-            return Op(self._gradient, m, stage) if last else Op(FORWARD, m, stage + 1)
-        return Op(kind, m, stage - 1) if stage and kind != BACKWARD_WEIGHT else None
-
-    def _device(self, op: Op) -> int:
-        return self.program.timetable.rank(op.stage, op.micro_batch)
+            m, stage = arrival.micro_batch, arrival.stage
+            kind = FORWARD if arrival.kind == Kind.ACTIVATION else dependencies.gradient_kind(stage, m)
+            if inputs.deliver(op := Op(kind, m, stage)):
+                policy.arrive(op)
 
     def picture(self, instruction: ds.PipeInstruction | None) -> str:
         """Return the ops that this device has computed in the step; other devices keep their own order."""

@@ -8,6 +8,7 @@ import torch
 from deepspeed.runtime.pipe import schedule as ds
 
 from ...pipe_schedules.bridge import SyncWeights
+from ...pipe_schedules.ops import FORWARD
 from ..engine import PipelineEngine
 from .role import RoleEngine
 from .weights import WeightLink, weights_in_order
@@ -19,8 +20,7 @@ class BackwardEngine(RoleEngine):
     def _make_weight_link(self) -> WeightLink | None:
         if self._pipe != 0:
             return None  # the replicas have the same weights
-        assert self.layout.placement.forward is not None
-        peers = self.layout.peers(self.global_rank, self.layout.placement.forward.devices[self._stage])
+        peers = self.layout.peers(self.global_rank, self.layout.placement.device(FORWARD, self._stage, 0))
         return WeightLink(self.transport, weights_in_order(self.module), peers, 1, self._stage)
 
     def sync_weights(self) -> None:

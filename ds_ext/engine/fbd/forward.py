@@ -35,10 +35,10 @@ class ForwardEngine(RoleEngine):
     # --- weights ---
 
     def _make_weight_link(self) -> WeightLink | None:
-        forward = self.layout.placement.forward
-        assert forward is not None
         peers = self.layout.peers(self.global_rank, self.layout.placement.pipes[0][self._stage])
-        return WeightLink(self.transport, weights_in_order(self.module), peers, forward.merged, self._stage)
+        return WeightLink(
+            self.transport, weights_in_order(self.module), peers, self.layout.placement.merged, self._stage
+        )
 
     def sync_weights(self) -> None:
         """Take the weights that the backward ranks send."""
@@ -85,8 +85,7 @@ class ForwardEngine(RoleEngine):
 
     def _exec_send_activations(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
         """To a backward device only when it has taken enough of the outputs that it was sent before."""
-        assert self.layout.placement.forward is not None
-        if peer in self.layout.placement.forward.devices:
+        if peer in self.layout.placement.forward_devices:
             super()._exec_send_activations(buffer_id, stage, micro_batch, peer)
             return
         room = most_ahead(self.layout.placement.stages, stage)

@@ -13,7 +13,18 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ...errors import ScheduleError
-from ..ops import BACKWARD_INPUT, COMPUTE, FORWARD, RECOMPUTE, Instruction, Op, Program
+from ..ops import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    COMPUTE,
+    COMPUTE_NAME,
+    FORWARD,
+    RECOMPUTE,
+    Instruction,
+    Op,
+)
+from ..timetables import Program
 from .timetable import fail
 
 ACTIVATION, GRADIENT, LABELS, OUTPUT, INPUT_GRADIENT, WEIGHT_GRADIENT = 1, 2, 4, 8, 16, 32
@@ -25,6 +36,17 @@ WORDS = {
     INPUT_GRADIENT: "input gradient",
     WEIGHT_GRADIENT: "weight gradient",
 }
+_MADE = {
+    FORWARD: OUTPUT,
+    RECOMPUTE: OUTPUT,
+    BACKWARD: INPUT_GRADIENT,
+    BACKWARD_INPUT: INPUT_GRADIENT,
+    BACKWARD_WEIGHT: WEIGHT_GRADIENT,
+}
+_ELSEWHERE = {
+    OUTPUT: ACTIVATION,
+    INPUT_GRADIENT: GRADIENT,
+}  # what a result is called at the stage that waits for it
 _STAY, _SEND, _RECEIVE = 0, 1, 2
 
 
@@ -75,27 +97,19 @@ class RankCheck:
 
     @cached_property
     def _rules(self) -> dict[str, tuple[_Rule, ...]]:
-        """Name of an instruction -> its rule at every stage."""
-        last = self.program.timetable.placement.stages - 1
-        backward = [
-            _Rule(OUTPUT | (GRADIENT if stage < last else 0), INPUT_GRADIENT) for stage in range(last + 1)
-        ]
+        """Name of an instruction -> its rule at every stage; SyncWeights has none, as it is of no micro-batch."""
+        stages = range(self.program.timetable.placement.stages)
 
         def everywhere(*rule: int) -> tuple[_Rule, ...]:
-            return (_Rule(*rule),) * (last + 1)
+            return (_Rule(*rule),) * len(stages)
 
-        forward = tuple(
-            _Rule(ACTIVATION | (LABELS if stage == last > 0 else 0), OUTPUT) for stage in range(last + 1)
-        )
-        # Only where forwards have devices of their own; SyncWeights is of no micro-batch.
-        repeated = {"RecomputeForward": forward} if self.program.timetable.placement.forward else {}
+        computations = {
+            COMPUTE_NAME[kind]: tuple(_Rule(self._needs(kind, stage), _MADE[kind]) for stage in stages)
+            for kind in self.program.timetable.placement.kinds
+        }
         return {
-            "LoadMicroBatch": tuple(_Rule(0, LABELS if stage else ACTIVATION) for stage in range(last + 1)),
-            "ForwardPass": forward,
-            **repeated,
-            "BackwardPass": tuple(backward),
-            "BackwardInput": tuple(backward),
-            "BackwardWeight": everywhere(INPUT_GRADIENT, WEIGHT_GRADIENT),
+            "LoadMicroBatch": tuple(_Rule(0, LABELS if stage else ACTIVATION) for stage in stages),
+            **computations,
             "RecvActivation": everywhere(0, ACTIVATION, 0, _RECEIVE),
             "RecvGrad": everywhere(0, GRADIENT, 0, _RECEIVE),
             "SendActivation": everywhere(OUTPUT, ACTIVATION, 1, _SEND),
@@ -103,6 +117,17 @@ class RankCheck:
             "CopyActivation": everywhere(OUTPUT, ACTIVATION, 1),
             "CopyGrad": everywhere(INPUT_GRADIENT, GRADIENT, -1),
         }
+
+    def _needs(self, kind: str, stage: int) -> int:
+        """Return what a computation needs, as bits: what it loads, and what the ops that it waits for have made."""
+        needs = 0
+        if kind in (FORWARD, RECOMPUTE):
+            last = self.program.timetable.placement.stages - 1
+            needs = (0 if stage else ACTIVATION) | (LABELS if stage == last > 0 else 0)
+        for need, _ in self.program.timetable.dependencies.of(Op(kind, 0, stage)):
+            made = _MADE[need.kind]
+            needs |= made if need.stage == stage else _ELSEWHERE[made]
+        return needs
 
     def _check_order(self, rank: int) -> None:
         """The instructions compute what the timetable says, in its order."""
@@ -187,8 +212,7 @@ class RankCheck:
         op = instruction.op
         if op is not None:
             # What the rank makes itself comes later, as every computation is there once.
-            output = FORWARD if self.program.timetable.placement.forward is None else RECOMPUTE
-            made = {OUTPUT: output, INPUT_GRADIENT: BACKWARD_INPUT}.get(what)
+            made = {OUTPUT: self.program.timetable.placement.keeps, INPUT_GRADIENT: BACKWARD_INPUT}.get(what)
             lack = f"without its {WORDS[what]}" if made is None else f"before {Op(made, m, stage)}"
             return fail(self.program.timetable, f"rank {rank} runs {op} {lack}.", rank, op)
         sentence = f"rank {rank} hands on the {WORDS[what]} of micro-batch {m} at stage {stage} before it is computed."
@@ -203,7 +227,8 @@ def made_by(program: Program, item: Item) -> Op:
     """The op of the item's stage that an error about it points at."""
     gradient = item.what in (GRADIENT, INPUT_GRADIENT)
     _, stage, m = item
-    return program.timetable.gradient_op(stage, m) if gradient else Op(FORWARD, m, stage)
+    kind = program.timetable.dependencies.gradient_kind(stage, m) if gradient else FORWARD
+    return Op(kind, m, stage)
 
 
 def _slot_uses(instructions: tuple[Instruction, ...]) -> Iterator[tuple[tuple[int, int], int]]:

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ...errors import ScheduleError
-from ..ops import Instruction, Program
+from ..ops import Instruction
+from ..timetables import Program
 from .device import ACTIVATION, GRADIENT, Item, Traffic, made_by
 from .timetable import fail
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...errors import ScheduleError
-from ..collection import without_collection
-from ..ops import Program
+from ..ops import FORWARD
+from ..timetables import Program
 from .device import RankCheck
 from .links import Links
 from .timetable import check_timetable, fail
@@ -40,7 +40,6 @@ class Report:
     messages: int
 
 
-@without_collection
 def check(program: Program, *, link_slots: int | None = None, order: str = "fifo") -> Report:
     """Prove that ``program`` ends, or raise ScheduleError with a sentence and the grid with an arrow.
 
@@ -63,6 +62,6 @@ def check(program: Program, *, link_slots: int | None = None, order: str = "fifo
     links = Links(program, traffic, order == "tagged")
     links.refuse(links.run(link_slots), link_slots)
     timetable, placement = program.timetable, program.timetable.placement
-    ends = placement.pipes if timetable.trains else placement.forward_pipes
-    loss_ranks = tuple(sorted({pipe[-1] for pipe in ends}))
+    kind, last = placement.keeps if timetable.trains else FORWARD, placement.stages - 1
+    loss_ranks = tuple(sorted({placement.device(kind, last, pipe) for pipe in range(placement.replicas)}))
     return Report(program.num_slots, links.fewest_slots(), loss_ranks, links.messages)

@@ -1,15 +1,14 @@
-"""Timetables as text: the grid over time that ``show`` prints, and the rank x step grid that errors carry."""
+"""The grid over time that ``show`` prints."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING
 
-from ..ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op, Timetable
-
-if TYPE_CHECKING:  # the simulation itself draws a grid where it stands still
-    from ..simulate import Simulation
+from ..ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
+from ..simulate import Simulation
+from ..timetables import Timetable
+from .order import order_grid
 
 LEGEND = "3 forward of micro-batch 3   3'- its backward   . waiting"
 SPLIT_LEGEND = "3' its input gradient   3\" its weight gradient"
@@ -95,33 +94,3 @@ def _time_unit(simulation: Simulation) -> float:
     shortest = min(b - a for a, b in itertools.pairwise(edges)) * scale
     durations = [end - start for start, end in spans]
     return shortest if max(durations) <= _MAX_UNITS_PER_OP * shortest else min(durations)
-
-
-def order_grid(
-    timetable: Timetable, *, rank: int | None = None, step: int | None = None, around: int = 6
-) -> str:
-    """The rank x step grid, with ``rank`` and ``step`` a window around that op with an arrow at it.
-
-    Args:
-        rank, step: the op to point at, ``timetable.ranks[rank][step]``; a rank alone gets the arrow at its end.
-        around: how many steps to show on each side of it.
-    """
-    length = max((len(order) for order in timetable.ranks), default=0)
-    first, last = 0, length
-    if step is not None:
-        first, last = max(step - around, 0), min(step + around + 1, length)
-    cell = 2 + max((len(str(op)) for order in timetable.ranks for op in order[first:last]), default=4)
-    margin = len(f"rank {len(timetable.ranks) - 1}  ")
-    head = "step".ljust(margin) + "".join(str(i).ljust(cell) for i in range(first, last))
-    lines = [head.rstrip()]
-    for r, order in enumerate(timetable.ranks):
-        row = f"rank {r}".ljust(margin) + "".join(str(op).ljust(cell) for op in order[first:last])
-        if r != rank:
-            lines.append(row.rstrip())
-            continue
-        lines.append(row.ljust(len(head)).rstrip() + "   <-- ERROR HERE")
-        if step is not None:
-            lines.append(" " * (margin + (step - first) * cell) + "^" * len(str(order[step])))
-    if first > 0 or last < length:
-        lines.append(" " * margin + f"(steps {first}..{last - 1} of {length})")
-    return "\n".join(lines)

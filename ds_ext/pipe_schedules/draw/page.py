@@ -187,7 +187,7 @@ def _plot(simulation: Simulation, axis: str | None) -> dict[str, object]:
         "peaks": [_number(peak) for peak in simulation.peak_activations],
         "axis": axis or axis_title(simulation),
         "pipes": timetable.placement.pipes,
-        "forward": forward.devices if (forward := timetable.placement.forward) else (),
+        "forward": timetable.placement.forward_devices,
         "pipe": [timetable.pipe(m) for m in range(timetable.micro_batches)],
         "words": words,
         "rows": ["".join(map(number.__getitem__, row)) for row in rows],

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE
-from ..simulate import Simulation, dependencies
+from ..simulate import Simulation
 
 _CATEGORY = {
     FORWARD: "forward",
@@ -73,7 +73,7 @@ def _arrows(simulation: Simulation, unit_us: float) -> Iterator[Event]:
     number = 0
     for rank, spans in enumerate(simulation.spans):
         for op, start, _ in spans:
-            for need, owner in dependencies(op, simulation.timetable):
+            for need, owner in simulation.timetable.dependencies.of(op):
                 if owner == rank:
                     continue
                 number += 1

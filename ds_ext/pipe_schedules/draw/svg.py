@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-from ..ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op, Timetable
+from ..ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
 from ..placement import Placement
 from ..simulate import Simulation
+from ..timetables import Timetable
 
 WORDS = {
     FORWARD: "forward",
@@ -86,7 +87,7 @@ def color_class(op: Op, timetable: Timetable) -> str:
 def heading(timetable: Timetable) -> str:
     """``4 stages, 8 micro-batches``."""
     ranks, micro_batches = timetable.placement.width, timetable.micro_batches
-    devices = "" if timetable.placement.forward is None else f" on {timetable.placement.ranks} devices"
+    devices = f" on {timetable.placement.ranks} devices" if timetable.placement.forward_devices else ""
     return f"{ranks} stage{'s' * (ranks != 1)}{devices}, {micro_batches} micro-batch{'es' * (micro_batches != 1)}"
 
 
@@ -107,7 +108,7 @@ def axis_title(simulation: Simulation) -> str:
     """Says what a unit of time is: one forward of a D-th of the model, or how many units such a forward takes."""
     timetable = simulation.timetable
     ranks = timetable.placement.width
-    kind = FORWARD if timetable.placement.forward is None else RECOMPUTE
+    kind = timetable.placement.keeps if timetable.trains else FORWARD
     forwards = sum(end - start for row in simulation.spans for op, start, end in row if op.kind == kind)
     forward = f"{forwards / (timetable.micro_batches * ranks):.4g}"
     share = "the model" if ranks == 1 else f"1/{ranks} of the model"

@@ -13,12 +13,13 @@ from random import Random
 
 from ...errors import ScheduleError
 from ..costs import Costs
-from ..ops import BACKWARD, FORWARD, Timetable
+from ..events import Run, Work
+from ..ops import BACKWARD, FORWARD
 from ..placement import Placement
 from ..registry import Orders
-from ..simulate import peak_stages, simulate
+from ..simulate import in_order, peak_stages
 from ..tick_rule import slots
-from .dispatch import Run, Work, by_due_date, fill_waits
+from .dispatch import by_due_date, fill_waits
 
 # Micro-batches of a pipe should enter this many times the work of one apart; the rest follows from what arrives.
 _SPACINGS = (0.5, 1.0, 0.25, 0.75, 1.5, 2.0)
@@ -131,7 +132,7 @@ def unhurried(work: Work, orders: Orders, other: Run | None, room: int) -> Order
 
 
 def _time(work: Work, orders: Orders) -> float:
-    return simulate(Timetable("", work.placement, work.micro_batches, orders), work.costs).makespan
+    return in_order(work, orders).makespan
 
 
 def _cost(run: Run) -> tuple[float, int]:

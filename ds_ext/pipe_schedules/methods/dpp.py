@@ -23,7 +23,8 @@ from typing import Any
 from ...errors import ScheduleError
 from ..costs import Costs
 from ..dynamic import POLICIES, Rules
-from ..list_scheduling.dispatch import AllAtOnce, Policy, Work, dispatch
+from ..events import NoAdmission, Policy, Work
+from ..list_scheduling.dispatch import dispatch
 from ..placement import Placement, bidirectional_v, linear, looped, v
 from ..registry import DynamicRules, Option, Orders, planned_schedule
 
@@ -110,7 +111,7 @@ def run(rules: DynamicRules, costs: Costs) -> Orders:
     """Return the order of every device when computations and messages take the times of ``costs``, with jitter."""
     work = Work(rules.placement, rules.micro_batches, costs, rules.split, jittered=True)
     devices: list[Policy] = [rules.device(device) for device in range(rules.placement.ranks)]
-    done = dispatch(work, devices, AllAtOnce(rules.micro_batches))
+    done = dispatch(work, devices, NoAdmission(work))
     assert done is not None, "admission of whole micro-batches keeps every device going"
     return done.orders
 

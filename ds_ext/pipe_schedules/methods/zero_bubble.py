@@ -30,7 +30,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..costs import Costs
-from ..list_scheduling.dispatch import Work, fill_waits
+from ..events import Work
+from ..list_scheduling.dispatch import fill_waits
 from ..list_scheduling.search import plan, slow_links, unhurried
 from ..ops import Op
 from ..placement import Placement, bidirectional_v, linear, v

@@ -11,13 +11,15 @@ from ds_ext.errors import ConfigError, ScheduleError
 from ds_ext.pipe_schedules import Op, Timetable, get_schedule, timetable
 from ds_ext.pipe_schedules.check.program import check
 from ds_ext.pipe_schedules.costs import Costs
-from ds_ext.pipe_schedules.list_scheduling.dispatch import AllAtOnce, Work, dispatch
+from ds_ext.pipe_schedules.events import NoAdmission, Work
+from ds_ext.pipe_schedules.list_scheduling.dispatch import dispatch
 from ds_ext.pipe_schedules.lower import lower
 from ds_ext.pipe_schedules.methods.dpp import run
 from ds_ext.pipe_schedules.registry import DynamicRules
-from ds_ext.pipe_schedules.simulate import dependencies, peak_stages, simulate
+from ds_ext.pipe_schedules.simulate import peak_stages, simulate
 from tests.plans import placement_of
 from tests.selection import select
+from tests.timetables import followers
 
 PLACEMENTS = ["linear", "interleaved", "v", "bidirectional_v"]
 POLICIES = ["breadth", "depth", "group"]
@@ -72,8 +74,8 @@ def random_run(rules: DynamicRules, random: Random) -> list[list[Op]]:
     """Any message may be late, and any device slow: at every moment one of what can happen does, by chance."""
     work = Work(rules.placement, rules.micro_batches, Costs(), rules.split)
     devices = [rules.device(device) for device in range(rules.placement.ranks)]
-    for op in AllAtOnce(rules.micro_batches).admit():
-        devices[work.device(op)].arrive(op)
+    for op in NoAdmission(work).admit():
+        devices[work.dependencies.device(op)].arrive(op)
     orders: list[list[Op]] = [[] for _ in devices]
     under_way: list[Op] = []
     computing: dict[int, Op] = {}
@@ -88,15 +90,15 @@ def random_run(rules: DynamicRules, random: Random) -> list[list[Op]]:
         event = random.choice(happens)
         if isinstance(event, Op):
             under_way.remove(event)
-            devices[work.device(event)].arrive(event)
+            devices[work.dependencies.device(event)].arrive(event)
             continue
         op = computing.pop(event)
         devices[event].done(op)
-        follower = work.next(op)
-        if follower is not None and work.device(follower) == event:
-            devices[event].arrive(follower)
-        elif follower is not None:
-            under_way.append(follower)
+        for follower, at in followers(work, op):
+            if at == event:
+                devices[event].arrive(follower)
+            else:
+                under_way.append(follower)
 
 
 def test_whatever_overtakes_whatever_every_label_meets_its_activation() -> None:
@@ -124,11 +126,11 @@ def test_the_simulation_is_the_run_of_the_policies(placement: str) -> None:
     made = DPP.timetable(4, 8, options, costs)
     rules = rules_of(4, 8, options)
     work = Work(rules.placement, 8, costs, rules.split, jittered=True)
-    live = dispatch(work, [rules.device(d) for d in range(4)], AllAtOnce(8))
+    live = dispatch(work, [rules.device(d) for d in range(4)], NoAdmission(work))
     assert live is not None and live.orders == made.ranks
     assert simulate(made, costs).makespan == pytest.approx(live.makespan)
     spans = {op: (start, end) for row in simulate(made, costs).spans for op, start, end in row}
-    assert all(spans[need][1] <= spans[op][0] for op in spans for need, _ in dependencies(op, made))
+    assert all(spans[need][1] <= spans[op][0] for op in spans for need, _ in made.dependencies.of(op))
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ import pytest
 from ds_ext.pipe_schedules import Op, Placement, get_schedule
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.dynamic import Greedy, Rules
-from ds_ext.pipe_schedules.list_scheduling.dispatch import AllAtOnce, Work
+from ds_ext.pipe_schedules.events import NoAdmission, Work
 from ds_ext.pipe_schedules.placement import bidirectional_v, linear, looped, v
+from tests.timetables import followers
 
 
 class State:
@@ -49,18 +50,17 @@ class State:
             after.busy[device] = None
             after.done += 1
             after.devices[device].done(op)
-            follower = self.work.next(op)
-            if follower is not None:
-                if late and self.work.device(follower) != device:
+            for follower, at in followers(self.work, op):
+                if late and at != device:
                     after.under_way |= {follower}
                 else:
-                    after.devices[self.work.device(follower)].arrive(follower)
+                    after.devices[at].arrive(follower)
             after.choose()
             found.append(after)
         for op in self.under_way:
             after = self._copy()
             after.under_way -= {op}
-            after.devices[self.work.device(op)].arrive(op)
+            after.devices[self.work.dependencies.device(op)].arrive(op)
             after.choose()
             found.append(after)
         return found
@@ -85,8 +85,8 @@ def contents(policy: Any) -> str:
 def explore(work: Work, devices: list[Any], late: bool, check: Callable[[State], None]) -> tuple[int, bool]:
     """(states, whether every state without a successor is the end of the step)."""
     first = State(work, devices)
-    for op in AllAtOnce(work.micro_batches).admit():
-        devices[work.device(op)].arrive(op)
+    for op in NoAdmission(work).admit():
+        devices[work.dependencies.device(op)].arrive(op)
     first.choose()
     seen, stack, ends = {first.key()}, [first], True
     while stack:

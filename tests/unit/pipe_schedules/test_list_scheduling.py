@@ -12,8 +12,9 @@ from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import Placement, Timetable, get_schedule
 from ds_ext.pipe_schedules.check.program import check
 from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.events import Work
 from ds_ext.pipe_schedules.list_scheduling import search as planning
-from ds_ext.pipe_schedules.list_scheduling.dispatch import Work, by_due_date
+from ds_ext.pipe_schedules.list_scheduling.dispatch import by_due_date
 from ds_ext.pipe_schedules.list_scheduling.search import lower_bound, plan
 from ds_ext.pipe_schedules.lower import lower
 from ds_ext.pipe_schedules.placement import bidirectional_v, linear, looped, v

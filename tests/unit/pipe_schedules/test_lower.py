@@ -182,7 +182,7 @@ def random_order(placement: Placement, micro_batches: int, split: bool, seed: in
         possible = [op for op in left if left.isdisjoint(needs(op, backward[0], placement.stages))]
         op = random.choice(sorted(possible))
         left.remove(op)
-        orders[made.rank(op.stage, op.micro_batch)].append(op)
+        orders[made.dependencies.device(op)].append(op)
     return Timetable("random", placement, micro_batches, tuple(map(tuple, orders)))
 
 

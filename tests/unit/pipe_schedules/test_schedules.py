@@ -149,7 +149,7 @@ def test_other_placements() -> None:
     assert linear(3).pipes == ((0, 1, 2),)
     assert looped(2, 3).pipes == ((0, 1, 0, 1, 0, 1),)
     assert looped(2, 3).stages_of(1) == (1, 3, 5)
-    assert looped(2, 3).chunk_index[4, 0] == 2
+    assert looped(2, 3).chunk_index(0, 4, 0) == 2
     assert linear(3).replica_groups == ((0,), (1,), (2,))
 
 

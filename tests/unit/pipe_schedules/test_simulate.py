@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from ds_ext.errors import ScheduleError
-from ds_ext.pipe_schedules import Op, Timetable, timetable
+from ds_ext.pipe_schedules import SCHEDULES, Op, Timetable, timetable
 from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.dependencies import Dependencies
+from ds_ext.pipe_schedules.inference import forward_timetable
 from ds_ext.pipe_schedules.placement import linear
-from ds_ext.pipe_schedules.simulate import dependencies, simulate
+from ds_ext.pipe_schedules.simulate import simulate
 from tests.timetables import assert_keeps_time
 
 
@@ -46,10 +50,10 @@ def test_a_copy_on_one_device_takes_no_time() -> None:
 
 def test_dependencies_name_the_device() -> None:
     made = timetable("bitpipe", 2, 2)
-    assert dependencies(Op("F", 0, 0), made) == []
-    assert dependencies(Op("F", 1, 1), made) == [(Op("F", 1, 0), 1)]
-    assert dependencies(Op("B", 0, 1), made) == [(Op("F", 0, 1), 1), (Op("B", 0, 2), 1)]
-    assert dependencies(Op("W", 0, 1), made) == [(Op("I", 0, 1), 1)]
+    assert made.dependencies.of(Op("F", 0, 0)) == []
+    assert made.dependencies.of(Op("F", 1, 1)) == [(Op("F", 1, 0), 1)]
+    assert made.dependencies.of(Op("B", 0, 1)) == [(Op("F", 0, 1), 1), (Op("B", 0, 2), 1)]
+    assert made.dependencies.of(Op("W", 0, 1)) == [(Op("I", 0, 1), 1)]
 
 
 def test_ranks_that_wait_for_each_other() -> None:
@@ -99,29 +103,49 @@ def test_jitter_moves_ends_and_not_the_order() -> None:
     assert simulate(made, Costs(1, 1.2, 0.8, 0.1, jitter=0.3, seed=6)).makespan != shaken.makespan
 
 
-@pytest.mark.parametrize("op", [Op("F", 0, 2), Op("F", 9, 0), Op("F", 0, -1), Op("X", 0, 0)])
-def test_ops_that_the_sizes_do_not_have(op: Op) -> None:
-    with pytest.raises(ScheduleError, match="there are 2 stages and 1 micro-batches"):
+@pytest.mark.parametrize(
+    ("op", "found"),
+    [
+        (Op("F", 0, 2), "2 stages and 1 micro-batches"),
+        (Op("F", 9, 0), "2 stages and 1 micro-batches"),
+        (Op("F", 0, -1), "2 stages and 1 micro-batches"),
+        (Op("X", 0, 0), "F, B, I, W"),
+    ],
+)
+def test_ops_that_the_sizes_do_not_have(op: Op, found: str) -> None:
+    with pytest.raises(ScheduleError, match=found):
         simulate(Timetable("mine", linear(2), 1, ((op,), ())))
 
 
-@pytest.mark.parametrize("name", ["gpipe", "interleaved", "bitpipe", "bitpipe_zb"])
-def test_numbers_say_what_dependencies_say(name: str) -> None:
-    """The arithmetic of Timetable.numbers against the plain list of what an op needs."""
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("sizes", [(4, 8), (4, 4)])
+def test_swapped_arguments_of_ops_are_named(name: str, sizes: tuple[int, int]) -> None:
+    made = timetable(name, *sizes) if name != "dualpipev" else timetable(name, 2, 4)
+    swapped = tuple(tuple(Op(kind, stage, m) for kind, m, stage in order) for order in made.ranks)
+    with pytest.raises(ScheduleError, match=r"Op\(kind, micro_batch, stage\)"):
+        simulate(dataclasses.replace(made, ranks=swapped))
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_consumers_are_the_inverse_of_dependencies(name: str, evaluation: bool) -> None:
     made = timetable(name, 4, 8)
-    number = {
-        op: n
-        for order, ns in zip(made.ranks, made.numbers, strict=True)
-        for op, n in zip(order, ns, strict=True)
-    }
-    stages, pairs = made.placement.stages, made.placement.stages * 8
-    assert len(set(number.values())) == len(number)
-    for op, n in number.items():
-        expected = set()
-        if op.kind == "F" and op.stage:
-            expected = {n - 1}
-        elif op.kind == "W":
-            expected = {n - pairs}
-        elif op.kind in "BI":
-            expected = {n - pairs} | ({n + 1} if op.stage < stages - 1 else set())
-        assert {number[need] for need, _ in dependencies(op, made)} == expected
+    if evaluation:
+        made = forward_timetable(made.placement, 8)
+    devices = {op: device for device, order in enumerate(made.ranks) for op in order}
+    needs = {(need, op) for op in devices for need, _ in made.dependencies.of(op)}
+    assert needs == {(op, other) for op in devices for other, _ in made.dependencies.consumers(op)}
+    assert all(devices[other] == device for op in devices for other, device in made.dependencies.of(op))
+    assert all(
+        devices[other] == device for op in devices for other, device in made.dependencies.consumers(op)
+    )
+    first = {op for m in range(8) for op in made.dependencies.entries(m)}
+    assert first == {op for op in devices if not made.dependencies.of(op)}
+
+
+def test_whole_and_split_backwards_depend_on_each_other() -> None:
+    split = frozenset({(1, 0)})
+    dependencies = Dependencies(linear(3), 1, split=split)
+    assert dependencies.of(Op("B", 0, 0)) == [(Op("F", 0, 0), 0), (Op("I", 0, 1), 1)]
+    assert dependencies.consumers(Op("I", 0, 1)) == [(Op("W", 0, 1), 1), (Op("B", 0, 0), 0)]
+    assert dependencies.consumers(Op("B", 0, 2)) == [(Op("I", 0, 1), 1)]

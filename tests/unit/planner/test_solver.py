@@ -11,7 +11,7 @@ from ds_ext.errors import ConfigError, ScheduleError
 from ds_ext.pipe_schedules import SCHEDULES, Op, Timetable, get_schedule
 from ds_ext.pipe_schedules.check.program import check
 from ds_ext.pipe_schedules.costs import Costs
-from ds_ext.pipe_schedules.list_scheduling.dispatch import Work
+from ds_ext.pipe_schedules.events import Work
 from ds_ext.pipe_schedules.list_scheduling.search import lower_bound
 from ds_ext.pipe_schedules.lower import lower
 from ds_ext.pipe_schedules.placement import linear

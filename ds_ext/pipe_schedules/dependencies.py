@@ -1,0 +1,139 @@
+"""Which op waits for which: the one statement that lowering, checks, the event loop and the engine share."""
+
+from __future__ import annotations
+
+from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
+from .placement import Placement
+
+_Rule = tuple[tuple[str, int, int], ...]  # (kind, stage, device) of ops of the same micro-batch
+
+
+class Dependencies:
+    """The ops of one step: what each waits for, what waits for it, and the device that computes it.
+
+    Args:
+        placement: where the stages live.
+        micro_batches: N, of all pipes together.
+        split: whether backwards are two ops, input gradient and weight gradient; a set of (stage, micro-batch) if only
+            some are.
+        trains: whether there are backwards.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        micro_batches: int,
+        *,
+        split: bool | frozenset[tuple[int, int]] = False,
+        trains: bool = True,
+    ) -> None:
+        self.placement, self.split, self.trains = placement, split, trains
+        self.pipes = placement.pipes_of(micro_batches)
+        self._last = placement.stages - 1
+        # (kind, stage, pipe) -> the rule, found once.
+        self._needs: dict[tuple[str, int, int], _Rule] = {}
+        self._feeds: dict[tuple[str, int, int], _Rule] = {}
+
+    def device(self, op: Op) -> int:
+        """Return the device that computes ``op``."""
+        return self.placement.device(op.kind, op.stage, self.pipes[op.micro_batch])
+
+    def gradient_kind(self, stage: int, micro_batch: int) -> str:
+        """Return the kind of op that makes the input gradient: the whole backward, or its first half."""
+        split = self.split if isinstance(self.split, bool) else (stage, micro_batch) in self.split
+        return BACKWARD_INPUT if split else BACKWARD
+
+    def forward_kinds(self, stage: int) -> tuple[str, ...]:
+        """Return the kinds of forwards that every micro-batch has at ``stage``.
+
+        Where backward devices repeat forwards, training needs no other forward of the last stage.
+        """
+        if self.placement.keeps == FORWARD or not self.trains:
+            return (FORWARD,)
+        return (RECOMPUTE,) if stage == self._last else (FORWARD, RECOMPUTE)
+
+    def entries(self, micro_batch: int) -> list[Op]:
+        """Return the ops of ``micro_batch`` that wait for nothing."""
+        return [Op(kind, micro_batch, 0) for kind in self.forward_kinds(0)]
+
+    def of(self, op: Op) -> list[tuple[Op, int]]:
+        """Return the ops that must have ended before ``op`` may start, each with its device."""
+        return self._ops(self._needs_of(op), op.micro_batch)
+
+    def count(self, op: Op) -> int:
+        """Return how many ops ``op`` waits for."""
+        return len(self._needs_of(op))
+
+    def consumers(self, op: Op) -> list[tuple[Op, int]]:
+        """Return the ops that wait for ``op``, each with its device: the inverse of :meth:`of`."""
+        kind, m, stage = op
+        key = kind, stage, self.pipes[m]
+        rule = self._feeds.get(key)
+        if rule is None:
+            rule = self._feeds[key] = self._placed(self._inverse(kind, stage), key[2])
+        return self._ops(rule, m)
+
+    def _needs_of(self, op: Op) -> _Rule:
+        kind, m, stage = op
+        key = kind, stage, self.pipes[m]
+        rule = self._needs.get(key)
+        if rule is None:
+            rule = self._needs[key] = self._placed(self._relation(kind, stage), key[2])
+        return rule
+
+    def _relation(self, kind: str, stage: int) -> list[tuple[str, int]]:
+        """Return the (kind, stage) that an op waits for; BACKWARD stands for either op that makes an input gradient."""
+        if kind in (FORWARD, RECOMPUTE):
+            return [(FORWARD, stage - 1)] if stage else []
+        if kind == BACKWARD_WEIGHT:
+            return [(BACKWARD_INPUT, stage)]
+        kept = (self.placement.keeps, stage)
+        return [kept] if stage == self._last else [kept, (BACKWARD, stage + 1)]
+
+    def _inverse(self, kind: str, stage: int) -> list[tuple[str, int]]:
+        """Return the (kind, stage) that wait for an op, the own stage first."""
+        names = {(kind, stage), (BACKWARD, stage)} if kind == BACKWARD_INPUT else {(kind, stage)}
+        backwards = (BACKWARD, BACKWARD_WEIGHT) if self.trains else ()
+        return [
+            (other, at)
+            for at in (stage, stage - 1, stage + 1)
+            if 0 <= at <= self._last
+            for other in (*self.forward_kinds(at), *backwards)
+            if not names.isdisjoint(self._relation(other, at))
+        ]
+
+    def _placed(self, ops: list[tuple[str, int]], pipe: int) -> _Rule:
+        return tuple(
+            (self._kind(kind), stage, self.placement.device(kind, stage, pipe)) for kind, stage in ops
+        )
+
+    def _kind(self, kind: str) -> str:
+        """Return ``kind`` with the meaning of BACKWARD filled in, if all micro-batches have the same."""
+        return self.gradient_kind(0, 0) if kind == BACKWARD and isinstance(self.split, bool) else kind
+
+    def _ops(self, rule: _Rule, m: int) -> list[tuple[Op, int]]:
+        if isinstance(self.split, bool):
+            return [(Op(kind, m, stage), device) for kind, stage, device in rule]
+        return [
+            (Op(self.gradient_kind(stage, m) if kind == BACKWARD else kind, m, stage), device)
+            for kind, stage, device in rule
+        ]
+
+
+class Inputs:
+    """Counts what has arrived of the inputs of every op.
+
+    Args:
+        dependencies: of the step.
+    """
+
+    def __init__(self, dependencies: Dependencies) -> None:
+        self._dependencies = dependencies
+        self._missing: dict[Op, int] = {}  # of ops that have got some of their inputs
+
+    def deliver(self, op: Op) -> bool:
+        """Count one more input of ``op``; return whether it was the last."""
+        left = self._missing.pop(op, 0) or self._dependencies.count(op)
+        if left > 1:
+            self._missing[op] = left - 1
+        return left == 1
