@@ -22,7 +22,7 @@ FORWARD_ROLE, BACKWARD_ROLE = "forward", "backward"
 
 @dataclass(frozen=True)
 class DisaggregatedLayout(ParallelLayout):
-    """A world with forward and backward ranks; ``placement.forward`` is there.
+    """A world with forward and backward ranks; the placement has forward devices.
 
     ``data_parallel_size`` counts pipeline groups; to the optimizer there are k times as many data-parallel ranks.
     ``order[i]`` is the global rank at the i-th place; None: places are ranks.

@@ -59,8 +59,7 @@ class Way:
         """Return the bytes of the worst backward and the worst forward device, for any number of micro-batches."""
         made = self.timetable(self.each)
         totals = dict(enumerate(rank.total for rank in memory(made, self.sizes)))
-        assert made.placement.forward is not None
-        forward = [totals.pop(device) for device in made.placement.forward.devices]
+        forward = [totals.pop(device) for device in made.placement.forward_devices]
         return max(totals.values()), max(forward)
 
     def __str__(self) -> str:

@@ -172,12 +172,12 @@ def place(settings: DsExtConfig, schedule: Schedule, options: Mapping[str, Any])
     """Return the stages of every device. Raises ConfigError when the schedule cannot use these sizes."""
     with _as_config_error():
         placement = schedule.placement(settings.pipeline_parallel_size, options)
-    if settings.fbd.forward_hosts is not None and placement.forward is None:
+    if settings.fbd.forward_hosts is not None and not placement.forward_devices:
         raise ConfigError(
             f'"ds_ext": fbd.forward_hosts is for a schedule with forward ranks, such as "fbd"; the schedule is '
             f'"{schedule.name}". Leave it out, or set "schedule": "fbd".'
         )
-    if placement.forward is not None and placement.forward.merged > 1 and settings.sequence_parallel:
+    if placement.merged > 1 and settings.sequence_parallel:
         raise ConfigError(
             '"sequence_parallel": true and merged forward ranks exclude each other: the ranks of a tensor-parallel '
             "group take slices of the tokens, and a merged rank has all of them. Leave one of the two out."
@@ -195,7 +195,7 @@ def _costs(options: Mapping[str, Any], choice: Choice | None) -> Costs:
 
 def _link_credits(placement: Placement) -> int | None:
     """Return how many messages a forward rank may be ahead of a backward rank; None where nothing limits it."""
-    if placement.forward is None:
+    if not placement.forward_devices:
         return None
     stages = range(placement.stages - 1)
     return min((most_ahead(placement.stages, stage) for stage in stages), default=None)

@@ -21,8 +21,8 @@ def describe_groups(layout: ParallelLayout, hosts: Sequence[str] | None = None) 
     """The table of process groups; ``hosts`` are those of forward ranks, if the JSON names them."""
     placement, tensor = layout.placement, layout.tensor_parallel_size
     sizes = f"{placement.ranks} pipeline x {tensor} tensor"
-    if placement.forward is not None:
-        forward = tensor // placement.forward.merged
+    if placement.forward_devices:
+        forward = tensor // placement.merged
         sizes = (
             f"{placement.stages} pipeline x ({forward} forward + {placement.replicas} x {tensor} backward)"
         )
@@ -39,7 +39,7 @@ def describe_groups(layout: ParallelLayout, hosts: Sequence[str] | None = None) 
 
 
 def _legend(plan: JobPlan) -> str:
-    legend = LEGEND if plan.layout.placement.forward is None else f"{LEGEND}; {REPEATED_LEGEND}"
+    legend = f"{LEGEND}; {REPEATED_LEGEND}" if plan.layout.placement.forward_devices else LEGEND
     return f"{legend}; {SPLIT_LEGEND}" if plan.timetable.split_backwards else legend
 
 
@@ -88,8 +88,8 @@ def _describe_stages(plan: JobPlan, boundaries: list[int], layer_names: list[str
     for stage in range(placement.stages):
         names = layer_names[boundaries[stage] : boundaries[stage + 1]]
         devices = ", ".join(str(pipe[stage]) for pipe in placement.pipes)
-        if placement.forward is not None:
-            devices = f"{placement.forward.devices[stage]} > {devices}"
+        if placement.forward_devices:
+            devices = f"{placement.forward_devices[stage]} > {devices}"
         lines.append(f"  stage {stage:<3} device {devices:<7} {_ranges(names)}")
     return lines
 
@@ -98,8 +98,7 @@ def _describe_costs(plan: JobPlan, simulation: Simulation, message_bytes: int, w
     placement, report = plan.layout.placement, plan.report
     peaks = ", ".join(f"{peak:g}" for peak in simulation.peak_activations)
     activations = "activation" if peaks == "1" else "activations"
-    count = placement.replicas + (placement.forward is not None)  # forward devices have the weights too
-    copies = "1 copy" if count == 1 else f"{count} copies"
+    copies = "1 copy" if placement.copies == 1 else f"{placement.copies} copies"
     slots = counted(report.link_slots, "message")
     losses = ", ".join(map(str, report.loss_ranks))
     head = "with the head's work" if with_head else "of the layers alone"
