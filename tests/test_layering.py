@@ -22,6 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "pipe_schedules": {"errors"},
     "pipe_schedules/bridge": {"errors", "pipe_schedules", "deepspeed:"},
     "config": {"errors", "pipe_schedules", "pydantic:"},
+    "config/deepspeed_check": {"errors", "config", "pydantic:", "torch:", "deepspeed:"},
     "parallel": {"errors", "pipe_schedules"},
     "planner": {"errors", "pipe_schedules", "config", "parallel", "data/layout"},
     "planner/solver": {"errors", "pipe_schedules", "planner", "ortools:"},
@@ -49,6 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine/checkpoint/folder": {"errors"},
     "engine": {
         *("errors", "pipe_schedules", "pipe_schedules/bridge", "config", "parallel", "planner", "comm"),
+        "config/deepspeed_check",
         *("comm/host_watch", "launch", "tensor_parallel", "observe/trace", "engine/checkpoint/folder"),
         *("numpy:", "torch:", "deepspeed:"),
     },

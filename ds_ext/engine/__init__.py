@@ -8,6 +8,7 @@ if not torch.accelerator.is_available():
     # DeepSpeed comes to the same choice by itself, with a warning in every process.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+from ..config.deepspeed_check import check_deepspeed
 from .engine import PipelineEngine
 from .fbd.grid import on_hosts
 from .initialize import check_precision, init_distributed, initialize
@@ -19,6 +20,7 @@ __all__ = [
     "FoldedTopology",
     "PipelineEngine",
     "PipelineModule",
+    "check_deepspeed",
     "check_precision",
     "init_distributed",
     "initialize",

@@ -18,8 +18,14 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from ..comm.groups import limit_waits, watch_hosts
 from ..comm.spin import usable_cores
-from ..config.deepspeed_json import fp32_sums_of_bf16, half_through_zero
-from ..config.deepspeed_sections import precision, precision_section, require_monitors
+from ..config.deepspeed_check import check_deepspeed
+from ..config.deepspeed_json import (
+    fp32_sums_of_bf16,
+    half_through_zero,
+    precision,
+    precision_section,
+    require_monitors,
+)
 from ..config.job import JobConfig, load_config
 from ..errors import ConfigError
 from ..launch.failure import rank, world_size
@@ -131,8 +137,8 @@ def initialize(
         config: may be left out; else the JSON that the PipelineModule was given.
 
     Raises:
-        ConfigError: the model is not ours, ``config`` is another JSON than its, the device does not support its
-            precision, ``training_data`` has no samples by index, or ranks differ.
+        ConfigError: the model is not ours, ``config`` is another JSON than its, DeepSpeed refuses the JSON, the device
+            does not support its precision, ``training_data`` has no samples by index, or ranks differ.
     """
     if not isinstance(model, PipelineModule):
         raise ConfigError(
@@ -150,6 +156,7 @@ def initialize(
         job, sizes = model.plan.job, model.plan.sizes
         _require_samples_by_index(training_data)
         check_precision(job)
+        check_deepspeed(job.deepspeed, optimizer=optimizer is None, scheduler=lr_scheduler is None)
         if rank() == 0:
             require_monitors(job.deepspeed)
     config_dict = dict(

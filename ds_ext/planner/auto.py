@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config.deepspeed_sections import precision, zero_stage
+from ..config.deepspeed_json import precision, zero_stage
 from ..config.job import AUTO
 from ..data.layout import DATA_NAME, META_NAME
 from ..errors import ConfigError, ScheduleError

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config.deepspeed_sections import check_optimizer, check_scheduler, require_monitors
+from ..config.deepspeed_json import require_monitors
 from ..engine.checkpoint.folder import open_checkpoint
 from ..errors import CheckpointError, ConfigError
 from ..launch.failure import rank
@@ -22,16 +22,9 @@ from ..parallel.layout import ParallelLayout
 from .megatron_flags import TOKENIZER_FILES, TOKENIZER_TYPES
 
 
-def check_job(
-    args: argparse.Namespace, config: Mapping[str, Any], flags: Mapping[str, str] | None = None
-) -> None:
-    """Raise ConfigError unless the optimizer, the checkpoint to load and the places to write to are in order.
-
-    ``flags`` says which keys of the JSON a flag filled in, as ``JobConfig.flags``.
-    """
+def check_job(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless the optimizer, the checkpoint to load and the places to write to are in order."""
     require_optimizer(config)
-    check_optimizer(config, flags)
-    check_scheduler(config)
     if rank() == 0:
         require_monitors(config)
     _check_tokenizer(args)
@@ -98,12 +91,17 @@ def _check_tokenizer(args: argparse.Namespace) -> None:
 
 
 def require_optimizer(config: Mapping[str, Any]) -> None:
-    """Training needs an optimizer in the JSON. Raises ConfigError."""
+    """Raise ConfigError unless the JSON has an optimizer that can train the models of the scripts."""
     optimizer = config.get("optimizer")
     if not isinstance(optimizer, Mapping) or not optimizer.get("type"):
         raise ConfigError(
             'training needs "optimizer" in the JSON, for example {"type": "AdamW", "params": {"lr": 1e-3, '
             '"torch_adam": true}} ("torch_adam" spares the compilation of a fused one).'
+        )
+    if str(optimizer["type"]).lower() in ("muon", "muadam", "muadamw", "musgd"):
+        raise ConfigError(
+            f"optimizer.type: needs tagged parameters, which this model does not have (got {optimizer['type']!r}). Use "
+            f"AdamW, or tag the parameters in a script of your own."
         )
 
 

@@ -1,6 +1,6 @@
 """What the pretraining scripts share in front of the training loop: a checked job, sizes, data, the plan's text.
 
-Nothing here imports torch before a job has passed its checks.
+Nothing here imports torch before a job has passed the checks that do without it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..config.deepspeed_sections import precision
+from ..config.deepspeed_json import precision
 from ..config.job import require_section
 from ..errors import ConfigError
 from ..launch.job_facts import checksum, setting_facts
@@ -43,7 +43,10 @@ def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Nam
     args, job = parse(prog, argv, model)
     launched = world_size() > 1 or not args.dry_run
     require_section(job)
-    check_job(args, job.deepspeed, job.flags)
+    check_job(args, job.deepspeed)
+    from ..engine import check_deepspeed
+
+    check_deepspeed(job.deepspeed, job.flags)
     plan = make_job_plan(job, world_size() if launched else None)
     if not args.data_path:
         raise ConfigError(

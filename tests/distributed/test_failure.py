@@ -86,6 +86,17 @@ def test_own_script_learns_of_a_missing_monitor_on_every_rank(ranks: Ranks) -> N
     assert found[0][0].startswith("tensorboard: ") and "pip install tensorboard" in found[0][0]
 
 
+def refusal(rank: int, job: Job) -> str:
+    with pytest.raises(ConfigError) as raised:
+        build(job)
+    return str(raised.value)
+
+
+def test_own_script_with_a_key_that_deepspeed_removed(ranks: Ranks) -> None:
+    job = Job("1f1b", 2, 1, 1, micro_batches=2, model=MODEL, deepspeed={"elasticity": {"enabled": True}})
+    assert all(error.startswith("elasticity: ") for error in ranks(2).run(refusal, job))
+
+
 def wait_alone(rank: int) -> float:
     """Seconds until a collective of a group made without a time limit ends, when the other rank does not join.
 

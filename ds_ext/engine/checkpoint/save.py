@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...config.deepspeed_json import zero_stage
-from ...config.deepspeed_sections import precision
+from ...config.deepspeed_json import precision, zero_stage
 from ...errors import CheckpointError, ConfigError
 from ..batches import Resumable
 from .file import is_plain, layer_file, write_plain, write_tensors

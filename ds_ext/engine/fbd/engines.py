@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
-from ...config.deepspeed_sections import precision
+from ...config.deepspeed_json import precision
 from ...parallel.fbd import FORWARD_ROLE, DisaggregatedLayout
 from ..engine import PipelineEngine
 from ..module import PipelineModule

@@ -11,6 +11,7 @@ import pytest
 
 from ds_ext.__main__ import main
 from ds_ext.config.job import load_config
+from ds_ext.engine import check_deepspeed
 from ds_ext.parallel.partition import layer_boundaries
 from ds_ext.pipe_schedules import get_schedule, timetable
 from ds_ext.pipe_schedules.costs import Costs
@@ -159,7 +160,8 @@ def test_plan_for_a_head_that_is_heavy_runs_as_it_is(
         assert best["fits"] and best["pipeline_parallel_size"] in (1, 2, 4)
     file.write_text(json.dumps(found["config"]))
     args, job = parse("train_gpt.py", ["--deepspeed_config", str(file), "--data-path", str(tmp_path)])
-    check_job(args, job.deepspeed, job.flags)
+    check_job(args, job.deepspeed)
+    check_deepspeed(job.deepspeed)
     made = make_job_plan(job, 4)
     bounds = layer_boundaries(9, 2, 2, made.layout.placement, "any", args.stage_layers)
     assert (len(bounds), bounds[-1]) == (made.layout.placement.stages + 1, 13)

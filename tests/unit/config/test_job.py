@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 
 from ds_ext.config.batch_sizes import batch_sizes
-from ds_ext.config.deepspeed_json import DEEPSPEED_KEYS, fp32_sums_of_bf16, half_through_zero, zero_stage
-from ds_ext.config.deepspeed_nested import NESTED_KEYS
+from ds_ext.config.deepspeed_json import (
+    fp32_sums_of_bf16,
+    half_through_zero,
+    precision,
+    precision_section,
+    zero_stage,
+)
 from ds_ext.config.job import load_config, parse_section
 from ds_ext.errors import ConfigError
 from ds_ext.planner.job_plan import make_job_plan
@@ -146,31 +151,26 @@ def test_merged_forward_ranks_and_sequence_parallelism() -> None:
         placement_of(merged)
 
 
-@pytest.mark.parametrize("stage", [2, 3, "2"])
+@pytest.mark.parametrize("stage", [2, 3, "2", 2.0, "3", 4, True, None, "auto"])
 def test_zero_beyond_stage_one(stage: object) -> None:
-    with pytest.raises(
-        ConfigError, match=rf'ZeRO stage {stage} does not work .* Use "zero_optimization": {{"stage": 1}}'
-    ):
+    with pytest.raises(ConfigError, match=rf'^zero_optimization\.stage: .*got {stage!r}.*{{"stage": 1}}'):
         load_config({"zero_optimization": {"stage": stage}})
-    for fine in (0, 1):
+    for fine in (0, 1, "0", "1"):
         load_config({"zero_optimization": {"stage": fine}})
 
 
 @pytest.mark.parametrize(
-    ("key", "sentence"),
+    ("key", "fix"),
     [
-        ("ds_exts", r"a key 'ds_exts', which nothing reads: did you mean 'ds_ext'\?"),
-        ("DS_EXT", r"did you mean 'ds_ext'\?"),
-        ("gradient_accumulation_step", r"did you mean 'gradient_accumulation_steps'\?"),
-        ("gradient_clip", r"did you mean 'gradient_clipping'\?"),
-        ("optimiser", r"did you mean 'optimizer'\?"),
-        ("schedule", "'schedule' belongs into the \"ds_ext\" section"),
-        ("pipeline_parallel_size", "'pipeline_parallel_size' belongs into"),
+        ("ds_exts", "ds_ext"),
+        ("DS_EXT", "ds_ext"),
+        ("schedule", '"ds_ext"'),
+        ("pipeline_parallel_size", '"ds_ext"'),
     ],
 )
-def test_typos_beside_our_section(key: str, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        load_config({key: {}})
+def test_our_keys_beside_our_section(key: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}: .*got 7.*{fix}"):
+        load_config({key: 7})
 
 
 @pytest.mark.parametrize(
@@ -180,28 +180,8 @@ def test_sections_of_the_users_own_stay(key: str) -> None:
     assert load_config({key: 1, "ds_ext": {}}).deepspeed[key] == 1
 
 
-def test_every_key_that_deepspeed_reads_is_known() -> None:
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    asked: set[str] = set()
-
-    class Recorder(dict[str, Any]):
-        def get(self, key: str, default: Any = None) -> Any:
-            asked.add(key)
-            return super().get(key, default)
-
-        def __contains__(self, key: object) -> bool:
-            asked.add(str(key))
-            return super().__contains__(key)
-
-    DeepSpeedConfig(Recorder(train_batch_size=1))
-    assert len(asked) > 30
-    assert asked <= set(DEEPSPEED_KEYS)
-    load_config({key: {} for key in DEEPSPEED_KEYS})
-
-
 def test_two_precisions() -> None:
-    with pytest.raises(ConfigError, match='"bf16" and "fp16" are both enabled'):
+    with pytest.raises(ConfigError, match=r"bf16\.enabled, fp16\.enabled: "):
         load_config({"bf16": {"enabled": True}, "fp16": {"enabled": True}})
     load_config({"bf16": {"enabled": True}, "fp16": {"enabled": False}})
 
@@ -226,12 +206,10 @@ def test_a_key_that_stands_twice(tmp_path: Path) -> None:
     """Only the last would count, at any depth; the same key in another object, in a list or in a string is none."""
     path = tmp_path / "twice.json"
     path.write_text('{\n "optimizer": {"params": {\n  "lr": 1,\n  "lr": 2}}}')
-    with pytest.raises(
-        ConfigError, match=r"twice\.json: line 4: the key 'lr' stands on line 3 of the same object already"
-    ):
+    with pytest.raises(ConfigError, match=r"twice\.json: .*'lr'.* 3, 4"):
         load_config(path)
     path.write_text('{"a": [{"b": 1}, {"b": 1}], "c": "{\\"a\\": 1, \\"a\\": 2}", "\\u0061": 3}')
-    with pytest.raises(ConfigError, match=r"line 1: the key 'a' stands on line 1"):
+    with pytest.raises(ConfigError, match=r"twice\.json: .*'a'"):
         load_config(path)
     path.write_text(
         '{"a": [{"b": 1}, {"b": 1}], "b": "\\\\", "c": {"a": "}", "c": "{\\"a\\": 1, \\"a\\": 2}"}}'
@@ -262,65 +240,49 @@ def test_gradients_of_bf16_are_summed_in_fp32_unless_the_json_says_otherwise() -
     assert fp32_sums_of_bf16({}) == {}
 
 
-def test_the_keys_of_nested_sections_are_deepspeeds() -> None:
-    from deepspeed.comm.config import CommsLoggerConfig
-    from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    models = {
-        "bf16": DeepSpeedBF16Config,
-        "bfloat16": DeepSpeedBF16Config,
-        "fp16": DeepSpeedFP16Config,
-        "zero_optimization": DeepSpeedZeroConfig,
-        "tensorboard": TensorBoardConfig,
-        "csv_monitor": CSVConfig,
-        "wandb": WandbConfig,
-        "comet": CometConfig,
-        "comms_logger": CommsLoggerConfig,
-    }
-    assert models.keys() == NESTED_KEYS.keys()
-    for name, model in models.items():
-        fields = {key for n, f in model.model_fields.items() for key in (n, f.alias or n)}
-        assert set(NESTED_KEYS[name].split()) == fields, name
-
-
 @pytest.mark.parametrize(
-    ("config", "sentence"),
+    ("config", "words"),
     [
-        (
-            {"zero_optimization": {"reduce_buckt_size": 1}},
-            r"\"zero_optimization\" has no key 'reduce_buckt_size' \(did you mean 'reduce_bucket_size'\?\)\.",
-        ),
-        ({"bf16": {"enable": True}}, r"\"bf16\" has no key 'enable' \(did you mean 'enabled'\?\)\."),
-        ({"bf16": True}, r"\"bf16\" must be an object such as \{\"enabled\": true\}; got True\."),
-        ({"fp16": {"enabled": "yes"}}, r"\"fp16\": enabled must be true or false; got 'yes'\."),
-        ({"zero_optimization": None}, r"must be an object such as \{\"stage\": 1\}; got None\."),
-        ({"zero_optimization": {"stage": 4}}, r"stage must be 0 or 1; got 4\."),
-        ({"zero_optimization": {"stage": 2.0}}, "ZeRO stage 2 does not work"),
-        ({"zero_optimization": {"stage": "3"}}, "ZeRO stage 3 does not work"),
-        ({"zero_optimization": {"stage": True}}, r"stage must be 0 or 1; got True\."),
+        ({"bf16": True}, r"^bf16: .*got True"),
+        ({"fp16": None}, r"^fp16: .*got None"),
+        ({"fp16": {"enabled": "yes"}}, r"^fp16\.enabled: .*got 'yes'"),
+        ({"wandb": {"enabled": 1}}, r"^wandb\.enabled: .*got 1"),
+        ({"zero_optimization": None}, r"^zero_optimization: .*got None"),
+        ({"optimizer": None}, r"^optimizer: .*got None"),
+        ({"scheduler": {"params": [1]}}, r"^scheduler\.params: .*got \[1\]"),
     ],
 )
-def test_mistakes_in_nested_sections(config: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+def test_sections_of_another_type(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
         load_config(config)
 
 
-def test_forms_of_nested_sections_that_deepspeed_takes() -> None:
-    load_config({"bf16": None, "fp16": None, "zero_optimization": True})
+def test_forms_of_sections_that_deepspeed_takes() -> None:
+    load_config({"bf16": None, "zero_optimization": True, "optimizer": {"type": "AdamW", "params": None}})
+    load_config({"bf16": {"enabled": "auto"}})
     assert [zero_stage({"zero_optimization": z}) for z in (True, False, {}, {"stage": "1"})] == [1, 0, 0, 1]
+    on, off = {"enabled": True}, {"enabled": False}
+    for config, name, section in (
+        ({}, "fp32", None),
+        ({"bf16": on}, "bf16", "bf16"),
+        ({"bfloat16": on}, "bf16", "bfloat16"),
+        ({"bf16": None, "bfloat16": on}, "bf16", "bfloat16"),
+        ({"bf16": off, "bfloat16": on}, "fp32", None),  # DeepSpeed reads bfloat16 only without bf16
+        ({"bf16": {"enabled": "auto"}, "fp16": on}, "fp16", "fp16"),
+    ):
+        assert (precision(config), precision_section(config)) == (name, section)
 
 
 @pytest.mark.parametrize(
     ("section", "key"),
     [
         ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
-        ({"flops_profiler": {"enabled": True}}, "flops_profiler"),
+        ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled"),
+        ({"fp16": {"auto_cast": True}}, "fp16.auto_cast"),
     ],
 )
 def test_keys_without_effect_are_refused(section: dict, key: str) -> None:
-    with pytest.raises(ConfigError, match=f'"{key}".* has no effect'):
+    with pytest.raises(ConfigError, match=f"^{key}: has no effect"):
         load_config({"train_batch_size": 4, **section})
 
 

@@ -78,14 +78,14 @@ def test_flags_fill_in_the_json(run: Any) -> None:
             r"--adam-beta1 0.8 contradicts \"optimizer.params.betas\": \[0.9, 0.95\] of .*job\.json",
         ),
         ({"bf16": {"enabled": False}}, ["--bf16"], r"--bf16 contradicts \"bf16.enabled\": False of"),
-        ({"bf16": {"enabled": True}}, ["--fp16"], r"\"bf16\" and \"fp16\" are both enabled"),
+        ({"bf16": {"enabled": True}}, ["--fp16"], r"bf16\.enabled, fp16\.enabled: "),
         (
             {"ds_ext": {"sequence_parallel": False}},
             ["--sequence-parallel"],
             r"--sequence-parallel contradicts \"ds_ext.sequence_parallel\": False of",
         ),
-        ({"optimizer": {"params": 3}}, ["--adam-beta1", "1"], r"\"optimizer.params\" must be an object in"),
-        ({"optimizer": None}, ["--lr", "1"], r"\"optimizer\" must be an object in .*job\.json"),
+        ({"optimizer": {"params": 3}}, ["--adam-beta1", "1"], r"^optimizer\.params: .*got 3"),
+        ({"optimizer": None}, ["--lr", "1"], r"^optimizer: .*got None"),
         ({}, ["--node-ips", "10.0.0.1,node7"], r"transport_options.node_ips: .*'node7' is no IPv4 or IPv6"),
     ],
 )

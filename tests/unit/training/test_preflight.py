@@ -69,6 +69,21 @@ def test_tracing_may_be_put_off(planned: Any, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["job.json"]  # a dry run leaves nothing
 
 
+REMOVED = "elasticity amp eigenvalue sparse_attention sparse_gradients graph_harvesting quantize_training"
+
+
+@pytest.mark.parametrize("key", [*REMOVED.split(), "compression_training"])
+def test_keys_that_deepspeed_removed(planned: Any, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key}: .*\(got \{{'enabled': True\}}\)"):
+        planned("dpp", {}, **{key: {"enabled": True}})
+
+
+@pytest.mark.parametrize("name", ["Muon", "muadamw"])
+def test_optimizers_that_need_tagged_parameters(planned: Any, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^optimizer\.type: .*'{name}'.*AdamW"):
+        planned("dpp", {}, optimizer={"type": name})
+
+
 def test_odd_but_valid_is_said_in_the_plan(planned: Any) -> None:
     def notes(plan: JobPlan) -> list[str]:
         options = {"boundaries": [0] * 9, "layer_names": [], "message_bytes": 4, "grid": False}

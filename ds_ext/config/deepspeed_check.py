@@ -1,0 +1,255 @@
+"""What the installed DeepSpeed and torch accept of a JSON, checked before anything is launched.
+
+Everything is derived from the installed packages:
+
+- Sections and their keys: ``DeepSpeedConfig`` reads the JSON, and its error is reported with the key that causes it.
+- Top-level keys: those that ``DeepSpeedConfig`` looks for. Unknown keys that resemble one are rejected as typos.
+- Optimizers: ``DEEPSPEED_OPTIMIZERS``, ``torch.optim``, the signatures of the classes, and torch's checks of values.
+- Schedulers: ``deepspeed.runtime.lr_schedules``, ``torch.optim.lr_scheduler``, the signatures of the classes, and one
+  step with the given parameters.
+
+Importing torch and DeepSpeed takes two seconds, so reading a JSON (:mod:`.job`) does without this module.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import importlib.util
+import inspect
+import logging
+import reprlib
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lamb import FusedLamb
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+from deepspeed.utils import logger
+from pydantic import ValidationError
+from torch.optim import lr_scheduler
+
+from ..errors import ConfigError
+from .deepspeed_json import RESEMBLES, fp32_sums_of_bf16, half_through_zero
+
+Make = Callable[[Mapping[str, Any]], Any]
+
+# Classes that DeepSpeedEngine makes of its own types: on the device, and with states offloaded to the host.
+_CLASSES: dict[str, tuple[type, type]] = {
+    "adam": (FusedAdam, DeepSpeedCPUAdam),
+    "adamw": (FusedAdam, DeepSpeedCPUAdam),
+    "adagrad": (torch.optim.Adagrad, DeepSpeedCPUAdagrad),
+    "lamb": (FusedLamb, FusedLamb),
+    "lion": (FusedLion, DeepSpeedCPULion),
+}
+# DeepSpeedEngine reads the first itself for Adam and AdamW; the second are arguments that no JSON may set.
+_ADAM_SWITCHES = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
+_NOT_OF_THE_JSON = ("adamw_mode", "max_grad_norm")
+# These need a closure or sparse gradients, which a pipeline does not have.
+_NOT_IN_A_PIPELINE = ("LBFGS", "SparseAdam")
+_INSTEAD = {
+    **{"learning_rate": "lr", "epsilon": "eps", "beta1": "betas", "beta2": "betas"},
+    "max_grad_norm": "gradient_clipping at the top level",
+}
+
+
+def check_deepspeed(
+    config: Mapping[str, Any],
+    flags: Mapping[str, str] | None = None,
+    *,
+    optimizer: bool = True,
+    scheduler: bool = True,
+) -> None:
+    """Raise ConfigError for what the installed DeepSpeed or torch would refuse after the launch, or ignore.
+
+    Args:
+        config: the whole JSON, as accepted by ``load_config``.
+        flags: keys that a flag filled in, as ``JobConfig.flags``; errors then name the flag.
+        optimizer: False if the caller passes an optimizer, which replaces the section.
+        scheduler: False if the caller passes a scheduler, which replaces the section.
+    """
+    config = fp32_sums_of_bf16(half_through_zero(config))
+    parsed = _made(_read, config)
+    known = _top_level_keys()
+    for key in [key for key in config if key not in known]:
+        if near := difflib.get_close_matches(key.lower(), known, n=1, cutoff=RESEMBLES):
+            raise ConfigError(f"{key}: unknown key (got {config[key]!r}). Did you mean {near[0]}?")
+    if optimizer and parsed.optimizer_name is not None:
+        _check_optimizer(parsed, config["optimizer"], flags or {})
+    if scheduler and parsed.scheduler_name is not None:
+        _check_scheduler(parsed, config["scheduler"])
+
+
+def _made(
+    make: Make, given: Mapping[str, Any], section: str = "", flags: Mapping[str, str] | None = None
+) -> Any:
+    """Return ``make(given)``. An error becomes a ConfigError with the key that alone causes the same error."""
+    result, error = _attempt(make, given)
+    if error is None:
+        return result
+    without_keys = str(_attempt(make, {})[1]) == str(error)
+    causes = (key for key in given if str(_attempt(make, {key: given[key]})[1]) == str(error))
+    key = "" if without_keys else next(causes, "")
+    path, problem, fix = [section, key], str(error).strip(" ."), "Correct or remove it."
+    got = given.get(key, given)
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        problem, got = first["msg"].removeprefix("Value error, "), first["input"]
+        places = [str(place) for place in first["loc"]]
+        path = places if places and key in ("", places[0]) else [key, *places]
+        if first["type"] == "extra_forbidden":
+            models = _models(DeepSpeedConfigModel)
+            own = [model for model in models if model.__name__ == error.title and len(places) == 1]
+            fields = {field for model in own or models for field in model.model_fields}
+            problem, fix = "unknown key", _suggestion(places[-1], fields)
+    name = ".".join(filter(None, path)) or "DeepSpeed's keys"
+    name = (flags or {}).get(name, "").partition(" ")[0] or name
+    raise ConfigError(f"{name}: {problem} (got {reprlib.repr(got)}). {fix}")
+
+
+def _attempt(make: Make, given: Mapping[str, Any]) -> tuple[Any, Exception | None]:
+    """Return the result or the error of ``make(given)``, without warnings: the engine repeats them."""
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return make(given), None
+    except Exception as error:
+        return None, error
+    finally:
+        logger.setLevel(level)
+
+
+def _read(config: Mapping[str, Any]) -> Any:
+    """Return DeepSpeed's reading of the JSON for a batch of one sample; batch sizes are checked elsewhere."""
+    one = {"train_batch_size": None, "gradient_accumulation_steps": None, "train_micro_batch_size_per_gpu": 1}
+    return DeepSpeedConfig(copy.deepcopy({**config, **one}))
+
+
+def _models(base: type[Any]) -> list[type[Any]]:
+    return [model for made in base.__subclasses__() for model in (made, *_models(made))]
+
+
+def _suggestion(key: str, known: Iterable[str]) -> str:
+    names = {name.lower(): name for name in known if name != key}
+    near = [_INSTEAD[key]] if key in _INSTEAD else difflib.get_close_matches(key.lower(), names, n=1)
+    if near:
+        return f"Did you mean {names.get(near[0], near[0])}?"
+    return f"Known: {', '.join(sorted(names.values()))}." if len(names) < 60 else "Remove it."
+
+
+def _top_level_keys() -> set[str]:
+    """Return the keys that DeepSpeedConfig looks for in a JSON."""
+    asked: set[str] = set()
+
+    class Recorder(dict[str, Any]):
+        def get(self, key: str, default: Any = None) -> Any:
+            asked.add(key)
+            return super().get(key, default)
+
+        def __contains__(self, key: Any) -> bool:
+            asked.add(key)
+            return super().__contains__(key)
+
+        def keys(self) -> Any:
+            return self
+
+    _attempt(DeepSpeedConfig, Recorder(train_micro_batch_size_per_gpu=1))
+    return asked
+
+
+def _classes(module: ModuleType, base: type) -> dict[str, type[Any]]:
+    found = {name: made for name, made in vars(module).items() if isinstance(made, type) and name[0] != "_"}
+    return {name: made for name, made in found.items() if issubclass(made, base) and made is not base}
+
+
+def _arguments(made: type[Any]) -> set[str]:
+    """Return the arguments that a JSON may set: those after self and the model's parameters or the optimizer."""
+    return {*[*inspect.signature(made.__init__).parameters][2:]} - {*_NOT_OF_THE_JSON}
+
+
+def _check_optimizer(parsed: Any, section: Mapping[str, Any], flags: Mapping[str, str]) -> None:
+    name, params = parsed.optimizer_name, parsed.optimizer_params or {}
+    classes, offload = _classes(torch.optim, torch.optim.Optimizer), parsed.zero_config.offload_optimizer
+    adam = name in ("adam", "adamw")
+    if adam and params.get("torch_adam"):
+        decoupled = name == "adamw" or params.get("adam_w_mode", True)
+        made = torch.optim.AdamW if decoupled else torch.optim.Adam
+    elif name in _CLASSES:
+        made = _CLASSES[name][offload is not None and offload.device in ("cpu", "nvme")]
+    elif name in classes and name not in _NOT_IN_A_PIPELINE:
+        made = classes[name]
+    elif name == "muon" or (name in DEEPSPEED_OPTIMIZERS and importlib.util.find_spec("mup")):
+        return  # their parameters depend on tags in the model
+    else:
+        known = [one for one in [*_CLASSES, "muon", *classes] if one not in _NOT_IN_A_PIPELINE]
+        fix = "Install the package mup." if name in DEEPSPEED_OPTIMIZERS else _suggestion(name, known)
+        raise ConfigError(f"optimizer.type: cannot be used (got {name!r}). {fix}")
+    tested = made in ZERO_SUPPORTED_OPTIMIZERS or parsed.zero_allow_untested_optimizer
+    if parsed.zero_enabled and not tested:
+        raise ConfigError(
+            f"optimizer.type: not tested with ZeRO by DeepSpeed (got {section['type']!r}). Add "
+            f'"zero_allow_untested_optimizer": true, or use AdamW.'
+        )
+    # DeepSpeed's classes check no values: AdamW's rules apply.
+    rules = made if made in classes.values() else torch.optim.AdamW
+
+    def check(params: Mapping[str, Any]) -> None:
+        try:
+            rules([], **{key: value for key, value in params.items() if key in _arguments(rules)})
+        except ValueError as error:
+            if "empty parameter list" not in str(error):  # torch checks the values first
+                raise
+
+    _check_params("optimizer", section, _arguments(made).union(_ADAM_SWITCHES if adam else ()), check, flags)
+
+
+def _check_scheduler(parsed: Any, section: Mapping[str, Any]) -> None:
+    name = str(parsed.scheduler_name)
+    own = {valid: getattr(lr_schedules, valid) for valid in lr_schedules.VALID_LR_SCHEDULES}
+    classes = _classes(lr_scheduler, lr_scheduler.LRScheduler) | own
+    if name not in classes:
+        raise ConfigError(f"scheduler.type: unknown (got {name!r}). {_suggestion(name, classes)}")
+    wrapped = parsed.zero_enabled or parsed.float16_config.enabled or parsed.bfloat16_config.enabled
+    if wrapped and name not in own:
+        raise ConfigError(
+            f"scheduler.type: torch's schedulers cannot drive the optimizers that DeepSpeed makes for ZeRO, bf16 and "
+            f"fp16 (got {name!r}). Use one of {', '.join(own)}."
+        )
+    if section.get("params") is None:
+        raise ConfigError('scheduler.params: missing (got null). Add "params": {...}.')
+
+    def step(params: Mapping[str, Any]) -> None:
+        # Without __init__, which imports torch's compiler: one second.
+        optimizer = torch.optim.AdamW.__new__(torch.optim.AdamW)
+        optimizer.defaults = {"lr": 1e-3, "betas": (0.9, 0.999)}
+        groups = max([1, *(len(value) for value in params.values() if isinstance(value, list))])
+        optimizer.param_groups = [optimizer.defaults | {"params": []} for _ in range(groups)]
+        classes[name](optimizer, **params).step(1)
+        if not all(group["lr"] >= 0 for group in optimizer.param_groups):
+            raise ValueError("the learning rate becomes negative")
+
+    _check_params("scheduler", section, _arguments(classes[name]), step, {})
+
+
+def _check_params(
+    what: str, section: Mapping[str, Any], known: Collection[str], make: Make, flags: Mapping[str, str]
+) -> None:
+    """Refuse unknown parameters, parameters beside "params", and values with which ``make`` fails."""
+    params = section.get("params") or {}
+    for key in [key for key in params if key not in known]:
+        problem = f"unknown to {section['type']} (got {params[key]!r})"
+        raise ConfigError(f"{what}.params.{key}: {problem}. {_suggestion(key, known)}")
+    for key in section.keys() - {"type", "params", "legacy_fusion"}:
+        if key in known or difflib.get_close_matches(key, ["params"], cutoff=0.7):
+            problem = f'has no effect beside "params" (got {section[key]!r})'
+            raise ConfigError(f"{what}.{key}: {problem}. Move it into {what}.params.")
+    _made(make, params, f"{what}.params", flags)
