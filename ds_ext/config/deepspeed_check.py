@@ -1,4 +1,4 @@
-"""What the installed DeepSpeed and torch accept of a JSON, checked before anything is launched.
+"""Ask the installed DeepSpeed and torch whether they accept a JSON, before anything is launched.
 
 Everything is derived from the installed packages:
 
@@ -42,7 +42,7 @@ from .deepspeed_json import RESEMBLES, fp32_sums_of_bf16, half_through_zero
 
 Make = Callable[[Mapping[str, Any]], Any]
 
-# Classes that DeepSpeedEngine makes of its own types: on the device, and with states offloaded to the host.
+# Class of each DeepSpeed type, as DeepSpeedEngine chooses it: on the device, and with states offloaded to the host.
 _CLASSES: dict[str, tuple[type, type]] = {
     "adam": (FusedAdam, DeepSpeedCPUAdam),
     "adamw": (FusedAdam, DeepSpeedCPUAdam),
@@ -171,9 +171,10 @@ def _classes(module: ModuleType, base: type) -> dict[str, type[Any]]:
     return {name: made for name, made in found.items() if issubclass(made, base) and made is not base}
 
 
-def _arguments(made: type[Any]) -> set[str]:
-    """Return the arguments that a JSON may set: those after self and the model's parameters or the optimizer."""
-    return {*[*inspect.signature(made.__init__).parameters][2:]} - {*_NOT_OF_THE_JSON}
+def _arguments(made: type[Any]) -> dict[str, Any]:
+    """Return the arguments after the first that a JSON may set, with their defaults."""
+    later = [*inspect.signature(made.__init__).parameters.values()][2:]
+    return {one.name: one.default for one in later if one.name not in _NOT_OF_THE_JSON}
 
 
 def _check_optimizer(parsed: Any, section: Mapping[str, Any], flags: Mapping[str, str]) -> None:
@@ -201,15 +202,20 @@ def _check_optimizer(parsed: Any, section: Mapping[str, Any], flags: Mapping[str
         )
     # DeepSpeed's classes check no values: AdamW's rules apply.
     rules = made if made in classes.values() else torch.optim.AdamW
+    defaults = _arguments(rules)
 
     def check(params: Mapping[str, Any]) -> None:
+        values = {key: value for key, value in params.items() if key in defaults}
+        for key, value in values.items():
+            if isinstance(defaults[key], tuple) and len(value) != len(defaults[key]):
+                raise ValueError(f"needs {len(defaults[key])} numbers")
         try:
-            rules([], **{key: value for key, value in params.items() if key in _arguments(rules)})
+            rules([], **values)
         except ValueError as error:
             if "empty parameter list" not in str(error):  # torch checks the values first
                 raise
 
-    _check_params("optimizer", section, _arguments(made).union(_ADAM_SWITCHES if adam else ()), check, flags)
+    _check_params("optimizer", section, {*_arguments(made), *(_ADAM_SWITCHES if adam else ())}, check, flags)
 
 
 def _check_scheduler(parsed: Any, section: Mapping[str, Any]) -> None:
@@ -248,7 +254,7 @@ def _check_params(
     for key in [key for key in params if key not in known]:
         problem = f"unknown to {section['type']} (got {params[key]!r})"
         raise ConfigError(f"{what}.params.{key}: {problem}. {_suggestion(key, known)}")
-    for key in section.keys() - {"type", "params", "legacy_fusion"}:
+    for key in [key for key in section if key not in ("type", "params", "legacy_fusion")]:
         if key in known or difflib.get_close_matches(key, ["params"], cutoff=0.7):
             problem = f'has no effect beside "params" (got {section[key]!r})'
             raise ConfigError(f"{what}.{key}: {problem}. Move it into {what}.params.")

@@ -307,6 +307,10 @@ def test_optimizers_that_need_more_than_gradients(name: str, monkeypatch: pytest
         ),
         ({"type": "AdamW", "params": {"betas": [0.9, 1.0]}}, ("optimizer.params.betas: ", "got [0.9, 1.0]")),
         ({"type": "AdamW", "params": {"betas": 0.9}}, ("optimizer.params.betas: ", "got 0.9")),
+        (
+            {"type": "AdamW", "params": {"betas": [0.9, 0.9, 0.9]}},
+            ("optimizer.params.betas: ", "2", "got [0.9"),
+        ),
         ({"type": "SGD", "params": {"nesterov": True}}, ("optimizer.params.nesterov: ", "momentum")),
     ],
 )
