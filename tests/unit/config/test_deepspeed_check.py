@@ -6,6 +6,7 @@ import copy
 import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -36,6 +37,7 @@ ONE = {"train_micro_batch_size_per_gpu": 1}
 ZERO_1 = {"zero_optimization": {"stage": 1}}
 OFFLOADED = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
 BATCH_SIZES = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
+CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.json"))
 KEYS = sorted(_top_level_keys() - BATCH_SIZES)
 # DeepSpeed accepts these, and a pipeline cannot use them.
 OURS = [
@@ -171,6 +173,11 @@ def test_keys_that_zero_has_lost(key: str) -> None:
 def test_errors_name_the_key(config: dict[str, Any], words: tuple[str, ...]) -> None:
     found = str(refusal(config))
     assert all(word in found for word in words), found
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_examples_pass(path: Path) -> None:
+    check_deepspeed(load_config(path).deepspeed)
 
 
 def test_sections_of_the_users_own_pass() -> None:
