@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from .cli.model_flags import add_model_flags
 from .cli.plan_verbs import add_plan_flags, run_plan, run_simulate
-from .cli.schedule_flags import add_schedule_flags, import_modules, list_schedules
+from .cli.schedule_flags import add_schedule_flags, list_schedules
 from .cli.schedule_verbs import (
     EXIT_OK,
     EXIT_PIPE,
@@ -26,6 +26,7 @@ from .cli.schedule_verbs import (
 )
 from .errors import DsExtError
 from .pipe_schedules.draw.grid import LEGEND, REPEATED_LEGEND, SPLIT_LEGEND
+from .pipe_schedules.registry import import_modules
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return EXIT_OK
     try:
-        import_modules(getattr(args, "modules", ()))
+        import_modules(getattr(args, "modules", ()), "--import")
         status = args.run(args)
         sys.stdout.flush()
         return status

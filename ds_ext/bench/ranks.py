@@ -43,7 +43,7 @@ class Job:
     """What every engine is to run: D devices, N micro-batches, costs in milliseconds, KiB of an activation.
 
     ``timeout_s`` bounds every wait of an engine for its peers; ``builder`` is the module whose ``build(name, job)``
-    makes what the ranks run.
+    makes what the ranks run; ``modules`` are imported before, as they register schedules.
     """
 
     devices: int
@@ -52,6 +52,7 @@ class Job:
     message_kb: float
     timeout_s: float
     builder: str = "ds_ext.bench.rivals"
+    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from ..engine import PipelineModule, initialize
 from ..pipe_schedules import Timetable, get_schedule
 from ..pipe_schedules.ops import BACKWARD, FORWARD, Op
 from ..pipe_schedules.placement import Placement, linear, looped, v
+from ..pipe_schedules.registry import import_modules
 from ..pipe_schedules.text import loads
 from .emulated import EmulatedDevice, EmulatedLayer, exact_timers, make_batches, rows_of
 from .ranks import Job
@@ -61,6 +62,7 @@ class Built:
 def build(name: str, job: Job) -> Built:
     """The engine called ``name`` on this rank: a rival's of ``RIVALS``, or ours with the schedule of that name."""
     exact_timers()
+    import_modules(job.modules, "--import")
     built = RIVALS[name](job) if name in RIVALS else _ours(name, job)
     built.device.split_backwards = built.timetable.split_backwards
     return built

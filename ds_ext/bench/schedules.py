@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..cli.schedule_flags import add_import_flag
 from ..errors import ConfigError, ScheduleError
 from ..pipe_schedules import SCHEDULES
 from ..pipe_schedules.costs import Costs
@@ -87,6 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=int, default=5, metavar="K", help="steps after one to warm up (%(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="for programs")
+    add_import_flag(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -183,7 +185,9 @@ def _costs(args: argparse.Namespace) -> Costs:
 def _job(args: argparse.Namespace) -> Job:
     costs = _costs(args)
     ideal_s = args.micro_batches * (costs.f + costs.b + costs.w) / 1000
-    return Job(args.stages, args.micro_batches, costs, args.message_kb, _WAIT_S + _LIMIT_FACTOR * ideal_s)
+    timeout_s = _WAIT_S + _LIMIT_FACTOR * ideal_s
+    modules = tuple(args.modules)
+    return Job(args.stages, args.micro_batches, costs, args.message_kb, timeout_s, modules=modules)
 
 
 def _measure(names: Sequence[str], job: Job, steps: int) -> list[Result]:

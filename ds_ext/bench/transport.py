@@ -99,7 +99,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def _measure(repeats: int, sizes: tuple[int, ...], idle_s: float) -> Times:
     prepare_host()
-    job = ExchangeJob(2, 1, Costs(0, 0, 0), 0, _LIMIT_S, "ds_ext.bench.exchange", sizes, idle_s)
+    job = ExchangeJob(2, 1, Costs(0, 0, 0), 0, _LIMIT_S, "ds_ext.bench.exchange", sizes=sizes, idle_s=idle_s)
     found: Times = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="ds_ext_bench_") as folder:
         group = RankGroup("transport", job, Path(folder))

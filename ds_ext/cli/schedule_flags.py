@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,26 +66,8 @@ def add_import_flag(verb: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="MODULE",
-        help="a Python module with a schedule of your own, from this folder or PYTHONPATH",
+        help="a Python module with a schedule of your own, from this folder or PYTHONPATH; repeatable",
     )
-
-
-def import_modules(names: Sequence[str]) -> None:
-    """Import what registers schedules. Raises ScheduleError for a module that is not there."""
-    for name in names:
-        if name.endswith(".py") or not all(part.isidentifier() for part in name.split(".")):
-            raise ScheduleError(
-                f"--import {name!r}: give the name of a module, such as eager_1f1b for eager_1f1b.py in this folder."
-            )
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            # What the module itself does not find, or any other failure in it, is for its author to see whole.
-            if not f"{name}.".startswith(f"{error.name}."):
-                raise
-            raise ScheduleError(
-                f"--import {name}: there is no module {error.name!r} in this folder or in PYTHONPATH."
-            ) from None
 
 
 def simulation_of(args: argparse.Namespace) -> Simulation:

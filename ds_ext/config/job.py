@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError
 from ..errors import ConfigError, ScheduleError
 from ..pipe_schedules import Schedule, get_schedule
 from ..pipe_schedules.files import is_timetable_file, schedule_of_file
+from ..pipe_schedules.registry import import_modules
 from .deepspeed_json import check_deepspeed_keys, refuse_duplicate_keys
 from .sections import FbdOptions, Section, TraceOptions, TransportOptions
 
@@ -33,6 +34,7 @@ class DsExtConfig(Section):
     tensor_parallel_size: int = Field(default=1, ge=1)
     sequence_parallel: bool = False
     schedule_options: dict[str, Any] = Field(default_factory=dict)
+    modules: list[str] = Field(default_factory=list, alias="import")
     eager_gradient_sync: bool = True
     max_nonfinite_losses: int = Field(default=10, ge=0)
     transport: Literal["auto", "shm", "rdma", "tcp", "torch"] = "auto"
@@ -40,6 +42,23 @@ class DsExtConfig(Section):
     fbd: FbdOptions = FbdOptions()
     trace: TraceOptions = TraceOptions()
     train: dict[str, Any] = Field(default_factory=dict)
+
+
+def _keys(section: type[Section]) -> list[str]:
+    """Return the keys of a section as the JSON has them."""
+    return [field.alias or name for name, field in section.model_fields.items()]
+
+
+def import_own_schedules(job: JobConfig) -> None:
+    """Import the modules of the key "import", also from the JSON's folder.
+
+    Raises:
+        ConfigError: a module does not exist or fails.
+    """
+    try:
+        import_modules(job.ds_ext.modules, '"ds_ext": import', Path(job.path or ".").parent)
+    except ScheduleError as error:
+        raise ConfigError(str(error)) from error.__cause__
 
 
 def named_schedule(name: str) -> Schedule:
@@ -90,7 +109,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> JobConfig:
     section = config.get("ds_ext", {})
     if not isinstance(section, Mapping):
         raise ConfigError(f'"ds_ext" must be an object such as {{"schedule": "bitpipe"}}; got {section!r}.')
-    check_deepspeed_keys(config, set(DsExtConfig.model_fields) - {"train"})
+    check_deepspeed_keys(config, set(_keys(DsExtConfig)) - {"train"})
     settings = parse_section(section)
     return JobConfig(config, settings, path)
 
@@ -129,7 +148,7 @@ def _explain(error: ValidationError) -> str:
     key = ".".join((*outer, last))
     if first["type"] == "extra_forbidden":
         section = functools.reduce(getattr, outer, DsExtConfig())
-        known = [*type(section).model_fields]
+        known = _keys(type(section))
         near = difflib.get_close_matches(last, known, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         where = ".".join(("ds_ext", *outer))

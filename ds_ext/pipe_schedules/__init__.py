@@ -1,39 +1,75 @@
-"""Schedules as values: generate, lower, check, simulate and draw pipeline timetables without torch."""
+"""Schedules as values: generate, lower, check, simulate and draw pipeline timetables without torch.
+
+A schedule needs nothing but the names below. Every file in :mod:`.methods` is imported, which registers its schedules.
+"""
 
 from importlib import import_module
+from pkgutil import iter_modules
 
-from .ops import Instruction, Op
-from .placement import Chunk, Placement
-from .registry import SCHEDULES, Option, Schedule, get_schedule, planned_schedule, schedule, timetable
+from ..errors import ScheduleError
+from . import methods
+from .check.program import check
+from .costs import Costs
+from .draw.grid import time_grid
+from .lower import lower
+from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Instruction, Op
+from .placement import (
+    Chunk,
+    ForwardPipe,
+    Placement,
+    bidirectional_linear,
+    bidirectional_v,
+    linear,
+    looped,
+    v,
+)
+from .registry import (
+    SCHEDULES,
+    Option,
+    Orders,
+    Schedule,
+    get_schedule,
+    planned_schedule,
+    schedule,
+    timetable,
+)
+from .simulate import Simulation, simulate
 from .timetables import Program, Timetable
 
 __all__ = [
+    "BACKWARD",
+    "BACKWARD_INPUT",
+    "BACKWARD_WEIGHT",
+    "FORWARD",
+    "RECOMPUTE",
     "SCHEDULES",
     "Chunk",
+    "Costs",
+    "ForwardPipe",
     "Instruction",
     "Op",
     "Option",
+    "Orders",
     "Placement",
     "Program",
     "Schedule",
+    "ScheduleError",
+    "Simulation",
     "Timetable",
+    "bidirectional_linear",
+    "bidirectional_v",
+    "check",
     "get_schedule",
+    "linear",
+    "looped",
+    "lower",
     "planned_schedule",
     "schedule",
+    "simulate",
+    "time_grid",
     "timetable",
+    "v",
 ]
 
-# Importing a method's file registers it.
-METHODS = (
-    "bitpipe",
-    "chimera",
-    "dpp",
-    "dualpipev",
-    "fbd",
-    "gpipe",
-    "interleaved",
-    "one_f_one_b",
-    "zero_bubble",
-)
-for _method in METHODS:
-    import_module(f".methods.{_method}", __name__)
+for _method in sorted(module.name for module in iter_modules(methods.__path__)):
+    import_module(f"{methods.__name__}.{_method}")

@@ -13,7 +13,11 @@ order depends on what computations and messages cost is a function of all ranks,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from types import MappingProxyType
 
 from ..errors import ScheduleError
@@ -46,6 +50,7 @@ __all__ = [
     "check_size",
     "every_rank",
     "get_schedule",
+    "import_modules",
     "planned_schedule",
     "schedule",
     "timetable",
@@ -136,6 +141,48 @@ def get_schedule(name: str) -> Schedule:
             f"known: {', '.join(sorted(_SCHEDULES))}."
         )
     return found
+
+
+def import_modules(names: Sequence[str], given_by: str, folder: str | os.PathLike[str] = ".") -> None:
+    """Import modules that register schedules of their own.
+
+    Args:
+        names: as in an import statement; found in ``folder``, the current folder and PYTHONPATH.
+        given_by: the flag or key that lists them, for errors.
+        folder: one more folder to look in.
+
+    Raises:
+        ScheduleError: a module does not exist or fails.
+    """
+    for path in (os.path.abspath(folder), os.getcwd()) if names else ():
+        if path not in sys.path:
+            sys.path.append(path)
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")) or name.endswith(".py"):
+            raise ScheduleError(
+                f"{given_by}: {name!r} is not the name of a module. Use my_schedules for the file my_schedules.py."
+            )
+        try:
+            import_module(name)
+        except Exception as error:
+            if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+                raise ScheduleError(
+                    f"{given_by}: no module {error.name!r} in the current folder or PYTHONPATH (got {name!r}). "
+                    f"Start the job in its folder, or add that to PYTHONPATH on every host."
+                ) from None
+            raise ScheduleError(
+                f"{given_by}: module {name!r} cannot be imported: {type(error).__name__}: {error} "
+                f"({_line_of(error)}). Correct the module; `python -c 'import {name}'` shows the whole error."
+            ) from error
+
+
+def _line_of(error: Exception) -> str:
+    """Return the file and line at which importing failed."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    file, line = last.filename, last.lineno
+    if isinstance(error, SyntaxError) and error.filename:
+        file, line = error.filename, error.lineno
+    return f"{os.path.basename(file)}, line {line}"
 
 
 def timetable(name: str, ranks: int, micro_batches: int, **options: object) -> Timetable:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config.batch_sizes import BatchSizes, batch_sizes
-from ..config.job import AUTO, DsExtConfig, JobConfig, named_schedule
+from ..config.job import AUTO, DsExtConfig, JobConfig, import_own_schedules, named_schedule
 from ..errors import ConfigError, ScheduleError
 from ..parallel.fbd import make_layout
 from ..parallel.layout import ParallelLayout, data_parallel_size
@@ -128,8 +128,10 @@ def resolve_schedule(job: JobConfig, world_size: int | None = None) -> tuple[Sch
     """Return the schedule by name, from a timetable file, or the best candidate of "auto", with all candidates.
 
     Raises:
-        ConfigError: it is unknown, nothing fits the job, or the transport cannot run it.
+        ConfigError: it is unknown, a module of the key "import" fails, nothing fits the job, or the transport cannot
+            run it.
     """
+    import_own_schedules(job)
     settings = job.ds_ext
     if settings.schedule == AUTO:
         choice = choose_for_job(

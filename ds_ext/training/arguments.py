@@ -12,8 +12,9 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..config.job import AUTO, JobConfig, load_config, named_schedule
-from ..errors import ConfigError
+from ..config.job import AUTO, JobConfig, import_own_schedules, load_config, named_schedule
+from ..errors import ConfigError, ScheduleError
+from ..pipe_schedules.registry import import_modules
 from ..planner.auto import MODEL_SIZES
 from .flags import Model, build_parser
 from .megatron_flags import refusal
@@ -44,7 +45,7 @@ _JSON_FLAGS: dict[str, tuple[tuple[str, ...], Any]] = {
 _BETA_FLAGS = ("adam_beta1", "adam_beta2")
 _DEFAULT_BETAS = (0.9, 0.999)
 # Flags whose values are found in the JSON after parsing.
-FLAGS_OF_THE_JSON = frozenset({*_JSON_FLAGS, *_BETA_FLAGS})
+FLAGS_OF_THE_JSON = frozenset({*_JSON_FLAGS, *_BETA_FLAGS, "modules"})
 
 
 def parse(prog: str, argv: Sequence[str], model: Model = "gpt") -> tuple[argparse.Namespace, JobConfig]:
@@ -54,9 +55,19 @@ def parse(prog: str, argv: Sequence[str], model: Model = "gpt") -> tuple[argpars
     job = load_config(path)
     parser.set_defaults(**_train_defaults(parser, job.ds_ext.train))
     args = parser.parse_args(argv)
+    _import_own_schedules(job, args.modules)
     merged, flags = _merge_json_flags(job.deepspeed, args)
     _tell_auto(merged, args)
     return args, JobConfig(merged, load_config(merged).ds_ext, path, flags)
+
+
+def _import_own_schedules(job: JobConfig, modules: Sequence[str]) -> None:
+    """Import the modules of "import" and ``--import``, which may register the schedule. Raises ConfigError."""
+    import_own_schedules(job)
+    try:
+        import_modules(modules, "--import")
+    except ScheduleError as error:
+        raise ConfigError(str(error)) from error.__cause__
 
 
 def _parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
@@ -83,8 +94,7 @@ def _train_defaults(parser: argparse.ArgumentParser, train: Mapping[str, Any]) -
         "dry_run",
         "help",
         "version",
-        *_JSON_FLAGS,
-        *_BETA_FLAGS,
+        *FLAGS_OF_THE_JSON,
     }
     values: dict[str, Any] = {}
     for key, value in train.items():
@@ -139,6 +149,9 @@ def _merge_json_flags(
         flag = "--" + dest.replace("_", "-") + (f" {given}" if constant is None else "")
         _set_key(merged, path, value, flag, said_by, args.deepspeed_config)
     _merge_betas(merged, args, said_by)
+    if args.modules:
+        section = _section(merged, ("ds_ext", "import"), args.deepspeed_config)
+        section["import"] = [*dict.fromkeys((*section.get("import", ()), *args.modules))]
     return merged, said_by
 
 

@@ -192,6 +192,14 @@ def _add_training(group: Any) -> None:
 def _add_json_flags(group: Any) -> None:
     group.add_argument("--schedule", help="ds_ext.schedule: a name, auto or a timetable file")
     group.add_argument(
+        "--import",
+        dest="modules",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="ds_ext.import: a Python module with a schedule of your own; repeatable",
+    )
+    group.add_argument(
         "--pipeline-model-parallel-size", type=int, metavar="D", help="ds_ext.pipeline_parallel_size"
     )
     group.add_argument(

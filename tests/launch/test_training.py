@@ -17,7 +17,8 @@ from ds_ext.errors import ConfigError
 from ds_ext.models.gpt import GPTConfig
 from ds_ext.training.checkpoint_fit import check_load
 from ds_ext.training.setup import model_sizes, plan_job
-from tests.launch.jobs import ROOT, Job, command
+from tests.launch.jobs import ROOT, Job, command, write_json
+from tests.own_schedule import NAME, write_own_schedule
 
 SCRIPT = str(ROOT / "train_gpt.py")
 COUNTED = str(Path(__file__).with_name("counted.py"))
@@ -236,3 +237,14 @@ def test_the_readme_has_a_whole_job_for_own_layers(tmp_path: Path, free_port: Ca
         job.seconds_until_gone(600)
         assert job.wait(5) == 0, job.text
     assert len([line for line in job.lines if line.startswith("loss ")]) == 1
+
+
+def test_trains_with_an_own_schedule_of_the_jobs_folder(
+    train: Callable[..., Job], config: Path, tmp_path: Path
+) -> None:
+    write_own_schedule(tmp_path, "mine")
+    job, steps = json.loads(config.read_text()), tmp_path / "steps.jsonl"
+    job["ds_ext"] |= {"schedule": NAME, "import": ["mine"]}
+    write_json(config, job)
+    train("torchrun", "--train-iters", "2", "--eval-iters", "0", "--metrics-file", str(steps))
+    assert [(row["step"], row["schedule"]) for row in records(steps)] == [(1, NAME), (2, NAME)]

@@ -271,12 +271,22 @@ def test_the_example_of_the_page_from_the_command_line(tmp_path: Path) -> None:
         assert "eager_1f1b" in done.stdout
 
 
-def test_modules_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    show = ["show", "1f1b", *SIZES, "--import"]
-    assert refused(capsys, *show, "no_such_module.inside") == (
-        "--import no_such_module.inside: there is no module 'no_such_module' in this folder or in PYTHONPATH."
-    )
-    for wrong in ("eager_1f1b.py", "folder/eager", ".eager", ""):
-        assert refused(capsys, *show, wrong).startswith(
-            f"--import {wrong!r}: give the name of a module, such as eager_1f1b"
-        )
+def test_modules_that_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "misspelt_schedule.py").write_text("x = 1\nfrom ds_ext.pipe_schedules import Opp\n")
+    (tmp_path / "half_schedule.py").write_text("def f(:\n")
+    found = {
+        "no_such_module.inside": ("no_such_module", "PYTHONPATH"),
+        "misspelt_schedule": ("ImportError", "misspelt_schedule.py, line 2"),
+        "half_schedule": ("SyntaxError", "half_schedule.py, line 1"),
+        "eager_1f1b.py": ("eager_1f1b.py", "my_schedules"),
+        "folder/eager": ("folder/eager",),
+        ".eager": (".eager",),
+        "": ("''",),
+    }
+    for name, words in found.items():
+        sentence = refused(capsys, "show", "1f1b", *SIZES, "--import", name)
+        assert all(word in sentence for word in ("--import", *words))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,11 @@ from ds_ext.config.job import JobConfig
 from ds_ext.errors import ConfigError
 from ds_ext.training.arguments import build_parser, parse
 from ds_ext.training.megatron_flags import REPLACED_FLAGS
+from ds_ext.training.setup import plan_job
+from tests.own_schedule import NAME, write_own_schedule
 from tests.plans import placement_of
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -205,3 +212,63 @@ def test_flags_of_other_systems_name_schedules(run: Any) -> None:
     for flag, name in (("--use-dpp", "dpp"), ("--forward-backward-disaggregating", "fbd")):
         job = run(sizes, flag)[1]
         assert job.ds_ext.schedule == name and placement_of(job).stages >= 2
+
+
+# --- schedules of one's own -------------------------------------------------------------------------------------------
+
+JOB = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+}
+PLAN = """
+import sys
+from ds_ext.config.job import load_config
+from ds_ext.errors import ConfigError
+from ds_ext.planner.job_plan import resolve_schedule
+from ds_ext.training.setup import plan_job
+flags = ["--deepspeed_config", sys.argv[1], *sys.argv[2:]]
+try:
+    plan_job("train_gpt.py", flags, "gpt")
+except ConfigError as error:
+    print(str(error).splitlines()[0])
+print(resolve_schedule(load_config(sys.argv[1]))[0].name)
+"""
+
+
+@pytest.mark.parametrize(
+    "imports", [(["mine"], []), ([], ["--import", "mine"]), (["mine"], ["--import", "mine"])], ids=str
+)
+def test_own_schedules_are_imported_before_they_are_looked_up(
+    imports: tuple[list[str], list[str]], tmp_path: Path
+) -> None:
+    """From the folder of the JSON and by a flag; what is missing next is the data. In a process: it registers."""
+    write_own_schedule(tmp_path, "mine")
+    key, flags = imports
+    section = {"schedule": NAME, "pipeline_parallel_size": 2, "import": key}
+    (tmp_path / "job.json").write_text(json.dumps({**JOB, "ds_ext": section}))
+    words = [sys.executable, "-c", PLAN, str(tmp_path / "job.json"), "--dry-run", *flags]
+    folder = tmp_path if not key else ROOT  # by the JSON: wherever the job starts
+    done = subprocess.run(
+        words, capture_output=True, text=True, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    missing, name = done.stdout.splitlines()
+    assert "--data-path" in missing and name == NAME
+
+
+def test_unknown_schedules_and_modules_come_before_missing_data(tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    for section, words in (
+        ({"schedule": "bitpip"}, ("bitpip", "bitpipe")),
+        ({"import": ["no_such_module"]}, ('"ds_ext": import', "no_such_module", "PYTHONPATH")),
+    ):
+        path.write_text(json.dumps({**JOB, "ds_ext": section}))
+        with pytest.raises(ConfigError) as caught:
+            plan_job("train_gpt.py", ["--deepspeed_config", str(path), "--dry-run"], "gpt")
+        assert all(word in str(caught.value) for word in words)
+
+
+def test_import_flags_and_keys_are_joined(run: Any) -> None:
+    _, job = run({"ds_ext": {"import": ["json", "math"]}}, "--import", "math", "--import", "string")
+    assert job.ds_ext.modules == ["json", "math", "string"]
+    assert job.deepspeed["ds_ext"]["import"] == ["json", "math", "string"]
