@@ -1,35 +1,35 @@
-"""Every error that ds_ext raises on purpose. Messages give the numbers and the way out."""
+"""Errors that ds_ext raises on purpose. A message reads ``<key or object>: <problem> (got <value>). <Fix>.``"""
 
 
 class DsExtError(Exception):
     """Base of all errors raised by ds_ext.
 
     Attributes:
-        reported_by: the rank that reports an error which every rank raises; None: each rank reports its own.
+        reported_by: the one rank that prints an error which all ranks raise; None: every rank prints its error.
     """
 
     reported_by: int | None = None
 
 
 class ConfigError(DsExtError, ValueError):
-    """A configuration that cannot run: unknown key, impossible combination, missing file."""
+    """Invalid configuration: unknown key, impossible combination, missing file."""
 
 
 class ScheduleError(DsExtError, ValueError):
-    """A timetable that cannot be made, or one that a check refuses."""
+    """Timetable that cannot be built or that fails a check."""
 
 
 class TransportError(DsExtError, RuntimeError):
-    """A message that did not arrive: dead peer, time limit, damaged header.
+    """Failed message: dead peer, timeout, damaged header.
 
     Args:
-        message: the whole text.
-        peer: the rank that was waited for in vain; None when the fault is not another rank's silence.
-        rank: the rank that has the error.
+        message: the error text.
+        peer: the rank that did not respond; None if the fault is not with another rank.
+        rank: the rank that raises the error.
         op: "send to" or "recv from".
-        tag: of the message.
-        seconds: how long it was waited for.
-        credits: messages of the link that were sent and not taken, where the op is a send.
+        tag: the message's tag.
+        seconds: time waited.
+        credits: for a send, the messages of the link that the receiver has not taken yet.
     """
 
     def __init__(
@@ -49,27 +49,28 @@ class TransportError(DsExtError, RuntimeError):
 
 
 class PeerGone(TransportError):
-    """The peer has ended, has closed its transport, or has failed; ``cause`` is what it said of its failure."""
+    """Loss of a peer that exited, closed its transport or failed; ``cause`` is the failure it reported, if any."""
 
     cause: str | None = None
 
 
 class TransportTimeout(TransportError):
-    """Nothing moved within the time limit; the peer is there."""
+    """Time limit reached without progress although the peer is alive."""
 
 
 class ProtocolError(TransportError):
-    """What a peer has written cannot be right; nothing of it is used."""
+    """Malformed data from a peer. All of it is discarded."""
 
 
 class CheckpointError(DsExtError, RuntimeError):
-    """A checkpoint that is missing, incomplete or does not fit the model."""
+    """Checkpoint that is missing, incomplete or does not fit the model."""
 
 
 class NonFiniteLoss(DsExtError, ArithmeticError):
-    """The loss was infinite or not a number for too many steps in a row.
+    """Infinite or NaN loss in too many consecutive steps.
 
-    ``first`` is (step, rank, parameter) of the first gradient that was not finite; None when all were.
+    Attributes:
+        first: (step, rank, parameter) of the first non-finite gradient; None if all gradients were finite.
     """
 
     def __init__(self, message: str, first: tuple[int, int, str] | None) -> None:

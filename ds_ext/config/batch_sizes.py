@@ -1,8 +1,8 @@
-"""DeepSpeed's three batch keys, completed as DeepSpeed does, with replicas of a placement as data-parallel ranks."""
+"""DeepSpeed's batch keys. Replicas of a placement count as data-parallel ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """DeepSpeed's batch arithmetic, with replicas of a placement counted as data-parallel ranks.
+    """Batch sizes of a job.
 
     ``train_batch_size = micro_batch_size * gradient_accumulation_steps * replicas * data_parallel_size``.
     """
@@ -25,17 +25,17 @@ class BatchSizes:
 
     @property
     def micro_batches(self) -> int:
-        """N: micro-batches per pipeline group and step."""
+        """Number of micro-batches N per pipeline group and step."""
         return self.gradient_accumulation_steps * self.replicas
 
     @property
     def train_batch_size(self) -> int:
-        """Samples per step, all pipeline groups together."""
+        """Samples per step over all pipeline groups."""
         return self.micro_batch_size * self.micro_batches * self.data_parallel_size
 
 
 def counted(number: int, noun: str) -> str:
-    """``counted(1, "stage")`` is "1 stage", ``counted(2, "micro-batch")`` "2 micro-batches"."""
+    """Return a count with its noun, as "1 stage" or "2 micro-batches"."""
     plural = "es" if noun.endswith(("ch", "ss")) else "s"
     return f"{number} {noun}{'' if number == 1 else plural}"
 
@@ -43,50 +43,56 @@ def counted(number: int, noun: str) -> str:
 def batch_sizes(
     config: Mapping[str, Any], replicas: int, data_parallel_size: int, flags: Mapping[str, str] | None = None
 ) -> BatchSizes:
-    """Complete DeepSpeed's three batch keys as DeepSpeed does. Raises ConfigError when they contradict.
+    """Complete DeepSpeed's three batch keys as DeepSpeed does.
 
     Args:
-        flags: which keys a flag filled in, as :attr:`.config.JobConfig.flags`; errors then name the flag.
+        config: the DeepSpeed JSON.
+        replicas: replicas of every stage in one pipeline group.
+        data_parallel_size: number of pipeline groups.
+        flags: JSON key -> the flag that set it, as :attr:`.job.JobConfig.flags`; errors then name the flag.
+
+    Raises:
+        ConfigError: if a key is not a positive integer, or if the keys are missing or contradict each other.
     """
     ranks = replicas * data_parallel_size
-    train, micro, gas = (_batch_size(config, key, flags or {}) for key in _BATCH_KEYS)
+    names = [(flags or {}).get(key, "").partition(" ")[0] or key for key in _BATCH_KEYS]
+    train, micro, gas = (_batch_size(config, key, name) for key, name in zip(_BATCH_KEYS, names, strict=True))
     if train is None:
         if micro is None:
             raise ConfigError(
-                'Give "train_micro_batch_size_per_gpu" and "gradient_accumulation_steps", or "train_batch_size" and '
-                "one of them."
+                "train_batch_size: no batch size is set. Set train_micro_batch_size_per_gpu and "
+                "gradient_accumulation_steps, or train_batch_size and one of them."
             )
         return BatchSizes(micro, gas or 1, replicas, data_parallel_size)
     if micro is None and gas is None:
         gas = 1
-    known = ranks * (micro or 1) * (gas or 1)
-    if train % known or (micro and gas and train != known):
-        raise ConfigError(_batch_mismatch(train, micro, gas, replicas, data_parallel_size, flags or {}))
-    return BatchSizes(micro or train // known, gas or train // known, replicas, data_parallel_size)
+    divisor = ranks * (micro or 1) * (gas or 1)
+    if train % divisor or (micro and gas and train != divisor):
+        raise ConfigError(_batch_mismatch(names, train, micro, gas, replicas, data_parallel_size))
+    return BatchSizes(micro or train // divisor, gas or train // divisor, replicas, data_parallel_size)
 
 
 def _batch_mismatch(
-    train: int, micro: int | None, gas: int | None, replicas: int, data: int, flags: Mapping[str, str]
+    names: Sequence[str], train: int, micro: int | None, gas: int | None, replicas: int, data: int
 ) -> str:
-    """The numbers, by the names that the user gave them, and every way out."""
+    """Return the error for batch sizes that contradict each other, with the values that would fit."""
     ranks = replicas * data
-    known = ranks * (micro or 1) * (gas or 1)
-    names = [flags.get(key, "").partition(" ")[0] or key for key in _BATCH_KEYS]
-    said = ", ".join(f"{n} {v or 'unset'}" for n, v in zip(names, (train, micro, gas), strict=True))
-    said += f" and {counted(ranks, 'data-parallel rank')} ({counted(replicas, 'replica')} x {data})"
-    if micro is None or gas is None:
-        ways = " or ".join(str(n) for n in (train // known * known, (train // known + 1) * known) if n)
-        return f"{said} do not fit: {train} is not a multiple of {known}. Use {names[0]} {ways}."
-    ways = f"Leave {names[0]} out or set it to {known}"
+    divisor = ranks * (micro or 1) * (gas or 1)
+    factors = [f"{value} ({name})" for name, value in zip(names[1:], (micro, gas), strict=True) if value]
+    factors.append(f"{ranks} (data-parallel ranks: {counted(replicas, 'replica')} x {data})")
+    multiple = "" if micro and gas else "a multiple of "
+    problem = f"{names[0]}: must be {multiple}{divisor} = {' x '.join(factors)} (got {train})"
+    if not micro or not gas:
+        fitting = [str(n * divisor) for n in (train // divisor, train // divisor + 1) if n]
+        return f"{problem}. Use {' or '.join(fitting)}."
+    fix = f"Omit {names[0]} or set it to {divisor}"
     if train % (micro * ranks) == 0:
-        steps = train // (micro * ranks)
-        ways += f", or set {names[2]} to {steps} ({train} = {micro} x {steps} x {ranks})"
-    return f"{said} contradict each other: {micro} x {gas} x {ranks} = {known}. {ways}."
+        fix += f", or set {names[2]} to {train // (micro * ranks)}"
+    return f"{problem}. {fix}."
 
 
-def _batch_size(config: Mapping[str, Any], key: str, flags: Mapping[str, str]) -> int | None:
+def _batch_size(config: Mapping[str, Any], key: str, name: str) -> int | None:
     value = config.get(key)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        name = flags.get(key, "").partition(" ")[0] or f'"{key}"'
-        raise ConfigError(f"{name} must be a positive integer; got {value!r}.")
+        raise ConfigError(f"{name}: must be a positive integer (got {value!r}).")
     return value

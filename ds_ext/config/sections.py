@@ -1,4 +1,4 @@
-"""The small objects inside the ``"ds_ext"`` section: transport_options, fbd and trace. Pure."""
+"""Objects inside the ``"ds_ext"`` section: transport_options, fbd and trace. Pure Python, no torch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from ..errors import ConfigError
 
 
 class Section(BaseModel):
-    """An object of the JSON: its keys are known, its types exact, and it never changes."""
+    """Frozen object of the JSON. Unknown keys are rejected, and values are not converted."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class TransportOptions(Section):
-    """How messages between stages travel.
+    """Options of the transport between stages.
 
-    ``timeout_s`` bounds every wait. ``node_ips``: the addresses at which ranks listen for other hosts, one for each
-    host or one for each rank, as a list or with commas between them; None: those from which they reach MASTER_ADDR.
+    Attributes:
+        timeout_s: time limit of every wait, in seconds.
+        node_ips: addresses at which ranks listen for other hosts, one per host or one per rank, as a list or a
+            comma-separated string; None: each rank's local address on the route to MASTER_ADDR.
     """
 
     timeout_s: float = Field(default=120.0, gt=0)
@@ -38,14 +40,17 @@ class TransportOptions(Section):
             try:
                 ipaddress.ip_address(word.partition("%")[0])
             except ValueError:
-                raise ValueError(f"{word!r} is no IPv4 or IPv6 address such as 10.0.0.1") from None
+                raise ValueError(f"{word!r} is not an IPv4 or IPv6 address such as 10.0.0.1") from None
         return value
 
 
 class FbdOptions(Section):
-    """Forward/backward disaggregation: how many backward pipelines a forward one serves, and its sharding.
+    """Options of forward/backward disaggregation.
 
-    ``forward_hosts`` names the hosts whose ranks compute forwards; None: ranks alternate, whatever their hosts.
+    Attributes:
+        merge_forward_tensor_parallel: run each stage's forward on one rank with whole weights.
+        backward_per_forward: number of backward pipelines that one forward pipeline serves.
+        forward_hosts: hosts whose ranks compute forwards; None: roles alternate by rank, regardless of hosts.
     """
 
     merge_forward_tensor_parallel: bool = False
@@ -53,45 +58,50 @@ class FbdOptions(Section):
     forward_hosts: list[str] | None = Field(default=None, min_length=1)
 
     def options(self, tensor_parallel: int) -> dict[str, int]:
-        """What is not the default, as the options of a schedule."""
-        found = {}
+        """Return the non-default settings as schedule options."""
+        options = {}
         if self.backward_per_forward > 1:
-            found["backward_per_forward"] = self.backward_per_forward
+            options["backward_per_forward"] = self.backward_per_forward
         if self.merge_forward_tensor_parallel:
-            found["merge_forward_tensor_parallel"] = tensor_parallel
-        return found
+            options["merge_forward_tensor_parallel"] = tensor_parallel
+        return options
 
     def require_something_to_merge(self, tensor_parallel: int) -> None:
-        """Raise ConfigError when forward ranks are to be merged, and there is one of a stage anyway."""
+        """Raise ConfigError if forward ranks should be merged but every stage has only one."""
         if self.merge_forward_tensor_parallel and tensor_parallel == 1:
             raise ConfigError(
-                '"ds_ext": fbd.merge_forward_tensor_parallel true with tensor_parallel_size 1: a stage has one forward '
-                "rank, and there is nothing to merge. Leave it out (--ignore-forward-tensor-parallel too), or set "
-                "tensor_parallel_size to 2 or more."
+                "ds_ext.fbd.merge_forward_tensor_parallel: no forward ranks to merge (got tensor_parallel_size 1). "
+                "Omit it (and --ignore-forward-tensor-parallel), or set tensor_parallel_size to 2 or more."
             )
 
 
 class TraceOptions(Section):
-    """Where the ranks' traces go (None: nowhere), and of which steps: ``"10:20"``, ``"100:"`` or all."""
+    """Options of tracing.
+
+    Attributes:
+        dir: folder of the ranks' traces; None: no tracing.
+        steps: traced steps, inclusive, as ``"10:20"``, ``"100:"`` or ``":50"``; None: all.
+    """
 
     dir: str | None = Field(default=None, min_length=1)
     steps: str | None = Field(default=None, pattern=r"^[0-9]{0,9}:[0-9]{0,9}$")
 
     def window(self) -> tuple[int, float]:
-        """The first and the last step that are traced, counted from 1. Raises ConfigError when there is none."""
+        """Return the first and the last traced step, counted from 1. Raises ConfigError for an empty range."""
         first, _, last = (self.steps or ":").partition(":")
         window = int(first or 1), float(last or "inf")
         if not 1 <= window[0] <= window[1]:
             raise ConfigError(
-                f'"ds_ext": trace.steps {self.steps!r} holds no step: the first is 1, and "10:20" are steps 10 to 20.'
+                f'ds_ext.trace.steps: empty range of steps (got {self.steps!r}). Steps count from 1; "10:20" traces '
+                "steps 10 to 20."
             )
         return window
 
     def check(self) -> None:
-        """Raise ConfigError for steps that are none, or that nobody traces; a ``dir`` of null is tracing put off."""
+        """Raise ConfigError for an empty range, or for ``steps`` without ``dir``; a null ``dir`` disables tracing."""
         self.window()
         if self.steps is not None and "dir" not in self.model_fields_set:
             raise ConfigError(
-                f'"ds_ext": trace.steps {self.steps!r} without trace.dir: no step is traced. Say where the traces go, '
-                f'"trace": {{"dir": "traces", "steps": "{self.steps}"}}, or leave steps out.'
+                f"ds_ext.trace.steps: no folder for the traces (got {self.steps!r} without trace.dir). Set "
+                f'"trace": {{"dir": "traces", "steps": "{self.steps}"}}, or omit steps.'
             )

@@ -82,7 +82,7 @@ def test_the_whole_section_is_accepted_with_the_values_that_mean_off() -> None:
         ),
         (
             {"transport_options": {"node_ips": ["10.0.0.1", "node7"]}},
-            r"transport_options.node_ips: .*'node7' is no IPv4 or IPv6 address such as 10.0.0.1",
+            r"transport_options.node_ips: .*'node7'",
         ),
         (
             {"fbd": {"backwards_per_forward": 1}},
@@ -93,7 +93,7 @@ def test_the_whole_section_is_accepted_with_the_values_that_mean_off() -> None:
             r"fbd.backward_per_forward must .* valid integer; got True",
         ),
         ({"fbd": None}, r"fbd must be an object; got None"),
-        ({"trace": {"dir": "t", "steps": "20:10"}}, r"trace.steps '20:10' holds no step"),
+        ({"trace": {"dir": "t", "steps": "20:10"}}, r"trace.steps.*'20:10'"),
         ({"trace": {"dir": "t", "steps": "10-20"}}, r"trace.steps must be as .10:20"),
         ({"trace": {"dir": ""}}, r"trace.dir: String should have at least 1 character"),
         ({"pipeline_parallel_size": 0}, r"pipeline_parallel_size must .* greater than or equal to 1; got 0"),

@@ -112,7 +112,7 @@ def test_auto_counts_bytes_as_the_job_is_trained() -> None:
             {},
             r"33 does not divide into micro-batches of 2 for 1 .*group\. Use 32 or 34",
         ),
-        ({"train_batch_size": "x"}, {}, r'"train_batch_size" must be a positive integer; got \'x\''),
+        ({"train_batch_size": "x"}, {}, "train_batch_size.*'x'"),
         (
             {},
             {"schedule_options": {"chunks": 2}},

@@ -93,7 +93,7 @@ def test_flags_fill_in_the_json(run: Any) -> None:
         ),
         ({"optimizer": {"params": 3}}, ["--adam-beta1", "1"], r"^optimizer\.params: .*got 3"),
         ({"optimizer": None}, ["--lr", "1"], r"^optimizer: .*got None"),
-        ({}, ["--node-ips", "10.0.0.1,node7"], r"transport_options.node_ips: .*'node7' is no IPv4 or IPv6"),
+        ({}, ["--node-ips", "10.0.0.1,node7"], r"transport_options.node_ips: .*'node7'"),
     ],
 )
 def test_contradictions(run: Any, config: dict[str, Any], flags: list[str], sentence: str) -> None:
