@@ -1,8 +1,8 @@
-"""How a world is cut when forwards have ranks of their own: roles, groups and hand-over pairs. Pure arithmetic.
+"""Layout of the world under forward/backward disaggregation: roles, groups and hand-over pairs. Pure arithmetic.
 
-A pipeline group is one forward pipeline and the k backward pipelines that it serves. Rank order is the host's, tensor
-fastest, then pipelines (of every group the forward one first), then stages; so a stage of a group has TP_f + k x TP
-neighbouring ranks, TP_f being 1 where one forward rank does the work of TP ("merged"), else TP::
+A pipeline group is one forward pipeline and the k backward pipelines that it serves. Ranks count tensor-parallel
+fastest, then pipelines (the forward pipeline of a group first), then groups, then stages. A stage of a group therefore
+has TP_f + k x TP consecutive ranks. TP_f is 1 if one forward rank computes for TP ("merged"), else TP::
 
     rank = t + offset of the pipeline + (TP_f + k TP) * (group + groups * stage)
 """
@@ -22,41 +22,43 @@ FORWARD_ROLE, BACKWARD_ROLE = "forward", "backward"
 
 @dataclass(frozen=True)
 class DisaggregatedLayout(ParallelLayout):
-    """A world with forward and backward ranks; the placement has forward devices.
+    """World with forward and backward ranks; the placement has forward devices.
 
-    ``data_parallel_size`` counts pipeline groups; to the optimizer there are k times as many data-parallel ranks.
-    ``order[i]`` is the global rank at the i-th place; None: places are ranks.
+    ``data_parallel_size`` counts pipeline groups. The optimizer's data-parallel size is k times as large.
+
+    Attributes:
+        order: global rank at every position of the rank order above; None: positions are ranks.
     """
 
     order: tuple[int, ...] | None = None
 
     @property
     def forward_tensor_parallel_size(self) -> int:
-        """TP_f, the ranks of a forward device."""
+        """Number of ranks TP_f of a forward device."""
         return self.tensor_parallel_size // self.placement.merged
 
     @property
     def block(self) -> int:
-        """Ranks of one stage of one pipeline group."""
+        """Number of ranks of one stage of one pipeline group."""
         return self.forward_tensor_parallel_size + self.placement.replicas * self.tensor_parallel_size
 
     @property
     def world_size(self) -> int:
-        """Number of processes: PP x DP' x (TP_f / k + TP), DP' being the backward pipelines."""
+        """Number of processes: stages x groups x (TP_f + k x TP)."""
         return self.placement.stages * self.data_parallel_size * self.block
 
     def rank(self, device: int, data: int, tensor: int) -> int:
-        """Global rank of a device of group ``data``; of a merged forward device it is one for every ``tensor``."""
+        """Return the global rank of a device of group ``data``; the same for every ``tensor`` if it is merged."""
         stage, pipe = self.stage_and_pipe(device)
         size = self.forward_tensor_parallel_size
         offset = min(tensor, size - 1) if pipe is None else size + pipe * self.tensor_parallel_size + tensor
-        place = offset + self.block * (data + self.data_parallel_size * stage)
-        return place if self.order is None else self.order[place]
+        position = offset + self.block * (data + self.data_parallel_size * stage)
+        return position if self.order is None else self.order[position]
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """(device, data, tensor) of a global rank."""
-        place = rank if self.order is None else self.order.index(rank)
-        rest, offset = divmod(place, self.block)
+        """Return the coordinates (device, data, tensor) of a global rank."""
+        position = rank if self.order is None else self.order.index(rank)
+        rest, offset = divmod(position, self.block)
         stage, data = divmod(rest, self.data_parallel_size)
         size = self.forward_tensor_parallel_size
         if offset < size:
@@ -65,7 +67,7 @@ class DisaggregatedLayout(ParallelLayout):
         return self.placement.pipes[pipe][stage], data, tensor
 
     def stage_and_pipe(self, device: int) -> tuple[int, int | None]:
-        """The stage of a device, and its pipe if it goes backward."""
+        """Return the stage of a device and its pipe; the pipe of a forward device is None."""
         forwards = self.placement.forward_devices
         if device in forwards:
             return forwards.index(device), None
@@ -73,44 +75,44 @@ class DisaggregatedLayout(ParallelLayout):
         return self.placement.pipes[pipe].index(device), pipe
 
     def role(self, rank: int) -> str:
-        """``"forward"`` or ``"backward"``."""
+        """Return ``"forward"`` or ``"backward"``."""
         stage_and_pipe = self.stage_and_pipe(self.coordinates(rank)[0])
         return FORWARD_ROLE if stage_and_pipe[1] is None else BACKWARD_ROLE
 
     def tensor_ranks(self, device: int) -> int:
-        """How many ranks a device has."""
-        merges = device in self.placement.forward_devices
-        return self.forward_tensor_parallel_size if merges else self.tensor_parallel_size
+        """Return the number of ranks of a device."""
+        is_forward = device in self.placement.forward_devices
+        return self.forward_tensor_parallel_size if is_forward else self.tensor_parallel_size
 
     def peers(self, rank: int, device: int) -> tuple[int, ...]:
-        """The ranks of ``device``, in the same group, with which ``rank`` exchanges: one, or of a merged rank all."""
-        mine, data, tensor = self.coordinates(rank)
-        if self.tensor_ranks(device) > self.tensor_ranks(mine):
+        """Return the ranks of ``device`` with which ``rank`` exchanges: all for a merged forward rank, else one."""
+        own_device, data, tensor = self.coordinates(rank)
+        if self.tensor_ranks(device) > self.tensor_ranks(own_device):
             return tuple(self.rank(device, data, t) for t in range(self.tensor_parallel_size))
         return (self.rank(device, data, tensor),)
 
     def ranks_of(self, device: int, data: int) -> list[int]:
-        """All ranks of a device of a group."""
+        """Return all ranks of a device of pipeline group ``data``."""
         return [self.rank(device, data, t) for t in range(self.tensor_ranks(device))]
 
     def groups(self) -> dict[str, list[list[int]]]:
-        """Rank lists of every kind of group, and of the pairs between the roles.
+        """Return the rank lists of every kind of group, and the pairs (forward rank, backward rank).
 
-        "hand-over" pairs a forward rank with the backward ranks that repeat the next stage, "weights" with those from
-        which it gets its weights.
+        A "hand-over" pair sends an output to the backward rank of the next stage. A "weights" pair copies the
+        weights of a stage to its forward rank.
         """
         placement, groups = self.placement, range(self.data_parallel_size)
         forwards = placement.forward_devices
-        every = [(device, g) for device in range(placement.ranks) for g in groups]
+        devices_of_groups = [(device, g) for device in range(placement.ranks) for g in groups]
         pipelines = [(devices, g) for g in groups for devices in (forwards, *placement.pipes)]
-        feeds = [
+        hand_overs = [
             (devices[0], devices[1], g)
             for g in groups
             for pipe in placement.pipes
             for devices in zip(forwards, pipe[1:], strict=False)
         ]
         table = {
-            "tensor": [self.ranks_of(device, g) for device, g in every],
+            "tensor": [self.ranks_of(device, g) for device, g in devices_of_groups],
             "pipeline": [
                 [self.rank(device, g, t) for device in devices]
                 for devices, g in pipelines
@@ -131,7 +133,7 @@ class DisaggregatedLayout(ParallelLayout):
             "backward": [
                 [r for pipe in placement.pipes for d in pipe for g in groups for r in self.ranks_of(d, g)]
             ],
-            "hand-over": self._pairs(feeds),
+            "hand-over": self._pairs(hand_overs),
             "weights": self._pairs(
                 [(d, placement.pipes[0][s], g) for s, d in enumerate(forwards) for g in groups]
             ),
@@ -139,12 +141,12 @@ class DisaggregatedLayout(ParallelLayout):
         if placement.replicas == 1:
             del table["mirror"]
         return {
-            name: sorted(found) if name in ("tensor", "hand-over", "weights") else found
-            for name, found in table.items()
+            name: sorted(rank_lists) if name in ("tensor", "hand-over", "weights") else rank_lists
+            for name, rank_lists in table.items()
         }
 
     def _pairs(self, devices: list[tuple[int, int, int]]) -> list[list[int]]:
-        """[forward rank, backward rank] for every pair of devices and tensor-parallel rank."""
+        """Return [forward rank, backward rank] for every pair of devices and every tensor-parallel rank."""
         return [
             [self.rank(forward, g, t), self.rank(backward, g, t)]
             for forward, backward, g in devices
@@ -153,25 +155,24 @@ class DisaggregatedLayout(ParallelLayout):
 
 
 def make_layout(placement: Placement, tensor_parallel_size: int, data_parallel_size: int) -> ParallelLayout:
-    """The layout that fits the placement.
+    """Return the layout for a placement.
 
     Raises:
-        ConfigError: forward ranks are merged, but not as many as there are.
+        ConfigError: if a merged forward rank does not replace all tensor-parallel ranks of its stage.
     """
     if not placement.forward_devices:
         return ParallelLayout(placement, tensor_parallel_size, data_parallel_size)
     merged = placement.merged
     if merged not in (1, tensor_parallel_size):
         raise ConfigError(
-            f"a merged forward rank does the work of all tensor-parallel ranks: merge_forward_tensor_parallel {merged} "
-            f"must be 1 or tensor_parallel_size {tensor_parallel_size}. Use "
-            f'"fbd": {{"merge_forward_tensor_parallel": true}}, which takes that size.'
+            f"merge_forward_tensor_parallel: must be 1 or tensor_parallel_size {tensor_parallel_size} (got {merged}). "
+            'Use "fbd": {"merge_forward_tensor_parallel": true} for the latter.'
         )
     return DisaggregatedLayout(placement, tensor_parallel_size, data_parallel_size)
 
 
 def is_address(name: str) -> bool:
-    """Return whether the name of a host is an IP address."""
+    """Return whether a host name is an IP address."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -180,7 +181,7 @@ def is_address(name: str) -> bool:
 
 
 def host_key(name: str) -> str:
-    """Return what identifies a host among others: its name without domain, or its address in the usual notation."""
+    """Return the identity of a host: its name without domain, or its address in canonical notation."""
     return str(ipaddress.ip_address(name)) if is_address(name) else name.partition(".")[0]
 
 
@@ -190,39 +191,40 @@ def place_by_hosts(
     forward_hosts: Sequence[str],
     addresses: Sequence[Collection[str]] | None = None,
 ) -> DisaggregatedLayout:
-    """The layout with its forward ranks on given hosts.
+    """Return the layout with its forward ranks on ``forward_hosts``.
 
     Args:
-        layout: in the order of ranks.
-        hosts: of every rank, as its own system calls it.
-        forward_hosts: those of the forward ranks: names, with or without domain, or IP addresses.
-        addresses: of every rank's host; None: not known.
+        layout: layout in the default order.
+        hosts: host name of every rank, as its own system reports it.
+        forward_hosts: hosts of the forward ranks: names, with or without domain, or IP addresses.
+        addresses: IP addresses of every rank's host; None: unknown.
 
     Raises:
-        ConfigError: there is no such host, or they do not have as many ranks as there are forward ranks.
+        ConfigError: if a forward host has no rank, or if the forward hosts do not have exactly as many ranks as there
+            are forward ranks.
     """
-    asked = {host_key(name) for name in forward_hosts}
-    short = [host_key(name) for name in hosts]
+    forward_keys = {host_key(name) for name in forward_hosts}
+    names = [host_key(name) for name in hosts]
     keys = [
-        {name, *map(host_key, own)} for name, own in zip(short, addresses or [()] * len(short), strict=True)
+        {name, *map(host_key, own)} for name, own in zip(names, addresses or [()] * len(names), strict=True)
     ]
-    unknown = sorted(asked.difference(*keys))
+    unknown = sorted(forward_keys.difference(*keys))
     if unknown:
         raise ConfigError(
-            f"fbd.forward_hosts names {unknown[0]!r}, on which there is no rank; the hosts of the job "
-            f"are {', '.join(sorted(set(short)))}."
+            f"ds_ext.fbd.forward_hosts: no rank runs on this host (got {unknown[0]!r}). Use hosts of the job: "
+            f"{', '.join(sorted(set(names)))}."
         )
-    theirs = [rank for rank, own in enumerate(keys) if own & asked]
-    others = [rank for rank, own in enumerate(keys) if not own & asked]
-    places = range(layout.world_size)
-    forward = [place for place in places if replace(layout, order=None).role(place) == FORWARD_ROLE]
-    if len(forward) != len(theirs):
+    forward_ranks = [rank for rank, own in enumerate(keys) if own & forward_keys]
+    backward_ranks = [rank for rank, own in enumerate(keys) if not own & forward_keys]
+    positions = range(layout.world_size)
+    default = replace(layout, order=None)
+    forward = [position for position in positions if default.role(position) == FORWARD_ROLE]
+    backward = [position for position in positions if default.role(position) == BACKWARD_ROLE]
+    if len(forward) != len(forward_ranks):
         raise ConfigError(
-            f"fbd.forward_hosts {', '.join(sorted(asked))} have {len(theirs)} ranks, and the job has {len(forward)} "
-            f"forward and {len(places) - len(forward)} backward ranks. Start {len(forward)} ranks there (slots in the "
-            f"hostfile), and the others elsewhere."
+            f"ds_ext.fbd.forward_hosts: {', '.join(sorted(forward_keys))} must run the {len(forward)} forward ranks and "
+            f"no others (got {len(forward_ranks)} ranks). Start {len(forward)} ranks there and {len(backward)} on "
+            "other hosts (slots in the hostfile)."
         )
-    order = dict(zip(forward, theirs, strict=True))
-    backward = [place for place in places if place not in order]
-    order |= dict(zip(backward, others, strict=True))
-    return replace(layout, order=tuple(order[place] for place in places))
+    order = dict(zip((*forward, *backward), (*forward_ranks, *backward_ranks), strict=True))
+    return replace(layout, order=tuple(order[position] for position in positions))

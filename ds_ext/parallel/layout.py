@@ -1,6 +1,6 @@
-"""How a world of processes is cut: ranks, coordinates and groups. Pure arithmetic.
+"""Layout of the world: ranks, coordinates and groups. Pure arithmetic.
 
-Rank order is DeepSpeed's: tensor-parallel fastest, then data, then pipeline:
+Ranks are in DeepSpeed's order, tensor-parallel fastest, then data, then pipeline:
 ``rank = tp + TP * (dp + DP * device)``.
 """
 
@@ -14,12 +14,12 @@ from ..pipe_schedules import Placement
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """A world of processes: DP pipeline groups, each with the placement's D devices of TP ranks.
+    """World of DP pipeline groups, each with the placement's D devices of TP ranks.
 
     Args:
-        placement: the stages of one pipeline group.
-        tensor_parallel_size: TP, the ranks that share every layer of a device.
-        data_parallel_size: DP, the pipeline groups; replicas inside a placement are not counted.
+        placement: device of every stage of one pipeline group.
+        tensor_parallel_size: TP, the number of ranks of a device.
+        data_parallel_size: DP, the number of pipeline groups; replicas inside a placement do not count.
     """
 
     placement: Placement
@@ -32,26 +32,26 @@ class ParallelLayout:
         return self.placement.ranks * self.tensor_parallel_size * self.data_parallel_size
 
     def rank(self, device: int, data: int, tensor: int) -> int:
-        """Global rank of a device of pipeline group ``data``."""
+        """Return the global rank of a device of pipeline group ``data``."""
         return tensor + self.tensor_parallel_size * (data + self.data_parallel_size * device)
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """(device, data, tensor) of a global rank."""
+        """Return the coordinates (device, data, tensor) of a global rank."""
         rest, tensor = divmod(rank, self.tensor_parallel_size)
         device, data = divmod(rest, self.data_parallel_size)
         return device, data, tensor
 
     def role(self, rank: int) -> str | None:
-        """What a rank does where forwards have ranks of their own; None: everything."""
+        """Return ``"forward"`` or ``"backward"`` under forward/backward disaggregation, else None."""
         return None
 
     def peers(self, rank: int, device: int) -> tuple[int, ...]:
-        """The ranks of ``device`` with which ``rank`` exchanges messages."""
+        """Return the ranks of ``device`` with which ``rank`` exchanges messages."""
         _, data, tensor = self.coordinates(rank)
         return (self.rank(device, data, tensor),)
 
     def groups(self) -> dict[str, list[list[int]]]:
-        """Rank lists of every kind of group: tensor, pipeline, data and (with replicas) mirror."""
+        """Return the rank lists of every kind of group: tensor, pipeline, data and (with replicas) mirror."""
         devices, tp, dp = self.placement.ranks, self.tensor_parallel_size, self.data_parallel_size
         table = {
             "tensor": [[self.rank(p, d, t) for t in range(tp)] for p in range(devices) for d in range(dp)],
@@ -69,7 +69,7 @@ class ParallelLayout:
 
 
 def data_parallel_size(world_size: int, placement: Placement, tensor_parallel_size: int) -> int:
-    """What is left of the world for data parallelism. Raises ConfigError with the sizes that would fit."""
+    """Return world size / (pipeline x tensor-parallel size). Raises ConfigError if it is not an integer above 0."""
     unit = placement.ranks * tensor_parallel_size
     sizes = f"pipeline_parallel_size {placement.ranks} x tensor_parallel_size {tensor_parallel_size}"
     if placement.forward_devices:
@@ -77,14 +77,14 @@ def data_parallel_size(world_size: int, placement: Placement, tensor_parallel_si
         unit = placement.stages * (merged + placement.replicas * tensor_parallel_size)
         sizes = (
             f"pipeline_parallel_size {placement.stages} x ({merged} forward + {placement.replicas} x "
-            f"{tensor_parallel_size} backward ranks a stage)"
+            f"{tensor_parallel_size} backward ranks per stage)"
         )
     if world_size >= unit and world_size % unit == 0:
         return world_size // unit
     below, above = world_size // unit * unit, (world_size // unit + 1) * unit
-    fits = f"{below} or {above}" if below else str(above)
+    fitting = f"{below} or {above}" if below else str(above)
     raise ConfigError(
-        f"{world_size} process{'es' if world_size != 1 else ''} cannot hold {sizes}: the world size must be a "
-        f"multiple of {unit}. Start {fits} processes (deepspeed --num_gpus {below or above} ..., or torchrun "
-        f'--nproc_per_node {below or above} ...), or change the two sizes in the "ds_ext" section.'
+        f"world size: must be a multiple of {unit} = {sizes} (got {world_size}). Start {fitting} processes (deepspeed "
+        f"--num_gpus {below or above} ..., or torchrun --nproc_per_node {below or above} ...), or change the two sizes "
+        'in the "ds_ext" section.'
     )

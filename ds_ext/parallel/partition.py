@@ -1,4 +1,4 @@
-"""Which layers each stage of the model holds. Pure."""
+"""Assignment of layers to stages. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ from itertools import pairwise
 from ..errors import ConfigError
 from ..pipe_schedules import Placement
 
-# What the layers in front of the first and behind the last transformer layer weigh, in transformer layers, when that is
-# not known: enough to send one that is left over elsewhere.
-_END = 0.5
-BALANCED = "balanced"  # in place of the layers of every stage: count the head's work too
+# Assumed work of the layers before the first and after the last transformer layer, in transformer layers,
+# where it is unknown: enough to keep surplus layers away from the ends.
+_DEFAULT_END_WORK = 0.5
+BALANCED = "balanced"  # value of --stage-layers: include the head's work
 
 
 def end_weights(hidden: int, seq: int, vocab: int, again: float = 0.0) -> tuple[float, float]:
-    """The work of embedding and head, in transformer layers, as :func:`layer_boundaries` takes it.
+    """Return the work of the embedding and of the head, in transformer layers.
 
-    Looking up an embedding is no work. A head's forward is 2bshV operations against 24bsh² + 4bs²h of a layer (arXiv
-    2104.04473, appendix; s the sequence length, h the hidden size, V the vocabulary), its backward twice as many.
+    An embedding lookup counts as 0. The head's forward takes 2bshV operations and a layer's 24bsh² + 4bs²h (arXiv
+    2104.04473, appendix), with micro-batch size b, sequence length s, hidden size h and vocabulary size V. A backward
+    takes twice as many.
 
     Args:
-        again: share of a layer's forward that its backward computes again; 1 for full recomputation.
+        hidden: hidden size.
+        seq: sequence length, in tokens.
+        vocab: vocabulary size.
+        again: share of a layer's forward that its backward recomputes; 1 for full recomputation.
     """
     return 0.0, vocab / (12 * hidden + 2 * seq) * 3 / (3 + again)
 
@@ -35,30 +39,31 @@ def layer_boundaries(
     stage_layers: str | None = None,
     weights: tuple[float, float] | None = None,
 ) -> list[int]:
-    """Cut ``num_layers`` equal layers into stages, as evenly as it goes.
+    """Divide ``num_layers`` equal layers into stages as evenly as possible.
 
-    Each goes where the busiest device stays the least busy (with two pipes a device holds stages of both, which are cut
-    alike), there to the smallest stage if ``weights`` are known, and among equals to later ones, which keep fewer
-    activations.
+    Uneven layers are assigned to minimise the maximum device load. With two pipes, both are cut alike and a device
+    counts its stages of both. Ties go to the stage with the least work if ``weights`` are known, then to the last
+    stage, which keeps the fewest activations.
 
     Args:
-        before, after: layers of other kinds, which join the first and the last stage.
-        placement: where the stages live.
-        schedule: its name, for errors.
-        stage_layers: the layers of every stage, ``"3,2,2,1"``, for example by measured time; None or ``BALANCED``:
-            evenly, as far as ``weights`` tell.
-        weights: of the layers of other kinds, in transformer layers, from :func:`end_weights`: stages at the ends then
-            hold as many fewer. None: not known, and only layers that are left over are kept from the ends.
+        num_layers: number of transformer layers.
+        before: number of other layers at the start of the first stage.
+        after: number of other layers at the end of the last stage.
+        placement: device of every stage.
+        schedule: name of the schedule, for errors.
+        stage_layers: transformer layers of every stage, as ``"3,2,2,1"``; None or ``BALANCED``: even.
+        weights: work of the other layers at both ends, in transformer layers, from :func:`end_weights`; the stages at
+            the ends then hold fewer transformer layers. None: only surplus layers avoid the ends.
 
     Returns:
-        The stages + 1 boundaries among before + num_layers + after layers.
+        Boundaries of the stages (stages + 1 numbers) among before + num_layers + after layers.
 
     Raises:
-        ConfigError: there are fewer layers than stages, or ``stage_layers`` does not fit.
+        ConfigError: if there are fewer layers than stages, or ``stage_layers`` does not fit the model.
     """
     stages = placement.stages
     if stage_layers is not None and stage_layers != BALANCED:
-        counts = _given(stage_layers, num_layers, (before, after), placement, schedule)
+        counts = _parse_stage_layers(stage_layers, num_layers, (before, after), placement, schedule)
     elif num_layers < stages:
         raise ConfigError(_too_few(num_layers, placement, schedule))
     else:
@@ -70,9 +75,13 @@ def layer_boundaries(
 def stage_weights(
     boundaries: Sequence[int], before: int, after: int, weights: tuple[float, float] = (0.0, 0.0)
 ) -> tuple[float, ...] | None:
-    """The work of every stage as factors of its mean, as ``Costs.stages`` takes them; None if all are alike.
+    """Return the work of every stage divided by the mean, for ``Costs.stages``; None if all are equal.
 
-    ``weights`` are those of the layers of other kinds, as for :func:`layer_boundaries`.
+    Args:
+        boundaries: boundaries of the stages from :func:`layer_boundaries`.
+        before: number of other layers at the start of the first stage.
+        after: number of other layers at the end of the last stage.
+        weights: work of the other layers at both ends, in transformer layers.
     """
     ends = [boundaries[0] + before, *boundaries[1:-1], boundaries[-1] - after]
     counts: list[float] = [stop - start for start, stop in pairwise(ends)]
@@ -83,23 +92,23 @@ def stage_weights(
 
 
 def _stages(placement: Placement, schedule: str) -> str:
-    """Into how many stages, and where these come from."""
-    each = placement.stages // placement.width
-    on_each = f", {each} for each of {placement.width} devices" if each > 1 else ""
-    return f"{schedule} cuts the model into {placement.stages} stages{on_each}"
+    """Return the schedule and its number of stages, for errors."""
+    per_device = placement.stages // placement.width
+    detail = f" ({per_device} per device)" if per_device > 1 else ""
+    return f"{schedule} with {placement.stages} stages{detail}"
 
 
 def _too_few(num_layers: int, placement: Placement, schedule: str) -> str:
-    """Both numbers and the ways out."""
+    """Return the error for fewer layers than stages."""
     stages, devices = placement.stages, placement.width
-    ways, most = f"at least {stages} layers", num_layers // (stages // devices)
+    fix, most = f"at least {stages} layers", num_layers // (stages // devices)
     if placement.replicas == 2 and placement.pipes[1] == tuple(devices - 1 - d for d in placement.pipes[0]):
-        most -= most % 2  # devices work in mirrored pairs
+        most -= most % 2  # mirrored pairs need an even number of devices
     if most:
-        ways += f", or a pipeline_parallel_size of at most {most} (now {devices})"
+        fix += f", or set pipeline_parallel_size to {most} or less (now {devices})"
     return (
-        f"{_stages(placement, schedule)}, and num_layers is {num_layers}: a stage needs at least 1 transformer layer. "
-        f"Use {ways}."
+        f"num_layers: {_stages(placement, schedule)} needs at least 1 transformer layer per stage (got {num_layers}). "
+        f"Use {fix}."
     )
 
 
@@ -107,70 +116,61 @@ def _even(
     num_layers: int, ends: tuple[int, int], placement: Placement, weights: tuple[float, float] | None
 ) -> list[int]:
     stages = placement.stages
-    first, last = weights or (_END * bool(ends[0]), _END * bool(ends[1]))
+    first, last = weights or (_DEFAULT_END_WORK * bool(ends[0]), _DEFAULT_END_WORK * bool(ends[1]))
     counts = [num_layers // stages if weights is None else 1] * stages
     if weights is not None:
-        # A stage with as much other work as a layer may do without one.
+        # A stage whose other work is at least one layer may have no transformer layer.
         counts[0] -= bool(ends[0]) and first >= 1
         counts[-1] -= bool(ends[1]) and last >= 1 and stages > 1
     work = [float(count) for count in counts]
     work[0] += first
     work[-1] += last
-    homes = [[pipe[stage] for pipe in placement.pipes] for stage in range(stages)]
+    devices_of = [[pipe[stage] for pipe in placement.pipes] for stage in range(stages)]
     loads = [0.0] * placement.ranks
-    for stage, devices in enumerate(homes):
+    for stage, devices in enumerate(devices_of):
         for device in devices:
             loads[device] += work[stage]
 
-    def busy(stage: int) -> tuple[float, float, int]:
-        # Rounded, as sums of the same weights in another order differ.
-        own = 0.0 if weights is None else round(work[stage], 9)
-        return round(max(loads[device] for device in homes[stage]), 9), own, -stage
+    def priority(stage: int) -> tuple[float, float, int]:
+        # Round: sums of the same weights in different orders differ in the last bits.
+        own_work = 0.0 if weights is None else round(work[stage], 9)
+        return round(max(loads[device] for device in devices_of[stage]), 9), own_work, -stage
 
     base = num_layers // stages
     for _ in range(num_layers - sum(counts)):
-        # Where the ends are only guessed at, no stage gets two layers more than another.
+        # Without known weights, no stage gets two layers more than another.
         free = (stage for stage in range(stages) if weights is not None or counts[stage] == base)
-        stage = min(free, key=busy)
+        stage = min(free, key=priority)
         counts[stage] += 1
         work[stage] += 1
-        for device in homes[stage]:
+        for device in devices_of[stage]:
             loads[device] += 1
     return counts
 
 
-def _given(
+def _parse_stage_layers(
     text: str, num_layers: int, ends: tuple[int, int], placement: Placement, schedule: str
 ) -> list[int]:
     stages = placement.stages
-    # Where the layers can be cut evenly, that is an example of what to give.
     even = _even(num_layers, ends, placement, None) if num_layers >= stages else []
-    example = f", for example --stage-layers {','.join(map(str, even))}" if even else ""
+    example = f"for example {','.join(map(str, even))} or" if even else "for example"
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(
-            f'--stage-layers is a list of numbers with commas, for example "2,3,2", or "{BALANCED}"; got {text!r}.'
+            f"--stage-layers: must be a comma-separated list of integers (got {text!r}). Use {example} {BALANCED}."
         ) from None
     if len(counts) != stages or sum(counts) != num_layers:
         raise ConfigError(
-            f"--stage-layers {text} gives {len(counts)} stages {sum(counts)} layers in all; "
-            f"{_stages(placement, schedule)}, and num_layers is {num_layers}. Give one number a stage, {num_layers} "
-            f'layers in all{example}, or "{BALANCED}".'
+            f"--stage-layers: {_stages(placement, schedule)} needs {stages} numbers that sum to num_layers "
+            f"{num_layers} (got {text}: {len(counts)} numbers, sum {sum(counts)}). Use {example} {BALANCED}."
         )
-    # A stage at an end may do with the layers of other kinds.
-    least = [
-        int(not ((ends[0] and stage == 0) or (ends[1] and stage == stages - 1))) for stage in range(stages)
-    ]
-    bad = [stage for stage in range(stages) if counts[stage] < least[stage]]
-    if bad:
-        may = [name for name, end in zip(("first", "last"), ends, strict=True) if end and stages > 1]
-        which = (
-            f" (only the {' and the '.join(may)} may do without: other layers are there too)" if may else ""
-        )
-        raise ConfigError(
-            f"--stage-layers {text} gives stage {bad[0]}, counted from 0 to {stages - 1}, {counts[bad[0]]} layers, and "
-            f"it needs at least {least[bad[0]]}{which if least[bad[0]] else ''}. Move some there{example}, or leave "
-            f"--stage-layers out."
-        )
+    for stage, count in enumerate(counts):
+        # A stage with other layers needs no transformer layer.
+        least = int(not ((ends[0] and stage == 0) or (ends[1] and stage == stages - 1)))
+        if count < least:
+            raise ConfigError(
+                f"--stage-layers: stage {stage} of 0..{stages - 1} needs at least {least} transformer layers (got "
+                f"{count} of {text}). Use {example} {BALANCED}."
+            )
     return counts

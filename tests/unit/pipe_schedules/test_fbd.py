@@ -209,9 +209,7 @@ def test_every_rank_has_one_place_and_every_kind_of_group(
 def test_worlds_that_do_not_fit() -> None:
     place = get_schedule("fbd").placement(2, {"backward_per_forward": 2})
     assert data_parallel_size(12, place, 2) == 1 and data_parallel_size(24, place, 2) == 2
-    with pytest.raises(
-        ConfigError, match=r"13 processes cannot hold .* 2 x \(2 forward \+ 2 x 2 backward.* Start 12 or 24"
-    ):
+    with pytest.raises(ConfigError, match=r"world size: .* 2 x \(2 forward \+ 2 x 2 backward.*13.* 12 or 24"):
         data_parallel_size(13, place, 2)
 
 
@@ -241,22 +239,14 @@ def test_forward_ranks_on_the_host_with_an_address(named: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "named", "sentence"),
+    ("hosts", "named", "values"),
     [
-        (
-            ["a"] * 2 + ["b"] * 2,
-            ["c"],
-            r"names 'c', on which there is no rank; the hosts of the job are a, b",
-        ),
-        (
-            ["a"] * 3 + ["b"],
-            ["b"],
-            r"b have 1 ranks, and the job has 2 forward and 2 backward ranks. Start 2",
-        ),
+        (["a"] * 2 + ["b"] * 2, ["c"], "'c'.* a, b"),
+        (["a"] * 3 + ["b"], ["b"], "b .*2 .*1 .* 2 "),
     ],
 )
-def test_hosts_that_do_not_fit(hosts: list[str], named: list[str], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+def test_hosts_that_do_not_fit(hosts: list[str], named: list[str], values: str) -> None:
+    with pytest.raises(ConfigError, match=f"fbd.forward_hosts: .*{values}"):
         place_by_hosts(layout(2), hosts, named)
 
 

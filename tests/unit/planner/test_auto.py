@@ -152,7 +152,7 @@ def test_auto_counts_bytes_as_the_job_is_trained() -> None:
         (
             {},
             {"train": AUTO["ds_ext"]["train"] | {"stage_layers": "4,4,4,4,4"}},
-            r"no schedule is possible: .*--stage-layers 4,4,4,4,4 gives 5 stages 20 layers in all",
+            r"no schedule is possible: .*--stage-layers: .*4,4,4,4,4",
         ),
     ],
 )

@@ -135,9 +135,7 @@ def test_forward_hosts_of_ranks_that_are_all_here(planned: Any, monkeypatch: pyt
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     here = socket.gethostname()
-    with pytest.raises(
-        ConfigError, match=rf"'small-0', on which there is no rank; .* are {here.split('.')[0]}"
-    ):
+    with pytest.raises(ConfigError, match=rf"fbd.forward_hosts: .*'small-0'.* {here.split('.')[0]}"):
         planned("fbd", {"fbd": {"forward_hosts": ["small-0"]}})
-    with pytest.raises(ConfigError, match=r"have 8 ranks, and the job has 4 forward and 4 backward ranks"):
+    with pytest.raises(ConfigError, match=r"fbd.forward_hosts: .*4 .*8"):
         planned("fbd", {"fbd": {"forward_hosts": [here]}})
