@@ -1,4 +1,4 @@
-"""Megatron-style tensor parallelism. Groups are arguments; nothing here is global."""
+"""Megatron-style tensor parallelism. Process groups are arguments; the package has no global group."""
 
 from ds_ext.tensor_parallel.group import TensorParallel, create_tensor_parallel
 from ds_ext.tensor_parallel.layers import (

@@ -1,12 +1,11 @@
 """Linear and embedding layers whose weights are sharded over a tensor-parallel group (Shoeybi et al. 2019).
 
-A sharded parameter carries ``model_parallel`` and ``tensor_model_parallel`` (DeepSpeed and Megatron count it
-on every rank when they take a gradient norm) and ``partition_dim``, the dimension along which the shards of
-the ranks, concatenated in rank order, give the full weight. A replicated parameter carries none of them. A weight
-whose last rows are padding, which depends on the size of the group, also carries ``unpadded_size``.
+A sharded parameter has the attributes ``model_parallel`` and ``tensor_model_parallel``, by which DeepSpeed and Megatron
+count it on every rank in a gradient norm, and ``partition_dim``. Concatenating the shards in rank order along
+``partition_dim`` gives the full weight. A replicated parameter has none of these attributes. A weight with padding rows
+also has ``unpadded_size``, because the padding depends on the group size.
 
-The full weight is always made first, on the CPU, and then cut: a start value cannot depend on the size of the
-group.
+The full weight is initialised on the CPU and then sharded, so that initial values do not depend on the group size.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ from ds_ext.tensor_parallel.sequence import (
 from ds_ext.tensor_parallel.weight_gradients import embedding, linear
 
 InitMethod = Callable[[Tensor], object]
-"""Fills a full (unsharded) fp32 CPU weight in place."""
+"""Function that fills a full (unsharded) fp32 CPU weight in place."""
 
 
 class ColumnParallelLinear(nn.Module):
-    """``y = x A^T + b`` with the rows of A, which are the output features, shared out over the group.
-
-    Input (..., input_size), equal on all ranks. Output (..., output_size / size), this rank's features, or
-    (..., output_size) with ``gather_output``.
+    """Linear layer ``y = x A^T + b`` with the output features (rows of A) sharded over the group.
 
     Args:
-        input_size, output_size: sizes of the full layer.
-        tp: this rank's place in its group.
-        sequence_parallel: the input is (B, S / size, input_size), this rank's tokens; the output has all of them.
-        init: fills the full (output_size, input_size) weight; the bias starts at zero.
+        input_size: input features of the full layer.
+        output_size: output features of the full layer.
+        tp: position of this rank in its group.
+        bias: add a bias, which starts at zero.
+        gather_output: return all output features instead of this rank's slice.
+        sequence_parallel: take this rank's slice of the tokens and return all tokens.
+        init: function that fills the full (output_size, input_size) weight.
 
     Raises:
-        ConfigError: if ``output_size`` does not divide by the size of the group.
+        ConfigError: if ``output_size`` is not a multiple of the group size.
     """
 
     def __init__(
@@ -71,24 +70,28 @@ class ColumnParallelLinear(nn.Module):
         self.bias = sharded_parameter((output_size,), 0, tp, nn.init.zeros_) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map (..., input_size), equal on all ranks, to (..., output_size / size), or to all features if gathered.
+
+        With sequence parallelism the input is (B, S / size, input_size).
+        """
         y = linear(enter_tensor_parallel(x, self.tp, self.sequence_parallel), self.weight, self.bias)
         return gather_from_tensor_model_parallel_region(y, self.tp) if self.gather_output else y
 
 
 class RowParallelLinear(nn.Module):
-    """``y = x A^T + b`` with the columns of A, which are the input features, shared out over the group.
-
-    Input (..., input_size / size), this rank's features, or (..., input_size) without ``input_is_parallel``.
-    Output (..., output_size), equal on all ranks. The bias is replicated and added once, after the sum.
+    """Linear layer ``y = x A^T + b`` with the input features (columns of A) sharded over the group.
 
     Args:
-        input_size, output_size: sizes of the full layer.
-        tp: this rank's place in its group.
-        sequence_parallel: the output is (B, S / size, output_size), this rank's tokens.
-        init: fills the full (output_size, input_size) weight; the bias starts at zero.
+        input_size: input features of the full layer.
+        output_size: output features of the full layer.
+        tp: position of this rank in its group.
+        bias: add a replicated bias, which starts at zero, once after the sum over the group.
+        input_is_parallel: take this rank's slice of the input features instead of all features.
+        sequence_parallel: return this rank's slice of the tokens.
+        init: function that fills the full (output_size, input_size) weight.
 
     Raises:
-        ConfigError: if ``input_size`` does not divide by the size of the group.
+        ConfigError: if ``input_size`` is not a multiple of the group size.
     """
 
     def __init__(
@@ -111,6 +114,10 @@ class RowParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(output_size, device="cpu")) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map (..., input_size / size), or (..., input_size) if not sharded, to (..., output_size) on all ranks.
+
+        With sequence parallelism the output is (B, S / size, output_size).
+        """
         if not self.input_is_parallel:
             x = scatter_to_tensor_model_parallel_region(x, self.tp)
         y = leave_tensor_parallel(linear(x, self.weight), self.tp, self.sequence_parallel)
@@ -120,20 +127,18 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A token embedding whose rows are shared out over the group: ids_BS to hidden_BSD, on all ranks.
-
-    With ``sequence_parallel`` every rank gets its tokens of the result, (B, S / size, D); the ids are those of all.
+    """Token embedding with the rows of its table sharded over the group.
 
     Args:
-        num_embeddings: rows of the full table, padded to a multiple of the size of the group.
-        embedding_dim: columns.
-        tp: this rank's place in its group.
-        init: fills the full (num_embeddings, embedding_dim) table.
-        padding: how many of the last rows no id ever names, so that a checkpoint is one of any padding.
+        num_embeddings: rows of the full table, padded to a multiple of the group size.
+        embedding_dim: columns of the table.
+        tp: position of this rank in its group.
+        init: function that fills the full (num_embeddings, embedding_dim) table.
+        padding: number of unused rows at the end. Checkpoints omit them and thus fit any padding.
+        sequence_parallel: return this rank's slice of the tokens.
 
     Raises:
-        ConfigError: if ``num_embeddings`` does not divide by the size of the group.
-        IndexError: at run time, on CPU, for an id outside the table (a device assertion on CUDA).
+        ConfigError: if ``num_embeddings`` is not a multiple of the group size.
     """
 
     def __init__(
@@ -155,67 +160,77 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = sharded_parameter(shape, 0, tp, init, unpadded=unpadded)
 
     def forward(self, ids_BS: Tensor) -> Tensor:
+        """Map all token ids (B, S) to (B, S, D) on all ranks, or to (B, S / size, D) with sequence parallelism.
+
+        Raises:
+            IndexError: on CPU, for an id outside the table. On CUDA this is a device assertion.
+        """
         if self.tp.size == 1:
             return embedding(ids_BS, self.weight)
         check_ids(ids_BS, self.num_embeddings)
         local_BS = ids_BS - self.tp.rank * self.rows
-        foreign_BS = (local_BS < 0) | (local_BS >= self.rows)
-        partial_BSD = embedding(local_BS.masked_fill(foreign_BS, 0), self.weight)
-        partial_BSD = partial_BSD.masked_fill(foreign_BS.unsqueeze(-1), 0.0)
+        other_BS = (local_BS < 0) | (local_BS >= self.rows)
+        partial_BSD = embedding(local_BS.masked_fill(other_BS, 0), self.weight)
+        partial_BSD = partial_BSD.masked_fill(other_BS.unsqueeze(-1), 0.0)
         return leave_tensor_parallel(partial_BSD, self.tp, self.sequence_parallel)
 
 
 def enter_tensor_parallel(x: Tensor, tp: TensorParallel, sequence_parallel: bool) -> Tensor:
-    """What sharded weights read: the tokens of all ranks, or the tensor that all ranks have."""
+    """Return the input of a sharded weight: the gathered tokens, or ``x`` itself if all ranks have it."""
     if sequence_parallel:
         return gather_from_sequence_parallel_region(x, tp)
     return copy_to_tensor_model_parallel_region(x, tp)
 
 
 def leave_tensor_parallel(x: Tensor, tp: TensorParallel, sequence_parallel: bool) -> Tensor:
-    """The sum of the ranks' partial results: on every rank its tokens of it, or all of it."""
+    """Sum the partial results over the group. Return this rank's slice of the tokens, or all tokens."""
     if sequence_parallel:
         return reduce_scatter_to_sequence_parallel_region(x, tp)
     return reduce_from_tensor_model_parallel_region(x, tp)
 
 
 def shard_dim(parameter: Tensor) -> int | None:
-    """The dimension along which the ranks' shards concatenate to the full weight; None if replicated."""
+    """Return the dimension along which a parameter is sharded; None if it is replicated."""
     return getattr(parameter, "partition_dim", None)
 
 
 def unpadded_size(parameter: Tensor, padded: int) -> int:
-    """How many of the ``padded`` elements along ``shard_dim()`` of the full weight are not padding."""
+    """Return the size of the full weight along ``shard_dim()`` without padding; ``padded`` is its size with padding."""
     return getattr(parameter, "unpadded_size", padded)
 
 
 def check_ids(ids: Tensor, limit: int) -> None:
-    """Refuse token ids outside 0..limit-1, which sharded lookups would otherwise take for another rank's.
+    """Check that token ids are in 0..limit-1. A sharded lookup would attribute other ids to another rank.
 
     Raises:
-        IndexError: on CPU. On an accelerator the same condition is a device assertion, which costs no wait.
+        IndexError: on CPU, for an id outside. On an accelerator this is a device assertion, without a synchronisation.
     """
     valid = ((ids >= 0) & (ids < limit)).all()
     if ids.device.type != "cpu":
-        torch.ops.aten._assert_async.msg(valid, f"token ids must be in 0..{limit - 1}")
+        torch.ops.aten._assert_async.msg(valid, f"token ids: must be in 0..{limit - 1}")
     elif not valid:
         raise IndexError(
-            f"token ids must be in 0..{limit - 1}; got {int(ids.min())}..{int(ids.max())}. "
-            "Use the tokenizer that made the data, or a larger vocab_size."
+            f"token ids: must be in 0..{limit - 1} (got {int(ids.min())}..{int(ids.max())}). "
+            "Use the data's tokenizer, or a larger vocab_size."
         )
 
 
 def sharded_parameter(
     shape: Sequence[int], dim: int, tp: TensorParallel, init: InitMethod, unpadded: int | None = None
 ) -> nn.Parameter:
-    """This rank's shard along ``dim`` of a parameter of ``shape``, which ``init`` fills while it is whole.
+    """Return this rank's shard of a parameter.
 
-    Of the whole, ``unpadded`` elements along ``dim`` are no padding; None: all.
+    Args:
+        shape: shape of the full parameter.
+        dim: dimension along which it is sharded.
+        tp: position of this rank in its group.
+        init: function that fills the full parameter.
+        unpadded: size of the full parameter along ``dim`` without padding; None: no padding.
     """
     full = torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
     with torch.no_grad():
         init(full)
-    # A clone, because a view would keep the full weight alive.
+    # Clone the shard: a view would keep the full weight alive.
     parameter: Any = nn.Parameter(tp.shard(full, dim).to(torch.get_default_dtype()).clone())
     parameter.model_parallel = parameter.tensor_model_parallel = True
     parameter.partition_dim = dim

@@ -1,4 +1,4 @@
-"""Cross entropy over logits whose vocabulary is shared out over the tensor-parallel group."""
+"""Cross entropy over logits whose vocabulary is sharded over the tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -12,30 +12,28 @@ from ds_ext.tensor_parallel.group import TensorParallel
 from ds_ext.tensor_parallel.layers import check_ids
 
 IGNORE_INDEX = -100
-"""Positions with this label have no loss and no gradient (the value torch uses)."""
+"""Label of positions without loss and gradient (torch's default)."""
 
 
 def vocab_parallel_cross_entropy(
     logits_BSV: Tensor, labels_BS: Tensor, tp: TensorParallel, vocab_size: int
 ) -> Tensor:
-    """Loss of every token, from this rank's slice of the vocabulary: fp32 (B, S), equal on all ranks.
+    """Return the loss of every token, fp32 (B, S), equal on all ranks.
 
-    Two all-reduces forward (the maximum; the sum of exponentials together with the label's logit), none
-    backward. Everything is computed in fp32 whatever the dtype of the logits; nothing of their size is kept
-    between the passes but the logits themselves.
+    The forward needs two all-reduces: one for the maximum, one for the sum of exponentials and the label's logit. The
+    backward needs none. All arithmetic is in fp32. Between forward and backward only the logits are kept.
 
-    Megatron lets the rows that only pad the vocabulary compete in the softmax and learn to lose. Here they
-    are left out of it: they have no probability and no gradient. The padding grows with the tensor-parallel
-    size, and the loss must not depend on that.
+    Megatron includes the padding rows of the vocabulary in the softmax. They are excluded here and have neither
+    probability nor gradient, because their number depends on the tensor-parallel size and the loss must not.
 
     Args:
-        logits_BSV: (B, S, padded vocabulary / tp.size), the slice of rank ``tp.rank``.
+        logits_BSV: this rank's slice of the logits, (B, S, padded vocabulary / tp.size).
         labels_BS: token ids below ``vocab_size``, or ``IGNORE_INDEX``.
-        tp: this rank's place in its group.
-        vocab_size: entries of the true vocabulary, without padding.
+        tp: position of this rank in its group.
+        vocab_size: number of tokens in the vocabulary, without padding.
 
     Raises:
-        IndexError: on CPU, for a label that is neither (a device assertion on CUDA).
+        IndexError: on CPU, for any other label. On CUDA this is a device assertion.
     """
     check_ids(labels_BS.masked_fill(labels_BS == IGNORE_INDEX, 0), vocab_size)
     return _VocabParallelCrossEntropy.apply(logits_BSV, labels_BS, tp, vocab_size)
@@ -50,7 +48,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         real = max(0, min(logits_BSV.size(-1), vocab_size - first))
         logits_BSR = logits_BSV[..., :real].float()
 
-        # The last ranks may hold nothing but padding, and an empty slice has no maximum.
+        # The last ranks may hold only padding, and an empty slice has no maximum.
         max_BS = logits_BSR.amax(-1) if real else logits_BSR.new_full(labels_BS.shape, float("-inf"))
         if tp.size > 1:
             dist.all_reduce(max_BS, op=dist.ReduceOp.MAX, group=tp.group)
@@ -81,7 +79,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def _local_labels(labels_BS: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
-    """Column of each label in this rank's slice (0 for another rank's), and whether it is this rank's."""
+    """Return each label's column in this rank's slice (0 if on another rank), and whether it is on this rank."""
     own_BS = (labels_BS >= first) & (labels_BS < first + real)
     return (labels_BS - first).masked_fill(~own_BS, 0), own_BS
 

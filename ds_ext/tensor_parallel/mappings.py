@@ -1,4 +1,4 @@
-"""The four conjugate pairs of communication that make up tensor parallelism (Shoeybi et al. 2019, section 3).
+"""Four conjugate pairs of collectives for tensor parallelism (Shoeybi et al. 2019, section 3).
 
     name          forward                       backward
     copy_to       identity                      all-reduce
@@ -6,7 +6,7 @@
     scatter_to    slice of the last dimension   all-gather of the last dimension
     gather_from   all-gather                    slice
 
-Every function returns its input unchanged for a group of one rank. No function writes into its argument.
+In a group of one rank every function returns its input. No function modifies its input.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ds_ext.tensor_parallel.group import TensorParallel
 
 
 def copy_to_tensor_model_parallel_region(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Hand a replicated tensor to sharded weights; its gradient is the sum over the group. Any shape."""
+    """Pass a replicated tensor of any shape to sharded weights. Its gradient is summed over the group."""
     return x if tp.size == 1 else _CopyTo.apply(x, tp)
 
 
 def reduce_from_tensor_model_parallel_region(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Sum the partial results of the group, so that every rank has the total. Any shape."""
+    """Sum partial results of any shape over the group. All ranks get the total."""
     return x if tp.size == 1 else _ReduceFrom.apply(x, tp)
 
 
 def scatter_to_tensor_model_parallel_region(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Keep this rank's slice of the last dimension: (..., n) to (..., n / size).
+    """Return this rank's slice of the last dimension: (..., n) to (..., n / size).
 
     Raises:
-        ConfigError: if the last dimension does not divide by the size of the group.
+        ConfigError: if the last dimension is not a multiple of the group size.
     """
     return x if tp.size == 1 else _ScatterTo.apply(x, tp)
 
@@ -45,7 +45,7 @@ def gather_from_tensor_model_parallel_region(x: Tensor, tp: TensorParallel) -> T
 
 
 def _all_reduce(x: Tensor, tp: TensorParallel) -> Tensor:
-    # A gradient that autograd hands over may be shared with another branch: never reduce in place.
+    # Another branch of the graph may share this gradient: do not reduce it in place.
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=tp.group)
     return total

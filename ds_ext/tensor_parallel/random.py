@@ -1,10 +1,9 @@
-"""Random numbers that depend on what they are for, never on the order in which they are drawn.
+"""Random numbers that depend on a key and not on the order of the draws.
 
-Pipeline schedules run micro-batches in different orders and on different ranks. A global generator would give
-each schedule other dropout masks, and each partition of the model other start values. Here every draw has its
-own key (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), mixed to 64 bits, and the global
-generators are left as they were. torch's CPU generator starts from the low 32 bits of a key, a CUDA generator
-from all of them.
+Pipeline schedules run micro-batches in different orders and on different ranks. With a global generator, dropout masks
+would depend on the schedule and initial weights on the partition of the model. Here every draw has a 64-bit key (Salmon
+et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), and the global generators keep their state. torch's CPU
+generator uses the low 32 bits of a key, a CUDA generator all 64.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _WORD = (1 << 64) - 1
 
 
 def splitmix64(x: int) -> int:
-    """One step of the SplitMix64 generator from state ``x`` (Steele, Lea, Flood 2014): a 64-bit bijection."""
+    """Return one step of SplitMix64 from state ``x``, a 64-bit bijection (Steele, Lea, Flood 2014)."""
     x = (x + 0x9E3779B97F4A7C15) & _WORD
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -29,7 +28,7 @@ def splitmix64(x: int) -> int:
 
 
 def mix_key(*parts: int | str) -> int:
-    """A 64-bit seed from an ordered list of integers and names, the same in every process."""
+    """Mix an ordered list of integers and names into a 64-bit key, equal in every process."""
     key = 0
     for part in parts:
         if isinstance(part, str):
@@ -39,15 +38,15 @@ def mix_key(*parts: int | str) -> int:
 
 
 def keyed_generator(key: int, device: torch.device) -> torch.Generator:
-    """A fresh generator on ``device`` that starts from ``key``."""
+    """Return a new generator on ``device``, seeded with ``key``."""
     return torch.Generator(device=device).manual_seed(key)
 
 
 @contextmanager
 def keyed_rng(key: int, device: torch.device) -> Iterator[None]:
-    """Run a block with the default generator of ``device`` started from ``key``, then put its state back.
+    """Seed the default generator of ``device`` with ``key`` for one block, then restore its state.
 
-    For operations that take no generator of their own, such as the dropout of scaled_dot_product_attention.
+    For operations without a generator argument, such as the dropout of scaled_dot_product_attention.
     """
     generator = _default_generator(device)
     state = generator.get_state()
@@ -59,49 +58,51 @@ def keyed_rng(key: int, device: torch.device) -> Iterator[None]:
 
 
 def keyed_normal(std: float, *key: int | str) -> Callable[[Tensor], Tensor]:
-    """A function that fills a CPU tensor with normal(0, ``std``), decided by ``key`` and shape alone."""
+    """Return a function that fills a CPU tensor with normal(0, ``std``) values, given by ``key`` and shape alone."""
     seed = mix_key("init", *key)
     return lambda full: full.normal_(0.0, std, generator=keyed_generator(seed, full.device))
 
 
 @dataclass
 class DropoutClock:
-    """What the dropout layers need to know about the present: the step and the micro-batch being computed.
+    """Step and micro-batch of the current forward, read by the dropout layers.
 
-    A plain object that the script makes, the layers read, and the engine sets before each forward pass of a
-    micro-batch. ``micro_batch`` is the global number of the micro-batch within its step, over all pipes and
-    data-parallel replicas, so that two replicas never share a mask.
+    The training script creates the clock, and the engine sets it before each forward.
+
+    Attributes:
+        step: number of the step.
+        micro_batch: number of the micro-batch within the step over all pipes and data-parallel ranks, so that no two
+            replicas share a mask.
     """
 
     step: int = 0
     micro_batch: int = 0
 
     def set(self, step: int, micro_batch: int) -> None:
-        """Move to the given micro-batch of the given step."""
+        """Set the step and the micro-batch."""
         self.step, self.micro_batch = step, micro_batch
 
     @contextmanager
     def at(self, step: int, micro_batch: int) -> Iterator[None]:
-        """Be at another micro-batch for a while: what a recomputation in a backward pass needs."""
-        now = self.step, self.micro_batch
+        """Set another step and micro-batch for one block, as recomputation in a backward needs."""
+        previous = self.step, self.micro_batch
         self.set(step, micro_batch)
         try:
             yield
         finally:
-            self.set(*now)
+            self.set(*previous)
 
 
 class KeyedDropout(nn.Module):
-    """Dropout whose mask depends only on (seed, step, micro-batch, layer, site, shard), and on the shape.
+    """Dropout whose mask depends only on (seed, step, micro-batch, layer, site, shard) and the shape.
 
     Args:
         p: probability of zeroing an element, in [0, 1).
-        seed: the run's seed.
-        layer: number of the transformer layer; negative for what comes before the first.
-        site: name of the place inside the layer.
-        clock: tells the step and the micro-batch.
-        shard: tensor-parallel rank where the input is sharded; 0 where it is replicated, since
-            the ranks must then agree.
+        seed: seed of the run.
+        layer: number of the transformer layer; negative for layers before the first.
+        site: name of the dropout within the layer.
+        clock: current step and micro-batch.
+        shard: tensor-parallel rank if the input is sharded; 0 if it is replicated, so that all ranks use one mask.
     """
 
     def __init__(
@@ -116,11 +117,12 @@ class KeyedDropout(nn.Module):
         self.shard = shard
 
     def key(self, shard: int | None = None) -> int:
-        """The 64-bit key of the mask at the clock's present step and micro-batch; of another ``shard`` if given."""
+        """Return the 64-bit key of the current mask of this shard, or of ``shard``."""
         clock, shard = self.clock, self.shard if shard is None else shard
         return mix_key("dropout", self.seed, clock.step, clock.micro_batch, self.layer, self.site, shard)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return ``x``, of any shape, with elements zeroed at random and the others scaled by 1 / (1 - p)."""
         if not self.training or self.p == 0.0:
             return x
         generator = keyed_generator(self.key(), x.device)
@@ -129,6 +131,7 @@ class KeyedDropout(nn.Module):
         return (x * keep).mul_(1.0 / (1.0 - self.p))
 
     def extra_repr(self) -> str:
+        """Return the settings for ``repr``, without the seed."""
         return f"p={self.p}, layer={self.layer}, site={self.site!r}, shard={self.shard}"
 
 

@@ -1,18 +1,19 @@
-"""Sequence parallelism: between the sharded layers each rank holds a slice of the tokens (Korthikanti et al. 2022,
-arXiv 2205.05198, section 4.2.2).
+"""Sequence parallelism: each rank holds a slice of the tokens between sharded layers.
+
+The method is that of Korthikanti et al. 2022 (arXiv 2205.05198, section 4.2.2).
 
     name               forward                                backward
     gather             all-gather of the tokens               reduce-scatter
     reduce_scatter     reduce-scatter of the partial sums     all-gather
     shared_parameters  identity                               all-reduce
 
-Tokens are dimension 1: (B, S / size, ...) on a rank is tokens rank * S / size and on of (B, S, ...). An all-reduce is a
-reduce-scatter and an all-gather, so that sequence parallelism sends as much as tensor parallelism alone; norms, dropout
-and residuals are computed, kept and sent to the next stage once instead of on every rank.
+Tokens are dimension 1: (B, S / size, ...) on a rank holds tokens rank * S / size onwards of (B, S, ...). An all-reduce
+equals a reduce-scatter plus an all-gather, so sequence parallelism sends as much as tensor parallelism alone. Norms,
+dropout and residuals are computed, stored and sent to the next stage once instead of on every rank.
 
-Parameters that work on a slice of the tokens (norms, biases behind a reduce-scatter, positions) are replicated, and
-each rank has the gradient of its own tokens: ``shared_parameters`` adds them up in every backward, so that the engine,
-ZeRO and the gradient norm see what they see without sequence parallelism.
+Parameters applied to a slice of the tokens (norms, biases after a reduce-scatter, positions) are replicated, and each
+rank computes the gradient from its own tokens. ``shared_parameters`` sums these gradients in every backward. The engine,
+ZeRO and the gradient norm therefore need no special case.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ _TOKENS = 1
 
 
 def gather_from_sequence_parallel_region(x: Tensor, tp: TensorParallel) -> Tensor:
-    """All tokens, for sharded weights: (B, S / size, ...) to (B, S, ...); the gradient is summed and cut again."""
+    """Gather all tokens for sharded weights: (B, S / size, ...) to (B, S, ...). The gradient is reduce-scattered."""
     return x if tp.size == 1 else _Gather.apply(x, tp)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, tp: TensorParallel) -> Tensor:
-    """This rank's tokens of the sum of all ranks' partial results: (B, S, ...) to (B, S / size, ...).
+    """Sum partial results and return this rank's slice of the tokens: (B, S, ...) to (B, S / size, ...).
 
     Raises:
-        ConfigError: if the tokens do not divide by the size of the group.
+        ConfigError: if the number of tokens is not a multiple of the group size.
     """
     return x if tp.size == 1 else _ReduceScatter.apply(x, tp)
 
 
 def shared_parameters(tp: TensorParallel, *parameters: Tensor) -> tuple[Tensor, ...]:
-    """Replicated parameters for use on a slice of the tokens; their gradients are summed over the group, in one go."""
+    """Return replicated parameters for a slice of the tokens. One all-reduce sums their gradients over the group."""
     return parameters if tp.size == 1 else _Shared.apply(tp, *parameters)
 
 
@@ -55,11 +56,11 @@ def _all_gather(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def _reduce_scatter(x: Tensor, tp: TensorParallel) -> Tensor:
-    tp.shard_size(x.size(_TOKENS), "the number of tokens, with sequence_parallel,")
+    tp.shard_size(x.size(_TOKENS), "number of tokens with sequence_parallel")
     slices = [part.contiguous() for part in x.chunk(tp.size, dim=_TOKENS)]
-    mine = torch.empty_like(slices[0])
-    dist.reduce_scatter(mine, slices, group=tp.group)
-    return mine
+    reduced = torch.empty_like(slices[0])
+    dist.reduce_scatter(reduced, slices, group=tp.group)
+    return reduced
 
 
 class _Gather(torch.autograd.Function):

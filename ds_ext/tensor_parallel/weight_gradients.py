@@ -1,17 +1,17 @@
-"""Weight gradients at leisure: a backward in two halves (Qi et al. 2024, arXiv 2401.10241, section 2).
+"""Split backward with deferred weight gradients (Qi et al. 2024, arXiv 2401.10241, section 2).
 
-The first half gives the gradient of a stage's input, which the previous stage waits for; the second half the
-gradients of its weights, which nobody waits for. Linear layers and embeddings whose forward ran under
-:func:`deferrable` leave theirs in a :class:`WeightGradients` when the backward runs under :func:`deferring`: those of
-this package, and torch's own after :func:`let_defer`. All others (norms, biases added by hand, ...) give theirs at
-once, in the first half. Either way every gradient is the same product of the same tensors as in a whole backward.
+The first half computes the gradient of a stage's input, which the previous stage needs. The second half computes the
+weight gradients. Linear layers and embeddings defer their weight gradients to a :class:`WeightGradients` if their
+forward ran under :func:`deferrable` and their backward runs under :func:`deferring`. This holds for the layers of this
+package, and for torch's layers after :func:`let_defer`. Other layers (norms, separate biases, ...) compute their weight
+gradients in the first half. Every gradient is the same product of the same tensors as in a whole backward.
 
     with deferrable():
         y = layers(x)
     later = WeightGradients()
     with deferring(later):
-        torch.autograd.backward([y], [grad])  # x.grad is there
-    later.compute()           # and now the weights' gradients
+        torch.autograd.backward([y], [grad])  # sets x.grad
+    later.compute()                           # sets the weight gradients
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ Gradient = Callable[[], Tensor]
 
 
 class WeightGradients:
-    """The weight gradients that one backward left for later."""
+    """Weight gradients deferred by one backward."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[Tensor, Gradient]] = []
 
     def add(self, weight: Tensor, gradient: Gradient) -> None:
-        """Remember how the gradient of ``weight`` is computed."""
+        """Add a weight and the function that computes its gradient."""
         self._parts.append((weight, gradient))
 
     @property
     def weights(self) -> set[int]:
-        """The ``id`` of every parameter that has a gradient to come."""
+        """Set of the ``id`` of every parameter with a deferred gradient."""
         return {id(weight) for weight, _ in self._parts}
 
     def compute(self) -> None:
-        """Compute and accumulate them, through autograd, so that the hooks of parameters see them; then forget."""
+        """Compute and accumulate all gradients through autograd, so that parameter hooks run, and clear the list."""
         parts, self._parts = self._parts, []
         with torch.no_grad():
             gradients = [gradient() for _, gradient in parts]
@@ -56,47 +56,47 @@ class WeightGradients:
             backward([weight for weight, _ in parts], gradients)
 
 
-# Of the process and not of a thread: on a GPU a thread of autograd's own runs the backward.
+# Process-wide and not per thread: on a GPU, a thread of autograd runs the backward.
 _deferrable = False
 _later: WeightGradients | None = None
 
 
 class deferrable:
-    """Make the layers whose forward runs here able to defer."""
+    """Context in which the forward of a layer prepares it to defer its weight gradients."""
 
-    __slots__ = ("_before",)
+    __slots__ = ("_previous",)
 
     def __enter__(self) -> None:
         global _deferrable
-        self._before, _deferrable = _deferrable, True
+        self._previous, _deferrable = _deferrable, True
 
     def __exit__(self, *_: object) -> None:
         global _deferrable
-        _deferrable = self._before
+        _deferrable = self._previous
 
 
 class deferring:
-    """Leave weight gradients in ``later`` during a backward, also of forwards that it recomputes."""
+    """Context in which a backward defers weight gradients to ``later``, also those of recomputed forwards."""
 
-    __slots__ = ("_before", "_to")
+    __slots__ = ("_later", "_previous")
 
     def __init__(self, later: WeightGradients) -> None:
-        self._to = later
+        self._later = later
 
     def __enter__(self) -> None:
         global _later, _deferrable
-        self._before = _later, _deferrable
-        _later, _deferrable = self._to, True
+        self._previous = _later, _deferrable
+        _later, _deferrable = self._later, True
 
     def __exit__(self, *_: object) -> None:
         global _later, _deferrable
-        _later, _deferrable = self._before
+        _later, _deferrable = self._previous
 
 
 def backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """``torch.autograd.backward``; where every gradient is given and fits, without the cost of its checks.
+    """Run ``torch.autograd.backward``, without its checks if every gradient is given and has its tensor's shape.
 
-    They take as long as autograd itself needs for a small graph, and this is called for every micro-batch.
+    For a small graph the checks take as long as the backward, and this function runs for every micro-batch.
     """
     if all(g is not None and g.shape == t.shape for t, g in zip(tensors, gradients, strict=True)):
         _engine_run_backward(
@@ -107,36 +107,36 @@ def backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> N
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` whose weight gradient can be deferred: (..., in), (out, in), (out,) to (..., out)."""
-    late = _deferrable and _is_trained(weight) and (bias is None or _is_trained(bias))
-    if not late or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+    """Compute ``F.linear`` with a deferrable weight gradient: (..., in), (out, in), (out,) to (..., out)."""
+    deferred = _deferrable and _is_trained(weight) and (bias is None or _is_trained(bias))
+    if not deferred or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
     return _Linear.apply(x, _anchor(x.dtype, x.device), (weight, bias))
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int = -1) -> Tensor:
-    """``F.embedding`` whose weight gradient can be deferred: ids (...), table (rows, columns) to (..., columns)."""
+    """Compute ``F.embedding`` with a deferrable weight gradient: ids (...), (rows, columns) to (..., columns)."""
     if not (_deferrable and _is_trained(weight) and torch.is_grad_enabled()):
         return torch.embedding(weight, ids, padding_idx)
     return _Embedding.apply(_anchor(weight.dtype, weight.device), ids, (weight,), padding_idx)
 
 
 def _is_trained(weight: Tensor) -> bool:
-    """A parameter; what is computed from one passes its gradient on, and so cannot wait."""
+    """Return whether a weight is a trained parameter. A tensor computed from one must pass its gradient on at once."""
     return weight.is_leaf and weight.requires_grad
 
 
 @functools.cache
 def _anchor(dtype: torch.dtype, device: torch.device) -> Tensor:
-    # To the functions below parameters come in a tuple, so that autograd does not see them: it would run their hooks in
-    # the first half, with no gradient. Something else has to say that the result needs one.
+    # The functions below get their parameters in a tuple, which hides them from autograd: otherwise it would run the
+    # parameters' hooks in the first half, without a gradient. This tensor makes the result require a gradient instead.
     return torch.empty(0, dtype=dtype if dtype.is_floating_point else None, device=device).requires_grad_()
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, parameters: tuple[Tensor, Tensor | None]) -> Tensor:
-        # The weight too: so autograd notices when somebody changes it in the meantime.
+        # Save the weight too: autograd then reports an in-place change before the backward.
         ctx.save_for_backward(x, parameters[0])
         ctx.parameters = parameters
         return F.linear(x, *parameters)
@@ -146,9 +146,9 @@ class _Linear(torch.autograd.Function):
         (x, _), (weight, bias) = ctx.saved_tensors, ctx.parameters
         rows = grads[0].reshape(-1, grads[0].shape[-1])
         grad_x = (rows @ weight).view_as(x) if ctx.needs_input_grad[0] else None
-        _leave(weight, lambda: rows.t() @ x.reshape(-1, x.shape[-1]))
+        _defer(weight, lambda: rows.t() @ x.reshape(-1, x.shape[-1]))
         if bias is not None:
-            _leave(bias, lambda: rows.sum(0))
+            _defer(bias, lambda: rows.sum(0))
         return grad_x, None, None
 
 
@@ -166,31 +166,31 @@ class _Embedding(torch.autograd.Function):
         def gradient() -> Tensor:
             return torch.ops.aten.embedding_dense_backward(grads[0], ids, len(weight), padding_idx, False)
 
-        _leave(weight, gradient)
+        _defer(weight, gradient)
         return None, None, None, None
 
 
-def _leave(weight: Tensor, gradient: Gradient) -> None:
-    """Leave the gradient of a parameter for later.
+def _defer(weight: Tensor, gradient: Gradient) -> None:
+    """Add the gradient of a parameter to the deferred ones.
 
-    Autograd does not see the parameter, so a backward of anybody else's would miss it.
+    The parameter is hidden from autograd, so that any other backward would lose its gradient.
     """
     if _later is None or torch.is_grad_enabled():
         raise ConfigError(
-            "a layer computes gradients in its own forward (torch.autograd.grad) through a linear layer or an "
-            "embedding whose weight gradient this schedule computes later: it would be lost. Use a schedule with whole "
-            "backwards (1f1b, interleaved, bitpipe), or let that layer call torch.nn.functional.linear itself."
+            "schedule: split backwards do not support layers that call torch.autograd.grad in their forward through a "
+            f"linear layer or an embedding (got a weight of shape {tuple(weight.shape)}). Use a schedule with whole "
+            "backwards (1f1b, interleaved, bitpipe), or call torch.nn.functional.linear in that layer."
         )
     _later.add(weight, gradient)
 
 
 class DeferralWatch:
-    """Record of the parameters whose gradients split backwards deferred, and of those computed at once.
+    """Record of the parameters whose gradients were deferred and of those computed in the first half.
 
-    A parameter that two layers use may be both: a table whose embedding defers and whose head does not.
+    A parameter of two layers may be both: a tied table whose embedding defers and whose head does not.
 
     Args:
-        parameters: the trained parameters of this rank; they get a hook until :meth:`close`.
+        parameters: trained parameters of this rank. They have a hook until :meth:`close`.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -203,7 +203,7 @@ class DeferralWatch:
         ]
 
     def add(self, later: WeightGradients) -> None:
-        """Record the parameters that a first half deferred; call it before ``later.compute()``."""
+        """Record the parameters in ``later``. Call this before ``later.compute()``."""
         self._deferred |= later.weights
 
     def _accumulated(self, parameter: Tensor) -> None:
@@ -216,7 +216,7 @@ class DeferralWatch:
             hook.remove()
 
     def deferral(self, named: Iterable[tuple[str, Tensor]]) -> Deferral:
-        """Return what was recorded of the parameters that ``named`` gives with the names to report."""
+        """Return the record of the parameters in ``named``, which are (name, parameter) pairs."""
         parameters = {id(parameter): (name, parameter.numel()) for name, parameter in named}
         at_once = Counter({name: numel for i, (name, numel) in parameters.items() if i in self._at_once})
         deferred = parameters.keys() & self._deferred - self._at_once
@@ -228,8 +228,8 @@ class Deferral:
     """Result of a :class:`DeferralWatch`.
 
     Attributes:
-        deferred: elements of the parameters with deferred gradients only.
-        at_once: name -> elements of each parameter with gradients in the first half.
+        deferred: elements of the parameters whose gradients were all deferred.
+        at_once: name -> elements of each parameter with a gradient in the first half.
     """
 
     deferred: int
@@ -240,20 +240,20 @@ class Deferral:
 
     @property
     def share(self) -> float:
-        """Deferred elements / all elements with a gradient, from 0 to 1; 1 without any."""
+        """Ratio of deferred elements to all elements with a gradient; 1 if there are none."""
         total = self.deferred + self.at_once.total()
         return self.deferred / total if total else 1.0
 
     @property
     def largest_at_once(self) -> list[str]:
-        """Names of the parameters computed at once, the largest first."""
+        """Names of the parameters in ``at_once``, largest first."""
         return sorted(self.at_once, key=lambda name: (-self.at_once[name], name))
 
 
 def let_defer(module: nn.Module) -> None:
-    """Let torch's own nn.Linear and nn.Embedding below ``module`` defer their weight gradients as ours do.
+    """Make every nn.Linear and nn.Embedding in ``module`` able to defer its weight gradients.
 
-    Subclasses, and layers whose forward was replaced, stay as they are: they may compute something else.
+    Subclasses and layers with a replaced forward are skipped, because they may compute something else.
     """
     for layer in module.modules():
         if "forward" not in vars(layer):

@@ -1,4 +1,4 @@
-"""Sharded layers in a group of one rank are torch's own layers, and start from keyed weights."""
+"""Sharded layers in a group of one rank equal torch's layers. Their initial weights depend on a key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ONE = TensorParallel()
 
 
 class _OtherRank(TensorParallel):
-    """A rank of a larger group for what needs no communication: building, and cutting shards."""
+    """Rank of a larger group, for tests without communication."""
 
     def __post_init__(self) -> None:
         pass
@@ -110,25 +110,25 @@ def test_building_leaves_the_global_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_sizes_that_do_not_divide_are_refused_with_sizes_that_do() -> None:
+def test_indivisible_sizes_are_refused() -> None:
     tp = ranks_of(4)[0]
-    with pytest.raises(ConfigError, match=r"output_size must be a multiple of 4 .* got 6\. Use 4 or 8\."):
+    with pytest.raises(ConfigError, match=r"^output_size: .*4 .*6.* 4 or 8\."):
         ColumnParallelLinear(8, 6, tp, init=nn.init.zeros_)
-    with pytest.raises(ConfigError, match=r"input_size must be a multiple of 4 .* got 3\. Use 4\."):
+    with pytest.raises(ConfigError, match=r"^input_size: .*4 .*3.* 4\."):
         RowParallelLinear(3, 8, tp, init=nn.init.zeros_)
-    with pytest.raises(ConfigError, match="num_embeddings"):
+    with pytest.raises(ConfigError, match=r"^num_embeddings: "):
         VocabParallelEmbedding(10, 8, tp, init=nn.init.zeros_)
 
 
 def test_a_group_needs_its_process_group_and_a_rank_inside() -> None:
-    with pytest.raises(ConfigError, match="size of 2 needs the process group"):
+    with pytest.raises(ConfigError, match=r"group: .*size 2 "):
         TensorParallel(rank=0, size=2)
-    with pytest.raises(ConfigError, match="rank 1 of size 1"):
+    with pytest.raises(ConfigError, match=r"rank: .*1 of size 1"):
         TensorParallel(rank=1)
 
 
 @pytest.mark.parametrize("bad", [-1, 16])
 def test_an_id_outside_the_sharded_table_is_an_error_not_a_zero(bad: int) -> None:
     layer = VocabParallelEmbedding(16, 4, ranks_of(2)[0], init=nn.init.ones_)
-    with pytest.raises(IndexError, match=r"must be in 0\.\.15"):
+    with pytest.raises(IndexError, match=r"ids: .*0\.\.15"):
         layer(torch.tensor([[0, bad]]))

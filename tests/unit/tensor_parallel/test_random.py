@@ -1,4 +1,4 @@
-"""Keyed random numbers depend on their key alone and leave the global generator alone."""
+"""Keyed random numbers depend only on their key and keep the state of the global generator."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def test_a_key_is_the_same_in_every_process() -> None:
     [("seed", 9), ("step", 9), ("micro_batch", 9), ("layer", 9), ("shard", 1), ("site", "attention")],
 )
 def test_each_part_of_the_place_gives_another_mask(part: str, other: int | str) -> None:
-    kept, kept_there = mask() != 0, mask(0.5, **{part: other}) != 0
-    # Independent coins agree on half of 4096 elements, give or take 32; a mask without the part, on all.
-    assert (kept == kept_there).sum().item() == pytest.approx(2048, abs=200)
+    kept, other_kept = mask() != 0, mask(0.5, **{part: other}) != 0
+    # Independent masks agree on 2048 +- 32 of 4096 elements; a mask that ignores the part agrees on all.
+    assert (kept == other_kept).sum().item() == pytest.approx(2048, abs=200)
 
 
 def test_the_mask_of_a_place_is_always_the_same() -> None:
@@ -77,7 +77,7 @@ def test_no_dropout_in_evaluation_or_with_probability_zero() -> None:
     assert torch.equal(KeyedDropout(0.0, 1, 0, "x", clock)(x), x)
 
 
-def test_nothing_disturbs_the_global_generator() -> None:
+def test_the_global_generator_keeps_its_state() -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
@@ -111,7 +111,7 @@ def test_start_values_depend_on_key_and_scale() -> None:
     assert draw(0.02, 1).std().item() == pytest.approx(0.02, rel=0.05)
 
 
-def test_the_clock_comes_back_from_another_time() -> None:
+def test_the_clock_restores_its_step_and_micro_batch() -> None:
     clock = DropoutClock()
     clock.set(5, 6)
     with pytest.raises(ZeroDivisionError), clock.at(1, 2):

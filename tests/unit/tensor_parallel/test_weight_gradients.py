@@ -1,4 +1,4 @@
-"""A backward in two halves gives the gradients of a whole one, bit for bit; the first leaves out the weights'."""
+"""Split backwards give bitwise the gradients of a whole backward, and the first half defers weight gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def fill(weight: Tensor) -> None:
 
 
 class Recomputed(nn.Module):
-    """Recomputes its layer in the backward."""
+    """Module that recomputes its layer in the backward."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Recomputed(nn.Module):
 
 
 class Twice(nn.Module):
-    """Uses a weight at two places."""
+    """Module that uses a weight twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ MODULES: list[tuple[str, Callable[[], nn.Module], Callable[[], Tensor], int]] = 
     ("linear", lambda: nn.Linear(6, 4), hidden, 2),
     ("linear without bias", lambda: nn.Linear(6, 4, bias=False), hidden, 1),
     ("column", lambda: ColumnParallelLinear(6, 4, TP, init=fill), hidden, 2),
-    ("row", lambda: RowParallelLinear(6, 4, TP, init=fill), hidden, 1),  # its bias is added apart
+    ("row", lambda: RowParallelLinear(6, 4, TP, init=fill), hidden, 1),  # adds its bias separately
     ("embedding", lambda: nn.Embedding(11, 6), ids, 1),
     ("embedding with padding", lambda: nn.Embedding(11, 6, padding_idx=-1), ids, 1),
     ("vocabulary", lambda: VocabParallelEmbedding(11, 6, TP, init=fill), ids, 1),
@@ -97,27 +97,27 @@ def test_halves_make_the_whole(
     xs = [x.clone().requires_grad_(x.is_floating_point()) for _ in range(2)]
     expected = whole(xs[0])
     with deferrable():
-        found = halves(xs[1])
-    assert torch.equal(found, expected)
+        output = halves(xs[1])
+    assert torch.equal(output, expected)
     grad = torch.randn_like(expected)
     if expected.requires_grad:
         expected.backward(grad)
     later = WeightGradients()
     with deferring(later):
-        if found.requires_grad:
-            torch.autograd.backward([found], [grad])
+        if output.requires_grad:
+            torch.autograd.backward([output], [grad])
     if x.is_floating_point():
         torch.testing.assert_close(xs[1].grad, xs[0].grad, rtol=0, atol=0)
     assert len(later.weights) == deferred
     assert sum(p.grad is None for p in halves.parameters() if p.requires_grad) == deferred
     later.compute()
     assert later.weights == set()
-    for mine, theirs in zip(halves.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=0)
+    for split, full in zip(halves.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(split.grad, full.grad, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_gpt_leaves_all_its_matrices_for_later(recompute: Literal["none", "full"]) -> None:
+def test_a_gpt_defers_all_its_matrices(recompute: Literal["none", "full"]) -> None:
     config = GPTConfig(num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8, vocab_size=32,
                        hidden_dropout=0.1, attention_dropout=0.1, make_vocab_size_divisible_by=8,
                        recompute=recompute, seed=1)  # fmt: skip
@@ -146,11 +146,11 @@ def test_a_gpt_leaves_all_its_matrices_for_later(recompute: Literal["none", "ful
     }
     assert matrices <= later.weights
     later.compute()
-    for mine, theirs in zip(halves.parameters(), layers.parameters(), strict=True):
-        assert_close_gradients(mine.grad, theirs.grad)
+    for split, full in zip(halves.parameters(), layers.parameters(), strict=True):
+        assert_close_gradients(split.grad, full.grad)
 
 
-def test_hooks_of_parameters_see_what_comes_later() -> None:
+def test_parameter_hooks_see_deferred_gradients() -> None:
     layer, seen = nn.Linear(3, 2), []
     let_defer(layer)
     layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
@@ -164,17 +164,17 @@ def test_hooks_of_parameters_see_what_comes_later() -> None:
     assert torch.equal(seen[0], torch.ones(2, 3)) and len(seen) == 1
 
 
-def test_without_it_layers_are_torchs_own() -> None:
+def test_without_deferrable_layers_use_torchs_functions() -> None:
     y = ColumnParallelLinear(3, 2, TP, init=fill)(torch.ones(1, 3))
     assert y.grad_fn is not None and "AddmmBackward" in y.grad_fn.name()
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_a_layer_that_computes_gradients_in_its_forward_is_refused(create_graph: bool) -> None:
-    # Autograd does not see a weight that waits: the gradient through it would be missing, without a word.
+    # Autograd does not see a weight with a deferred gradient, so its gradient would be lost silently.
     layer, x = nn.Linear(3, 2), torch.ones(4, 3, requires_grad=True)
     let_defer(layer)
-    with deferrable(), pytest.raises(ConfigError, match="Use a schedule with whole backwards"):
+    with deferrable(), pytest.raises(ConfigError, match=r"^schedule: .*\(2, 3\).*1f1b"):
         torch.autograd.grad(layer(x).sum(), x, create_graph=create_graph)
     assert layer.weight.grad is None
 
@@ -187,7 +187,7 @@ def test_a_replaced_forward_stays() -> None:
     assert layer(x) is x
 
 
-def test_a_weight_that_changes_before_the_backward_is_noticed() -> None:
+def test_a_weight_changed_before_the_backward_is_an_error() -> None:
     layer = nn.Linear(3, 2)
     let_defer(layer)
     with deferrable():
@@ -198,7 +198,7 @@ def test_a_weight_that_changes_before_the_backward_is_noticed() -> None:
         torch.autograd.backward([y.sum()])
 
 
-def test_under_autocast_layers_are_torchs_own() -> None:
+def test_under_autocast_layers_use_torchs_functions() -> None:
     layer = nn.Linear(3, 2)
     let_defer(layer)
     with deferrable(), torch.autocast("cpu", dtype=torch.bfloat16):
@@ -211,7 +211,7 @@ def test_under_autocast_layers_are_torchs_own() -> None:
 
 
 @pytest.mark.parametrize("rare", [{"scale_grad_by_freq": True}, {"sparse": True}, {"max_norm": 1.0}])
-def test_rare_embeddings_stay_torchs_own(rare: dict) -> None:
+def test_rare_embeddings_are_not_deferred(rare: dict) -> None:
     layer = nn.Embedding(11, 6, **rare)
     let_defer(layer)
     later = WeightGradients()
@@ -222,7 +222,7 @@ def test_rare_embeddings_stay_torchs_own(rare: dict) -> None:
     assert not later.weights and layer.weight.grad is not None
 
 
-def test_gradients_that_come_later_keep_no_graph() -> None:
+def test_deferred_gradients_have_no_graph() -> None:
     layer = nn.Linear(3, 2)
     let_defer(layer)
     later = WeightGradients()
@@ -235,7 +235,7 @@ def test_gradients_that_come_later_keep_no_graph() -> None:
 
 
 class TiedHead(nn.Module):
-    """Embedding whose table is its head too: the lookup defers, the head computes at once or by linear()."""
+    """Embedding whose table is also the head: the lookup defers, the head defers only with linear()."""
 
     def __init__(self, head: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ class TiedHead(nn.Module):
 
 
 @pytest.mark.parametrize(("head", "deferred"), [(F.linear, 0), (linear, 66)])
-def test_the_share_counts_what_was_deferred(head: Callable[..., Tensor], deferred: int) -> None:
+def test_share_of_deferred_elements(head: Callable[..., Tensor], deferred: int) -> None:
     layer = TiedHead(head)
     let_defer(layer)
     watch, later = DeferralWatch(layer.parameters()), WeightGradients()
@@ -257,16 +257,16 @@ def test_the_share_counts_what_was_deferred(head: Callable[..., Tensor], deferre
     watch.add(later)
     later.compute()
     watch.close()
-    found = watch.deferral(layer.named_parameters())
-    assert found.deferred == deferred
-    assert found.at_once.total() == 12 + 66 - deferred
-    assert found.share == pytest.approx(deferred / 78)
-    assert (found.largest_at_once[0] == "table.weight") is (deferred == 0)
-    assert (found + found).share == found.share
+    deferral = watch.deferral(layer.named_parameters())
+    assert deferral.deferred == deferred
+    assert deferral.at_once.total() == 12 + 66 - deferred
+    assert deferral.share == pytest.approx(deferred / 78)
+    assert (deferral.largest_at_once[0] == "table.weight") is (deferred == 0)
+    assert (deferral + deferral).share == deferral.share
     y = layer(ids())
     y.sum().backward()  # the hooks are gone
-    assert watch.deferral(layer.named_parameters()) == found
+    assert watch.deferral(layer.named_parameters()) == deferral
 
 
-def test_nothing_trained_is_no_share() -> None:
+def test_share_without_trained_parameters() -> None:
     assert DeferralWatch([]).deferral([]).share == 1.0
