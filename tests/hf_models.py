@@ -1,4 +1,4 @@
-"""Small random models of transformers, and our own models with the weights of a checkpoint."""
+"""Small random models of transformers, and comparison of their logits with those of ds_ext."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MASKED_ONLY = BertConfig(**SIZES, order_classes=None)
 
 
 def random_gpt2(**changes: Any) -> Any:
-    """A GPT2LMHeadModel of the sizes of ``GPT``, with nothing in it that is zero or one."""
+    """Return a GPT2LMHeadModel with the sizes of ``GPT`` and no weight equal to zero or one."""
     config = transformers.GPT2Config(
         **{
             "vocab_size": GPT.vocab_size,
@@ -51,7 +51,7 @@ def random_gpt2(**changes: Any) -> Any:
 
 
 def random_bert(kind: str = "BertForPreTraining", **changes: Any) -> Any:
-    """A BERT of the sizes of ``BERT``."""
+    """Return a BERT with the sizes of ``BERT``."""
     config = transformers.BertConfig(
         **{
             "vocab_size": BERT.vocab_size,
@@ -75,39 +75,45 @@ def _randomized(model: Any) -> Any:
 
 
 @torch.no_grad()
-def logits_difference(config: GPTConfig | BertConfig, weights: dict[str, Tensor], theirs: Any) -> float:
-    """The largest difference of the logits of our model with ``weights`` (by "layer.name", unpadded) and of theirs."""
+def logits_difference(config: GPTConfig | BertConfig, weights: dict[str, Tensor], hf_model: Any) -> float:
+    """Return the largest difference between the logits of ds_ext's model and of ``hf_model``.
+
+    Args:
+        config: sizes of the model.
+        weights: "layer.name" -> weight of ds_ext's model, without padding.
+        hf_model: model of transformers.
+    """
     kind: Any = BertChain if isinstance(config, BertConfig) else Chain
     model = kind(config, TensorParallel(), DropoutClock()).eval()
     parameters = model.parameters_by_layer()
     assert parameters.keys() == weights.keys()
     for name, parameter in parameters.items():
         parameter.zero_()
-        parameter[: len(weights[name])].copy_(weights[name])  # behind it is padding
+        parameter[: len(weights[name])].copy_(weights[name])  # the remaining rows are padding
     pairs = (
-        _bert_logits(model, config, theirs)
+        _bert_logits(model, config, hf_model)
         if isinstance(config, BertConfig)
-        else [(model(tokens := random_batches(config, 1, 1, 4)[0][0][0]), theirs(tokens).logits)]
+        else [(model(tokens := random_batches(config, 1, 1, 4)[0][0][0]), hf_model(tokens).logits)]
     )
     differences = []
-    for ours, expected in pairs:
+    for logits, expected in pairs:
         assert expected.std() > 0.01
-        differences.append(float((ours[..., : expected.size(-1)] - expected).abs().max()))
+        differences.append(float((logits[..., : expected.size(-1)] - expected).abs().max()))
     return max(differences)
 
 
-def _bert_logits(model: Any, config: BertConfig, theirs: Any) -> list[tuple[Tensor, Tensor]]:
+def _bert_logits(model: Any, config: BertConfig, hf_model: Any) -> list[tuple[Tensor, Tensor]]:
     (inputs, _), *_ = random_bert_batches(config, 1, 1, 4)[0]
-    tokens_BS, types_BS, seen_BS = inputs
-    found = theirs(input_ids=tokens_BS, token_type_ids=types_BS, attention_mask=seen_BS.long())
-    ours = model(inputs)
+    tokens_BS, types_BS, mask_BS = inputs
+    expected = hf_model(input_ids=tokens_BS, token_type_ids=types_BS, attention_mask=mask_BS.long())
+    outputs = model(inputs)
     if config.order_classes is None:
-        return [(ours[0], found.logits)]
-    return list(zip(ours, (found.prediction_logits, found.seq_relationship_logits), strict=True))
+        return [(outputs[0], expected.logits)]
+    return list(zip(outputs, (expected.prediction_logits, expected.seq_relationship_logits), strict=True))
 
 
 def loaded(kind: str, folder: Path) -> Any:
-    """``kind.from_pretrained``, which must miss nothing and find nothing that it does not know."""
-    model, told = getattr(transformers, kind).from_pretrained(folder, output_loading_info=True)
-    assert not any(told.values()), told
+    """Load a folder with ``kind.from_pretrained``, without missing or unexpected weights."""
+    model, info = getattr(transformers, kind).from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
     return model.eval()

@@ -1,4 +1,4 @@
-"""The weights of our models under the names that transformers has for them."""
+"""Weights of ds_ext's models under their names in transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Weights = Mapping[str, Tensor]
 
 
 def split_heads(qkv: Tensor, config: TransformerConfig) -> tuple[Tensor, ...]:
-    """Query, key and value rows of a fused weight or bias, which we order by (head, query | key | value, head size)."""
+    """Split the rows (head, query | key | value, head size) of a fused weight or bias into query, key and value."""
     return tuple(
         part.reshape(config.hidden_size, *qkv.shape[1:])
         for part in qkv.unflatten(0, (config.num_attention_heads, 3, config.head_size)).unbind(1)
@@ -21,7 +21,7 @@ def split_heads(qkv: Tensor, config: TransformerConfig) -> tuple[Tensor, ...]:
 
 
 def gpt2_state(weights: Weights, config: TransformerConfig) -> dict[str, Tensor]:
-    """The state_dict of GPT2LMHeadModel; its Conv1D layers hold weights as (in, out)."""
+    """Return the state_dict of GPT2LMHeadModel. Its Conv1D layers store weights as (in, out)."""
     last = config.num_layers + 2
     state = {
         "transformer.wte.weight": weights["0.word_embeddings.weight"][: config.vocab_size],
@@ -31,12 +31,12 @@ def gpt2_state(weights: Weights, config: TransformerConfig) -> dict[str, Tensor]
     }
     state["lm_head.weight"] = state["transformer.wte.weight"]
     for layer in range(config.num_layers):
-        ours, theirs = f"{layer + 2}.", f"transformer.h.{layer}."
+        source, target = f"{layer + 2}.", f"transformer.h.{layer}."
         for kind in ("weight", "bias"):
-            qkv = torch.cat(split_heads(weights[f"{ours}self_attention.linear_qkv.{kind}"], config))
+            qkv = torch.cat(split_heads(weights[f"{source}self_attention.linear_qkv.{kind}"], config))
             values = {
-                "ln_1": weights[f"{ours}input_layernorm.{kind}"],
-                "ln_2": weights[f"{ours}pre_mlp_layernorm.{kind}"],
+                "ln_1": weights[f"{source}input_layernorm.{kind}"],
+                "ln_2": weights[f"{source}pre_mlp_layernorm.{kind}"],
                 "attn.c_attn": qkv.t() if kind == "weight" else qkv,
             }
             for name, conv in (
@@ -44,14 +44,14 @@ def gpt2_state(weights: Weights, config: TransformerConfig) -> dict[str, Tensor]
                 ("mlp.linear_fc1", "mlp.c_fc"),
                 ("mlp.linear_fc2", "mlp.c_proj"),
             ):
-                value = weights[f"{ours}{name}.{kind}"]
+                value = weights[f"{source}{name}.{kind}"]
                 values[conv] = value.t() if kind == "weight" else value
-            state.update({f"{theirs}{name}.{kind}": value for name, value in values.items()})
+            state.update({f"{target}{name}.{kind}": value for name, value in values.items()})
     return state
 
 
 def bert_state(weights: Weights, config: TransformerConfig) -> dict[str, Tensor]:
-    """The state_dict of BertForPreTraining."""
+    """Return the state_dict of BertForPreTraining."""
     heads = config.num_layers + 2
     embeddings, predictions = "bert.embeddings.", "cls.predictions."
     state = {
@@ -69,16 +69,16 @@ def bert_state(weights: Weights, config: TransformerConfig) -> dict[str, Tensor]
         state[f"{predictions}transform.dense.{kind}"] = weights[f"{heads}.transform.{kind}"]
         state[f"{predictions}transform.LayerNorm.{kind}"] = weights[f"{heads}.transform_layernorm.{kind}"]
         for layer in range(config.num_layers):
-            ours, theirs = f"{layer + 2}.", f"bert.encoder.layer.{layer}."
-            qkv = split_heads(weights[f"{ours}self_attention.linear_qkv.{kind}"], config)
+            source, target = f"{layer + 2}.", f"bert.encoder.layer.{layer}."
+            qkv = split_heads(weights[f"{source}self_attention.linear_qkv.{kind}"], config)
             for name, part in zip(("query", "key", "value"), qkv, strict=True):
-                state[f"{theirs}attention.self.{name}.{kind}"] = part
-            for name, their_name in (
+                state[f"{target}attention.self.{name}.{kind}"] = part
+            for name, hf_name in (
                 ("self_attention.linear_proj", "attention.output.dense"),
                 ("attention_layernorm", "attention.output.LayerNorm"),
                 ("mlp.linear_fc1", "intermediate.dense"),
                 ("mlp.linear_fc2", "output.dense"),
                 ("mlp_layernorm", "output.LayerNorm"),
             ):
-                state[f"{theirs}{their_name}.{kind}"] = weights[f"{ours}{name}.{kind}"]
+                state[f"{target}{hf_name}.{kind}"] = weights[f"{source}{name}.{kind}"]
     return state

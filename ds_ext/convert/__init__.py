@@ -1,6 +1,7 @@
-"""``python -m ds_ext convert``: checkpoints to and from folders of Hugging Face's transformers.
+"""Command ``python -m ds_ext convert``: checkpoints to and from folders of Hugging Face's transformers.
 
-One process, no process group. Weights are read one after the other, so that neither side has to fit into memory.
+It runs in one process without a process group. It reads one weight at a time, so that the model need not fit into
+memory.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 SHARD_GB = 5.0
 EPILOG = """\
 examples:
-  python -m ds_ext convert checkpoints/gpt --to hf gpt_hf            # the current checkpoint
+  python -m ds_ext convert checkpoints/gpt --to hf gpt_hf            # latest checkpoint
   python -m ds_ext convert checkpoints/gpt/step_200 --to hf gpt_hf
   python -m ds_ext convert gpt2_folder --from hf checkpoints/gpt2    # then: train_gpt.py --load checkpoints/gpt2
 """
@@ -24,43 +25,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source",
         type=Path,
         metavar="SOURCE",
-        help="a folder of checkpoints, one of them, or a model's folder",
+        help="folder of checkpoints, one checkpoint, or folder of a Hugging Face model",
     )
-    parser.add_argument("output", type=Path, metavar="OUTPUT", help="a new folder")
-    ways = parser.add_mutually_exclusive_group(required=True)
-    ways.add_argument("--to", choices=["hf"], help="a checkpoint to safetensors and config.json")
-    ways.add_argument("--from", choices=["hf"], dest="origin", help="these to a checkpoint at step 0")
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="new folder")
+    directions = parser.add_mutually_exclusive_group(required=True)
+    directions.add_argument(
+        "--to", choices=["hf"], help="convert a checkpoint to safetensors and config.json"
+    )
+    directions.add_argument(
+        "--from", choices=["hf"], dest="origin", help="convert these to a checkpoint at step 0"
+    )
     parser.add_argument(
         "--tokenizer",
         type=Path,
         metavar="PATH",
-        help="with --to: its tokenizer.json, or the folder of the data",
+        help="with --to: the model's tokenizer.json, or the folder of the training data",
     )
     parser.add_argument(
-        "--num-attention-heads", type=int, metavar="N", help="with --to: when the checkpoint does not say it"
+        "--num-attention-heads",
+        type=int,
+        metavar="N",
+        help="with --to: attention heads, if the checkpoint does not contain them",
     )
     parser.add_argument(
         "--max-shard-gb",
         type=float,
         metavar="GB",
-        help=f"with --to: a file has no more than this ({SHARD_GB:g}) unless one weight has",
+        help=f"with --to: maximum size of a file (default {SHARD_GB:g}), unless a single weight is larger",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert; returns the exit code 0.
+    """Run the command and return the exit code 0.
 
     Raises:
-        ConfigError: something cannot be read, converted or written.
-        CheckpointError: the checkpoint is damaged.
+        ConfigError: if the flags contradict each other, or if a file cannot be read, converted or written.
+        CheckpointError: if the checkpoint is damaged.
     """
     from ..errors import ConfigError
 
     only_to = ("tokenizer", "num_attention_heads", "max_shard_gb")
-    given = [f"--{name.replace('_', '-')}" for name in only_to if getattr(args, name) is not None]
+    unused = [f"--{name.replace('_', '-')}" for name in only_to if getattr(args, name) is not None]
     if args.origin is not None:
-        if given:
-            raise ConfigError(f"{', '.join(given)} cannot go with --from: the model's folder says it.")
+        if unused:
+            raise ConfigError(f"{unused[0]}: only valid with --to (got --from). Omit it.")
         from .from_hf import from_hf
 
         print(from_hf(args.source, args.output))
@@ -69,6 +77,6 @@ def run(args: argparse.Namespace) -> int:
 
     limit = SHARD_GB if args.max_shard_gb is None else args.max_shard_gb
     if not limit > 0:
-        raise ConfigError(f"--max-shard-gb must be more than 0; got {limit:g}.")
+        raise ConfigError(f"--max-shard-gb: must be above 0 (got {limit:g}).")
     print(to_hf(args.source, args.output, args.tokenizer, args.num_attention_heads, round(limit * 1e9)))
     return 0

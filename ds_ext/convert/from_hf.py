@@ -1,11 +1,11 @@
-"""A folder of transformers as a checkpoint at step 0, from which training goes on under any schedule and sizes."""
+"""Conversion of a Hugging Face model to a checkpoint at step 0, which any schedule and sizes can load."""
 
 from __future__ import annotations
 
 import math
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,9 @@ from ..engine.checkpoint.save import COUNTERS, STATE_FILE
 from ..errors import ConfigError
 from ..models.bert import BertConfig
 from ..models.config import TransformerConfig
-from ..models.hf import Counterpart, counterparts, num_pipeline_layers, their_name
+from ..models.hf import Counterpart, counterparts, hf_name, num_pipeline_layers
 from ..models.hf_config import from_json, unseen_in_weights
-from .hf_folder import CONFIG, ModelFolder
-from .library import shape_text
+from .hf_folder import CONFIG, ModelFolder, shape_text
 from .tokenizer_files import tokenizer_beside
 
 TAG = "step_0"
@@ -30,92 +29,94 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def from_hf(source: Path, output: Path) -> str:
-    """Write a checkpoint of the weights in ``source``, in fp32, into the folder ``output``.
+    """Write the weights of a Hugging Face model as a checkpoint in fp32.
 
     Args:
-        source: a local folder with config.json and safetensors, of a GPT-2 or BERT.
-        output: has no checkpoints yet.
+        source: local folder with config.json and safetensors of a GPT-2 or BERT.
+        output: folder for the checkpoint, without checkpoints so far.
 
     Returns:
-        What was written and how training goes on from it, for the user.
+        Summary for the user, with the command that trains from the checkpoint.
 
     Raises:
-        ConfigError: the model is of another kind, weights are missing or in another shape, or something
-            cannot be read or written.
+        ConfigError: if the architecture is not supported, weights are missing or have wrong shapes, or a file cannot be
+            read or written.
     """
     model = ModelFolder(source)
     try:
         config = from_json(model.config, model.names)
     except ConfigError as error:
         raise ConfigError(f"{source / CONFIG}: {error}") from None
-    wanted = counterparts(config)
-    files = _checked_names(model, wanted, config)
+    weights = counterparts(config)
+    files = _check_names(model, weights, config)
     if has_checkpoint(output) or good_checkpoints(output):
-        raise ConfigError(f"{output} has checkpoints already: give the name of a new folder.")
-    found = tokenizer_beside(source)
+        raise ConfigError(f"OUTPUT: the folder contains checkpoints (got {output}). Use a new folder.")
+    tokenizer = tokenizer_beside(source)
     state = {
         "step": 0,
         "consumed_samples": 0,
         "sizes": f"transformers, from {source.absolute().name}",
-        "tokenizer": found and found[1].fingerprint,
+        "tokenizer": tokenizer and tokenizer[1].fingerprint,
         "model": unseen_in_weights(config),
     }
 
-    def ours(one: Counterpart) -> Tensor:
-        theirs = [model.read(files[name]).float() for name in one.theirs]
-        # A view would bring the whole of their weight into the file.
-        return one.form.to_ours(theirs, config).clone(memory_format=torch.contiguous_format)
+    def read(weight: Counterpart) -> Tensor:
+        hf_weights = [model.read(files[name]).float() for name in weight.hf_names]
+        # Clone the result: a view would be saved with its whole storage.
+        return weight.conversion.from_hf(hf_weights, config).clone(memory_format=torch.contiguous_format)
 
     try:
-        checkpoint = _write(output, wanted, ours, state, num_pipeline_layers(config))
+        checkpoint = _write(output, weights, read, state, num_pipeline_layers(config))
     except OSError as error:
-        raise ConfigError(f"{output} cannot be written: {error.strerror or error}.") from None
-    numbers = sum(math.prod(one.shape) for one in wanted)
-    said = f"wrote {checkpoint}: {model.config['model_type']}, {numbers:,} parameters in fp32\n"
-    if found and found[1].vocab_size != config.vocab_size:
-        said += (
-            f"note: the model has {config.vocab_size} rows of words and its tokenizer {found[1].vocab_size} tokens, as "
-            f"many as a model has that train_*.py makes; resize_token_embeddings() of transformers changes the rows\n"
+        raise ConfigError(f"OUTPUT: cannot be written (got {output}): {error.strerror or error}.") from None
+    elements = sum(math.prod(weight.shape) for weight in weights)
+    summary = f"wrote {checkpoint}: {model.config['model_type']}, {elements:,} parameters in fp32\n"
+    if tokenizer and tokenizer[1].vocab_size != config.vocab_size:
+        summary += (
+            f"note: the model has {config.vocab_size} word embeddings, its tokenizer {tokenizer[1].vocab_size} tokens. "
+            "train_*.py uses the tokenizer's number. Adapt the model with transformers' resize_token_embeddings().\n"
         )
-    return said + f"next: {_next_command(config, output, found and found[0])}"
+    return summary + f"next: {_next_command(config, output, tokenizer and tokenizer[0])}"
 
 
-def _checked_names(
-    model: ModelFolder, wanted: Sequence[Counterpart], config: TransformerConfig
+def _check_names(
+    model: ModelFolder, weights: Sequence[Counterpart], config: TransformerConfig
 ) -> dict[str, str]:
-    """The names in the files by the current names. Raises ConfigError unless all weights fit."""
-    files = {known: name for name in model.names if (known := their_name(name, config)) is not None}
-    expected = {name: shape for one in wanted for name, shape in one.their_shapes(config).items()}
+    """Return current name -> name in the files. Raises ConfigError if weights are missing, unknown or misshapen."""
+    files = {current: name for name in model.names if (current := hf_name(name, config)) is not None}
+    expected = {name: shape for weight in weights for name, shape in weight.hf_shapes(config).items()}
     for name in [*expected, *files]:
-        there = model.shape(files[name]) if name in files else None
-        if there != expected.get(name):
-            kind = "BERT" if isinstance(config, BertConfig) else "GPT-2"
-            wanted_shape = shape_text(expected.get(name))
+        shape = model.shape(files[name]) if name in files else None
+        if shape != expected.get(name):
             raise ConfigError(
-                f"{name} is {shape_text(there)} in {model.path} and {wanted_shape} in a {kind} of its {CONFIG}. What "
-                f"is converted are GPT2LMHeadModel, BertForPreTraining and BertForMaskedLM."
+                f"{name}: does not fit {model.path / CONFIG}, which implies {shape_text(expected.get(name))} (got "
+                f"{shape_text(shape)}). Use a GPT2LMHeadModel, BertForPreTraining or BertForMaskedLM."
             )
         if model.dtype(files[name]) not in _FLOATS:
             raise ConfigError(
-                f"{name} in {model.path} is of type {model.dtype(files[name])}: quantized weights cannot be converted."
+                f"{name}: quantized weights cannot be converted (got {model.dtype(files[name])} in {model.path})."
             )
     return files
 
 
 def _write(
-    output: Path, wanted: Sequence[Counterpart], read: Any, state: Mapping[str, Any], layers: int
+    output: Path,
+    weights: Sequence[Counterpart],
+    read: Callable[[Counterpart], Tensor],
+    state: Mapping[str, Any],
+    layers: int,
 ) -> Path:
-    """A checkpoint of one rank that has taken no step: weights without states of an optimizer. Returns its folder."""
+    """Write the checkpoint of one rank before its first step, without optimizer states. Returns its folder."""
     written = start_writing(output, TAG)
     try:
-        counted = dict.fromkeys(COUNTERS, 0)
+        counters = dict.fromkeys(COUNTERS, 0)
         scheduler = {"lr_scheduler": None, "lr_scheduler_class": None, "loss_scale": {}}
         sizes = {"dp_world_size": 1, "mp_world_size": 1}
-        plain = {**counted, "module": None, "optimizer": None, **scheduler, **sizes, **state}
+        plain = {**counters, "module": None, "optimizer": None, **scheduler, **sizes, **state}
         files = {STATE_FILE: write_plain(written / STATE_FILE, plain)}
-        for layer, members in groupby(wanted, key=lambda one: one.layer):
+        for layer, members in groupby(weights, key=lambda weight: weight.layer):
             name = layer_file(layer, 0, 1)
-            files[name] = write_plain(written / name, {one.key: read(one) for one in members})
+            files[name] = write_plain(written / name, {weight.key: read(weight) for weight in members})
         manifest = {
             "job": {
                 "schedule": None,
@@ -128,26 +129,26 @@ def _write(
                 "layers": layers,
             },
             "files": files,
-            "parameters": {_engine_name(one): _record(one) for one in wanted},
+            "parameters": {_engine_name(weight): _record(weight) for weight in weights},
         }
         return publish(written, TAG, manifest)
     finally:
         shutil.rmtree(written, ignore_errors=True)
 
 
-def _engine_name(one: Counterpart) -> str:
-    """The word embeddings are a tied layer, which has the name of its tie."""
-    return f"tied_modules.embed.{one.key}" if one.layer == 0 else one.name
+def _engine_name(weight: Counterpart) -> str:
+    """Return a weight's name in the engine. Layer 0 is tied and named after its tie."""
+    return f"tied_modules.embed.{weight.key}" if weight.layer == 0 else weight.name
 
 
-def _record(one: Counterpart) -> dict[str, Any]:
-    shape = list(one.shape)
+def _record(weight: Counterpart) -> dict[str, Any]:
+    shape = list(weight.shape)
     return {
         "shape": shape,
         "shard": shape,
         "dim": None,
-        "layer": one.layer,
-        "key": one.key,
+        "layer": weight.layer,
+        "key": weight.key,
         "group": None,
         "states": [],
         "values": {},
@@ -156,7 +157,7 @@ def _record(one: Counterpart) -> dict[str, Any]:
 
 
 def _next_command(config: TransformerConfig, output: Path, tokenizer: Path | None) -> str:
-    """How to train on."""
+    """Return the command that trains from the checkpoint."""
     bert = isinstance(config, BertConfig)
     flags = {
         "--load": output,
@@ -180,9 +181,5 @@ def _next_command(config: TransformerConfig, output: Path, tokenizer: Path | Non
     words += [str(word) for flag in flags.items() for word in flag]
     if isinstance(config, BertConfig) and config.order_classes is None:
         words.append("--bert-no-binary-head")
-    prepare = shlex.join(
-        ["python", "-m", "ds_ext", "prepare", "--tokenizer", str(tokenizer or "ITS_TOKENIZER")]
-    )
-    return (
-        f"{shlex.join(words)} --data-path DATA\n      with the DATA of {prepare} --source TEXT --output DATA"
-    )
+    prepare = shlex.join(["python", "-m", "ds_ext", "prepare", "--tokenizer", str(tokenizer or "TOKENIZER")])
+    return f"{shlex.join(words)} --data-path DATA\n      after: {prepare} --source TEXT --output DATA"

@@ -1,4 +1,4 @@
-"""The tokenizer of a model that is converted: found, checked, and copied beside it."""
+"""Search, check and copy of the tokenizer of a converted model."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from ..data.wordpiece import VOCAB_NAME
 from ..errors import ConfigError
 
 
-def tokenizer_of(given: Path | None, state: Mapping[str, Any]) -> Tokenizer | None:
-    """The tokenizer that a checkpoint's model was trained with; None when it is not where the data were.
+def tokenizer_of(path: Path | None, state: Mapping[str, Any]) -> Tokenizer | None:
+    """Return the tokenizer with which a checkpoint's model was trained; None if it is no longer with the data.
 
     Args:
-        given: a tokenizer's file, or a folder that holds it.
-        state: what the training script has saved: the tokenizer's fingerprint, and the words of --data-path.
+        path: file or folder of the tokenizer; None: search the folder of the training data.
+        state: state saved by the training script, with the tokenizer's fingerprint and the words of --data-path.
 
     Raises:
-        ConfigError: the given one is another, or cannot be read.
+        ConfigError: if the tokenizer at ``path`` is a different one or cannot be read.
     """
     fingerprint = state.get("tokenizer")
-    if given is not None:
-        tokenizer = load_tokenizer(given)
+    if path is not None:
+        tokenizer = load_tokenizer(path)
         if fingerprint not in (None, tokenizer.fingerprint):
             raise ConfigError(
-                f"--tokenizer {given} is not the one that the model was trained with: its fingerprint is "
-                f"{tokenizer.fingerprint}, and that of the training data {fingerprint}. Give the folder of those data."
+                f"--tokenizer: the model was trained with the tokenizer {fingerprint} (got {tokenizer.fingerprint} in "
+                f"{path}). Use the folder of the training data."
             )
         return tokenizer
     words = state.get("data_path")
@@ -37,24 +37,24 @@ def tokenizer_of(given: Path | None, state: Mapping[str, Any]) -> Tokenizer | No
         return None
     try:
         _, prefixes = parse_data_path([str(word) for word in words])
-        found = [load_tokenizer(prefix.parent) for prefix in prefixes[:1]]
+        candidates = [load_tokenizer(prefix.parent) for prefix in prefixes[:1]]
     except ConfigError:
         return None
-    return next((tokenizer for tokenizer in found if tokenizer.fingerprint == fingerprint), None)
+    return next((tokenizer for tokenizer in candidates if tokenizer.fingerprint == fingerprint), None)
 
 
 def save_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> str:
-    """Write the tokenizer's files into ``folder``. Returns a line that says so, or what is missing."""
+    """Write the tokenizer's files into ``folder`` and return a line for the summary."""
     if tokenizer is None:
         return (
-            "the tokenizer is not copied: it is not known here. Give --tokenizer FOLDER_OF_THE_DATA, or copy the "
-            "tokenizer.json from there."
+            "tokenizer: not copied, because the folder of the training data is unknown or moved. Use --tokenizer "
+            "FOLDER, or copy tokenizer.json."
         )
-    return f"with the tokenizer: {', '.join(tokenizer.save(folder))}"
+    return f"tokenizer: {', '.join(tokenizer.save(folder))}"
 
 
 def tokenizer_beside(folder: Path) -> tuple[Path, Tokenizer] | None:
-    """The tokenizer in a folder of transformers', and what to give as --tokenizer; None when we can use none there."""
+    """Return (path for --tokenizer, tokenizer) of a Hugging Face folder; None if it has no usable tokenizer."""
     for path in (folder, folder / VOCAB_NAME):
         try:
             return path, load_tokenizer(path)

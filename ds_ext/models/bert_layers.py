@@ -1,7 +1,7 @@
-"""The layers of BERT (Devlin et al. 2018): every residual sum is normalized, all tokens see all others but padding.
+"""Layers of BERT (Devlin et al. 2018): post-LN, with bidirectional attention that ignores padding.
 
-Shapes: B samples of a micro-batch, S tokens (those of this rank where sequence parallelism cuts them), D hidden size.
-``seen_BS`` is False where a sample is padded, and has all tokens on every rank.
+Shapes: B samples of a micro-batch, S tokens (with sequence parallelism those of this rank), D hidden size. ``mask_BS``
+is False for padding and holds all tokens on every rank.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from ds_ext.tensor_parallel import (
 
 
 class BertSelfAttention(SelfAttention):
-    """Attention of every token to all that the mask does not hide; weights are laid out as GPT's."""
+    """Bidirectional attention with a mask. Weights have the same layout as GPT's."""
 
     causal: ClassVar[bool] = False
 
 
 class BertMLP(MLP):
-    """Two linear layers around the exact GELU: hidden_BSD to hidden_BSD."""
+    """Two linear layers with the exact GELU in between."""
 
     gelu: ClassVar[str] = "none"
 
 
 class BertLayer(nn.Module):
-    """One post-LN layer, attention then MLP: (hidden_BSD, seen_BS) to the same, on all ranks.
+    """Post-LN transformer layer: attention and MLP, each with a residual connection.
 
     Args:
-        config: sizes; decides whether this layer recomputes its activations in the backward pass.
+        config: sizes, and whether this layer recomputes its activations.
         layer: number of the layer in the whole model, from 0.
-        tp: this rank's place in its tensor-parallel group.
-        clock: the step and micro-batch that the dropout masks belong to.
+        tp: position of this rank in its tensor-parallel group.
+        clock: current step and micro-batch, for the dropout masks.
     """
 
     def __init__(
@@ -61,28 +61,27 @@ class BertLayer(nn.Module):
         self.mlp_layernorm = LayerNorm(config, tp)
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        hidden_BSD, seen_BS = inputs
+        """Map (hidden_BSD, mask_BS) to the same shapes, on all ranks."""
+        hidden_BSD, mask_BS = inputs
         if self.recompute:
-            return recomputed(self.clock, self._layer, hidden_BSD, seen_BS), seen_BS
-        return self._layer(hidden_BSD, seen_BS), seen_BS
+            return recomputed(self.clock, self._layer, hidden_BSD, mask_BS), mask_BS
+        return self._layer(hidden_BSD, mask_BS), mask_BS
 
-    def _layer(self, hidden_BSD: Tensor, seen_BS: Tensor) -> Tensor:
-        attended_BSD = self.self_attention(hidden_BSD, seen_BS[:, None, None, :])
+    def _layer(self, hidden_BSD: Tensor, mask_BS: Tensor) -> Tensor:
+        attended_BSD = self.self_attention(hidden_BSD, mask_BS[:, None, None, :])
         hidden_BSD = self.attention_layernorm(hidden_BSD + self.attention_dropout(attended_BSD))
         return self.mlp_layernorm(hidden_BSD + self.mlp_dropout(self.mlp(hidden_BSD)))
 
 
 class BertHeads(nn.Module):
-    """What the two objectives read: (hidden_BSD, seen_BS) to (words_BSD, order_B2).
+    """Heads of the two objectives, masked words and sentence order.
 
-    ``words_BSD`` goes on to the word embeddings; ``order_B2`` are the logits that the two segments stand in order
-    (0) or not (1), from the pooled first token. Without a sentence head it is (words_BSD,). The weights are replicated:
-    they are a small part of a layer's, and need no communication.
+    All weights are replicated: they are few compared with a layer's, and need no communication.
     """
 
     def __init__(self, config: TransformerConfig, tp: TensorParallel, order_classes: int | None) -> None:
         super().__init__()
-        # Of the tokens of a sample this rank holds one slice, or all.
+        # With sequence parallelism this rank holds one slice of the tokens.
         self.tp = tp if config.sequence_parallel else TensorParallel()
         size = config.hidden_size
 
@@ -98,6 +97,11 @@ class BertHeads(nn.Module):
             self.classifier = dense(order_classes, "binary_head.weight")
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """Map (hidden_BSD, mask_BS) to (words_BSD, order_B2), or to (words_BSD,) without a sentence-order head.
+
+        ``words_BSD`` is the input of the word embeddings. ``order_B2`` are the logits of the two segments being in
+        order (0) or swapped (1), from the pooled first token.
+        """
         hidden_BSD, _ = inputs
         weight, bias = shared_parameters(self.tp, self.transform.weight, self.transform.bias)
         words_BSD = self.transform_layernorm(F.gelu(linear(hidden_BSD, weight, bias)))
@@ -108,20 +112,20 @@ class BertHeads(nn.Module):
 
 
 def _first_token(hidden_BSD: Tensor, tp: TensorParallel) -> Tensor:
-    """The first token of every sample, on all ranks: hidden_BSD to (B, D)."""
+    """Return the first token of every sample on all ranks: hidden_BSD to (B, D)."""
     if tp.size == 1:
         return hidden_BSD[:, 0]
     first_BD = gather_from_sequence_parallel_region(hidden_BSD[:, :1], tp)[:, 0]
     if first_BD.requires_grad:
-        # What follows is the same on all ranks, so each has the whole gradient; the gather adds them up.
+        # All ranks compute the same head, so each has the full gradient, and the gather sums them.
         first_BD.register_hook(lambda grad: grad / tp.size)
     return first_BD
 
 
 def _linear(inputs: int, outputs: int, init: InitMethod) -> nn.Linear:
-    """torch's layer with start weights of our own, drawn in fp32.
+    """Return torch's layer with weights filled by ``init`` in fp32.
 
-    It is made without memory, for otherwise its constructor would draw start weights from the global generator.
+    It is created on the meta device, because the constructor would otherwise use the global generator.
     """
     layer = nn.Linear(inputs, outputs, device="meta").to_empty(device="cpu")
     weight = torch.empty(outputs, inputs, dtype=torch.float32, device="cpu")

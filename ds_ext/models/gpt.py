@@ -1,4 +1,4 @@
-"""GPT as a list of DeepSpeed layer specs, for any pipeline partition and tensor-parallel size.
+"""GPT as a list of DeepSpeed layer specs for any partition and tensor-parallel size.
 
     index            layer                   from          to
     0                GPTEmbedding, tied      tokens_BS     hidden_BSD
@@ -8,8 +8,8 @@
     L+3              output_logits, tied     hidden_BSD    logits_BSV
 
 Shapes: B samples of a micro-batch, S tokens, D hidden size, V this rank's slice of the padded vocabulary.
-The first and the last layer share one module that holds nothing but the word embeddings, so a stage that has
-only the last one owns no parameter without a gradient.
+The first and the last layer share a module that contains only the word embeddings. A stage with only the last layer
+then has no parameter without a gradient.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _BEFORE_THE_FIRST_LAYER = -1
 
 @dataclass(frozen=True)
 class GPTConfig(TransformerConfig):
-    """Sizes of a GPT; see TransformerConfig for the fields."""
+    """Sizes of a GPT. See TransformerConfig for the fields."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,9 +51,9 @@ class GPTConfig(TransformerConfig):
 
 
 class GPTEmbedding(nn.Module):
-    """The word embeddings: tokens_BS to hidden_BSD, equal on all tensor-parallel ranks.
+    """Word embeddings.
 
-    The start values of the true vocabulary do not depend on the padding, whose rows are zero and stay so.
+    Padding rows are zero and stay zero. The initial values of the other rows do not depend on the padding.
     """
 
     def __init__(self, config: TransformerConfig, tp: TensorParallel) -> None:
@@ -75,21 +75,16 @@ class GPTEmbedding(nn.Module):
         )
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
+        """Map tokens_BS to hidden_BSD, equal on all tensor-parallel ranks."""
         return self.word_embeddings(tokens_BS)
 
 
 class GPTPositionEmbedding(nn.Module):
-    """Add the learned position embeddings, then drop out: hidden_BSD to hidden_BSD.
-
-    With sequence parallelism to this rank's slice of the tokens.
-
-    Raises:
-        ConfigError: at run time, for more tokens than there are positions.
-    """
+    """Learned position embeddings and a dropout."""
 
     def __init__(self, config: TransformerConfig, tp: TensorParallel, clock: DropoutClock) -> None:
         super().__init__()
-        # Of the tokens of a sample this rank holds one slice, or all.
+        # With sequence parallelism this rank holds one slice of the tokens.
         self.tp = tp if config.sequence_parallel else TensorParallel()
         table_PD = torch.empty(config.positions, config.hidden_size, dtype=torch.float32, device="cpu")
         name = "position_embeddings.weight"
@@ -98,32 +93,41 @@ class GPTPositionEmbedding(nn.Module):
         self.dropout = hidden_dropout(config, _BEFORE_THE_FIRST_LAYER, "embedding_output", tp, clock)
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
-        tokens, positions = hidden_BSD.size(1) * self.tp.size, self.weight.size(0)
-        if tokens > positions:
-            raise ConfigError(
-                f"a sample of {tokens} tokens does not fit {positions} position embeddings. "
-                f"Raise max_position_embeddings to {tokens} or shorten the samples."
-            )
+        """Map hidden_BSD to hidden_BSD, with sequence parallelism for this rank's slice of the tokens.
+
+        Raises:
+            ConfigError: if there are more tokens than positions.
+        """
+        tokens = hidden_BSD.size(1) * self.tp.size
+        check_positions(tokens, self.weight.size(0))
         (table_PD,) = shared_parameters(self.tp, self.weight)
         return self.dropout(hidden_BSD + self.tp.shard(table_PD[:tokens], 0))
 
 
+def check_positions(tokens: int, positions: int) -> None:
+    """Raise ConfigError for a sample with more tokens than position embeddings."""
+    if tokens > positions:
+        raise ConfigError(
+            f"max_position_embeddings: must be at least the {tokens} tokens of a sample (got {positions}). "
+            f"Use {tokens}, or shorter samples."
+        )
+
+
 def output_logits(embedding: GPTEmbedding, hidden_BSD: Tensor) -> Tensor:
-    """The language model head over the tied word embeddings: hidden_BSD to this rank's logits_BSV."""
+    """Apply the language model head, which uses the tied word embeddings: hidden_BSD to this rank's logits_BSV."""
     words = embedding.word_embeddings
     return linear(enter_tensor_parallel(hidden_BSD, words.tp, words.sequence_parallel), words.weight)
 
 
 def gpt_layer_specs(config: TransformerConfig, tp: TensorParallel, clock: DropoutClock) -> list[LayerSpec]:
-    """The whole model as num_layers + 4 specs that any rank may build any part of.
+    """Return the whole model as num_layers + 4 specs, of which a rank may build any subset.
 
-    Building communicates nothing and draws from no global generator: the start weights depend on ``config``
-    only.
+    Building a spec neither communicates nor uses a global generator. Initial weights depend only on ``config``.
 
     Args:
         config: sizes.
-        tp: this rank's place in its tensor-parallel group.
-        clock: the object that will tell the dropout layers which step and micro-batch they compute.
+        tp: position of this rank in its tensor-parallel group.
+        clock: current step and micro-batch, for the dropout masks.
 
     Raises:
         ConfigError: if the tensor-parallel size does not divide the heads or the MLP.
@@ -141,10 +145,10 @@ def gpt_layer_specs(config: TransformerConfig, tp: TensorParallel, clock: Dropou
 
 
 def gpt_loss(config: TransformerConfig, tp: TensorParallel) -> Callable[[Tensor, Tensor], Tensor]:
-    """The loss function of the last stage: (logits_BSV, labels_BS) to a scalar, in nats per token.
+    """Return the loss function of the last stage: (logits_BSV, labels_BS) to a scalar, in nats per token.
 
-    The mean over the labels that are not ``IGNORE_INDEX``, as torch's cross_entropy has it; fp32, equal on
-    all tensor-parallel ranks.
+    The loss is the mean over the labels other than ``IGNORE_INDEX``, as in torch's cross_entropy. It is fp32 and equal
+    on all tensor-parallel ranks.
     """
 
     def mean_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Our sizes and the ``config.json`` of Hugging Face's transformers, for GPT-2 and BERT."""
+"""Conversion between our configs and the ``config.json`` of Hugging Face's transformers, for GPT-2 and BERT."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ds_ext.models.bert import TOKEN_TYPES, BertConfig
 from ds_ext.models.config import TransformerConfig
 from ds_ext.models.gpt import GPTConfig
 
-# What our models compute, by their keys; the first value is transformers' default, any other means the same.
-_GPT2_COMPUTES: dict[str, tuple[Any, ...]] = {
+# Key of config.json -> values that our models support: first transformers' default, then values with the same meaning.
+_GPT2_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "layer_norm_epsilon": (GPTConfig.layernorm_epsilon,),
     "tie_word_embeddings": (True,),
@@ -21,7 +21,7 @@ _GPT2_COMPUTES: dict[str, tuple[Any, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "quantization_config": (None,),
 }
-_BERT_COMPUTES: dict[str, tuple[Any, ...]] = {
+_BERT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("gelu",),
     "layer_norm_eps": (BertConfig.layernorm_epsilon,),
     "tie_word_embeddings": (True,),
@@ -32,21 +32,21 @@ _BERT_COMPUTES: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
 }
 SENTENCE_HEAD = "cls.seq_relationship.weight"
-# What no shape of a weight says about a model, so that a checkpoint must.
+# Fields that do not follow from the shapes of the weights. A checkpoint stores them.
 UNSEEN = ("num_attention_heads", "layernorm_epsilon", "hidden_dropout", "attention_dropout", "init_std")
 
 
 def unseen_in_weights(config: TransformerConfig) -> dict[str, int | float]:
-    """The fields of a config that its weights do not tell."""
+    """Return the fields of a config that do not follow from the shapes of its weights."""
     return {key: getattr(config, key) for key in UNSEEN}
 
 
 def to_json(config: TransformerConfig, end_of_text: int | None = None) -> dict[str, Any]:
-    """The ``config.json`` of a model.
+    """Return the ``config.json`` of a model.
 
     Args:
-        config: sizes; a BertConfig is a BERT, any other a GPT.
-        end_of_text: id of the token that ends a text, where one is generated.
+        config: sizes; a BertConfig for a BERT, any other for a GPT.
+        end_of_text: id of the end-of-text token of a GPT; None: unknown.
     """
     if isinstance(config, BertConfig):
         classes = config.order_classes
@@ -91,40 +91,37 @@ def to_json(config: TransformerConfig, end_of_text: int | None = None) -> dict[s
     }
 
 
-def from_json(found: Mapping[str, Any], weights: Collection[str]) -> TransformerConfig:
-    """The GPTConfig or BertConfig of a ``config.json``.
+def from_json(values: Mapping[str, Any], weights: Collection[str]) -> TransformerConfig:
+    """Return the GPTConfig or BertConfig for a ``config.json``.
 
     Args:
-        found: what is in it.
-        weights: names of the weights beside it; they say whether a BERT has the sentence head.
+        values: content of ``config.json``.
+        weights: names of the model's weights, which show whether a BERT has the sentence-order head.
 
     Raises:
-        ConfigError: it is of another architecture, or computes something else than ours.
+        ConfigError: if the architecture or one of its settings is not supported.
     """
-    kind = found.get("model_type")
+    kind = values.get("model_type")
     if kind not in ("gpt2", "bert"):
-        raise ConfigError(
-            f'model_type is {json.dumps(kind)}; GPT-2 ("gpt2") and BERT ("bert") can be converted.'
-        )
-    for key, accepted in (_GPT2_COMPUTES if kind == "gpt2" else _BERT_COMPUTES).items():
-        value = found.get(key, accepted[0])
-        if value not in accepted:
-            ours = " or ".join(map(json.dumps, accepted))
+        raise ConfigError(f'model_type: only "gpt2" and "bert" can be converted (got {json.dumps(kind)}).')
+    for key, supported in (_GPT2_SUPPORTED if kind == "gpt2" else _BERT_SUPPORTED).items():
+        value = values.get(key, supported[0])
+        if value not in supported:
             raise ConfigError(
-                f"{key} is {json.dumps(value)}; our models have {ours}, so this one would compute something else and "
-                f"cannot be converted."
+                f"{key}: only models with {' or '.join(map(json.dumps, supported))} can be converted (got "
+                f"{json.dumps(value)})."
             )
 
     def size(key: str) -> int:
-        value = found.get(key)
+        value = values.get(key)
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ConfigError(f"{key} must be a whole number; got {json.dumps(value)}.")
+            raise ConfigError(f"{key}: must be an integer (got {json.dumps(value)}).")
         return value
 
-    def share(key: str, default: float) -> float:
-        value = found.get(key, default)
+    def number(key: str, default: float) -> float:
+        value = values.get(key, default)
         if not isinstance(value, int | float):
-            raise ConfigError(f"{key} must be a number; got {json.dumps(value)}.")
+            raise ConfigError(f"{key}: must be a number (got {json.dumps(value)}).")
         return value
 
     if kind == "gpt2":
@@ -134,10 +131,10 @@ def from_json(found: Mapping[str, Any], weights: Collection[str]) -> Transformer
             num_attention_heads=size("n_head"),
             seq_length=size("n_positions"),
             vocab_size=size("vocab_size"),
-            ffn_hidden_size=None if found.get("n_inner") is None else size("n_inner"),
-            hidden_dropout=share("resid_pdrop", 0.1),
-            attention_dropout=share("attn_pdrop", 0.1),
-            init_std=share("initializer_range", 0.02),
+            ffn_hidden_size=None if values.get("n_inner") is None else size("n_inner"),
+            hidden_dropout=number("resid_pdrop", 0.1),
+            attention_dropout=number("attn_pdrop", 0.1),
+            init_std=number("initializer_range", 0.02),
         )
     return BertConfig(
         num_layers=size("num_hidden_layers"),
@@ -146,8 +143,8 @@ def from_json(found: Mapping[str, Any], weights: Collection[str]) -> Transformer
         seq_length=size("max_position_embeddings"),
         vocab_size=size("vocab_size"),
         ffn_hidden_size=size("intermediate_size"),
-        hidden_dropout=share("hidden_dropout_prob", 0.1),
-        attention_dropout=share("attention_probs_dropout_prob", 0.1),
-        init_std=share("initializer_range", 0.02),
+        hidden_dropout=number("hidden_dropout_prob", 0.1),
+        attention_dropout=number("attention_probs_dropout_prob", 0.1),
+        init_std=number("initializer_range", 0.02),
         order_classes=2 if SENTENCE_HEAD in weights else None,
     )

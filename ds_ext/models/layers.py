@@ -1,7 +1,7 @@
-"""A pre-LN transformer layer over tensor-parallel linear layers (GPT-2; Shoeybi et al. 2019, section 3).
+"""Pre-LN transformer layer over tensor-parallel linear layers (GPT-2; Shoeybi et al. 2019, section 3).
 
-Shapes: B samples of a micro-batch, S tokens (those of this rank where sequence parallelism cuts them), D hidden size,
-N heads of this rank, H head size, F this rank's share of the MLP's inner width.
+Shapes: B samples of a micro-batch, S tokens (with sequence parallelism those of this rank), D hidden size, N heads of
+this rank, H head size, F this rank's slice of the inner width of the MLP.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from ds_ext.tensor_parallel import (
 
 
 class SelfAttention(nn.Module):
-    """Self attention over this rank's heads: hidden_BSD to hidden_BSD; every token sees itself and those before it.
+    """Causal self-attention over this rank's heads.
 
-    The output features of ``linear_qkv`` are ordered (head, query | key | value, head size), so a
-    tensor-parallel shard is a number of whole heads, and concatenated shards are the layer of one rank.
+    The output features of ``linear_qkv`` are ordered (head, query | key | value, head size). A tensor-parallel shard
+    therefore consists of whole heads, and concatenating the shards gives the full layer.
     """
 
     causal: ClassVar[bool] = True
@@ -50,10 +50,11 @@ class SelfAttention(nn.Module):
         self.linear_qkv = ColumnParallelLinear(size, 3 * size, tp, sequence_parallel=sequence, init=qkv_init)
         proj_init = _output_init(config, layer, "self_attention.linear_proj.weight")
         self.linear_proj = RowParallelLinear(size, size, tp, sequence_parallel=sequence, init=proj_init)
-        # Each rank holds other heads, so each needs masks of its own.
+        # Ranks hold different heads and need different masks.
         self.dropout = KeyedDropout(config.attention_dropout, config.seed, layer, "attention", clock, tp.rank)
 
     def forward(self, hidden_BSD: Tensor, mask_B11S: Tensor | None = None) -> Tensor:
+        """Map hidden_BSD to hidden_BSD. A token does not attend to tokens where ``mask_B11S`` is False."""
         qkv_BSF = self.linear_qkv(hidden_BSD)
         batch, tokens = qkv_BSF.shape[:2]
         qkv_BSN3H = qkv_BSF.view(batch, tokens, -1, 3, self.head_size)
@@ -66,7 +67,7 @@ class SelfAttention(nn.Module):
 
     def _attend(self, q_BNSH: Tensor, k_BNSH: Tensor, v_BNSH: Tensor, mask_B11S: Tensor | None) -> Tensor:
         if self.merged > 1:
-            # The heads of several ranks, each with the masks that it would draw.
+            # This rank computes the heads of several ranks, with the mask of each.
             shards = zip(*(x_BNSH.chunk(self.merged, 1) for x_BNSH in (q_BNSH, k_BNSH, v_BNSH)), strict=True)
             parts = (self._attend_shard(i, q, k, v, mask_B11S) for i, (q, k, v) in enumerate(shards))
             return torch.cat([*parts], 1)
@@ -83,7 +84,7 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers around a GELU (tanh form, as GPT-2 has it): hidden_BSD to hidden_BSD."""
+    """Two linear layers with a GELU in between, in GPT-2's tanh form."""
 
     gelu: ClassVar[str] = "tanh"
 
@@ -96,30 +97,32 @@ class MLP(nn.Module):
         self.linear_fc2 = RowParallelLinear(inner, size, tp, sequence_parallel=sequence, init=fc2_init)
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
+        """Map hidden_BSD to hidden_BSD."""
         inner_BSF = F.gelu(self.linear_fc1(hidden_BSD), approximate=self.gelu)
         return self.linear_fc2(inner_BSF)
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's, over all tokens or this rank's slice of them: hidden_BSD to hidden_BSD."""
+    """torch's LayerNorm over all tokens, or over this rank's slice with sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, tp: TensorParallel) -> None:
         super().__init__(config.hidden_size, config.layernorm_epsilon)
         self.tp = tp if config.sequence_parallel else TensorParallel()
 
     def forward(self, input: Tensor) -> Tensor:
+        """Normalise hidden_BSD over its last dimension."""
         weight, bias = shared_parameters(self.tp, self.weight, self.bias)
         return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
 class TransformerLayer(nn.Module):
-    """One pre-LN layer, attention then MLP, each with its residual: hidden_BSD to hidden_BSD, on all ranks.
+    """Pre-LN transformer layer: attention and MLP, each with a residual connection.
 
     Args:
-        config: sizes; decides whether this layer recomputes its activations in the backward pass.
+        config: sizes, and whether this layer recomputes its activations.
         layer: number of the layer in the whole model, from 0.
-        tp: this rank's place in its tensor-parallel group.
-        clock: the step and micro-batch that the dropout masks belong to.
+        tp: position of this rank in its tensor-parallel group.
+        clock: current step and micro-batch, for the dropout masks.
     """
 
     def __init__(
@@ -136,6 +139,7 @@ class TransformerLayer(nn.Module):
         self.mlp_dropout = hidden_dropout(config, layer, "mlp_output", tp, clock)
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
+        """Map hidden_BSD to hidden_BSD on all ranks."""
         return recomputed(self.clock, self._layer, hidden_BSD) if self.recompute else self._layer(hidden_BSD)
 
     def _layer(self, hidden_BSD: Tensor) -> Tensor:
@@ -145,23 +149,23 @@ class TransformerLayer(nn.Module):
 
 
 def recomputed(clock: DropoutClock, function: Callable[..., Any], *inputs: Any) -> Any:
-    """``function(*inputs)``, whose inner activations are dropped and computed again in the backward pass."""
+    """Return ``function(*inputs)`` without keeping its inner activations, which the backward recomputes."""
     if not torch.is_grad_enabled():
         return function(*inputs)
     step, micro_batch = clock.step, clock.micro_batch
 
-    def at_its_time(*inputs: Any) -> Any:
-        # By the time of the backward pass the clock is at another micro-batch.
+    def at_saved_clock(*inputs: Any) -> Any:
+        # During the backward the clock is at another micro-batch.
         with clock.at(step, micro_batch):
             return function(*inputs)
 
-    return checkpoint(at_its_time, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(at_saved_clock, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def hidden_dropout(
     config: TransformerConfig, layer: int, site: str, tp: TensorParallel, clock: DropoutClock
 ) -> KeyedDropout:
-    """Dropout between the tensor-parallel layers: one mask for all ranks, or one for each rank's slice."""
+    """Return a dropout between tensor-parallel layers: one mask for all ranks, or one per rank if tokens are sliced."""
     shard = tp.rank if config.sequence_parallel else 0
     return KeyedDropout(config.hidden_dropout, config.seed, layer, site, clock, shard)
 
@@ -171,5 +175,5 @@ def _weight_init(config: TransformerConfig, layer: int, name: str) -> InitMethod
 
 
 def _output_init(config: TransformerConfig, layer: int, name: str) -> InitMethod:
-    """Start values of what is added to the residual: smaller, since 2 * num_layers of them add up (GPT-2)."""
+    """Return the initialisation of a layer before a residual sum: smaller, because 2 * num_layers of them add up."""
     return keyed_normal(config.init_std / math.sqrt(2 * config.num_layers), config.seed, layer, name)

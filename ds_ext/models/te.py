@@ -1,8 +1,8 @@
-"""The transformer layer of NVIDIA's Transformer Engine in place of ours (``--transformer-impl transformer_engine``).
+"""Transformer layer of NVIDIA's Transformer Engine (``--transformer-impl transformer_engine``).
 
-CUDA only, and imported when it is asked for. Its start weights are those of our layer, so that a run begins at the same
-loss; its weight gradients come with the input gradients (a split backward is a whole one in its first half), and its
-parameters have names of their own, so that its checkpoints are read by it alone.
+It needs CUDA and is imported on first use. Its initial weights equal those of the local layer, so that a run starts
+with the same loss. It computes weight gradients together with input gradients, so that a split backward is whole in its
+first half. Its parameters have different names, so that the two implementations cannot load each other's checkpoints.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ds_ext.models.config import TransformerConfig
 from ds_ext.models.layers import TransformerLayer, recomputed
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel
 
-# Transformer Engine's name -> ours. Its fused weight has the order of ours: (head, query | key | value, head size).
+# Transformer Engine's name -> local name. Both fused weights are ordered (head, query | key | value, head size).
 _NAMES = {
     "self_attention.layernorm_qkv.layer_norm_weight": "input_layernorm.weight",
     "self_attention.layernorm_qkv.layer_norm_bias": "input_layernorm.bias",
@@ -37,47 +37,48 @@ _NAMES = {
 
 
 def import_transformer_engine() -> Any:
-    """``transformer_engine.pytorch``. Raises ConfigError that says what is missing."""
+    """Import ``transformer_engine.pytorch``. Raises ConfigError if it or CUDA is missing."""
     if not torch.cuda.is_available():
         raise ConfigError(
-            "--transformer-impl transformer_engine needs CUDA, and torch finds no GPU here. Use local, or a CUDA host."
+            "--transformer-impl: transformer_engine needs CUDA (got no GPU). Use local, or a host with CUDA."
         )
     if importlib.util.find_spec("transformer_engine") is None:
         raise ConfigError(
-            "--transformer-impl transformer_engine: Transformer Engine is not installed. Install it with "
-            "`pip install --no-build-isolation 'ds_ext[te]'`, or use local."
+            "--transformer-impl: Transformer Engine is not installed. Install it with `pip install "
+            "--no-build-isolation 'ds_ext[te]'`, or use local."
         )
     try:
         return importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:  # its loader raises ImportError, RuntimeError or OSError, by what it misses
+    except Exception as error:  # its loader may raise ImportError, RuntimeError or OSError
         raise ConfigError(
-            f"--transformer-impl transformer_engine: it is installed and does not load ({type(error).__name__}: "
-            f"{error}). Its build must fit torch {torch.__version__}; or use local."
+            f"--transformer-impl: Transformer Engine does not load (got {type(error).__name__}: {error}). "
+            f"Install a build for torch {torch.__version__}, or use local."
         ) from None
 
 
 def check_transformer_engine(config: TransformerConfig) -> None:
-    """Raise ConfigError for what Transformer Engine's layer cannot do here."""
+    """Raise ConfigError for settings that Transformer Engine's layer does not support here."""
     if config.hidden_dropout or config.attention_dropout:
         raise ConfigError(
-            f"with --transformer-impl transformer_engine dropout must be 0, because its masks would depend on the "
-            f"schedule; got hidden {config.hidden_dropout:g}, attention {config.attention_dropout:g}."
+            "--transformer-impl: transformer_engine needs hidden_dropout 0 and attention_dropout 0 (got "
+            f"{config.hidden_dropout:g} and {config.attention_dropout:g}), because its dropout masks depend on the "
+            "schedule. Set both to 0, or use local."
         )
     if config.sequence_parallel:
         raise ConfigError(
-            "with --transformer-impl transformer_engine sequence_parallel must be off: it leaves the gradients of its "
-            "norms unsummed over the tensor-parallel ranks."
+            "--transformer-impl: transformer_engine does not support sequence_parallel, because it does not sum the "
+            "gradients of its norms over tensor-parallel ranks. Disable sequence_parallel, or use local."
         )
     if config.recompute == "selective":
         raise ConfigError(
-            "with --transformer-impl transformer_engine --recompute-granularity is none or full: its fused attention "
-            "keeps no scores to recompute."
+            "--transformer-impl: transformer_engine does not support --recompute-granularity selective, because its "
+            "fused attention stores no scores. Use none or full."
         )
     import_transformer_engine()
 
 
 class TransformerEngineLayer(nn.Module):
-    """One pre-LN layer: hidden_BSD to hidden_BSD, as :class:`ds_ext.models.layers.TransformerLayer`."""
+    """Equivalent of :class:`ds_ext.models.layers.TransformerLayer` with Transformer Engine's kernels."""
 
     def __init__(
         self, config: TransformerConfig, layer: int, tp: TensorParallel, clock: DropoutClock
@@ -104,31 +105,32 @@ class TransformerEngineLayer(nn.Module):
             activation="gelu",
             attn_input_format="bshd",
         )
-        start_as(self.layer, TransformerLayer(config, layer, tp, clock))
+        copy_weights(self.layer, TransformerLayer(config, layer, tp, clock))
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
+        """Map hidden_BSD to hidden_BSD on all ranks."""
         return recomputed(self.clock, self.layer, hidden_BSD) if self.recompute else self.layer(hidden_BSD)
 
 
-def start_as(layer: nn.Module, ours: TransformerLayer) -> None:
-    """Copy our layer's weights, and what they say of their sharding, into Transformer Engine's.
+def copy_weights(te_layer: nn.Module, layer: TransformerLayer) -> None:
+    """Copy the weights of a local layer and their sharding attributes into Transformer Engine's layer.
 
     Raises:
-        ConfigError: its parameters are not those that are known.
+        ConfigError: if the names of Transformer Engine's parameters are not those of version 2.
     """
-    theirs, found = dict(layer.named_parameters()), dict(ours.named_parameters())
-    if theirs.keys() != _NAMES.keys():
-        unknown = sorted(theirs.keys() ^ _NAMES.keys())
+    te_parameters, parameters = dict(te_layer.named_parameters()), dict(layer.named_parameters())
+    if te_parameters.keys() != _NAMES.keys():
+        different = sorted(te_parameters.keys() ^ _NAMES.keys())
         raise ConfigError(
-            f"--transformer-impl transformer_engine: its layer has other parameters than this version knows "
-            f"({', '.join(unknown[:4])}). Use version 2, or local."
+            "--transformer-impl: the installed Transformer Engine has unknown or missing parameters (got "
+            f"{', '.join(different[:4])}). Use version 2, or local."
         )
     with torch.no_grad():
-        for name, parameter in theirs.items():
-            mine = found[_NAMES[name]]
-            parameter.copy_(mine)
-            for mark in ("model_parallel", "tensor_model_parallel", "partition_dim"):
-                if hasattr(mine, mark):
-                    setattr(parameter, mark, getattr(mine, mark))
-                elif hasattr(parameter, mark):
-                    delattr(parameter, mark)
+        for name, te_parameter in te_parameters.items():
+            parameter = parameters[_NAMES[name]]
+            te_parameter.copy_(parameter)
+            for attribute in ("model_parallel", "tensor_model_parallel", "partition_dim"):
+                if hasattr(parameter, attribute):
+                    setattr(te_parameter, attribute, getattr(parameter, attribute))
+                elif hasattr(te_parameter, attribute):
+                    delattr(te_parameter, attribute)

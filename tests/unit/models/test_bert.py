@@ -1,4 +1,4 @@
-"""BERT against plain tensors: both losses, padding, dropout, recomputation, and what a partition may cut."""
+"""BERT against plain tensor algebra: both losses, padding, dropout, recomputation, tied layers."""
 
 import argparse
 import json
@@ -42,7 +42,7 @@ def gradients(config: BertConfig, step: int = 0, micro_batch: int = 0) -> dict[s
     model = BertChain(config, ONE, clock)
     inputs, labels = one_batch(config)
     loss = bert_loss(config, ONE)(model(inputs), labels)
-    # Another micro-batch's forward pass comes in between, as it does in a pipeline.
+    # Run the forward of another micro-batch in between, as a pipeline does.
     clock.set(step + 1, micro_batch + 1)
     loss.backward()
     return {name: p.grad for name, p in model.parameters_by_layer().items() if p.grad is not None}
@@ -51,7 +51,7 @@ def gradients(config: BertConfig, step: int = 0, micro_batch: int = 0) -> dict[s
 def plain_logits(
     weights: dict[str, Tensor], inputs: tuple[Tensor, ...], config: BertConfig
 ) -> tuple[Tensor, Tensor]:
-    """BERT's forward pass from the definitions, with explicit softmax, mask, norm and error function."""
+    """Compute BERT's forward from its definition, with explicit softmax, mask, norm and error function."""
     tokens_BS, types_BS, seen_BS = inputs
     heads, size, last = config.num_attention_heads, config.head_size, config.num_layers + 2
 
@@ -105,7 +105,7 @@ def test_forward_and_backward_equal_a_plain_bert() -> None:
         assert_close_gradients(parameter.grad, weights[name].grad, name)
 
 
-def test_the_two_parts_of_the_loss_are_summed_up_between_resets() -> None:
+def test_both_terms_of_the_loss_accumulate_until_reset() -> None:
     loss_fn, words, order = bert_loss(PLAIN, ONE), [], []
     loss_fn(BertChain(PLAIN, ONE, DropoutClock())(one_batch(PLAIN)[0]), one_batch(PLAIN)[1])
     loss_fn.reset()
@@ -125,12 +125,12 @@ def test_the_two_parts_of_the_loss_are_summed_up_between_resets() -> None:
     )
 
 
-def test_without_the_sentence_head_there_are_only_words() -> None:
+def test_without_the_sentence_head_the_output_is_words_only() -> None:
     config = replace(PLAIN, order_classes=None)
     inputs, labels = one_batch(config)
     outputs = BertChain(config, ONE, DropoutClock())(inputs)
     assert len(outputs) == len(labels) == 1
-    # The start weights depend on their names alone, so the words are those of the model with both heads.
+    # Initial weights depend only on their names, so the words equal those of the model with both heads.
     assert torch.equal(outputs[0], BertChain(PLAIN, ONE, DropoutClock())(inputs)[0])
     expected = F.cross_entropy(outputs[0][..., : config.vocab_size].flatten(0, 1), labels[0].flatten())
     assert bert_loss(config, ONE)(outputs, labels).item() == pytest.approx(expected.item(), rel=1e-5)
@@ -146,7 +146,7 @@ def test_a_micro_batch_without_masked_words_has_a_loss() -> None:
     assert loss.item() == pytest.approx(F.cross_entropy(order_B2, swapped_B).item())
 
 
-def test_padding_changes_nothing_and_everything_else_is_seen_from_everywhere() -> None:
+def test_attention_covers_all_tokens_but_padding() -> None:
     model = BertChain(PLAIN, ONE, DropoutClock())
     tokens_BS, types_BS, seen_BS = one_batch(PLAIN)[0]
     logits_BSV, order_B2 = model((tokens_BS, types_BS, seen_BS))
@@ -161,7 +161,7 @@ def test_padding_changes_nothing_and_everything_else_is_seen_from_everywhere() -
     assert (logits_BSV != model((tokens_BS, 1 - types_BS, seen_BS))[0]).any(2).all()
 
 
-def test_start_weights_follow_their_names_and_no_generator() -> None:
+def test_initial_weights_do_not_depend_on_the_global_generator() -> None:
     config = replace(CONFIG, hidden_size=128, ffn_hidden_size=None, vocab_size=500, init_std=0.02)
     torch.manual_seed(99)
     before = torch.get_rng_state()
@@ -175,7 +175,7 @@ def test_start_weights_follow_their_names_and_no_generator() -> None:
             assert torch.equal(weight, torch.ones_like(weight))
         else:
             std = scaled if "linear_proj" in name or "linear_fc2" in name else 0.02
-            # Of the few numbers of the smallest tables less is certain.
+            # Small tables have few numbers and thus a larger error.
             margin = 0.06 if weight.numel() > 1000 else 0.15
             assert weight[: config.vocab_size].std().item() == pytest.approx(std, rel=margin), name
     assert torch.count_nonzero(weights["0.word_embeddings.weight"][500:]) == 0
@@ -195,7 +195,7 @@ def test_recomputation_changes_no_bit_of_a_gradient(
         assert torch.equal(recomputed[name], grad), name
 
 
-def test_dropout_depends_on_step_and_micro_batch_and_on_nothing_global() -> None:
+def test_dropout_depends_only_on_step_and_micro_batch() -> None:
     torch.manual_seed(0)
     first = gradients(CONFIG, 1, 2)
     torch.manual_seed(1)
@@ -221,7 +221,7 @@ def test_every_dropout_site_of_the_model_has_its_own_key() -> None:
     assert len(set(keys)) == len(keys)
 
 
-def test_the_tied_module_holds_the_word_embeddings_and_nothing_else() -> None:
+def test_the_tied_module_contains_only_the_word_embeddings() -> None:
     tied = [spec for spec in bert_layer_specs(CONFIG, ONE, DropoutClock()) if isinstance(spec, TiedLayerSpec)]
     assert len(tied) == 2 and {spec.key for spec in tied} == {"embed"}
     for spec in tied:
@@ -232,11 +232,11 @@ def test_the_tied_module_holds_the_word_embeddings_and_nothing_else() -> None:
 def test_a_sample_longer_than_the_position_table_is_refused() -> None:
     model = BertChain(CONFIG, ONE, DropoutClock())
     ids_BS = torch.zeros(1, 11, dtype=torch.long)
-    with pytest.raises(ConfigError, match="11 tokens does not fit 10 position embeddings"):
+    with pytest.raises(ConfigError, match=r"^max_position_embeddings: .*11 .*10"):
         model((ids_BS, ids_BS, ids_BS == 0))
 
 
-def test_the_config_in_the_repository_is_a_job_for_the_script() -> None:
+def test_the_example_config_fits_the_script() -> None:
     from ds_ext.training.setup import model_sizes, plan_job
 
     path = Path(__file__).parents[3] / "configs" / "bert_bitpipe.json"
@@ -259,9 +259,9 @@ def test_flags_of_megatrons_bert_script(tmp_path: Path) -> None:
     args = flags_of(tmp_path, {}, *words)
     assert (args.tokenizer, args.vocab_file, args.merge_file) == ("vocab.txt", None, None)
     assert (args.mask_prob, args.short_seq_prob, args.bert_no_binary_head) == (0.15, 0.1, False)
-    with pytest.raises(ConfigError, match=r"bert_no_binary_head must be true or false; got 1\."):
+    with pytest.raises(ConfigError, match=r"bert_no_binary_head.* 1"):
         flags_of(tmp_path, {"bert_no_binary_head": 1})
-    with pytest.raises(ConfigError, match=r"argument --tokenizer-type: invalid choice: 'GPT2BPETokenizer'"):
+    with pytest.raises(ConfigError, match=r"--tokenizer-type: .*'GPT2BPETokenizer'"):
         flags_of(tmp_path, {}, "--tokenizer-type", "GPT2BPETokenizer")
-    with pytest.raises(ConfigError, match=r"--mask-prob is a flag .*: it is a flag of train_bert\.py"):
+    with pytest.raises(ConfigError, match=r"--mask-prob.*train_bert\.py"):
         parse("train_gpt.py", ["--deepspeed_config", str(tmp_path / "job.json"), "--mask-prob", "0.1"])

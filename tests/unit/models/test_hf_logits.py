@@ -1,4 +1,4 @@
-"""On the same random weights our models give the logits of transformers' own; needs the package `transformers`."""
+"""Equal weights give the logits of transformers' models. Needs the package `transformers`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GPT, BERT = GPTConfig(**SIZES), BertConfig(**SIZES)
 
 
 def randomize(model: nn.Module) -> None:
-    """Biases and norms start as zeros and ones, which would hide a wrong name; what is replicated stays equal."""
+    """Change biases and norms, whose initial zeros and ones would hide a wrong name. Replicas stay equal."""
     generator = torch.Generator().manual_seed(1)
     for _, parameter in sorted(model.named_parameters()):
         if parameter.dim() == 1 and shard_dim(parameter) is None:
@@ -51,7 +51,7 @@ def gathered(logits_BSV: Tensor, tp: TensorParallel, config: GPTConfig | BertCon
 
 
 def load(model: Any, state: dict[str, Tensor]) -> Any:
-    """Every weight of ``model`` from ``state``, and none left over."""
+    """Load ``state`` into ``model``, without missing or unexpected weights."""
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected and not [name for name in missing if not name.endswith("position_ids")]
     return model.eval()
@@ -71,11 +71,11 @@ def gpt_difference(rank: int, tp_size: int) -> float:
         bos_token_id=0,
         eos_token_id=0,
     )
-    theirs = load(transformers.GPT2LMHeadModel(config), gpt2_state(full_weights(model, tp), GPT))
+    hf_model = load(transformers.GPT2LMHeadModel(config), gpt2_state(full_weights(model, tp), GPT))
     tokens_BS, _ = random_batches(GPT, 1, 1, micro_batch_size=4)[0][0]
-    ours_BSV, theirs_BSV = gathered(model(tokens_BS), tp, GPT), theirs(tokens_BS).logits
-    assert theirs_BSV.std() > 0.1
-    return float((ours_BSV - theirs_BSV).abs().max())
+    logits_BSV, expected_BSV = gathered(model(tokens_BS), tp, GPT), hf_model(tokens_BS).logits
+    assert expected_BSV.std() > 0.1
+    return float((logits_BSV - expected_BSV).abs().max())
 
 
 @torch.no_grad()
@@ -91,21 +91,21 @@ def bert_difference(rank: int, tp_size: int) -> float:
         num_hidden_layers=BERT.num_layers,
         num_attention_heads=BERT.num_attention_heads,
     )
-    theirs = load(transformers.BertForPreTraining(config), bert_state(full_weights(model, tp), BERT))
+    hf_model = load(transformers.BertForPreTraining(config), bert_state(full_weights(model, tp), BERT))
     (inputs, _), *_ = random_bert_batches(BERT, 1, 1, micro_batch_size=4)[0]
-    tokens_BS, types_BS, seen_BS = inputs
-    assert not seen_BS.all()
+    tokens_BS, types_BS, mask_BS = inputs
+    assert not mask_BS.all()
     logits_BSV, order_B2 = model(inputs)
-    found = theirs(input_ids=tokens_BS, token_type_ids=types_BS, attention_mask=seen_BS.long())
-    assert found.prediction_logits.std() > 0.1 and found.seq_relationship_logits.std() > 0.01
-    words = (gathered(logits_BSV, tp, BERT) - found.prediction_logits).abs().max()
-    return float(torch.maximum(words, (order_B2 - found.seq_relationship_logits).abs().max()))
+    expected = hf_model(input_ids=tokens_BS, token_type_ids=types_BS, attention_mask=mask_BS.long())
+    assert expected.prediction_logits.std() > 0.1 and expected.seq_relationship_logits.std() > 0.01
+    words = (gathered(logits_BSV, tp, BERT) - expected.prediction_logits).abs().max()
+    return float(torch.maximum(words, (order_B2 - expected.seq_relationship_logits).abs().max()))
 
 
 @pytest.mark.parametrize("difference", [gpt_difference, bert_difference])
 def test_logits_equal_those_of_transformers(
     ranks2: RankPool, difference: Callable[[int, int], float]
 ) -> None:
-    """On one rank, and on two that share every weight."""
-    found = [difference(0, 1), *ranks2.run(difference, 2)]
-    assert max(found) < TOLERANCE, found
+    """Compare on one rank and with tensor-parallel size 2."""
+    differences = [difference(0, 1), *ranks2.run(difference, 2)]
+    assert max(differences) < TOLERANCE, differences
