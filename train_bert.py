@@ -29,11 +29,10 @@ def main() -> int:
 
     from ds_ext.data.bert import BertOptions, bert_tokenizer, build_bert_datasets
     from ds_ext.models.bert import BertConfig
-    from ds_ext.observe.logs import set_up_logging
     from ds_ext.training.checkpoint_fit import check_load
     from ds_ext.training.loop import Trainer, say, show, shut_down
 
-    set_up_logging()
+    process.set_up_logging()
     options = BertOptions(args.mask_prob, args.short_seq_prob, not args.bert_no_binary_head)
     tokenizer = bert_tokenizer(args.data_path, args.tokenizer)
     classes = 2 if options.binary_head else None

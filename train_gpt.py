@@ -29,11 +29,10 @@ def main() -> int:
 
     from ds_ext.data.gpt import build_gpt_datasets
     from ds_ext.models.gpt import GPTConfig
-    from ds_ext.observe.logs import set_up_logging
     from ds_ext.training.checkpoint_fit import check_load
     from ds_ext.training.loop import Trainer, say, show, shut_down
 
-    set_up_logging()
+    process.set_up_logging()
     config = GPTConfig(**model_sizes(args, plan), vocab_size=vocab_size(args))
     config.check_tensor_parallel(plan.layout.tensor_parallel_size)
     check_load(args, config)

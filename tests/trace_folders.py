@@ -1,4 +1,4 @@
-"""Traces of runs that never were: a simulation, written as ranks with clocks of their own would have written it."""
+"""Traces written from a simulation, as ranks with different clocks would write them."""
 
 from __future__ import annotations
 
@@ -7,41 +7,42 @@ from typing import Any
 
 from ds_ext.observe.trace.event import EventText, reduction_lanes
 from ds_ext.observe.trace.file import CLOCK, TraceFile, metadata, write_timetable
-from ds_ext.pipe_schedules import Instruction, timetable
+from ds_ext.pipe_schedules import Instruction
+from ds_ext.pipe_schedules import timetable as generate
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.ops import COMPUTE_NAME, Op
 from ds_ext.pipe_schedules.simulate import Simulation, simulate
 
-UNIT_US = 10_000.0  # of a unit of the simulation's time
+UNIT_US = 10_000.0  # per unit of simulated time
 SEND_US = 10.0
 BYTES = 1 << 20
 GAP_US = 5_000.0  # between two steps
-PRICED = simulate(timetable("bitpipe", 4, 8), Costs(1, 1.2, 0.8, 0.05))
+PRICED = simulate(generate("bitpipe", 4, 8), Costs(1, 1.2, 0.8, 0.05))
 
 
 def offset_us(rank: int) -> float:
-    """What rank 0's clock is ahead of that of a rank."""
+    """Return how far rank 0's clock is ahead of that of ``rank``."""
     return 12_345.678 * rank
 
 
 def write_traces(
     folder: Path, simulation: Simulation, steps: int = 2, *, run: str = "20260101-000000-abcd"
 ) -> None:
-    """A trace per device: every computation at its time, the message before it and after it, a reduction at the end.
+    """Write a trace per device, with every op at its time, the messages around it, and a reduction at the end.
 
-    A device that waits for a message receives it from the end of its last computation to the start of the next.
+    The span of a receive lasts from the end of the previous op to the start of the next.
     """
-    made = simulation.timetable
-    world = made.placement.ranks
+    timetable = simulation.timetable
+    world = timetable.placement.ranks
     for rank in range(world):
-        about: dict[str, Any] = {
+        run_values: dict[str, Any] = {
             "run": run, "world_size": world, "device": rank, "data_parallel_rank": 0, "tensor_parallel_rank": 0,
             "data_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": world,
-            "schedule": made.schedule, "micro_batches": made.micro_batches,
+            "schedule": timetable.schedule, "micro_batches": timetable.micro_batches,
         }  # fmt: skip
-        file = TraceFile(folder, rank, about)
+        file = TraceFile(folder, rank, run_values)
         if rank == 0:
-            write_timetable(folder, made, first=True)
+            write_timetable(folder, timetable, first=True)
         for number in range(2 if rank else 0):
             values = {"at_us": 1e7 * number, "offset_us": offset_us(rank), "error_us": 20.0}
             file.append([metadata(CLOCK, rank, values)])
@@ -93,7 +94,7 @@ def _received(
 
 
 def _sent(text: EventText, simulation: Simulation, op: Op, rank: int, at: float, step: int) -> list[str]:
-    """A send for every op on another device that needs this one."""
+    """Return a send for every op on another device that depends on this one."""
     lines = []
     for device, spans in enumerate(simulation.spans):
         for other, _, _ in spans:

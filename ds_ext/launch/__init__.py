@@ -1,1 +1,1 @@
-"""How a rank starts: the roll call that compares jobs before the first step."""
+"""Start, end and failure reports of a rank."""

@@ -1,8 +1,7 @@
-"""Which rank failed first, and who says so.
+"""Failure reports: the first failure in full, all others in at most one line.
 
-When a rank fails, the others lose their connections and fail too, often all at once. The ranks agree through
-the rendezvous store (torchrun keeps it in its agent, DeepSpeed in rank 0) on what came first; that is told in
-full, the rest in one line at most.
+When a rank fails, the others lose their connections and fail too, often at the same time. The ranks agree on the first
+failure through the rendezvous store, which runs in torchrun's agent or, with DeepSpeed's launcher, in rank 0.
 """
 
 from __future__ import annotations
@@ -23,68 +22,69 @@ from pathlib import Path
 from typing import Any
 
 from ..comm.host_watch import end_connections, silent_hosts, store_is_silent
-from ..errors import ConfigError, DsExtError, TransportError
+from ..errors import ConfigError, DsExtError, TransportError, TransportTimeout
 from .roll_call import FAILED, FIRST_FAILURE, REFUSED, spans_hosts, stop_other_hosts
 
 logger = logging.getLogger(__name__)
 
-RANK_0_FIRST_S = (
-    8.0  # an error that every rank has is rank 0's to tell; until then the launcher ends the others
-)
-CAUSE_S = 3.0  # how long a rank that lost another one looks for the cause
-STORE_S = 2.0  # how long the store may take: it is silent when it lives in the rank that is gone
-CLAIM_DELAY_S = 0.5
-LINGER_S = 2.0
-REPORTED_S = 3.0  # how long a rank stays whose error another rank reports
-TOLD_S = 1.0  # how long those that failed too let the first speak
+RANK_0_FIRST_S = 8.0  # wait for rank 0 to report an error of all ranks; then the launcher ends the others
+CAUSE_S = 3.0  # wait for the first failure to appear after losing a peer
+STORE_S = 2.0  # time limit of the store, which does not answer if it ran in the lost rank
+CLAIM_DELAY_S = 0.5  # head start of a rank that waited for the silent rank itself
+LINGER_S = 2.0  # rank 0 keeps serving the store
+REPORTER_S = 3.0  # wait for another rank to report this rank's error
+FIRST_REPORT_S = 1.0  # wait for the first rank to report before a rank that failed too
 
-_FIRST, _TOLD, _LOST = FIRST_FAILURE, "ds_ext/first_failure_told", "ds_ext/lost_peer_of_rank_"
+_FIRST, _REPORTED, _LOST = FIRST_FAILURE, "ds_ext/first_failure_reported", "ds_ext/lost_peer_of_rank_"
 _LOST_SIGNS = ("connection", "broken pipe", "timed out", "timeout", "got 0 bytes", "remote process exited")
 _LOST_SIGNS += ("no route to host", "unreachable", "host is down")
-_TIME_SIGNS = ("timed out", "timeout", "nothing moved")
+_TIMEOUT_SIGNS = ("timed out", "timeout", "nothing moved")
 _TORCH_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
-_GLOO_SOURCE = re.compile(r"\[\S*\.cc:\d+\] ?")  # where in gloo it was found
+_GLOO_SOURCE = re.compile(r"\[\S*\.cc:\d+\] ?")  # source position in gloo
 _GLOO_ADVICE = re.compile(r"\W*(This is typically|GLHF).*")
 _NO_ANSWER: Any = object()
 
 
 @dataclass
 class Ending:
-    """How this rank would end if it were ended now: what it would still say, and its exit code.
+    """Report and exit code of this rank if a signal ended it now.
 
-    ``text`` is called when it is said: the later, the more is known. ``neighbours`` are the process ids of this
-    node's ranks, as far as they are known, and ``gone`` what :meth:`lost` has found.
+    Attributes:
+        text: function that returns the report; None: no report is pending.
+        code: exit code; None: the rank has not failed.
+        neighbours: rank -> process id of the ranks of this host found so far.
+        lost: first result of :meth:`find_lost`.
     """
 
     text: Callable[[], str] | None = None
     code: int | None = None
     neighbours: dict[int, int] = field(default_factory=dict)
-    gone: str = ""
+    lost: str = ""
 
-    def lost(self) -> str:
-        """Which neighbours have ended or are stopped, and which hosts do not answer; empty when none.
+    def find_lost(self) -> str:
+        """Return a report of lost hosts or neighbours; empty if there are none.
 
-        Asked early and often: those that were found first stay the answer, as the launcher ends the others too.
+        Call this early and often. The first result is kept, because the launcher soon ends other ranks too.
         """
-        self.gone = self.gone or hosts_lost() or ended_or_stopped(self.neighbours)
-        return self.gone
+        self.lost = self.lost or hosts_lost() or ended_or_stopped(self.neighbours)
+        return self.lost
 
 
 def rank() -> int:
-    """This process' rank as the launcher set it; 0 without a launcher."""
+    """Return this process' rank from the launcher; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
-    """Number of ranks as the launcher set it; 1 without a launcher."""
+    """Return the number of ranks from the launcher; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def report(error: BaseException, ending: Ending) -> None:
-    """Say why this rank fails, unless another rank says it or is the cause; ``ending`` is kept up to date."""
+    """Report why this rank fails, unless another rank reports it. Keeps ``ending`` up to date."""
     logger.debug("rank %d ends", rank(), exc_info=error)
     if getattr(error, "reported_by", None) not in (None, rank()):
-        _let_reporter_speak()
+        _wait_for_reporter()
     elif isinstance(error, ConfigError):
         _report_refusal(error)
     elif lost_peer(error):
@@ -94,119 +94,121 @@ def report(error: BaseException, ending: Ending) -> None:
 
 
 def say(text: str) -> None:
-    """Write to standard error in one piece, so that lines of several ranks do not mix."""
+    """Write to standard error with a single call, so that lines of several ranks do not mix."""
     with contextlib.suppress(OSError):
         os.write(2, (text + "\n").encode(errors="replace"))
 
 
 def _report_refusal(error: ConfigError) -> None:
-    """Report a job that is refused: every rank found the error, or rank 0 reports it for a rank of another host."""
+    """Report a refused job. All ranks have the error, or rank 0 reports it for a rank of another host."""
     text = f"error: {error}" if rank() == 0 else f"rank {rank()}: error: {error}"
     if _alone_before_joining(error):
         if rank() == 0:
-            _say_cause(text)
+            _report_cause(text)
         if not stop_other_hosts(rank(), world_size(), str(error), REFUSED) and rank() != 0:
-            _say_cause(text)
+            _report_cause(text)
         return
     if error.reported_by is None:
         _claim(f"rank {rank()} failed: {_headline(error)}")
-        if not getattr(error, "__notes__", None):  # with notes it is of one rank's instruction
-            _let_rank_0_speak()
-    _say_cause(text)
+        if not getattr(error, "__notes__", None):  # an error with notes comes from an instruction of one rank
+            _wait_for_rank_0()
+    _report_cause(text)
 
 
 def _alone_before_joining(error: BaseException) -> bool:
-    """Return whether ranks of other hosts may wait for this one, which has never joined them."""
+    """Return whether this rank has not joined yet, so that ranks of other hosts may wait for it."""
     return getattr(error, "reported_by", None) is None and not _joined() and spans_hosts(world_size())
 
 
 def _report_own(error: BaseException) -> None:
     if _alone_before_joining(error):
-        # Ranks of a host have mostly the same error: the first of them speaks, and the launcher ends the others.
+        # The ranks of a host mostly have the same error: the first one reports it, and the launcher ends the others.
         stop_other_hosts(rank(), world_size(), _headline(error), FAILED)
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(REPORTED_S)
-        _say_cause(f"rank {rank()} failed.\n{_text(error)}")
+            time.sleep(REPORTER_S)
+        _report_cause(f"rank {rank()} failed.\n{_text(error)}")
         return
     if not _joined() and getattr(error, "reported_by", None) is None:
-        _let_rank_0_speak()
+        _wait_for_rank_0()
     first = _claim(f"rank {rank()} failed: {_headline(error)}")
     if first:
-        _let_first_speak()
+        _wait_for_first_report()
         say(f"rank {rank()} failed too: {_headline(error)}")
     else:
-        _say_cause(f"rank {rank()} failed.\n{_text(error)}")
+        _report_cause(f"rank {rank()} failed.\n{_text(error)}")
         _serve_store()
 
 
 def _report_lost_peer(error: BaseException, ending: Ending) -> None:
-    """Say which rank is silent or gone, unless the first cause turns up in the meantime.
+    """Report a silent or lost rank, unless the first failure appears in the meantime.
 
-    Ranks that wait for each other all run into their time limit; the silent one is that which does not say so.
+    Ranks that wait for each other all reach their time limit. The silent rank is the one that does not report it.
     """
     peer: int | None = getattr(error, "peer", None)
-    where = getattr(error, "__notes__", [])
+    notes = getattr(error, "__notes__", [])
     own = _headline(error).replace(f"TransportError: rank {rank()}: ", "TransportError: ")
     if peer is None:
         own = f"TransportError: in a collective of several ranks: {own}"
 
     def text() -> str:
-        return f"rank {rank()} stopped: {ending.lost()}{own}"
+        return f"rank {rank()} stopped: {ending.find_lost()}{own}"
 
-    # A connection is lost before its process is gone, and the launcher may end this rank at any moment from here on.
+    # A connection is lost before its process exits, and the launcher may end this rank at any time from now on.
     ending.text = text
-    ending.lost()
+    ending.find_lost()
     _ask_store(lambda store: store.set(f"{_LOST}{rank()}", "" if peer is None else str(peer)))
     first = _wait_for_cause(ending)
-    said = text()
+    line = text()
     if first is None:
-        silent = [] if ending.lost() else _silent_ranks()
+        silent = [] if ending.find_lost() else _silent_ranks()
         if silent and peer not in silent:
-            time.sleep(CLAIM_DELAY_S)  # one that waited for the silent rank itself has more to say
+            time.sleep(CLAIM_DELAY_S)
         if silent:
-            verb = "did not answer" if any(sign in own.lower() for sign in _TIME_SIGNS) else "is gone"
-            said = f"rank {rank()} stopped: rank {', '.join(map(str, silent))} {verb}. {own}"
-        first = _claim(said)
+            timeout = isinstance(error, TransportTimeout) or any(
+                sign in own.lower() for sign in _TIMEOUT_SIGNS
+            )
+            problem = "did not answer" if timeout else "is gone"
+            line = f"rank {rank()} stopped: rank {', '.join(map(str, silent))} {problem}. {own}"
+        first = _claim(line)
     if not first:
-        # Without a store all ranks say it: where they were, two of a node are enough to show.
-        alone = first == "" or os.environ.get("LOCAL_RANK", "0") in ("0", "1")
-        _say_cause("\n".join([said, *where] if alone else [said]))
+        # Without a store every rank reports. The notes of two ranks per host are enough.
+        with_notes = first == "" or os.environ.get("LOCAL_RANK", "0") in ("0", "1")
+        _report_cause("\n".join([line, *notes] if with_notes else [line]))
     elif os.environ.get("LOCAL_RANK", "0") == "0":
-        _let_first_speak()
+        _wait_for_first_report()
         say(f"rank {rank()} stopped, because {first}")
     ending.text = None
     _serve_store()
 
 
 def _serve_store() -> None:
-    """Stay a while on rank 0: it may keep the store, which the others ask for the first failure."""
+    """Keep rank 0 alive for a while, because it may serve the store that other ranks ask for the first failure."""
     if _joined() and rank() == 0:
         with contextlib.suppress(OSError, KeyError, ValueError):
-            end_connections(
-                int(os.environ["MASTER_PORT"])
-            )  # ranks that wait for this one must ask in that time
+            # Ranks that wait for this one must notice its end before the store stops.
+            end_connections(int(os.environ["MASTER_PORT"]))
         time.sleep(LINGER_S)
 
 
 def hosts_lost() -> str:
-    """Return the other hosts that do not answer, with their ranks; empty when all do."""
+    """Return a report of the other hosts that do not answer; empty if all do."""
     return "".join(f"{host.silence()}. " for host in silent_hosts())
 
 
 def ended_or_stopped(neighbours: dict[int, int]) -> str:
-    """What the process table says about the other ranks of this node; empty when all of them are running."""
-    found = []
+    """Return a report of exited and stopped ranks of this host; empty if all are running."""
+    reports = []
     for other, process in sorted(neighbours.items()):
         state = process_state(process)[0]
         if state in ("Z", "X", ""):
-            found.append(f"rank {other} has ended")
+            reports.append(f"rank {other} exited")
         elif state in ("T", "t"):
-            found.append(f"rank {other} did not answer: its process {process} is stopped by a signal")
-    return "; ".join(found) + ". " if found else ""
+            reports.append(f"rank {other} did not answer: its process {process} is stopped by a signal")
+    return "; ".join(reports) + ". " if reports else ""
 
 
 def process_state(process: int) -> tuple[str, int]:
-    """(state letter, parent) of a process as Linux shows them; ("", 0) when it is gone or there is no /proc."""
+    """Return (state letter, parent) of a process from /proc; ("", 0) if it exited or there is no /proc."""
     try:
         words = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return words[0], int(words[1])
@@ -215,15 +217,15 @@ def process_state(process: int) -> tuple[str, int]:
 
 
 def _wait_for_cause(ending: Ending) -> str | None:
-    """What failed first; None when nobody says so in time, or the store is gone."""
+    """Return the report of the first failure; None if none appears in time, or if the store does not answer."""
     deadline = time.monotonic() + CAUSE_S
     while time.monotonic() < deadline:
-        ending.lost()
+        ending.find_lost()
         first = _ask_store(lambda store: store.get(_FIRST).decode() if store.check([_FIRST]) else "")
         if first is _NO_ANSWER:
-            # The launcher has these seconds to end this rank before it tells what it only suffers from.
+            # Give the launcher time to end this rank before it reports a mere consequence.
             while time.monotonic() < deadline:
-                ending.lost()
+                ending.find_lost()
                 time.sleep(0.1)
             return None
         if first:
@@ -233,19 +235,19 @@ def _wait_for_cause(ending: Ending) -> str | None:
 
 
 def _silent_ranks() -> list[int]:
-    """Ranks that others wait for and that do not report a lost peer themselves; empty when not known."""
+    """Return the ranks that others wait for and that report no lost peer themselves; empty if unknown."""
     keys = {other: f"{_LOST}{other}" for other in range(world_size())}
-    found = _ask_store(lambda s: {r: s.get(key).decode() for r, key in keys.items() if s.check([key])})
-    if found is _NO_ANSWER:
+    peers = _ask_store(lambda s: {r: s.get(key).decode() for r, key in keys.items() if s.check([key])})
+    if peers is _NO_ANSWER:
         return []
-    named = {int(peer) for peer in found.values() if peer} - set(found)
-    return sorted(named or set(keys) - set(found))
+    awaited = {int(peer) for peer in peers.values() if peer} - set(peers)
+    return sorted(awaited or set(keys) - set(peers))
 
 
 def _claim(text: str) -> str | None:
-    """Put ``text`` down as the job's first failure.
+    """Publish ``text`` as the job's first failure, unless there is one.
 
-    Returns the text of another rank that came first, "" when this one is first, None when that is not known.
+    Returns the text of an earlier failure, "" if this one is the first, None if the store does not answer.
     """
     first = _ask_store(lambda store: store.compare_set(_FIRST, "", text).decode())
     return None if first is _NO_ANSWER else "" if first == text else first
@@ -260,7 +262,7 @@ def _ask_store(question: Callable[[Any], Any]) -> Any:
 
     def ask() -> None:
         with contextlib.suppress(Exception):
-            # A question to a store that is gone would make torch print a page of C++ frames.
+            # Test the connection first: torch prints pages of C++ frames if the store is gone.
             socket.create_connection(_store_address(), timeout=STORE_S).close()
             answers.append(question(distributed_c10d._get_default_store()))
 
@@ -275,7 +277,7 @@ def _store_address() -> tuple[str, int]:
 
 
 def _joined() -> bool:
-    """Whether this rank is in a process group with others."""
+    """Return whether this rank is in a process group with others."""
     if world_size() == 1 or "torch.distributed" not in sys.modules:
         return False
     import torch.distributed as dist
@@ -283,29 +285,29 @@ def _joined() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _let_rank_0_speak() -> None:
-    """Wait for the end that comes when rank 0 has the same error; return after a while when it does not."""
+def _wait_for_rank_0() -> None:
+    """Wait until rank 0 reports the same error and the launcher ends this rank, or until a time limit."""
     if rank() != 0:
         time.sleep(RANK_0_FIRST_S + (0 if os.environ.get("LOCAL_RANK") == "0" else 3))
 
 
-def _let_first_speak(limit_s: float = TOLD_S) -> None:
-    """Wait until the rank whose failure came first has reported it, for a while."""
+def _wait_for_first_report(limit_s: float = FIRST_REPORT_S) -> None:
+    """Wait until the first failure has been reported, or until a time limit."""
     deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline and _ask_store(lambda store: store.check([_TOLD])) is False:
+    while time.monotonic() < deadline and _ask_store(lambda store: store.check([_REPORTED])) is False:
         time.sleep(0.05)
 
 
-def _let_reporter_speak() -> None:
-    """Stay until another rank has reported this rank's error: the launcher ends all ranks with the first."""
+def _wait_for_reporter() -> None:
+    """Wait until another rank has reported this error, because the launcher ends all ranks after the first exit."""
     if _joined():
-        _let_first_speak(REPORTED_S)
+        _wait_for_first_report(REPORTER_S)
     else:
-        time.sleep(REPORTED_S)
+        time.sleep(REPORTER_S)
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether the error only tells that another rank is silent or gone."""
+    """Return whether the error only reports that another rank is silent or gone."""
     if isinstance(error, TransportError):
         return error.peer is not None
     text = str(error).lower()
@@ -314,7 +316,7 @@ def lost_peer(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Of its text, without gloo's advice."""
+    """Return the first line of an error's text, without gloo's advice."""
     return _GLOO_ADVICE.sub("", (str(error).splitlines() or [""])[0])
 
 
@@ -323,24 +325,24 @@ def _headline(error: BaseException) -> str:
 
 
 def _kind(error: BaseException) -> str:
-    """The name that users read: which kind of transport error it is, its words tell better."""
+    """Return the type name for users: TransportError for all its subclasses."""
     return TransportError.__name__ if isinstance(error, TransportError) else type(error).__name__
 
 
 def _text(error: BaseException) -> str:
-    """Our own errors say enough by themselves; others need their traceback."""
+    """Return the text of an error, with a traceback if it is not one of ds_ext's."""
     if isinstance(error, DsExtError):
         return "\n".join([f"{_kind(error)}: {error}", *getattr(error, "__notes__", [])])
     return "".join(traceback.format_exception(error)).rstrip()
 
 
-def _say_cause(text: str) -> None:
-    """Say what the job failed of, here and in the report with which torchrun ends."""
+def _report_cause(text: str) -> None:
+    """Print the cause of the failure, and write it for torchrun's final report."""
     say(text)
-    _ask_store(lambda store: store.set(_TOLD, "1"))
+    _ask_store(lambda store: store.set(_REPORTED, "1"))
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        # torchrun takes the earliest whole second for the root cause: one before those that fail because of this.
+        # torchrun takes the earliest second as root cause: use one before the failures that follow from this one.
         details = {"py_callstack": text, "timestamp": str(int(time.time()) - 1)}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))

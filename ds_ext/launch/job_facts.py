@@ -1,4 +1,4 @@
-"""Facts that ranks compare before the first step: settings, versions and source code, as short texts by key."""
+"""Facts for the roll call: settings, versions and checksums of the source code, as key -> short text."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from .roll_call import Facts
 
 _PACKAGES = ("ds_ext", "torch", "deepspeed")
 _SOURCE = Path(__file__).parents[1]
-# Rank 0 alone reads these: hosts may differ.
-_OF_RANK_0 = ("tensorboard", "wandb", "comet", "csv_monitor")
+# Only rank 0 reads these sections, so they may differ between hosts.
+_RANK_0_SECTIONS = ("tensorboard", "wandb", "comet", "csv_monitor")
 
 
 def code_facts() -> Facts:
-    """Return versions, and checksums of the source code of ds_ext and of the script that runs."""
-    found = {}
+    """Return the versions of packages, and checksums of the source of ds_ext and of the running script."""
+    facts = {}
     for package in _PACKAGES:
         try:
-            found[f"version of {package}"] = importlib.metadata.version(package)
+            facts[f"version of {package}"] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[f"version of {package}"] = "not installed"
-    found["source of ds_ext"] = checksum(path.read_bytes() for path in sorted(_SOURCE.rglob("*.py")))
+            facts[f"version of {package}"] = "not installed"
+    facts["source of ds_ext"] = checksum(path.read_bytes() for path in sorted(_SOURCE.rglob("*.py")))
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script is not None and os.path.isfile(script):
-        found[f"source of {os.path.basename(script)}"] = checksum([Path(script).read_bytes()])
-    return found
+        facts[f"source of {os.path.basename(script)}"] = checksum([Path(script).read_bytes()])
+    return facts
 
 
 def setting_facts(settings: Mapping[str, Any], prefix: str = "") -> Facts:
-    """Return the settings of a JSON, nested keys joined by dots, without those that rank 0 alone reads."""
-    found: dict[str, str] = {}
+    """Return the settings of a JSON with dotted keys, without the sections that only rank 0 reads."""
+    facts: dict[str, str] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
-            found |= setting_facts(value, f"{name}.")
-        elif name.partition(".")[0] not in _OF_RANK_0:
-            found[name] = as_text(value)
-    return found
+            facts |= setting_facts(value, f"{name}.")
+        elif name.partition(".")[0] not in _RANK_0_SECTIONS:
+            facts[name] = as_text(value)
+    return facts
 
 
 def file_facts(names: Mapping[str, Any]) -> Facts:
-    """Return the checksums of those values that are paths of files, by key."""
+    """Return key -> checksum of the file for every value that is a path of a file."""
     paths = {
         key: Path(value) for key, value in names.items() if isinstance(value, str) and os.path.isfile(value)
     }
@@ -55,12 +55,12 @@ def file_facts(names: Mapping[str, Any]) -> Facts:
 
 
 def as_text(value: Any) -> str:
-    """Return a value of a JSON as text; objects, which print their address, by their type."""
-    return json.dumps(value, sort_keys=True, default=lambda one: type(one).__name__)
+    """Return a JSON value as text. Python objects become the name of their type, because their text has an address."""
+    return json.dumps(value, sort_keys=True, default=lambda value: type(value).__name__)
 
 
 def checksum(parts: Iterable[bytes | memoryview]) -> str:
-    """Return the CRC-32 of all parts together, in hexadecimal."""
+    """Return the CRC-32 of the concatenated parts, in hexadecimal."""
     crc = 0
     for part in parts:
         crc = zlib.crc32(part, crc)

@@ -1,7 +1,7 @@
-"""How a rank ends: one clear error, an exit code that tells its kind, and no process left behind.
+"""Process of a rank: logging, exit codes, signals, and exit when the launcher is gone.
 
-A rank that waits inside a collective runs no Python signal handler, so a thread ends it: when a signal comes,
-or when its launcher is gone.
+A rank that is blocked in a collective runs no Python signal handler. A thread therefore ends the process on a signal
+and when the launcher exits.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import logging
 import os
 import select
 import signal
 import socket
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,23 +24,73 @@ from typing import Any, NoReturn
 from ..errors import ConfigError
 from .failure import Ending, process_state, rank, report, say, world_size
 
-__all__ = ["EXIT_CONFIG", "EXIT_FAILED", "EXIT_INTERRUPTED", "rank", "run", "world_size"]
+__all__ = [
+    "EXIT_CONFIG",
+    "EXIT_FAILED",
+    "EXIT_INTERRUPTED",
+    "rank",
+    "run",
+    "set_up_logging",
+    "world_size",
+]
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 
 _LAUNCHER_CHECK_S = 0.5
 _SAME_CAUSE_S = 0.2
-# The `deepspeed` command starts this launcher, which starts the ranks; a kill of the command reaches neither.
+# The `deepspeed` command starts this launcher, which starts the ranks. Killing the command kills neither.
 _NODE_LAUNCHER, _COMMANDS = "deepspeed.launcher.launch", ("deepspeed", "deepspeed.pt", "ds")
+
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+# Messages of DeepSpeed and torch that appear in every run and need no action.
+_EXPECTED_LOGS = (
+    "Attempting to get learning rate from scheduler before it has started",
+    "Setting accelerator to CPU",
+)
+_EXPECTED_WARNINGS = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
+
+
+def set_up_logging(level: str | None = None) -> None:
+    """Log to standard error, without the messages that DeepSpeed and torch print in every run.
+
+    Call this after the import of DeepSpeed. The levels "info" and "debug" hide no messages and also apply to DeepSpeed.
+    Python's ``-W`` and ``PYTHONWARNINGS`` override the filter of warnings.
+
+    Args:
+        level: debug, info, warning or error; None: DS_EXT_LOG_LEVEL in the environment, else warning.
+
+    Raises:
+        ConfigError: if the level is unknown.
+    """
+    name = (level or os.environ.get("DS_EXT_LOG_LEVEL") or "warning").lower()
+    if name not in _LEVELS:
+        raise ConfigError(f"DS_EXT_LOG_LEVEL: must be one of {', '.join(_LEVELS)} (got {name!r}).")
+    number = _LEVELS[name]
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"rank {rank()} | %(levelname)s | %(name)s | %(message)s"))
+    logger, deepspeed_logger = logging.getLogger("ds_ext"), logging.getLogger("DeepSpeed")
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(number)
+    if number < logging.WARNING:
+        for target in (deepspeed_logger, *deepspeed_logger.handlers):
+            target.setLevel(number)
+        return
+    deepspeed_logger.addFilter(lambda record: record.levelno >= number and not _is_expected(record))
+    if not sys.warnoptions:
+        warnings.filterwarnings("ignore", message=_EXPECTED_WARNINGS, category=FutureWarning)
+
+
+def _is_expected(record: logging.LogRecord) -> bool:
+    return record.getMessage().startswith(_EXPECTED_LOGS)
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
-    """Run ``main`` as the whole life of a rank and exit: 0, 2 for a ConfigError (told once), 1 for a failure.
+    """Run ``main`` as the main function of a rank and exit: 0 for success, 2 for a ConfigError, 1 for a failure.
 
-    SIGINT and SIGTERM end the rank at once, also inside a blocked collective, unless ``main`` installs handlers
-    of its own; SIGUSR1 prints every thread's stack. Call it in the main thread.
+    SIGINT and SIGTERM end the rank immediately, even in a blocked collective, unless ``main`` installs other handlers.
+    SIGUSR1 prints the stacks of all threads. Call this function in the main thread.
     """
-    # torch, when it is loaded: of a lost connection it would print a page of C++ frames; ours tells who was lost.
+    # Stop torch from printing pages of C++ frames for a lost connection. Our report names the lost rank.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -64,7 +116,7 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """End without running destructors: process groups with a dead peer would wait in theirs."""
+    """Exit without destructors, because those of process groups would wait for dead peers."""
     if code == 0:
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -74,15 +126,15 @@ def _leave(code: int) -> NoReturn:
 
 
 def _watch(ending: Ending) -> None:
-    """End this process from a thread: at SIGINT, at SIGTERM, and when its launcher is gone."""
+    """Start the thread that ends this process on SIGINT, on SIGTERM, or when the launcher exits."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
-    # Python's handlers run in the main thread, between bytecodes; this byte is written by the signal itself.
+    # Python runs handlers between bytecodes of the main thread. The C-level handler writes a byte immediately.
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     for number in (signal.SIGINT, signal.SIGTERM):
-        # A shell starts background jobs with SIGINT ignored: Ctrl-C is not for them.
+        # A shell starts background jobs with SIGINT ignored, so that Ctrl-C does not stop them.
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _leave_it_to_the_thread)
+            signal.signal(number, _handled_by_thread)
     os.register_at_fork(after_in_child=_unwatch)
     launchers = _launchers()
 
@@ -93,19 +145,19 @@ def _watch(ending: Ending) -> None:
         with writer:
             while True:
                 received = _signals(reader, _LAUNCHER_CHECK_S)
-                gone = ending.lost() if signal.SIGTERM in received else ""
+                lost = ending.find_lost() if signal.SIGTERM in received else ""
                 if signal.SIGTERM in received or orphaned():
-                    # What made the launcher end its ranks, or itself, may be on its way here too.
+                    # The signal that ended the launcher, or made it end its ranks, may arrive here too.
                     received |= _signals(reader, _SAME_CAUSE_S)
                 if signal.SIGINT in received:
-                    # From a terminal it reaches every rank; the first to end look like failures to the others.
-                    _tell("stopped by SIGINT.")
+                    # Ctrl-C reaches every rank, and other ranks would report the first to exit as lost.
+                    _say_once("stopped by SIGINT.")
                     os._exit(EXIT_INTERRUPTED)
                 if orphaned():
-                    _tell("stopped: the launcher has ended.")
+                    _say_once("stopped: the launcher exited.")
                     os._exit(EXIT_FAILED)
                 if signal.SIGTERM in received:
-                    _end_by_sigterm(ending, gone)
+                    _end_by_sigterm(ending, lost)
                 if len(ending.neighbours) < int(os.environ.get("LOCAL_WORLD_SIZE", world_size())):
                     ending.neighbours.update(_neighbours(launchers[0][1]))
 
@@ -113,41 +165,41 @@ def _watch(ending: Ending) -> None:
 
 
 def _signals(reader: socket.socket, timeout_s: float) -> set[int]:
-    """The signals that came within a time and that the script has no handler of its own for."""
+    """Return the signals received within ``timeout_s`` for which the script has no handler."""
     readable, _, _ = select.select([reader], [], [], timeout_s)
     received = set(reader.recv(64)) if readable else set()
-    return {number for number in received if signal.getsignal(number) is _leave_it_to_the_thread}
+    return {number for number in received if signal.getsignal(number) is _handled_by_thread}
 
 
-def _end_by_sigterm(ending: Ending, gone: str) -> NoReturn:
-    """End at the launcher's or somebody's wish; ``gone`` are the ranks that had ended before."""
-    # Nothing is flushed: the main thread may hold the streams' locks.
+def _end_by_sigterm(ending: Ending, lost: str) -> NoReturn:
+    """Exit on SIGTERM; ``lost`` reports the ranks that were lost before."""
+    # Do not flush streams: the main thread may hold their locks.
     if ending.text is not None:
         say(ending.text())
     elif ending.code is None:
-        _tell(f"rank 0 stopped: {gone}Then came SIGTERM." if gone else "stopped by SIGTERM.")
+        _say_once(f"rank 0 stopped: {lost}Then it received SIGTERM." if lost else "stopped by SIGTERM.")
     os._exit(ending.code or 128 + signal.SIGTERM)
 
 
-def _tell(text: str) -> None:
-    """Say what concerns all ranks, once."""
+def _say_once(text: str) -> None:
+    """Print a message that concerns all ranks, on rank 0 only."""
     if rank() == 0:
         say(text)
 
 
-def _leave_it_to_the_thread(number: int, frame: Any) -> None:
-    """The Python side of a signal that the thread acts on."""
+def _handled_by_thread(number: int, frame: Any) -> None:
+    """Ignore a signal in the main thread, because the watch thread handles it."""
 
 
 def _unwatch() -> None:
-    """In a forked child (a data loader's worker) signals are its own again."""
+    """Restore the default signal handlers in a forked child, such as a worker of a data loader."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _launchers() -> list[tuple[int, int]]:
-    """(process, its parent), of which none changes while the launcher lives."""
+    """Return pairs (process, parent) that stay the same as long as the launcher runs."""
     parent = os.getppid()
     pairs = [(os.getpid(), parent)]
     command = _parent_of(parent) if _NODE_LAUNCHER in _words(parent) else None
@@ -157,24 +209,24 @@ def _launchers() -> list[tuple[int, int]]:
 
 
 def _parent_of(process: int) -> int | None:
-    """The parent's process id; None when that cannot be known (no /proc, or the process is gone)."""
+    """Return the parent of a process; None if it is unknown (no /proc, or the process exited)."""
     return os.getppid() if process == os.getpid() else process_state(process)[1] or None
 
 
 def _neighbours(launcher: int) -> dict[int, int]:
-    """Process id by rank of what a launcher has started on this node; empty where there is no /proc."""
-    found = {}
+    """Return rank -> process id of the ranks that a launcher started on this host; empty without /proc."""
+    neighbours = {}
     with contextlib.suppress(OSError, ValueError):
         for process in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
             words = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
             ranks = [word[5:] for word in words if word.startswith(b"RANK=")]
             if ranks:
-                found[int(ranks[0])] = int(process)
-    return found
+                neighbours[int(ranks[0])] = int(process)
+    return neighbours
 
 
 def _words(process: int) -> list[str]:
-    """The command line of a process; empty when that cannot be known."""
+    """Return the command line of a process; empty if it is unknown."""
     try:
         return Path(f"/proc/{process}/cmdline").read_text(errors="replace").split("\0")
     except OSError:

@@ -1,7 +1,7 @@
-"""Roll call: every rank states its job, and one error stops all ranks when jobs differ or a rank has failed.
+"""Roll call: ranks compare their jobs, and all raise the same error if jobs differ or a rank failed.
 
-The answers go through the rendezvous store, which works before a process group exists: a rank whose data are missing
-still stops the others. Rank 0 compares the answers and publishes one verdict, which every rank raises.
+Answers go through the rendezvous store, which exists before the process group. A rank that fails early, for example
+because its data is missing, thus still stops the others. Rank 0 compares the answers and publishes a verdict.
 """
 
 from __future__ import annotations
@@ -18,50 +18,51 @@ from typing import Any, NoReturn
 
 from ..errors import ConfigError, TransportError
 
-REFUSED, FAILED = "refused", "failed"  # kinds of verdicts: every rank raises ConfigError, or TransportError
+REFUSED, FAILED = "refused", "failed"  # verdicts: all ranks raise ConfigError or TransportError
 _SAME = "same"
-FIRST_FAILURE = "ds_ext/first_failure"  # text of the first rank that failed after it joined the others
+FIRST_FAILURE = "ds_ext/first_failure"  # key of the report of the first rank that failed after joining
 _ARRIVED, _VERDICT, _REPORTED, _READ = "arrived", "verdict", "reported", "read"
 _POLL_S = 0.02
-_READERS_S = 5.0  # how long rank 0, which may serve the store, waits until all ranks have read a bad verdict
-_RANK_0_S = 15.0  # how long a failed rank waits for rank 0 before it reports its error itself
-_MARGIN_S = 5.0  # by which rank 0 gives up first: it knows which ranks are missing
-_SHOWN = 12
+_READERS_S = 5.0  # rank 0, which may serve the store, waits for all ranks to read an error verdict
+_RANK_0_S = 15.0  # a failed rank waits for rank 0 to report its error
+_MARGIN_S = 5.0  # rank 0 times out earlier, because it can name the missing ranks
+_MAX_SHOWN = 12
 _NOT_SET = "(not set)"
 
 Facts = Mapping[str, str]
 
 
 class RollCall:
-    """One comparison of all ranks.
+    """Comparison of the jobs of all ranks.
 
     Args:
-        store: a torch.distributed store that all ranks reach.
-        rank, world_size: of this process.
+        store: torch.distributed store that all ranks can reach.
+        rank: global rank of this process.
+        world_size: number of ranks.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
         self.rank, self.world_size = rank, world_size
-        # Ranks call the roll in the same order: the n-th call of each belongs together. A torchrun that restarts them
-        # may keep its store; several count their restarts each on its own, and make a new store.
+        # All ranks make the same roll calls in the same order, so that the n-th calls belong together. On one host
+        # torchrun may keep its store across restarts; on several hosts it creates a new one.
         restarts = "0" if spans_hosts(world_size) else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         attempt, self._shared = f"ds_ext/{restarts}", store
         number = store.add(f"{attempt}/roll_calls/{rank}", 1)
         self._store = PrefixStore(f"{attempt}/roll_call/{number}", store)
 
     def answer(self, facts: Facts, timeout_s: float, of_replicas: Facts | None = None) -> None:
-        """State this rank's job and return when all ranks state the same.
+        """Publish this rank's facts and return when all ranks have published the same ones.
 
         Args:
-            facts: value by key; a key that a rank lacks is a difference.
-            timeout_s: how long to wait for the other ranks, in seconds.
-            of_replicas: facts that are compared among the ranks that state them.
+            facts: key -> value, compared over all ranks; a missing key is a difference.
+            timeout_s: time limit for the other ranks, in seconds.
+            of_replicas: key -> value, compared only among the ranks that have the key.
 
         Raises:
-            ConfigError: jobs differ, or another rank has failed. The same error on every rank.
-            TransportError: a rank did not answer within ``timeout_s``.
+            ConfigError: if facts differ or another rank refused the job. All ranks raise the same error.
+            TransportError: if a rank failed or did not answer within ``timeout_s``.
         """
         self._arrive({"facts": dict(facts), "of_replicas": dict(of_replicas or {})})
         if self.rank == 0:
@@ -73,9 +74,9 @@ class RollCall:
             self._refuse(verdict)
 
     def fail(self, text: str, kind: str, timeout_s: float) -> bool:
-        """Stop all ranks with ``text``, this rank's error. Returns whether rank 0 reports it."""
-        place = f"rank {self.rank} (host {socket.gethostname()}): " if self.rank else ""
-        verdict = {"kind": kind, "text": f"{place}{text}"}
+        """Stop all ranks with this rank's error ``text``. Returns whether rank 0 reports it."""
+        origin = f"rank {self.rank} (host {socket.gethostname()}): " if self.rank else ""
+        verdict = {"kind": kind, "text": f"{origin}{text}"}
         self._arrive({"facts": {}, "of_replicas": {}})
         self._store.compare_set(_VERDICT, "", json.dumps(verdict))
         self._store.add(_READ, 1)
@@ -94,7 +95,7 @@ class RollCall:
         self._store.add(_ARRIVED, 1)
 
     def _decide(self, timeout_s: float) -> None:
-        """Publish the verdict, unless a failed rank has published its own."""
+        """Publish the verdict, unless a failed rank has published one."""
         deadline = time.monotonic() + timeout_s
         names = [f"answer/{rank}" for rank in range(self.world_size)]
         while not self._store.check([_VERDICT]):
@@ -102,10 +103,10 @@ class RollCall:
                 self._publish({"kind": FAILED, "text": self._shared.get(FIRST_FAILURE).decode()})
             elif self._store.add(_ARRIVED, 0) >= self.world_size:
                 answers = [json.loads(text) for text in self._store.multi_get(names)]
-                self._publish(_compared(answers))
+                self._publish(_verdict(answers))
             elif time.monotonic() > deadline:
                 missing = [rank for rank, name in enumerate(names) if not self._store.check([name])]
-                self._publish({"kind": FAILED, "text": _missing(missing, timeout_s)})
+                self._publish({"kind": FAILED, "text": _no_answer(missing, timeout_s)})
             else:
                 time.sleep(_POLL_S)
 
@@ -117,8 +118,7 @@ class RollCall:
             self._store.wait([key], timedelta(seconds=timeout_s))
         except RuntimeError:
             raise TransportError(
-                f"start: rank 0 did not answer within {timeout_s:g} s. Look for the first error in the output of "
-                f"rank 0."
+                f"start: rank 0 did not answer within {timeout_s:g} s. Look for the first error in its output."
             ) from None
 
     def _refuse(self, verdict: Mapping[str, Any]) -> NoReturn:
@@ -136,12 +136,12 @@ class RollCall:
 
 
 def meet(rank: int, world_size: int, timeout_s: float) -> RollCall | None:
-    """Return the roll call of a job that has no process group yet; None without other ranks or a launcher.
+    """Return a roll call before the process group exists; None without other ranks or without a launcher.
 
-    It holds the store that rank 0 may serve: keep it until the process group exists.
+    Rank 0 may serve the store. Keep the result until the process group exists.
 
     Raises:
-        TransportError: rank 0 could not be reached within ``timeout_s``.
+        TransportError: if rank 0 cannot be reached within ``timeout_s``.
     """
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if world_size == 1 or not address or not port:
@@ -152,7 +152,7 @@ def meet(rank: int, world_size: int, timeout_s: float) -> RollCall | None:
         TCPStore,  # pyright: ignore[reportPrivateImportUsage]
     )
 
-    # torchrun serves the store in its agent; otherwise rank 0 does, and torch's own rendezvous shares it.
+    # torchrun's agent may serve the store. Otherwise rank 0 does, and torch's rendezvous uses the same store.
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store = TCPStore(
@@ -168,16 +168,16 @@ def meet(rank: int, world_size: int, timeout_s: float) -> RollCall | None:
         if serves:
             raise
         raise TransportError(
-            f"start: rank 0 at {address}:{port} was not reached within {timeout_s:g} s. "
-            f"Look for the first error in the output of rank 0, and check that this host may connect to that port."
+            f"start: no connection to rank 0 at {address}:{port} within {timeout_s:g} s. Look for the first error in "
+            "its output, and check that this host can connect to that port."
         ) from None
     return RollCall(store, rank, world_size)
 
 
 def compare(facts: Facts, of_replicas: Facts | None = None) -> None:
-    """Call the roll of a job that has its process group; see :meth:`RollCall.answer`.
+    """Compare facts over the process group, as :meth:`RollCall.answer` does.
 
-    Ranks wait for each other as long as they did to make the group: they may be reading data or building layers.
+    The time limit is that of the process group, because other ranks may still read data or build layers.
     """
     call, limit_s = _of_the_group()
     if call is not None:
@@ -186,9 +186,9 @@ def compare(facts: Facts, of_replicas: Facts | None = None) -> None:
 
 @contextlib.contextmanager
 def one_refusal() -> Iterator[None]:
-    """Stop all ranks with the ConfigError that one of them has before the next :func:`compare`.
+    """Context in which a ConfigError of one rank stops all ranks.
 
-    All ranks have a process group and run the same code. Those without an error find it at the roll call.
+    All ranks have a process group and run the same code. Ranks without the error raise it at the next :func:`compare`.
     """
     try:
         yield
@@ -200,7 +200,7 @@ def one_refusal() -> Iterator[None]:
 
 
 def _of_the_group() -> tuple[RollCall | None, float]:
-    """The next roll call of the process group and its time limit; None for a single rank."""
+    """Return the next roll call of the process group, None for a single rank, and its time limit in seconds."""
     import torch.distributed as dist
 
     if dist.get_world_size() == 1:
@@ -211,9 +211,9 @@ def _of_the_group() -> tuple[RollCall | None, float]:
 
 
 def stop_other_hosts(rank: int, world_size: int, text: str, kind: str) -> bool:
-    """End the ranks of other hosts with the error that this rank has before it joined them.
+    """Stop the ranks of other hosts with an error of this rank before it joined them.
 
-    Returns whether rank 0 reports the error; False when it was not reached in 15 s.
+    Returns whether rank 0 reports the error; False if rank 0 cannot be reached within 15 s.
     """
     with contextlib.suppress(RuntimeError, OSError):
         call = meet(rank, world_size, _RANK_0_S)
@@ -222,7 +222,7 @@ def stop_other_hosts(rank: int, world_size: int, text: str, kind: str) -> bool:
 
 
 def spans_hosts(world_size: int) -> bool:
-    """Return whether the launcher started ranks on other hosts too."""
+    """Return whether the launcher started ranks on other hosts."""
     local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world_size
     return int(local) < world_size
 
@@ -231,48 +231,48 @@ def differences(answers: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return ``"key: value on ranks, value on ranks"`` for every key whose values differ.
 
     Args:
-        answers: by rank, with ``host``, ``facts`` and ``of_replicas``.
+        answers: the answer of every rank, with ``host``, ``facts`` and ``of_replicas``.
     """
-    hosts, found = [one["host"] for one in answers], []
-    for part, needed in (("facts", True), ("of_replicas", False)):
-        for key in dict.fromkeys(key for one in answers for key in one[part]):
-            ranks: dict[str, list[int]] = {}
-            for rank, one in enumerate(answers):
-                if needed or key in one[part]:
-                    ranks.setdefault(one[part].get(key, _NOT_SET), []).append(rank)
-            if len(ranks) > 1:
-                values = [f"{value} on {_named(where, hosts)}" for value, where in ranks.items()]
-                found.append(f"{key}: {', '.join(values)}")
-    return found
+    hosts, lines = [answer["host"] for answer in answers], []
+    for part, required in (("facts", True), ("of_replicas", False)):
+        for key in dict.fromkeys(key for answer in answers for key in answer[part]):
+            ranks_of: dict[str, list[int]] = {}
+            for rank, answer in enumerate(answers):
+                if required or key in answer[part]:
+                    ranks_of.setdefault(answer[part].get(key, _NOT_SET), []).append(rank)
+            if len(ranks_of) > 1:
+                values = [f"{value} on {_ranks_and_hosts(ranks, hosts)}" for value, ranks in ranks_of.items()]
+                lines.append(f"{key}: {', '.join(values)}")
+    return lines
 
 
-def _compared(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _verdict(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     lines = differences(answers)
     if not lines:
         return {"kind": _SAME}
-    more = [f"and {len(lines) - _SHOWN} more keys"] if len(lines) > _SHOWN else []
+    more = [f"and {len(lines) - _MAX_SHOWN} more keys"] if len(lines) > _MAX_SHOWN else []
     start = f"job: ranks differ in {len(lines)} key{'s' * (len(lines) > 1)}."
-    text = "\n  ".join([start, *lines[:_SHOWN], *more])
-    return {"kind": REFUSED, "text": f"{text}\nGive every rank the same JSON, flags, data and code."}
+    text = "\n  ".join([start, *lines[:_MAX_SHOWN], *more])
+    return {"kind": REFUSED, "text": f"{text}\nUse the same JSON, flags, data and code on every rank."}
 
 
-def _missing(ranks: Sequence[int], timeout_s: float) -> str:
+def _no_answer(ranks: Sequence[int], timeout_s: float) -> str:
     return (
-        f"start: {_numbered(ranks)} did not answer within {timeout_s:g} s. Look for the first error in the output of "
-        f"rank {ranks[0]}. If it is only slow, raise transport_options.timeout_s, or in own scripts the timeout_s of "
-        f"init_distributed()."
+        f"start: {_ranks(ranks)} did not answer within {timeout_s:g} s. Look for the first error in the output of "
+        f"rank {ranks[0]}. If the rank is only slow, raise transport_options.timeout_s, or the timeout_s of "
+        "init_distributed() in your script."
     )
 
 
-def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """``ranks 2-3 (host b)``; without the host where the job has only one."""
-    mine = list(dict.fromkeys(hosts[rank] for rank in ranks))
-    where = f" (host{'s' * (len(mine) > 1)} {', '.join(mine[:_SHOWN])})" if len(set(hosts)) > 1 else ""
-    return f"{_numbered(ranks)}{where}"
+def _ranks_and_hosts(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Return ranks with their hosts, as ``ranks 2-3 (host b)``; without hosts if the job has only one."""
+    names = list(dict.fromkeys(hosts[rank] for rank in ranks))
+    suffix = f" (host{'s' * (len(names) > 1)} {', '.join(names[:_MAX_SHOWN])})" if len(set(hosts)) > 1 else ""
+    return f"{_ranks(ranks)}{suffix}"
 
 
-def _numbered(ranks: Sequence[int]) -> str:
-    """``ranks 0-2, 5``."""
+def _ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as ``ranks 0-2, 5``."""
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
     words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(words)}"

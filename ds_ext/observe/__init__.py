@@ -1,1 +1,1 @@
-"""What a run tells: metrics per step."""
+"""Metrics and traces of a run."""

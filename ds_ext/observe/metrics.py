@@ -1,4 +1,4 @@
-"""One record per step: a line for people, a JSON object for programs."""
+"""Metrics of a step: a progress line and a record of the metrics file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """The keys of ``--metrics-file`` (docs/architecture.md, "Metrics")."""
+    """Metrics of one step, with the keys of ``--metrics-file`` (docs/architecture.md, "Metrics")."""
 
     step: int
     loss: float
@@ -40,7 +40,7 @@ class StepMetrics:
     bubble_simulated: float
 
     def line(self, train_iters: int) -> str:
-        """The progress line."""
+        """Return the progress line."""
         norm = "-" if self.grad_norm is None else f"{self.grad_norm:.3f}"
         measured = "-" if self.bubble_measured is None else f"{self.bubble_measured:.0%}"
         return (
@@ -51,10 +51,16 @@ class StepMetrics:
 
 
 class MetricsFile:
-    """Appends one JSON object a line; nothing is written when ``path`` is None.
+    """File of one JSON object per line, opened for appending.
 
-    A number that is not finite (a loss that has diverged) is written as null: NaN is not JSON. A full disk must not
-    end a run: a step that cannot be written is missing in the file, and a warning names the first one.
+    Numbers that are not finite, such as a diverged loss, become null, because JSON has no NaN. A full disk does not
+    stop the run: steps that cannot be written are missing, and a warning reports the first of them.
+
+    Args:
+        path: path of the file; None: write nothing.
+
+    Raises:
+        ConfigError: on entry, if the file cannot be opened.
     """
 
     def __init__(self, path: str | None) -> None:
@@ -69,12 +75,12 @@ class MetricsFile:
                 self._file = FileIO(self._path, "a")
             except OSError as error:
                 raise ConfigError(
-                    f"--metrics-file: cannot open {self._path} (got {error.strerror}). Give another path."
+                    f"--metrics-file: cannot be opened (got {self._path}: {error.strerror}). Use another path."
                 ) from None
         return self
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append one record; a crash later loses none of it."""
+        """Append one record. A later crash does not lose it."""
         if self._file is None:
             return
         record = {key: _finite(value) for key, value in asdict(metrics).items()}
@@ -82,14 +88,14 @@ class MetricsFile:
         end = os.fstat(self._file.fileno()).st_size
         try:
             if self._file.write(line) < len(line):
-                os.ftruncate(self._file.fileno(), end)  # no half lines
+                os.ftruncate(self._file.fileno(), end)  # remove the partial line
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._failing = False
         except OSError as error:
             if not self._failing:
                 logger.warning(
-                    "--metrics-file: cannot write step %d to %s (got %s). Training continues; steps are missing in "
-                    "the file until writing succeeds.",
+                    "--metrics-file: cannot write step %d to %s (got %s). Training continues without a record of this "
+                    "and further steps until a write succeeds.",
                     *(metrics.step, self._path, error.strerror),
                 )
             self._failing = True
@@ -106,7 +112,7 @@ def _finite(value: Any) -> Any:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory that this process has held: of the device's allocator on CUDA, resident on CPU."""
+    """Return the peak memory of this process in bytes: torch's allocations on CUDA, resident memory on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

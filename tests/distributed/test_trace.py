@@ -238,7 +238,7 @@ def test_a_killed_run_leaves_its_steps(ranks2: RankPool, tmp_path: Path) -> None
         ranks2.run(die_in_step_2, job(tmp_path, "1f1b", 2, steps=2))
     traces = read_traces(tmp_path)
     assert_has_every_instruction(dataclasses.replace(traces, ranks={1: traces.ranks[1]}), [1])
-    assert "rank1.json has no end, as that of a run that was killed: it is read up to there." in traces.notes
+    assert any(note.startswith("rank1.json: ") for note in traces.notes)
     assert summarize(traces).steps == 1
     # The other rank has noticed: the last thing in its trace is what it was doing.
     failed = [event["name"] for event in traces.ranks[0].events() if event.get("ph") == "i"]

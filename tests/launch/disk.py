@@ -17,14 +17,13 @@ def main() -> None:
 
     import ds_ext
     from ds_ext.engine import init_distributed
-    from ds_ext.observe.logs import set_up_logging
     from ds_ext.training.loop import say
 
     def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         while True:
             yield torch.ones(2, 4), torch.zeros(2, 4)
 
-    set_up_logging()
+    process.set_up_logging()
     ranks = process.world_size()
     section: dict[str, Any] = {"pipeline_parallel_size": ranks}
     if what == "trace":

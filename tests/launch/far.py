@@ -21,7 +21,6 @@ def main() -> None:
 
     import ds_ext
     from ds_ext.engine import init_distributed
-    from ds_ext.observe.logs import set_up_logging
     from ds_ext.training.loop import say
 
     class Scale(nn.Module):
@@ -38,7 +37,7 @@ def main() -> None:
         while True:
             yield torch.ones(2, width), torch.zeros(2, width)
 
-    set_up_logging()
+    process.set_up_logging()
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": pipeline,

@@ -42,10 +42,10 @@ def test_interrupt_ends_every_rank(start: Callable[..., Job], launcher: str, who
         job.seconds_until_gone(LIMIT_S)
         assert job.wait(5) != 0
         if whole_group or launcher == "torchrun":
-            assert job.text.count("stopped by SIGINT.") == 1
+            assert len(re.findall(r"^stopped .*SIGINT", job.text, re.MULTILINE)) == 1
         else:
-            # DeepSpeed's command dies of a signal that only it gets, and tells nobody.
-            assert job.text.count("stopped: the launcher has ended.") == 1
+            # A signal to DeepSpeed's command alone ends it without ending its ranks.
+            assert len(re.findall(r"^stopped: .*launcher", job.text, re.MULTILINE)) == 1
         assert "rank 1" not in job.text
 
 
@@ -56,7 +56,7 @@ def test_killed_launcher_takes_its_ranks_along(start: Callable[..., Job], launch
         job.process.send_signal(signal.SIGKILL)
         job.seconds_until_gone(LIMIT_S)
         job.wait(5)
-        assert "stopped: the launcher has ended." in job.lines
+        assert any(re.match("stopped: .*launcher", line) for line in job.lines)
         assert "Error" not in job.text
 
 
@@ -69,10 +69,9 @@ def test_killed_rank_is_named(start: Callable[..., Job], launcher: str) -> None:
         job.seconds_until_gone(LIMIT_S)
         assert job.wait(5) != 0
         told = job.lines[job.first("rank 0 stopped", "rank 2 stopped")]
-        # The lost connection or the launcher's signal, whichever rank 0 learns of first.
-        causes = ("TransportError", "Then came SIGTERM.")
-        assert any(f"stopped: rank 1 has ended. {cause}" in told for cause in causes), job.text
-        assert causes[0] not in told or re.search(r"\((.+, )?step \d+\)$", told), told
+        # Rank 0 reports the lost connection or the launcher's signal, whichever comes first.
+        assert re.search("stopped: rank 1 .*(TransportError|SIGTERM)", told), job.text
+        assert "TransportError" not in told or re.search(r"\((.+, )?step \d+\)$", told), told
         # torchrun's own report has a traceback of its own; ours has none.
         assert "process.py" not in job.text
 
@@ -131,8 +130,8 @@ def test_stuck_rank_is_named_after_the_time_limit(
         job.wait_for("TransportError", timeout_s=limit_s + LIMIT_S)
         assert time.monotonic() - stopped > limit_s - 1
         told = job.lines[job.first("TransportError")]
-        assert f"stopped: rank {stuck} did not answer" in told
-        assert "nothing moved within the limit of 6 s" in told or "imed out" in told
+        assert f"stopped: rank {stuck} " in told
+        assert " 6 s" in told or "imed out" in told
         if "recv from" in told:  # and not in what all do together
             assert re.search(r"\(Recv\w+ \d@\d from rank \d, step \d+\)$", told)
             if launcher == "torchrun" or told.startswith("rank 1"):  # which keeps the store; see report()

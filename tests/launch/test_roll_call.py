@@ -170,5 +170,5 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path, free_port: Callable[[]
     )
     results = ends(start_on_hosts([[str(script)]] * 3, free_port(), tmp_path))
     assert [code for code, _ in results] == [EXIT_FAILED, EXIT_FAILED, 0], results
-    assert "rank 2 did not answer within 8 s" in results[0][1], results
+    assert re.search("rank 2 .* 8 s", results[0][1]), results
     assert "Traceback" not in results[0][1] + results[1][1] and results[1][1] == "", results

@@ -27,7 +27,6 @@ def main() -> None:
 
     import ds_ext
     from ds_ext.engine import init_distributed
-    from ds_ext.observe.logs import set_up_logging
     from ds_ext.training.loop import say, shut_down
 
     class Faulty(nn.Linear):
@@ -40,7 +39,7 @@ def main() -> None:
         while True:
             yield torch.ones(2, WIDTH), torch.zeros(2, WIDTH)
 
-    set_up_logging()
+    process.set_up_logging()
     ranks = process.world_size()
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,

@@ -1,4 +1,4 @@
-"""Timelines of the ranks: written while they train, joined, summed up and drawn afterwards. See docs/traces.md.
+"""Traces of a run: format, merge, summary and page. See docs/traces.md.
 
-Nothing here imports torch; what hooks into an engine is ``ds_ext/engine/tracing/recorder.py``.
+This package does not import torch. ``ds_ext/engine/tracing/recorder.py`` records the events.
 """

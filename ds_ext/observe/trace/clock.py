@@ -1,8 +1,8 @@
-"""How the clock of one rank is carried over to that of another: offset and drift from exchanged timestamps.
+"""Alignment of a rank's clock with rank 0's: offset and drift from exchanged timestamps.
 
-A rank sends, rank 0 answers with its time, the rank receives: sent before, received after. So the difference of the
-clocks is at least ``answered - received`` and at most ``answered - sent``. Each exchange gives such a range, the
-shortest round trip the narrowest (Cristian 1989; NTP); all of them together give what they have in common.
+A rank sends a message, rank 0 answers with its time, and the rank receives the answer. The offset of rank 0's clock is
+therefore at least ``answered - received`` and at most ``answered - sent``. The shortest round trip gives the narrowest
+range (Cristian 1989; NTP). The estimate is the middle of the intersection of all ranges.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-_ENOUGH_S = 5.0  # between two comparisons, for their difference to be drift and not error
-_MUCH_WORSE = 4.0
+_MIN_DRIFT_SPAN_S = 5.0  # between two comparisons; below, their difference is mostly error
+_MAX_ERROR_RATIO = 4.0  # error of a comparison that counts / least error
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """At ``at_s`` of this rank's clock rank 0's is ``at_s + offset_s``, with an error of ``error_s`` at most."""
+    """Offset of rank 0's clock at time ``at_s`` of this rank's clock, with an error of at most ``error_s``."""
 
     at_s: float
     offset_s: float
@@ -25,43 +25,44 @@ class Comparison:
 
 
 def compare(exchanges: Iterable[tuple[float, float, float]]) -> Comparison:
-    """What exchanges of (sent, answered, received) tell, in seconds; the middle one is of rank 0's clock.
+    """Estimate the offset from exchanges (sent, answered, received), in seconds; ``answered`` is by rank 0's clock.
 
-    Clocks that ran apart, or jumped, while they were compared can leave nothing in common: then the shortest counts.
+    If the clocks drifted or jumped in between, the ranges may not intersect. Then the shortest exchange alone counts.
     """
-    found = sorted(exchanges, key=lambda exchange: exchange[2] - exchange[0])
-    least = max(answered - received for _, answered, received in found)
-    most = min(answered - sent for sent, answered, _ in found)
+    by_duration = sorted(exchanges, key=lambda exchange: exchange[2] - exchange[0])
+    least = max(answered - received for _, answered, received in by_duration)
+    most = min(answered - sent for sent, answered, _ in by_duration)
     if least > most:
-        sent, answered, received = found[0]
+        sent, answered, received = by_duration[0]
         least, most = answered - received, answered - sent
-    return Comparison(found[0][2], (least + most) / 2, (most - least) / 2)
+    return Comparison(by_duration[0][2], (least + most) / 2, (most - least) / 2)
 
 
 class Alignment:
-    """Times of a rank on rank 0's clock: between two comparisons on the line that joins them.
+    """Conversion of a rank's times to rank 0's clock.
 
-    Before the first and after the last the clocks keep the drift of all, if these are far enough apart to tell it. One
-    whose error is much larger than the least, from a busy moment, does not count. Without any, times stay as they are.
+    Offsets are interpolated between comparisons. Outside they follow the mean drift, if the comparisons span at least
+    5 s. Comparisons with an error above 4 times the least, as on a busy host, are ignored. Without comparisons the
+    offset is 0.
     """
 
     def __init__(self, comparisons: Sequence[Comparison]) -> None:
         least = min((c.error_s for c in comparisons), default=0.0)
-        good = [c for c in comparisons if c.error_s <= _MUCH_WORSE * least]
+        good = [c for c in comparisons if c.error_s <= _MAX_ERROR_RATIO * least]
         self.comparisons = sorted(good, key=lambda c: c.at_s)
         self._at = [c.at_s for c in self.comparisons]
         self.error_s = max((c.error_s for c in self.comparisons), default=0.0)
         span = self._at[-1] - self._at[0] if self._at else 0.0
         self.drift = 0.0
-        if span >= _ENOUGH_S:
+        if span >= _MIN_DRIFT_SPAN_S:
             self.drift = (self.comparisons[-1].offset_s - self.comparisons[0].offset_s) / span
 
     def __call__(self, at_s: float) -> float:
-        """The time on rank 0's clock."""
+        """Convert a time, in seconds, to rank 0's clock."""
         return at_s + self.offset(at_s)
 
     def offset(self, at_s: float) -> float:
-        """What rank 0's clock is ahead."""
+        """Return how far rank 0's clock is ahead, in seconds."""
         if not self._at:
             return 0.0
         after = bisect_right(self._at, at_s)

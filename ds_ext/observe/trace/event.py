@@ -1,4 +1,4 @@
-"""The text of a rank's events. A line is put together from parts that are kept, as a run repeats its instructions."""
+"""JSON text of trace events. The parts of an instruction that do not change are cached."""
 
 from __future__ import annotations
 
@@ -24,68 +24,77 @@ CATEGORIES = {
     RECOMPUTE: "recompute forward",
 }
 REDUCTIONS = ("ReduceGrads", "ReduceTiedGrads")
-_MOST_KEPT = 100_000  # instructions; a timetable has fewer
+_CACHE_LIMIT = 100_000  # instructions; more than any timetable has
 
 
 class EventText:
-    """Events of one rank as text.
+    """Formatter of the events of one rank.
 
     Args:
-        rank: this global rank.
-        peers: the global ranks that a message to or from a device goes to or comes from.
-        eager: reductions run beside computations; what their instruction does is to wait for them.
+        rank: global rank of this process.
+        peers: function from a device to the global ranks with which this rank exchanges messages.
+        eager: reductions overlap with computation, and their instruction only waits for them.
     """
 
     def __init__(self, rank: int, peers: Callable[[int], Sequence[int]], *, eager: bool) -> None:
         self.rank, self._peers, self._eager = rank, peers, eager
-        self._kept: dict[Instruction, tuple[str, str]] = {}
+        self._cache: dict[Instruction, tuple[str, str]] = {}
 
-    def instruction(self, done: Instruction, begin_us: float, end_us: float, moved: int, step: int) -> str:
-        """An executed instruction; ``moved``: the bytes of its message."""
-        parts = self._kept.get(done)
+    def instruction(
+        self, instruction: Instruction, begin_us: float, end_us: float, message_bytes: int, step: int
+    ) -> str:
+        """Return the event of an executed instruction; ``message_bytes`` is 0 without a message."""
+        parts = self._cache.get(instruction)
         if parts is None:
-            if len(self._kept) >= _MOST_KEPT:
-                self._kept.clear()
-            parts = self._kept[done] = self._parts(done)
+            if len(self._cache) >= _CACHE_LIMIT:
+                self._cache.clear()
+            parts = self._cache[instruction] = self._parts(instruction)
         head, tail = parts
-        size = f', "bytes": {moved}' if moved else ""
+        size = f', "bytes": {message_bytes}' if message_bytes else ""
         return f'{head}{begin_us:.3f}, "dur": {end_us - begin_us:.3f}, "args": {{"step": {step}{size}{tail}'
 
-    def _parts(self, done: Instruction) -> tuple[str, str]:
-        thread, category = self._place(done)
-        values: dict[str, Any] = {"micro_batch": done.micro_batch, "stage": done.stage, "pipe": done.pipe}
-        if done.peer is not None:
-            first, *more = self._peers(done.peer)
+    def _parts(self, instruction: Instruction) -> tuple[str, str]:
+        """Return the text before the times and the text after the step."""
+        thread, category = self._thread_and_category(instruction)
+        values: dict[str, Any] = {
+            "micro_batch": instruction.micro_batch,
+            "stage": instruction.stage,
+            "pipe": instruction.pipe,
+        }
+        if instruction.peer is not None:
+            first, *more = self._peers(instruction.peer)
             values["peer"] = first
             if more:
                 values["more_peers"] = more
-        known = {key: value for key, value in values.items() if value is not None}
-        head = json.dumps({"name": str(done), "cat": category, "ph": "X", "pid": self.rank, "tid": thread})
-        tail = json.dumps(known)[1:]
-        return f'{head[:-1]}, "ts": ', f"{', ' if known else ''}{tail}}}"
+        present = {key: value for key, value in values.items() if value is not None}
+        head = json.dumps(
+            {"name": str(instruction), "cat": category, "ph": "X", "pid": self.rank, "tid": thread}
+        )
+        tail = json.dumps(present)[1:]
+        return f'{head[:-1]}, "ts": ', f"{', ' if present else ''}{tail}}}"
 
-    def _place(self, done: Instruction) -> tuple[str, str]:
-        """(thread, category) of an instruction."""
-        if done.name in COMPUTE:
-            return "compute", CATEGORIES[COMPUTE[done.name]]
-        if done.name.startswith(("Send", "Recv")):
-            kind = "gradient" if done.name.endswith("Grad") else "activation"
-            return ("recv" if done.name.startswith("Recv") else "send"), kind
-        if done.name in REDUCTIONS:
+    def _thread_and_category(self, instruction: Instruction) -> tuple[str, str]:
+        name = instruction.name
+        if name in COMPUTE:
+            return "compute", CATEGORIES[COMPUTE[name]]
+        if name.startswith(("Send", "Recv")):
+            kind = "gradient" if name.endswith("Grad") else "activation"
+            return ("recv" if name.startswith("Recv") else "send"), kind
+        if name in REDUCTIONS:
             return ("step" if self._eager else "reduce"), "reduction"
-        return "step", done.name
+        return "step", name
 
     def step(self, step: int, begin_us: float, end_us: float, micro_batches: int) -> str:
-        """A whole step, to the moment at which its loss is known."""
+        """Return the event of a whole step, which ends when its loss is available."""
         values = {"step": step, "micro_batches": micro_batches}
         return _span(f"step {step}", "step", self.rank, "step", begin_us, end_us, values)
 
     def evaluation(self, begin_us: float, end_us: float) -> str:
-        """An evaluation between two steps."""
+        """Return the event of an evaluation between two steps."""
         return _span("evaluation", "evaluation", self.rank, "step", begin_us, end_us, {})
 
     def failure(self, name: str, at_us: float) -> str:
-        """Where a step ended."""
+        """Return the event of a failure in instruction ``name``."""
         event = {"name": f"failed: {name}", "ph": "i", "s": "p", "pid": self.rank, "tid": "step"}
         return json.dumps({**event, "ts": round(at_us, 3)})
 
@@ -93,12 +102,19 @@ class EventText:
 def reduction_lanes(
     rank: int, step: int, reductions: Iterable[tuple[int | None, int, float, float]]
 ) -> list[str]:
-    """Asynchronous reductions (stage, bytes, begin, end), None being tied weights of several stages.
+    """Return the events of asynchronous reductions.
 
-    Spans of a thread must not overlap in part, so reductions that do get threads ``reduce 2`` and so on.
+    Spans of one thread must not overlap partially, so that overlapping reductions get the threads ``reduce 2`` and so
+    on.
+
+    Args:
+        rank: global rank of this process.
+        step: number of the step.
+        reductions: (stage, bytes, begin, end) of every reduction, in microseconds; stage None for weights tied between
+            stages.
     """
     lines: list[str] = []
-    ends: list[float] = []  # by lane
+    ends: list[float] = []  # of every lane
     for stage, size, begin_us, end_us in sorted(reductions, key=lambda reduction: reduction[2]):
         lane = next((i for i, end in enumerate(ends) if end <= begin_us), len(ends))
         thread = "reduce" if lane == 0 else f"reduce {lane + 1}"

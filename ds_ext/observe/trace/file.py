@@ -1,8 +1,8 @@
-"""A rank's timeline on disk: a Chrome trace of one event a line, so that a file cut anywhere is read up to there.
+"""Trace file of a rank: a Chrome trace with one event per line, readable even if truncated.
 
-It is the array form of the Trace Event Format, whose closing bracket may be missing. Events are spans (``"ph": "X"``)
-with times in microseconds from the opening of the file, by the rank's own clock; two kinds of metadata events are ours:
-what the run is (RUN) and comparisons with rank 0's clock (CLOCK).
+The file is the array form of the Trace Event Format, whose closing bracket is optional. Events are spans (``"ph":
+"X"``) with times in microseconds since the opening of the file, by the rank's clock. Two kinds of metadata events are
+specific to ds_ext: the description of the run (RUN) and comparisons with rank 0's clock (CLOCK).
 """
 
 from __future__ import annotations
@@ -26,63 +26,63 @@ _HEAD_BYTES = 1 << 16
 
 
 def rank_file(folder: Path, rank: int) -> Path:
-    """Where a rank writes."""
+    """Return the path of a rank's trace."""
     return folder / f"rank{rank}.json"
 
 
 def timetable_file(folder: Path, micro_batches: int) -> Path:
-    """Where the plan of further steps stands, that have another number of micro-batches than the first."""
+    """Return the path of the timetable of steps whose number of micro-batches differs from the first step's."""
     return folder / f"timetable_{micro_batches}.txt"
 
 
 def metadata(name: str, rank: int, values: Mapping[str, Any], thread: str = THREADS[0]) -> str:
-    """The text of a metadata event."""
+    """Return the JSON text of a metadata event."""
     return json.dumps({"name": name, "ph": "M", "pid": rank, "tid": thread, "args": dict(values)})
 
 
 def thread_names(rank: int, threads: Iterable[str] = THREADS) -> list[str]:
-    """Events that name the rows of a viewer and say their order."""
+    """Return the metadata events that name and order the rows in a viewer."""
     lines = [
         metadata("process_name", rank, {"name": f"rank {rank}"}),
         metadata("process_sort_index", rank, {"sort_index": rank}),
     ]
-    for place, thread in enumerate(threads):
+    for index, thread in enumerate(threads):
         lines.append(metadata("thread_name", rank, {"name": thread}, thread))
-        lines.append(metadata("thread_sort_index", rank, {"sort_index": place}, thread))
+        lines.append(metadata("thread_sort_index", rank, {"sort_index": index}, thread))
     return lines
 
 
 class TraceFile:
-    """Events of one rank, appended.
+    """Trace file of one rank, opened for writing.
 
     Args:
-        folder: made when it is missing; a trace of an earlier run in it is moved into a folder with that run's name.
-        rank: this global rank.
-        run: what readers must know of the run: its name ("run"), world_size, schedule, and so on.
+        folder: folder of the traces, created if missing. Traces of an earlier run move into a subfolder with its name.
+        rank: global rank of this process.
+        run: description of the run for readers: its name ("run"), world_size, schedule and so on.
 
     Raises:
-        ConfigError: the folder or the file cannot be made, or a file is in the way that is no trace.
+        ConfigError: if the folder or the file cannot be created, or if a file of that name is not a trace.
     """
 
     def __init__(self, folder: Path, rank: int, run: Mapping[str, Any]) -> None:
         self.path, self._file = rank_file(folder, rank), None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            set_earlier_aside(folder, rank, run["world_size"])
-            self._file: TextIO | None = open(self.path, "x", encoding="utf-8")  # noqa: SIM115 (a run long)
+            _move_earlier_run(folder, rank, run["world_size"])
+            self._file: TextIO | None = open(self.path, "x", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
             self._file.write(f"[\n{metadata(RUN, rank, {**run, 'rank': rank, 'version': VERSION})}")
             self.append(thread_names(rank))
         except OSError as error:
             raise _unwritable(folder, rank, self.path, error) from None
 
     def append(self, events: Iterable[str]) -> None:
-        """Write events, each the text of a JSON object, through to the operating system."""
+        """Append events, each a JSON object as text, and flush them to the operating system."""
         if self._file is not None:
             self._file.write("".join(f",\n{event}" for event in events))
             self._file.flush()
 
     def close(self) -> None:
-        """End the file as strict JSON."""
+        """Close the file as strict JSON."""
         if self._file is not None:
             self._file.write("\n]\n")
             self._file.close()
@@ -91,15 +91,21 @@ class TraceFile:
 
 def _unwritable(folder: Path, rank: int, path: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f'"trace": {{"dir": {str(folder)!r}}}: rank {rank} cannot write {path}: {error.strerror}. '
-        f"Give a folder that every rank can write to."
+        f"ds_ext.trace.dir: rank {rank} cannot write {path} (got {error.strerror}). Use a folder that every rank can "
+        "write to."
     )
 
 
 def write_timetable(folder: Path, timetable: Timetable, *, first: bool) -> None:
-    """Keep the plan beside the traces: a timetable file, which every verb about schedules reads as well.
+    """Write the timetable of the run into the folder of the traces, on rank 0.
 
-    Called on rank 0. Raises ConfigError when the file cannot be written.
+    Args:
+        folder: folder of the traces.
+        timetable: timetable of the coming steps.
+        first: whether these are the first traced steps.
+
+    Raises:
+        ConfigError: if the file cannot be written.
     """
     path = folder / TIMETABLE if first else timetable_file(folder, timetable.micro_batches)
     try:
@@ -108,10 +114,10 @@ def write_timetable(folder: Path, timetable: Timetable, *, first: bool) -> None:
         raise _unwritable(folder, 0, path, error) from None
 
 
-def set_earlier_aside(folder: Path, rank: int, world_size: int) -> None:
-    """Move what an earlier run has written for this rank, and for ranks that this world does not have.
+def _move_earlier_run(folder: Path, rank: int, world_size: int) -> None:
+    """Move the files of an earlier run into a subfolder named after it.
 
-    They go into a folder called like that run: nothing is lost, and DIR itself always holds the last run.
+    A rank moves its own file and those of ranks ``rank + k * world_size``, which the present world may not have.
     """
     for path in folder.glob("rank*.json"):
         number = path.stem.removeprefix("rank")
@@ -126,7 +132,7 @@ def set_earlier_aside(folder: Path, rank: int, world_size: int) -> None:
 
 
 def _run_of(path: Path) -> str:
-    """The name of the run that wrote a file."""
+    """Return the name of the run that wrote a trace. Raises ConfigError if the file is not a trace."""
     with open(path, encoding="utf-8", errors="replace") as file:
         lines = file.read(_HEAD_BYTES).splitlines()
     try:
@@ -137,6 +143,5 @@ def _run_of(path: Path) -> str:
         return name
     except (IndexError, ValueError, KeyError, TypeError):
         raise ConfigError(
-            f'"trace": {{"dir": {str(path.parent)!r}}}: {path.name} is there already and is no trace of a rank. '
-            f"Move it, or give another folder."
+            f"ds_ext.trace.dir: {path} exists and is not a trace. Move it, or use another folder."
         ) from None

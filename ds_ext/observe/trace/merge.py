@@ -1,4 +1,4 @@
-"""The traces of all ranks as one Chrome trace, on rank 0's clock, with an arrow for every message."""
+"""Merge of all ranks' traces into one Chrome trace on rank 0's clock, with an arrow for every message."""
 
 from __future__ import annotations
 
@@ -11,64 +11,64 @@ from typing import Any, Generic, TypeVar
 
 from .read import Event, RankTrace, Traces
 
-# A message as both ends know it: step, sender, receiver, what it holds, receiving stage, micro-batch.
+# (step, sender, receiver, "activation" or "gradient", receiving stage, micro-batch)
 Message = tuple[int, int, int, str, int, int]
-_Known = TypeVar("_Known")
+_End = TypeVar("_End")
 
 
-class Ends(Generic[_Known]):
-    """What is known of one end of messages, until the other end is met.
+class UnpairedEnds(Generic[_End]):
+    """Sends and receives whose other end has not been read yet.
 
-    A step that is run again, from a checkpoint, has its messages again: they are paired in their order.
+    A step that runs again from a checkpoint repeats its messages. They are paired in order.
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[Message, str], deque[_Known]] = {}
+        self._waiting: dict[tuple[Message, str], deque[_End]] = {}
 
     def __len__(self) -> int:
-        """Ends whose other end was not met."""
         return sum(map(len, self._waiting.values()))
 
-    def meet(self, message: Message, thread: str, known: _Known) -> _Known | None:
-        """What is known of the other end; None if that is still to come, and ``known`` is kept for it."""
+    def pair(self, message: Message, thread: str, end: _End) -> _End | None:
+        """Return the other end of ``message``; None if it has not been read yet, and ``end`` is stored."""
         other = message, "recv" if thread == "send" else "send"
         waiting = self._waiting.get(other)
         if waiting is None:
-            self._waiting.setdefault((message, thread), deque()).append(known)
+            self._waiting.setdefault((message, thread), deque()).append(end)
             return None
-        met = waiting.popleft()
+        paired = waiting.popleft()
         if not waiting:
             del self._waiting[other]
-        return met
+        return paired
 
 
 @dataclass
 class Merged:
-    """What was joined.
+    """Result of a merge.
 
     Attributes:
-        messages: that have an arrow.
-        events: written, arrows not counted.
-        early_us: by how much a message seems to arrive before it is sent, at most: what the clocks are wrong by at
-            least. 0: none does.
+        messages: number of messages with an arrow.
+        events: number of events written, without arrows.
+        early_us: largest time by which a message seems to arrive before its send, a lower bound of the clock error in
+            microseconds; 0 if no message does.
+        unpaired: messages of which only one end was read.
     """
 
     messages: int = 0
     events: int = 0
     early_us: float = 0.0
-    ends: Ends[Event] = field(default_factory=lambda: Ends[Event]())
+    unpaired: UnpairedEnds[Event] = field(default_factory=lambda: UnpairedEnds[Event]())
 
 
 def merge(traces: Traces, output: Path) -> Merged:
-    """Write one file for Perfetto or chrome://tracing, in the object form of the Trace Event Format."""
+    """Write one trace for Perfetto or chrome://tracing, in the object form of the Trace Event Format."""
     merged = Merged()
     with open(output, "w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "otherData": ')
-        file.write(json.dumps({**_about(traces), "clocks": clocks(traces), "notes": list(traces.notes)}))
+        file.write(json.dumps({**_run(traces), "clocks": clocks(traces), "notes": list(traces.notes)}))
         file.write(', "traceEvents": [')
         separator = "\n"
         for trace in traces.ranks.values():
-            for event in _joined(trace, merged):
+            for event in _events(trace, merged):
                 file.write(f"{separator}{json.dumps(event)}")
                 separator = ",\n"
         file.write("\n]}\n")
@@ -76,7 +76,7 @@ def merge(traces: Traces, output: Path) -> Merged:
 
 
 def clocks(traces: Traces) -> list[dict[str, float]]:
-    """Per rank: what rank 0's clock was ahead at the first comparison, the drift in parts per million, the error."""
+    """Return the first clock offset (us), the drift (parts per million) and the error (us) of every rank."""
     return [
         {
             "rank": trace.rank,
@@ -91,9 +91,10 @@ def clocks(traces: Traces) -> list[dict[str, float]]:
 
 
 def messages_of(event: Event) -> list[Message]:
-    """Which messages a span of "send" or "recv" is about: one, or one to each of several ranks; none of other spans.
+    """Return the messages of a "send" or "recv" span, several if it sends to several ranks; none for other spans.
 
-    A span's stage is the sender's on a send and the receiver's on a receive; activations go up by one, gradients down.
+    The span of a send contains the sender's stage, that of a receive the receiver's. An activation goes to the next
+    stage, a gradient to the previous one.
     """
     thread, values = event.get("tid"), event.get("args", {})
     if thread not in ("send", "recv") or "peer" not in values:
@@ -107,17 +108,18 @@ def messages_of(event: Event) -> list[Message]:
 
 
 def in_order(one: Event, other: Event) -> tuple[Event, Event]:
-    """(send, receive) of the two ends of a message."""
+    """Return the two ends of a message as (send, receive)."""
     return (one, other) if one["tid"] == "send" else (other, one)
 
 
-def _about(traces: Traces) -> dict[str, Any]:
-    ours = ("rank", "device", "data_parallel_rank", "tensor_parallel_rank", "pid", "host")
-    return {key: value for key, value in traces.run.items() if key not in ours}
+def _run(traces: Traces) -> dict[str, Any]:
+    """Return the description of the run without the values of single ranks."""
+    of_a_rank = ("rank", "device", "data_parallel_rank", "tensor_parallel_rank", "pid", "host")
+    return {key: value for key, value in traces.run.items() if key not in of_a_rank}
 
 
-def _joined(trace: RankTrace, merged: Merged) -> Iterator[Event]:
-    """The events of a rank, and the arrows of the messages whose other end was there before."""
+def _events(trace: RankTrace, merged: Merged) -> Iterator[Event]:
+    """Yield the events of a rank, and the arrows of messages whose other end was read before."""
     for raw in trace.events():
         if not raw:
             continue
@@ -125,13 +127,13 @@ def _joined(trace: RankTrace, merged: Merged) -> Iterator[Event]:
         merged.events += event.get("ph") != "M"
         yield event
         for message in messages_of(event):
-            other = merged.ends.meet(message, event["tid"], event)
+            other = merged.unpaired.pair(message, event["tid"], event)
             if other is not None:
                 yield from _arrow(*in_order(event, other), merged)
 
 
 def _arrow(sent: Event, received: Event, merged: Merged) -> Iterator[Event]:
-    """From inside the send to inside the end of the receive: a flow belongs to the span that its time falls into."""
+    """Yield an arrow from a send to its receive. A viewer attaches each end to the span that contains its time."""
     merged.messages += 1
     arrived_us = received["ts"] + received["dur"]
     merged.early_us = max(merged.early_us, sent["ts"] - arrived_us)

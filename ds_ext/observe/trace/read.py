@@ -1,4 +1,4 @@
-"""Traces as they are found: some ranks' files may be missing, cut short, or of another run. What is there is read."""
+"""Reader of traces. Files may be missing, truncated or from another run; the rest is read."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ from .file import CLOCK, RUN, TIMETABLE, VERSION, rank_file, timetable_file
 
 Event = dict[str, Any]
 
-_MOST = 1 << 20  # ranks, micro-batches
-_MOST_NAMED = 8  # ranks whose files are missing
-_OF_A_COMPARISON = ("at_us", "offset_us", "error_us")
-_OF_A_MESSAGE = ("step", "micro_batch", "stage", "peer")
-_OF_A_THREAD = {
-    "compute": _OF_A_MESSAGE[:3],
-    "recv": _OF_A_MESSAGE,
-    "send": _OF_A_MESSAGE,
-}  # -> integers in its args
+_LIMIT = 1 << 20  # of ranks and micro-batches
+_MAX_MISSING_NOTES = 8
+_COMPARISON_KEYS = ("at_us", "offset_us", "error_us")
+_MESSAGE_KEYS = ("step", "micro_batch", "stage", "peer")
+# Thread -> integers in the args of its spans.
+_THREAD_KEYS = {"compute": _MESSAGE_KEYS[:3], "recv": _MESSAGE_KEYS, "send": _MESSAGE_KEYS}
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """One rank's file. ``run`` is what it says of the run; ``align`` takes its times to rank 0's clock."""
+    """Trace of one rank.
+
+    Attributes:
+        path: file of the trace.
+        rank: global rank.
+        run: description of the run in the file.
+        align: conversion of its times to rank 0's clock.
+    """
 
     path: Path
     rank: int
@@ -37,33 +41,40 @@ class RankTrace:
     align: Alignment
 
     def events(self) -> Iterator[Event]:
-        """Its events in the order they were written, without those that are ours; times by its own clock."""
+        """Yield the events in file order by the rank's own clock, without the metadata events of ds_ext."""
         for event in _lines(self.path):
             if event is not None and event.get("name") not in (RUN, CLOCK):
                 yield event
 
     def spans(self) -> Iterator[Event]:
-        """Its complete events with ``args``, as "ts" and "dur" in microseconds."""
+        """Yield the spans that have ``args``, with "ts" and "dur" in microseconds."""
         return (event for event in self.events() if event.get("ph") == "X" and "args" in event)
 
     def aligned(self, event: Event) -> Event:
-        """The event with its times on rank 0's clock."""
+        """Return the event with its times on rank 0's clock."""
         if "ts" not in event:
             return event
         begin_us = self.on_rank_0(event["ts"])
-        moved = {**event, "ts": round(begin_us, 3)}
+        aligned = {**event, "ts": round(begin_us, 3)}
         if "dur" in event:
-            moved["dur"] = round(self.on_rank_0(event["ts"] + event["dur"]) - begin_us, 3)
-        return moved
+            aligned["dur"] = round(self.on_rank_0(event["ts"] + event["dur"]) - begin_us, 3)
+        return aligned
 
     def on_rank_0(self, us: float) -> float:
-        """A time of this rank, in microseconds, on rank 0's clock."""
+        """Convert a time of this rank, in microseconds, to rank 0's clock."""
         return 1e6 * self.align(us / 1e6)
 
 
 @dataclass(frozen=True)
 class Traces:
-    """The traces of a run, by rank. ``notes`` are sentences about what is missing or damaged."""
+    """Traces of a run.
+
+    Attributes:
+        folder: folder of the traces.
+        ranks: global rank -> its trace.
+        run: description of the run.
+        notes: missing and damaged files.
+    """
 
     folder: Path
     ranks: dict[int, RankTrace]
@@ -71,58 +82,50 @@ class Traces:
     notes: tuple[str, ...]
 
     def timetable(self, micro_batches: int) -> Timetable | None:
-        """The plan of the steps with that many micro-batches; None if it is not in the folder."""
+        """Return the timetable of the steps with ``micro_batches`` micro-batches; None if the folder has none."""
         for path in (self.folder / TIMETABLE, timetable_file(self.folder, micro_batches)):
             if path.exists():
-                made = read_timetable(path)
-                if made.micro_batches == micro_batches:
-                    return made
+                timetable = read_timetable(path)
+                if timetable.micro_batches == micro_batches:
+                    return timetable
         return None
 
 
 def read_traces(folder: str | Path) -> Traces:
-    """The traces in ``folder``, of the run that rank 0 wrote (or the lowest rank that there is).
+    """Read the traces in ``folder`` that belong to the same run as the lowest rank's.
 
     Raises:
-        ConfigError: there is no folder, or no trace in it.
+        ConfigError: if the folder is missing or contains no trace.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise ConfigError(
-            f"{folder} is no folder with traces. They are where the JSON says: "
-            f'"ds_ext": {{"trace": {{"dir": ...}}}}.'
+            f"{folder}: not a folder. Use the folder in ds_ext.trace.dir of the DeepSpeed JSON."
         )
-    found: dict[int, RankTrace] = {}
+    traces: dict[int, RankTrace] = {}
     notes: list[str] = []
     numbers = (path.stem.removeprefix("rank") for path in folder.glob("rank*.json"))
-    for rank in sorted(int(number) for number in numbers if number.isdecimal()):
+    ranks = sorted(int(number) for number in numbers if number.isdecimal())
+    for rank in ranks:
         trace = _read(rank_file(folder, rank), rank, notes)
         if trace is None:
             continue
-        first = next(iter(found.values()), trace)
+        first = next(iter(traces.values()), trace)
         if trace.run["run"] == first.run["run"]:
-            found[rank] = trace
+            traces[rank] = trace
         else:
-            notes.append(
-                f"{trace.path.name} is of run {trace.run['run']}, not of {first.run['run']}: it is left out."
-            )
-    if not found:
+            notes.append(f"{trace.path.name}: run {trace.run['run']} instead of {first.run['run']}, skipped")
+    if not traces:
         raise ConfigError(
-            " ".join(
-                [
-                    f"{folder} holds no trace of a run: its files would be called rank0.json, rank1.json, ...",
-                    *notes,
-                ]
-            )
+            f"{folder}: no traces (files rank0.json, rank1.json, ...). Use the folder in ds_ext.trace.dir of the "
+            f"DeepSpeed JSON.{''.join(f' {note}.' for note in notes)}"
         )
-    run = next(iter(found.values())).run
-    named = {note.split()[0] for note in notes}
-    names = {rank: rank_file(folder, rank).name for rank in range(run["world_size"])}
-    missing = [rank for rank, name in names.items() if rank not in found and name not in named]
-    notes += [f"{names[rank]} is missing: rank {rank} is left out." for rank in missing[:_MOST_NAMED]]
-    if len(missing) > _MOST_NAMED:
-        notes.append(f"the files of {len(missing) - _MOST_NAMED} more ranks are missing: they are left out.")
-    return Traces(folder, found, run, tuple(notes))
+    run = next(iter(traces.values())).run
+    missing = sorted(set(range(run["world_size"])).difference(ranks))
+    notes += [f"{rank_file(folder, rank).name}: missing, skipped" for rank in missing[:_MAX_MISSING_NOTES]]
+    if len(missing) > _MAX_MISSING_NOTES:
+        notes.append(f"{len(missing) - _MAX_MISSING_NOTES} more ranks: missing, skipped")
+    return Traces(folder, traces, run, tuple(notes))
 
 
 def _read(path: Path, rank: int, notes: list[str]) -> RankTrace | None:
@@ -137,38 +140,38 @@ def _read(path: Path, rank: int, notes: list[str]) -> RankTrace | None:
             run = event["args"]
         elif event.get("name") == CLOCK:
             values = event["args"]
-            comparisons.append(Comparison(*(values[key] / 1e6 for key in _OF_A_COMPARISON)))
+            comparisons.append(Comparison(*(values[key] / 1e6 for key in _COMPARISON_KEYS)))
     if run is None or not _is_run(run, rank):
-        notes.append(f"{path.name} does not begin as the trace of rank {rank}: it is left out.")
+        notes.append(f"{path.name}: not a trace of rank {rank}, skipped")
         return None
     if last != {}:
-        notes.append(f"{path.name} has no end, as that of a run that was killed: it is read up to there.")
-        damaged -= last is None  # the line that breaks off
+        notes.append(f"{path.name}: incomplete, as after a kill; read up to its last complete line")
+        damaged -= last is None  # do not count the truncated line
     if damaged:
-        notes.append(f"{path.name} has {damaged} lines that cannot be read: they are left out.")
+        notes.append(f"{path.name}: {damaged} damaged line{'s' * (damaged != 1)}, skipped")
     return RankTrace(path, rank, run, Alignment(comparisons))
 
 
-def _is_run(about: Event, rank: int) -> bool:
-    """Whether this is what a rank's file begins with: the readers of all verbs rely on it."""
+def _is_run(run: Event, rank: int) -> bool:
+    """Return whether ``run`` is a description of a run with the values that readers need."""
     numbers = ("world_size", "micro_batches", "device", "data_parallel_rank")
     return (
-        about.get("version") == VERSION
-        and about.get("rank") == rank
-        and all(isinstance(about.get(key), str) for key in ("run", "schedule"))
-        and all(type(about.get(key)) is int and 0 <= about[key] < _MOST for key in numbers)
+        run.get("version") == VERSION
+        and run.get("rank") == rank
+        and all(isinstance(run.get(key), str) for key in ("run", "schedule"))
+        and all(type(run.get(key)) is int and 0 <= run[key] < _LIMIT for key in numbers)
     )
 
 
-def _is_whole(event: Event) -> bool:
-    """Whether an event has what its kind must have, of the right types; others are damaged or not ours."""
+def _is_valid(event: Event) -> bool:
+    """Return whether an event has the values that its kind needs, with the right types."""
     values = event.get("args", {})
     if event.get("ph") != "X":
-        needed = _OF_A_COMPARISON if event.get("name") == CLOCK else ()
+        needed = _COMPARISON_KEYS if event.get("name") == CLOCK else ()
         return isinstance(values, dict) and all(_is_number(values.get(key)) for key in needed)
     if not all(isinstance(event.get(key), str) for key in ("name", "cat", "tid")) or not event["name"]:
         return False
-    needed = _OF_A_THREAD.get(event["tid"], ()) if "args" in event else ()
+    needed = _THREAD_KEYS.get(event["tid"], ()) if "args" in event else ()
     return (
         isinstance(values, dict)
         and all(_is_number(event.get(key)) for key in ("ts", "dur"))
@@ -182,7 +185,7 @@ def _is_number(value: object) -> bool:
 
 
 def _lines(path: Path) -> Iterator[Event | None]:
-    """The events of a file, an empty one for its end, and None for a line that cannot be read."""
+    """Yield the events of a file, an empty event for its end, and None for a damaged line."""
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file):
             text = line.strip().rstrip(",")
@@ -195,4 +198,4 @@ def _lines(path: Path) -> Iterator[Event | None]:
                 event = json.loads(text)
             except ValueError:
                 event = None
-            yield event if isinstance(event, dict) and _is_whole(event) else None
+            yield event if isinstance(event, dict) and _is_valid(event) else None

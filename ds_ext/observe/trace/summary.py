@@ -1,7 +1,8 @@
-"""Where the time of a run went: per rank and step, and which stage and link were slowest.
+"""Summary of a run's traces: time of every rank by kind of work, slowest stage and slowest link.
 
-Shares are of the time from the start of a step to the last computation of the slowest rank, as those of the measured
-bubble; reductions that are waited for and the optimizer's step come after that time and are measured by it too.
+Shares are relative to the makespan of a step: the time from its start to the last computation of the slowest rank, as
+for the measured bubble. Exposed reductions and the optimizer step follow the makespan and are also given relative to
+it.
 """
 
 from __future__ import annotations
@@ -13,19 +14,31 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .event import REDUCTIONS
-from .merge import Ends, in_order, messages_of
+from .merge import UnpairedEnds, in_order, messages_of
 from .read import Event, RankTrace, Traces
 
-# A receive that took less, or less of the message's way, may have found it there: when it came is not known.
-_WAITED_US, _WAITED_SHARE = 20.0, 0.1
+# A receive with a shorter wait, absolute or relative to the time since the send, counts as not waiting: the message may
+# have arrived before.
+_MIN_WAIT_US, _MIN_WAIT_SHARE = 20.0, 0.1
 
-# (stage, rank) -> kind of computation -> how long each took, in microseconds
-Computed = dict[tuple[int, int], dict[str, list[float]]]
+# (stage, rank) -> kind of op -> durations in microseconds
+Durations = dict[tuple[int, int], dict[str, list[float]]]
 
 
 @dataclass
 class StepTimes:
-    """What one rank did in one step, in microseconds. ``span`` ends with its last computation."""
+    """Times of one rank in one step, in microseconds.
+
+    Attributes:
+        busy: sum of its computations.
+        span: from the start of the step to the end of its last computation.
+        whole: from the start to the end of the step.
+        send: sum of its sends.
+        reduction: sum of its exposed reductions.
+        reduction_hidden: sum of its reductions that overlap with computation.
+        optimizer: optimizer step.
+        waits: rank -> time waited for its messages.
+    """
 
     busy: float = 0.0
     span: float = 0.0
@@ -39,7 +52,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class RankSummary:
-    """Mean shares of a rank: see the module. ``waits``: for whose messages it waited."""
+    """Mean shares of the makespan of one rank; ``waits`` maps a rank to the share waited for its messages."""
 
     rank: int
     busy: float
@@ -53,7 +66,7 @@ class RankSummary:
 
 @dataclass(frozen=True)
 class StageSummary:
-    """Median time of a stage for a micro-batch, forward and backward, where it is slowest; and the others' mean."""
+    """Median forward plus backward time of a stage on its slowest rank, and the mean over the other stages."""
 
     stage: int
     rank: int
@@ -63,7 +76,7 @@ class StageSummary:
 
 @dataclass(frozen=True)
 class LinkSummary:
-    """Median time from the sending of a message to its arrival, of those that the receiver was waiting for."""
+    """Median time from send to arrival of the messages for which the receiver waited."""
 
     sender: int
     receiver: int
@@ -74,9 +87,9 @@ class LinkSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """What :func:`summarize` finds.
+    """Result of :func:`summarize`.
 
-    ``bubble_by_step`` is what the metrics call ``bubble_measured``; ``makespan_by_step`` is in microseconds.
+    ``bubble_by_step`` equals ``bubble_measured`` of the metrics. ``makespan_by_step`` is in microseconds.
     """
 
     schedule: str
@@ -93,29 +106,29 @@ class Summary:
 
     @property
     def slowest_stage(self) -> StageSummary | None:
-        """The stage that took longest for a micro-batch."""
+        """Stage with the longest time per micro-batch; None without stages."""
         return max(self.stages, key=lambda stage: stage.ms, default=None)
 
     @property
     def slowest_link(self) -> LinkSummary | None:
-        """The link whose messages took longest."""
+        """Link with the longest message time; None without links."""
         return max(self.links, key=lambda link: link.ms, default=None)
 
     def as_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
-        found = asdict(self)
+        """Return the object that ``--json`` prints."""
+        values = asdict(self)
         for key, value in (("slowest_stage", self.slowest_stage), ("slowest_link", self.slowest_link)):
-            found[key] = None if value is None else asdict(value)
-        return found
+            values[key] = None if value is None else asdict(value)
+        return values
 
 
 def summarize(traces: Traces) -> Summary:
-    """Sum up the steps that every rank has to its end."""
+    """Summarize the steps that are complete on every rank."""
     times: dict[int, dict[int, StepTimes]] = {}
-    computed: Computed = defaultdict(lambda: defaultdict(list))
+    durations: Durations = defaultdict(lambda: defaultdict(list))
     links = _Links()
     for rank, trace in traces.ranks.items():
-        times[rank] = _RankSteps(trace, computed, links).complete()
+        times[rank] = _RankSteps(trace, durations, links).complete()
     steps = sorted(set.intersection(*(set(of_rank) for of_rank in times.values())))
     makespan = {step: max(of_rank[step].span for of_rank in times.values()) for step in steps}
     steps = [step for step in steps if makespan[step] > 0]
@@ -125,7 +138,7 @@ def summarize(traces: Traces) -> Summary:
     }
     notes = list(traces.notes)
     if not steps:
-        notes.append("no step is complete on every rank.")
+        notes.append("steps: none is complete on every rank")
     return Summary(
         schedule=traces.run["schedule"],
         world_size=traces.run["world_size"],
@@ -137,7 +150,7 @@ def summarize(traces: Traces) -> Summary:
         ranks=[_rank(rank, [(of[s], makespan[s]) for s in steps]) for rank, of in times.items()]
         if steps
         else [],
-        stages=_stages(computed),
+        stages=_stages(durations),
         links=links.summaries(),
         notes=notes,
     )
@@ -163,26 +176,26 @@ def _rank(rank: int, steps: list[tuple[StepTimes, float]]) -> RankSummary:
 
 
 class _RankSteps:
-    """Reads one rank's spans; on the way, how long its stages computed and its messages took."""
+    """Reader of one rank's spans, which also collects the durations of its ops and its messages."""
 
-    def __init__(self, trace: RankTrace, computed: Computed, links: _Links) -> None:
-        self._trace, self._computed, self._links = trace, computed, links
+    def __init__(self, trace: RankTrace, durations: Durations, links: _Links) -> None:
+        self._trace, self._durations, self._links = trace, durations, links
         self._steps: dict[int, StepTimes] = defaultdict(StepTimes)
         self._computations: dict[int, list[Event]] = defaultdict(list)
         self._reductions: dict[int, list[Event]] = defaultdict(list)
         self._first: dict[int, Event] = {}
         self._whole: dict[int, Event] = {}
-        self._idle, self._idle_since = 0.0, 0.0  # since the last computation; and since when now
+        self._idle, self._idle_since = 0.0, 0.0  # idle time since the last computation, end of the last span
 
     def complete(self) -> dict[int, StepTimes]:
-        """The steps that the rank has to their end."""
+        """Return the times of the steps that the rank completed."""
         for event in self._trace.spans():
             step = event.get("args", {}).get("step")
             if step is not None:
-                self._take(event, step)
-        return {step: self._closed(step, event) for step, event in self._whole.items()}
+                self._add(event, step)
+        return {step: self._finished(step, event) for step, event in self._whole.items()}
 
-    def _take(self, event: Event, step: int) -> None:
+    def _add(self, event: Event, step: int) -> None:
         duration, thread = event["dur"], event["tid"]
         if step in self._whole and not thread.startswith("reduce"):
             self._forget(step)
@@ -195,14 +208,14 @@ class _RankSteps:
         if thread == "compute":
             times.busy += duration
             self._computations[step].append(event)
-            self._computed[event["args"]["stage"], self._trace.rank][event["name"][0]].append(duration)
+            self._durations[event["args"]["stage"], self._trace.rank][event["name"][0]].append(duration)
         elif thread == "recv":
-            # A static order waits in the receive; one that is decided at run time in front of it.
+            # A static order waits inside the receive, a dynamic order before it.
             times.waits[event["args"]["peer"]] += duration + self._idle
-            self._links.saw(self._trace.aligned(event), duration + self._idle)
+            self._links.add(self._trace.aligned(event), duration + self._idle)
         elif thread == "send":
             times.send += duration
-            self._links.saw(self._trace.aligned(event))
+            self._links.add(self._trace.aligned(event))
         elif event["name"] in REDUCTIONS:
             times.reduction += duration
         elif thread.startswith("reduce"):
@@ -213,75 +226,78 @@ class _RankSteps:
             self._idle = 0.0
 
     def _forget(self, step: int) -> None:
-        """The step is run again, from a checkpoint: the last time counts."""
-        for kept in (self._whole, self._steps, self._computations, self._reductions, self._first):
-            kept.pop(step, None)
+        """Drop the times of a step that runs again from a checkpoint."""
+        for table in (self._whole, self._steps, self._computations, self._reductions, self._first):
+            table.pop(step, None)
 
     def _count_idle(self, event: Event, step: int) -> None:
-        """Spans of the rank itself come one after the other; between them it does nothing."""
+        """Add the gap since the previous span. The rank is idle between spans, which do not overlap."""
         self._idle = self._idle + max(0.0, event["ts"] - self._idle_since) if step in self._first else 0.0
         self._first.setdefault(step, event)
         self._idle_since = event["ts"] + event["dur"]
 
-    def _closed(self, step: int, whole: Event) -> StepTimes:
-        times, mine, first = self._steps[step], self._computations[step], self._first.get(step)
+    def _finished(self, step: int, whole: Event) -> StepTimes:
+        times, computations, first = self._steps[step], self._computations[step], self._first.get(step)
         times.whole = whole["dur"]
         if first is not None and first["tid"] == "recv":
             times.waits[first["args"]["peer"]] += max(0.0, first["ts"] - whole["ts"])
-        times.span = max((e["ts"] + e["dur"] for e in mine), default=whole["ts"]) - whole["ts"]
-        times.reduction_hidden = sum(_overlap(reduction, mine) for reduction in self._reductions[step])
+        times.span = max((e["ts"] + e["dur"] for e in computations), default=whole["ts"]) - whole["ts"]
+        times.reduction_hidden = sum(
+            _overlap(reduction, computations) for reduction in self._reductions[step]
+        )
         return times
 
 
 def _overlap(reduction: Event, computations: Iterable[Event]) -> float:
-    """The time of a reduction in which its rank computed."""
+    """Return the time of a reduction that overlaps with computations of its rank."""
     begin, end = reduction["ts"], reduction["ts"] + reduction["dur"]
     return sum(max(0.0, min(end, e["ts"] + e["dur"]) - max(begin, e["ts"])) for e in computations)
 
 
-def _stages(computed: Computed) -> list[StageSummary]:
-    means = {
-        place: sum(statistics.median(durations) for durations in kinds.values()) / 1e3
-        for place, kinds in computed.items()
+def _stages(durations: Durations) -> list[StageSummary]:
+    times = {
+        stage_and_rank: sum(statistics.median(of_kind) for of_kind in kinds.values()) / 1e3
+        for stage_and_rank, kinds in durations.items()
     }
     slowest: dict[int, tuple[int, float]] = {}
-    for (stage, rank), ms in means.items():
+    for (stage, rank), ms in times.items():
         if stage not in slowest or ms > slowest[stage][1]:
             slowest[stage] = rank, ms
-    found = []
+    stages = []
     for stage, (rank, ms) in sorted(slowest.items()):
-        others = [other for (at, _), other in means.items() if at != stage]
-        found.append(StageSummary(stage, rank, ms, statistics.fmean(others) if others else None))
-    return found
+        others = [other_ms for (other, _), other_ms in times.items() if other != stage]
+        stages.append(StageSummary(stage, rank, ms, statistics.fmean(others) if others else None))
+    return stages
 
 
 class _Links:
-    """Pairs the two ends of messages, and keeps how long those took that were waited for."""
+    """Durations of the messages for which their receiver waited."""
 
     def __init__(self) -> None:
-        self._ends: Ends[tuple[Event, float]] = Ends()
-        self._took: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
+        self._unpaired: UnpairedEnds[tuple[Event, float]] = UnpairedEnds()
+        # (sender, receiver) -> (microseconds, bytes) of every message
+        self._messages: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
 
-    def saw(self, event: Event, waited_us: float = 0.0) -> None:
-        """One end of a message, on rank 0's clock, and how long its receiver waited for it."""
+    def add(self, event: Event, waited_us: float = 0.0) -> None:
+        """Add one end of a message, on rank 0's clock, and the time for which its receiver waited."""
         for message in messages_of(event):
-            other = self._ends.meet(message, event["tid"], (event, waited_us))
+            other = self._unpaired.pair(message, event["tid"], (event, waited_us))
             if other is None:
                 continue
             sent, received = in_order(event, other[0])
-            took, waited = received["ts"] + received["dur"] - sent["ts"], max(waited_us, other[1])
-            if took > 0 and waited > max(_WAITED_US, _WAITED_SHARE * took):
-                self._took[message[1], message[2]].append((took, received["args"].get("bytes", 0)))
+            duration, waited = received["ts"] + received["dur"] - sent["ts"], max(waited_us, other[1])
+            if duration > 0 and waited > max(_MIN_WAIT_US, _MIN_WAIT_SHARE * duration):
+                self._messages[message[1], message[2]].append((duration, received["args"].get("bytes", 0)))
 
     def summaries(self) -> list[LinkSummary]:
-        """By sender and receiver."""
+        """Return the links, sorted by sender and receiver."""
         return [
             LinkSummary(
                 sender,
                 receiver,
-                ms=statistics.median(took for took, _ in found) / 1e3,
-                bytes=round(statistics.median(size for _, size in found)),
-                messages=len(found),
+                ms=statistics.median(duration for duration, _ in messages) / 1e3,
+                bytes=round(statistics.median(size for _, size in messages)),
+                messages=len(messages),
             )
-            for (sender, receiver), found in sorted(self._took.items())
+            for (sender, receiver), messages in sorted(self._messages.items())
         ]

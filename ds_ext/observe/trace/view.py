@@ -1,7 +1,7 @@
-"""One HTML page: the planned timetable above the measured one, on one time scale in milliseconds.
+"""HTML page with the planned timetable above the measured one, on one time scale in milliseconds.
 
-The plan is the timetable of the run priced with the run's own computing times, stage by stage, and messages that cost
-nothing: what the measured picture has beside it are messages, waits and the noise of the machine.
+The plan is the timetable simulated with the mean measured time of every kind of op at every stage, and with messages
+that take no time. Differences between the two pictures are therefore messages, waits and noise.
 """
 
 from __future__ import annotations
@@ -26,44 +26,47 @@ Spans = list[tuple[Op, float, float]]
 
 
 def page(traces: Traces, step: int | None = None) -> str:
-    """The page for one step.
+    """Return the page for one step.
 
     Args:
-        step: by default the one of median length.
+        traces: traces of the run.
+        step: number of the step; None: the step of median makespan.
 
     Raises:
-        ConfigError: no step is complete, or not the one asked for; the folder does not hold the timetable.
+        ConfigError: if no step or not this step is complete, or if the folder does not contain the timetable.
     """
-    found = summarize(traces)
-    step = _choose(traces, found, step)
+    summary = summarize(traces)
+    step = _choose_step(traces, summary, step)
     timetable = _timetable(traces, step)
     groups = _measured(traces, step)
     devices = range(timetable.placement.ranks)
     planned = simulate(
         timetable, _costs(timetable, [row.spans for rows in groups.values() for row in rows.values()])
     )
-    place = "rank" if traces.run["world_size"] == len(devices) else "device"
-    names = [f"{place} {device}" for device in devices]
+    unit = "rank" if traces.run["world_size"] == len(devices) else "device"
+    names = [f"{unit} {device}" for device in devices]
     pictures, marks, labels = [_named(planned, "planned")], [[[] for _ in devices]], [names]
     for data, rows in groups.items():
         group = f", pipeline group {data}" if len(groups) > 1 else ""
         pictures.append(_picture(timetable, rows, f"measured, step {step}{group}", planned))
         marks.append([rows[device].marks if device in rows else [] for device in devices])
         labels.append([f"{names[d]}{'' if d in rows else ', no trace'}" for d in devices])
-    table = _table(found, {rank: trace.run["device"] for rank, trace in traces.ranks.items()}, place)
-    return html(pictures, table, _notes(found, step, place), axis=AXIS, marks=marks, rows=labels)
+    table = _table(summary, {rank: trace.run["device"] for rank, trace in traces.ranks.items()}, unit)
+    return html(pictures, table, _notes(summary, step, unit), axis=AXIS, marks=marks, rows=labels)
 
 
-def _choose(traces: Traces, found: Summary, step: int | None) -> int:
-    steps = sorted(found.bubble_by_step)
+def _choose_step(traces: Traces, summary: Summary, step: int | None) -> int:
+    steps = sorted(summary.bubble_by_step)
     if not steps:
-        raise ConfigError(f"{traces.folder}: no step is complete on every rank, so none can be drawn.")
-    if step is None:
-        lengths = found.makespan_by_step
-        return sorted(steps, key=lambda s: lengths[s])[len(steps) // 2]
-    if step not in found.bubble_by_step:
         raise ConfigError(
-            f"--step {step}: the traces in {traces.folder} hold {len(steps)} complete steps, {steps[0]} to {steps[-1]}."
+            f"{traces.folder}: no step is complete on every rank. Trace at least one whole step."
+        )
+    if step is None:
+        return sorted(steps, key=lambda s: summary.makespan_by_step[s])[len(steps) // 2]
+    if step not in summary.bubble_by_step:
+        raise ConfigError(
+            f"--step: not a complete step of {traces.folder} (got {step}). Use one of its {len(steps)} complete steps, "
+            f"{steps[0]} to {steps[-1]}."
         )
     return step
 
@@ -78,34 +81,34 @@ def _timetable(traces: Traces, step: int) -> Timetable:
     timetable = traces.timetable(micro_batches)
     if timetable is None:
         raise ConfigError(
-            f"{traces.folder} holds no timetable of {micro_batches} micro-batches, which rank 0 writes beside the "
-            f"traces. Copy its timetable*.txt there."
+            f"{traces.folder}: no timetable of {micro_batches} micro-batches. Copy timetable*.txt from rank 0's trace "
+            "folder."
         )
     return timetable
 
 
 @dataclass
 class _Row:
-    """A device in a step: computations and what went on beside them, in milliseconds."""
+    """One device in one step: ops, and marks for waits and other spans, in milliseconds."""
 
     spans: Spans = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
 
 
 def _measured(traces: Traces, step: int) -> dict[int, dict[int, _Row]]:
-    """Pipeline group -> device -> what it did, in milliseconds from the start of the step, by rank 0's clock.
+    """Return pipeline group -> device -> row, in milliseconds from the start of the step by rank 0's clock.
 
-    With tensor parallelism a device is drawn by the first of its ranks that there is.
+    With tensor parallelism a row shows the first rank of the device that has a trace.
     """
-    drawn: dict[tuple[int, int], list[Event]] = {}
+    events_of: dict[tuple[int, int], list[Event]] = {}
     for trace in traces.ranks.values():
-        place = trace.run["data_parallel_rank"], trace.run["device"]
-        if place not in drawn:
+        group_and_device = trace.run["data_parallel_rank"], trace.run["device"]
+        if group_and_device not in events_of:
             events = (e for e in trace.spans() if e.get("args", {}).get("step") == step)
-            drawn[place] = [trace.aligned(event) for event in events]
-    start = min(event["ts"] for events in drawn.values() for event in events if event["cat"] == "step")
+            events_of[group_and_device] = [trace.aligned(event) for event in events]
+    start = min(event["ts"] for events in events_of.values() for event in events if event["cat"] == "step")
     groups: dict[int, dict[int, _Row]] = defaultdict(dict)
-    for (data, device), events in sorted(drawn.items()):
+    for (data, device), events in sorted(events_of.items()):
         row = groups[data][device] = _Row()
         for event in events:
             begin, end = ((time - start) / 1e3 for time in (event["ts"], event["ts"] + event["dur"]))
@@ -121,48 +124,45 @@ def _measured(traces: Traces, step: int) -> dict[int, dict[int, _Row]]:
 
 
 @dataclass(frozen=True)
-class _Measured(Costs):
-    """Times as they were measured: every kind of computation has its own at every stage."""
+class _MeasuredCosts(Costs):
+    """Costs with a measured time for every kind of op at every stage."""
 
     table: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
 
     def durations(self, placement: Placement) -> dict[str, tuple[float, ...]]:
-        """Kind of op -> its time at every stage."""
+        """Return kind of op -> its time at every stage, in milliseconds."""
         return dict(self.table)
 
 
 def _costs(timetable: Timetable, rows: Sequence[Spans]) -> Costs:
-    """The mean time of every kind of computation at every stage."""
-    took: dict[tuple[str, int], list[float]] = defaultdict(list)
+    """Return the mean time of every kind of op at every stage."""
+    times: dict[tuple[str, int], list[float]] = defaultdict(list)
     for spans in rows:
         for op, begin, end in spans:
-            took[op.kind, op.stage].append(end - begin)
+            times[op.kind, op.stage].append(end - begin)
     stages = range(timetable.placement.stages)
-    table = {kind: tuple(statistics.fmean(took.get((kind, s), [0.0])) for s in stages) for kind in ALL_KINDS}
-    return _Measured(table=table)
+    table = {kind: tuple(statistics.fmean(times.get((kind, s), [0.0])) for s in stages) for kind in ALL_KINDS}
+    return _MeasuredCosts(table=table)
 
 
-def _named(simulation: Simulation, what: str) -> Simulation:
+def _named(simulation: Simulation, suffix: str) -> Simulation:
     timetable = simulation.timetable
-    return replace(simulation, timetable=replace(timetable, schedule=f"{timetable.schedule}, {what}"))
+    return replace(simulation, timetable=replace(timetable, schedule=f"{timetable.schedule}, {suffix}"))
 
 
-def _picture(timetable: Timetable, found: Mapping[int, _Row], what: str, planned: Simulation) -> Simulation:
-    """Measured computations in the form of a simulation, to be drawn as one.
-
-    Its ideal, and with it the bubble, is of the devices that have a trace.
-    """
-    rows = [found[device].spans if device in found else [] for device in range(timetable.placement.ranks)]
-    order = tuple(tuple(op for op, _, _ in spans) for spans in rows)
-    made = replace(timetable, schedule=f"{timetable.schedule}, {what}", ranks=order)
-    makespan = max((spans[-1][2] for spans in rows if spans), default=0.0)
-    work = [sum(end - begin for _, begin, end in spans) for spans in rows]
+def _picture(timetable: Timetable, rows: Mapping[int, _Row], title: str, planned: Simulation) -> Simulation:
+    """Return the measured ops as a simulation, for drawing. Its ideal and bubble ignore devices without a trace."""
+    spans_of = [rows[device].spans if device in rows else [] for device in range(timetable.placement.ranks)]
+    order = tuple(tuple(op for op, _, _ in spans) for spans in spans_of)
+    measured = replace(timetable, schedule=f"{timetable.schedule}, {title}", ranks=order)
+    makespan = max((spans[-1][2] for spans in spans_of if spans), default=0.0)
+    work = [sum(end - begin for _, begin, end in spans) for spans in spans_of]
     share = timetable.placement.width / timetable.placement.stages
     return Simulation(
-        made,
-        tuple(tuple(spans) for spans in rows),
+        measured,
+        tuple(tuple(spans) for spans in spans_of),
         makespan,
-        ideal=sum(work) / len(found),
+        ideal=sum(work) / len(rows),
         peak_activations=tuple(peak_stages(ops) * share for ops in order),
         messages=planned.messages,
         costs=planned.costs,
@@ -170,34 +170,33 @@ def _picture(timetable: Timetable, found: Mapping[int, _Row], what: str, planned
     )
 
 
-def _table(found: Summary, devices: Mapping[int, int], place: str) -> list[tuple[str, ...]]:
+def _table(summary: Summary, devices: Mapping[int, int], unit: str) -> list[tuple[str, ...]]:
     head = ("rank", "busy", "bubble", "p2p", "reduction", "hidden", "optimizer")
-    shares = [(r.busy, r.bubble, r.p2p, r.reduction, r.reduction_hidden, r.optimizer) for r in found.ranks]
-    rows = zip(found.ranks, shares, strict=True)
-    where = {rank: "" if place == "rank" else f" (device {device})" for rank, device in devices.items()}
+    shares = [(r.busy, r.bubble, r.p2p, r.reduction, r.reduction_hidden, r.optimizer) for r in summary.ranks]
+    rows = zip(summary.ranks, shares, strict=True)
+    device_of = {rank: "" if unit == "rank" else f" (device {device})" for rank, device in devices.items()}
     return [
         head,
-        *((f"rank {r.rank}{where[r.rank]}", *(f"{share:.1%}" for share in values)) for r, values in rows),
+        *((f"rank {r.rank}{device_of[r.rank]}", *(f"{share:.1%}" for share in values)) for r, values in rows),
     ]
 
 
-def _notes(found: Summary, step: int, place: str) -> list[str]:
-    ranks = f"{len(found.ranks)} rank{'s' * (len(found.ranks) != 1)}"
+def _notes(summary: Summary, step: int, unit: str) -> list[str]:
+    ranks = f"{len(summary.ranks)} rank{'s' * (len(summary.ranks) != 1)}"
     notes = [
-        f"Shares are means of {found.steps} step{'s' * (found.steps != 1)}; the bubble of step {step} over {ranks} is "
-        f"{found.bubble_by_step[step]:.1%}.",
-        "The plan has the computing times of this step, each stage's mean, and messages that take no time.",
+        f"Shares are means over {summary.steps} step{'s' * (summary.steps != 1)}. Bubble of step {step} over {ranks}: "
+        f"{summary.bubble_by_step[step]:.1%}.",
+        "The plan uses the mean measured time of every stage in this step, and messages that take no time.",
     ]
-    if place == "device":
+    if unit == "device":
         notes.append(
-            "A row of the pictures is a device of a pipeline group, drawn by the first of its ranks; the pictures' "
-            "bubbles are of these rows."
+            "A row is a device of a pipeline group and shows its first rank. The pictures' bubbles refer to these rows."
         )
-    stage, link = found.slowest_stage, found.slowest_link
+    stage, link = summary.slowest_stage, summary.slowest_link
     if stage is not None:
-        notes.append(f"Slowest stage: {stage.stage} on rank {stage.rank}, {stage.ms:.2f} ms a micro-batch.")
+        notes.append(f"Slowest stage: {stage.stage} on rank {stage.rank}, {stage.ms:.2f} ms per micro-batch.")
     if link is not None:
         notes.append(
             f"Slowest link: rank {link.sender} to {link.receiver}, {link.ms:.3f} ms for {link.bytes:,} bytes."
         )
-    return [*notes, *found.notes]
+    return [*notes, *summary.notes]

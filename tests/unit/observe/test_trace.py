@@ -1,4 +1,4 @@
-"""Traces without a run: the joined trace, the summary, the page, the command line; their files: test_trace_files.py."""
+"""Merged trace, summary, page and commands for traces that are written from a simulation."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from ds_ext.observe.trace.file import rank_file
 from ds_ext.observe.trace.merge import merge
 from ds_ext.observe.trace.read import read_traces
 from ds_ext.observe.trace.summary import summarize
-from ds_ext.observe.trace.view import page
+from ds_ext.observe.trace.view import AXIS, page
 from ds_ext.pipe_schedules import timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.simulate import simulate
 from tests.trace_folders import BYTES, PRICED, SEND_US, UNIT_US, write_traces
 
-# --- joined ---
+# --- merge ---
 
 
-def test_joined_times_are_those_of_the_simulation(whole: Path, tmp_path: Path) -> None:
-    """Although every rank's clock shows another time."""
+def test_merged_times_equal_the_simulation(whole: Path, tmp_path: Path) -> None:
+    """Although every rank's clock has a different offset."""
     merge(read_traces(whole), tmp_path / "all.json")
     joined = json.loads((tmp_path / "all.json").read_text())
     assert joined["otherData"]["world_size"] == 4 and len(joined["otherData"]["clocks"]) == 4
-    found: dict[tuple[int, str], dict[str, Any]] = {
+    events: dict[tuple[int, str], dict[str, Any]] = {
         (e["pid"], e["name"]): e
         for e in joined["traceEvents"]
         if e["ph"] == "X" and e["tid"] == "compute" and e["args"]["step"] == 1
     }
-    assert len(found) == sum(map(len, PRICED.spans))
+    assert len(events) == sum(map(len, PRICED.spans))
     for rank, spans in enumerate(PRICED.spans):
         for op, start, end in spans:
-            event = found[rank, str(op)]
+            event = events[rank, str(op)]
             assert event["ts"] == pytest.approx(start * UNIT_US, abs=0.01)
             assert event["dur"] == pytest.approx((end - start) * UNIT_US, abs=0.01)
             pipe = PRICED.timetable.pipe(op.micro_batch)
-            about = {"step": 1, "micro_batch": op.micro_batch, "stage": op.stage, "pipe": pipe}
-            assert event["args"] == about
+            args = {"step": 1, "micro_batch": op.micro_batch, "stage": op.stage, "pipe": pipe}
+            assert event["args"] == args
 
 
-def test_an_arrow_leads_from_every_send_to_its_receive(whole: Path, tmp_path: Path) -> None:
+def test_every_message_has_an_arrow(whole: Path, tmp_path: Path) -> None:
     merged = merge(read_traces(whole), tmp_path / "all.json")
     events = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
-    assert merged.messages == 2 * PRICED.messages and not merged.ends and merged.early_us == 0
+    assert merged.messages == 2 * PRICED.messages and not merged.unpaired and merged.early_us == 0
     arrows = {phase: {e["id"]: e for e in events if e["ph"] == phase} for phase in "sf"}
     assert len(arrows["s"]) == len(arrows["f"]) == merged.messages
     spans = {(e["pid"], e["tid"]): [] for e in events if e["ph"] == "X"}
@@ -71,15 +71,15 @@ def test_an_arrow_leads_from_every_send_to_its_receive(whole: Path, tmp_path: Pa
         assert sent["args"]["micro_batch"] == received["args"]["micro_batch"]
 
 
-# --- summed up ---
+# --- summary ---
 
 
-def test_the_summary_is_what_the_simulation_says(whole: Path) -> None:
-    found = summarize(read_traces(whole))
-    assert found.steps == 2 and found.schedule == "bitpipe" and not found.notes
-    assert list(found.bubble_by_step.values()) == pytest.approx([PRICED.bubble] * 2, abs=1e-6)
+def test_the_summary_equals_the_simulation(whole: Path) -> None:
+    summary = summarize(read_traces(whole))
+    assert summary.steps == 2 and summary.schedule == "bitpipe" and not summary.notes
+    assert list(summary.bubble_by_step.values()) == pytest.approx([PRICED.bubble] * 2, abs=1e-6)
     makespan_us = PRICED.makespan * UNIT_US
-    for rank, spans in zip(found.ranks, PRICED.spans, strict=True):
+    for rank, spans in zip(summary.ranks, PRICED.spans, strict=True):
         busy = sum(end - start for _, start, end in spans)
         assert rank.busy == pytest.approx(busy / PRICED.makespan, abs=1e-6)
         assert rank.bubble == pytest.approx(1 - rank.busy)
@@ -92,41 +92,39 @@ def test_the_summary_is_what_the_simulation_says(whole: Path) -> None:
             max(0.0, end * UNIT_US - max(start * UNIT_US, makespan_us - 2000)) for _, start, end in spans
         )
         assert rank.reduction_hidden == pytest.approx(4 * hidden_us / makespan_us, abs=1e-6)
-    assert {peer for rank in found.ranks for peer in rank.waits} == {0, 1, 2, 3}
+    assert {peer for rank in summary.ranks for peer in rank.waits} == {0, 1, 2, 3}
 
 
 def test_the_summary_names_the_slow_stage_and_the_slow_link(tmp_path: Path) -> None:
     slow = Costs(comm=0.01, stages=(1, 1, 1, 1, 1, 1.5, 1, 1), links={(2, 3): 0.4})
     write_traces(tmp_path, simulate(timetable("bitpipe", 4, 8), slow))
-    found = summarize(read_traces(tmp_path))
-    assert found.slowest_stage is not None and found.slowest_stage.stage == 5
-    assert found.slowest_stage.ms == pytest.approx(1.5 * 1.5 * UNIT_US / 1e3, rel=1e-6)
-    assert found.slowest_link is not None and (found.slowest_link.sender, found.slowest_link.receiver) == (
-        2,
-        3,
-    )
-    assert found.slowest_link.ms >= 0.4 * UNIT_US / 1e3 - 0.001 and found.slowest_link.bytes == BYTES
+    summary = summarize(read_traces(tmp_path))
+    stage, link = summary.slowest_stage, summary.slowest_link
+    assert stage is not None and stage.stage == 5
+    assert stage.ms == pytest.approx(1.5 * 1.5 * UNIT_US / 1e3, rel=1e-6)
+    assert link is not None and (link.sender, link.receiver) == (2, 3)
+    assert link.ms >= 0.4 * UNIT_US / 1e3 - 0.001 and link.bytes == BYTES
 
 
-def test_a_step_that_is_not_everywhere_is_not_counted(folder: Path) -> None:
+def test_a_step_incomplete_on_one_rank_does_not_count(folder: Path) -> None:
     path = rank_file(folder, 3)
     lines = path.read_text().splitlines(keepends=True)
     cut = next(i for i, line in enumerate(lines) if '"name": "step 2"' in line)
     path.write_text("".join(lines[:cut]))
     assert list(summarize(read_traces(folder)).bubble_by_step) == [1]
     path.write_text("".join(lines[:30]))
-    nothing = summarize(read_traces(folder))
-    assert nothing.steps == 0 and "no step is complete on every rank." in nothing.notes
+    summary = summarize(read_traces(folder))
+    assert summary.steps == 0 and summary.notes[-1].startswith("steps: ")
 
 
-# --- drawn ---
+# --- page ---
 
 
 def drawn(text: str) -> list[dict[str, Any]]:
-    """What the page's script is given: a plot per picture."""
-    found = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
-    assert found
-    return json.loads(found[1])
+    """Return the data of the page's script, one plot per picture."""
+    match = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
+    assert match
+    return json.loads(match[1])
 
 
 def test_the_page_has_the_plan_and_the_run_on_one_scale(whole: Path) -> None:
@@ -137,46 +135,46 @@ def test_the_page_has_the_plan_and_the_run_on_one_scale(whole: Path) -> None:
     free = simulate(PRICED.timetable, Costs(1, 1.2, 0.8, 0))
     assert planned["makespan"] == pytest.approx(free.makespan * UNIT_US / 1e3, rel=1e-6)
     assert measured["makespan"] == pytest.approx(PRICED.makespan * UNIT_US / 1e3, rel=1e-6)
-    assert planned["axis"] == measured["axis"] == "time, in milliseconds"
+    assert planned["axis"] == measured["axis"] == AXIS
     waits = [mark for row in measured["marks"] for mark in row if not mark[2]]
-    assert any(re.fullmatch(r"waits for rank \d: Recv(Activation|Grad) \d@\d", mark[3]) for mark in waits)
+    assert any(re.search(r"rank \d.*Recv(Activation|Grad) \d@\d", mark[3]) for mark in waits)
     assert sum(mark[2] for row in measured["marks"] for mark in row) == 4 * 4
 
 
-def test_a_page_of_a_step_that_is_not_there(whole: Path, folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--step 7: the traces in .* hold 2 complete steps, 1 to 2"):
+def test_a_page_of_a_missing_step_or_timetable(whole: Path, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^--step: .*7.* 2 .*1 to 2"):
         page(read_traces(whole), 7)
     (folder / "timetable.txt").unlink()
-    with pytest.raises(ConfigError, match="holds no timetable of 8 micro-batches"):
+    with pytest.raises(ConfigError, match=r" 8 .*timetable\*\.txt"):
         page(read_traces(folder))
 
 
-def test_a_rank_that_is_missing_has_an_empty_row(folder: Path) -> None:
+def test_a_missing_rank_has_an_empty_row(folder: Path) -> None:
     whole = drawn(page(read_traces(folder)))[1]
     rank_file(folder, 2).unlink()
     text = page(read_traces(folder))
-    assert "rank2.json is missing" in text and "over 3 ranks is" in text
+    assert "rank2.json: " in text and "over 3 ranks: " in text
     planned, measured = drawn(text)
     assert planned["names"] == ["rank 0", "rank 1", "rank 2", "rank 3"]
     assert measured["names"] == ["rank 0", "rank 1", "rank 2, no trace", "rank 3"]
-    assert measured["ideal"] == pytest.approx(whole["ideal"], rel=0.2)  # its row is not counted as idle
+    assert measured["ideal"] == pytest.approx(whole["ideal"], rel=0.2)  # the empty row does not count as idle
 
 
-def test_a_row_is_a_device_where_ranks_are_more(folder: Path) -> None:
+def test_a_row_is_a_device_if_it_has_several_ranks(folder: Path) -> None:
     for rank in range(4):
         path = rank_file(folder, rank)
         path.write_text(path.read_text().replace('"world_size": 4', '"world_size": 8'))
     text = page(read_traces(folder))
     assert drawn(text)[0]["names"] == [f"device {device}" for device in range(4)]
-    assert "rank 3 (device 3)" in text and "drawn by the first of its ranks" in text
+    assert "rank 3 (device 3)" in text
 
 
-def test_rows_that_only_compute_forwards_have_their_stage(tmp_path: Path) -> None:
-    made = timetable("fbd", 2, 4)
-    write_traces(tmp_path, simulate(made, Costs(1, 1, 1)), steps=1)
-    assert made.placement.forward is not None
+def test_forward_devices_have_their_stage(tmp_path: Path) -> None:
+    fbd = timetable("fbd", 2, 4)
+    write_traces(tmp_path, simulate(fbd, Costs(1, 1, 1)), steps=1)
+    assert fbd.placement.forward is not None
     for plot in drawn(page(read_traces(tmp_path))):
-        assert plot["forward"] == list(made.placement.forward.devices)
+        assert plot["forward"] == list(fbd.placement.forward.devices)
 
 
 # --- the command line ---
@@ -186,22 +184,23 @@ def test_the_three_verbs(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     rank_file(folder, 3).unlink()
     out = folder / "joined.json"
     assert main(["trace", "merge", str(folder), "-o", str(out)]) == 0
-    said = capsys.readouterr()
-    assert "3 of 4 ranks" in said.out and said.err == "note: rank3.json is missing: rank 3 is left out.\n"
+    output, error = capsys.readouterr()
+    assert "3 of 4 ranks" in output
+    assert error.startswith("note: rank3.json: ") and error.count("\n") == 1
     assert main(["trace", "summary", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert re.match(r"bitpipe, 2 steps of \S+ s \(3 of 4 ranks\): bubble ", lines[0])
     assert lines[2].split()[:3] == ["rank", "busy", "bubble"]
     assert main(["trace", "summary", str(folder), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {"bubble", "bubble_by_step", "ranks", "slowest_stage", "slowest_link", "notes"} <= set(found)
+    keys = {"bubble", "bubble_by_step", "ranks", "slowest_stage", "slowest_link", "notes"}
+    assert keys <= set(json.loads(capsys.readouterr().out))
     assert main(["trace", "view", str(folder), "-o", str(folder / "page.html")]) == 0
     assert (folder / "page.html").read_text().startswith("<!doctype html>")
 
 
 @pytest.mark.parametrize("verb", ["merge", "view"])
-def test_a_place_that_cannot_be_written(whole: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
+def test_an_output_that_cannot_be_written(whole: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
     assert main(["trace", verb, str(whole), "-o", str(whole / "no" / "folder")]) == 2
     assert "error: -o" in capsys.readouterr().err
     assert main(["trace", "merge", str(whole), "-o", str(rank_file(whole, 1))]) == 2
-    assert "is one of the traces that are joined" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("error: -o")
