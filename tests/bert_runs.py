@@ -14,7 +14,7 @@ from ds_ext.tensor_parallel import IGNORE_INDEX, DropoutClock, TensorParallel
 from tests.reference import ReferenceRun
 
 Batch = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
-"""((tokens_BS, types_BS, seen_BS), (labels_BS, swapped_B)) of one micro-batch."""
+"""((tokens_BS, types_BS, mask_BS), (labels_BS, swapped_B)) of one micro-batch."""
 
 
 class BertChain(nn.Module):

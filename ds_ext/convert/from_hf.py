@@ -82,7 +82,7 @@ def from_hf(source: Path, output: Path) -> str:
 def _check_names(
     model: ModelFolder, weights: Sequence[Counterpart], config: TransformerConfig
 ) -> dict[str, str]:
-    """Return current name -> name in the files. Raises ConfigError if weights are missing, unknown or misshapen."""
+    """Map current names to names in the files. Raises ConfigError if weights are missing, unknown or misshapen."""
     files = {current: name for name in model.names if (current := hf_name(name, config)) is not None}
     expected = {name: shape for weight in weights for name, shape in weight.hf_shapes(config).items()}
     for name in [*expected, *files]:

@@ -100,7 +100,7 @@ class ModelFolder:
         return self._opened(self._files[name]).get_slice(name)
 
     def _find_files(self) -> dict[str, Path]:
-        """Return name of a weight -> file."""
+        """Return a dict of weight name -> file. Raises ConfigError."""
         if (self.path / INDEX).is_file():
             try:
                 table = _read_json(self.path / INDEX)["weight_map"].items()

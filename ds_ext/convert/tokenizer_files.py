@@ -1,4 +1,4 @@
-"""Search, check and copy of the tokenizer of a converted model."""
+"""Tokenizer of a converted model: search, check and copy."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def setting_facts(settings: Mapping[str, Any], prefix: str = "") -> Facts:
 
 
 def file_facts(names: Mapping[str, Any]) -> Facts:
-    """Return key -> checksum of the file for every value that is a path of a file."""
+    """Return a checksum of the contents for every value that is the path of a file."""
     paths = {
         key: Path(value) for key, value in names.items() if isinstance(value, str) and os.path.isfile(value)
     }

@@ -214,7 +214,7 @@ def _parent_of(process: int) -> int | None:
 
 
 def _neighbours(launcher: int) -> dict[int, int]:
-    """Return rank -> process id of the ranks that a launcher started on this host; empty without /proc."""
+    """Return a dict of rank -> process id for the ranks that a launcher started on this host; empty without /proc."""
     neighbours = {}
     with contextlib.suppress(OSError, ValueError):
         for process in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():

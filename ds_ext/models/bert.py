@@ -68,9 +68,7 @@ class BertConfig(TransformerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.transformer_impl != "local":
-            raise ConfigError(
-                f"--transformer-impl: BERT, with its post-LN layers, needs local (got {self.transformer_impl})."
-            )
+            raise ConfigError(f"--transformer-impl: must be local for BERT (got {self.transformer_impl}).")
 
 
 class BertEmbedding(nn.Module):

@@ -99,8 +99,8 @@ class BertHeads(nn.Module):
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         """Map (hidden_BSD, mask_BS) to (words_BSD, order_B2), or to (words_BSD,) without a sentence-order head.
 
-        ``words_BSD`` is the input of the word embeddings. ``order_B2`` are the logits of the two segments being in
-        order (0) or swapped (1), from the pooled first token.
+        ``words_BSD`` is the input of the word embeddings. ``order_B2`` are the logits for segments in order (0) and
+        swapped (1), from the pooled first token.
         """
         hidden_BSD, _ = inputs
         weight, bias = shared_parameters(self.tp, self.transform.weight, self.transform.bias)

@@ -10,7 +10,7 @@ from ds_ext.errors import ConfigError
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Sizes and initialisation of a transformer language model, equal on all ranks.
+    """Sizes and initialization of a transformer language model, equal on all ranks.
 
     Args:
         num_layers: number of transformer layers.
@@ -26,7 +26,7 @@ class TransformerConfig:
         layernorm_epsilon: constant added to the variance.
         make_vocab_size_divisible_by: the padded vocabulary is a multiple of this number times the tensor-parallel size.
         recompute: activations to recompute in the backward: "full", all inner activations of a layer; "selective",
-            those inside the attention, which use much memory and little work (arXiv 2205.05198, section 4); "none".
+            those inside the attention, which need much memory but little compute (arXiv 2205.05198, section 4); "none".
         recompute_interval: recompute every n-th layer; 1: all layers.
         sequence_parallel: hold a slice of the tokens per tensor-parallel rank between the tensor-parallel layers.
         transformer_impl: implementation of GPT's layers: "local", or NVIDIA's "transformer_engine" on CUDA.

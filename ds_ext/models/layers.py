@@ -110,7 +110,7 @@ class LayerNorm(nn.LayerNorm):
         self.tp = tp if config.sequence_parallel else TensorParallel()
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise hidden_BSD over its last dimension."""
+        """Normalize hidden_BSD over its last dimension."""
         weight, bias = shared_parameters(self.tp, self.weight, self.bias)
         return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
@@ -175,5 +175,5 @@ def _weight_init(config: TransformerConfig, layer: int, name: str) -> InitMethod
 
 
 def _output_init(config: TransformerConfig, layer: int, name: str) -> InitMethod:
-    """Return the initialisation of a layer before a residual sum: smaller, because 2 * num_layers of them add up."""
+    """Return the smaller initialization of layers before a residual sum, of which there are 2 * num_layers."""
     return keyed_normal(config.init_std / math.sqrt(2 * config.num_layers), config.seed, layer, name)

@@ -1,8 +1,8 @@
 """Layout of the world under forward/backward disaggregation: roles, groups and hand-over pairs. Pure arithmetic.
 
-A pipeline group is one forward pipeline and the k backward pipelines that it serves. Ranks count tensor-parallel
-fastest, then pipelines (the forward pipeline of a group first), then groups, then stages. A stage of a group therefore
-has TP_f + k x TP consecutive ranks. TP_f is 1 if one forward rank computes for TP ("merged"), else TP::
+A pipeline group is one forward pipeline and the k backward pipelines that it serves. Ranks are numbered
+tensor-parallel fastest, then pipelines (the forward pipeline of a group first), then groups, then stages. A stage of a
+group therefore has TP_f + k x TP consecutive ranks. TP_f is 1 if its forward ranks are merged into one, else TP::
 
     rank = t + offset of the pipeline + (TP_f + k TP) * (group + groups * stage)
 """
@@ -27,7 +27,7 @@ class DisaggregatedLayout(ParallelLayout):
     ``data_parallel_size`` counts pipeline groups. The optimizer's data-parallel size is k times as large.
 
     Attributes:
-        order: global rank at every position of the rank order above; None: positions are ranks.
+        order: global rank at every position of the numbering above; None: the position itself.
     """
 
     order: tuple[int, ...] | None = None
@@ -48,7 +48,7 @@ class DisaggregatedLayout(ParallelLayout):
         return self.placement.stages * self.data_parallel_size * self.block
 
     def rank(self, device: int, data: int, tensor: int) -> int:
-        """Return the global rank of a device of group ``data``; the same for every ``tensor`` if it is merged."""
+        """Return the global rank of a device of group ``data``. A merged device has one rank for all ``tensor``."""
         stage, pipe = self.stage_and_pipe(device)
         size = self.forward_tensor_parallel_size
         offset = min(tensor, size - 1) if pipe is None else size + pipe * self.tensor_parallel_size + tensor
@@ -85,7 +85,7 @@ class DisaggregatedLayout(ParallelLayout):
         return self.forward_tensor_parallel_size if is_forward else self.tensor_parallel_size
 
     def peers(self, rank: int, device: int) -> tuple[int, ...]:
-        """Return the ranks of ``device`` with which ``rank`` exchanges: all for a merged forward rank, else one."""
+        """Return the ranks of ``device`` that exchange messages with ``rank``: all if ``rank`` is merged, else one."""
         own_device, data, tensor = self.coordinates(rank)
         if self.tensor_ranks(device) > self.tensor_ranks(own_device):
             return tuple(self.rank(device, data, t) for t in range(self.tensor_parallel_size))
@@ -200,8 +200,8 @@ def place_by_hosts(
         addresses: IP addresses of every rank's host; None: unknown.
 
     Raises:
-        ConfigError: if a forward host has no rank, or if the forward hosts do not have exactly as many ranks as there
-            are forward ranks.
+        ConfigError: if a forward host has no rank, or if the forward hosts have more or fewer ranks than the job has
+            forward ranks.
     """
     forward_keys = {host_key(name) for name in forward_hosts}
     names = [host_key(name) for name in hosts]
@@ -222,8 +222,8 @@ def place_by_hosts(
     backward = [position for position in positions if default.role(position) == BACKWARD_ROLE]
     if len(forward) != len(forward_ranks):
         raise ConfigError(
-            f"ds_ext.fbd.forward_hosts: {', '.join(sorted(forward_keys))} must run the {len(forward)} forward ranks and "
-            f"no others (got {len(forward_ranks)} ranks). Start {len(forward)} ranks there and {len(backward)} on "
+            f"ds_ext.fbd.forward_hosts: {', '.join(sorted(forward_keys))} must run the {len(forward)} forward ranks "
+            f"and no others (got {len(forward_ranks)} ranks). Start {len(forward)} ranks there and {len(backward)} on "
             "other hosts (slots in the hostfile)."
         )
     order = dict(zip((*forward, *backward), (*forward_ranks, *backward_ranks), strict=True))

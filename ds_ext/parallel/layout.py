@@ -1,6 +1,6 @@
 """Layout of the world: ranks, coordinates and groups. Pure arithmetic.
 
-Ranks are in DeepSpeed's order, tensor-parallel fastest, then data, then pipeline:
+Ranks are numbered as in DeepSpeed: tensor-parallel fastest, then data, then pipeline.
 ``rank = tp + TP * (dp + DP * device)``.
 """
 

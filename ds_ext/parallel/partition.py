@@ -8,8 +8,8 @@ from itertools import pairwise
 from ..errors import ConfigError
 from ..pipe_schedules import Placement
 
-# Assumed work of the layers before the first and after the last transformer layer, in transformer layers,
-# where it is unknown: enough to keep surplus layers away from the ends.
+# Default work, in transformer layers, of the layers before the first and after the last transformer layer. It is large
+# enough to keep surplus layers away from the ends.
 _DEFAULT_END_WORK = 0.5
 BALANCED = "balanced"  # value of --stage-layers: include the head's work
 
@@ -41,9 +41,9 @@ def layer_boundaries(
 ) -> list[int]:
     """Divide ``num_layers`` equal layers into stages as evenly as possible.
 
-    Uneven layers are assigned to minimise the maximum device load. With two pipes, both are cut alike and a device
-    counts its stages of both. Ties go to the stage with the least work if ``weights`` are known, then to the last
-    stage, which keeps the fewest activations.
+    Uneven layers are assigned to minimize the maximum device load. With two pipes, both have the same boundaries, and a
+    device's load includes its stages of both. Ties go to the stage with the least work if ``weights`` are known, then
+    to the last stage, which keeps the fewest activations.
 
     Args:
         num_layers: number of transformer layers.
@@ -170,7 +170,7 @@ def _parse_stage_layers(
         least = int(not ((ends[0] and stage == 0) or (ends[1] and stage == stages - 1)))
         if count < least:
             raise ConfigError(
-                f"--stage-layers: stage {stage} of 0..{stages - 1} needs at least {least} transformer layers (got "
-                f"{count} of {text}). Use {example} {BALANCED}."
+                f"--stage-layers: the number of stage {stage} (of 0..{stages - 1}) must be at least {least} (got "
+                f"{count} in {text}). Use {example} {BALANCED}."
             )
     return counts

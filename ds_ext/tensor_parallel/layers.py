@@ -5,7 +5,7 @@ count it on every rank in a gradient norm, and ``partition_dim``. Concatenating 
 ``partition_dim`` gives the full weight. A replicated parameter has none of these attributes. A weight with padding rows
 also has ``unpadded_size``, because the padding depends on the group size.
 
-The full weight is initialised on the CPU and then sharded, so that initial values do not depend on the group size.
+The full weight is initialized on the CPU and then sharded, so that initial values do not depend on the group size.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class RowParallelLinear(nn.Module):
         input_size: input features of the full layer.
         output_size: output features of the full layer.
         tp: position of this rank in its group.
-        bias: add a replicated bias, which starts at zero, once after the sum over the group.
+        bias: add a replicated bias once, after the sum over the group; it starts at zero.
         input_is_parallel: take this rank's slice of the input features instead of all features.
         sequence_parallel: return this rank's slice of the tokens.
         init: function that fills the full (output_size, input_size) weight.
@@ -203,7 +203,7 @@ def check_ids(ids: Tensor, limit: int) -> None:
     """Check that token ids are in 0..limit-1. A sharded lookup would attribute other ids to another rank.
 
     Raises:
-        IndexError: on CPU, for an id outside. On an accelerator this is a device assertion, without a synchronisation.
+        IndexError: on CPU, for an id outside this range. On an accelerator this is an asynchronous device assertion.
     """
     valid = ((ids >= 0) & (ids < limit)).all()
     if ids.device.type != "cpu":

@@ -96,7 +96,7 @@ class _Row:
 
 
 def _measured(traces: Traces, step: int) -> dict[int, dict[int, _Row]]:
-    """Return pipeline group -> device -> row, in milliseconds from the start of the step by rank 0's clock.
+    """Return a dict of pipeline group -> device -> row, in milliseconds from the start of the step by rank 0's clock.
 
     With tensor parallelism a row shows the first rank of the device that has a trace.
     """
@@ -130,7 +130,7 @@ class _MeasuredCosts(Costs):
     table: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
 
     def durations(self, placement: Placement) -> dict[str, tuple[float, ...]]:
-        """Return kind of op -> its time at every stage, in milliseconds."""
+        """Return a dict of kind of op -> time at every stage, in milliseconds."""
         return dict(self.table)
 
 

@@ -52,7 +52,7 @@ def plain_logits(
     weights: dict[str, Tensor], inputs: tuple[Tensor, ...], config: BertConfig
 ) -> tuple[Tensor, Tensor]:
     """Compute BERT's forward from its definition, with explicit softmax, mask, norm and error function."""
-    tokens_BS, types_BS, seen_BS = inputs
+    tokens_BS, types_BS, mask_BS = inputs
     heads, size, last = config.num_attention_heads, config.head_size, config.num_layers + 2
 
     def dense(x: Tensor, name: str) -> Tensor:
@@ -74,7 +74,7 @@ def plain_logits(
         per_head = []
         for head in range(heads):
             q, k, v = qkv[..., head * 3 * size : (head + 1) * 3 * size].split(size, -1)
-            scores = (q @ k.transpose(1, 2) / math.sqrt(size)).masked_fill(~seen_BS[:, None], float("-inf"))
+            scores = (q @ k.transpose(1, 2) / math.sqrt(size)).masked_fill(~mask_BS[:, None], float("-inf"))
             per_head.append(scores.softmax(-1) @ v)
         attended = dense(torch.cat(per_head, -1), f"{layer}.self_attention.linear_proj")
         x = norm(x + attended, f"{layer}.attention_layernorm")
@@ -148,17 +148,17 @@ def test_a_micro_batch_without_masked_words_has_a_loss() -> None:
 
 def test_attention_covers_all_tokens_but_padding() -> None:
     model = BertChain(PLAIN, ONE, DropoutClock())
-    tokens_BS, types_BS, seen_BS = one_batch(PLAIN)[0]
-    logits_BSV, order_B2 = model((tokens_BS, types_BS, seen_BS))
-    padded_BS = torch.where(seen_BS, tokens_BS, 5)
-    other_BSV, other_B2 = model((padded_BS, types_BS, seen_BS))
+    tokens_BS, types_BS, mask_BS = one_batch(PLAIN)[0]
+    logits_BSV, order_B2 = model((tokens_BS, types_BS, mask_BS))
+    padded_BS = torch.where(mask_BS, tokens_BS, 5)
+    other_BSV, other_B2 = model((padded_BS, types_BS, mask_BS))
     assert torch.equal(order_B2, other_B2)
-    assert torch.equal(logits_BSV[seen_BS], other_BSV[seen_BS])
+    assert torch.equal(logits_BSV[mask_BS], other_BSV[mask_BS])
     changed_BS = tokens_BS.clone()
     changed_BS[:, 2] = (tokens_BS[:, 2] + 1) % PLAIN.vocab_size
-    difference_BS = (logits_BSV - model((changed_BS, types_BS, seen_BS))[0]).abs().amax(2)
+    difference_BS = (logits_BSV - model((changed_BS, types_BS, mask_BS))[0]).abs().amax(2)
     assert (difference_BS > 0).all()
-    assert (logits_BSV != model((tokens_BS, 1 - types_BS, seen_BS))[0]).any(2).all()
+    assert (logits_BSV != model((tokens_BS, 1 - types_BS, mask_BS))[0]).any(2).all()
 
 
 def test_initial_weights_do_not_depend_on_the_global_generator() -> None:

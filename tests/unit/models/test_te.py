@@ -37,7 +37,7 @@ def test_unsupported_hosts_and_models_are_refused() -> None:
         pytest.skip("this host has a GPU")
     with pytest.raises(ConfigError, match=r"^--transformer-impl: .*CUDA"):
         replace(PLAIN, transformer_impl="transformer_engine")
-    with pytest.raises(ConfigError, match=r"^--transformer-impl: BERT"):
+    with pytest.raises(ConfigError, match=r"^--transformer-impl: .*BERT"):
         BertConfig(2, 16, 2, 8, 32, transformer_impl="transformer_engine")
 
 

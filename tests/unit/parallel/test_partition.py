@@ -150,9 +150,9 @@ def test_stage_layers_option() -> None:
     [
         ("3,2,2", r"4 stages .*num_layers 8 .*3 numbers, sum 7.* 2,2,2,2 .*balanced"),
         ("3,2,2,2", "4 numbers, sum 9"),
-        ("4,4,0,0", r"stage 2 of 0\.\.3 .*1 .*0 of 4,4,0,0.* 2,2,2,2 .*balanced"),
-        ("9,-1,0,0", r"stage 1 of 0\.\.3 .*1 .*-1 of"),
-        ("0,4,5,-1", r"stage 3 of 0\.\.3 .*0 .*-1 of"),
+        ("4,4,0,0", r"stage 2 .*0\.\.3.*1 .*0 in 4,4,0,0.* 2,2,2,2 .*balanced"),
+        ("9,-1,0,0", r"stage 1 .*0\.\.3.*1 .*-1 in"),
+        ("0,4,5,-1", r"stage 3 .*0\.\.3.*0 .*-1 in"),
         ("3,2,two,1", "'3,2,two,1'.* 2,2,2,2 .*balanced"),
     ],
 )
