@@ -183,7 +183,7 @@ def test_every_op_once_and_the_bubble_of_the_metrics(
     assert list(measured.values()) == pytest.approx(answers[0]["bubbles"], rel=0.01)
     joined = merge(traces, tmp_path / "all.json")
     sent = [i for instructions in planned.ranks for i in instructions if i.name.startswith("Send")]
-    assert joined.messages == 2 * len(sent) and not joined.ends
+    assert joined.messages == 2 * len(sent) and not joined.unpaired
     named = {event["name"] for event in spans_of(traces.ranks[1], "compute", "send", "recv")}
     assert named <= answers[1]["profiled"]
     assert f"{schedule}, measured, step 2" in page(traces, 2)
