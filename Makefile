@@ -91,7 +91,7 @@ test-sanitizers: $(stamp)  ## native code under the address, undefined and threa
 	TSAN_OPTIONS=halt_on_error=1 timeout 600 $(sanitized)/links_thread 1000
 	timeout 600 $(sanitized)/links_address 2000
 	ASAN_OPTIONS=allocator_may_return_null=1 $(sanitized)/fuzz $(FUZZ_SECONDS)
-	$(bin)/python -m tests.native.fuzz_meeting $(FUZZ_SECONDS)
+	$(bin)/python -m tests.native.fuzz_handshake $(FUZZ_SECONDS)
 	CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g" $(bin)/python setup.py -q build_ext \
 	  --build-lib $(sanitized)/module --build-temp $(sanitized)/objects
 	DS_EXT_NATIVE_DIR=$(sanitized)/module ASAN_OPTIONS=detect_leaks=0 \

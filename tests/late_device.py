@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ds_ext.comm import wire
-from ds_ext.comm.cuda.device import Card
+from ds_ext.comm.cuda.device import DeviceIdentity
 
 WAIT_LIMIT_S = 20.0
 GARBAGE = 0xEE
@@ -212,16 +212,16 @@ class LateDevice:
     def finish(self, event: LateEvent) -> None:
         event.await_record(int(event.counts[0]))
 
-    def card(self) -> Card:
+    def identity(self) -> DeviceIdentity:
         return {"folder": str(self._folder)}
 
-    def why_not(self, card: Card) -> str | None:
+    def incompatibility(self, other: DeviceIdentity) -> str | None:
         return None if self._reachable else "there is no peer access"
 
     def share_event(self, event: LateEvent) -> str:
         return str(event.path)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def open_event(self, card: Card, shared: str) -> LateEvent:
+    def open_event(self, owner: DeviceIdentity, shared: str) -> LateEvent:
         return LateEvent(np.memmap(shared, dtype=np.int64, mode="r+"), theirs=True)
 
     def new_slab(self, num_bytes: int) -> tuple[Tensor, Any]:
@@ -231,12 +231,12 @@ class LateDevice:
         self.current().put(lambda: raw.fill(GARBAGE))  # what its last owner still does
         return memory, str(path)
 
-    def open_slab(self, card: Card, shared: Any) -> Tensor:
+    def open_slab(self, owner: DeviceIdentity, shared: Any) -> Tensor:
         memory = np.memmap(shared, dtype=np.uint8, mode="r+")
         self._blocks.append(memory)
         return torch.from_numpy(memory)
 
-    def lend(self, slab: Tensor, place: int, num_bytes: int, returned: Callable[[], None]) -> Tensor:
+    def part_of(self, slab: Tensor, place: int, num_bytes: int, returned: Callable[[], None]) -> Tensor:
         return self._owned(self._raw(slab[place : place + num_bytes]), returned)
 
     # --- how ---

@@ -8,7 +8,7 @@ import threading
 import torch
 
 from ds_ext.comm import _native
-from ds_ext.comm.ends import Ends
+from ds_ext.comm.endpoints import Endpoints
 from ds_ext.comm.links import Links
 from ds_ext.comm.native_transport import NativeTransport
 from ds_ext.comm.transport import make_tag
@@ -17,7 +17,7 @@ from ds_ext.comm.transport import make_tag
 def connected_by_shm(ranks: int, timeout_s: float = 5.0) -> list[NativeTransport]:
     """Return the transports of all ranks of a job, in this process, linked through shared memory."""
     job, ports = bytes(16), [_native.Port() for _ in range(ranks)]
-    ends = [Ends() for _ in range(ranks)]
+    ends = [Endpoints() for _ in range(ranks)]
     for source in range(ranks):
         for target in range(ranks):
             if source != target:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm import _native
-from ..comm.ends import Ends
+from ..comm.endpoints import Endpoints
 from ..comm.links import Links
 from ..comm.native_transport import NativeTransport
 from ..comm.transport import Transport, create_transport, make_tag
@@ -133,14 +133,14 @@ def _thread_seconds() -> dict[str, float]:
 def _linked_with_itself(peers: int, timeout_s: float) -> NativeTransport:
     """The transport of a rank with so many peers, all of them in this process."""
     job, port = bytes(16), _native.Port()
-    ends = Ends()
+    endpoints = Endpoints()
     for peer in range(1, peers + 1):
-        link = ends.incoming[peer] = _native.ShmIncoming(peer, 0, job)
+        link = endpoints.incoming[peer] = _native.ShmIncoming(peer, 0, job)
         files = os.dup(link.fileno()), os.dup(port.fileno())
-        ends.outgoing[peer] = _native.ShmOutgoing(*files, peer, 0, job, 1 << 20)
+        endpoints.outgoing[peer] = _native.ShmOutgoing(*files, peer, 0, job, 1 << 20)
         link.connect(os.dup(port.fileno()))
         port.add(link)
-    links = Links(port, ends, dict.fromkeys(ends.incoming, 1))
+    links = Links(port, endpoints, dict.fromkeys(endpoints.incoming, 1))
     return NativeTransport(links, "shm", 0, peers + 1, timeout_s)
 
 

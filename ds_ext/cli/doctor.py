@@ -172,7 +172,7 @@ def _rdma() -> Iterator[Finding]:
                 "see its cable, its link (`rdma link`, `ibstat`) and, for InfiniBand, the subnet manager",
             )
     try:
-        choice = rdma_devices.choose(ports, None)
+        choice = rdma_devices.choose_port(ports, None)
         moved = try_rdma(choice.device, choice.port, choice.gid_index)
     except TransportError as error:
         yield _warn("RDMA", str(error), "until then other hosts are reached by tcp")

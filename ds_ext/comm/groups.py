@@ -1,4 +1,4 @@
-"""What the transports over torch.distributed share: groups, time limits and the causes of failures."""
+"""Process groups, time limits and causes of failures, for the transports over torch.distributed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ _CLOSED_SIGNS = ("closed", "reset by peer", "broken pipe", "unreachable", "no ro
 
 
 def new_group(ranks: list[int] | None, backend: str, timeout_s: float) -> dist.ProcessGroup | None:
-    """A process group of `ranks` (None: of all); None on ranks outside it.
+    """Create a process group of `ranks` (None: of all); None on ranks outside it.
 
     Every rank of the world calls this, in the same order.
+
+    Raises:
+        TransportError: torch.distributed is not initialized.
     """
     if not dist.is_initialized():
         raise TransportError(

@@ -7,7 +7,7 @@ answers, also for a process that is stopped. After 2 s without an answer the thr
 address down, and the blocked or next operation on them raises in its own thread.
 
 TCP_USER_TIMEOUT would break connections without a thread, but also those to a process that is stopped, or merely busy,
-while its receive window is full (tcp(7)). The links of the transport "tcp" have the same check of their own
+while its receive window is full (tcp(7)). The links of the transport "tcp" do the same check themselves
 (kernels/transport/tcp_connection.hpp).
 """
 

@@ -1,28 +1,45 @@
-"""Which native links a job uses: of a kind that is asked for by name, or the best for every pair ("auto")."""
+"""Set-up of native links: of one kind selected by name, or of the best kind for every pair ("auto")."""
 
 from __future__ import annotations
 
 import logging
 import socket
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ds_ext.comm import _native, torch_split
-from ds_ext.comm.ends import MEETING_S, Ends, LinkSetup, Pairs, both_ways
+from ds_ext.comm.endpoints import HANDSHAKE_S, Endpoints, LinkSetup, Pairs, both_ways
+from ds_ext.comm.link_selection import (
+    KINDS,
+    LinkSelection,
+    NoLinkError,
+    RankOffers,
+    describe,
+    kind_class,
+    select_links,
+)
 from ds_ext.comm.links import Links
-from ds_ext.comm.matrix import KINDS, Card, Matrix, choose, describe, kind_class
 from ds_ext.comm.native_transport import NativeTransport
-from ds_ext.comm.rendezvous import host_id
+from ds_ext.comm.shm_handshake import host_id
 from ds_ext.comm.spin import spin_us
-from ds_ext.comm.transport import DEFAULT_SLOTS, Transport
+from ds_ext.comm.transport import DEFAULT_CREDITS, Transport
 from ds_ext.errors import TransportError
 
 logger = logging.getLogger(__name__)
 
 _ERRORS = (TransportError, OSError, _native.LinkError)
+
+
+class _KindFailedError(Exception):
+    """The set-up of one kind of link failed on some rank; raised on all ranks."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
 
 
 def create(
@@ -33,38 +50,28 @@ def create(
     pairs: Pairs | tuple[()],
     node_ips: Sequence[str] | None = None,
 ) -> Transport:
-    """The transport of links of one kind; a collective call of all ranks of the world, with the same arguments.
+    """Create the transport over links of one kind; a collective call of all ranks, with the same arguments.
 
     Args:
         kind: a key of KINDS.
         timeout_s: the longest wait for a peer.
         device: of the tensors: "cpu" or "cuda".
-        pairs: (source, destination) of the links, with how many messages the receiver holds at a time; (): every rank
-            with every other.
+        pairs: (source, destination) of the links, with their link credits; (): every rank with every other.
         node_ips: the addresses that ranks listen at, one for each rank or one for each host.
 
     Raises:
         TransportError: on all ranks, with the reason of the first that cannot.
     """
-    made = _try([kind], timeout_s, device, pairs, node_ips)
-    if isinstance(made, str):
-        raise TransportError(f'"transport": "{kind}" cannot be used: {made}. Use "auto" or "torch".')
-    return made
+    try:
+        return _link([kind], timeout_s, device, pairs, node_ips)
+    except NoLinkError as error:
+        reason = f'"transport": "{kind}" cannot be used: {error}. Use "auto" or "torch".'
+        raise TransportError(reason) from None
 
 
-def create_shm(**arguments: Any) -> Transport:
-    """The transport "shm": ranks of one host; as create()."""
-    return create("shm", **arguments)
-
-
-def create_rdma(**arguments: Any) -> Transport:
-    """The transport "rdma": ranks with RDMA devices; as create()."""
-    return create("rdma", **arguments)
-
-
-def create_tcp(**arguments: Any) -> Transport:
-    """The transport "tcp": between hosts, and within one; as create()."""
-    return create("tcp", **arguments)
+create_shm = partial(create, "shm")
+create_rdma = partial(create, "rdma")
+create_tcp = partial(create, "tcp")
 
 
 def create_auto(
@@ -75,79 +82,85 @@ def create_auto(
     node_ips: Sequence[str] | None = None,
     polled: bool = False,
 ) -> Transport:
-    """For every pair the first of KINDS that it can have, or "torch" for all where a pair has none; as create().
+    """Create links of the first possible kind for every pair, or the transport "torch" if a pair has none; as create().
 
-    Between GPUs it is "torch" as long as that serves: not where arrivals are ``polled``, nor for ranks of one GPU.
+    Between GPUs it is "torch", unless arrivals are ``polled`` or ranks share a GPU.
     """
+    to_torch = partial(torch_split.create, timeout_s=timeout_s, device=device, pairs=tuple(pairs))
     if device.type == "cuda" and not polled:
         one_gpu = _ranks_of_one_gpu(device)
         if one_gpu is None:
-            _tell("transport: torch, because between GPUs nccl serves a static schedule")
-            return torch_split.create(timeout_s=timeout_s, device=device, pairs=tuple(pairs))
-        _tell(f"ranks {', '.join(map(str, one_gpu))} share a GPU, which nccl refuses")
-    made = _try(list(KINDS), timeout_s, device, pairs, node_ips)
-    if not isinstance(made, str):
-        return made
-    _tell(f"transport: torch, because {made}")
-    return torch_split.create(timeout_s=timeout_s, device=device, pairs=tuple(pairs))
+            _log("transport: torch, because between GPUs nccl serves a static schedule")
+            return to_torch()
+        _log(f"ranks {', '.join(map(str, one_gpu))} share a GPU, which nccl refuses")
+    try:
+        return _link(list(KINDS), timeout_s, device, pairs, node_ips)
+    except NoLinkError as error:
+        _log(f"transport: torch, because {error}")
+    return to_torch()
 
 
-def _try(
+def _link(
     kinds: list[str],
     timeout_s: float,
     device: torch.device,
     pairs: Pairs | tuple[()],
     node_ips: Sequence[str] | None,
-) -> Transport | str:
-    """The transport, or why there is none; every rank gets the same answer."""
+) -> Transport:
+    """Link all pairs, without the kinds whose set-up fails.
+
+    Raises:
+        TransportError: there is no process group, or an address in node_ips is wrong.
+        NoLinkError: no kind is left for a pair; on all ranks.
+    """
     if not dist.is_initialized():
         raise TransportError(
             "torch.distributed is not initialized: call deepspeed.init_distributed() first, "
             "in processes that `deepspeed` or `torchrun` has started"
         )
     if device.type not in ("cpu", "cuda"):
-        return f"the tensors are on {device.type}, and native links are for those of the CPU and of CUDA"
+        raise NoLinkError(
+            f"the tensors are on {device.type}, and native links are for those of the CPU and of CUDA"
+        )
     everyone = range(dist.get_world_size())
     if not isinstance(pairs, Mapping):
-        pairs = {(a, b): DEFAULT_SLOTS for a in everyone for b in everyone if a != b}
+        pairs = {(a, b): DEFAULT_CREDITS for a in everyone for b in everyone if a != b}
     if device.type == "cuda":
         pairs = both_ways(pairs)
     failed: dict[str, str] = {}
     while True:
         attempt = _Attempt(kinds, failed, pairs, node_ips)
         try:
-            made = attempt.run(timeout_s)
+            transport = attempt.run(timeout_s)
+            break
+        except _KindFailedError as error:
+            failed[error.kind] = str(error)
+            if len(failed) == len(kinds):
+                reasons = [f"{kind}: {reason}" for kind, reason in failed.items()]
+                raise NoLinkError(str(error) if len(kinds) == 1 else "; ".join(reasons)) from None
         finally:
             attempt.close()
-        # A kind that failed although nothing spoke against it is not tried again.
-        if not isinstance(made, tuple):
-            if isinstance(made, str) or device.type == "cpu":
-                return made
-            return _for_gpu(made, device, pairs, attempt.kinds)
-        kind, reason = made
-        failed[kind] = reason
-        if len(failed) == len(kinds):
-            return reason if len(kinds) == 1 else "; ".join(f"{k}: {r}" for k, r in failed.items())
+    return transport if device.type == "cpu" else _for_gpu(transport, device, pairs, attempt.kinds)
 
 
 def _for_gpu(
-    made: NativeTransport, device: torch.device, pairs: Pairs, kinds: Mapping[tuple[int, int], str]
+    transport: NativeTransport, device: torch.device, pairs: Pairs, kinds: Mapping[tuple[int, int], str]
 ) -> Transport:
     from ds_ext.comm.cuda.device import TorchCuda
     from ds_ext.comm.cuda.transport import GpuTransport
 
-    return GpuTransport.over(made, TorchCuda(device), pairs, kinds)
+    return GpuTransport.over(transport, TorchCuda(device), pairs, kinds)
 
 
 def _ranks_of_one_gpu(device: torch.device) -> list[int] | None:
-    """Ranks that share a GPU, if any do."""
+    """Return ranks that share a GPU; None if none do."""
     gpus = _gather((host_id(), str(torch.cuda.get_device_properties(device).uuid)))
     shared = next((gpu for gpu in gpus if gpus.count(gpu) > 1), None)
     return None if shared is None else [rank for rank, gpu in enumerate(gpus) if gpu == shared]
 
 
 class _Attempt:
-    """One try to link all pairs."""
+    """One attempt to link all pairs."""
 
     def __init__(
         self, kinds: Sequence[str], failed: Mapping[str, str], pairs: Pairs, node_ips: Sequence[str] | None
@@ -159,42 +172,38 @@ class _Attempt:
         self._port: _native.Port | None = None
         self.kinds: Mapping[tuple[int, int], str] = {}  # of the links
 
-    def run(self, timeout_s: float) -> NativeTransport | tuple[str, str] | str:
-        """The transport; or a kind that failed, and why; or why no kind serves."""
-        cards = _gather(self._card())
-        why_not = {kind: cls.why_not for kind, cls in self._classes.items()}
-        matrix = choose(cards, self._pairs, why_not, self._failed)
+    def run(self, timeout_s: float) -> NativeTransport:
+        """Return the transport; on all ranks NoLinkError, or _KindFailedError, after which another attempt may do."""
+        ranks: list[RankOffers] = _gather(self._offers())
         if self._node_ips is not None:
-            _refuse_wrong_addresses(cards)
-        if isinstance(matrix, str):
-            return matrix
-        self.kinds = matrix.kinds
-        reason = _first(_gather(self._prepare(matrix)))
-        if reason is not None:
-            return reason
-        ends = Ends()
-        reason = _first(_gather(self._connect(matrix, cards, timeout_s, ends)))
-        if reason is not None:
-            ends.close()
-            return reason
+            _refuse_wrong_addresses(ranks)
+        checks = {kind: cls.incompatibility for kind, cls in self._classes.items()}
+        selection = select_links(ranks, self._pairs, checks, self._failed)
+        self.kinds = selection.kinds
+        _raise_first(_gather(self._prepare(selection)))
+        endpoints = Endpoints()
+        try:
+            _raise_first(_gather(self._connect(selection, ranks, timeout_s, endpoints)))
+        except _KindFailedError:
+            endpoints.close()
+            raise
         assert self._port is not None
-        for link in ends.incoming.values():
+        for link in endpoints.incoming.values():
             self._port.add(link)
-        self._port.spin(spin_us(sum(card.host == cards[self._rank].host for card in cards)))
-        used = [kind for kind in self._kinds if kind in matrix.kinds.values()] or [self._kinds[0]]
+        self._port.spin(spin_us(sum(offers.host == ranks[self._rank].host for offers in ranks)))
+        used = [kind for kind in self._kinds if kind in selection.kinds.values()] or [self._kinds[0]]
         name = "+".join(used)
-        _tell(f"transport: {name}; {describe(matrix, cards)}")
-        slots = {source: most for (source, target), most in self._pairs.items() if target == self._rank}
-        return NativeTransport(
-            Links(self._port, ends, slots), name, self._rank, dist.get_world_size(), timeout_s
-        )
+        _log(f"transport: {name}; {describe(selection, ranks)}")
+        credits = {source: most for (source, target), most in self._pairs.items() if target == self._rank}
+        links = Links(self._port, endpoints, credits)
+        return NativeTransport(links, name, self._rank, dist.get_world_size(), timeout_s)
 
     def close(self) -> None:
         """Close what the transport has not taken over."""
         for setup in self._setups.values():
             setup.close()
 
-    def _card(self) -> Card:
+    def _offers(self) -> RankOffers:
         offers: dict[str, Any] = {}
         refusals: dict[str, str] = {}
         try:
@@ -206,55 +215,59 @@ class _Attempt:
                 continue
             setup = self._setups[kind] = cls(self._rank, self._port, self._node_ips)
             try:
-                offers[kind] = setup.card()
+                offers[kind] = setup.offer()
             except _ERRORS as error:
-                refusals[kind] = _words(error)
-        return Card(host_id(), socket.gethostname(), offers, refusals)
+                refusals[kind] = _text(error)
+        return RankOffers(host_id(), socket.gethostname(), offers, refusals)
 
-    def _prepare(self, matrix: Matrix) -> tuple[str, str] | None:
-        for kind in dict.fromkeys(matrix.kinds.values()):
+    def _prepare(self, selection: LinkSelection) -> tuple[str, str] | None:
+        """Prepare all selected kinds. Returns the kind that failed here, and the reason; None if none did."""
+        for kind in dict.fromkeys(selection.kinds.values()):
             try:
-                self._setups[kind].prepare(matrix.pairs(kind, self._pairs))
+                self._setups[kind].prepare(selection.pairs(kind, self._pairs))
             except _ERRORS as error:
-                return kind, f"rank {self._rank} cannot: {_words(error)}"
+                return kind, f"rank {self._rank} cannot: {_text(error)}"
         return None
 
     def _connect(
-        self, matrix: Matrix, cards: Sequence[Card], timeout_s: float, ends: Ends
+        self, selection: LinkSelection, ranks: Sequence[RankOffers], timeout_s: float, endpoints: Endpoints
     ) -> tuple[str, str] | None:
+        """Connect all selected kinds and add their endpoints. Returns as _prepare()."""
         assert self._port is not None
-        for kind in sorted(set(matrix.kinds.values())):
-            offers = {rank: card.offers[kind] for rank, card in enumerate(cards) if kind in card.offers}
+        for kind in sorted(set(selection.kinds.values())):
+            offers = {rank: each.offers[kind] for rank, each in enumerate(ranks) if kind in each.offers}
             try:
-                pairs = matrix.pairs(kind, self._pairs)
-                ends.add(self._setups[kind].connect(offers, pairs, min(timeout_s, MEETING_S)))
+                pairs = selection.pairs(kind, self._pairs)
+                endpoints.add(self._setups[kind].connect(offers, pairs, min(timeout_s, HANDSHAKE_S)))
             except _ERRORS as error:
-                return kind, _words(error)
+                return kind, _text(error)
         self._port.close_fileno()
         return None
 
 
-def _refuse_wrong_addresses(cards: Sequence[Card]) -> None:
-    """Addresses that are given must be right, whether another kind of link would do or not."""
-    for card in cards:
-        if "tcp" in card.refusals:
-            raise TransportError(card.refusals["tcp"])
+def _refuse_wrong_addresses(ranks: Sequence[RankOffers]) -> None:
+    """Raise TransportError for an address in node_ips that a rank cannot use, whatever kinds of links serve."""
+    for offers in ranks:
+        if "tcp" in offers.refusals:
+            raise TransportError(offers.refusals["tcp"])
 
 
-def _words(error: Exception) -> str:
+def _text(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _gather(value: Any) -> list[Any]:
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, value)
-    return everyones
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
-def _first(failures: Sequence[tuple[str, str] | None]) -> tuple[str, str] | None:
-    return next((failure for failure in failures if failure is not None), None)
+def _raise_first(failures: Sequence[tuple[str, str] | None]) -> None:
+    for failure in failures:
+        if failure is not None:
+            raise _KindFailedError(*failure)
 
 
-def _tell(text: str) -> None:
+def _log(text: str) -> None:
     if dist.get_rank() == 0:
         logger.info(text)

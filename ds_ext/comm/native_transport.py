@@ -1,12 +1,12 @@
-"""Messages between ranks over native links of any kind (kernels/README.md draws them).
+"""Transport over native links of any kind (kernels/README.md draws their formats).
 
-Shared memory: each directed pair has a segment, which the receiver made. A sender copies a message into a slot of the
-message's size and publishes 256 bytes that describe it; the receiver gets tensors that lie in the slot, which goes back
-with the last of them. A receiver that holds as many slots of a link as the timetable needs copies messages out instead.
-Only the two ranks take part: no thread, and no system call unless one sleeps.
+shm: each directed pair has a memory segment, made by the receiver. A sender copies a message into a slot of the
+message's size and publishes 256 bytes that describe it. The receiver's tensors lie in the slot, which is released with
+the last of them. A receiver that already holds as many messages as the link has credits copies further ones out. No
+thread takes part, and no system call unless a rank sleeps.
 
-tcp: each pair has a connection. A sender writes from the tensors into the socket, and copies what that does not take;
-the receiver's I/O thread reads into memory of the message's size, in which the tensors lie.
+tcp: each pair has a connection. A sender writes from the tensors into the socket, and copies what the socket does not
+take. The receiver's I/O thread reads into memory of the message's size, in which the tensors lie.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ from typing import TypeVar
 from torch import Tensor
 
 from ds_ext.comm import _native
-from ds_ext.comm.health import Health
+from ds_ext.comm.failure_state import FailureState
 from ds_ext.comm.links import Links, copies, pieces_of, views
 from ds_ext.comm.transport import ITEM_BITS, TAG_LIMIT, check_address, describe_tag
 from ds_ext.errors import ProtocolError, TransportError
 
-SLICE_S = 0.035  # how long a sleep lasts at most, so that signals and the end of a peer are noticed
-COPIED_BYTES = 4096  # up to here a copy costs less than to keep a slot
+SLICE_S = 0.035  # the longest sleep, so that signals and the end of a peer are noticed
+COPIED_BYTES = 4096  # up to here a copy costs less than holding a slot
 SEND_ERRORS = (_native.DescriptorError, _native.LinkError, OSError, MemoryError)
 
-_End = TypeVar("_End")
+_Endpoint = TypeVar("_Endpoint")
 
 
 class Sent:
-    """A message is on its way, and its tensors are the sender's again, when send() returns."""
+    """Ticket of a message whose tensors are the sender's again: every send() that has returned."""
 
     def done(self) -> bool:
+        """See transport.Ticket."""
         return True
 
     def wait(self, timeout_s: float | None = None) -> tuple[Tensor, ...]:
+        """See transport.Ticket."""
         return ()
 
 
@@ -48,7 +50,7 @@ SENT = Sent()
 
 @dataclass(eq=False, slots=True)
 class RecvTicket:
-    """What recv() gives; see transport.Ticket."""
+    """Ticket of recv(); see transport.Ticket."""
 
     transport: NativeTransport
     peer: int
@@ -58,21 +60,23 @@ class RecvTicket:
 
     @property
     def arrived(self) -> bool:
-        """What done() is without looking for new messages."""
+        """Return whether the message is here, without looking for new ones."""
         return self.message is not None or self.tensors is not None
 
     def done(self) -> bool:
+        """See transport.Ticket."""
         if not self.arrived:
             self.transport.drain()
         return self.arrived
 
     def wait(self, timeout_s: float | None = None) -> tuple[Tensor, ...]:
+        """See transport.Ticket."""
         return self.transport.finish_recv(self, timeout_s)
 
 
 @dataclass(eq=False)
 class _Channel:
-    """What has arrived and was not asked for, or was asked for and has not arrived."""
+    """Messages that no ticket waits for, or tickets whose messages have not arrived."""
 
     messages: deque[_native.Message] = field(default_factory=deque)
     tickets: deque[RecvTicket] = field(default_factory=deque)
@@ -86,6 +90,9 @@ class NativeTransport:
         name: the kinds of links in use, as "shm" or "shm+tcp".
         rank, world_size: in the job.
         timeout_s: the longest wait.
+
+    Attributes:
+        must_be_taken: whether close() waits for a number of messages in flight to a peer.
     """
 
     def __init__(self, links: Links, name: str, rank: int, world_size: int, timeout_s: float) -> None:
@@ -95,21 +102,20 @@ class NativeTransport:
         self._port = links.port
         self._channels: dict[tuple[int, int], _Channel] = {}
         self._arrived: dict[_native.Message, tuple[int, int]] = {}
-        self._health = Health(rank, links.abort)
-        # Whether close() waits for so many last messages to a peer; for who sends some that need not arrive.
-        self.must_be_taken: Callable[[int, int], bool] = lambda peer, untaken: untaken > 0
+        self._state = FailureState(rank, links.abort)
+        self.must_be_taken: Callable[[int, int], bool] = lambda peer, in_flight: in_flight > 0
 
     # --- the interface ---
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Sent:
-        """Copy the tensors on their way to the peer; see Transport.send."""
+        """Copy the tensors into the link to the peer; see Transport.send."""
         link = self._link(self._links.outgoing, self.rank, peer, tag)
         pieces, _sources = pieces_of(
             tensors
         )  # the copies among the sources live until the native code has read them
         attempt = partial(link.send, tag, pieces)
-        if not self._sent(attempt, peer, tag):
-            self._await_room(link, peer, tag, attempt)
+        if not self._try(attempt, peer, tag):
+            self._await_credit(link, peer, tag, attempt)
         return SENT
 
     def recv(self, peer: int, tag: int) -> RecvTicket:
@@ -123,22 +129,22 @@ class NativeTransport:
         return ticket
 
     def ready(self) -> list[tuple[int, int]]:
-        """(peer, tag) of what has arrived and was not yet waited for, asked for or not."""
-        self._health.check()
+        """Return (peer, tag) of all messages that have arrived and were not yet waited for, asked for or not."""
+        self._state.check()
         self.drain()
         return list(self._arrived.values())
 
     def close(self) -> None:
-        """Wait until the peers have taken what was sent, `timeout_s` in all; one that has failed is just dropped."""
+        """Wait until the peers have taken all messages, `timeout_s` in all; after a failure, close without waiting."""
         deadline = time.monotonic() + self.timeout_s
         try:
-            if self._health.reason is None:
+            if self._state.reason is None:
                 for peer, link in self._links.outgoing.items():
                     limit_s = max(0.0, deadline - time.monotonic())
                     taken = partial(self._all_taken, peer, link)
-                    self._await_room(link, peer, link.untaken()[1], taken, limit_s)
+                    self._await_credit(link, peer, link.in_flight()[1], taken, limit_s)
         finally:
-            self._health.reason = self._health.reason or "it is closed"
+            self._state.reason = self._state.reason or "it is closed"
             self._links.close()
             self._channels.clear()
             self._arrived.clear()
@@ -146,20 +152,20 @@ class NativeTransport:
     # --- more than the interface asks for ---
 
     def wait_any(self, tickets: Sequence[RecvTicket], timeout_s: float | None = None) -> int:
-        """Wait until one of the tickets is done; its position. TransportError as for a ticket's wait()."""
+        """Wait until one of the tickets is done; return its position. TransportError as for a ticket's wait()."""
         if not tickets:
             raise TransportError(f"rank {self.rank}: wait_any() needs at least one ticket")
         return self._await_arrival(tickets, timeout_s)
 
     def abort(self, cause: str) -> None:
-        """Tell the peers why this rank fails, so that their errors show it; the transport cannot be used any more."""
-        if self._health.reason is None:  # a failure of its own was told already
-            self._health.reason = f"it was given up: {cause}"
+        """Send the cause of this rank's failure to its peers; the transport cannot be used any more."""
+        if self._state.reason is None:  # a failure of the transport itself was sent before
+            self._state.reason = f"it was given up: {cause}"
             self._links.abort(f"rank {self.rank}: {cause}")
 
     def fail(self, what: str, kind: type[TransportError] = TransportError) -> TransportError:
-        """The error of something that the user of this transport has found wrong, which ends it as its own would."""
-        return self._health.failed(what, kind)
+        """Return the error of a failure found by the user of this transport, which then cannot be used any more."""
+        return self._state.failure(what, kind)
 
     # --- receiving ---
 
@@ -168,7 +174,7 @@ class NativeTransport:
         try:
             messages = self._port.take()
         except (_native.DescriptorError, _native.LinkError) as error:
-            raise self._health.failed(f"a message is damaged: {error}", ProtocolError) from error
+            raise self._state.failure(f"a message is damaged: {error}", ProtocolError) from error
         for message in messages:
             peer, tag = message.source, message.tag
             self._arrived[message] = peer, tag
@@ -178,11 +184,11 @@ class NativeTransport:
                 self._match(channel, peer)
 
     def finish_recv(self, ticket: RecvTicket, timeout_s: float | None = None) -> tuple[Tensor, ...]:
-        """Wait for the ticket's message and make its tensors."""
+        """Wait for the ticket's message and return its tensors."""
         if ticket.tensors is None:
             if ticket.message is None:
                 self._await_arrival((ticket,), timeout_s)
-            self._health.check()
+            self._state.check()
             message, ticket.message = ticket.message, None
             assert message is not None
             del self._arrived[message]
@@ -191,12 +197,12 @@ class NativeTransport:
 
     def _tensors(self, message: _native.Message, ticket: RecvTicket) -> tuple[Tensor, ...]:
         try:
-            if message.nbytes > COPIED_BYTES and message.hold(self._links.slots[ticket.peer]):
+            if message.nbytes > COPIED_BYTES and message.hold(self._links.credits[ticket.peer]):
                 return views(message)
             return copies(message)
         except _native.DescriptorError as error:
             what = f"recv from rank {ticket.peer} of {describe_tag(ticket.tag)}: {error}"
-            raise self._health.failed(what, ProtocolError) from error
+            raise self._state.failure(what, ProtocolError) from error
 
     def _channel(self, peer: int, tag: int) -> _Channel:
         key = peer, tag >> ITEM_BITS
@@ -210,7 +216,7 @@ class NativeTransport:
         while channel.messages and channel.tickets:
             message, ticket = channel.messages[0], channel.tickets[0]
             if message.tag != ticket.tag:
-                raise self._health.failed(
+                raise self._state.failure(
                     f"expected {describe_tag(ticket.tag)} as message {message.seq} of the channel from rank {peer}, "
                     f"got {describe_tag(message.tag)} as message {message.seq}: the two ranks use the channel in "
                     "different orders"
@@ -219,50 +225,48 @@ class NativeTransport:
             channel.tickets.popleft()
 
     def _await_arrival(self, tickets: Sequence[RecvTicket], timeout_s: float | None) -> int:
-        """Wait until one of the tickets has its message; its position."""
+        """Wait until one of the tickets has its message; return its position."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         start = asked = time.monotonic()
-        gone: tuple[int, str] | None = None
+        ended: tuple[int, str] | None = None
         while True:
-            self._health.check()
+            self._state.check()
             self.drain()
             for position, ticket in enumerate(tickets):
                 if ticket.arrived:
                     return position
             waited_s = time.monotonic() - start
-            if gone is not None:
-                tag = next(ticket.tag for ticket in tickets if ticket.peer == gone[0])
-                raise self._health.lost("recv from", gone, tag, waited_s)
+            if ended is not None:
+                tag = next(ticket.tag for ticket in tickets if ticket.peer == ended[0])
+                raise self._state.peer_gone("recv from", ended, tag, waited_s)
             if waited_s >= limit_s:
-                final = timeout_s is None
-                raise self._health.timed_out(
-                    "recv from", tickets[0].peer, tickets[0].tag, limit_s, final=final
-                )
+                first, final = tickets[0], timeout_s is None
+                raise self._state.timeout("recv from", first.peer, first.tag, limit_s, final=final)
             arrived = self._port.wait_arrival(min(SLICE_S, limit_s - waited_s))
             # Also while others send: a peer may have ended among their messages.
             if not arrived or time.monotonic() - asked > SLICE_S:
                 # Asked before the next look for messages: what a peer has sent before its end still counts.
-                gone = self._links.gone(dict.fromkeys(ticket.peer for ticket in tickets))
+                ended = self._links.ended_peer(dict.fromkeys(ticket.peer for ticket in tickets))
                 asked = time.monotonic()
 
     # --- sending ---
 
     def _all_taken(self, peer: int, link: _native.Outgoing) -> bool:
-        return not self.must_be_taken(peer, link.untaken()[0])
+        return not self.must_be_taken(peer, link.in_flight()[0])
 
-    def _not_sent(self, peer: int, tag: int, error: Exception) -> TransportError:
-        """A native error as ours."""
+    def _send_error(self, peer: int, tag: int, error: Exception) -> TransportError:
+        """Return the error to raise for one of the native code."""
         if isinstance(error, _native.DescriptorError):
             return TransportError(f"rank {self.rank}: this cannot be sent to rank {peer}: {error}")
         why = "there is no memory for it" if isinstance(error, MemoryError) else error
         what = f"send to rank {peer} of {describe_tag(tag)}: {why}"
         if isinstance(error, _native.LinkError):
-            return self._health.failed(what, ProtocolError)
-        return self._health.failed(
+            return self._state.failure(what, ProtocolError)
+        return self._state.failure(
             f'{what}. Give the host or the container more memory, or use "transport": "torch"'
         )
 
-    def _await_room(
+    def _await_credit(
         self,
         link: _native.Outgoing,
         peer: int,
@@ -270,33 +274,33 @@ class NativeTransport:
         attempt: Callable[[], bool],
         limit_s: float | None = None,
     ) -> None:
-        """Wait until `attempt` succeeds. What arrives meanwhile is taken, so that two ranks that both send get on."""
+        """Wait until `attempt` succeeds. Meanwhile take messages, so that two ranks that both send make progress."""
         limit_s = self.timeout_s if limit_s is None else limit_s
         start = asked = time.monotonic()
-        gone: tuple[int, str] | None = None
-        while not self._sent(attempt, peer, tag):
+        ended: tuple[int, str] | None = None
+        while not self._try(attempt, peer, tag):
             waited_s = time.monotonic() - start
-            if gone is not None:
-                raise self._health.lost("send to", gone, tag, waited_s)
+            if ended is not None:
+                raise self._state.peer_gone("send to", ended, tag, waited_s)
             if waited_s >= limit_s:
-                raise self._health.timed_out("send to", peer, tag, limit_s, link.untaken())
-            room = self._port.wait_room(link, min(SLICE_S, limit_s - waited_s))
-            if not room or time.monotonic() - asked > SLICE_S:
-                gone = self._links.gone((peer,))
+                raise self._state.timeout("send to", peer, tag, limit_s, link.in_flight())
+            credit = self._port.wait_credit(link, min(SLICE_S, limit_s - waited_s))
+            if not credit or time.monotonic() - asked > SLICE_S:
+                ended = self._links.ended_peer((peer,))
                 asked = time.monotonic()
             self.drain()
 
-    def _sent(self, attempt: Callable[[], bool], peer: int, tag: int) -> bool:
+    def _try(self, attempt: Callable[[], bool], peer: int, tag: int) -> bool:
         try:
             return attempt()
         except SEND_ERRORS as error:
-            raise self._not_sent(peer, tag, error) from error
+            raise self._send_error(peer, tag, error) from error
 
-    # --- refusals and failures ---
+    # --- checks ---
 
-    def _link(self, links: Mapping[int, _End], source: int, peer: int, tag: int) -> _End:
-        """The link to use, after the checks that every call begins with."""
-        self._health.check()
+    def _link(self, links: Mapping[int, _Endpoint], source: int, peer: int, tag: int) -> _Endpoint:
+        """Return the endpoint to use, after the checks that every call begins with."""
+        self._state.check()
         link = links.get(peer)
         if link is None or not 0 <= tag < TAG_LIMIT:
             check_address(self.rank, self.world_size, peer, tag)

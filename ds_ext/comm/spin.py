@@ -1,4 +1,4 @@
-"""How long a rank looks for messages before it sleeps."""
+"""Spin time: how long a rank polls for messages before it sleeps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ _QUOTA_FILES_1, _QUOTA_FILES_2 = ("cpu.cfs_quota_us", "cpu.cfs_period_us"), ("cp
 
 
 def spin_us(ranks_here: int) -> float:
-    """Microseconds to look before a sleep, at most: none where ranks wait for a core."""
+    """Return the longest time to poll before a sleep, in microseconds: 0 where ranks outnumber cores.
+
+    Raises:
+        TransportError: DS_EXT_SPIN_US is no number.
+    """
     given = os.environ.get(SPIN_VARIABLE)
     if given is not None:
         try:
@@ -26,7 +30,7 @@ def spin_us(ranks_here: int) -> float:
 
 
 def usable_cores() -> float:
-    """Cores that this process may use, by its affinity and the CPU quotas of its control groups."""
+    """Return the cores that this process may use, by its affinity and the CPU quotas of its control groups."""
     cores = float(len(os.sched_getaffinity(0)))
     try:
         groups = Path("/proc/self/cgroup").read_text()
@@ -36,7 +40,7 @@ def usable_cores() -> float:
 
 
 def cpu_quotas(groups: str, root: Path) -> Iterator[float]:
-    """CPU quotas, in cores, of control groups and all groups above them.
+    """Yield the CPU quotas, in cores, of control groups and all groups above them.
 
     Args:
         groups: contents of /proc/self/cgroup; versions 1 and 2.

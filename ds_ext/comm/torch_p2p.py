@@ -65,7 +65,7 @@ class _RecvTicket:
 
 @dataclass(eq=False)
 class _Outgoing:
-    """The sending end of a channel."""
+    """Sending endpoint of a channel."""
 
     frame_bytes: int = wire.SEAL_BYTES
     seq: int = 0
@@ -73,7 +73,7 @@ class _Outgoing:
 
 @dataclass(eq=False)
 class _Incoming:
-    """The receiving end of a channel; `transfer` is the one frame that is asked for from gloo."""
+    """Receiving endpoint of a channel; `transfer` is the one frame requested from gloo."""
 
     peer: int
     number: int
@@ -85,7 +85,7 @@ class _Incoming:
 
 @dataclass(eq=False)
 class _Link:
-    """What is known of all channels with one peer together."""
+    """State of all channels with one peer."""
 
     sent: int = 0
     unfinished: dict[int, _SendTicket] = field(default_factory=dict)  # by link_seq, oldest first
@@ -95,7 +95,7 @@ class _Link:
 
 
 class TorchTransport:
-    """Transport (see transport.py) for CPU tensors over a gloo group of its own."""
+    """Transport (see transport.py) for CPU tensors over a separate gloo group."""
 
     name = "torch"
 

@@ -170,7 +170,11 @@ class SplitTransport:
         self._headers.close()
 
     def finish_recv(self, ticket: _RecvTicket, timeout_s: float | None) -> tuple[Tensor, ...]:
-        """Take the peer's messages in order until the ticket's contents are under way, then wait for them."""
+        """Take the peer's messages in order until the ticket's contents are in flight, then wait for them.
+
+        Raises:
+            TransportError: the peer has sent no message for the ticket, or cannot be reached.
+        """
         deadline = time.monotonic() + (self._headers.timeout_s if timeout_s is None else timeout_s)
         while ticket.tensors is None:
             headers = self._awaited_headers[ticket.peer]

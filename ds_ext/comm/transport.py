@@ -1,4 +1,4 @@
-"""What moves tensors between pipeline ranks: the interface, its tags and the table of transports.
+"""Interface of the transports that move tensors between pipeline ranks, its tags, and the table of transports.
 
 A transport knows peers (global ranks) and tags, and nothing of pipelines. Messages carry their own shapes and
 dtypes, so nothing is agreed on beforehand and shapes may change from one message to the next.
@@ -20,7 +20,7 @@ ITEM_BITS = 16
 TAG_LIMIT = 1 << 31
 # Channels that transports of GPU tensors use themselves.
 GPU_CONTROL, GPU_PIECES = (1 << 14) - 2, (1 << 14) - 1
-DEFAULT_SLOTS = 16  # messages of a link that a receiver holds at a time, where no timetable tells
+DEFAULT_CREDITS = 16  # link credits where no timetable gives them
 
 # A value is "module:function"; the function takes create_transport's arguments after the name.
 TRANSPORTS: Mapping[str, str] = MappingProxyType(
@@ -95,19 +95,23 @@ class Transport(Protocol):
 
 
 def make_tag(channel: int, item: int) -> int:
-    """The tag of an item on a channel: `channel` below 2**15, `item` counted modulo 2**16."""
+    """Return the tag of an item on a channel: `channel` below 2**15, `item` counted modulo 2**16.
+
+    Raises:
+        TransportError: the channel is out of range.
+    """
     if not 0 <= channel < TAG_LIMIT >> ITEM_BITS:
         raise TransportError(f"channel {channel} is not in 0..{(TAG_LIMIT >> ITEM_BITS) - 1}")
     return channel << ITEM_BITS | item & (1 << ITEM_BITS) - 1
 
 
 def describe_tag(tag: int) -> str:
-    """A tag as error messages show it."""
+    """Return a tag as error messages show it."""
     return f"tag {tag} (channel {tag >> ITEM_BITS}, item {tag & (1 << ITEM_BITS) - 1})"
 
 
 def check_address(rank: int, world_size: int, peer: int, tag: int) -> None:
-    """Refuse a peer or a tag that no message can have."""
+    """Raise TransportError for a peer or a tag that no message can have."""
     if not 0 <= peer < world_size or peer == rank:
         raise TransportError(
             f"rank {rank} of {world_size} cannot exchange messages with rank {peer}: "
@@ -135,8 +139,8 @@ def create_transport(
         timeout_s: the longest wait for a peer, in seconds.
         device: where received tensors are to lie.
         pairs: the directed pairs (source, destination) of global ranks that will be used, the same on every rank; as
-            a mapping also how many messages the receiver of each holds at a time. On GPUs each gets a communicator, in
-            shared memory a segment; left out: every rank with every other.
+            a mapping also with their link credits: how many messages the receiver holds at a time. On GPUs each gets
+            a communicator, in shared memory a segment; left out: every rank with every other.
         node_ips: the addresses at which ranks listen for connections of other hosts: one for each rank, or one for
             each host in the launcher's order; None: those from which they reach MASTER_ADDR.
         polled: "auto" must choose one that tells what has come without waiting for it.
@@ -148,6 +152,6 @@ def create_transport(
         raise TransportError(f'transport "{name}" unknown; known: {", ".join(TRANSPORTS)}')
     module, function = TRANSPORTS[name].split(":")
     factory = getattr(importlib.import_module(module), function)
-    links = pairs if isinstance(pairs, Mapping) else dict.fromkeys(pairs, DEFAULT_SLOTS) or ()
+    links = pairs if isinstance(pairs, Mapping) else dict.fromkeys(pairs, DEFAULT_CREDITS) or ()
     more = {"polled": polled} if name == "auto" else {}
     return factory(timeout_s=timeout_s, device=device, pairs=links, node_ips=node_ips, **more)

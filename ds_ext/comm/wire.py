@@ -29,23 +29,45 @@ Descriptor = _native.Descriptor
 DescriptorError = _native.DescriptorError
 
 _DTYPES = tuple(getattr(torch, name, None) for name, _ in _native.ELEMENT_TYPES)
-_CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
+CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
+
+
+def dtype_of(code: int) -> torch.dtype:
+    """Return the dtype of a code that the native code has checked.
+
+    Raises:
+        DescriptorError: this torch does not have it.
+    """
+    dtype = _DTYPES[code]
+    if dtype is None:
+        name = _native.ELEMENT_TYPES[code][0]
+        raise DescriptorError(f"the peer sends {name}, which torch {torch.__version__} does not have")
+    return dtype
+
+
+def check_sendable(tensor: Tensor) -> None:
+    """Raise TransportError for a dtype or a layout that cannot be sent."""
+    if tensor.dtype not in CODES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in CODES)
+        raise TransportError(f"tensors of {tensor.dtype} cannot be sent; known: {names}")
+    if tensor.layout is not torch.strided:
+        raise TransportError(f"a {tensor.layout} tensor cannot be sent: make it dense with to_dense()")
 
 
 def describe(
     tensors: Sequence[Tensor], *, tag: int, seq: int, link_seq: int, acknowledged: int
 ) -> list[Descriptor]:
-    """One descriptor per tensor, with the place of each in the message's body."""
+    """Return one descriptor per tensor, with its place in the message's body.
+
+    Raises:
+        TransportError: the tensors cannot be sent as one message.
+    """
     descriptors: list[Descriptor] = []
     end = 0
     for index, tensor in enumerate(tensors):
-        if tensor.dtype not in _CODES:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _CODES)
-            raise TransportError(f"tensors of {tensor.dtype} cannot be sent; known: {names}")
-        if tensor.layout is not torch.strided:
-            raise TransportError(f"a {tensor.layout} tensor cannot be sent: make it dense with to_dense()")
+        check_sendable(tensor)
         descriptor = Descriptor()
-        descriptor.dtype = _CODES[tensor.dtype]
+        descriptor.dtype = CODES[tensor.dtype]
         try:
             descriptor.shape = tuple(tensor.shape)
         except DescriptorError as error:
@@ -120,7 +142,7 @@ def pack_all(descriptors: Sequence[Descriptor]) -> Tensor:
 
 
 def unpack_all(packed: Tensor) -> tuple[Descriptor, ...]:
-    """What pack_all was given."""
+    """Return the descriptors that pack_all() has packed."""
     return tuple(
         _native.unpack_at(packed.data_ptr() + offset) for offset in range(0, len(packed), SEAL_BYTES)
     )
@@ -137,9 +159,6 @@ def view(descriptors: Sequence[Descriptor], body: Tensor) -> tuple[Tensor, ...]:
         same = (descriptor.tag, descriptor.seq, descriptor.count, descriptor.body_bytes)
         if descriptor.index != index or same != (first.tag, first.seq, first.count, first.body_bytes):
             raise DescriptorError(f"descriptor {index} is not of the same message as the first")
-        if _DTYPES[descriptor.dtype] is None:
-            name = _native.ELEMENT_TYPES[descriptor.dtype][0]
-            raise DescriptorError(f"the peer sends {name}, which torch {torch.__version__} does not have")
     if first.count != len(descriptors) or first.body_bytes > len(body):
         raise DescriptorError(
             f"{first.count} tensors of {first.body_bytes} bytes announced, {len(body)} came"
@@ -148,9 +167,8 @@ def view(descriptors: Sequence[Descriptor], body: Tensor) -> tuple[Tensor, ...]:
 
 
 def _alias(body: Tensor, descriptor: Descriptor) -> Tensor:
-    """A tensor over `body`'s memory that is no view to autograd: it has a version counter of its own."""
-    dtype = _DTYPES[descriptor.dtype]
-    assert dtype is not None
+    """Return a tensor over `body`'s memory that is no view to autograd: it has a separate version counter."""
+    dtype = dtype_of(descriptor.dtype)
     start = (body.storage_offset() + descriptor.offset) // dtype.itemsize
     shape = descriptor.shape
     strides = [1] * len(shape)

@@ -41,7 +41,7 @@ class Copier : public Owned {
         unsigned char* target;
         const unsigned char* source;
         std::uint64_t bytes;
-        std::uint64_t next = 0;         // offset of the next block that nobody copies
+        std::uint64_t next = 0;         // offset of the next block that is not being copied
         std::uint64_t in_progress = 0;  // blocks that are being copied
         bool all_taken() const { return next == bytes; }
     };

@@ -155,7 +155,7 @@ class FrameReader {
     std::size_t begin_ = 0, end_ = 0;
     Arrival arrival_;  // under way
     std::uint64_t body_here_ = 0;
-    Order order_;
+    SequenceCheck order_;
 };
 
 }  // namespace ds_ext

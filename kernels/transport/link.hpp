@@ -1,7 +1,7 @@
 #pragma once
 
-// The two ends of a link between ranks, whatever it is made of. Each kind of link derives its own two; all that is the
-// same for every kind (descriptors, numbers, the window, messages that hold their memory) is here and in message.hpp.
+// The two endpoints of a link between ranks. Each kind of link derives both; what all kinds share (descriptors,
+// sequence numbers, the window, messages that hold their memory) is here and in message.hpp.
 
 #include <atomic>
 #include <deque>
@@ -17,7 +17,7 @@
 
 namespace ds_ext {
 
-inline constexpr std::uint64_t kMostUntaken = 4096;  // messages of a link that are sent and not taken
+inline constexpr std::uint64_t kMaxInFlight = 4096;  // messages of a link that are sent and not taken
 
 /// A message at the receiver: its descriptors, all of them checked, and its body.
 struct Arrival {
@@ -26,7 +26,7 @@ struct Arrival {
     std::shared_ptr<void> memory;      // what keeps the body, where that is not the link's own to manage
 };
 
-/// The receiving end. One thread takes messages; memory may come back from any thread.
+/// Receiving endpoint. One thread takes messages; any thread may release their memory.
 class Incoming : public Owned {
   public:
     explicit Incoming(std::uint32_t source) : source_(source) {}
@@ -36,14 +36,15 @@ class Incoming : public Owned {
 
     std::uint32_t source() const { return source_; }
 
-    /// take() has something to give, or to complain of. Called in every look of a waiting rank: no system call.
-    virtual bool news() const = 0;
-    /// The next message; news() holds. DescriptorError or LinkError: what came cannot be right; nothing is taken.
+    /// Whether take() has a message or an error. Called in every poll of a waiting rank: no system call.
+    virtual bool has_message() const = 0;
+    /// The next message; has_message() holds. DescriptorError or LinkError: it is invalid, and nothing is taken.
     virtual Arrival take() = 0;
     /// The body is not used any more.
-    virtual void give_back(const Arrival& arrival) = 0;
-    /// Why no more messages will come, as words that follow "rank 3 ..."; empty while they may, or while some are here.
-    virtual std::string gone() const = 0;
+    virtual void release(const Arrival& arrival) = 0;
+    /// Why no more messages will come, as words that follow "rank 3 ..."; empty while they may, or while some are
+    /// here.
+    virtual std::string end_reason() const = 0;
     /// Tell the sender why this rank fails. Never throws and never waits.
     virtual void abort(const std::string& cause) = 0;
     /// Tell the sender that nothing more is taken. Bodies in use stay.
@@ -57,7 +58,7 @@ class Incoming : public Owned {
     std::atomic<std::uint32_t> held_{0};
 };
 
-/// Room for one message.
+/// Memory of one message to be sent.
 struct Slot {
     std::uint64_t place = 0;  // where the kind of link needs it
     std::uint64_t bytes = 0;  // of the body and the further descriptors
@@ -65,7 +66,7 @@ struct Slot {
     std::vector<Descriptor> descriptors;
 };
 
-/// The sending end. One thread uses it.
+/// Sending endpoint. One thread uses it.
 class Outgoing : public Owned {
   public:
     /// `window`: unreceived bytes from which on there is no room for another message, unless it is the only one.
@@ -74,7 +75,7 @@ class Outgoing : public Owned {
     Outgoing& operator=(const Outgoing&) = delete;
     virtual ~Outgoing() = default;
 
-    /// Room for a message of these shapes; nothing while there is none.
+    /// A slot for a message of these shapes; nothing while there is no room.
     std::optional<Slot> reserve(std::uint32_t tag, const std::vector<Piece>& pieces) {
         refuse_fork();
         Slot slot;
@@ -84,35 +85,36 @@ class Outgoing : public Owned {
         if (slot.bytes > most_bytes())
             throw DescriptorError("a message of " + std::to_string(slot.bytes) + " bytes; the link carries " +
                                   std::to_string(most_bytes()));
-        forget_taken();
-        const bool full = untaken_.size() == kMostUntaken;
-        if (full || (untaken_bytes_ > 0 && untaken_bytes_ + slot.bytes > window_) || !lend(slot)) return std::nullopt;
+        update_taken();
+        const bool full = in_flight_.size() == kMaxInFlight;
+        if (full || (in_flight_bytes_ > 0 && in_flight_bytes_ + slot.bytes > window_) || !allocate(slot))
+            return std::nullopt;
         return slot;
     }
 
     /// Copy the tensors and hand the message over; the tensors are the caller's again when this returns.
     void transmit(Slot& slot, const std::vector<Piece>& pieces) {
         refuse_fork();
-        numbers_.give(slot.descriptors);
+        numbers_.assign(slot.descriptors);
         put(slot, pieces);
-        untaken_.emplace_back(slot.descriptors[0].tag, slot.bytes);
-        untaken_bytes_ += slot.bytes;
+        in_flight_.emplace_back(slot.descriptors[0].tag, slot.bytes);
+        in_flight_bytes_ += slot.bytes;
     }
 
-    struct Untaken {
+    struct InFlight {
         std::uint64_t messages;  // that the receiver has not taken
         std::uint32_t tag;       // of the oldest of them
-        std::uint64_t slots;     // that have not come back, theirs included
+        std::uint64_t slots;     // that the receiver has not released, theirs included
     };
-    Untaken untaken() {
-        forget_taken();
-        return {untaken_.size(), untaken_.empty() ? 0 : untaken_.front().first, lent()};
+    InFlight in_flight() {
+        update_taken();
+        return {in_flight_.size(), in_flight_.empty() ? 0 : in_flight_.front().first, unreleased()};
     }
 
-    /// Something has changed on the receiver's side since the last reserve() or untaken(). No system call.
-    virtual bool news() const = 0;
+    /// Whether the receiver has taken or released messages since the last reserve() or in_flight(). No system call.
+    virtual bool has_update() const = 0;
     /// As of Incoming: why the receiver takes nothing any more.
-    virtual std::string gone() const = 0;
+    virtual std::string end_reason() const = 0;
     virtual void abort(const std::string& cause) = 0;
     /// Tell the receiver that nothing more comes.
     virtual void close() = 0;
@@ -120,10 +122,10 @@ class Outgoing : public Owned {
   protected:
     /// The largest message, with its further descriptors.
     virtual std::uint64_t most_bytes() const { return kMaxBodyBytes; }
-    /// Give the slot what it needs; false when there is no room now.
-    virtual bool lend(Slot& slot) = 0;
-    /// Slots that are not back; as many as untaken messages where there are none.
-    virtual std::uint64_t lent() const { return untaken_.size(); }
+    /// Allocate the memory of a slot; false while there is none.
+    virtual bool allocate(Slot& slot) = 0;
+    /// Slots that are not released; for kinds without slots, the messages in flight.
+    virtual std::uint64_t unreleased() const { return in_flight_.size(); }
     /// Messages that the receiver has taken, ever. LinkError when its count cannot be right.
     virtual std::uint64_t taken() = 0;
     /// Copy the tensors, then hand the slot over: its descriptors are complete.
@@ -144,19 +146,19 @@ class Outgoing : public Owned {
     std::uint64_t published() const { return numbers_.given(); }
 
   private:
-    void forget_taken() {
+    void update_taken() {
         const std::uint64_t taken_now = taken();
         if (taken_now < taken_ || taken_now > published()) throw LinkError("the receiver's count of messages is wrong");
         for (; taken_ != taken_now; ++taken_) {
-            untaken_bytes_ -= untaken_.front().second;
-            untaken_.pop_front();
+            in_flight_bytes_ -= in_flight_.front().second;
+            in_flight_.pop_front();
         }
     }
 
     std::uint64_t window_;
-    Numbers numbers_;
-    std::uint64_t taken_ = 0, untaken_bytes_ = 0;
-    std::deque<std::pair<std::uint32_t, std::uint64_t>> untaken_;  // (tag, bytes), oldest first
+    SequenceNumbers numbers_;
+    std::uint64_t taken_ = 0, in_flight_bytes_ = 0;
+    std::deque<std::pair<std::uint32_t, std::uint64_t>> in_flight_;  // (tag, bytes), oldest first
 };
 
 /// A message that was taken. Its memory goes back when this dies: with the last tensor that lies in it.
@@ -165,7 +167,7 @@ class Message : public Owned {
     explicit Message(std::shared_ptr<Incoming> link) : link_(std::move(link)), arrival_(link_->take()) {}
     Message(const Message&) = delete;
     Message& operator=(const Message&) = delete;
-    ~Message() { give_back(); }
+    ~Message() { release(); }
 
     /// Keep the memory for tensors that lie in it; false when `most` messages of the link are held already.
     bool hold(std::uint32_t most) {
@@ -174,12 +176,12 @@ class Message : public Owned {
         return held_ = true;
     }
 
-    void give_back() {
+    void release() {
         // A forked child shares the memory, but it is not the child's to return.
         if (returned_ || !ours()) return;
         returned_ = true;
         if (held_) --link_->held();
-        link_->give_back(arrival_);
+        link_->release(arrival_);
         arrival_.memory.reset();
     }
 

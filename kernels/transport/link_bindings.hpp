@@ -63,7 +63,7 @@ inline void copy_out(Message& message, const std::vector<std::uintptr_t>& target
     } else {
         copy();
     }
-    message.give_back();
+    message.release();
 }
 
 inline py::buffer_info bytes_at(unsigned char* address, std::uint64_t count) {
@@ -94,19 +94,19 @@ inline void bind_links(py::module_& m) {
 
     py::class_<Incoming, std::shared_ptr<Incoming>>(m, "Incoming")
         .def_property_readonly("source", &Incoming::source)
-        .def("gone", &Incoming::gone)
+        .def("end_reason", &Incoming::end_reason)
         .def("held", [](Incoming& link) { return link.held().load(); })
         .def("abort", &Incoming::abort)
         .def("close", &Incoming::close);
 
     py::class_<Outgoing, std::shared_ptr<Outgoing>>(m, "Outgoing")
         .def("send", &send)
-        .def("untaken",
+        .def("in_flight",
              [](Outgoing& link) {
-                 const auto [messages, tag, slots] = link.untaken();
+                 const auto [messages, tag, slots] = link.in_flight();
                  return py::make_tuple(messages, tag, slots);
              })
-        .def("gone", &Outgoing::gone)
+        .def("end_reason", &Outgoing::end_reason)
         .def("abort", &Outgoing::abort)
         .def("close", &Outgoing::close);
 
@@ -118,7 +118,7 @@ inline void bind_links(py::module_& m) {
         .def("add", &Port::add)
         .def("take", &Port::take)
         .def("wait_arrival", &Port::wait_arrival, py::call_guard<py::gil_scoped_release>())
-        .def("wait_room", &Port::wait_room, py::call_guard<py::gil_scoped_release>());
+        .def("wait_credit", &Port::wait_credit, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace ds_ext

@@ -39,7 +39,7 @@ class FileDescriptor {
 
 class Mapping {
   public:
-    /// New memory of `bytes`, none of it taken yet. Its size is sealed: nobody can truncate it under a reader.
+    /// New memory of `bytes`, none of it taken yet. Its size is sealed: no process can truncate it under a reader.
     static Mapping create(std::size_t bytes) {
         FileDescriptor file(memfd());
         const bool sealed = file.number() >= 0;

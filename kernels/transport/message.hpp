@@ -49,9 +49,9 @@ inline std::vector<Descriptor> describe(std::uint32_t tag, const std::vector<Pie
 }
 
 /// The sender's numbers of a link: each message gets the next of the link and of its channel.
-class Numbers {
+class SequenceNumbers {
   public:
-    void give(std::vector<Descriptor>& descriptors) {
+    void assign(std::vector<Descriptor>& descriptors) {
         auto& seq = seqs_[channel_of(descriptors[0].tag)];
         for (Descriptor& d : descriptors) {
             d.seq = seq;
@@ -68,7 +68,7 @@ class Numbers {
 };
 
 /// The receiver's: which message must come next. A DescriptorError says what does not fit, and counts nothing.
-class Order {
+class SequenceCheck {
   public:
     /// The descriptors of one message, each checked by unpack().
     void admit(const std::vector<Descriptor>& descriptors) {

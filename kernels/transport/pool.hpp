@@ -29,7 +29,7 @@ class Pool : public Owned, public std::enable_shared_from_this<Pool> {
             memory = static_cast<unsigned char*>(std::aligned_alloc(kAlignment, size));
             if (memory == nullptr) throw std::bad_alloc();
         }
-        return {memory, [pool = shared_from_this(), size](unsigned char* back) { pool->give_back(back, size); }};
+        return {memory, [pool = shared_from_this(), size](unsigned char* back) { pool->recycle(back, size); }};
     }
 
     ~Pool() {
@@ -63,7 +63,7 @@ class Pool : public Owned, public std::enable_shared_from_this<Pool> {
         return memory;
     }
 
-    void give_back(unsigned char* memory, std::uint64_t size) {
+    void recycle(unsigned char* memory, std::uint64_t size) {
         if (!ours()) return;  // the lock may have been taken when this process was forked
         {
             const std::lock_guard<std::mutex> guard(mutex_);

@@ -13,7 +13,7 @@ inline void bind_rdma(py::module_& m) {
 
     py::class_<RdmaPort, std::shared_ptr<RdmaPort>>(m, "RdmaPort")
         .def(py::init([](Port& rank, const std::string& device, std::uint8_t port, int gid_index) {
-            return std::make_shared<RdmaPort>(rank.bell(), rank.io(), verbs::PortChoice{device, port, gid_index});
+            return std::make_shared<RdmaPort>(rank.doorbell(), rank.io(), verbs::PortChoice{device, port, gid_index});
         }));
 
     py::class_<RdmaIncoming, Incoming, std::shared_ptr<RdmaIncoming>>(m, "RdmaIncoming");

@@ -12,13 +12,13 @@
 
 namespace ds_ext {
 
-/// The receiving end of a link over RDMA: it registers slabs that the sender writes to.
+/// Receiving endpoint of a link over RDMA: it registers slabs that the sender writes to.
 class RdmaIncoming final : public Incoming {
   public:
     RdmaIncoming(std::shared_ptr<RdmaPair> pair, std::uint64_t slab_bytes)
         : Incoming(pair->peer()), pair_(std::move(pair)) {
         add_slab(slab_bytes);
-        pair_->add_end();
+        pair_->add_endpoint();
     }
 
     const verbs::Region& first_slab() const { return *slabs_.front(); }
@@ -28,7 +28,7 @@ class RdmaIncoming final : public Incoming {
         blocks_.push_back(block);
     }
 
-    /// The sender has no room for its messages: more memory, if there is some.
+    /// Register another slab: the sender has no room for its messages.
     void enlarge(std::uint64_t bytes) {
         Notice answer;
         try {
@@ -44,8 +44,8 @@ class RdmaIncoming final : public Incoming {
         pair_->notify(answer);
     }
 
-    bool news() const override {
-        pair_->look();
+    bool has_message() const override {
+        pair_->progress();
         const std::lock_guard<std::recursive_mutex> guard(pair_->mutex());
         return !blocks_.empty() || !pair_->damage().empty();
     }
@@ -75,25 +75,25 @@ class RdmaIncoming final : public Incoming {
         order_.admit(arrival.descriptors);
         blocks_.pop_front();
         used_bytes_ += slot_bytes(first);
-        untold_bytes_ += slot_bytes(first);
-        if (urgent()) tell();
+        unreported_bytes_ += slot_bytes(first);
+        if (receipt_due()) send_receipts();
         return arrival;
     }
 
-    void give_back(const Arrival& arrival) override {
+    void release(const Arrival& arrival) override {
         const std::lock_guard<std::recursive_mutex> guard(pair_->mutex());
         returning_.push_back(arrival.descriptors[0].place);
         returning_bytes_ += slot_bytes(arrival.descriptors[0]);
-        if (urgent()) tell();
+        if (receipt_due()) send_receipts();
     }
 
-    /// Tell the sender what was taken and what comes back. Not after every message: it needs to know only when it could
-    /// run short, or when this rank has nothing else to do.
-    void tell() {
+    /// Report to the sender which messages were taken and which slots are released. Not after every message: only when
+    /// the sender could run short, or when this rank has nothing else to do.
+    void send_receipts() {
         const std::lock_guard<std::recursive_mutex> guard(pair_->mutex());
-        while ((told_ != order_.admitted() || !returning_.empty()) && !pair_->broken() && !closed_) {
+        while ((reported_ != order_.admitted() || !returning_.empty()) && !pair_->broken() && !closed_) {
             Notice receipt;
-            receipt.taken = told_ = order_.admitted();
+            receipt.taken = reported_ = order_.admitted();
             const std::size_t count = std::min(returning_.size(), receipt.places.size());
             std::copy_n(returning_.begin(), count, receipt.places.begin());
             returning_.erase(returning_.begin(), returning_.begin() + static_cast<std::ptrdiff_t>(count));
@@ -102,13 +102,13 @@ class RdmaIncoming final : public Incoming {
             pair_->notify(receipt);
         }
         used_bytes_ -= returning_bytes_;
-        returning_bytes_ = untold_bytes_ = 0;
+        returning_bytes_ = unreported_bytes_ = 0;
     }
 
-    std::string gone() const override { return news() ? std::string() : pair_->gone(); }
+    std::string end_reason() const override { return has_message() ? std::string() : pair_->end_reason(); }
     void abort(const std::string& cause) override { pair_->abort(cause); }
     void close() override {
-        tell();
+        send_receipts();
         if (!std::exchange(closed_, true)) pair_->close();
     }
 
@@ -123,11 +123,11 @@ class RdmaIncoming final : public Incoming {
         return first.body_bytes + std::uint64_t{first.count - 1} * kDescriptorBytes;
     }
 
-    /// The sender knows too little: much has happened since it was told, or half of its room is in use.
-    bool urgent() const {
+    /// Whether a receipt is due: much was taken or released since the last one, or half of the slabs is in use.
+    bool receipt_due() const {
         const std::uint64_t room = slab_bytes_;
-        return order_.admitted() - told_ >= kRdmaMessages / 8 || returning_.size() >= kRdmaMessages / 16 ||
-               order_.admitted() - returned_ >= kRdmaMessages / 2 || untold_bytes_ >= room / 8 ||
+        return order_.admitted() - reported_ >= kRdmaMessages / 8 || returning_.size() >= kRdmaMessages / 16 ||
+               order_.admitted() - returned_ >= kRdmaMessages / 2 || unreported_bytes_ >= room / 8 ||
                used_bytes_ >= room / 2;
     }
 
@@ -135,8 +135,9 @@ class RdmaIncoming final : public Incoming {
     std::vector<std::shared_ptr<verbs::Region>> slabs_;
     std::deque<Block> blocks_;              // that were not taken
     std::vector<std::uint64_t> returning_;  // slots that the sender does not know to be back
-    Order order_;
-    std::uint64_t slab_bytes_ = 0, told_ = 0, returned_ = 0, untold_bytes_ = 0, used_bytes_ = 0, returning_bytes_ = 0;
+    SequenceCheck order_;
+    std::uint64_t slab_bytes_ = 0, reported_ = 0, returned_ = 0, unreported_bytes_ = 0, used_bytes_ = 0,
+                  returning_bytes_ = 0;
     bool closed_ = false;
 };
 

@@ -20,7 +20,7 @@ class RdmaLink {
         if (slab_bytes == 0 || slab_bytes % kAlignment != 0) throw LinkError("a slab has a multiple of 64 bytes");
         if (receives) incoming_ = std::make_shared<RdmaIncoming>(pair_, slab_bytes);
         if (sends) outgoing_ = std::make_shared<RdmaOutgoing>(pair_, window, slab_bytes);
-        // Weak, because the ends keep the pair.
+        // Weak, because the endpoints keep the pair.
         const std::weak_ptr<RdmaIncoming> in = incoming_;
         const std::weak_ptr<RdmaOutgoing> out = outgoing_;
         pair_->receiver().message = [in](const Block& block) {
@@ -29,15 +29,15 @@ class RdmaLink {
             end->arrived(block);
         };
         pair_->receiver().idle = [in] {
-            if (const auto end = in.lock()) end->tell();
+            if (const auto end = in.lock()) end->send_receipts();
         };
         pair_->receiver().notice = [in, out](const Notice& notice) {
             const auto receiver = in.lock();
             const auto sender = out.lock();
-            if (notice.kind == NoticeKind::want && receiver)
+            if (notice.kind == NoticeKind::request && receiver)
                 receiver->enlarge(notice.bytes);
-            else if (notice.kind != NoticeKind::want && sender)
-                sender->heard(notice);
+            else if (notice.kind != NoticeKind::request && sender)
+                sender->on_notice(notice);
         };
     }
 

@@ -8,75 +8,74 @@
 
 #include "link.hpp"
 #include "rdma_pair.hpp"
-#include "room.hpp"
+#include "slot_allocator.hpp"
 
 namespace ds_ext {
 
-/// The sending end of a link over RDMA. It has a mirror of each of the receiver's slabs, of the same size, where a
-/// message lies at the same place before and while it travels. So one book of slots serves both, and a slot that has
-/// come back is free at both.
+/// Sending endpoint of a link over RDMA. It has a mirror of each of the receiver's slabs, of the same size. A message
+/// lies at the same place of both, so one allocator serves both, and a released slot is free in both.
 class RdmaOutgoing final : public Outgoing {
   public:
     RdmaOutgoing(std::shared_ptr<RdmaPair> pair, std::uint64_t window, std::uint64_t slab_bytes)
         : Outgoing(window), pair_(std::move(pair)) {
         mirror_ = make_mirror(slab_bytes);
-        pair_->add_end();
+        pair_->add_endpoint();
     }
 
     /// The receiver's first slab, from its greeting.
     void connect(const Greeting& other) {
         if (other.slab_bytes != mirror_->bytes())
             throw LinkError("the receiver has a slab of " + std::to_string(other.slab_bytes) +
-                            " bytes, this end one of " + std::to_string(mirror_->bytes()));
+                            " bytes, the sender one of " + std::to_string(mirror_->bytes()));
         add_slab(other.slab, other.slab_key);
     }
 
-    void heard(const Notice& notice) {
+    void on_notice(const Notice& notice) {
         if (notice.kind == NoticeKind::receipt) {
             if (notice.taken < taken_ || notice.taken > published())
                 throw LinkError("the receiver's count of messages is wrong");
             taken_ = notice.taken;
-            for (std::uint32_t i = 0; i < notice.count; ++i) take_back(notice.places[i]);
-            news_ = true;
+            for (std::uint32_t i = 0; i < notice.count; ++i) release(notice.places[i]);
+            updated_ = true;
         } else if (mirror_ && notice.kind == NoticeKind::slab && notice.bytes == mirror_->bytes()) {
             add_slab(notice.address, notice.key);
-            news_ = true;
+            updated_ = true;
         } else if (mirror_ && notice.kind == NoticeKind::refusal) {
             mirror_.reset();
             refusal_ = "the receiver has no more memory for messages: " + text_of(notice);
-            news_ = true;
+            updated_ = true;
         } else {
-            throw LinkError("a notice that nobody has asked for");
+            throw LinkError("a notice without a request");
         }
     }
 
-    bool news() const override {
-        pair_->look();
+    bool has_update() const override {
+        pair_->progress();
         const std::lock_guard<std::recursive_mutex> guard(pair_->mutex());
-        return news_ || !pair_->damage().empty();
+        return updated_ || !pair_->damage().empty();
     }
 
-    std::string gone() const override { return pair_->gone(); }
+    std::string end_reason() const override { return pair_->end_reason(); }
     void abort(const std::string& cause) override { pair_->abort(cause); }
     void close() override {
         if (!std::exchange(closed_, true)) pair_->close();
     }
 
   protected:
-    std::uint64_t most_bytes() const override { return kMostSlabBytes; }
-    std::uint64_t lent() const override {
+    std::uint64_t most_bytes() const override { return kMaxSlabBytes; }
+    std::uint64_t unreleased() const override {
         std::uint64_t count = 0;
-        for (const Slab& slab : slabs_) count += slab.room.lent();
+        for (const Slab& slab : slabs_) count += slab.allocator.allocated();
         return count;
     }
 
-    bool lend(Slot& slot) override {
+    bool allocate(Slot& slot) override {
         const std::lock_guard<std::recursive_mutex> guard(pair_->mutex());
-        if (lent() >= kRdmaMessages || pair_->broken()) return false;
+        if (unreleased() >= kRdmaMessages || pair_->broken()) return false;
         const std::uint32_t requests = pair_->requests(slot.bytes);
         if (!pair_->reserve_requests(requests)) return false;
         for (std::size_t number = 0; number < slabs_.size(); ++number) {
-            const auto offset = slabs_[number].room.lend(slot.bytes);
+            const auto offset = slabs_[number].allocator.allocate(slot.bytes);
             if (!offset) continue;
             slot.place = std::uint64_t{number} << kSlabShift | *offset;
             slot.address = slabs_[number].mirror->address() + *offset;
@@ -84,7 +83,7 @@ class RdmaOutgoing final : public Outgoing {
             return true;
         }
         pair_->release_requests(requests);
-        want(slot.bytes);
+        request_slab(slot.bytes);
         return false;
     }
 
@@ -101,10 +100,10 @@ class RdmaOutgoing final : public Outgoing {
     }
 
     std::uint64_t taken() override {
-        pair_->look();
+        pair_->progress();
         const std::lock_guard<std::recursive_mutex> guard(pair_->mutex());
         if (!pair_->damage().empty()) throw LinkError(pair_->damage());
-        news_ = false;
+        updated_ = false;
         return taken_;
     }
 
@@ -113,7 +112,7 @@ class RdmaOutgoing final : public Outgoing {
         std::uint64_t address;  // at the receiver
         std::uint32_t key;
         std::unique_ptr<verbs::Region> mirror;
-        Room room;
+        SlotAllocator allocator;
     };
 
     std::unique_ptr<verbs::Region> make_mirror(std::uint64_t bytes) const {
@@ -122,17 +121,17 @@ class RdmaOutgoing final : public Outgoing {
 
     void add_slab(std::uint64_t address, std::uint32_t key) {
         const std::uint64_t bytes = mirror_->bytes();
-        slabs_.push_back({address, key, std::move(mirror_), Room(bytes)});
+        slabs_.push_back({address, key, std::move(mirror_), SlotAllocator(bytes)});
     }
 
-    void take_back(std::uint64_t place) {
+    void release(std::uint64_t place) {
         const std::uint64_t number = place >> kSlabShift;
         if (number >= slabs_.size()) throw LinkError("a slot came back that is in no slab");
-        slabs_[number].room.take_back(place & ((std::uint64_t{1} << kSlabShift) - 1));
+        slabs_[number].allocator.release(place & ((std::uint64_t{1} << kSlabShift) - 1));
     }
 
-    /// Ask for another slab, as large as all that are there or as the message that has no room.
-    void want(std::uint64_t message_bytes) {
+    /// Request another slab, as large as all present ones or as the message that does not fit.
+    void request_slab(std::uint64_t message_bytes) {
         if (mirror_) return;  // asked already
         std::uint64_t bytes = 0, largest = 0;
         for (const Slab& slab : slabs_) {
@@ -144,15 +143,15 @@ class RdmaOutgoing final : public Outgoing {
             throw std::system_error(ENOMEM, std::generic_category(), refusal_);
         }
         constexpr std::uint64_t step = 1 << 20;
-        bytes = std::min(std::max(bytes, (message_bytes + step - 1) / step * step), kMostSlabBytes);
+        bytes = std::min(std::max(bytes, (message_bytes + step - 1) / step * step), kMaxSlabBytes);
         try {
             mirror_ = make_mirror(bytes);
         } catch (const std::exception& error) {
             refusal_ = error.what();
-            return want(message_bytes);
+            return request_slab(message_bytes);
         }
         Notice notice;
-        notice.kind = NoticeKind::want;
+        notice.kind = NoticeKind::request;
         notice.bytes = bytes;
         pair_->notify(notice);
     }
@@ -162,7 +161,7 @@ class RdmaOutgoing final : public Outgoing {
     std::unique_ptr<verbs::Region> mirror_;  // of the slab that the receiver was asked for
     std::string refusal_;
     std::uint64_t taken_ = 0;
-    bool news_ = false, closed_ = false;
+    bool updated_ = false, closed_ = false;
 };
 
 }  // namespace ds_ext

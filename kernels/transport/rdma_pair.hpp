@@ -16,7 +16,7 @@
 #include <string>
 #include <thread>
 
-#include "rdma_fate.hpp"
+#include "rdma_peer_state.hpp"
 #include "rdma_port.hpp"
 #include "rdma_queue.hpp"
 
@@ -36,13 +36,13 @@ class RdmaPair : public Owned, public RdmaPort::User {
     RdmaPair(std::shared_ptr<RdmaPort> watched, std::uint32_t rank, std::uint32_t peer)
         : watched_(std::move(watched)),
           port_(watched_->open()),
-          bell_(watched_->bell()),
+          doorbell_(watched_->doorbell()),
           rank_(rank),
           peer_(peer),
           outbox_(port_, kRdmaBlocks * kDescriptorBytes, verbs::kAccessLocalWrite),
           inbox_(port_, kRdmaBlocks * kDescriptorBytes, verbs::kAccessLocalWrite | verbs::kAccessRemoteWrite),
           queue_(port_),
-          fate_(peer) {}
+          peer_state_(peer) {}
     RdmaPair(const RdmaPair&) = delete;
     RdmaPair& operator=(const RdmaPair&) = delete;
     ~RdmaPair() override { leave(); }
@@ -52,7 +52,7 @@ class RdmaPair : public Owned, public RdmaPort::User {
     std::recursive_mutex& mutex() { return mutex_; }
     Receiver& receiver() { return receiver_; }
 
-    /// For the other end; `slab` is where it may write bodies, `job` what both know and no other job does.
+    /// For the peer; `slab` is where it may write bodies, `job` what both know and no other job does.
     std::string greeting(const verbs::Region* slab, const Token& job) const {
         Greeting made;
         made.source = rank_;
@@ -90,19 +90,19 @@ class RdmaPair : public Owned, public RdmaPort::User {
         left_ = false;
     }
 
-    /// The connection over which causes and ends are told: what a broken queue pair cannot.
+    /// Set the connection that carries causes of failure and closings, which a broken queue pair cannot.
     void control(std::shared_ptr<TcpConnection> connection) {
         const std::lock_guard<std::recursive_mutex> guard(mutex_);
-        fate_.control(std::move(connection));
+        peer_state_.control(std::move(connection));
     }
 
     /// Look for what has come, and hand it on. Where the rank is about to sleep, have the next completion wake it.
-    void look() {
+    void progress() {
         const std::lock_guard<std::recursive_mutex> guard(mutex_);
         if (!ours() || !connected_) return;
         poll();
-        if (bell_->asleep()) receiver_.idle();
-        while (bell_->asleep() && !armed_) {
+        if (doorbell_->asleep()) receiver_.idle();
+        while (doorbell_->asleep() && !armed_) {
             armed_ = true;
             queue_.arm();
             poll();  // what came before the device was asked makes no event
@@ -113,7 +113,7 @@ class RdmaPair : public Owned, public RdmaPort::User {
     /// The rank may compute for long.
     void idle() override {
         const std::lock_guard<std::recursive_mutex> guard(mutex_);
-        if (ours() && connected_ && !fate_.broken()) receiver_.idle();
+        if (ours() && connected_ && !peer_state_.broken()) receiver_.idle();
     }
 
     /// Requests that a message of this size takes.
@@ -146,52 +146,52 @@ class RdmaPair : public Owned, public RdmaPort::User {
         send(block);
     }
 
-    /// Tell the other end something, at once if the device's queue has room.
+    /// Send a notice, at once if the device's queue has room.
     void notify(const Notice& notice) {
         const std::lock_guard<std::recursive_mutex> guard(mutex_);
         notices_.push_back(write_notice(notice));
         send_notices();
     }
 
-    /// Why nothing more comes from the other end, as words that follow "rank 3 ..."; empty while it may.
-    std::string gone() {
+    /// Why nothing more comes from the peer, as words that follow "rank 3 ..."; empty while it may.
+    std::string end_reason() {
         const std::lock_guard<std::recursive_mutex> guard(mutex_);
-        return fate_.words();
+        return peer_state_.end_reason();
     }
 
-    /// The other end has taken back what it said, or this end cannot believe it: LinkError in the next call.
+    /// The peer has sent something invalid: LinkError in the next call.
     void damaged(const std::string& what) { damage_ = damage_.empty() ? what : damage_; }
     const std::string& damage() const { return damage_; }
-    bool broken() const { return fate_.over(); }
+    bool broken() const { return peer_state_.over(); }
 
     void abort(const std::string& cause) {
         const std::lock_guard<std::recursive_mutex> guard(mutex_);
-        if (!ours() || !fate_.abort(cause) || !connected_ || fate_.broken()) return;
+        if (!ours() || !peer_state_.abort(cause) || !connected_ || peer_state_.broken()) return;
         Notice notice;
         notice.kind = NoticeKind::abort;
         set_text(notice, cause);
         notify(notice);
     }
 
-    /// One of this rank's ends is closed; the last of them waits a little until the other rank knows.
+    /// Close one of this rank's endpoints; the last one waits a little until the other rank has the notice.
     void close() {
         const std::lock_guard<std::recursive_mutex> guard(mutex_);
         if (!ours() || !connected_) return;
-        if (--open_ends_ > 0) return;
+        if (--open_endpoints_ > 0) return;
         Notice notice;
         notice.kind = NoticeKind::closed;
-        if (!fate_.over()) notify(notice);
+        if (!peer_state_.over()) notify(notice);
         const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(1);
-        while (!fate_.over() && (queue_.unfinished() > 0 || !notices_.empty()) &&
+        while (!peer_state_.over() && (queue_.unfinished() > 0 || !notices_.empty()) &&
                std::chrono::steady_clock::now() < limit) {
             poll();
             send_notices();
             std::this_thread::sleep_for(std::chrono::microseconds(50));
         }
-        fate_.close();
+        peer_state_.close();
         leave();
     }
-    void add_end() { ++open_ends_; }
+    void add_endpoint() { ++open_endpoints_; }
 
   private:
     void leave() {
@@ -214,7 +214,7 @@ class RdmaPair : public Owned, public RdmaPort::User {
     }
 
     void send_notices() {
-        while (!notices_.empty() && free_requests() > 0 && !fate_.broken()) {
+        while (!notices_.empty() && free_requests() > 0 && !peer_state_.broken()) {
             send(notices_.front());
             notices_.pop_front();
         }
@@ -235,7 +235,7 @@ class RdmaPair : public Owned, public RdmaPort::User {
     void handle(const verbs::Completion& completion) {
         if (completion.status != verbs::kWcSuccess) {
             // What is flushed behind the first error says nothing about it.
-            if (completion.status != verbs::kWcWrFlushErr || !fate_.broken()) fail_status(completion.status);
+            if (completion.status != verbs::kWcWrFlushErr || !peer_state_.broken()) fail_status(completion.status);
             return;
         }
         if (completion.opcode != verbs::kWcRecvRdmaWithImm) {
@@ -248,10 +248,10 @@ class RdmaPair : public Owned, public RdmaPort::User {
         Block block;
         std::memcpy(block.data(), inbox_.address() + received_ % kRdmaBlocks * kDescriptorBytes, block.size());
         ++received_;
-        if (const int code = queue_.expect()) fail("sends more than its RDMA device takes", code);
+        if (const int code = queue_.post_receive()) fail("sends more than its RDMA device takes", code);
         try {
             if (is_notice(block))
-                hear(read_notice(block));
+                on_notice(read_notice(block));
             else
                 receiver_.message(block);
         } catch (const std::exception& error) {
@@ -259,11 +259,11 @@ class RdmaPair : public Owned, public RdmaPort::User {
         }
     }
 
-    void hear(const Notice& notice) {
+    void on_notice(const Notice& notice) {
         if (notice.kind == NoticeKind::abort) {
-            fate_.heard_cause(text_of(notice));
+            peer_state_.set_cause(text_of(notice));
         } else if (notice.kind == NoticeKind::closed) {
-            fate_.heard_close();
+            peer_state_.set_closed();
         } else {
             receiver_.notice(notice);
         }
@@ -275,16 +275,16 @@ class RdmaPair : public Owned, public RdmaPort::User {
     }
 
     void fail(const std::string& what, int code) {
-        if (fate_.fail(what, code)) bell_->ring();
+        if (peer_state_.fail(what, code)) doorbell_->ring();
     }
 
     std::shared_ptr<RdmaPort> watched_;
     std::shared_ptr<verbs::OpenPort> port_;
-    std::shared_ptr<Bell> bell_;
+    std::shared_ptr<Doorbell> doorbell_;
     std::uint32_t rank_, peer_;
     verbs::Region outbox_, inbox_;
     RdmaQueue queue_;
-    RdmaFate fate_;
+    RdmaPeerState peer_state_;
     std::uint64_t other_inbox_ = 0;
     std::uint32_t other_inbox_key_ = 0;
 
@@ -292,7 +292,7 @@ class RdmaPair : public Owned, public RdmaPort::User {
     Receiver receiver_;
     std::deque<Block> notices_;  // that wait for room in the device's queue
     std::uint64_t sent_ = 0, received_ = 0;
-    std::uint32_t reserved_ = 0, open_ends_ = 0;
+    std::uint32_t reserved_ = 0, open_endpoints_ = 0;
     bool connected_ = false, armed_ = false, left_ = true;
     std::string damage_;
 };

@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include "bell.hpp"
-#include "io.hpp"
+#include "doorbell.hpp"
+#include "io_thread.hpp"
 #include "verbs_device.hpp"
 
 namespace ds_ext {
@@ -15,10 +15,10 @@ namespace ds_ext {
 /// An opened port of a device whose events wake a rank. The I/O thread watches it while a link uses it.
 class RdmaPort : public Owned, public std::enable_shared_from_this<RdmaPort> {
   public:
-    RdmaPort(std::shared_ptr<Bell> bell, std::shared_ptr<Io> io, const verbs::PortChoice& choice)
-        : bell_(std::move(bell)), io_(std::move(io)), open_(std::make_shared<verbs::OpenPort>(choice)) {}
+    RdmaPort(std::shared_ptr<Doorbell> doorbell, std::shared_ptr<IoThread> io, const verbs::PortChoice& choice)
+        : doorbell_(std::move(doorbell)), io_(std::move(io)), open_(std::make_shared<verbs::OpenPort>(choice)) {}
 
-    const std::shared_ptr<Bell>& bell() const { return bell_; }
+    const std::shared_ptr<Doorbell>& doorbell() const { return doorbell_; }
     const std::shared_ptr<verbs::OpenPort>& open() const { return open_; }
 
     /// What uses the port.
@@ -32,8 +32,8 @@ class RdmaPort : public Owned, public std::enable_shared_from_this<RdmaPort> {
     void enter(const User* user, std::weak_ptr<User> self) {
         const std::lock_guard<std::mutex> guard(mutex_);
         if (!watcher_) {
-            watcher_ = std::make_shared<Watcher>(open_, bell_);
-            for (const int file : {open_->events(), open_->troubles()}) io_->watch(file, EPOLLIN, watcher_);
+            watcher_ = std::make_shared<Watcher>(open_, doorbell_);
+            for (const int file : {open_->events(), open_->device_events()}) io_->watch(file, EPOLLIN, watcher_);
         }
         watcher_->add(user, std::move(self));
     }
@@ -41,24 +41,24 @@ class RdmaPort : public Owned, public std::enable_shared_from_this<RdmaPort> {
     void leave(const User* user) {
         const std::lock_guard<std::mutex> guard(mutex_);
         if (!ours() || !watcher_ || watcher_->remove(user) > 0) return;
-        for (const int file : {open_->events(), open_->troubles()}) io_->unwatch(file);
+        for (const int file : {open_->events(), open_->device_events()}) io_->unwatch(file);
         watcher_.reset();
     }
 
   private:
-    class Watcher final : public Io::Watcher {
+    class Watcher final : public IoThread::Watcher {
       public:
-        Watcher(std::shared_ptr<verbs::OpenPort> open, std::shared_ptr<Bell> bell)
-            : open_(std::move(open)), bell_(std::move(bell)) {}
+        Watcher(std::shared_ptr<verbs::OpenPort> open, std::shared_ptr<Doorbell> doorbell)
+            : open_(std::move(open)), doorbell_(std::move(doorbell)) {}
 
         void ready(int file, std::uint32_t) override {
             if (file == open_->events())
                 open_->take_events();
             else
-                open_->take_troubles();  // what they mean for a link, its own completions tell
-            bell_->ring();
+                open_->take_device_events();  // a link learns of them from its own completions
+            doorbell_->ring();
         }
-        Io::Time due(Io::Time now) override {
+        IoThread::Time due(IoThread::Time now) override {
             if (now < next_) return next_;
             std::vector<std::shared_ptr<User>> present;
             {
@@ -81,15 +81,15 @@ class RdmaPort : public Owned, public std::enable_shared_from_this<RdmaPort> {
         }
 
       private:
-        Io::Time next_{};
+        IoThread::Time next_{};
         std::mutex mutex_;
         std::map<const User*, std::weak_ptr<User>> users_;
         std::shared_ptr<verbs::OpenPort> open_;
-        std::shared_ptr<Bell> bell_;
+        std::shared_ptr<Doorbell> doorbell_;
     };
 
-    std::shared_ptr<Bell> bell_;
-    std::shared_ptr<Io> io_;
+    std::shared_ptr<Doorbell> doorbell_;
+    std::shared_ptr<IoThread> io_;
     std::shared_ptr<verbs::OpenPort> open_;
     std::mutex mutex_;
     std::shared_ptr<Watcher> watcher_;

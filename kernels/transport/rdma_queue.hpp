@@ -19,10 +19,10 @@ namespace ds_ext {
 inline constexpr std::uint32_t kSendDepth = 1024;  // requests that the device has not completed
 // After this many tries an answer is missing for good. 7 would be for ever on some devices.
 inline constexpr std::uint8_t kRetries = 6, kAnswerTimeout = 16;  // 4.096 us * 2^16 = 268 ms each
-inline constexpr int kOnlySolicited = 1;  // events for what the other end has sent, not for what this one has
+inline constexpr int kOnlySolicited = 1;                          // events for the peer's writes, not for this rank's
 inline constexpr std::uint8_t kWaitForReceiver = 7, kReceiverDelay = 12;
 
-/// A range of this end's registered memory on its way to the other end's.
+/// A range of registered memory that is written to the peer's.
 struct Transfer {
     std::uint64_t from = 0, to = 0, bytes = 0;
     std::uint32_t local_key = 0, remote_key = 0;
@@ -62,7 +62,7 @@ class RdmaQueue : public Owned {
     std::uint32_t number() const { return pair_->qp_num; }
     std::uint32_t first_packet() const { return first_packet_; }
 
-    /// From here on the other end's writes are taken, and this end may write.
+    /// Connect: from here on both sides may write.
     void connect(const Greeting& other) {
         verbs::QueuePairAttributes to{};
         to.qp_state = verbs::kQpsRtr;
@@ -84,13 +84,13 @@ class RdmaQueue : public Owned {
     }
 
     /// Have a receive ready for one more block.
-    int expect() {
+    int post_receive() {
         verbs::ReceiveRequest request{};
         verbs::ReceiveRequest* bad = nullptr;
         return pair_->context->ops.post_recv(pair_, &request, &bad);
     }
 
-    /// With a number it makes a completion at both ends.
+    /// With a number the write makes a completion on both sides.
     int write(const Transfer& transfer, std::optional<std::uint32_t> number) {
         verbs::ScatterEntry entry{transfer.from, static_cast<std::uint32_t>(transfer.bytes), transfer.local_key};
         verbs::SendRequest request{};
@@ -123,7 +123,7 @@ class RdmaQueue : public Owned {
         first.qp_access_flags = verbs::kAccessLocalWrite | verbs::kAccessRemoteWrite;
         modify(first, verbs::kQpState | verbs::kQpPkeyIndex | verbs::kQpPort | verbs::kQpAccessFlags);
         for (std::uint64_t i = 0; i < kRdmaBlocks; ++i)
-            if (const int code = expect()) verbs::fail(port_->name() + ": receives", code);
+            if (const int code = post_receive()) verbs::fail(port_->name() + ": receives", code);
     }
 
     void modify(verbs::QueuePairAttributes& attributes, int mask) {
@@ -133,7 +133,7 @@ class RdmaQueue : public Owned {
                         code);
     }
 
-    /// The way to the other end: by its LID in an InfiniBand subnet, by its GID elsewhere.
+    /// The route to the peer: by its LID in an InfiniBand subnet, by its GID elsewhere.
     verbs::AddressVector route(const Greeting& other) const {
         verbs::AddressVector way{};
         way.port_num = port_->port();

@@ -1,6 +1,6 @@
 #pragma once
 
-// What two ends of an RDMA link write to each other beside descriptors; kernels/README.md draws it. Everything is
+// Records that two endpoints of an RDMA link exchange beside descriptors; kernels/README.md draws them. Everything is
 // checked before it is used: it was written by another process.
 
 #include <array>
@@ -17,11 +17,11 @@
 
 namespace ds_ext {
 
-inline constexpr std::uint64_t kRdmaMessages = 256;  // of a link and direction whose slots are not back
+inline constexpr std::uint64_t kRdmaMessages = 256;  // of a link and direction whose slots are not released
 // Blocks of 256 bytes that an end can have written without the other having looked: its messages, a receipt for the
 // taking and one for the return of each of the other's, and a few notices.
 inline constexpr std::uint64_t kRdmaBlocks = 4 * kRdmaMessages;
-inline constexpr std::uint64_t kMostSlabBytes = std::uint64_t{64} << 30;
+inline constexpr std::uint64_t kMaxSlabBytes = std::uint64_t{64} << 30;
 inline constexpr unsigned kSlabShift = 40;  // a place is the number of the slab in the upper bits, then the offset
 
 /// How to reach an end of a link; each end gives it to the other over the control connection.
@@ -36,7 +36,7 @@ struct Greeting {
     std::uint16_t lid = 0;
     std::uint8_t mtu = 0, link_layer = 0;
     std::uint32_t blocks = kRdmaBlocks;
-    std::uint64_t inbox = 0, slab = 0, slab_bytes = 0;  // addresses; slab_bytes 0: the other end sends nothing
+    std::uint64_t inbox = 0, slab = 0, slab_bytes = 0;  // addresses; slab_bytes 0: the peer sends nothing
     std::uint32_t inbox_key = 0, slab_key = 0;
     std::array<std::uint8_t, 20> reserved{};
     std::uint32_t checksum = 0;
@@ -62,29 +62,28 @@ inline Greeting read_greeting(std::string_view bytes, const Address& expected) {
     Greeting found;
     std::memcpy(&found, bytes.data(), kGreetingBytes);
     need(found.magic == ours.magic, "this is no RDMA greeting of ds_ext");
-    need(found.byte_order == ours.byte_order, "the other end has another byte order");
+    need(found.byte_order == ours.byte_order, "the peer has another byte order");
     if (found.major != ours.major)
-        throw LinkError("the other end speaks version " + std::to_string(found.major) +
-                        " of the RDMA protocol, this one " + std::to_string(ours.major) +
-                        ": install the same ds_ext on all hosts");
+        throw LinkError("the peer speaks version " + std::to_string(found.major) + " of the RDMA protocol, this one " +
+                        std::to_string(ours.major) + ": install the same ds_ext on all hosts");
     const auto* raw = reinterpret_cast<const unsigned char*>(bytes.data());
     need(found.checksum == checksum(raw, offsetof(Greeting, checksum)), "the RDMA greeting is damaged");
     need(found.source == expected.source && found.destination == expected.destination && found.job == expected.job,
          "the RDMA greeting belongs to other ranks or another job");
-    need(found.blocks == kRdmaBlocks && found.slab_bytes <= kMostSlabBytes && found.slab_bytes % kAlignment == 0 &&
+    need(found.blocks == kRdmaBlocks && found.slab_bytes <= kMaxSlabBytes && found.slab_bytes % kAlignment == 0 &&
              found.mtu >= 1 && found.mtu <= 5 && found.queue_pair < 1u << 24 && found.first_packet < 1u << 24,
          "the RDMA greeting has sizes that cannot be");
     return found;
 }
 
-enum class NoticeKind : std::uint16_t { receipt = 1, want = 2, slab = 3, refusal = 4, abort = 5, closed = 6 };
+enum class NoticeKind : std::uint16_t { receipt = 1, request = 2, slab = 3, refusal = 4, abort = 5, closed = 6 };
 
 /// A block that is no descriptor.
 struct Notice {
     std::uint32_t magic = kNoticeMagic;
     std::uint16_t version = 1;
     NoticeKind kind = NoticeKind::receipt;
-    std::uint64_t taken = 0;           // receipt: messages of the other end that were taken, ever
+    std::uint64_t taken = 0;           // receipt: messages of the peer that were taken, ever
     std::uint64_t address = 0;         // slab
     std::uint64_t bytes = 0;           // slab, and how large a want is
     std::uint32_t key = 0, count = 0;  // slab; of places or letters below
@@ -127,15 +126,15 @@ inline Notice read_notice(const Block& block) {
     const auto need = [](bool holds, const char* what) {
         if (!holds) throw LinkError(what);
     };
-    need(sealed(block.data()), "a notice of the other end is damaged");
+    need(sealed(block.data()), "a notice of the peer is damaged");
     Notice found;
     std::memcpy(&found, block.data(), block.size());
     need(found.version == 1 && found.kind >= NoticeKind::receipt && found.kind <= NoticeKind::closed,
          "a notice was made by another version of ds_ext");
     const bool text = found.kind == NoticeKind::refusal || found.kind == NoticeKind::abort;
     need(found.count <= (text ? found.text.size() : found.places.size()), "a notice is longer than it can be");
-    const bool sized = found.kind == NoticeKind::want || found.kind == NoticeKind::slab;
-    need(!sized || (found.bytes > 0 && found.bytes <= kMostSlabBytes && found.bytes % kAlignment == 0),
+    const bool sized = found.kind == NoticeKind::request || found.kind == NoticeKind::slab;
+    need(!sized || (found.bytes > 0 && found.bytes <= kMaxSlabBytes && found.bytes % kAlignment == 0),
          "a notice is about a slab of a size that cannot be");
     return found;
 }

@@ -15,7 +15,7 @@
 
 namespace ds_ext {
 
-inline constexpr std::uint64_t kRingEntries = kMostUntaken;  // also of slots that are not back
+inline constexpr std::uint64_t kRingEntries = kMaxInFlight;  // also of slots not released
 // Address space only: memory is taken when it is used for the first time.
 inline constexpr std::uint64_t kSegmentBytes = std::uint64_t{64} << 30;
 inline constexpr std::uint64_t kCountersOffset = 4096, kRingOffset = 8192;
@@ -71,8 +71,8 @@ struct Counters {
 };
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free && sizeof(Counters) <= 4096);
 
-/// What became of a side, as words that follow "rank 3 ...".
-inline std::string fate(const Cause& cause, const std::atomic<std::uint32_t>& closed) {
+/// Why a side sends and takes nothing more, as words that follow "rank 3 ..."; empty while it does.
+inline std::string reason_of(const Cause& cause, const std::atomic<std::uint32_t>& closed) {
     const auto bytes = cause.bytes.load(std::memory_order_acquire);
     if (bytes != 0) return "failed: " + shown(cause.text, bytes);
     return closed.load(std::memory_order_acquire) != 0 ? "has closed its transport" : "";

@@ -22,9 +22,9 @@ inline void bind_shm(py::module_& m) {
         .def("fileno", &ShmIncoming::descriptor);
 
     py::class_<ShmOutgoing, Outgoing, std::shared_ptr<ShmOutgoing>>(m, "ShmOutgoing")
-        .def(py::init([](int segment, int bell, std::uint32_t source, std::uint32_t destination, std::string_view job,
-                         std::uint64_t window) {
-            return std::make_shared<ShmOutgoing>(segment, bell, address_of(source, destination, job), window);
+        .def(py::init([](int segment, int doorbell, std::uint32_t source, std::uint32_t destination,
+                         std::string_view job, std::uint64_t window) {
+            return std::make_shared<ShmOutgoing>(segment, doorbell, address_of(source, destination, job), window);
         }));
 }
 

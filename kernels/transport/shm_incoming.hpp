@@ -4,27 +4,29 @@
 #include <mutex>
 #include <vector>
 
-#include "bell.hpp"
+#include "doorbell.hpp"
 #include "link.hpp"
 #include "segment.hpp"
 
 namespace ds_ext {
 
-/// The receiving end of a segment.
+/// Receiving endpoint of a segment.
 class ShmIncoming final : public Incoming {
   public:
     explicit ShmIncoming(const Address& address) : Incoming(address.source), segment_(Segment::create(address)) {}
 
-    /// The other process' bell is known only after the segment was passed to it.
-    void connect(int bell) {
-        bell_ = std::make_unique<Bell>(Bell::attach(bell));
-        bell_->close_descriptor();
+    /// The other process' doorbell is known only after the segment was passed to it.
+    void connect(int doorbell) {
+        doorbell_ = std::make_unique<Doorbell>(Doorbell::attach(doorbell));
+        doorbell_->close_descriptor();
         segment_.memory().close_descriptor();
     }
 
     int descriptor() { return segment_.memory().descriptor(); }
 
-    bool news() const override { return segment_.counters().published.load(std::memory_order_acquire) != taken(); }
+    bool has_message() const override {
+        return segment_.counters().published.load(std::memory_order_acquire) != taken();
+    }
 
     Arrival take() override {
         refuse_fork();
@@ -47,40 +49,40 @@ class ShmIncoming final : public Incoming {
             arrival.descriptors.push_back(unpack(arrival.address + first.body_bytes + (i - 1) * kDescriptorBytes));
         order_.admit(arrival.descriptors);
         counters.taken.store(taken(), std::memory_order_release);
-        if (bell_) bell_->ring();
+        if (doorbell_) doorbell_->ring();
         return arrival;
     }
 
-    void give_back(const Arrival& arrival) override {
+    void release(const Arrival& arrival) override {
         const std::lock_guard<std::mutex> guard(returning_);
         segment_.returned(returned_).store(arrival.descriptors[0].place, std::memory_order_relaxed);
         segment_.counters().returned.store(++returned_, std::memory_order_release);
-        if (bell_) bell_->ring();
+        if (doorbell_) doorbell_->ring();
     }
 
-    std::string gone() const override {
-        if (news()) return {};
-        return fate(segment_.counters().sender_cause, segment_.counters().sender_closed);
+    std::string end_reason() const override {
+        if (has_message()) return {};
+        return reason_of(segment_.counters().sender_cause, segment_.counters().sender_closed);
     }
 
     void abort(const std::string& cause) override {
         if (!ours()) return;
         segment_.counters().receiver_cause.set(cause);
-        if (bell_) bell_->ring();
+        if (doorbell_) doorbell_->ring();
     }
 
     void close() override {
         if (!ours()) return;
         segment_.counters().receiver_closed.store(1, std::memory_order_release);
-        if (bell_) bell_->ring();
+        if (doorbell_) doorbell_->ring();
     }
 
   private:
     std::uint64_t taken() const { return order_.admitted(); }
 
     Segment segment_;
-    std::unique_ptr<Bell> bell_;
-    Order order_;
+    std::unique_ptr<Doorbell> doorbell_;
+    SequenceCheck order_;
     std::uint64_t returned_ = 0;
     std::mutex returning_;
 };

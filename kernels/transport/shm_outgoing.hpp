@@ -1,58 +1,58 @@
 #pragma once
 
-#include "bell.hpp"
+#include "doorbell.hpp"
 #include "link.hpp"
-#include "room.hpp"
 #include "segment.hpp"
+#include "slot_allocator.hpp"
 
 namespace ds_ext {
 
-/// The sending end of a segment.
+/// Sending endpoint of a segment.
 class ShmOutgoing final : public Outgoing {
   public:
-    ShmOutgoing(int segment, int bell, const Address& address, std::uint64_t window)
+    ShmOutgoing(int segment, int doorbell, const Address& address, std::uint64_t window)
         : Outgoing(window),
           segment_(Segment::attach(segment, address)),
-          bell_(Bell::attach(bell)),
-          room_(segment_.slot_bytes()) {
-        bell_.close_descriptor();
+          doorbell_(Doorbell::attach(doorbell)),
+          allocator_(segment_.slot_bytes()) {
+        doorbell_.close_descriptor();
     }
 
-    bool news() const override {
+    bool has_update() const override {
         const Counters& counters = segment_.counters();
         return counters.returned.load(std::memory_order_acquire) != returned_ ||
                counters.taken.load(std::memory_order_acquire) != taken_;
     }
 
-    std::string gone() const override {
-        return fate(segment_.counters().receiver_cause, segment_.counters().receiver_closed);
+    std::string end_reason() const override {
+        return reason_of(segment_.counters().receiver_cause, segment_.counters().receiver_closed);
     }
 
     void abort(const std::string& cause) override {
         if (!ours()) return;
         segment_.counters().sender_cause.set(cause);
-        bell_.ring();
+        doorbell_.ring();
     }
 
     void close() override {
         if (!ours()) return;
         segment_.counters().sender_closed.store(1, std::memory_order_release);
-        bell_.ring();
+        doorbell_.ring();
     }
 
   protected:
     std::uint64_t most_bytes() const override { return segment_.slot_bytes(); }
-    std::uint64_t lent() const override { return room_.lent(); }
+    std::uint64_t unreleased() const override { return allocator_.allocated(); }
 
-    bool lend(Slot& slot) override {
-        if (room_.lent() == kRingEntries) return false;
-        const auto place = room_.lend(slot.bytes);
+    bool allocate(Slot& slot) override {
+        if (allocator_.allocated() == kRingEntries) return false;
+        const auto place = allocator_.allocate(slot.bytes);
         if (!place) return false;
         slot.place = *place;
         try {
             commit(slot.place + slot.bytes);
         } catch (...) {
-            room_.take_back(slot.place);
+            allocator_.release(slot.place);
             throw;
         }
         slot.address = segment_.slots() + slot.place;
@@ -65,18 +65,18 @@ class ShmOutgoing final : public Outgoing {
         const Descriptor& first = slot.descriptors[0];
         pack(first, segment_.entry(first.link_seq));
         segment_.counters().published.store(first.link_seq + 1, std::memory_order_release);
-        bell_.ring();
+        doorbell_.ring();
     }
 
-    /// Takes back what the receiver has returned as well. Its words are checked: a slot that is not lent is an error.
+    /// Also frees the slots that the receiver has returned. Its counts are checked.
     std::uint64_t taken() override {
         Counters& counters = segment_.counters();
         taken_ = counters.taken.load(std::memory_order_acquire);
         const auto returned = counters.returned.load(std::memory_order_acquire);
-        if (returned < returned_ || returned - returned_ > room_.lent())
+        if (returned < returned_ || returned - returned_ > allocator_.allocated())
             throw LinkError("the receiver's count of slots is wrong");
         for (; returned_ != returned; ++returned_)
-            room_.take_back(segment_.returned(returned_).load(std::memory_order_relaxed));
+            allocator_.release(segment_.returned(returned_).load(std::memory_order_relaxed));
         return taken_;
     }
 
@@ -90,8 +90,8 @@ class ShmOutgoing final : public Outgoing {
     }
 
     Segment segment_;
-    Bell bell_;
-    Room room_;
+    Doorbell doorbell_;
+    SlotAllocator allocator_;
     std::uint64_t committed_ = 0, returned_ = 0, taken_ = 0;
 };
 

@@ -8,11 +8,11 @@ namespace ds_ext {
 inline void bind_tcp(py::module_& m) {
     py::class_<TcpConnection, std::shared_ptr<TcpConnection>>(m, "TcpConnection")
         .def(py::init([](int socket, Port& port, std::uint64_t window, bool receives) {
-            auto made = std::make_shared<TcpConnection>(socket, port.bell(), port.io(), window, receives);
+            auto made = std::make_shared<TcpConnection>(socket, port.doorbell(), port.io(), window, receives);
             made->start();
             return made;
         }))
-        .def("gone", &TcpConnection::gone)
+        .def("end_reason", &TcpConnection::end_reason)
         .def("abort", &TcpConnection::abort)
         .def("close", &TcpConnection::close);
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// A tcp connection of two ranks. The I/O thread receives, and tells the peer what is to be told; the rank's own thread
-// takes what has arrived, and writes messages.
+// A tcp connection of two ranks. The I/O thread receives and sends control frames; the rank's own thread takes messages
+// that have arrived, and writes messages.
 
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -12,22 +12,23 @@
 #include <mutex>
 #include <string>
 
-#include "bell.hpp"
+#include "doorbell.hpp"
 #include "frames.hpp"
-#include "io.hpp"
+#include "io_thread.hpp"
 #include "tcp_outbox.hpp"
 
 namespace ds_ext {
 
-class TcpConnection final : public Io::Watcher,
+class TcpConnection final : public IoThread::Watcher,
                             public FrameReader::Sink,
                             public Owned,
                             public std::enable_shared_from_this<TcpConnection> {
   public:
     /// `socket`: connected, and both sides have proven who they are; taken over. `window`: the sender's.
-    TcpConnection(int socket, std::shared_ptr<Bell> bell, std::shared_ptr<Io> io, std::uint64_t window, bool receives)
+    TcpConnection(int socket, std::shared_ptr<Doorbell> doorbell, std::shared_ptr<IoThread> io, std::uint64_t window,
+                  bool receives)
         : socket_(socket),
-          bell_(std::move(bell)),
+          doorbell_(std::move(doorbell)),
           io_(std::move(io)),
           window_(window),
           receives_(receives),
@@ -41,13 +42,13 @@ class TcpConnection final : public Io::Watcher,
 
     /// After the constructor, which cannot: the thread shares the object.
     void start() {
-        last_sent_ = last_check_ = Io::Clock::now();
+        last_sent_ = last_check_ = IoThread::Clock::now();
         io_->watch(socket_.number(), TcpOutbox::kReading, shared_from_this());
     }
 
     // --- the receiving side, for the rank's thread ---
 
-    bool news() const {
+    bool has_message() const {
         return arrived_.load(std::memory_order_acquire) != taken_.load(std::memory_order_relaxed) ||
                damaged_.load(std::memory_order_acquire);
     }
@@ -61,11 +62,11 @@ class TcpConnection final : public Io::Watcher,
             arrival = std::move(queue_.front());
             queue_.pop_front();
         }
-        untold_bytes_ += arrival.descriptors[0].body_bytes;
+        unreported_bytes_ += arrival.descriptors[0].body_bytes;
         taken_.fetch_add(1, std::memory_order_release);
-        if (untold_bytes_ >= window_ / 4) {  // the sender may wait for it
-            untold_bytes_ = 0;
-            io_->nudge();
+        if (unreported_bytes_ >= window_ / 4) {  // the sender may wait for it
+            unreported_bytes_ = 0;
+            io_->wake();
         }
         return arrival;
     }
@@ -79,34 +80,34 @@ class TcpConnection final : public Io::Watcher,
 
     // --- both ---
 
-    std::string gone() const {
+    std::string end_reason() const {
         if (!ours()) return {};  // the lock was perhaps taken when this process was forked
         const std::lock_guard<std::mutex> guard(arriving_);
         if (!cause_.empty()) return "failed: " + cause_;
-        return queue_.empty() ? fate_ : std::string{};
+        return queue_.empty() ? end_reason_ : std::string{};
     }
 
     void abort(const std::string& cause) {
-        if (ours()) tell(ControlKind::cause, cause);
+        if (ours()) send_control(ControlKind::cause, cause);
     }
 
     /// Say goodbye after all that was sent; the thread does the rest.
     void close() {
         if (!ours() || closing_.exchange(true)) return;
-        tell(ControlKind::bye);
-        io_->nudge();
+        send_control(ControlKind::bye);
+        io_->wake();
     }
 
     // --- the I/O thread ---
 
     void ready(int, std::uint32_t events) override {
-        if (events & EPOLLOUT) outbox_.go_on();
+        if (events & EPOLLOUT) outbox_.resume();
         if (events & (EPOLLIN | EPOLLHUP | EPOLLERR | EPOLLRDHUP)) receive();
     }
 
-    Io::Time due(Io::Time now) override {
+    IoThread::Time due(IoThread::Time now) override {
         const auto taken_now = taken_.load(std::memory_order_acquire);
-        if (taken_now != told_ || now - last_sent_.load() >= kBeat) tell(ControlKind::alive);
+        if (taken_now != reported_ || now - last_sent_.load() >= kBeat) send_control(ControlKind::alive);
         if (now - last_check_ >= kBeat) check_silence(now);
         if (closing_.load()) return end_of_closing(now);
         const bool waiting = arrived_.load(std::memory_order_acquire) != taken_now;
@@ -121,25 +122,25 @@ class TcpConnection final : public Io::Watcher,
             const std::lock_guard<std::mutex> guard(arriving_);
             const auto acknowledged = arrival.descriptors[0].acknowledged;
             queue_.push_back(std::move(arrival));
-            note_taken(acknowledged);
+            update_peer_taken(acknowledged);
         }
         ack_wait_ = kLeastAckWait;
         arrived_.fetch_add(1, std::memory_order_release);
-        bell_->ring();
+        doorbell_->ring();
     }
 
     void control(ControlKind kind, std::uint64_t taken, std::string text) override {
         {
             const std::lock_guard<std::mutex> guard(arriving_);
-            note_taken(taken);
+            update_peer_taken(taken);
             if (kind == ControlKind::cause && cause_.empty())
                 cause_ = text.empty() ? "unknown" : std::move(text);
             else if (kind == ControlKind::bye)
-                fate_ = "has closed its transport";
+                end_reason_ = "has closed its transport";
             else if (kind != ControlKind::alive && kind != ControlKind::cause)
                 throw LinkError("an unknown control frame");
         }
-        bell_->ring();
+        doorbell_->ring();
     }
 
     /// Messages taken here, for the descriptors that go the other way.
@@ -150,12 +151,12 @@ class TcpConnection final : public Io::Watcher,
         kMostAckWait{80};
     static constexpr std::size_t kTurnBytes = 16 << 20;  // received before other connections have their turn
 
-    /// Never throws: what cannot be told for want of memory ends the connection, which tells it too.
-    void tell(ControlKind kind, const std::string& text = {}) noexcept {
-        told_ = taken_.load(std::memory_order_acquire);
-        last_sent_ = Io::Clock::now();
+    /// Never throws: a frame that cannot be sent for lack of memory ends the connection, which the peer notices.
+    void send_control(ControlKind kind, const std::string& text = {}) noexcept {
+        reported_ = taken_.load(std::memory_order_acquire);
+        last_sent_ = IoThread::Clock::now();
         try {
-            std::string frame = pack_control(kind, told_, text);
+            std::string frame = pack_control(kind, reported_, text);
             std::vector<iovec> parts{{frame.data(), frame.size()}};
             outbox_.write(parts);
         } catch (const std::bad_alloc&) {
@@ -164,7 +165,7 @@ class TcpConnection final : public Io::Watcher,
     }
 
     // The lock `arriving_` is held.
-    void note_taken(std::uint64_t taken) {
+    void update_peer_taken(std::uint64_t taken) {
         if (taken <= peer_taken_.load(std::memory_order_relaxed)) return;
         peer_taken_.store(taken, std::memory_order_release);
     }
@@ -191,7 +192,7 @@ class TcpConnection final : public Io::Watcher,
     }
 
     /// A connection whose host answers nothing, by its kernel: a process that is merely stopped is not meant.
-    void check_silence(Io::Time now) {
+    void check_silence(IoThread::Time now) {
         last_check_ = now;
         tcp_info info{};
         socklen_t bytes = sizeof info;
@@ -209,23 +210,23 @@ class TcpConnection final : public Io::Watcher,
             damage_ = what;
         }
         damaged_.store(true, std::memory_order_release);
-        tell(ControlKind::cause, "it was sent what cannot be right: " + what);
+        send_control(ControlKind::cause, "it was sent what cannot be right: " + what);
         ended("has sent what cannot be right");
     }
 
     /// Nothing more is read or written.
-    void ended(const char* fate) {
+    void ended(const char* reason) {
         {
             const std::lock_guard<std::mutex> guard(arriving_);
-            if (fate_.empty()) fate_ = fate;
+            if (end_reason_.empty()) end_reason_ = reason;
         }
         io_->unwatch(socket_.number());
         outbox_.stop();
-        bell_->ring();
+        doorbell_->ring();
     }
 
-    Io::Time end_of_closing(Io::Time now) {
-        if (closed_at_ == Io::Time{}) closed_at_ = now;
+    IoThread::Time end_of_closing(IoThread::Time now) {
+        if (closed_at_ == IoThread::Time{}) closed_at_ = now;
         if (!shut_) shut_ = outbox_.finish();
         // What the peer still sends is read: its kernel would drop what is on its way to it otherwise.
         if (now - closed_at_ >= kLinger) ended("was left");
@@ -233,27 +234,27 @@ class TcpConnection final : public Io::Watcher,
     }
 
     PrivateFile socket_;
-    std::shared_ptr<Bell> bell_;
-    std::shared_ptr<Io> io_;
+    std::shared_ptr<Doorbell> doorbell_;
+    std::shared_ptr<IoThread> io_;
     const std::uint64_t window_;
     const bool receives_;
     std::shared_ptr<Pool> pool_;
     FrameReader reader_;  // the I/O thread's, as the next line
 
-    Io::Time last_check_{}, closed_at_{};
+    IoThread::Time last_check_{}, closed_at_{};
     std::chrono::milliseconds ack_wait_{kLeastAckWait};
     bool silent_before_ = false, shut_ = false;
 
     mutable std::mutex arriving_;
     std::deque<Arrival> queue_;
-    std::string cause_, fate_, damage_;
+    std::string cause_, end_reason_, damage_;
     std::atomic<std::uint64_t> arrived_{0}, taken_{0}, peer_taken_{0};
     std::atomic<bool> damaged_{false}, closing_{false};
-    std::uint64_t untold_bytes_ = 0;  // the rank's thread's
+    std::uint64_t unreported_bytes_ = 0;  // the rank's thread's
 
     TcpOutbox outbox_;
-    std::atomic<std::uint64_t> told_{0};
-    std::atomic<Io::Time> last_sent_{};
+    std::atomic<std::uint64_t> reported_{0};
+    std::atomic<IoThread::Time> last_sent_{};
 };
 
 }  // namespace ds_ext

@@ -9,17 +9,17 @@
 
 namespace ds_ext {
 
-/// The receiving end over a connection.
+/// Receiving endpoint over a connection.
 class TcpIncoming final : public Incoming {
   public:
     TcpIncoming(std::shared_ptr<TcpConnection> connection, std::uint32_t source)
         : Incoming(source), connection_(std::move(connection)) {}
     ~TcpIncoming() override { connection_->close(); }
 
-    bool news() const override { return connection_->news(); }
+    bool has_message() const override { return connection_->has_message(); }
     Arrival take() override { return connection_->take(); }
-    void give_back(const Arrival&) override {}
-    std::string gone() const override { return connection_->gone(); }
+    void release(const Arrival&) override {}
+    std::string end_reason() const override { return connection_->end_reason(); }
     void abort(const std::string& cause) override { connection_->abort(cause); }
     void close() override { connection_->close(); }
 
@@ -27,20 +27,20 @@ class TcpIncoming final : public Incoming {
     std::shared_ptr<TcpConnection> connection_;
 };
 
-/// The sending end over a connection.
+/// Sending endpoint over a connection.
 class TcpOutgoing final : public Outgoing {
   public:
     explicit TcpOutgoing(std::shared_ptr<TcpConnection> connection)
         : Outgoing(connection->window()), connection_(std::move(connection)) {}
     ~TcpOutgoing() override { connection_->close(); }
 
-    bool news() const override { return connection_->taken() != seen_; }
-    std::string gone() const override { return connection_->gone(); }
+    bool has_update() const override { return connection_->taken() != seen_; }
+    std::string end_reason() const override { return connection_->end_reason(); }
     void abort(const std::string& cause) override { connection_->abort(cause); }
     void close() override { connection_->close(); }
 
   protected:
-    bool lend(Slot&) override { return true; }
+    bool allocate(Slot&) override { return true; }
     std::uint64_t taken() override { return seen_ = connection_->taken(); }
 
     /// Straight from the tensors: what the socket takes at once needs no memory of ours.

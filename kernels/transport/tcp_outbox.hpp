@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "io.hpp"
+#include "io_thread.hpp"
 #include "pool.hpp"
 
 namespace ds_ext {
@@ -28,7 +28,7 @@ class TcpOutbox : public Owned {
     static constexpr std::uint32_t kReading = EPOLLIN | EPOLLRDHUP;  // events while nothing waits to be sent
 
     /// `socket` is watched by `io` and outlives this.
-    TcpOutbox(int socket, std::shared_ptr<Io> io, std::shared_ptr<Pool> pool)
+    TcpOutbox(int socket, std::shared_ptr<IoThread> io, std::shared_ptr<Pool> pool)
         : socket_(socket), io_(std::move(io)), pool_(std::move(pool)) {}
 
     /// Send these parts, which are the caller's again afterwards.
@@ -43,7 +43,7 @@ class TcpOutbox : public Owned {
     }
 
     /// The socket takes more.
-    void go_on() {
+    void resume() {
         std::unique_lock<std::mutex> lock(mutex_);
         if (!flushing_ && !broken_) flush(lock);
     }
@@ -154,7 +154,7 @@ class TcpOutbox : public Owned {
     }
 
     const int socket_;
-    std::shared_ptr<Io> io_;
+    std::shared_ptr<IoThread> io_;
     std::shared_ptr<Pool> pool_;
     std::mutex mutex_;
     std::deque<Chunk> unsent_;

@@ -77,7 +77,7 @@ class OpenPort : public Owned {
     Domain* domain() const { return domain_.get(); }
     Channel* channel() const { return channel_.get(); }
     int events() const { return channel_->fd; }
-    int troubles() const { return context_->async_fd; }
+    int device_events() const { return context_->async_fd; }
 
     /// Takes the completion events that are here; false when there was none. Any thread.
     bool take_events() const {
@@ -93,7 +93,7 @@ class OpenPort : public Owned {
     }
 
     /// Takes what the device reports of itself; the words of the last that matters, empty if none does. Any thread.
-    std::string take_troubles() const {
+    std::string take_device_events() const {
         const Library& lib = Library::get();
         AsyncEvent event{};
         std::string found;

@@ -18,10 +18,10 @@ from torch import Tensor
 from ds_ext.comm import native, wire
 from ds_ext.comm.cuda import slabs as cuda_slabs
 from ds_ext.comm.cuda import staging as cuda_staging
-from ds_ext.comm.cuda.head import Head, Way
+from ds_ext.comm.cuda.header import Header, Route
 from ds_ext.comm.cuda.staging import packed
 from ds_ext.comm.cuda.transport import GpuTransport
-from ds_ext.comm.ends import both_ways
+from ds_ext.comm.endpoints import both_ways
 from ds_ext.comm.native_transport import NativeTransport
 from ds_ext.comm.transport import GPU_CONTROL, GPU_PIECES, create_transport, make_tag
 from ds_ext.errors import ProtocolError
@@ -34,11 +34,11 @@ CPU = torch.device("cpu")
 SHAPES = [(4000,), (9, 441), (31, 129)]  # of one slot size
 
 
-def connect(device: LateDevice, direct: bool = True, slots: int = 2) -> GpuTransport:
+def connect(device: LateDevice, direct: bool = True, credits: int = 2) -> GpuTransport:
     host = create_transport("shm", timeout_s=20, device=CPU)
     assert isinstance(host, NativeTransport)
     peers = [rank for rank in range(host.world_size) if rank != host.rank]
-    return GpuTransport(host, device, peers, dict.fromkeys(peers, slots) if direct else {})
+    return GpuTransport(host, device, peers, dict.fromkeys(peers, credits) if direct else {})
 
 
 def message(number: int, sender: int, answers: bool) -> list[Tensor]:
@@ -53,9 +53,9 @@ def message(number: int, sender: int, answers: bool) -> list[Tensor]:
 
 def traffic(
     rank: int, device: LateDevice, messages: int, direct: bool, answers: bool = False
-) -> tuple[int, dict[Way, int]]:
+) -> tuple[int, dict[Route, int]]:
     """Both ranks send and receive, keep what they got for a while and read it late; wrong contents, and counts."""
-    cuda_slabs._LEAST_SLAB_BYTES, cuda_staging.PIECE_BYTES = 512, 5000  # few slots, several pieces
+    cuda_slabs._MIN_SLAB_BYTES, cuda_staging.PIECE_BYTES = 512, 5000  # few slots, several pieces
     transport, own, peer = connect(device, direct), random.Random(rank), 1 - rank
     kept: deque[tuple[list[Tensor], int]] = deque()
     results: list[tuple[Any, bytes]] = []
@@ -91,7 +91,7 @@ def traffic(
     return wrong, dict(transport.counts)
 
 
-def all_waits(rank: int, folder: Path, messages: int, direct: bool) -> tuple[int, dict[Way, int]]:
+def all_waits(rank: int, folder: Path, messages: int, direct: bool) -> tuple[int, dict[Route, int]]:
     return traffic(rank, LateDevice(folder, rank), messages, direct)
 
 
@@ -99,7 +99,7 @@ def all_waits(rank: int, folder: Path, messages: int, direct: bool) -> tuple[int
 def test_every_byte_although_streams_are_late(ranks2: RankPool, tmp_path: Path, direct: bool) -> None:
     for wrong, counts in ranks2.run(all_waits, tmp_path, 60, direct):
         assert wrong == 0
-        assert counts[Way.DIRECT] > 10 if direct else counts[Way.STAGED] == 60
+        assert counts[Route.DIRECT] > 10 if direct else counts[Route.STAGED] == 60
 
 
 # What the transport must not leave out, by the way of the contents, and the stream of rank 1 whose delay shows it.
@@ -193,7 +193,7 @@ def promises(rank: int, folder: Path) -> None:
     for item in range(9, 15):
         transport.send([device.tensor(large)], peer, item)
         assert device.read(transport.recv(peer, item).wait()[0])() == large.numpy().tobytes()
-    assert transport.counts[Way.DIRECT] > 0 if rank == 1 else transport.counts[Way.DIRECT] == 0
+    assert transport.counts[Route.DIRECT] > 0 if rank == 1 else transport.counts[Route.DIRECT] == 0
     if rank == 1:
         transport.send([device.tensor(large)], peer, 15)
         transport.close()
@@ -218,8 +218,8 @@ def damage(rank: int, folder: Path, what: str) -> str:
     transport, text = connect(LateDevice(folder, rank)), ""
     if rank == 0:
         body = torch.zeros(64, dtype=torch.uint8)
-        head = Head(
-            Way.DIRECT if what == "place" else Way.STAGED,
+        head = Header(
+            Route.DIRECT if what == "place" else Route.STAGED,
             (0, 0, 0),
             [True],
             wire.describe([body], tag=0, seq=0, link_seq=0, acknowledged=0),
@@ -288,8 +288,8 @@ def test_auto_takes_nccl_where_that_serves(ranks2: RankPool, tmp_path: Path) -> 
 
 def train_on(rank: int, job: Job, folder: Path) -> dict[str, Any]:
     """Train as if tensors with a fraction were on a GPU, with real lifetimes in autograd."""
-    original = native._try
-    counts: dict[Way, int] = {}
+    original = native._link
+    counts: dict[Route, int] = {}
 
     def on_gpu(kinds: Any, timeout_s: float, device: torch.device, pairs: Any, node_ips: Any) -> Any:
         made = original(kinds, timeout_s, device, both_ways(pairs), node_ips)
@@ -300,11 +300,11 @@ def train_on(rank: int, job: Job, folder: Path) -> dict[str, Any]:
         counts = gpu.counts
         return gpu
 
-    native._try = on_gpu
+    native._link = on_gpu
     try:
         return {**train(rank, job), "counts": dict(counts)}
     finally:
-        native._try = original
+        native._link = original
 
 
 @pytest.mark.parametrize("schedule", ["bitpipe_zb", "dpp"])
@@ -315,5 +315,5 @@ def test_trains_bitwise_as_over_shared_memory(ranks4: RankPool, tmp_path: Path, 
         on_gpu = ranks4.run(train_on, dataclasses.replace(job, transport=kind), tmp_path, timeout_s=120)
         for key in ("losses", "norms", "digests"):
             assert [one[key] for one in on_gpu] == [one[key] for one in on_host], kind
-        used = Way.DIRECT if kind == "shm" else Way.STAGED
+        used = Route.DIRECT if kind == "shm" else Route.STAGED
         assert all(one["counts"][used] > 10 for one in on_gpu)

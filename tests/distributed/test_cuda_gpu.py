@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_ext.comm.cuda import trial as cuda_trial
 from ds_ext.comm.cuda.device import TorchCuda
-from ds_ext.comm.cuda.head import Way
+from ds_ext.comm.cuda.header import Route
 from tests.distributed.test_cuda import traffic
 from tests.distributed.test_parity import reference
 from tests.engine_runs import MODEL, SCHEDULES, Job, StepBatches, batches_of, build, weights
@@ -56,7 +56,7 @@ def gpu_ranks() -> Iterator[Callable[[int], RankPool]]:
         pool.close()
 
 
-def late_traffic(rank: int, messages: int, direct: bool) -> tuple[int, dict[Way, int]]:
+def late_traffic(rank: int, messages: int, direct: bool) -> tuple[int, dict[Route, int]]:
     torch.cuda.set_device(0)
     return traffic(rank, LateCuda(torch.device("cuda", 0)), messages, direct)  # pyright: ignore[reportArgumentType]
 
@@ -65,7 +65,7 @@ def late_traffic(rank: int, messages: int, direct: bool) -> tuple[int, dict[Way,
 def test_every_byte_on_the_gpu(gpu_ranks: Callable[[int], RankPool], direct: bool) -> None:
     for wrong, counts in gpu_ranks(2).run(late_traffic, 200, direct, timeout_s=120):
         assert wrong == 0
-        assert counts[Way.DIRECT] > 100 if direct else counts[Way.STAGED] == 200
+        assert counts[Route.DIRECT] > 100 if direct else counts[Route.STAGED] == 200
 
 
 def train_on_gpu(rank: int, job: Job) -> dict[str, Any]:
@@ -102,13 +102,13 @@ def test_trains_on_one_gpu(gpu_ranks: Callable[[int], RankPool], schedule: str) 
         for result in runs[kind]:
             assert result["losses"] == pytest.approx(expected.losses, rel=1e-4)
             assert result["norms"] == pytest.approx(expected.grad_norms, rel=1e-3)
-            assert result["counts"][Way.DIRECT if kind == "shm" else Way.STAGED] > 10
+            assert result["counts"][Route.DIRECT if kind == "shm" else Route.STAGED] > 10
     assert [one["losses"] for one in runs["shm"]] == [one["losses"] for one in runs["tcp"]]
 
 
 def test_auto_takes_ours_for_ranks_of_one_gpu(gpu_ranks: Callable[[int], RankPool]) -> None:
     job = Job("1f1b", 4, 1, 1, micro_batches=8, model=MODEL, steps=1)
-    assert all(one["counts"][Way.DIRECT] > 0 for one in gpu_ranks(4).run(train_on_gpu, job, timeout_s=180))
+    assert all(one["counts"][Route.DIRECT] > 0 for one in gpu_ranks(4).run(train_on_gpu, job, timeout_s=180))
 
 
 def test_another_process_sends_to_this_one(tmp_path: Path) -> None:

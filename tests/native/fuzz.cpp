@@ -135,12 +135,12 @@ void superblock(Segment& segment, const Address& address) {
     }
 }
 
-/// Both ends of a segment, whose control part and descriptors are changed at random: what is taken all the same lies
-/// inside of it, and the sender's book stays whole.
+/// Both endpoints of a segment, whose control part and descriptors are changed at random: what is taken all the same
+/// lies inside of it, and the sender's book stays whole.
 class Shared {
   public:
     Shared() : incoming_(address_), file_(dup(incoming_.descriptor())) {
-        outgoing_ = std::make_unique<ShmOutgoing>(dup(file_.number()), dup(bell_.descriptor()), address_, 1 << 16);
+        outgoing_ = std::make_unique<ShmOutgoing>(dup(file_.number()), dup(doorbell_.descriptor()), address_, 1 << 16);
         void* at = mmap(nullptr, kSlotsOffset + kSlots, PROT_READ | PROT_WRITE, MAP_SHARED, file_.number(), 0);
         if (at == MAP_FAILED) std::abort();
         memory_ = static_cast<unsigned char*>(at);
@@ -154,14 +154,14 @@ class Shared {
         while (true) {
             send();
             for (auto count = draw() % 3; count > 0; --count) spoil();
-            while (incoming_.news()) {
+            while (incoming_.has_message()) {
                 const Arrival arrival = incoming_.take();
                 for (const Descriptor& d : arrival.descriptors)
                     if (d.nbytes > 0) sum_ += arrival.address[d.offset] + arrival.address[d.offset + d.nbytes - 1];
-                if (draw() % 4) incoming_.give_back(arrival);
+                if (draw() % 4) incoming_.release(arrival);
             }
-            outgoing_->untaken();
-            sum_ += incoming_.gone().size() + outgoing_->gone().size();
+            outgoing_->in_flight();
+            sum_ += incoming_.end_reason().size() + outgoing_->end_reason().size();
         }
     }
 
@@ -170,12 +170,7 @@ class Shared {
 
     void send() {
         std::vector<Piece> pieces(1 + draw() % 3, {1, {static_cast<std::int64_t>(draw() % 5000)}, data_});
-        if (auto slot = outgoing_->reserve(5 << 16, pieces)) {
-            if (draw() % 4)
-                outgoing_->transmit(*slot, pieces);
-            else
-                outgoing_->cancel(*slot);
-        }
+        if (auto slot = outgoing_->reserve(5 << 16, pieces)) outgoing_->transmit(*slot, pieces);
     }
 
     /// A number of the control part, or a byte of a descriptor, in the ring or in a slot, with a right checksum or not.
@@ -203,7 +198,7 @@ class Shared {
 
     const Address address_{0, 1, {}};
     unsigned char data_[5000] = {};
-    Bell bell_ = Bell::create();
+    Doorbell doorbell_ = Doorbell::create();
     ShmIncoming incoming_;
     FileDescriptor file_;
     std::unique_ptr<ShmOutgoing> outgoing_;
@@ -221,7 +216,7 @@ void greeting(const Address& address) {
     change(bytes);
     if (draw() % 4 && bytes.size() == kGreetingBytes) seal(bytes.data(), offsetof(Greeting, checksum));
     const Greeting found = read_greeting({reinterpret_cast<const char*>(bytes.data()), bytes.size()}, address);
-    if (found.mtu < 1 || found.mtu > 5 || found.slab_bytes > kMostSlabBytes) std::abort();
+    if (found.mtu < 1 || found.mtu > 5 || found.slab_bytes > kMaxSlabBytes) std::abort();
 }
 
 void notice() {

@@ -1,4 +1,4 @@
-// Both ends of links in one process, each in a thread of its own, for the thread sanitizer, which sees one process
+// Both endpoints of links in one process, each in a thread of its own, for the thread sanitizer, which sees one process
 // only. Every message is compared. Exit status 0: all were right.
 
 #include <arpa/inet.h>
@@ -19,7 +19,7 @@ using namespace ds_ext;
 
 namespace {
 
-struct End {
+struct Endpoint {
     Port port;
     std::shared_ptr<Incoming> incoming;
     std::shared_ptr<Outgoing> outgoing;
@@ -38,22 +38,22 @@ void need(bool holds, const char* what) {
     std::_Exit(1);
 }
 
-void link_by_shm(End& left, End& right) {
-    End* ends[] = {&left, &right};
+void link_by_shm(Endpoint& left, Endpoint& right) {
+    Endpoint* endpoints[] = {&left, &right};
     std::shared_ptr<ShmIncoming> made[2];
     for (std::uint32_t me : {0u, 1u}) made[me] = std::make_shared<ShmIncoming>(Address{1 - me, me, {}});
     for (std::uint32_t me : {0u, 1u}) {
         const std::uint32_t peer = 1 - me;
-        ends[me]->outgoing = std::make_shared<ShmOutgoing>(
-            dup(made[peer]->descriptor()), dup(ends[peer]->port.descriptor()), Address{me, peer, {}}, kWindow);
+        endpoints[me]->outgoing = std::make_shared<ShmOutgoing>(
+            dup(made[peer]->descriptor()), dup(endpoints[peer]->port.descriptor()), Address{me, peer, {}}, kWindow);
     }
     for (std::uint32_t me : {0u, 1u}) {
-        made[me]->connect(dup(ends[1 - me]->port.descriptor()));
-        ends[me]->incoming = made[me];
+        made[me]->connect(dup(endpoints[1 - me]->port.descriptor()));
+        endpoints[me]->incoming = made[me];
     }
 }
 
-void link_by_tcp(End& left, End& right) {
+void link_by_tcp(Endpoint& left, Endpoint& right) {
     const int listener = socket(AF_INET, SOCK_STREAM, 0);
     sockaddr_in address{};
     address.sin_family = AF_INET;
@@ -66,23 +66,24 @@ void link_by_tcp(End& left, End& right) {
     need(connect(first, any, bytes) == 0, "a connection");
     const int second = accept(listener, nullptr, nullptr);
     close(listener);
-    for (auto [end, file, peer] : {std::tuple{&left, first, 1u}, std::tuple{&right, second, 0u}}) {
-        auto connection = std::make_shared<TcpConnection>(file, end->port.bell(), end->port.io(), kWindow, true);
+    for (auto [endpoint, file, peer] : {std::tuple{&left, first, 1u}, std::tuple{&right, second, 0u}}) {
+        auto connection =
+            std::make_shared<TcpConnection>(file, endpoint->port.doorbell(), endpoint->port.io(), kWindow, true);
         connection->start();
-        end->incoming = std::make_shared<TcpIncoming>(connection, peer);
-        end->outgoing = std::make_shared<TcpOutgoing>(connection);
+        endpoint->incoming = std::make_shared<TcpIncoming>(connection, peer);
+        endpoint->outgoing = std::make_shared<TcpOutgoing>(connection);
     }
 }
 
 /// Send and receive as many messages as the peer does, with lifetimes of any length.
-void talk(End& end, int messages, unsigned seed) {
+void exchange(Endpoint& endpoint, int messages, unsigned seed) {
     std::mt19937 draw(seed);
     std::vector<std::unique_ptr<Message>> kept;
-    end.port.add(end.incoming);
-    end.port.spin(20);
+    endpoint.port.add(endpoint.incoming);
+    endpoint.port.spin(20);
     int sent = 0, got = 0;
     const auto take = [&] {
-        for (auto& message : end.port.take()) {
+        for (auto& message : endpoint.port.take()) {
             const int first = *reinterpret_cast<int*>(message->address());
             const int count = static_cast<int>(message->descriptors()[0].shape[0]);
             need(first == got && count == count_of(got), "a message in its order");
@@ -99,32 +100,32 @@ void talk(End& end, int messages, unsigned seed) {
             std::vector<int> data(count);
             std::iota(data.begin(), data.end(), sent);
             const std::vector<Piece> pieces{{4, {count}, reinterpret_cast<unsigned char*>(data.data())}};
-            if (auto slot = end.outgoing->reserve(7, pieces)) {
-                end.outgoing->transmit(*slot, pieces);
+            if (auto slot = endpoint.outgoing->reserve(7, pieces)) {
+                endpoint.outgoing->transmit(*slot, pieces);
                 std::fill(data.begin(), data.end(), -1);  // the sender's again
                 ++sent;
             } else {
-                end.port.wait_room(*end.outgoing, 0.02);
+                endpoint.port.wait_credit(*endpoint.outgoing, 0.02);
             }
         } else {
-            end.port.wait_arrival(0.02);
+            endpoint.port.wait_arrival(0.02);
         }
         take();
-        const std::string gone = end.incoming->gone();
-        need(gone.empty() || got == messages, ("a peer that stays, but it " + gone).c_str());
+        const std::string reason = endpoint.incoming->end_reason();
+        need(reason.empty() || got == messages, ("a peer that stays, but it " + reason).c_str());
     }
-    while (end.outgoing->untaken().messages > 0) end.port.wait_room(*end.outgoing, 0.02);
+    while (endpoint.outgoing->in_flight().messages > 0) endpoint.port.wait_credit(*endpoint.outgoing, 0.02);
     kept.clear();
-    if (seed % 2) end.outgoing->abort("the test is over");
-    end.incoming->close();
-    end.outgoing->close();
+    if (seed % 2) endpoint.outgoing->abort("the test is over");
+    endpoint.incoming->close();
+    endpoint.outgoing->close();
 }
 
-void run(const char* name, void (*link)(End&, End&), int messages) {
-    End left, right;
+void run(const char* name, void (*link)(Endpoint&, Endpoint&), int messages) {
+    Endpoint left, right;
     link(left, right);
-    std::thread other([&] { talk(right, messages, 1); });
-    talk(left, messages, 2);
+    std::thread other([&] { exchange(right, messages, 1); });
+    exchange(left, messages, 2);
     other.join();
     std::printf("%s: %d messages each way\n", name, messages);
 }

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ds_ext.comm import _native
-from ds_ext.comm.rdma.devices import choose, device_ports
+from ds_ext.comm.rdma.devices import choose_port, device_ports
 from ds_ext.comm.rdma.setup import RdmaSetup
 from ds_ext.errors import TransportError
 from tests.rdma.peer import UINT8, Context, Peer, PeerGone
@@ -82,8 +82,8 @@ def late_peer(context: Context) -> None:
 class _OtherVersion(RdmaSetup):
     """Greets as another version would."""
 
-    def _greetings(self, cards: Any) -> dict[int, bytes]:
-        greetings = super()._greetings(cards)
+    def _greetings(self, offers: Any) -> dict[int, bytes]:
+        greetings = super()._greetings(offers)
         return {peer: bytes([*note[:12], 9, 0, *note[14:]]) for peer, note in greetings.items()}
 
 
@@ -146,7 +146,7 @@ def damaged_greetings(context: Context) -> None:
     """Each changed byte of a greeting is refused, and so is another job's."""
     if context.rank:
         return
-    choice = choose(device_ports(), context.addresses[0])
+    choice = choose_port(device_ports(), context.addresses[0])
     device = _native.RdmaPort(_native.Port(), choice.device, choice.port, choice.gid_index)
     near, far = (_native.RdmaLink(device, rank, 1 - rank, True, True, 1 << 20, 1 << 16) for rank in (0, 1))
     job = bytes(range(16))

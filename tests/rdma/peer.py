@@ -85,11 +85,11 @@ class Peer:
         self.setup = setup(rank, self.port, addresses, slab_bytes, window_bytes)
         pairs = {(0, 1): 4, (1, 0): 4}
         try:
-            card = self.setup.card()
-            cards = {rank: card, self.other: line.exchange(card)}
+            offer = self.setup.offer()
+            offers = {rank: offer, self.other: line.exchange(offer)}
             self.setup.prepare(pairs)
             time.sleep(delay_s)
-            ends = self.setup.connect(cards, pairs, timeout_s)
+            ends = self.setup.connect(offers, pairs, timeout_s)
         finally:
             self.setup.close()
         self.incoming, self.outgoing = ends.incoming[self.other], ends.outgoing[self.other]
@@ -105,7 +105,7 @@ class Peer:
         deadline = time.monotonic() + limit_s
         while not self.try_send(tag, tensors):
             self._check(self.outgoing, deadline, "send")
-            self.port.wait_room(self.outgoing, 0.03)
+            self.port.wait_credit(self.outgoing, 0.03)
             self.waiting += self.port.take()
 
     def recv(self, limit_s: float = LIMIT_S) -> _native.Message:
@@ -119,7 +119,7 @@ class Peer:
         return self.waiting.pop(0)
 
     def _check(self, end: _native.Incoming | _native.Outgoing, deadline: float, what: str) -> None:
-        if told := end.gone():
+        if told := end.end_reason():
             raise PeerGone(told)
         if time.monotonic() > deadline:
             raise TimeoutError(what)
@@ -144,9 +144,9 @@ class Peer:
     def settle(self, limit_s: float = LIMIT_S) -> None:
         """Until the other side has taken everything."""
         deadline = time.monotonic() + limit_s
-        while self.outgoing.untaken()[0]:
+        while self.outgoing.in_flight()[0]:
             self._check(self.outgoing, deadline, "settle")
-            self.port.wait_room(self.outgoing, 0.03)
+            self.port.wait_credit(self.outgoing, 0.03)
             self.waiting += self.port.take()
 
     def close(self) -> None:

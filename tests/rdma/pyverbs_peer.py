@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ds_ext.comm.rdma.setup import RdmaCard
-from ds_ext.comm.tcp.meeting import TcpListener, meet
+from ds_ext.comm.rdma.setup import RdmaOffer
+from ds_ext.comm.tcp.connect import TcpListener, connect_peers
 from tests.rdma.peer import Line
 
 BLOCK, BLOCKS = 256, 1024
@@ -77,21 +77,21 @@ class PyverbsPeer:
             self._expect()
         self.keep = [context, domain, both]
         self.sent = self.received = 0
-        self._meet(line, address, slab_bytes, context.query_gid(1, 1))
+        self._connect_rank(line, address, slab_bytes, context.query_gid(1, 1))
 
-    def _meet(self, line: Line, address: str, slab_bytes: int, gid: Any) -> None:
+    def _connect_rank(self, line: Line, address: str, slab_bytes: int, gid: Any) -> None:
         listener = TcpListener(address)
-        theirs = line.exchange(RdmaCard(listener.card(), "Ethernet", slab_bytes))
+        theirs = line.exchange(RdmaOffer(listener.offer(), "Ethernet", slab_bytes))
         raw = ipaddress.IPv6Address(str(gid)).packed
         token = listener.token
         mine = GREETING.pack(
             *(b"DSX-RDMA", 0x01020304, 1, 0, 1, 0, token, self.pair.qp_num, 77, raw, 0, 5, 0, BLOCKS),
             *(self.inbox.buf, self.slab.buf, slab_bytes, self.inbox.rkey, self.slab.rkey, bytes(20), 0),
         )
-        met = meet(listener, 1, {0: theirs.tcp}, {0: sealed(mine)}, 20.0)[0]
-        self.control: socket.socket = met.socket
-        found = GREETING.unpack(met.note)
-        assert met.note == sealed(met.note), "the greeting's checksum"
+        connection = connect_peers(listener, 1, {0: theirs.tcp}, {0: sealed(mine)}, 20.0)[0]
+        self.control: socket.socket = connection.socket
+        found = GREETING.unpack(connection.note)
+        assert connection.note == sealed(connection.note), "the greeting's checksum"
         assert found[:7] == (b"DSX-RDMA", 0x01020304, 1, 0, 0, 1, token), found
         assert found[13] == BLOCKS and found[19] == bytes(20), found
         _, _, _, _, _, _, _, number, packet, their_gid, _, mtu, _, _, *places, _, _ = found

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 
 from ds_ext.cli.doctor import try_rdma
 from ds_ext.comm import _native
-from ds_ext.comm.matrix import KINDS, Card, Matrix, kind_class
-from ds_ext.comm.matrix import choose as choose_links
-from ds_ext.comm.rdma.devices import choose, device_ports
-from ds_ext.comm.rendezvous import host_id
+from ds_ext.comm.link_selection import KINDS, RankOffers, kind_class, select_links
+from ds_ext.comm.rdma.devices import choose_port, device_ports
+from ds_ext.comm.shm_handshake import host_id
 from ds_ext.errors import TransportError
 from tests.rdma.peer import UINT8, Context, Range, open_files
 
@@ -159,10 +158,10 @@ def itself(context: Context) -> None:
     """What `doctor` does, and what the device says of itself."""
     if context.rank:
         return
-    choice = choose(device_ports(), context.addresses[0], must_match=True)
+    choice = choose_port(device_ports(), context.addresses[0], must_match=True)
     assert try_rdma(choice.device, choice.port, choice.gid_index) == 1 << 20
     try:
-        choose(device_ports(), "10.77.0.1", must_match=True)
+        choose_port(device_ports(), "10.77.0.1", must_match=True)
         raise AssertionError("another host's address was taken")
     except TransportError as error:
         assert context.addresses[0] in str(error), error
@@ -175,19 +174,17 @@ def chosen(context: Context) -> None:
     classes = {kind: kind_class(kind) for kind in KINDS}
     setups = {kind: cls(context.rank, port, context.addresses) for kind, cls in classes.items()}
     try:
-        offers = {kind: setup.card() for kind, setup in setups.items()}
+        offers = {kind: setup.offer() for kind, setup in setups.items()}
         # Two guests have booted from the same kernel, but not at the same moment.
-        mine = Card(host_id(), "guest", offers)
+        mine = RankOffers(host_id(), "guest", offers)
         theirs = context.line.exchange(mine)
-        cards = [mine, theirs] if context.rank == 0 else [theirs, mine]
+        ranks = [mine, theirs] if context.rank == 0 else [theirs, mine]
         for missing, expected in (((), "rdma"), (("rdma",), "tcp")):
             refused = dict.fromkeys(missing, "it has no device")
-            matrix = choose_links(
-                cards, [(0, 1), (1, 0)], {k: c.why_not for k, c in classes.items()}, refused
-            )
-            assert isinstance(matrix, Matrix), matrix
+            checks = {kind: cls.incompatibility for kind, cls in classes.items()}
+            selection = select_links(ranks, [(0, 1), (1, 0)], checks, refused)
             one_host = context.addresses[0] == context.addresses[1]
-            assert set(matrix.kinds.values()) == {"shm" if one_host else expected}, matrix
+            assert set(selection.kinds.values()) == {"shm" if one_host else expected}, selection
     finally:
         for setup in setups.values():
             setup.close()
@@ -207,9 +204,9 @@ def with_pyverbs(context: Context) -> None:
     peer.send(6 << 16, [(UINT8, [300_000], 77)])
     peer.settle()
     deadline = time.monotonic() + 10
-    while peer.outgoing.untaken() != (0, 0, 0) and time.monotonic() < deadline:
-        peer.port.wait_room(peer.outgoing, 0.03)
-    assert peer.outgoing.untaken() == (0, 0, 0), "slots that pyverbs gave back"
+    while peer.outgoing.in_flight() != (0, 0, 0) and time.monotonic() < deadline:
+        peer.port.wait_credit(peer.outgoing, 0.03)
+    assert peer.outgoing.in_flight() == (0, 0, 0), "slots that pyverbs gave back"
     first = peer.recv()
     assert first.tag == 3 << 16 | 1
     peer.compare(first, [(float32, [4, 25], 100)])

@@ -1,4 +1,4 @@
-"""What the transport needs of a GPU: memory, streams and events; over torch.cuda, without a call of the runtime itself.
+"""Memory, streams and events of a GPU as the transport uses them; over torch.cuda, without the CUDA runtime.
 
 A stream does its work in order, at some later time; an event marks a place in it. Nothing in here makes the host wait,
 but for finish(). Waiting for an event means, as in CUDA, for its last record at the time of the call: whoever tells
@@ -17,7 +17,7 @@ from torch import Tensor
 from ds_ext.comm import wire
 from ds_ext.errors import TransportError
 
-Card = Mapping[str, Any]  # what another rank must know of a GPU; JSON
+DeviceIdentity = Mapping[str, Any]  # of a GPU, for other ranks; JSON
 Stream = Any  # torch.cuda.Stream
 Event = Any  # torch.cuda.Event
 
@@ -36,70 +36,70 @@ class Device(Protocol):
     releases: Stream
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies here."""
+        """Return whether the tensor lies on this GPU."""
         ...
 
     def current(self) -> Stream:
-        """The stream of the caller's work."""
+        """Return the stream of the caller's work."""
         ...
 
     def pack(self, tensors: Sequence[Tensor], descriptors: Sequence[wire.Descriptor]) -> Tensor:
-        """The body of a message in new memory, on the current stream."""
+        """Return the body of a message in new memory, on the current stream."""
         ...
 
     def empty(self, num_bytes: int, stream: Stream) -> Tensor:
-        """Memory for the work of a stream; once it is dropped, later work of that stream may get it."""
+        """Return memory for the work of a stream; once dropped, later work of that stream may get it."""
         ...
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Memory of the host that copies are quick from and to; dropped, it is kept until they are over."""
+        """Return page-locked memory of the host; when dropped, it is kept until its copies are over."""
         ...
 
     def copy(self, target: Tensor, source: Tensor, stream: Stream) -> None:
-        """Copy as many bytes, on a stream."""
+        """Copy memory of equal size, on a stream."""
         ...
 
     def follow(self, later: Stream, earlier: Stream) -> None:
-        """What is queued on ``later`` from now on waits for what is queued on ``earlier`` by now."""
+        """Make later work of ``later`` wait for all present work of ``earlier``."""
         ...
 
     def keep(self, memory: Tensor, stream: Stream) -> None:
-        """Once dropped, memory of another stream is not used again before what this one has queued by then is over."""
+        """Keep memory of another stream from reuse until the work that this stream has when it is dropped is over."""
         ...
 
     def new_event(self, shared: bool) -> Event:
-        """An event of this GPU's streams; a shared one may be opened by other processes."""
+        """Return an event of this GPU's streams; other processes may open a shared one."""
         ...
 
     def record(self, event: Event, stream: Stream) -> None:
-        """Mark what is queued on the stream by now."""
+        """Mark the present work of a stream."""
         ...
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """What is queued on the stream from now on waits for the event, of this process or another."""
+        """Make later work of a stream wait for an event, of this process or another."""
         ...
 
     def done(self, event: Event) -> bool:
-        """Whether what the event marks is over."""
+        """Return whether the work that the event marks is over."""
         ...
 
     def finish(self, event: Event) -> None:
-        """Make the host wait until it is."""
+        """Make the host wait for that work."""
         ...
 
-    def card(self) -> Card:
-        """What ranks that open memory and events of this GPU must know."""
+    def identity(self) -> DeviceIdentity:
+        """Return what other ranks need to open memory and events of this GPU."""
         ...
 
-    def why_not(self, card: Card) -> str | None:
-        """Why this rank cannot use memory of that GPU, or the other rank memory of this one."""
+    def incompatibility(self, other: DeviceIdentity) -> str | None:
+        """Return why this rank and that of the other GPU cannot use each other's memory; None if they can."""
         ...
 
     def share_event(self, event: Event) -> str:
-        """How another process opens it."""
+        """Return a handle with which another process opens the event."""
         ...
 
-    def open_event(self, card: Card, shared: str) -> Event:
+    def open_event(self, owner: DeviceIdentity, shared: str) -> Event:
         """An event of another process."""
         ...
 
@@ -107,12 +107,12 @@ class Device(Protocol):
         """Memory that another process writes to, and how it opens that, as JSON; once."""
         ...
 
-    def open_slab(self, card: Card, shared: Any) -> Tensor:
+    def open_slab(self, owner: DeviceIdentity, shared: Any) -> Tensor:
         """The memory of another process; it must not be dropped before that process is done with it."""
         ...
 
-    def lend(self, slab: Tensor, place: int, num_bytes: int, returned: Callable[[], None]) -> Tensor:
-        """Part of a slab as memory of its own; any thread calls ``returned`` when nothing lies in it any more."""
+    def part_of(self, slab: Tensor, place: int, num_bytes: int, returned: Callable[[], None]) -> Tensor:
+        """Return part of a slab as separate memory; any thread calls ``returned`` after its last tensor is dropped."""
         ...
 
 
@@ -173,11 +173,11 @@ class TorchCuda:
     def finish(self, event: Event) -> None:
         event.synchronize()
 
-    def card(self) -> Card:
+    def identity(self) -> DeviceIdentity:
         return {"uuid": str(torch.cuda.get_device_properties(self.device).uuid)}
 
-    def why_not(self, card: Card) -> str | None:
-        index = self._index(card)
+    def incompatibility(self, other: DeviceIdentity) -> str | None:
+        index = self._index(other)
         if index is None:
             return "one does not see the other's GPU; give all ranks of a host the same CUDA_VISIBLE_DEVICES"
         if index != self.device.index and not torch.cuda.can_device_access_peer(self.device, index):
@@ -188,8 +188,8 @@ class TorchCuda:
         with torch.cuda.device(self.device):
             return event.ipc_handle().hex()
 
-    def open_event(self, card: Card, shared: str) -> Event:
-        return torch.cuda.Event.from_ipc_handle(self._known(card), bytes.fromhex(shared))
+    def open_event(self, owner: DeviceIdentity, shared: str) -> Event:
+        return torch.cuda.Event.from_ipc_handle(self._known(owner), bytes.fromhex(shared))
 
     def new_slab(self, num_bytes: int) -> tuple[Tensor, Any]:
         slab = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -202,32 +202,32 @@ class TorchCuda:
             ) from error
         return slab, [{"hex": v.hex()} if isinstance(v, bytes) else v for v in values]
 
-    def open_slab(self, card: Card, shared: Any) -> Tensor:
-        device = self._known(card)
+    def open_slab(self, owner: DeviceIdentity, shared: Any) -> Tensor:
+        device = self._known(owner)
         values = [bytes.fromhex(v["hex"]) if isinstance(v, dict) else v for v in shared]
         storage = torch.UntypedStorage._new_shared_cuda(device.index, *values)
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
-    def lend(self, slab: Tensor, place: int, num_bytes: int, returned: Callable[[], None]) -> Tensor:
-        memory = _Lent(slab, place, num_bytes)
+    def part_of(self, slab: Tensor, place: int, num_bytes: int, returned: Callable[[], None]) -> Tensor:
+        memory = _SlabPart(slab, place, num_bytes)
         weakref.finalize(memory, returned).atexit = False
         return torch.as_tensor(memory, device=self.device)  # keeps the object until the storage is gone
 
-    def _index(self, card: Card) -> int | None:
+    def _index(self, owner: DeviceIdentity) -> int | None:
         """The number that this process has for a GPU."""
         for index in range(torch.cuda.device_count()):
-            if str(torch.cuda.get_device_properties(index).uuid) == card.get("uuid"):
+            if str(torch.cuda.get_device_properties(index).uuid) == owner.get("uuid"):
                 return index
         return None
 
-    def _known(self, card: Card) -> torch.device:
-        index = self._index(card)
+    def _known(self, owner: DeviceIdentity) -> torch.device:
+        index = self._index(owner)
         if index is None:
-            raise TransportError(f"this rank does not see the GPU {card.get('uuid')}")
+            raise TransportError(f"this rank does not see the GPU {owner.get('uuid')}")
         return torch.device("cuda", index)
 
 
-class _Lent:
+class _SlabPart:
     """Memory as other libraries offer it to torch, which then makes a storage of it."""
 
     def __init__(self, slab: Tensor, place: int, num_bytes: int) -> None:

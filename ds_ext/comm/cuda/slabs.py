@@ -1,7 +1,7 @@
-"""The direct way between two GPUs of a host: the sender writes into memory of the receiver's GPU.
+"""The direct route between two GPUs of a host: the sender writes into memory of the receiver's GPU.
 
     sender                                               receiver
-    message does not fit: want(bytes), events   ->       make a slab, or say why there can be none
+    message does not fit: request(bytes), events ->      make a slab, or refuse with the reason
     map the slab                                <-       slab, events
     copy to a free slot, record event e
     message: slab, place, e                     ->       current stream waits for e; tensors lie in the slot
@@ -22,40 +22,95 @@ from torch import Tensor
 
 from ds_ext.comm import _native
 from ds_ext.comm.cuda.device import Device, Event, Stream
-from ds_ext.comm.cuda.room import Room, slot_bytes
 from ds_ext.errors import TransportError
 
+_MIN_SLOT_BYTES = 512
 _RING = 32
-_SPARE = 2  # slots beside those that the receiver holds: one is filled while another's release is under way
+_SPARE = 2  # slots beyond the link credits: one is filled while another's release is under way
 # torch shares the block of memory that a tensor lies in: up to here with other tensors.
-_LEAST_SLAB_BYTES = 2 << 20
-_MOST_SLAB_BYTES = 1 << 30
-_MOST_SLABS = 8
+_MIN_SLAB_BYTES = 2 << 20
+_MAX_SLAB_BYTES = 1 << 30
+_MAX_SLABS = 8
 
-Told = Mapping[str, Any]  # what one rank tells the other beside the messages, as JSON
+Control = Mapping[str, Any]  # message of control between two ranks, as JSON
+
+
+class SlabAllocator:
+    """Allocator of a slab's slots, kept by the sender, with the fence behind which each free slot may be written.
+
+    A fence is the number of a release of the receiver, or 0. Of free slots of one size, the one released first is
+    reused first: its fence has most likely passed.
+
+    Args:
+        num_bytes: of the slab.
+        fence: of all its memory at first.
+    """
+
+    def __init__(self, num_bytes: int, fence: int = 0) -> None:
+        self.num_bytes = num_bytes
+        self._uncut, self._fence, self._latest = 0, fence, fence
+        self._free: dict[int, deque[tuple[int, int]]] = {}  # by size: (place, fence)
+        self._allocated: dict[int, int] = {}  # place -> size
+
+    def allocate(self, num_bytes: int) -> tuple[int, int] | None:
+        """Return (place, fence) of a slot; None while there is no room."""
+        size = slot_bytes(num_bytes)
+        if not self._allocated and self._uncut + size > self.num_bytes and not self._free.get(size):
+            # Messages have another size now: cut anew.
+            self._uncut, self._fence = 0, self._latest
+            self._free.clear()
+        if self._uncut + size <= self.num_bytes:
+            place, fence = self._uncut, self._fence
+            self._uncut += size
+        elif self._free.get(size):
+            place, fence = self._free[size].popleft()
+        else:
+            return None
+        self._allocated[place] = size
+        return place, fence
+
+    def release(self, place: int, fence: int) -> None:
+        """Free a slot that the receiver has released; LinkError if it is not allocated."""
+        size = self._allocated.pop(place, None)
+        if size is None or fence < self._latest:
+            raise _native.LinkError(f"slot {place} was released, but is not allocated")
+        self._latest = fence
+        self._free.setdefault(size, deque()).append((place, fence))
+
+    def capacity(self, num_bytes: int) -> int:
+        """Return how many messages of that size fit when all slots are free."""
+        size = slot_bytes(num_bytes)
+        cut = len(self._free.get(size, ())) + sum(each == size for each in self._allocated.values())
+        return cut + (self.num_bytes - self._uncut) // size
+
+
+def slot_bytes(num_bytes: int) -> int:
+    """Return the size of a message's slot: eight sizes between a power of two and the next, multiples of 64."""
+    step = max(_MIN_SLOT_BYTES // 8, 1 << max(0, (num_bytes - 1).bit_length() - 4))
+    return max(_MIN_SLOT_BYTES, -(-num_bytes // step) * step)
 
 
 class DirectSender:
-    """The sending end of a directed pair. It has slabs when the receiver has given them.
+    """Sending endpoint of a directed pair. It has slabs once the receiver has granted them.
 
     Args:
         device: of this rank.
-        slots: how many messages the receiver holds at a time.
+        credits: how many messages the receiver holds at a time.
     """
 
-    def __init__(self, device: Device, slots: int) -> None:
-        self._device, self._slots = device, slots + _SPARE
+    def __init__(self, device: Device, credits: int) -> None:
+        self._device, self._slots = device, credits + _SPARE
         self._filled = [device.new_event(shared=True) for _ in range(_RING)]
         self._released: list[Event] = []
-        self._slabs: list[tuple[Tensor, Room]] = []
+        self._slabs: list[tuple[Tensor, SlabAllocator]] = []
         self._sent = self._passed = 0
-        self._asking = False
+        self._requested = False
         self.refused: str | None = None
 
     def send(self, body: Tensor) -> tuple[int, int, int] | None:
-        """Copy a body, which the current stream makes, to the receiver: (slab, place, event); None without room."""
-        for index, (slab, room) in enumerate(self._slabs):
-            slot = room.lend(len(body))
+        """Copy a body of the current stream to the receiver. Returns (slab, place, event); None without room."""
+        for index, (slab, allocator) in enumerate(self._slabs):
+            slot = allocator.allocate(len(body))
             if slot is not None:
                 place, fence = slot
                 return index, place, self._copy(body, slab[place : place + len(body)], fence)
@@ -74,68 +129,68 @@ class DirectSender:
         self._sent += 1
         return event
 
-    def want(self, num_bytes: int) -> Told | None:
-        """What to ask the receiver for when there was no room; None when that would not help, or was asked already."""
-        known = sum(room.slots(num_bytes) for _, room in self._slabs)
-        if self._asking or self.refused or known >= self._slots or len(self._slabs) == _MOST_SLABS:
+    def request_slab(self, num_bytes: int) -> Control | None:
+        """Return the request to the receiver when there was no room; None if it would not help, or was sent already."""
+        known = sum(allocator.capacity(num_bytes) for _, allocator in self._slabs)
+        if self._requested or self.refused or known >= self._slots or len(self._slabs) == _MAX_SLABS:
             return None
         size = slot_bytes(num_bytes)
-        if size > _MOST_SLAB_BYTES:
+        if size > _MAX_SLAB_BYTES:
             return None
-        self._asking = True
-        wanted = max(_LEAST_SLAB_BYTES, min(size * self._slots, _MOST_SLAB_BYTES // size * size))
+        self._requested = True
+        wanted = max(_MIN_SLAB_BYTES, min(size * self._slots, _MAX_SLAB_BYTES // size * size))
         return {
-            "want": wanted,
-            "card": self._device.card(),
+            "request": wanted,
+            "device": self._device.identity(),
             "events": [] if self._slabs else [self._device.share_event(event) for event in self._filled],
         }
 
-    def granted(self, told: Told) -> None:
-        """Take the receiver's answer; afterwards ``refused`` may say why this way is closed."""
-        self._asking = False
-        self.refused = told.get("refused")
+    def on_answer(self, answer: Control) -> None:
+        """Handle the receiver's answer; afterwards ``refused`` may hold why the direct route is closed."""
+        self._requested = False
+        self.refused = answer.get("refused")
         if self.refused:
             return
         try:
-            slab = self._device.open_slab(told["card"], told["slab"])
+            slab = self._device.open_slab(answer["device"], answer["slab"])
             self._released = self._released or [
-                self._device.open_event(told["card"], event) for event in told["events"]
+                self._device.open_event(answer["device"], event) for event in answer["events"]
             ]
         except (RuntimeError, TransportError) as error:
             self.refused = f"its memory cannot be opened: {error}"
             return
-        self._slabs.append((slab, Room(told["bytes"], told["fence"])))
+        self._slabs.append((slab, SlabAllocator(answer["bytes"], answer["fence"])))
 
-    def freed(self, told: Told) -> None:
-        """Take slots back. LinkError: they are not lent."""
-        for slab, place in told["freed"]:
+    def on_freed(self, control: Control) -> None:
+        """Free slots that the receiver has released; LinkError if they are not allocated."""
+        for slab, place in control["freed"]:
             if not 0 <= slab < len(self._slabs):
-                raise _native.LinkError(f"a slot of slab {slab} came back, which there is not")
-            self._slabs[slab][1].take_back(place, told["fence"])
+                raise _native.LinkError(f"a slot of slab {slab} was released, but there is no such slab")
+            self._slabs[slab][1].release(place, control["fence"])
 
 
 class DirectReceiver:
-    """The receiving end of a directed pair."""
+    """Receiving endpoint of a directed pair."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._filled: list[Event] = []
         self._released = [device.new_event(shared=True) for _ in range(_RING)]
         self._slabs: list[Tensor] = []
-        self._lent: set[tuple[int, int]] = set()
+        self._in_use: set[tuple[int, int]] = set()
         self._returned: deque[tuple[int, int, Stream]] = deque()
         self._releases = 0
 
-    def grant(self, told: Told) -> Told:
-        """The answer to a sender that wants a slab."""
+    def grant(self, request: Control) -> Control:
+        """Return the answer to a sender that requests a slab."""
         device = self._device
-        reason = device.why_not(told["card"])
+        reason = device.incompatibility(request["device"])
         if reason is not None:
             return {"refused": reason}
         try:
-            slab, shared = device.new_slab(told["want"])
+            slab, shared = device.new_slab(request["request"])
             self._filled = self._filled or [
-                device.open_event(told["card"], event) for event in told["events"]
+                device.open_event(request["device"], event) for event in request["events"]
             ]
             events = [] if self._slabs else [device.share_event(event) for event in self._released]
         except (RuntimeError, TransportError) as error:
@@ -145,43 +200,43 @@ class DirectReceiver:
         fence = self._release([device.current()])
         return {
             "slab": shared,
-            "bytes": told["want"],
-            "card": device.card(),
+            "bytes": request["request"],
+            "device": device.identity(),
             "events": events,
             "fence": fence,
         }
 
     def take(self, slab: int, place: int, event: int, num_bytes: int) -> Tensor:
-        """The body of a message, for the work of the current stream. LinkError: there can be none at that place."""
+        """Return the body of a message, for the work of the current stream; LinkError for an invalid place."""
         fits = slab < len(self._slabs) and 0 <= place <= len(self._slabs[slab]) - num_bytes
-        if not fits or event >= len(self._filled) or (slab, place) in self._lent:
-            raise _native.LinkError(f"a message says that it is at {place} of slab {slab}, where none can be")
+        if not fits or event >= len(self._filled) or (slab, place) in self._in_use:
+            raise _native.LinkError(f"a message names place {place} of slab {slab}, where none can be")
         stream = self._device.current()
         self._device.wait(stream, self._filled[event])
-        self._lent.add((slab, place))
-        # By whichever thread drops the last tensor; so it is only noted.
-        back = self._returned
-        return self._device.lend(
-            self._slabs[slab], place, num_bytes, lambda: back.append((slab, place, stream))
+        self._in_use.add((slab, place))
+        # Called by the thread that drops the last tensor, so the slot is only noted.
+        returned = self._returned
+        return self._device.part_of(
+            self._slabs[slab], place, num_bytes, lambda: returned.append((slab, place, stream))
         )
 
-    def freed(self) -> Told | None:
-        """What to tell the sender of slots that nothing lies in any more; None when there are none.
+    def freed(self) -> Control | None:
+        """Return the report of slots that no tensor lies in any more; None if there are none.
 
-        As torch's allocator has it: memory is free for others behind what the stream that got it has queued by now.
+        As in torch's allocator, memory is free behind what its stream has queued by now.
         """
         places: list[tuple[int, int]] = []
         streams: list[Stream] = []
         while self._returned:
             slab, place, stream = self._returned.popleft()
-            self._lent.discard((slab, place))
+            self._in_use.discard((slab, place))
             places.append((slab, place))
             if stream not in streams:
                 streams.append(stream)
         return {"freed": places, "fence": self._release(streams)} if places else None
 
     def _release(self, streams: list[Stream]) -> int:
-        """Record that these streams are done with what they used until now; the number of the release."""
+        """Record that these streams are done with what they used until now. Returns the number of the release."""
         self._releases += 1
         for stream in streams:
             self._device.follow(self._device.releases, stream)

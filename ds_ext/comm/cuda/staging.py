@@ -1,7 +1,7 @@
-"""The way between GPUs through the memory of their hosts: in pieces, so that the copies of a message overlap.
+"""The staged route between GPUs, through the memory of their hosts: in pieces, so that the copies of a message overlap.
 
-A piece leaves when its copy to the host is over, which only the host can see. The rank looks for that whenever it uses
-the transport; while it does something else, a thread does.
+A piece is sent when its copy to the host is over, which only the host can see. The rank polls for that whenever it uses
+the transport; meanwhile a thread does.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class StagedReceiver:
         self._device = device
         self._bodies: dict[int, _Body] = {}
 
-    def add(self, head: Tensor, piece: Tensor) -> None:
+    def add(self, header: Tensor, piece: Tensor) -> None:
         """Copy a piece that has arrived. LinkError: it does not continue its body."""
-        if head.nbytes != _PIECE.size or piece.dtype != torch.uint8 or piece.dim() != 1:
-            raise _native.LinkError("a piece of a message is none")
-        number, total, begin = _PIECE.unpack(head.numpy().tobytes())
+        if header.nbytes != _PIECE.size or piece.dtype != torch.uint8 or piece.dim() != 1:
+            raise _native.LinkError("a piece of a message is invalid")
+        number, total, begin = _PIECE.unpack(header.numpy().tobytes())
         device = self._device
         body = self._bodies.get(number)
         if body is None:

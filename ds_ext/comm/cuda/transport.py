@@ -1,8 +1,8 @@
-"""Messages between GPUs: their descriptors over native links, their contents past the host where that can be.
+"""Transport between GPUs: descriptors over native links, contents past the host where possible.
 
-Ranks of one host whose GPUs reach each other write into each other's memory (cuda_slabs.py); others, and messages for
-which there is no room yet, copy through the memory of the hosts (cuda_staging.py). Whichever it is, no stream and no
-device is waited for by the host, and a message that has arrived can be used by work that is queued at once.
+Ranks of one host whose GPUs reach each other write into each other's memory (slabs.py). Other ranks, and messages
+without a free slot, copy through the memory of the hosts (staging.py). The host never waits for a stream, and work
+queued right after a message's arrival can use it.
 """
 
 from __future__ import annotations
@@ -14,51 +14,55 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from ds_ext.comm import _native, wire
-from ds_ext.comm.cuda import head as cuda_head
 from ds_ext.comm.cuda.device import Device
-from ds_ext.comm.cuda.head import Head, Way
+from ds_ext.comm.cuda.header import Header, Route, unpack
 from ds_ext.comm.cuda.peer import Peer
+from ds_ext.comm.cuda.slabs import Control
 from ds_ext.comm.cuda.staging import Publisher, pieces
-from ds_ext.comm.ends import Pairs
+from ds_ext.comm.endpoints import Pairs
 from ds_ext.comm.native_transport import SENT, NativeTransport, RecvTicket, Sent
 from ds_ext.comm.transport import GPU_CONTROL, GPU_PIECES, ITEM_BITS, describe_tag, make_tag
 from ds_ext.errors import ProtocolError, TransportError, TransportTimeout
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.0002  # between two looks at copies that only the host can send on
+_POLL_S = 0.0002  # between two polls of copies to the host
 _ERRORS = (_native.LinkError, _native.DescriptorError, KeyError, IndexError, TypeError, AttributeError)
 
 
 @dataclass(eq=False)
 class GpuTicket:
-    """What recv() gives; see transport.Ticket. The current stream may use the tensors; the host has not waited."""
+    """Ticket of recv(); see transport.Ticket. The current stream may use the tensors; the host has not waited."""
 
     transport: GpuTransport
     host: RecvTicket
     tensors: tuple[Tensor, ...] | None = None
 
     def done(self) -> bool:
+        """See transport.Ticket."""
         self.transport.progress()
         return self.tensors is not None or self.host.arrived
 
     def wait(self, timeout_s: float | None = None) -> tuple[Tensor, ...]:
+        """See transport.Ticket."""
         return self.transport.finish_recv(self, timeout_s)
 
 
 class GpuTransport:
-    """Transport (see transport.py) for tensors of a GPU; those of the CPU may be among them, and stay there.
+    """Transport (see transport.py) for GPU tensors. A message may also hold CPU tensors, which stay on the CPU.
 
     Args:
-        host: between the same ranks, for tensors of the CPU; it belongs to this transport from now on.
+        host: between the same ranks, for CPU tensors; taken over.
         device: this rank's GPU.
         peers: the ranks that this one has links with, in both directions.
-        direct: of those that are on the same host, how many messages each holds at a time.
+        direct: link credits of the peers on the same host.
+
+    Attributes:
+        counts: messages sent, by the route of their contents.
     """
 
     def __init__(
@@ -71,16 +75,16 @@ class GpuTransport:
         # Of the rank's thread during every call, and of the publisher between them.
         self._lock = threading.RLock()
         self._publisher = Publisher(device, self._publish)
-        self.counts = dict.fromkeys(Way, 0)  # messages sent, by the way of their contents
+        self.counts = dict.fromkeys(Route, 0)
         host.must_be_taken = self._must_be_taken
 
     @classmethod
     def over(
         cls, host: NativeTransport, device: Device, pairs: Pairs, kinds: Mapping[tuple[int, int], str]
     ) -> GpuTransport:
-        """Over links that go both ways, by their kinds; ``pairs`` say how many messages each receiver holds."""
-        mine = {peer: slots for (rank, peer), slots in pairs.items() if rank == host.rank}
-        direct = {peer: slots for peer, slots in mine.items() if kinds[host.rank, peer] == "shm"}
+        """Build the transport over links in both directions, of these kinds; ``pairs`` holds their credits."""
+        mine = {peer: credits for (rank, peer), credits in pairs.items() if rank == host.rank}
+        direct = {peer: credits for peer, credits in mine.items() if kinds[host.rank, peer] == "shm"}
         return cls(host, device, list(mine), direct)
 
     # --- the interface ---
@@ -91,18 +95,18 @@ class GpuTransport:
             self.progress()
             to = self._peers.get(peer)
             if to is None:
-                return self._host.send(tensors, peer, tag)  # which says what is wrong
+                return self._host.send(tensors, peer, tag)  # which raises
             self._refuse_own(tag)
             on_gpu = [self._device.owns(tensor) for tensor in tensors]
             ours = [tensor for tensor, mine in zip(tensors, on_gpu, strict=True) if mine]
             others = [tensor for tensor, mine in zip(tensors, on_gpu, strict=True) if not mine]
             self._check_host(others, tag, needed=not ours)
             known = wire.describe(ours, tag=tag, seq=0, link_seq=0, acknowledged=0) if ours else []
-            way, place = self._move(to, self._device.pack(ours, known))
+            route, place = self._start_contents(to, self._device.pack(ours, known))
             if to.waiting:
                 others = [tensor.clone() for tensor in others]
-            to.waiting.append((None, (*Head(way, place, on_gpu, known).pack(), *others), tag))
-            self.counts[way] += 1
+            to.waiting.append((None, (*Header(route, place, on_gpu, known).pack(), *others), tag))
+            self.counts[route] += 1
             self._publish()
         return SENT
 
@@ -113,7 +117,7 @@ class GpuTransport:
             return GpuTicket(self, self._host.recv(peer, tag))
 
     def ready(self) -> list[tuple[int, int]]:
-        """(peer, tag) of what has arrived and was not yet waited for, asked for or not."""
+        """Return (peer, tag) of all messages that have arrived and were not yet waited for, asked for or not."""
         with self._lock:
             self.progress()
             return [
@@ -123,7 +127,7 @@ class GpuTransport:
             ]
 
     def abort(self, cause: str) -> None:
-        """Tell the peers why this rank fails; the transport cannot be used any more."""
+        """Send the cause of this rank's failure to its peers; the transport cannot be used any more."""
         held = self._lock.acquire(timeout=1.0)
         try:
             self._host.abort(cause)
@@ -145,7 +149,7 @@ class GpuTransport:
     # --- more than the interface asks for ---
 
     def wait_any(self, tickets: Sequence[GpuTicket], timeout_s: float | None = None) -> int:
-        """Wait until one of the tickets is done; its position. TransportError as for a ticket's wait()."""
+        """Wait until one of the tickets is done; return its position. TransportError as for a ticket's wait()."""
         with self._lock:
             begin = time.monotonic()
             limit_s = self.timeout_s if timeout_s is None else timeout_s
@@ -155,13 +159,13 @@ class GpuTransport:
                 for position, ticket in enumerate(tickets):
                     if ticket.tensors is not None or ticket.host.arrived:
                         return position
-                # What peers tell meanwhile is answered: they may need it to go on.
+                # Control messages are answered meanwhile: the peers may wait for that.
                 awaited = [ticket.host for ticket in tickets]
-                awaited += [ticket for peer in peers for ticket in peer.asked.values()]
+                awaited += [ticket for peer in peers for ticket in peer.posted.values()]
                 waited_s = time.monotonic() - begin
                 if waited_s < limit_s and any(peer.waiting for peer in self._peers.values()):
                     with contextlib.suppress(TransportTimeout):
-                        self._host.wait_any(awaited, _LOOK_S)
+                        self._host.wait_any(awaited, _POLL_S)
                 else:
                     left_s = None if timeout_s is None else max(0.0, timeout_s - waited_s)
                     self._host.wait_any(awaited, left_s)
@@ -169,7 +173,7 @@ class GpuTransport:
     # --- what tickets and the thread call ---
 
     def finish_recv(self, ticket: GpuTicket, timeout_s: float | None = None) -> tuple[Tensor, ...]:
-        """Wait for the ticket's message and make its tensors."""
+        """Wait for the ticket's message and return its tensors."""
         with self._lock:
             if ticket.tensors is None:
                 self.wait_any((ticket,), timeout_s)
@@ -186,34 +190,34 @@ class GpuTransport:
                 try:
                     while (piece := peer.take(GPU_PIECES)) is not None:
                         peer.staged.add(*piece)
-                    while (told := peer.take(GPU_CONTROL)) is not None:
-                        self._hear(peer, json.loads(told[0].numpy().tobytes()))
+                    while (control := peer.take(GPU_CONTROL)) is not None:
+                        self._on_control(peer, json.loads(control[0].numpy().tobytes()))
                 except (*_ERRORS, ValueError) as error:
                     raise self._damaged(peer.rank, error) from error
                 freed = peer.slabs.freed()
                 if freed is not None:
-                    peer.tell(freed)
+                    peer.send_control(freed)
             self._publish()
 
     # --- sending ---
 
-    def _move(self, to: Peer, body: Tensor) -> tuple[Way, tuple[int, int, int]]:
-        """Set a body on its way."""
+    def _start_contents(self, to: Peer, body: Tensor) -> tuple[Route, tuple[int, int, int]]:
+        """Start to send a body. Returns its route and place."""
         if not len(body):
-            return Way.NONE, (0, 0, 0)
+            return Route.NONE, (0, 0, 0)
         if to.direct is not None:
             place = to.direct.send(body)
             if place is not None:
-                return Way.DIRECT, place
-            want = to.direct.want(len(body))
-            if want is not None:
-                to.tell(want)
+                return Route.DIRECT, place
+            request = to.direct.request_slab(len(body))
+            if request is not None:
+                to.send_control(request)
         for event, piece in pieces(self._device, body, to.bodies):
             to.waiting.append((event, piece, make_tag(GPU_PIECES, to.sent_pieces)))
             to.sent_pieces += 1
             self._publisher.watch(event)
         to.bodies += 1
-        return Way.STAGED, (to.bodies - 1, 0, 0)
+        return Route.STAGED, (to.bodies - 1, 0, 0)
 
     def _check_host(self, tensors: Sequence[Tensor], tag: int, needed: bool) -> None:
         """Refuse what the links would refuse, before anything of the message is under way."""
@@ -247,25 +251,25 @@ class GpuTransport:
                     f"{self.timeout_s:g} s: the GPU is still busy with what comes before them",
                     waiting[0],
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
-    def _must_be_taken(self, peer: int, untaken: int) -> bool:
-        """Whether close() waits for the last messages to a peer: what is only of control nobody needs any more."""
-        return self._peers[peer].last > self._peers[peer].sent - untaken
+    def _must_be_taken(self, peer: int, in_flight: int) -> bool:
+        """Return whether close() waits for the messages in flight to a peer: not for control messages alone."""
+        return self._peers[peer].last > self._peers[peer].sent - in_flight
 
     # --- receiving ---
 
     def _tensors(self, source: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         peer = self._peers[source]
         try:
-            head, host = cuda_head.unpack(tensors)
-            if head.way is Way.DIRECT:
-                body = peer.slabs.take(*head.place, head.body_bytes)
-            elif head.way is Way.STAGED:
-                body = peer.staged.take(head.place[0])
+            header, host = unpack(tensors)
+            if header.route is Route.DIRECT:
+                body = peer.slabs.take(*header.place, header.body_bytes)
+            elif header.route is Route.STAGED:
+                body = peer.staged.take(header.place[0])
             else:
                 body = self._device.empty(0, self._device.current())
-            return head.join(body, host)
+            return header.join(body, host)
         except _ERRORS as error:
             raise self._damaged(source, error) from error
 
@@ -275,17 +279,17 @@ class GpuTransport:
                 f"rank {self.rank}: {describe_tag(tag)}: that channel is the transport's own"
             )
 
-    def _hear(self, peer: Peer, told: Mapping[str, Any]) -> None:
-        """A message of control."""
-        if "want" in told:
-            peer.tell(peer.slabs.grant(told))
+    def _on_control(self, peer: Peer, control: Control) -> None:
+        """Handle a control message."""
+        if "request" in control:
+            peer.send_control(peer.slabs.grant(control))
             return
         if peer.direct is None:
-            raise _native.LinkError("an answer to nothing")
-        if "freed" in told:
-            peer.direct.freed(told)
+            raise _native.LinkError("an answer without a request")
+        if "freed" in control:
+            peer.direct.on_freed(control)
             return
-        peer.direct.granted(told)
+        peer.direct.on_answer(control)
         if peer.direct.refused:
             logger.info(
                 "rank %d: contents for rank %d go through the host's memory, because %s",

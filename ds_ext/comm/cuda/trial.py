@@ -1,4 +1,4 @@
-"""What this host's GPUs can do for the transport, tried out: memory and events of one process used by another.
+"""Trial of this host's GPUs for the transport: memory and events of one process used by another.
 
 The other process runs this file as ``python -m ds_ext.comm.cuda.trial MODULE:FUNCTION TEXT``, where FUNCTION(TEXT)
 makes its Device, and speaks with this one in lines of JSON.
@@ -60,12 +60,12 @@ def try_direct(maker: str, text: str) -> int:
 
 def _receive(device: Device, other: subprocess.Popen[str]) -> None:
     receiver = DirectReceiver(device)
-    granted = dict(receiver.grant(_hear(other)))
+    granted = dict(receiver.grant(_read_line(other)))
     if "refused" in granted:
         raise TransportError(granted["refused"])
     assert other.stdin is not None
     print(json.dumps(granted), file=other.stdin, flush=True)
-    sent = _hear(other)
+    sent = _read_line(other)
     if "refused" in sent:
         raise TransportError(sent["refused"])
     slab, place, event = sent["place"]
@@ -80,8 +80,8 @@ def _receive(device: Device, other: subprocess.Popen[str]) -> None:
 def _send(device: Device) -> None:
     """The other process."""
     sender = DirectSender(device, 1)
-    print(json.dumps(sender.want(TRIAL_BYTES)), flush=True)
-    sender.granted(json.loads(input()))
+    print(json.dumps(sender.request_slab(TRIAL_BYTES)), flush=True)
+    sender.on_answer(json.loads(input()))
     if sender.refused:
         print(json.dumps({"refused": sender.refused}), flush=True)
         return
@@ -106,7 +106,7 @@ def _finish(device: Device) -> None:
         time.sleep(_STEP_S)
 
 
-def _hear(other: subprocess.Popen[str]) -> dict[str, Any]:
+def _read_line(other: subprocess.Popen[str]) -> dict[str, Any]:
     assert other.stdout is not None and other.stderr is not None
     line = other.stdout.readline()
     if not line:

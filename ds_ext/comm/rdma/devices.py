@@ -1,4 +1,4 @@
-"""The RDMA devices of this host as the kernel shows them, and which port and address of theirs a rank uses.
+"""RDMA devices of this host as the kernel shows them, and the port and address that a rank uses.
 
 Reads sysfs only, so it needs no library, no rights and no torch.
 """
@@ -60,12 +60,12 @@ class DevicePort:
 
     @property
     def usable_gids(self) -> tuple[Gid, ...]:
-        """Those by which a connection can be made: RoCE v2 ones of an Ethernet port."""
+        """GIDs by which a connection can be made: RoCE v2 ones of an Ethernet port."""
         return tuple(gid for gid in self.gids if self.link_layer == INFINIBAND or gid.kind == ROCE_V2)
 
 
 @dataclass(frozen=True)
-class Choice:
+class PortChoice:
     """The port and GID of a rank."""
 
     device: str
@@ -75,7 +75,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """As DevicePort.name."""
+        """Same as DevicePort.name."""
         return f"{self.device} port {self.port}"
 
 
@@ -86,13 +86,13 @@ def device_ports(sysfs: Path = _SYSFS) -> list[DevicePort]:
     ]
 
 
-def choose(
+def choose_port(
     ports: Sequence[DevicePort],
     address: str | None,
     *,
     must_match: bool = False,
     environment: Mapping[str, str] = os.environ,
-) -> Choice:
+) -> PortChoice:
     """The port and GID that a rank with this IP address uses.
 
     In this order: what DS_EXT_RDMA_DEV (``mlx5_0`` or ``mlx5_0:1``) and DS_EXT_RDMA_GID_INDEX say; the port that has
@@ -136,19 +136,19 @@ def _best(port: DevicePort) -> Gid:
     return min(port.usable_gids, key=lambda gid: (gid.ip.version, gid.ip.is_link_local, gid.index))
 
 
-def _chosen(port: DevicePort, gid: Gid, environment: Mapping[str, str]) -> Choice:
+def _chosen(port: DevicePort, gid: Gid, environment: Mapping[str, str]) -> PortChoice:
     for variable in (GID_VARIABLE, NCCL_GID_VARIABLE):
         given = environment.get(variable)
         if not given:
             continue
         known = [each.index for each in port.gids]
         if given.isdecimal() and int(given) in known:
-            return Choice(port.device, port.port, int(given), port.link_layer)
+            return PortChoice(port.device, port.port, int(given), port.link_layer)
         if variable == GID_VARIABLE:  # the other one is meant for another program, and only a hint
             raise TransportError(
                 f"{variable} is {given!r}; {port.name} has the GIDs {', '.join(map(str, known))}"
             )
-    return Choice(port.device, port.port, gid.index, port.link_layer)
+    return PortChoice(port.device, port.port, gid.index, port.link_layer)
 
 
 def _names(ports: Sequence[DevicePort]) -> str:
@@ -193,7 +193,7 @@ def _text(file: Path | str) -> str:
 
 
 def lockable_bytes() -> float:
-    """How much memory this process may lock, which registered memory counts as; its own limit is raised if it may."""
+    """Return how much memory this process may lock, registered memory included. Raises its soft limit if it may."""
     if _has_capability(_CAP_IPC_LOCK):
         return float("inf")
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)

@@ -1,7 +1,7 @@
-"""The RDMA links of one rank on their way to its peers.
+"""Set-up of one rank's RDMA links. Needs no torch.
 
-Two ranks first meet over tcp, where each gives the other its greeting: queue pair, address, keys. That connection
-stays: over it each learns why the other fails, which a broken queue pair cannot tell. Needs no torch.
+Two ranks first connect over tcp and exchange their greetings: queue pair, address, keys. That connection stays: it
+carries the causes of failures, which a broken queue pair cannot.
 """
 
 from __future__ import annotations
@@ -10,42 +10,39 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ds_ext.comm import _native, host_watch
-from ds_ext.comm.ends import SEND_WINDOW_BYTES, Ends, Pairs, peers_of
-from ds_ext.comm.rdma.devices import Choice, choose, device_ports, require_lockable
+from ds_ext.comm.endpoints import SEND_WINDOW_BYTES, Endpoints, Pairs, peers_of
+from ds_ext.comm.rdma.devices import PortChoice, choose_port, device_ports, require_lockable
 from ds_ext.comm.tcp.address import own_address
-from ds_ext.comm.tcp.meeting import Met, TcpCard, TcpListener, meet
+from ds_ext.comm.tcp.connect import PeerConnection, TcpListener, TcpOffer, connect_peers
 from ds_ext.errors import TransportError
 
-# What a link has at first, at both ends; more is added when messages need it.
+# Of a link at first, at both endpoints; more is added when messages need it.
 SLAB_BYTES = 8 << 20
 CONTROL_WINDOW_BYTES = 1 << 20  # of a connection that carries no message
 _READY = b"\1"
 
 
 @dataclass(frozen=True)
-class RdmaCard:
-    """What the others must know: how to meet, and what kind of network the port is in."""
+class RdmaOffer:
+    """Address of a rank, and the kind of network of its RDMA port."""
 
-    tcp: TcpCard
+    tcp: TcpOffer
     link_layer: str
     slab_bytes: int
 
 
 class RdmaSetup:
-    """See LinkSetup in ends.py.
+    """LinkSetup for ranks with RDMA devices.
 
     Args:
         rank: this rank.
-        port: its bell and its thread.
+        port: its doorbell and its thread.
         node_ips: one address for each rank or each host, which chooses the device too; None: what reaches MASTER_ADDR.
         slab_bytes: registered for each link at first; the same on all ranks.
         window_bytes: unreceived bytes of a link from which on a send waits.
     """
-
-    kind = "rdma"
 
     def __init__(
         self,
@@ -61,26 +58,30 @@ class RdmaSetup:
         self._device: _native.RdmaPort | None = None
         self._links: dict[int, _native.RdmaLink] = {}
 
-    def card(self) -> RdmaCard:
-        """Open the device, and say how to reach this rank."""
+    def offer(self) -> RdmaOffer:
+        """Open the device and listen; return the address."""
         address = own_address(self._rank, int(os.environ.get("WORLD_SIZE", "1")), self._node_ips)
         choice = self._open(address)
         self._listener = TcpListener(address)
-        return RdmaCard(self._listener.card(), choice.link_layer, self._slab_bytes)
+        return RdmaOffer(self._listener.offer(), choice.link_layer, self._slab_bytes)
 
     @staticmethod
-    def why_not(mine: Any, theirs: Any, same_host: bool) -> str | None:
-        """What speaks against links between two ranks with these cards."""
+    def incompatibility(mine: RdmaOffer, theirs: RdmaOffer, same_host: bool) -> str | None:
+        """See LinkSetup.incompatibility."""
         if mine.link_layer != theirs.link_layer:
             return f"have RDMA devices of different networks, {mine.link_layer} and {theirs.link_layer}"
         return None
 
     def prepare(self, pairs: Pairs) -> None:
-        """Register what the links need."""
+        """Register the memory of the links.
+
+        Raises:
+            TransportError: it cannot be registered.
+        """
         assert self._device is not None and self._listener is not None
         peers, rank = peers_of(self._rank, pairs), self._rank
-        ends = sum(rank in pair for pair in pairs)
-        require_lockable(len(peers) * _native.RDMA_FIXED_BYTES + ends * self._slab_bytes)
+        endpoints = sum(rank in pair for pair in pairs)
+        require_lockable(len(peers) * _native.RDMA_FIXED_BYTES + endpoints * self._slab_bytes)
         try:
             for peer in peers:
                 self._links[peer] = _native.RdmaLink(
@@ -95,34 +96,34 @@ class RdmaSetup:
         except _native.VerbsError as error:
             raise TransportError(str(error)) from None
 
-    def connect(self, cards: Mapping[int, Any], pairs: Pairs, timeout_s: float) -> Ends:
-        """Meet the peers, exchange greetings, and wait until the other sides expect messages."""
+    def connect(self, offers: Mapping[int, RdmaOffer], pairs: Pairs, timeout_s: float) -> Endpoints:
+        """Exchange greetings with all peers, and wait until they expect messages."""
         assert self._device is not None and self._listener is not None
         deadline = time.monotonic() + timeout_s
-        peers = {peer: cards[peer].tcp for peer in self._links}
-        met = meet(self._listener, self._rank, peers, self._greetings(cards), timeout_s)
+        peers = {peer: offers[peer].tcp for peer in self._links}
+        connected = connect_peers(self._listener, self._rank, peers, self._greetings(offers), timeout_s)
         try:
             for peer, link in self._links.items():
-                self._connect_pair(peer, link, met[peer].note, self._job(peer, cards))
-            for each in met.values():
-                each.socket.sendall(_READY)
-            for peer, each in met.items():
-                self._await_ready(peer, each, deadline)
+                self._connect_pair(peer, link, connected[peer].note, self._job(peer, offers))
+            for connection in connected.values():
+                connection.socket.sendall(_READY)
+            for peer, connection in connected.items():
+                self._await_ready(peer, connection, deadline)
         except BaseException:
-            for each in met.values():
-                each.socket.close()
+            for connection in connected.values():
+                connection.socket.close()
             raise
-        ends = Ends()
+        endpoints = Endpoints()
         for peer, link in self._links.items():
-            control = met[peer].socket
+            control = connected[peer].socket
             control.setblocking(False)
             host_watch.leave_out(control)
             link.control(_native.TcpConnection(control.detach(), self._port, CONTROL_WINDOW_BYTES, False))
             if link.incoming is not None:
-                ends.incoming[peer] = link.incoming
+                endpoints.incoming[peer] = link.incoming
             if link.outgoing is not None:
-                ends.outgoing[peer] = link.outgoing
-        return ends
+                endpoints.outgoing[peer] = link.outgoing
+        return endpoints
 
     def close(self) -> None:
         """Close what connect() has not handed over."""
@@ -130,21 +131,21 @@ class RdmaSetup:
             self._listener.close()
         self._links.clear()
 
-    def _open(self, address: str) -> Choice:
+    def _open(self, address: str) -> PortChoice:
         try:
             _native.load_verbs()
-            choice = choose(device_ports(), address, must_match=self._node_ips is not None)
+            choice = choose_port(device_ports(), address, must_match=self._node_ips is not None)
             self._device = _native.RdmaPort(self._port, choice.device, choice.port, choice.gid_index)
         except _native.VerbsError as error:
             raise TransportError(str(error)) from None
         return choice
 
-    def _greetings(self, cards: Mapping[int, Any]) -> dict[int, bytes]:
-        return {peer: link.greeting(self._job(peer, cards)) for peer, link in self._links.items()}
+    def _greetings(self, offers: Mapping[int, RdmaOffer]) -> dict[int, bytes]:
+        return {peer: link.greeting(self._job(peer, offers)) for peer, link in self._links.items()}
 
-    def _job(self, peer: int, cards: Mapping[int, Any]) -> bytes:
-        """What both ranks of the pair know and no other job does: the token of the higher one."""
-        return cards[max(peer, self._rank)].tcp.token
+    def _job(self, peer: int, offers: Mapping[int, RdmaOffer]) -> bytes:
+        """Return the secret of the pair: the token of the higher rank."""
+        return offers[max(peer, self._rank)].tcp.token
 
     def _connect_pair(self, peer: int, link: _native.RdmaLink, greeting: bytes, job: bytes) -> None:
         try:
@@ -154,11 +155,11 @@ class RdmaSetup:
                 f"rank {self._rank}: rank {peer} cannot be connected by RDMA: {error}", peer
             ) from None
 
-    def _await_ready(self, peer: int, met: Met, deadline: float) -> None:
-        met.socket.settimeout(max(0.001, deadline - time.monotonic()))
+    def _await_ready(self, peer: int, connection: PeerConnection, deadline: float) -> None:
+        connection.socket.settimeout(max(0.001, deadline - time.monotonic()))
         why = "it closed the connection; look for the first error in its output"
         try:
-            if met.socket.recv(len(_READY)) == _READY:
+            if connection.socket.recv(len(_READY)) == _READY:
                 return
         except OSError as error:
             why = error.strerror or str(error)

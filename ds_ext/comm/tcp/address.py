@@ -1,4 +1,4 @@
-"""At which address a rank listens: the one that is given, or the one from which it reaches MASTER_ADDR."""
+"""Address at which a rank listens: from node_ips, or the one from which it reaches MASTER_ADDR."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from ds_ext.errors import ConfigError, TransportError
 
-_ANYWHERE = ("192.0.2.1", "2001:db8::1")  # nobody's (RFC 5737, 3849): only asks which interface leads outside
+_ANYWHERE = ("192.0.2.1", "2001:db8::1")  # unassigned (RFC 5737, 3849): shows which interface leads outside
 
 
 def own_address(rank: int, world_size: int, node_ips: Sequence[str] | None) -> str:
-    """The address for this rank's connections.
+    """Return the address for this rank's connections.
 
     Args:
         node_ips: None, or one address for each rank, or one for each host in the launcher's order.
@@ -44,7 +44,7 @@ def own_address(rank: int, world_size: int, node_ips: Sequence[str] | None) -> s
 
 
 def listening(address: str) -> socket.socket:
-    """A socket that listens at a free port of the address. Raises OSError."""
+    """Return a socket that listens at a free port of the address. Raises OSError."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -57,7 +57,7 @@ def listening(address: str) -> socket.socket:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only the host itself reaches the address."""
+    """Return whether only the host itself reaches the address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 

@@ -1,14 +1,14 @@
-"""The tcp connections of one rank on their way to its peers."""
+"""Set-up of one rank's tcp links."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
 
-from ds_ext.comm import _native, ends, host_watch
-from ds_ext.comm.ends import Ends, Pairs, peers_of
+from ds_ext.comm import _native, host_watch
+from ds_ext.comm.endpoints import SEND_WINDOW_BYTES, Endpoints, Pairs, peers_of
 from ds_ext.comm.tcp.address import is_loopback, own_address
-from ds_ext.comm.tcp.meeting import Met, TcpCard, TcpListener, meet
+from ds_ext.comm.tcp.connect import PeerConnection, TcpListener, TcpOffer, connect_peers
 
 
 class TcpSetup:
@@ -18,17 +18,17 @@ class TcpSetup:
         self._rank, self._port = rank, port
         self._node_ips = node_ips
         self._listener: TcpListener | None = None
-        self._met: dict[int, Met] = {}
+        self._connected: dict[int, PeerConnection] = {}
 
-    def card(self) -> TcpCard:
-        """Where this rank listens."""
+    def offer(self) -> TcpOffer:
+        """Listen, and return the address."""
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self._listener = TcpListener(own_address(self._rank, world_size, self._node_ips))
-        return self._listener.card()
+        return self._listener.offer()
 
     @staticmethod
-    def why_not(mine: TcpCard, theirs: TcpCard, same_host: bool) -> str | None:
-        """A host's own address means nothing to others."""
+    def incompatibility(mine: TcpOffer, theirs: TcpOffer, same_host: bool) -> str | None:
+        """See LinkSetup.incompatibility."""
         for address in (mine.address, theirs.address):
             if is_loopback(address) and not same_host:
                 return (
@@ -40,29 +40,28 @@ class TcpSetup:
         return None
 
     def prepare(self, pairs: Pairs) -> None:
-        """Connections need nothing."""
+        """Do nothing: connections need no preparation."""
 
-    def connect(self, cards: Mapping[int, TcpCard], pairs: Pairs, timeout_s: float) -> Ends:
-        """A connection to every peer."""
+    def connect(self, offers: Mapping[int, TcpOffer], pairs: Pairs, timeout_s: float) -> Endpoints:
+        """Connect to every peer."""
         assert self._listener is not None
         notes = dict.fromkeys(peers_of(self._rank, pairs), b"")
-        self._met = meet(self._listener, self._rank, cards, notes, timeout_s)
-        made = Ends()
-        for peer in list(self._met):
+        self._connected = connect_peers(self._listener, self._rank, offers, notes, timeout_s)
+        endpoints = Endpoints()
+        for peer in list(self._connected):
             receives = (peer, self._rank) in pairs
-            met = self._met.pop(peer)
-            host_watch.leave_out(met.socket)
-            file = met.socket.detach()
-            connection = _native.TcpConnection(file, self._port, ends.SEND_WINDOW_BYTES, receives)
+            connected = self._connected.pop(peer).socket
+            host_watch.leave_out(connected)
+            connection = _native.TcpConnection(connected.detach(), self._port, SEND_WINDOW_BYTES, receives)
             if receives:
-                made.incoming[peer] = _native.TcpIncoming(connection, peer)
+                endpoints.incoming[peer] = _native.TcpIncoming(connection, peer)
             if (self._rank, peer) in pairs:
-                made.outgoing[peer] = _native.TcpOutgoing(connection)
-        return made
+                endpoints.outgoing[peer] = _native.TcpOutgoing(connection)
+        return endpoints
 
     def close(self) -> None:
         """Close what connect() has not handed over."""
         if self._listener is not None:
             self._listener.close()
-        for met in self._met.values():
-            met.socket.close()
+        for connected in self._connected.values():
+            connected.socket.close()

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_ext.comm import _native, ends
+from ds_ext.comm import _native, shm_setup
 from ds_ext.comm.links import Links
 from ds_ext.comm.native_transport import NativeTransport
 from ds_ext.comm.shm_setup import ShmSetup
+from ds_ext.comm.tcp import setup as tcp_setup
 from ds_ext.comm.tcp.setup import TcpSetup
 from ds_ext.errors import PeerGone
 from tests.selection import EVERYTHING
@@ -35,11 +36,11 @@ def linked(kind: str, rank: int, line: Connection) -> NativeTransport:
     setup = SETUPS[kind](rank, port)
     pairs = {(0, 1): 4, (1, 0): 4}
     try:
-        card = setup.card()
-        line.send(card)
-        cards = {rank: card, peer: line.recv()}
+        offer = setup.offer()
+        line.send(offer)
+        offers = {rank: offer, peer: line.recv()}
         setup.prepare(pairs)
-        made = setup.connect(cards, pairs, 20.0)
+        made = setup.connect(offers, pairs, 20.0)
     finally:
         setup.close()
     port.add(made.incoming[peer])
@@ -116,7 +117,8 @@ def state() -> tuple[int, int]:
 @pytest.mark.parametrize("sends", [True, False], ids=["receiver", "sender"])
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_a_peer_that_is_killed(kind: str, sends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ends, "SEND_WINDOW_BYTES", 1 << 20)  # so that the sender also waits for room
+    for module in (shm_setup, tcp_setup):
+        monkeypatch.setattr(module, "SEND_WINDOW_BYTES", 1 << 20)  # so that the sender also waits for credits
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     draw, before = random.Random(f"{kind} {sends}"), state()
     took = [survive(kind, sends, draw.uniform(0, 0.05)) for _ in range(MOMENTS)]

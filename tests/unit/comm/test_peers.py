@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ds_ext.comm import _native
-from ds_ext.comm.ends import Ends
+from ds_ext.comm.endpoints import Endpoints
 from ds_ext.comm.links import Links
 from ds_ext.comm.native_transport import NativeTransport
 from ds_ext.errors import PeerGone, TransportError, TransportTimeout
@@ -44,7 +44,7 @@ def star(process: int) -> list[NativeTransport]:
     ports = [_native.Port() for _ in range(3)]
     pairs = [(0, 1), (1, 0), (0, 2), (2, 0)]
     incoming = {pair: _native.ShmIncoming(*pair, shm.JOB) for pair in pairs}
-    ends = [Ends(), Ends(), Ends()]
+    ends = [Endpoints(), Endpoints(), Endpoints()]
     for (source, target), link in incoming.items():
         files = os.dup(link.fileno()), os.dup(ports[target].fileno())
         ends[source].outgoing[target] = _native.ShmOutgoing(*files, source, target, shm.JOB, 1 << 20)
@@ -83,7 +83,7 @@ def test_a_dead_peer_is_noticed_among_the_messages_of_another() -> None:
         over.set()
         talking.join()
         for transport in (zero, one, two):
-            transport._health.reason = "the test is over"
+            transport._state.reason = "the test is over"
             transport.close()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_ext.comm.rdma.devices import choose, device_ports, lockable_bytes
+from ds_ext.comm.rdma.devices import choose_port, device_ports, lockable_bytes
 from ds_ext.errors import TransportError
 
 GidRow = tuple[str, str, str]  # value, type, interface
@@ -57,7 +57,7 @@ def two_cards(tmp_path: Path) -> Path:
 def chosen(
     sysfs: Path, address: str | None, environment: Mapping[str, str] | None = None, **more: bool
 ) -> tuple[str, int, int]:
-    choice = choose(device_ports(sysfs), address, environment=environment or {}, **more)
+    choice = choose_port(device_ports(sysfs), address, environment=environment or {}, **more)
     return choice.device, choice.port, choice.gid_index
 
 

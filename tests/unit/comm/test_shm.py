@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_ext.comm import _native
-from ds_ext.comm.ends import Ends
+from ds_ext.comm.endpoints import Endpoints
 from ds_ext.comm.links import Links
 from ds_ext.comm.native_transport import COPIED_BYTES, NativeTransport
 from ds_ext.comm.transport import make_tag
@@ -40,7 +40,7 @@ class Pair:
             sender = _native.ShmOutgoing(*files, rank, peer, JOB, window)
             ports[rank].add(ends[rank])
             watches = {peer: os.eventfd(0)}
-            made = Ends({peer: ends[rank]}, {peer: sender}, watches)
+            made = Endpoints({peer: ends[rank]}, {peer: sender}, watches)
             links = Links(ports[rank], made, {peer: slots})
             transports.append(NativeTransport(links, "shm", rank, 2, timeout_s))
         for rank in (0, 1):
@@ -201,9 +201,7 @@ def test_two_ranks_that_both_send_first_do_not_block_each_other(messages: int) -
 def test_a_full_window_waits_for_the_receiver() -> None:
     pair = Pair(window=1 << 20, timeout_s=0.2)
     pair.left.send([torch.zeros(4 << 20, dtype=torch.uint8)], 1, 0)  # a single one may be larger
-    with pytest.raises(
-        TransportError, match=r"send to rank 1 of tag 1 .* 0.2 s \(1 messages untaken, 1 slots not back\)"
-    ):
+    with pytest.raises(TransportError, match=r"send to rank 1 of tag 1 .* 0.2 s \(1 messages.* 1 slots"):
         pair.left.send([torch.zeros(1)], 1, 1)
 
 

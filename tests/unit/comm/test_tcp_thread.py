@@ -50,7 +50,7 @@ def test_one_thread_for_all_links_of_a_rank_and_idle() -> None:
     for other in others:
         assert other.recv(4, socket.MSG_DONTWAIT) == b"DSXC"
         other.close()
-    assert until(lambda: all(connection.gone() == "has ended" for connection in connections))
+    assert until(lambda: all(connection.end_reason() == "has ended" for connection in connections))
     assert until(lambda: io_threads() == 0)
 
 

@@ -1,4 +1,4 @@
-"""The sleep and wake protocol of kernels/transport/bell.hpp, in every order in which two ranks' steps can happen.
+"""The sleep and wake protocol of kernels/transport/doorbell.hpp, in every order in which two ranks' steps can happen.
 
 Stores wait in a buffer until the processor lets others see them, as on x86; a fence empties it. The steps are read from
 the source, so that a change of their order there is judged here.
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-SOURCE = (Path(__file__).parents[3] / "kernels" / "transport" / "bell.hpp").read_text()
+SOURCE = (Path(__file__).parents[3] / "kernels" / "transport" / "doorbell.hpp").read_text()
 STEPS = {
     "fence": r"atomic_thread_fence\(std::memory_order_seq_cst\)",
     "if awake": r"face_->asleep\.load\(.*\) == 0\) return",
@@ -28,7 +28,7 @@ STEPS = {
 
 
 def steps(function: str) -> tuple[str, ...]:
-    """The steps of a function of the bell, in the order of the source; of wait() those after the short look."""
+    """The steps of a function of the doorbell, in the order of the source; of wait() those after the short look."""
     body = SOURCE[re.search(rf"\b(void|bool) {function}\(", SOURCE).start() :]  # pyright: ignore[reportOptionalMemberAccess]
     body = body[: body.index("\n    }\n")]
     body = body[max(body.find("const std::uint32_t seen"), 0) :]

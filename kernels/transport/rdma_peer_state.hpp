@@ -9,32 +9,32 @@
 
 namespace ds_ext {
 
-/// What became of the other end of a pair, and the connection over which ends tell each other what a broken queue pair
-/// cannot. Used under the pair's lock.
-class RdmaFate {
+/// State of the peer of a pair: alive, failed or closed. It also holds the tcp connection that carries causes of
+/// failure, which a broken queue pair cannot. Used under the pair's lock.
+class RdmaPeerState {
   public:
-    explicit RdmaFate(std::uint32_t peer) : peer_(peer) {}
+    explicit RdmaPeerState(std::uint32_t peer) : peer_(peer) {}
 
-    /// Over it causes and ends are told.
+    /// Set the connection that carries causes of failure.
     void control(std::shared_ptr<TcpConnection> connection) { control_ = std::move(connection); }
 
-    /// The other end says why it fails.
-    void heard_cause(std::string cause) {
+    /// The peer has sent the cause of its failure.
+    void set_cause(std::string cause) {
         if (cause_.empty()) cause_ = std::move(cause);
     }
-    /// The other end is done.
-    void heard_close() { closed_ = true; }
+    /// The peer has closed its endpoints.
+    void set_closed() { closed_ = true; }
 
     /// The queue pair is broken: no more goes through it. False where that is known, or to be expected.
     bool fail(const std::string& what, int code) {
         if (over()) return false;
         failure_ = code == 0 ? what : what + " (" + std::strerror(code) + ")";
-        // The other end sees nothing of it where it only receives.
+        // A peer that only receives sees no error.
         if (control_ && !aborted_) control_->abort("rank " + std::to_string(peer_) + " " + failure_);
         return true;
     }
 
-    /// This rank fails; whether that is new. The queue pair may tell it too.
+    /// Send the cause of this rank's failure. Returns false if one was sent before.
     bool abort(const std::string& cause) {
         if (std::exchange(aborted_, true)) return false;
         if (control_) control_->abort(cause);
@@ -44,12 +44,12 @@ class RdmaFate {
         if (control_) control_->close();
     }
 
-    /// Why nothing more comes from the other end, as words that follow "rank 3 ..."; empty while it may.
-    std::string words() const {
+    /// Why nothing more comes from the peer, as words that follow "rank 3 ..."; empty while it may.
+    std::string end_reason() const {
         if (!cause_.empty()) return "failed: " + cause_;
         if (closed_) return "has closed its transport";
-        const std::string told = control_ ? control_->gone() : std::string();
-        return told.empty() ? failure_ : told;
+        const std::string reason = control_ ? control_->end_reason() : std::string();
+        return reason.empty() ? failure_ : reason;
     }
     bool broken() const { return !failure_.empty(); }
     bool closed() const { return closed_; }

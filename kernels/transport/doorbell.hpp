@@ -1,7 +1,7 @@
 #pragma once
 
-// One doorbell per rank: whoever has something for the rank rings it. A ring costs no system call while the rank is
-// awake.
+// One doorbell per rank: a peer that has something for the rank rings it. A ring costs no system call while the rank
+// is awake.
 
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -62,15 +62,15 @@ class Spin {
     unsigned fruitless_ = 0, looks_ = 0;
 };
 
-class Bell {
+class Doorbell {
   public:
-    static Bell create() { return Bell(Mapping::create(kBytes)); }
-    static Bell attach(int descriptor) { return Bell(Mapping::attach(descriptor, kBytes)); }
+    static Doorbell create() { return Doorbell(Mapping::create(kBytes)); }
+    static Doorbell attach(int descriptor) { return Doorbell(Mapping::attach(descriptor, kBytes)); }
 
     int descriptor() const { return memory_.descriptor(); }
     void close_descriptor() { memory_.close_descriptor(); }
 
-    /// True from before the last look until the rank is awake again: what comes now must ring.
+    /// True from before the last poll until the rank is awake again: what is stored meanwhile must ring.
     bool asleep() const { return face_->asleep.load(std::memory_order_acquire) != 0; }
 
     /// Wake the rank if it sleeps; what it is to see was stored before.
@@ -82,7 +82,7 @@ class Bell {
         syscall(SYS_futex, &face_->rings, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
     }
 
-    /// Until `arrived()` holds, the bell rings or `limit` has passed. Returns whether it holds.
+    /// Wait until `arrived()` holds, the doorbell rings or `limit` has passed. Returns whether it holds.
     template <typename Arrived>
     bool wait(Arrived arrived, std::chrono::nanoseconds limit, Spin& spin) {
         using Clock = std::chrono::steady_clock;
@@ -121,7 +121,7 @@ class Bell {
     };
     static_assert(std::atomic<std::uint32_t>::is_always_lock_free && sizeof(Face) == 8);
 
-    explicit Bell(Mapping memory) : memory_(std::move(memory)), face_(reinterpret_cast<Face*>(memory_.address())) {
+    explicit Doorbell(Mapping memory) : memory_(std::move(memory)), face_(reinterpret_cast<Face*>(memory_.address())) {
         memory_.commit(0, kBytes);
     }
 

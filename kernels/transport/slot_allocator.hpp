@@ -8,31 +8,31 @@
 
 namespace ds_ext {
 
-/// The sender's book of which slots of a segment are lent. Slots are as large as their messages: the lowest free place
-/// that is large enough, so that memory which is warm is used again and the segment takes no more than it must.
-class Room {
+/// Allocator of a segment's slots, kept by the sender. A slot is as large as its message. It gets the lowest free place
+/// that is large enough, so that warm memory is used again and the segment stays small.
+class SlotAllocator {
   public:
-    explicit Room(std::uint64_t bytes) { free_[0] = bytes; }
+    explicit SlotAllocator(std::uint64_t bytes) { free_[0] = bytes; }
 
     /// The place of a new slot; nothing when no gap is large enough.
-    std::optional<std::uint64_t> lend(std::uint64_t bytes) {
+    std::optional<std::uint64_t> allocate(std::uint64_t bytes) {
         for (auto gap = free_.begin(); gap != free_.end(); ++gap) {
             if (gap->second < bytes) continue;
             const auto [place, size] = *gap;
             free_.erase(gap);
             if (size > bytes) free_[place + bytes] = size - bytes;
-            lent_[place] = bytes;
+            allocated_[place] = bytes;
             return place;
         }
         return std::nullopt;
     }
 
-    /// Take a slot back, and join it with the gaps beside it.
-    void take_back(std::uint64_t place) {
-        const auto slot = lent_.find(place);
-        if (slot == lent_.end()) throw LinkError("a slot came back that is not lent");
+    /// Free a slot, and join it with the gaps beside it. LinkError: it is not allocated.
+    void release(std::uint64_t place) {
+        const auto slot = allocated_.find(place);
+        if (slot == allocated_.end()) throw LinkError("the receiver released a slot that is not allocated");
         auto [begin, bytes] = *slot;
-        lent_.erase(slot);
+        allocated_.erase(slot);
         auto next = free_.lower_bound(begin);
         if (next != free_.end() && next->first == begin + bytes) {
             bytes += next->second;
@@ -48,10 +48,10 @@ class Room {
         free_[begin] = bytes;
     }
 
-    std::size_t lent() const { return lent_.size(); }
+    std::size_t allocated() const { return allocated_.size(); }
 
   private:
-    std::map<std::uint64_t, std::uint64_t> free_, lent_;  // place -> bytes
+    std::map<std::uint64_t, std::uint64_t> free_, allocated_;  // place -> bytes
 };
 
 }  // namespace ds_ext

@@ -1,4 +1,4 @@
-"""Which kind of link joins which two ranks, and why; pure functions of the cards that all ranks have."""
+"""Link selection: the kind of link for every pair of ranks, as a pure function of all ranks' offers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from ds_ext.comm.ends import Pairs
+from ds_ext.comm.endpoints import Pairs
 
-WhyNot = Callable[[Any, Any, bool], str | None]  # LinkSetup.why_not
+Incompatibility = Callable[[Any, Any, bool], str | None]  # LinkSetup.incompatibility
 
 # In the order of preference. A class is a LinkSetup, made of (rank, port, node_ips).
 KINDS: Mapping[str, str] = MappingProxyType(
@@ -24,19 +24,23 @@ KINDS: Mapping[str, str] = MappingProxyType(
 
 
 def kind_class(kind: str) -> Any:
-    """The class of a key of KINDS, imported when it is asked for."""
+    """Import the class of a key of KINDS."""
     module, name = KINDS[kind].split(":")
     return getattr(importlib.import_module(module), name)
 
 
+class NoLinkError(Exception):
+    """No kind of link connects two ranks that exchange messages; the text has the reason of every kind."""
+
+
 @dataclass(frozen=True)
-class Card:
-    """What a rank tells all others about itself.
+class RankOffers:
+    """Kinds of links that a rank offers to all others.
 
     Args:
-        host: the same for two processes of one host that can reach each other's unix sockets.
-        host_name: for people.
-        offers: by kind of link, what the others must know.
+        host: equal for two processes of one host that can reach each other's unix sockets.
+        host_name: for log lines.
+        offers: by kind of link, what the peers need to connect.
         refusals: by kind of link, why this rank cannot have it.
     """
 
@@ -47,72 +51,79 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Matrix:
-    """The kind of every link, and for pairs that an earlier kind would have served, what spoke against it."""
+class LinkSelection:
+    """Kind of every link, and for pairs without the preferred kind the reasons against the earlier ones."""
 
     kinds: Mapping[tuple[int, int], str]
     fallbacks: Mapping[tuple[int, int], tuple[str, ...]]
 
     def pairs(self, kind: str, pairs: Pairs) -> Pairs:
-        """Those of the pairs that the kind serves."""
-        return {pair: slots for pair, slots in pairs.items() if self.kinds[pair] == kind}
+        """Return the pairs that the kind serves."""
+        return {pair: credits for pair, credits in pairs.items() if self.kinds[pair] == kind}
 
 
-def choose(
-    cards: Sequence[Card],
+def select_links(
+    ranks: Sequence[RankOffers],
     pairs: Iterable[tuple[int, int]],
-    kinds: Mapping[str, WhyNot],
+    kinds: Mapping[str, Incompatibility],
     failed: Mapping[str, str] = MappingProxyType({}),
-) -> Matrix | str:
-    """The first of the kinds that nothing speaks against, for every pair; or why a pair has none.
+) -> LinkSelection:
+    """Select for every pair the first kind that both ranks can have.
 
     Args:
-        kinds: in the order of preference, with what speaks against two ranks.
-        failed: kinds that were tried before, with why they failed.
+        ranks: the offers of all ranks.
+        pairs: (source, destination) of the links.
+        kinds: in the order of preference, with their check of two offers.
+        failed: kinds that failed in an earlier handshake, with the reason.
+
+    Raises:
+        NoLinkError: a pair has no kind.
     """
-    chosen: dict[tuple[int, int], str] = {}
+    selected: dict[tuple[int, int], str] = {}
     fallbacks: dict[tuple[int, int], tuple[str, ...]] = {}
     for pair in pairs:
         # Both directions of a pair get the same kind: the lower rank is always the first.
         low, high = sorted(pair)
         against: list[str] = []
-        for kind, why_not in kinds.items():
-            reason = failed.get(kind) or _against(kind, why_not, cards, low, high)
+        for kind, incompatibility in kinds.items():
+            reason = failed.get(kind) or _reason_against(kind, incompatibility, ranks, low, high)
             if reason is None:
-                chosen[pair] = kind
+                selected[pair] = kind
                 break
             against.append(reason if len(kinds) == 1 else f"{kind}: {reason}")
         else:
-            return "; ".join(against)
+            raise NoLinkError("; ".join(against))
         if against:
             fallbacks[pair] = tuple(against)
-    return Matrix(chosen, fallbacks)
+    return LinkSelection(selected, fallbacks)
 
 
-def _against(kind: str, why_not: WhyNot, cards: Sequence[Card], low: int, high: int) -> str | None:
+def _reason_against(
+    kind: str, incompatibility: Incompatibility, ranks: Sequence[RankOffers], low: int, high: int
+) -> str | None:
     for rank in (low, high):
-        if kind in cards[rank].refusals:
-            return f"rank {rank} cannot: {cards[rank].refusals[kind]}"
-    mine, theirs = cards[low], cards[high]
-    reason = why_not(mine.offers[kind], theirs.offers[kind], mine.host == theirs.host)
+        if kind in ranks[rank].refusals:
+            return f"rank {rank} cannot: {ranks[rank].refusals[kind]}"
+    mine, theirs = ranks[low], ranks[high]
+    reason = incompatibility(mine.offers[kind], theirs.offers[kind], mine.host == theirs.host)
     return None if reason is None else f"rank {low} and rank {high}, which exchange messages, {reason}"
 
 
-def describe(matrix: Matrix, cards: Sequence[Card]) -> str:
-    """The links, who is on which host, and the reason of every fallback; a line each."""
-    counts = Counter(matrix.kinds.values())
+def describe(selection: LinkSelection, ranks: Sequence[RankOffers]) -> str:
+    """Return the number of links by kind, the host of every rank, and the reason of every fallback; a line each."""
+    counts = Counter(selection.kinds.values())
     links = ", ".join(f"{count} by {kind}" for kind, count in sorted(counts.items()))
     hosts: dict[str, list[int]] = {}
-    for rank, card in enumerate(cards):
-        hosts.setdefault(card.host, []).append(rank)
-    where = ", ".join(f"{cards[ranks[0]].host_name} has {_ranks(ranks)}" for ranks in hosts.values())
+    for rank, offers in enumerate(ranks):
+        hosts.setdefault(offers.host, []).append(rank)
+    where = ", ".join(f"{ranks[here[0]].host_name} has {_spans(here)}" for here in hosts.values())
     lines = [f"links: {links or 'none'}; {where}"]
     reasons: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    for pair, against in matrix.fallbacks.items():
+    for pair, against in selection.fallbacks.items():
         for reason in against:
             low, high = sorted(pair)
             words = reason.replace(f"rank {low} and rank {high}, which exchange messages,", "the ranks")
-            reasons.setdefault((matrix.kinds[pair], words), []).append((low, high))
+            reasons.setdefault((selection.kinds[pair], words), []).append((low, high))
     for (kind, words), pairs in reasons.items():
         shown = dict.fromkeys(f"{low}-{high}" for low, high in pairs)
         first = ", ".join(list(shown)[:8]) + (", ..." if len(shown) > 8 else "")
@@ -120,8 +131,8 @@ def describe(matrix: Matrix, cards: Sequence[Card]) -> str:
     return "\n".join(lines)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    """Ranks as people write them: 0-3, 8."""
+def _spans(ranks: Sequence[int]) -> str:
+    """Return ranks in short form: 0-3, 8."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:

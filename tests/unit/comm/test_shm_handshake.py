@@ -1,4 +1,4 @@
-"""How ranks of one host meet: only those with the job's token, and nothing is left of a meeting that fails."""
+"""Handshake of ranks of one host: only processes with the job's token, and a failure leaves nothing open."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from ds_ext.comm import spin
-from ds_ext.comm.rendezvous import Listener, Meeting, UnixCard, meet
+from ds_ext.comm.shm_handshake import PeerFiles, ShmOffer, UnixListener, exchange_files
 from ds_ext.comm.spin import SPIN_VARIABLE, spin_us
 from ds_ext.errors import TransportError
 
@@ -32,18 +32,18 @@ def open_files() -> set[str]:
 
 
 @contextmanager
-def ranks(count: int) -> Iterator[tuple[list[Listener], list[UnixCard]]]:
-    listeners = [Listener() for _ in range(count)]
-    yield listeners, [listener.card() for listener in listeners]
+def ranks(count: int) -> Iterator[tuple[list[UnixListener], list[ShmOffer]]]:
+    listeners = [UnixListener() for _ in range(count)]
+    yield listeners, [listener.offer() for listener in listeners]
     for listener in listeners:
         listener.close()
 
 
-def meet_all(
-    listeners: list[Listener], cards: list[UnixCard], timeout_s: float = 30.0
-) -> list[dict[int, Meeting] | str]:
+def exchange_all(
+    listeners: list[UnixListener], offers: list[ShmOffer], timeout_s: float = 30.0
+) -> list[dict[int, PeerFiles] | str]:
     """Every rank in a thread of its own hands to each peer a pipe end on which its number can be read."""
-    results: list[dict[int, Meeting] | str] = [""] * len(listeners)
+    results: list[dict[int, PeerFiles] | str] = [""] * len(listeners)
 
     def one(rank: int) -> None:
         peers = [peer for peer in range(len(listeners)) if peer != rank]
@@ -52,8 +52,8 @@ def meet_all(
             os.write(end, bytes([rank]))
         files = {peer: [pipes[peer][0]] for peer in peers}
         try:
-            results[rank] = meet(
-                listeners[rank], rank, dict(enumerate(cards)), files, dict.fromkeys(peers, 1), timeout_s
+            results[rank] = exchange_files(
+                listeners[rank], rank, dict(enumerate(offers)), files, dict.fromkeys(peers, 1), timeout_s
             )
         except TransportError as error:
             results[rank] = str(error)
@@ -70,59 +70,59 @@ def meet_all(
     return results
 
 
-def intrude(card: UnixCard, hello: bytes) -> socket.socket:
-    guest = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    guest.connect(card.name)
+def intrude(offer: ShmOffer, hello: bytes) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(offer.name)
     reader, writer = os.pipe()
-    socket.send_fds(guest, [hello], [reader])
+    socket.send_fds(connection, [hello], [reader])
     os.close(reader)
     os.close(writer)
-    return guest
+    return connection
 
 
-def test_strangers_are_turned_away_and_the_ranks_meet() -> None:
-    with ranks(3) as (listeners, cards):
-        token = cards[2].token
+def test_unknown_processes_are_rejected_and_the_ranks_connect() -> None:
+    with ranks(3) as (listeners, offers):
+        token = offers[2].token
         wrong = [
             HELLO.pack(secrets.token_bytes(16), 0),  # another job's token
-            HELLO.pack(cards[1].token, 0),  # another rank's
+            HELLO.pack(offers[1].token, 0),  # another rank's
             HELLO.pack(token, 7),  # no rank that is waited for
             token[:5],
             b"GET / HTTP/1.1",
         ]
-        guests = [intrude(cards[2], hello) for hello in wrong]
+        intruders = [intrude(offers[2], hello) for hello in wrong]
         silent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        silent.connect(cards[2].name)
-        for rank, met in enumerate(meet_all(listeners, cards)):
-            assert isinstance(met, dict) and set(met) == {0, 1, 2} - {rank}
-            for peer, meeting in met.items():
-                assert [os.read(file, 1) for file in meeting.files] == [bytes([peer])]
-                assert meeting.watch >= 0
-                meeting.close()
-        for guest in guests:
-            assert guest.recv(100) == b""
-            guest.close()
+        silent.connect(offers[2].name)
+        for rank, received in enumerate(exchange_all(listeners, offers)):
+            assert isinstance(received, dict) and set(received) == {0, 1, 2} - {rank}
+            for peer, each in received.items():
+                assert [os.read(file, 1) for file in each.files] == [bytes([peer])]
+                assert each.watch >= 0
+                each.close()
+        for intruder in intruders:
+            assert intruder.recv(100) == b""
+            intruder.close()
         silent.close()
 
 
-def test_a_meeting_that_fails_leaves_no_file_open() -> None:
+def test_a_handshake_that_fails_leaves_no_file_open() -> None:
     before = open_files()
-    with ranks(3) as (listeners, cards):
-        # Rank 0 has a wrong token for rank 1. Rank 2 has met both before it learns of that, or it has not.
-        stranger = UnixCard(cards[1].name, secrets.token_bytes(16))
-        first, second, third = meet_all(listeners, [cards[0], stranger, cards[2]], timeout_s=2.0)
+    with ranks(3) as (listeners, offers):
+        # Rank 0 has a wrong token for rank 1. Rank 2 may have connected to both before.
+        stranger = ShmOffer(offers[1].name, secrets.token_bytes(16))
+        first, second, third = exchange_all(listeners, [offers[0], stranger, offers[2]], timeout_s=2.0)
         assert "closed the connection" in str(first) and "did not connect within 2 s" in str(second)
-        for meeting in third.values() if isinstance(third, dict) else ():
-            meeting.close()
-        del listeners, cards
+        for received in third.values() if isinstance(third, dict) else ():
+            received.close()
+        del listeners, offers
     assert open_files() <= before
 
 
 def test_a_rank_that_is_gone_is_an_error() -> None:
-    with ranks(2) as (listeners, cards):
+    with ranks(2) as (listeners, offers):
         listeners[1].close()
         with pytest.raises(TransportError, match="cannot be connected: Connection refused"):
-            meet(listeners[0], 0, dict(enumerate(cards)), {1: []}, {1: 0}, 5.0)
+            exchange_files(listeners[0], 0, dict(enumerate(offers)), {1: []}, {1: 0}, 5.0)
 
 
 def test_ranks_that_outnumber_the_cores_do_not_look_before_they_sleep(

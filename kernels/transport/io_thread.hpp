@@ -1,7 +1,7 @@
 #pragma once
 
-// One thread for the links of a rank that need one: it sleeps until a file has news or something is due. Shared memory
-// needs none.
+// One thread for the links of a rank that need one: it sleeps until a file has events or something is due. Shared
+// memory needs none.
 
 #include <pthread.h>
 #include <signal.h>
@@ -25,7 +25,7 @@
 namespace ds_ext {
 
 /// The thread lives while something is watched, and touches nothing of Python.
-class Io : public Owned, public std::enable_shared_from_this<Io> {
+class IoThread : public Owned, public std::enable_shared_from_this<IoThread> {
   public:
     using Clock = std::chrono::steady_clock;
     using Time = Clock::time_point;
@@ -40,9 +40,9 @@ class Io : public Owned, public std::enable_shared_from_this<Io> {
         virtual Time due(Time now) = 0;
     };
 
-    Io() : epoll_(epoll_create1(EPOLL_CLOEXEC)), nudge_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-        if (epoll_.number() < 0 || nudge_.number() < 0) throw_errno("epoll");
-        control(EPOLL_CTL_ADD, nudge_.number(), EPOLLIN);
+    IoThread() : epoll_(epoll_create1(EPOLL_CLOEXEC)), wake_event_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+        if (epoll_.number() < 0 || wake_event_.number() < 0) throw_errno("epoll");
+        control(EPOLL_CTL_ADD, wake_event_.number(), EPOLLIN);
     }
 
     /// Call the watcher for the file's events from now on, until unwatch(). The first file starts the thread.
@@ -74,14 +74,14 @@ class Io : public Owned, public std::enable_shared_from_this<Io> {
         last = std::move(found->second);
         watched_.erase(found);
         epoll_ctl(epoll_.number(), EPOLL_CTL_DEL, file, nullptr);
-        nudge();
+        wake();
     }
 
     /// due() of every watcher is called soon; any thread.
-    void nudge() {
-        if (nudged_.exchange(true)) return;
+    void wake() {
+        if (woken_.exchange(true)) return;
         const std::uint64_t one = 1;
-        [[maybe_unused]] const auto written = write(nudge_.number(), &one, sizeof one);
+        [[maybe_unused]] const auto written = write(wake_event_.number(), &one, sizeof one);
     }
 
   private:
@@ -114,10 +114,10 @@ class Io : public Owned, public std::enable_shared_from_this<Io> {
             const int count = epoll_wait(epoll_.number(), events.data(), events.size(), limit);
             for (int i = 0; i < count; ++i) {
                 const int file = events[i].data.fd;
-                if (file == nudge_.number()) {
+                if (file == wake_event_.number()) {
                     std::uint64_t value = 0;
                     [[maybe_unused]] const auto got = read(file, &value, sizeof value);
-                    nudged_.store(false);
+                    woken_.store(false);
                 } else if (const auto watcher = find(file)) {
                     watcher->ready(file, events[i].events);
                 }
@@ -145,10 +145,10 @@ class Io : public Owned, public std::enable_shared_from_this<Io> {
         return found;
     }
 
-    PrivateFile epoll_, nudge_;
+    PrivateFile epoll_, wake_event_;
     std::mutex mutex_;
     std::map<int, std::shared_ptr<Watcher>> watched_;
-    std::atomic<bool> nudged_{false};
+    std::atomic<bool> woken_{false};
     bool running_ = false;
 };
 

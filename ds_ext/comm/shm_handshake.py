@@ -1,7 +1,7 @@
-"""How ranks of one host meet: each has every other's card, and the pairs hand each other their shared memory.
+"""Handshake of ranks of one host: each pair exchanges the file descriptors of its shared memory.
 
-A rank listens on a unix socket with a random name that no file has. Only a process of the same user that knows the
-listener's token, which travels through the process group alone, is let in; jobs on one host cannot meet.
+A rank listens on a unix socket with a random name that no file has. It accepts only processes of the same user that
+show the listener's token, which travels through the process group alone. So two jobs on one host cannot mix.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _MOST_FILES = 2
 
 
 @dataclass(frozen=True)
-class UnixCard:
-    """How to reach a rank on its host."""
+class ShmOffer:
+    """Address of a rank on its host."""
 
     name: bytes
     token: bytes
 
 
 @dataclass
-class Meeting:
-    """What a peer has handed over, and a descriptor that becomes readable when its process ends."""
+class PeerFiles:
+    """File descriptors received from a peer, and one that becomes readable when its process ends."""
 
     files: list[int]
     watch: int
@@ -53,14 +53,14 @@ class Meeting:
         return taken
 
     def close(self) -> None:
-        """Close what nobody has taken over."""
+        """Close what was not taken over."""
         for file in (*self.take_files(), self.take_watch()):
             if file >= 0:
                 os.close(file)
 
 
 def host_id() -> str:
-    """The same for two processes that can reach each other's unix sockets."""
+    """Return a text that is equal for two processes that can reach each other's unix sockets."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts = [
@@ -70,8 +70,8 @@ def host_id() -> str:
     return " ".join(parts)
 
 
-class Listener:
-    """The unix socket of one rank, and its card."""
+class UnixListener:
+    """Listening unix socket of one rank."""
 
     def __init__(self) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -80,54 +80,57 @@ class Listener:
         self.socket.bind(self.name)
         self.socket.listen(512)
 
-    def card(self) -> UnixCard:
-        """This rank's card."""
-        return UnixCard(self.name, self.token)
+    def offer(self) -> ShmOffer:
+        """Return the address of this rank."""
+        return ShmOffer(self.name, self.token)
 
     def close(self) -> None:
-        """Nobody can connect any more."""
+        """Stop listening."""
         self.socket.close()
 
 
-def meet(
-    listener: Listener,
+def exchange_files(
+    listener: UnixListener,
     rank: int,
-    cards: Mapping[int, UnixCard],
+    offers: Mapping[int, ShmOffer],
     files: Mapping[int, Sequence[int]],
     expected: Mapping[int, int],
     timeout_s: float,
-) -> dict[int, Meeting]:
-    """Hand every peer its files, and take what it hands over.
+) -> dict[int, PeerFiles]:
+    """Send every peer its files, and receive the peer's.
 
     Args:
-        files: by peer, the file descriptors to pass; they stay open here.
-        expected: by peer, how many come from it.
-        timeout_s: for all of them together.
+        listener: of this rank.
+        rank: this rank.
+        offers: of all peers.
+        files: by peer, the file descriptors to send; they stay open here.
+        expected: by peer, how many files it sends.
+        timeout_s: for all peers together.
 
     Raises:
-        TransportError: a peer did not come, or is not who it should be. All connections are closed then.
+        TransportError: a peer did not connect, or failed the check. All connections are closed then.
     """
     deadline = time.monotonic() + timeout_s
-    met: dict[int, Meeting] = {}
+    received: dict[int, PeerFiles] = {}
     open_sockets: dict[int, socket.socket] = {}
     try:
         for peer in sorted(peer for peer in files if peer > rank):
-            open_sockets[peer] = _connect(cards[peer], rank, peer, files[peer], deadline)
-        for peer in _accept(listener, rank, cards, files, expected, met, deadline):
+            open_sockets[peer] = _connect(offers[peer], rank, peer, files[peer], deadline)
+        for peer in _accept(listener, rank, offers, files, expected, received, deadline):
             raise TransportError(
                 f"rank {rank}: rank {peer} of this host did not connect within {timeout_s:g} s", peer
             )
         for peer, connection in open_sockets.items():
-            token, _, received = _receive(connection, deadline, f"rank {rank}: rank {peer}", peer)
-            meeting = met[peer] = Meeting(received, -1)
-            meeting.watch = _watch(connection)
-            if token != listener.token or len(received) != expected[peer]:
+            token, _, given = _receive(connection, deadline, f"rank {rank}: rank {peer}", peer)
+            received[peer] = PeerFiles(given, -1)
+            received[peer].watch = _watch(connection)
+            if token != listener.token or len(given) != expected[peer]:
                 raise TransportError(
                     f"rank {rank}: the process at rank {peer}'s address is not rank {peer}", peer
                 )
     except (OSError, TransportError) as error:
-        for meeting in met.values():
-            meeting.close()
+        for peer_files in received.values():
+            peer_files.close()
         if isinstance(error, TransportError):
             raise
         raise TransportError(
@@ -136,17 +139,17 @@ def meet(
     finally:
         for connection in open_sockets.values():
             connection.close()
-    return met
+    return received
 
 
-def _connect(card: UnixCard, rank: int, peer: int, files: Sequence[int], deadline: float) -> socket.socket:
+def _connect(offer: ShmOffer, rank: int, peer: int, files: Sequence[int], deadline: float) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
-        connection.connect(card.name)
+        connection.connect(offer.name)
         if _credentials(connection)[1] != os.getuid():
             raise TransportError(f"rank {rank}: rank {peer} belongs to another user", peer)
-        socket.send_fds(connection, [_HELLO.pack(card.token, rank)], list(files))
+        socket.send_fds(connection, [_HELLO.pack(offer.token, rank)], list(files))
     except BaseException:
         connection.close()
         raise
@@ -154,60 +157,60 @@ def _connect(card: UnixCard, rank: int, peer: int, files: Sequence[int], deadlin
 
 
 def _accept(
-    listener: Listener,
+    listener: UnixListener,
     rank: int,
-    cards: Mapping[int, UnixCard],
+    offers: Mapping[int, ShmOffer],
     files: Mapping[int, Sequence[int]],
     expected: Mapping[int, int],
-    met: dict[int, Meeting],
+    received: dict[int, PeerFiles],
     deadline: float,
 ) -> Iterable[int]:
-    """Let in the peers of lower rank, and nobody else. Returns those that have not come."""
+    """Accept the peers of lower rank, and no other process. Returns the peers that did not connect."""
     missing = {peer for peer in files if peer < rank}
-    guests: dict[int, socket.socket] = {}
+    accepted: dict[int, socket.socket] = {}
     poll = select.poll()
     poll.register(listener.socket, select.POLLIN)
     try:
         while missing and time.monotonic() < deadline:
             for number, _ in poll.poll(max(1, int(1000 * (deadline - time.monotonic())))):
                 if number == listener.socket.fileno():
-                    guest, _ = listener.socket.accept()
-                    guests[guest.fileno()] = guest
-                    poll.register(guest, select.POLLIN)
+                    connection, _ = listener.socket.accept()
+                    accepted[connection.fileno()] = connection
+                    poll.register(connection, select.POLLIN)
                     continue
-                guest = guests.pop(number)
+                connection = accepted.pop(number)
                 poll.unregister(number)
-                with guest:
-                    peer = _admit(guest, listener, missing, expected, met, deadline)
+                with connection:
+                    peer = _identify(connection, listener, missing, expected, received, deadline)
                     if peer is not None:
                         missing.remove(peer)
-                        reply = _HELLO.pack(cards[peer].token, rank)
-                        socket.send_fds(guest, [reply], list(files[peer]))
+                        reply = _HELLO.pack(offers[peer].token, rank)
+                        socket.send_fds(connection, [reply], list(files[peer]))
     finally:
-        for guest in guests.values():
-            guest.close()
+        for connection in accepted.values():
+            connection.close()
     return sorted(missing)
 
 
-def _admit(
-    guest: socket.socket,
-    listener: Listener,
+def _identify(
+    connection: socket.socket,
+    listener: UnixListener,
     missing: set[int],
     expected: Mapping[int, int],
-    met: dict[int, Meeting],
+    received: dict[int, PeerFiles],
     deadline: float,
 ) -> int | None:
-    """The rank of a guest that knows the token and that is waited for; None turns it away."""
+    """Return the rank at the other side, if it shows the token and is expected; None rejects the connection."""
     try:
-        token, peer, received = _receive(guest, deadline, "a guest", None)
+        token, peer, files = _receive(connection, deadline, "an unknown process", None)
     except (OSError, TransportError):
         return None
-    known = secrets.compare_digest(token, listener.token) and _credentials(guest)[1] == os.getuid()
-    if not known or peer not in missing or len(received) != expected[peer]:
-        for file in received:
+    known = secrets.compare_digest(token, listener.token) and _credentials(connection)[1] == os.getuid()
+    if not known or peer not in missing or len(files) != expected[peer]:
+        for file in files:
             os.close(file)
         return None
-    met[peer] = Meeting(received, _watch(guest))
+    received[peer] = PeerFiles(files, _watch(connection))
     return peer
 
 
@@ -219,7 +222,9 @@ def _receive(
     if len(data) != _HELLO.size:
         for file in files:
             os.close(file)
-        raise TransportError(f"{who} closed the connection while the ranks of this host met", peer)
+        raise TransportError(
+            f"{who} closed the connection during the handshake of the ranks of this host", peer
+        )
     token, rank = _HELLO.unpack(data)
     return token, rank, files
 
@@ -231,9 +236,9 @@ def _credentials(connection: socket.socket) -> tuple[int, int, int]:
 
 
 def _watch(connection: socket.socket) -> int:
-    """A descriptor that becomes readable when the peer ends.
+    """Return a descriptor that becomes readable when the peer's process ends.
 
-    A process descriptor tells it at once. Where the peer's process cannot be seen (another pid namespace, an old
+    A process descriptor does so at once. Where the peer's process cannot be seen (another pid namespace, an old
     kernel) it is the connection, which a forked child of the peer keeps open.
     """
     process = _credentials(connection)[0]

@@ -1,0 +1,97 @@
+"""State of a transport, sound or failed, and the texts of its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from ds_ext.comm.links import FAILED
+from ds_ext.comm.transport import describe_tag
+from ds_ext.errors import PeerGone, TransportError, TransportTimeout
+
+_Error = TypeVar("_Error", bound=TransportError)
+
+
+class FailureState:
+    """First failure of one rank's transport.
+
+    After a failure the two sides may not agree on what was sent, so nothing is sent or received any more.
+
+    Args:
+        rank: this rank.
+        notify: sends the cause of the first failure to all peers, as "rank 1: ..." with the rank where it began.
+
+    Attributes:
+        reason: why the transport cannot be used; None while it can.
+    """
+
+    def __init__(self, rank: int, notify: Callable[[str], None]) -> None:
+        self.rank, self._notify = rank, notify
+        self.reason: str | None = None
+
+    def check(self) -> None:
+        """Raise TransportError if the transport has failed or is closed."""
+        if self.reason is not None:
+            raise TransportError(
+                f"rank {self.rank}: the transport cannot be used: {self.reason}", rank=self.rank
+            )
+
+    def record(self, error: _Error, cause: str | None = None) -> _Error:
+        """Return the error to raise for a failure. The first one is kept, and its cause sent to the peers."""
+        error.rank = self.rank
+        if self.reason is None:
+            self.reason = f"it has failed before: {str(error).removeprefix(f'rank {self.rank}: ')}"
+            self._notify(cause or str(error))
+        return error
+
+    def failure(self, what: str, kind: type[TransportError] = TransportError) -> TransportError:
+        """Return the error of a failure on this rank."""
+        return self.record(kind(f"rank {self.rank}: {what}"))
+
+    def timeout(
+        self,
+        op: str,
+        peer: int,
+        tag: int,
+        limit_s: float,
+        in_flight: tuple[int, int, int] | None = None,
+        final: bool = True,
+    ) -> TransportTimeout:
+        """Return the error of a wait beyond its limit.
+
+        Args:
+            op: "send to" or "recv from".
+            peer, tag: of the message.
+            limit_s: of the wait.
+            in_flight: as of Outgoing.
+            final: False if the caller asked for a shorter wait; the transport has then not failed.
+        """
+        more = f" ({in_flight[0]} messages in flight, {in_flight[2]} slots not released)" if in_flight else ""
+        error = TransportTimeout(
+            f"rank {self.rank}: {op} rank {peer} of {describe_tag(tag)}: nothing moved within the limit of "
+            f"{round(limit_s, 2):g} s{more}. See what rank {peer} is doing; if it is only slow, raise "
+            "transport_options.timeout_s",
+            peer,
+            rank=self.rank,
+            op=op,
+            tag=tag,
+            seconds=limit_s,
+            credits=in_flight[0] if in_flight else None,
+        )
+        return self.record(error) if final else error
+
+    def peer_gone(self, op: str, ended: tuple[int, str], tag: int, waited_s: float) -> PeerGone:
+        """Return the error of a wait for a peer that has ended: (rank, how it ended)."""
+        peer, how = ended
+        cause = how.removeprefix(FAILED) if how.startswith(FAILED) else None
+        text = (
+            f"rank {peer} {how}, which closed the connection after {waited_s:.1f} s of waiting. It has most likely "
+            f"died or failed first: look for the first error in the output of rank {peer}"
+            if cause is None
+            else f"rank {peer} closed the connection after {waited_s:.1f} s of waiting, because it failed. What "
+            f"failed first: {cause}"
+        )
+        where = f"rank {self.rank}: {op} rank {peer} of {describe_tag(tag)}"
+        error = PeerGone(f"{where}: {text}", peer, op=op, tag=tag, seconds=waited_s)
+        error.cause = cause
+        return self.record(error, cause)
