@@ -13,7 +13,7 @@ from ds_ext.comm import _native
 SEND_WINDOW_BYTES = 256 << 20
 HANDSHAKE_S = 20.0  # all ranks enter a handshake right after a collective
 
-Pairs = Mapping[tuple[int, int], int]  # (source, destination) -> link credits
+Pairs = Mapping[tuple[int, int], int]  # (source, destination) -> messages that the receiver may hold
 
 
 @dataclass

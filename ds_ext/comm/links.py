@@ -26,11 +26,11 @@ class Links:
     Args:
         port: takes the messages of all incoming links.
         endpoints: of the links from and to this rank; their watches are taken over.
-        credits: by peer, how many of its messages this rank may hold at a time.
+        max_held: by peer, how many of its messages this rank may hold at a time.
     """
 
-    def __init__(self, port: _native.Port, endpoints: Endpoints, credits: Mapping[int, int]) -> None:
-        self.port, self.credits = port, credits
+    def __init__(self, port: _native.Port, endpoints: Endpoints, max_held: Mapping[int, int]) -> None:
+        self.port, self.max_held = port, max_held
         self.incoming, self.outgoing = endpoints.incoming, endpoints.outgoing
         self._watches = dict(endpoints.watches)
         self._polls = {peer: select.poll() for peer in self._watches}

@@ -26,7 +26,7 @@ from ds_ext.comm.links import Links
 from ds_ext.comm.native_transport import NativeTransport
 from ds_ext.comm.shm_handshake import host_id
 from ds_ext.comm.spin import spin_us
-from ds_ext.comm.transport import DEFAULT_CREDITS, Transport
+from ds_ext.comm.transport import DEFAULT_MAX_HELD, Transport
 from ds_ext.errors import TransportError
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,8 @@ def create(
         kind: a key of KINDS.
         timeout_s: the longest wait for a peer.
         device: of the tensors: "cpu" or "cuda".
-        pairs: (source, destination) of the links, with their link credits; (): every rank with every other.
+        pairs: (source, destination) of the links, with how many messages the receiver may hold at a time; (): every
+            rank with every other.
         node_ips: the addresses that ranks listen at, one for each rank or one for each host.
 
     Raises:
@@ -124,7 +125,7 @@ def _link(
         )
     everyone = range(dist.get_world_size())
     if not isinstance(pairs, Mapping):
-        pairs = {(a, b): DEFAULT_CREDITS for a in everyone for b in everyone if a != b}
+        pairs = {(a, b): DEFAULT_MAX_HELD for a in everyone for b in everyone if a != b}
     if device.type == "cuda":
         pairs = both_ways(pairs)
     failed: dict[str, str] = {}
@@ -194,8 +195,8 @@ class _Attempt:
         used = [kind for kind in self._kinds if kind in selection.kinds.values()] or [self._kinds[0]]
         name = "+".join(used)
         _log(f"transport: {name}; {describe(selection, ranks)}")
-        credits = {source: most for (source, target), most in self._pairs.items() if target == self._rank}
-        links = Links(self._port, endpoints, credits)
+        max_held = {source: most for (source, target), most in self._pairs.items() if target == self._rank}
+        links = Links(self._port, endpoints, max_held)
         return NativeTransport(links, name, self._rank, dist.get_world_size(), timeout_s)
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 shm: each directed pair has a memory segment, made by the receiver. A sender copies a message into a slot of the
 message's size and publishes 256 bytes that describe it. The receiver's tensors lie in the slot, which is released with
-the last of them. A receiver that already holds as many messages as the link has credits copies further ones out. No
+the last of them. A receiver that already holds as many messages of a link as it may copies further ones out. No
 thread takes part, and no system call unless a rank sleeps.
 
 tcp: each pair has a connection. A sender writes from the tensors into the socket, and copies what the socket does not
@@ -197,7 +197,7 @@ class NativeTransport:
 
     def _tensors(self, message: _native.Message, ticket: RecvTicket) -> tuple[Tensor, ...]:
         try:
-            if message.nbytes > COPIED_BYTES and message.hold(self._links.credits[ticket.peer]):
+            if message.nbytes > COPIED_BYTES and message.hold(self._links.max_held[ticket.peer]):
                 return views(message)
             return copies(message)
         except _native.DescriptorError as error:

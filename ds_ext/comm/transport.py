@@ -20,7 +20,7 @@ ITEM_BITS = 16
 TAG_LIMIT = 1 << 31
 # Channels that transports of GPU tensors use themselves.
 GPU_CONTROL, GPU_PIECES = (1 << 14) - 2, (1 << 14) - 1
-DEFAULT_CREDITS = 16  # link credits where no timetable gives them
+DEFAULT_MAX_HELD = 16  # messages of a link that a receiver may hold, where no timetable gives the number
 
 # A value is "module:function"; the function takes create_transport's arguments after the name.
 TRANSPORTS: Mapping[str, str] = MappingProxyType(
@@ -139,7 +139,7 @@ def create_transport(
         timeout_s: the longest wait for a peer, in seconds.
         device: where received tensors are to lie.
         pairs: the directed pairs (source, destination) of global ranks that will be used, the same on every rank; as
-            a mapping also with their link credits: how many messages the receiver holds at a time. On GPUs each gets
+            a mapping also with how many messages the receiver may hold at a time. On GPUs each gets
             a communicator, in shared memory a segment; left out: every rank with every other.
         node_ips: the addresses at which ranks listen for connections of other hosts: one for each rank, or one for
             each host in the launcher's order; None: those from which they reach MASTER_ADDR.
@@ -152,6 +152,6 @@ def create_transport(
         raise TransportError(f'transport "{name}" unknown; known: {", ".join(TRANSPORTS)}')
     module, function = TRANSPORTS[name].split(":")
     factory = getattr(importlib.import_module(module), function)
-    links = pairs if isinstance(pairs, Mapping) else dict.fromkeys(pairs, DEFAULT_CREDITS) or ()
+    links = pairs if isinstance(pairs, Mapping) else dict.fromkeys(pairs, DEFAULT_MAX_HELD) or ()
     more = {"polled": polled} if name == "auto" else {}
     return factory(timeout_s=timeout_s, device=device, pairs=links, node_ips=node_ips, **more)

@@ -34,11 +34,11 @@ CPU = torch.device("cpu")
 SHAPES = [(4000,), (9, 441), (31, 129)]  # of one slot size
 
 
-def connect(device: LateDevice, direct: bool = True, credits: int = 2) -> GpuTransport:
+def connect(device: LateDevice, direct: bool = True, max_held: int = 2) -> GpuTransport:
     host = create_transport("shm", timeout_s=20, device=CPU)
     assert isinstance(host, NativeTransport)
     peers = [rank for rank in range(host.world_size) if rank != host.rank]
-    return GpuTransport(host, device, peers, dict.fromkeys(peers, credits) if direct else {})
+    return GpuTransport(host, device, peers, dict.fromkeys(peers, max_held) if direct else {})
 
 
 def message(number: int, sender: int, answers: bool) -> list[Tensor]:

@@ -22,7 +22,7 @@ class Peer:
         host: carries descriptors, control messages and staged contents.
         rank: of the peer.
         device: this rank's GPU.
-        direct_credits: how many messages the peer holds at a time, if it is on the same host.
+        direct_held: how many messages the peer may hold at a time, if it is on the same host.
 
     Attributes:
         posted: the tickets of its next control message and its next piece.
@@ -31,12 +31,12 @@ class Peer:
         sent, last: number of messages sent, and number of the last one that is no control message.
     """
 
-    def __init__(self, host: NativeTransport, rank: int, device: Device, direct_credits: int | None) -> None:
+    def __init__(self, host: NativeTransport, rank: int, device: Device, direct_held: int | None) -> None:
         self.rank, self._host = rank, host
         self._items: dict[int, int] = dict.fromkeys((GPU_CONTROL, GPU_PIECES), 0)
         self.posted = {channel: host.recv(rank, make_tag(channel, 0)) for channel in self._items}
         self._controls = self.bodies = 0
-        self.direct = None if direct_credits is None else DirectSender(device, direct_credits)
+        self.direct = None if direct_held is None else DirectSender(device, direct_held)
         self.slabs, self.staged = DirectReceiver(device), StagedReceiver(device)
         self.waiting: deque[tuple[Event | None, Sequence[Tensor], int]] = deque()
         self.sent_pieces = self.sent = self.last = 0

@@ -26,7 +26,7 @@ from ds_ext.errors import TransportError
 
 _MIN_SLOT_BYTES = 512
 _RING = 32
-_SPARE = 2  # slots beyond the link credits: one is filled while another's release is under way
+_SPARE = 2  # slots beyond the messages that the receiver may hold: one is filled while another's release is under way
 # torch shares the block of memory that a tensor lies in: up to here with other tensors.
 _MIN_SLAB_BYTES = 2 << 20
 _MAX_SLAB_BYTES = 1 << 30
@@ -95,11 +95,11 @@ class DirectSender:
 
     Args:
         device: of this rank.
-        credits: how many messages the receiver holds at a time.
+        max_held: how many messages the receiver may hold at a time.
     """
 
-    def __init__(self, device: Device, credits: int) -> None:
-        self._device, self._slots = device, credits + _SPARE
+    def __init__(self, device: Device, max_held: int) -> None:
+        self._device, self._slots = device, max_held + _SPARE
         self._filled = [device.new_event(shared=True) for _ in range(_RING)]
         self._released: list[Event] = []
         self._slabs: list[tuple[Tensor, SlabAllocator]] = []

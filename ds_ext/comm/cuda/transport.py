@@ -59,7 +59,7 @@ class GpuTransport:
         host: between the same ranks, for CPU tensors; taken over.
         device: this rank's GPU.
         peers: the ranks that this one has links with, in both directions.
-        direct: link credits of the peers on the same host.
+        direct: for the peers on the same host, how many messages each may hold at a time.
 
     Attributes:
         counts: messages sent, by the route of their contents.
@@ -82,9 +82,9 @@ class GpuTransport:
     def over(
         cls, host: NativeTransport, device: Device, pairs: Pairs, kinds: Mapping[tuple[int, int], str]
     ) -> GpuTransport:
-        """Build the transport over links in both directions, of these kinds; ``pairs`` holds their credits."""
-        mine = {peer: credits for (rank, peer), credits in pairs.items() if rank == host.rank}
-        direct = {peer: credits for peer, credits in mine.items() if kinds[host.rank, peer] == "shm"}
+        """Build the transport over links in both directions, of these kinds; ``pairs`` as in transport.py."""
+        mine = {peer: held for (rank, peer), held in pairs.items() if rank == host.rank}
+        direct = {peer: held for peer, held in mine.items() if kinds[host.rank, peer] == "shm"}
         return cls(host, device, list(mine), direct)
 
     # --- the interface ---
