@@ -170,7 +170,7 @@ def train(rank: int, job: Job, evaluate: bool = False, watch: Watch | None = Non
         "weights": weights(engine, tp),
         "digests": digests,
         "bubble": engine.bubble_measured,
-        "eager": engine._eager is not None,
+        "eager": engine.reduction is not None,
         "skipped": engine.skipped_steps,
         "lr": engine.get_lr()[0],
         "evaluated": evaluated,

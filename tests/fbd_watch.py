@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from deepspeed.runtime.pipe import schedule as ds
 from torch import Tensor
 
 from ds_ext.engine import PipelineEngine
+from ds_ext.engine.stage import Buffer
 from ds_ext.parallel.fbd import DisaggregatedLayout
 from ds_ext.pipe_schedules.bridge import RecomputeForward
 from ds_ext.tensor_parallel import TensorParallel
@@ -58,7 +59,7 @@ class _Kept:
 def watch(engine: PipelineEngine, tp: TensorParallel) -> Iterator[Seen]:
     """Look on at every instruction of an engine."""
     seen, alive = Seen(), Counter[Any]()
-    layout, now, execute = engine.layout, [(-1, -1, -1)], engine._execute
+    layout, now, execute = engine.layout, [(-1, -1, -1)], engine.execute
     shards: dict[tuple[int, int, bool], str] = {}
     pairs = layout.groups()["hand-over"] if isinstance(layout, DisaggregatedLayout) else []
     givers = {forward for forward, backward in pairs if backward == engine.global_rank}
@@ -71,7 +72,7 @@ def watch(engine: PipelineEngine, tp: TensorParallel) -> Iterator[Seen]:
     def watched(instruction: ds.PipeInstruction) -> None:
         if isinstance(instruction, ds.ForwardPass | RecomputeForward):
             now[0] = engine.global_steps, instruction.stage, instruction.micro_batch
-            key = engine.global_steps, instruction.stage, not engine._running.program.timetable.trains
+            key = engine.global_steps, instruction.stage, not engine.running.program.timetable.trains
             if key not in shards:  # gathered once a step; within one no bit changes
                 shards[key] = digest(engine)
                 seen.weights[key].add(_hash(weights(engine, tp)))
@@ -80,15 +81,18 @@ def watch(engine: PipelineEngine, tp: TensorParallel) -> Iterator[Seen]:
         arrived = Counter(peer for peer, _ in engine.transport.ready() if peer in givers)
         seen.handed_over = max(seen.handed_over, *arrived.values(), 0)
         execute(instruction)
-        filled = [sum(x is not None for x in kind) for kind in engine.pipe_buffers.values()]
+        filled = [
+            sum(getattr(buffer, kind.name) is not None for buffer in engine.pipe_buffers)
+            for kind in fields(Buffer)
+        ]
         seen.buffers = max(seen.buffers, *filled)
 
-    engine._execute = watched
+    engine.execute = watched
     try:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.tensor):
             yield seen
     finally:
-        engine._execute = execute
+        engine.execute = execute
         parameters = [*engine.module.parameters()]
         seen.gradients = sum(p.grad is not None or p.requires_grad for p in parameters)
         seen.optimizer = engine.optimizer is not None

@@ -157,7 +157,7 @@ def _ours(name: str, transport: str, job: Job) -> Measured:
     )
     engine, *_ = initialize(model=model, config=config)
     watch, batches = Stopwatch(), SameBatches(_batches(job))
-    engine.transport = engine._messages.transport = TimedTransport(engine.transport, watch)
+    engine.use_transport(TimedTransport(engine.transport, watch))
     mine = lower(timetable).ranks[model.device_index]
     last = timetable.placement.stages - 1
     layers: dict[int, Any] = {stage: model.stage_funcs[stage][0] for stage in model.stages}

@@ -118,8 +118,7 @@ def waits_for(tensors: Sequence[Tensor], tag: int) -> Op:
 
 def slow_down(engine: Any, delay: Delay, least_s: float = 0.0) -> None:
     """Have an engine that has not trained yet exchange its messages over slow links, as :class:`SlowLinks`."""
-    engine.transport = SlowLinks(engine.transport, engine.global_rank, delay, least_s)
-    engine._static_messages.transport = engine.transport
+    engine.use_transport(SlowLinks(engine.transport, engine.global_rank, delay, least_s))
 
 
 def _sleep_until(moment: float) -> None:

@@ -9,15 +9,16 @@ if not torch.accelerator.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from ..config.deepspeed_check import check_deepspeed
+from .batches import MicroBatches
 from .engine import PipelineEngine
 from .fbd.grid import on_hosts
-from .initialize import check_precision, init_distributed, initialize
+from .initialize import check_precision, init_distributed, initialize, weight_decay_groups
 from .module import PipelineModule
-from .parameter_groups import weight_decay_groups
 from .topology import FoldedTopology
 
 __all__ = [
     "FoldedTopology",
+    "MicroBatches",
     "PipelineEngine",
     "PipelineModule",
     "check_deepspeed",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
+
+Reading = float | torch.cuda.Event  # seconds of the clock; on CUDA an event on the current stream
 
 
 class BusyClock:
@@ -28,12 +29,12 @@ class BusyClock:
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self.on_cuda, self.clock = device.type == "cuda", clock
-        self.started: Any = None
-        self.spans: list[tuple[Any, Any]] = []
-        self._begin: Any = None
+        self.started: Reading = 0.0
+        self.spans: list[tuple[Reading, Reading]] = []
+        self._begin: Reading = 0.0
 
     def start_step(self) -> None:
-        """A step begins now."""
+        """Start a step now."""
         self.started, self.spans = self.now(), []
 
     def __enter__(self) -> None:
@@ -43,21 +44,26 @@ class BusyClock:
         self.spans.append((self._begin, self.now()))
 
     def read(self) -> tuple[float, float]:
-        """(seconds computed, seconds from the start of the step to the end of the last computation)."""
+        """Return (seconds computed, seconds from the start of the step to the end of the last computation)."""
         if not self.spans:
             return 0.0, 0.0
         if self.on_cuda:
             torch.cuda.synchronize()
-        busy = sum(self._seconds(begin, end) for begin, end in self.spans)
-        return busy, self._seconds(self.started, self.spans[-1][1])
+        busy = sum(_seconds(begin, end) for begin, end in self.spans)
+        return busy, _seconds(self.started, self.spans[-1][1])
 
-    def now(self) -> Any:
-        """A reading: seconds of the clock, on CUDA an event on the current stream."""
+    def now(self) -> Reading:
+        """Return a reading of the present."""
         if not self.on_cuda:
             return self.clock()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _seconds(self, begin: Any, end: Any) -> float:
-        return begin.elapsed_time(end) / 1000 if self.on_cuda else end - begin
+
+def _seconds(begin: Reading, end: Reading) -> float:
+    if isinstance(begin, torch.cuda.Event):
+        assert isinstance(end, torch.cuda.Event)
+        return begin.elapsed_time(end) / 1000
+    assert not isinstance(end, torch.cuda.Event)
+    return end - begin

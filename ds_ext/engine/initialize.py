@@ -31,12 +31,16 @@ from ..errors import ConfigError
 from ..launch.failure import rank, world_size
 from ..launch.job_facts import code_facts, setting_facts
 from ..launch.roll_call import Facts, compare, meet, one_refusal
+from ..parallel.fbd import FORWARD_ROLE, DisaggregatedLayout
 from ..planner.job_plan import JobPlan
 from .engine import PipelineEngine
-from .fbd.engines import make_engine
-from .loss_watch import LossWatch
+from .fbd.backward import BackwardEngine
+from .fbd.forward import ForwardEngine
 from .module import PipelineModule
 from .replica_facts import data_facts, optimizer_facts, stage_facts
+
+_NOT_ON_FORWARD_RANKS = ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16", "bfloat16")
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_precision(job: JobConfig) -> None:
@@ -181,10 +185,9 @@ def initialize(
     )
     if optimizer is not None or "optimizer" in config_dict:
         _require_parameters(model)
-    engine = make_engine(
+    engine = _make_engine(
         model,
         config_dict,
-        lambda role_config: DeepSpeedConfig(role_config, model.mpu()),
         args=_without_config(args),
         optimizer=optimizer,
         model_parameters=model_parameters,
@@ -194,12 +197,39 @@ def initialize(
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
     )
-    # DeepSpeed's default scale of fp16, 0, is dynamic: it skips steps to find one.
-    seeks_scale = precision(job.deepspeed) == "fp16" and not job.deepspeed["fp16"].get("loss_scale")
-    engine.loss_watch = LossWatch(engine, model.settings.max_nonfinite_losses, seeks_scale)
     engine._configure_python_gc()
     limit_waits(job.ds_ext.transport_options.timeout_s)
     return engine, engine.optimizer, None, engine.lr_scheduler
+
+
+def _make_engine(model: PipelineModule, config: Mapping[str, Any], **kwargs: Any) -> PipelineEngine:
+    """Return the engine of this rank's role.
+
+    Args:
+        config: DeepSpeed's JSON, complete.
+        **kwargs: other arguments of the engine.
+
+    Raises:
+        ConfigError: something in the JSON does not go with forward ranks.
+    """
+
+    def make_config(role_config: Mapping[str, Any]) -> DeepSpeedConfig:
+        return DeepSpeedConfig(dict(role_config), model.mpu())
+
+    layout = model.layout
+    if not isinstance(layout, DisaggregatedLayout):
+        return PipelineEngine(model=model, config=config, config_class=make_config(config), **kwargs)
+    if layout.role(dist.get_rank()) != FORWARD_ROLE:
+        return BackwardEngine(model=model, config=config, config_class=make_config(config), **kwargs)
+    ours = {key: value for key, value in config.items() if key not in _NOT_ON_FORWARD_RANKS}
+    ours["gradient_accumulation_steps"] *= layout.placement.replicas
+    return ForwardEngine(
+        dtype=_DTYPES[precision(config)],
+        model=model,
+        config=ours,
+        config_class=make_config(ours),
+        **{**kwargs, "optimizer": None, "model_parameters": None, "lr_scheduler": None},
+    )
 
 
 def _with_list(group: Any) -> Any:
@@ -265,3 +295,17 @@ def _without_config(args: Any) -> Any:
     args = copy.copy(args)
     args.deepspeed_config = None
     return args
+
+
+def weight_decay_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Return parameter groups for an optimizer: matrices decay by its setting, vectors (biases, norms) not at all.
+
+    The convention of GPT-2's, BERT's and Megatron's training. Groups that would be empty are left out; ranks that hold
+    the same stages get the same groups in the same order, as ZeRO needs them.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.dim() > 1]},
+        {"params": [parameter for parameter in trained if parameter.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import NonFiniteLoss
-from .checkpoint.states import parameters_of
-from .grad_sync import gradient_of
+from .checkpoint.states import Held
+from .grad_sync import Gradients
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,8 @@ class LossWatch:
     """Count of steps in a row whose loss is not finite, or which the optimizer skipped for gradients that are not.
 
     Args:
-        engine: an initialized engine.
+        held: parameters of this rank.
+        gradients: of this rank.
         limit: how many of them end the training; 0: any number goes on.
         seeks_scale: a skipped step looks for a loss scale of fp16 and does not count.
 
@@ -30,10 +31,9 @@ class LossWatch:
         in_a_row: such steps up to the last step.
     """
 
-    def __init__(self, engine: Any, limit: int, seeks_scale: bool) -> None:
-        self.engine, self.limit, self.seeks_scale = engine, limit, seeks_scale
+    def __init__(self, held: Iterable[Held], gradients: Gradients, limit: int, seeks_scale: bool) -> None:
+        self.gradients, self.limit, self.seeks_scale = gradients, limit, seeks_scale
         self.in_a_row = 0
-        held = parameters_of(engine.module, engine.layout.tensor_parallel_size).values()
         self._named = [
             (one.layer, one.name, one.parameter)
             for one in held
@@ -43,12 +43,12 @@ class LossWatch:
         self._largest: deque[tuple[int, list[tuple[int, str]], list[Tensor]]] = deque(maxlen=2)
         self._first: tuple[int, int, str] | None = None
 
-    def gradients(self, step: int) -> None:
-        """Keep the largest element of every gradient of this rank, on the device; called before they are reduced."""
+    def before_reduction(self, step: int) -> None:
+        """Keep the largest element of every gradient of this rank, on the device, before they are reduced."""
         found = [
             ((layer, name), gradient)
             for layer, name, parameter in self._named
-            if (gradient := gradient_of(self.engine, parameter)) is not None
+            if (gradient := self.gradients.of(parameter)) is not None
         ]
         if found:
             names, gradients = zip(*found, strict=True)
@@ -57,7 +57,7 @@ class LossWatch:
             self._largest.append((step, list(names), list(largest)))
 
     def loss(self, step: int, loss: float, skipped: bool) -> None:
-        """Count the loss of a step; a call of all ranks, on which it is the same.
+        """Count the loss of a step, the same on all ranks; a collective call.
 
         Args:
             step: from 1.
@@ -75,7 +75,7 @@ class LossWatch:
         self.in_a_row += 1
         if self.in_a_row == 1:
             self._first = self._first_bad_gradient()
-            if self.engine.global_rank == 0:
+            if dist.get_rank() == 0:
                 effect = "the weights stay as they are" if skipped else "the weights changed"
                 logger.warning("step %d: loss %s, %s. %s", step, loss, effect, _described(self._first))
         if self.in_a_row == self.limit:
@@ -90,14 +90,14 @@ class LossWatch:
             raise error
 
     def _first_bad_gradient(self) -> tuple[int, int, str] | None:
-        """(step, rank, parameter) of the earliest step, and in it the last layer, as backwards run."""
+        """Return (step, rank, parameter) of the earliest step, and in it of the last layer, as backwards run."""
         mine = [
-            (-step, layer, name, self.engine.global_rank)
+            (-step, layer, name, dist.get_rank())
             for step, names, largest in self._largest
             for (layer, name), value in zip(names, torch.stack(largest).isfinite().tolist(), strict=True)
             if not value
         ]
-        everyone: list[Any] = [None] * dist.get_world_size()
+        everyone: list[tuple[int, int, str, int] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, max(mine, default=None))
         found = max((one for one in everyone if one is not None), default=None)
         return None if found is None else (-found[0], found[3], found[2])

@@ -99,7 +99,7 @@ class TimetableSchedule(ds.PipeSchedule):
     """A DeepSpeed schedule that replays one rank of a lowered program.
 
     One step is one computation with the messages around it. An engine may take ``lookahead`` instructions before it
-    executes the first, to post receives early. A ``dynamic`` schedule decides its order while it runs.
+    executes the first, to post receives early.
 
     Args:
         program: the lowered timetable.
@@ -107,7 +107,6 @@ class TimetableSchedule(ds.PipeSchedule):
     """
 
     lookahead = 8  # far enough that a receive is posted before the computation in front of it starts
-    dynamic = False
 
     def __init__(self, program: Program, stage_id: int) -> None:
         timetable = program.timetable
@@ -122,14 +121,6 @@ class TimetableSchedule(ds.PipeSchedule):
     def num_pipe_buffers(self) -> int:
         """Most (stage, micro-batch) pairs alive at once on this device."""
         return self.program.num_slots[self.stage_id]
-
-    def start(self, messages: Any) -> Any:
-        """The messages to run a step with: those of the engine, which are all that a static order needs."""
-        return messages
-
-    def links(self, layout: Any) -> dict[tuple[int, int], int]:
-        """Links between global ranks beside those of the program, with the messages that a receiver holds; none."""
-        return {}
 
     def picture(self, instruction: ds.PipeInstruction) -> str:
         """The rank x step grid with an arrow at the computation that ``instruction`` belongs to."""

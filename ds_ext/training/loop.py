@@ -20,7 +20,7 @@ from ..config.job import AUTO
 from ..data.blend import parse_data_path
 from ..data.gpt import parse_split
 from ..engine import PipelineEngine
-from ..engine.micro_batches import MicroBatches
+from ..engine.batches import MicroBatches
 from ..errors import CheckpointError
 from ..launch.process import EXIT_FAILED, rank, world_size
 from ..models.bert import BertLoss
@@ -164,7 +164,7 @@ class Trainer:
     def save(self, step: int, loss: float) -> None:
         """Write a checkpoint with the position in the data; training goes on when that fails."""
         watch = self.engine.loss_watch
-        if watch is not None and watch.in_a_row and not math.isfinite(loss):
+        if watch.in_a_row and not math.isfinite(loss):
             self.not_saved.append(step)
             say_error(f"step {step}: no checkpoint saved, as the loss is {loss}. The last one stays current.")
             return

@@ -24,7 +24,7 @@ from .plan_text import describe
 from .preflight import check_forward_hosts, check_job
 
 if TYPE_CHECKING:
-    from ..engine.micro_batches import MapDataset, MicroBatches
+    from ..engine.batches import MapDataset, MicroBatches
 
 # Flags that hosts may give differently: rank 0 alone reads them, or what they name is compared instead.
 _OWN_OF_A_HOST = frozenset(
@@ -131,7 +131,7 @@ def micro_batches(
     Args:
         build: gives the three datasets for the numbers of samples that are wanted of train, valid and test.
     """
-    from ..engine.micro_batches import MicroBatches
+    from ..engine.batches import MicroBatches
 
     step, size = plan.sizes.train_batch_size, plan.sizes.micro_batch_size
     train, valid, _ = build((args.train_iters * step, args.eval_iters * step, 0))

@@ -31,14 +31,14 @@ def train_late(rank: int, job: Job, seed: int, longest_s: float = 0.004) -> dict
     """Train while messages take a random time and overtake each other, in every step others; what every step ran."""
     engine, tp = build(job)
     transport: Any = Reordering(engine.transport, longest_s)
-    engine.transport = engine._static_messages.transport = transport
+    engine.use_transport(transport)
     batches = StepBatches(batches_of(job))
     losses, norms, orders, digests = [], [], [], []
     for step in range(job.steps):
         transport.random = Random(1000 * (seed + step) + rank)
         losses.append(float(engine.train_batch(batches)))
         norms.append(float(engine.get_global_grad_norm()))
-        orders.append(list(getattr(engine._schedule, "ran", [])))
+        orders.append(list(getattr(engine.schedule, "ran", [])))
         digests.append(digest(engine))
     transport.close()
     return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_ext
+from ds_ext.engine.grad_sync import Gradients
 from ds_ext.engine.loss_watch import LossWatch
 from ds_ext.errors import NonFiniteLoss, TransportError
 from tests.ranks import Ranks
@@ -132,9 +132,7 @@ def test_steps_that_fp16_skips_do_not_count(ranks: Ranks) -> None:
 
 
 def count_skipped(rank: int) -> int:
-    module = SimpleNamespace(stages=(), stage_funcs={}, parts=(), _layer_specs=(), shared=())
-    engine = SimpleNamespace(global_rank=rank, module=module, layout=SimpleNamespace(tensor_parallel_size=1))
-    watch = LossWatch(engine, 4, seeks_scale=True)
+    watch = LossWatch([], Gradients(None, None), 4, seeks_scale=True)
     for step in range(1, 10):
         watch.loss(step, float("inf"), skipped=True)
     assert watch.in_a_row == 0

@@ -12,9 +12,9 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 import ds_ext
-from ds_ext.errors import ConfigError
+from ds_ext.errors import ConfigError, TransportError
 from tests.precisions import needs
-from tests.ranks import RankPool
+from tests.ranks import RankPool, Ranks
 
 STEPS, LR = 3, 0.1
 
@@ -193,25 +193,29 @@ def refusals(rank: int) -> list[str]:
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*plain_numbers(0, 0)))
     found = [said(lambda: engine.train_batch(data))]
     found.append(said(lambda: ds_ext.PipelineModule(layers(), config, num_stages=2)))
-    if rank == 1:  # the last stage
-        found.append(said(lambda: engine._exec_forward_pass(0, 1, 0)) if _give(engine) else "")
     return found
 
 
-def _give(engine: Any) -> bool:
-    """An input for the last stage, and a loss function that gives one number a row."""
-    engine._reserve_pipe_buffers(1)
-    x, y = plain_numbers(0, 0)
-    engine.pipe_buffers["inputs"][0], engine.pipe_buffers["labels"][0] = (x.requires_grad_(),), (y,)
-    engine.module.loss_fn = lambda out, target: (out - target).mean(1)
-    return True
-
-
 def test_one_clear_error(ranks2: RankPool) -> None:
-    first, last = ranks2.run(refusals)
+    first, _ = ranks2.run(refusals)
     assert "a DataLoader is none: give iter(...) of it once" in first[0]
     assert 'takes no num_stages: the "ds_ext" section says' in first[1]
-    assert "must be one number; loss_fn" in last[2] and "gives a tensor of shape (2,)" in last[2]
+
+
+def vector_loss(rank: int) -> str:
+    """The error of a step whose loss function gives one number a row."""
+    layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(2)]
+    engine = build(layers, job("1f1b", 2), lambda out, target: (out - target).mean(1))
+    with pytest.raises((ConfigError, TransportError)) as caught:
+        engine.train_batch(Batches(plain_numbers))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_loss_of_several_numbers(ranks: Ranks) -> None:
+    pool = ranks(2)
+    _, last = pool.run(vector_loss)
+    pool.close()  # its messages are left half-way
+    assert last.startswith("ConfigError") and "loss_fn" in last and "(2,)" in last
 
 
 def refused_for_rank_0(rank: int, section: str) -> tuple[str, int | None]:

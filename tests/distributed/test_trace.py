@@ -57,7 +57,7 @@ def train_traced(rank: int, job: TracedJob) -> dict[str, Any]:
     """Train with a clock of this rank's own, evaluate between two steps, profile the last one."""
     engine, _ = build(job)
     rate, offset = clock_of(rank)
-    engine._busy.clock = lambda: rate * time.perf_counter() + offset
+    engine.busy.clock = lambda: rate * time.perf_counter() + offset
     batches, bubbles = StepBatches(batches_of(job)), []
     profiler = profile(activities=[ProfilerActivity.CPU])
     for step in range(job.steps):
@@ -66,12 +66,12 @@ def train_traced(rank: int, job: TracedJob) -> dict[str, Any]:
         bubbles.append(engine.bubble_measured)
         if step == 0:
             engine.eval_batch(StepBatches(batches_of(job)))
-    assert engine.tracer is not None and engine.tracer._times is not None
+    assert engine.tracer is not None and engine.tracer.times is not None
     engine.tracer.finish()
     engine.transport.close()
     return {
         "bubbles": bubbles,
-        "opened": engine.tracer._times._opened,
+        "opened": engine.tracer.times.opened,
         "profiled": names_of(profiler),
     }
 
@@ -221,15 +221,15 @@ def die_in_step_2(rank: int, job: TracedJob) -> None:
     batches = StepBatches(batches_of(job))
     engine.train_batch(batches)
     if rank == 1:
-        at, backward = [0], engine._backward
+        losses, loss_fn = [0], engine.module.loss_fn
 
-        def deadly(buffer_id: int, stage: int) -> None:
-            at[0] += 1
-            if at[0] == 5:
+        def deadly(outputs: Any, labels: Any) -> Any:
+            losses[0] += 1
+            if losses[0] == 5:
                 os.kill(os.getpid(), signal.SIGKILL)
-            backward(buffer_id, stage)
+            return loss_fn(outputs, labels)
 
-        engine._backward = deadly
+        engine.module.loss_fn = deadly
     engine.train_batch(batches)
 
 

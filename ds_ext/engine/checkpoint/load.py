@@ -16,12 +16,21 @@ from .file import read_plain
 from .folder import check_contents, open_checkpoint
 from .reader import CheckpointReader
 from .save import COUNTERS, DATA_POSITION, NOT_THE_CALLERS, STATE_FILE
-from .states import Held, OptimizerStates, buffers_of, extra_states_of, layers_of, parameters_of, set_numbers
+from .states import (
+    Checkpointed,
+    Held,
+    OptimizerStates,
+    buffers_of,
+    extra_states_of,
+    layers_of,
+    parameters_of,
+    set_numbers,
+)
 from .together import by_rank_0, together
 
 
 def load_checkpoint(
-    engine: Any,
+    engine: Checkpointed,
     folder: Path,
     tag: str | None = None,
     *,
@@ -33,7 +42,7 @@ def load_checkpoint(
     """Load a checkpoint into this job's sizes; a collective call of all ranks.
 
     Args:
-        engine: an initialized PipelineEngine.
+        engine: an initialized engine.
         folder, tag: the checkpoint ``folder/tag``; the current one without ``tag``.
         strict: refuse a checkpoint that lacks parameters of the model, or has others.
         with_optimizer: load the optimizer's states and settings.
@@ -51,7 +60,7 @@ def load_checkpoint(
     rank, world = dist.get_rank(), dist.get_world_size()
     with_optimizer = with_optimizer and engine.in_checkpoints
     held = parameters_of(engine.module, engine.layout.tensor_parallel_size) if engine.in_checkpoints else {}
-    states = OptimizerStates(engine)
+    states = OptimizerStates(engine.optimizer)
 
     # All ranks load one, also while another job writes here.
     chosen: str = by_rank_0(lambda: open_checkpoint(folder, tag)[0].name)
@@ -102,7 +111,7 @@ def _examined(
 
 
 def _check_fit(
-    engine: Any,
+    engine: Checkpointed,
     held: Mapping[str, Held],
     states: OptimizerStates,
     checkpoint: Path,
@@ -138,7 +147,7 @@ def _check_fit(
         )
 
 
-def _check_scheduler(engine: Any, checkpoint: Path, state: Mapping[str, Any]) -> None:
+def _check_scheduler(engine: Checkpointed, checkpoint: Path, state: Mapping[str, Any]) -> None:
     ours = None if engine.lr_scheduler is None else type(engine.lr_scheduler).__name__
     theirs = state["lr_scheduler_class"]
     if None not in (ours, theirs) and ours != theirs:
@@ -149,7 +158,7 @@ def _check_scheduler(engine: Any, checkpoint: Path, state: Mapping[str, Any]) ->
 
 
 def _load_weights(
-    engine: Any,
+    engine: Checkpointed,
     states: OptimizerStates,
     held: Mapping[str, Held],
     reader: CheckpointReader,
@@ -199,7 +208,7 @@ def _load_states(
             set_numbers(group, numbers)
 
 
-def _load_counters(engine: Any, state: Mapping[str, Any]) -> None:
+def _load_counters(engine: Checkpointed, state: Mapping[str, Any]) -> None:
     for key in COUNTERS:
         setattr(engine, key, state[key])
     kind, position = state.get(DATA_POSITION) or (None, None)

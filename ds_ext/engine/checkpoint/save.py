@@ -24,9 +24,19 @@ from torch import Tensor
 from ...config.deepspeed_json import precision, zero_stage
 from ...errors import CheckpointError, ConfigError
 from ..batches import Resumable
+from ..module import PipelineModule
 from .file import is_plain, layer_file, write_plain, write_tensors
 from .folder import publish, start_writing
-from .states import MASTER, Held, OptimizerStates, extra_states_of, layers_of, numbers_of, parameters_of
+from .states import (
+    MASTER,
+    Checkpointed,
+    Held,
+    OptimizerStates,
+    extra_states_of,
+    layers_of,
+    numbers_of,
+    parameters_of,
+)
 from .together import by_rank_0, together
 
 STATE_FILE = "mp_rank_00_model_states.pt"
@@ -49,7 +59,7 @@ _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def save_checkpoint(
-    engine: Any,
+    engine: Checkpointed,
     folder: Path,
     tag: str,
     client_state: Mapping[str, Any],
@@ -59,7 +69,7 @@ def save_checkpoint(
     """Write a checkpoint; a collective call of all ranks.
 
     Args:
-        engine: an initialized PipelineEngine.
+        engine: an initialized engine.
         folder, tag: the checkpoint becomes ``folder/tag``.
         client_state: what the caller wants back: numbers, texts, tensors, and lists and dictionaries of them.
         make_current: write the tag into ``folder/latest``.
@@ -78,7 +88,7 @@ def save_checkpoint(
 
 
 def _write_part(
-    engine: Any, written: Path, client_state: Mapping[str, Any], with_frozen: bool
+    engine: Checkpointed, written: Path, client_state: Mapping[str, Any], with_frozen: bool
 ) -> dict[str, Any]:
     """Write what this rank is the one to write. Returns its part of the manifest."""
     if not written.is_dir():
@@ -96,7 +106,7 @@ def _write_part(
         held = {name: one for name, one in held.items() if one.parameter.requires_grad}
     if engine.mpu.get_data_parallel_rank() == 0:
         files |= _write_layers(engine, written, held)
-    states = OptimizerStates(engine)
+    states = OptimizerStates(engine.optimizer)
     tensors, fragments = _optimizer_part(engine, states, held)
     if tensors:
         name = f"optimizer_rank_{dist.get_rank():02d}.safetensors"
@@ -118,7 +128,7 @@ def _write_part(
     return {"files": files, "fragments": fragments, "parameters": described, "job": describe_job(engine)}
 
 
-def _write_layers(engine: Any, written: Path, held: Mapping[str, Held]) -> dict[str, dict[str, int]]:
+def _write_layers(engine: Checkpointed, written: Path, held: Mapping[str, Held]) -> dict[str, dict[str, int]]:
     """DeepSpeed's files: the weights and buffers of each layer of this rank."""
     files, kept = {}, {id(one.parameter) for one in held.values()}
     tensor_ranks, tensor_rank = engine.layout.tensor_parallel_size, engine.mpu.get_slice_parallel_rank()
@@ -147,13 +157,13 @@ def _require_plain_extra_states(index: int, layer: torch.nn.Module, state: Mappi
             )
 
 
-def _first_holder(module: Any, index: int) -> bool:
+def _first_holder(module: PipelineModule, index: int) -> bool:
     """Of the ranks that hold a tied layer, only that of its first place writes it."""
     return any(module.parts[stage] <= index < module.parts[stage + 1] for stage in module.stages)
 
 
 def _optimizer_part(
-    engine: Any, states: OptimizerStates, held: Mapping[str, Held]
+    engine: Checkpointed, states: OptimizerStates, held: Mapping[str, Held]
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     """The optimizer's tensors that this rank writes, by "parameter/state", and where they belong."""
     tensors: dict[str, Tensor] = {}
@@ -181,7 +191,7 @@ def _optimizer_part(
     return tensors, found
 
 
-def _manifest(engine: Any, parts: list[dict[str, Any]]) -> dict[str, Any]:
+def _manifest(engine: Checkpointed, parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Everybody's parts as one; see open_checkpoint()."""
     parameters: dict[str, dict[str, Any]] = {}
     for part in parts:
@@ -200,22 +210,22 @@ def _manifest(engine: Any, parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {"job": job, "files": files, "parameters": parameters}
 
 
-def describe_job(engine: Any) -> dict[str, Any]:
+def describe_job(engine: Checkpointed) -> dict[str, Any]:
     """What a checkpoint was written with."""
     layout = engine.layout
     return {
-        "schedule": engine._schedule.program.timetable.schedule,
+        "schedule": engine.plan.timetable.schedule,
         "pipeline_parallel_size": layout.placement.width,
         "tensor_parallel_size": layout.tensor_parallel_size,
         "data_parallel_size": layout.data_parallel_size,
         "zero_stage": zero_stage(engine.config),
         "precision": precision(engine.config),
-        "optimizer": OptimizerStates(engine).name,
+        "optimizer": OptimizerStates(engine.optimizer).name,
         "layers": engine.module._num_layers,
     }
 
 
-def _state_of(engine: Any, client_state: Mapping[str, Any]) -> dict[str, Any]:
+def _state_of(engine: Checkpointed, client_state: Mapping[str, Any]) -> dict[str, Any]:
     """Counters and what else is the same on all ranks, under DeepSpeed's names where it has some."""
     taken = sorted(set(client_state) & set(NOT_THE_CALLERS))
     if taken:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from deepspeed.pipe import TiedLayerSpec
@@ -18,10 +18,41 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor, nn
 
 from ...errors import CheckpointError
+from ...parallel.layout import ParallelLayout
+from ...planner.job_plan import JobPlan
 from ...tensor_parallel import shard_dim, unpadded_size
+from ..batches import Batches
+from ..module import PipelineModule
 
 MASTER = "fp32"  # DeepSpeed's name of a master weight in its universal checkpoints
 _EXTRA = "_extra_state"  # torch's name in a state_dict()
+
+
+class Checkpointed(Protocol):
+    """Engine, as far as checkpoints read and change it. Objects of DeepSpeed's and torch's are Any."""
+
+    plan: JobPlan
+    module: PipelineModule
+    layout: ParallelLayout
+    batches: Batches | None
+    optimizer: Any
+    lr_scheduler: Any
+    mpu: Any
+    config: Any
+    dp_world_size: int
+    global_steps: int
+    global_samples: int
+    skipped_steps: int
+
+    @property
+    def in_checkpoints(self) -> bool:
+        """Whether this rank's weights are written and read; False where they are another rank's."""
+        ...
+
+    @property
+    def first_in_checkpoints(self) -> int:
+        """Rank that writes the counters and everything else that is the same on all ranks."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -40,7 +71,7 @@ class Shape:
 
     @classmethod
     def of(cls, name: str, parameter: Tensor, ranks: int) -> Shape:
-        """Raises CheckpointError for a shard that does not say along which dimension it was cut."""
+        """Return the shape of a parameter; raises CheckpointError for a shard without the dimension of its cut."""
         dim, full = shard_dim(parameter), list(parameter.shape)
         if dim is None and ranks > 1 and getattr(parameter, "model_parallel", False):
             raise CheckpointError(
@@ -68,7 +99,7 @@ class Held:
     shape: Shape
 
 
-def layers_of(module: Any) -> dict[int, tuple[str, nn.Module]]:
+def layers_of(module: PipelineModule) -> dict[int, tuple[str, nn.Module]]:
     """Index -> (name in the whole module, layer) of this rank's layers; a tied one once, at the index of its first."""
     first_ties: dict[str, int] = {}
     for index, spec in enumerate(module._layer_specs):
@@ -85,7 +116,7 @@ def layers_of(module: Any) -> dict[int, tuple[str, nn.Module]]:
     return dict(sorted(found.items()))
 
 
-def parameters_of(module: Any, tensor_ranks: int) -> dict[str, Held]:
+def parameters_of(module: PipelineModule, tensor_ranks: int) -> dict[str, Held]:
     """All parameters that this rank holds, frozen ones too, by name; one that layers share has its first layer's."""
     found: dict[str, Held] = {}
     seen: set[int] = set()
@@ -126,13 +157,13 @@ class OptimizerStates:
     """The states of any optimizer that the engine can have, by parameter.
 
     Args:
-        engine: an initialized engine; without an optimizer there are no states.
+        optimizer: the engine's; None has no states.
     """
 
-    def __init__(self, engine: Any) -> None:
-        # What DeepSpeed wraps around the optimizer to spread its states, and the optimizer itself.
-        self.wrapper: Any = engine.optimizer if isinstance(engine.optimizer, ZeROOptimizer) else None
-        self.base: Any = engine.optimizer if self.wrapper is None else self.wrapper.optimizer
+    def __init__(self, optimizer: Any) -> None:
+        # DeepSpeed wraps an object around the optimizer to spread its states.
+        self.wrapper: Any = optimizer if isinstance(optimizer, ZeROOptimizer) else None
+        self.base: Any = optimizer if self.wrapper is None else self.wrapper.optimizer
 
     @property
     def name(self) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,14 @@ import torch.distributed as dist
 
 from ...errors import CheckpointError, ConfigError
 from .folder import start_writing
-from .states import OptimizerStates, parameters_of
+from .states import Checkpointed, OptimizerStates, parameters_of
 from .together import by_rank_0, together
 
 _TAG = "trial"
 _MASTER_BYTES, _STATE_BYTES = 4, 4  # master weights and optimizer states are fp32
 
 
-def try_folder(engine: Any, folder: Path) -> None:
+def try_folder(engine: Checkpointed, folder: Path) -> None:
     """Write a small file from every rank and read it back on rank 0; a collective call of all ranks.
 
     Raises:
@@ -39,14 +40,14 @@ def try_folder(engine: Any, folder: Path) -> None:
         raise refusal from None
 
 
-def checkpoint_bytes(engine: Any) -> int:
+def checkpoint_bytes(engine: Checkpointed) -> int:
     """Return how many bytes of weights and optimizer states this rank adds to a checkpoint, sharded or not.
 
     Replicas count once. Optimizer states are counted by name and options: two for Adam, one for Lion and momentum.
     """
     if not engine.in_checkpoints or engine.mpu.get_data_parallel_rank() != 0:
         return 0
-    states = OptimizerStates(engine)
+    states = OptimizerStates(engine.optimizer)
     groups = [
         (_states(states.name or "", group), {id(p) for p in members}) for group, members in states.groups()
     ]
@@ -65,14 +66,14 @@ def checkpoint_bytes(engine: Any) -> int:
     return total
 
 
-def _states(optimizer: str, group: Any) -> int:
+def _states(optimizer: str, group: Mapping[str, Any]) -> int:
     """Number of states that an optimizer keeps of each element of a parameter group, at least."""
     if any(name in optimizer.lower() for name in ("lion", "adagrad", "rmsprop")):
         return 1
     return 2 if "betas" in group else int(bool(group.get("momentum")))
 
 
-def _write(written: Path, engine: Any) -> int:
+def _write(written: Path, engine: Checkpointed) -> int:
     """Write this rank's small file. Returns the bytes of its part of a checkpoint."""
     rank = dist.get_rank()
     if not written.is_dir():

@@ -1,4 +1,4 @@
-"""The engine of a backward rank (FBD): DeepSpeed's, with all it has, and what it owes its forward ranks."""
+"""Engine of a backward rank (FBD): DeepSpeed's with all it has, which also sends weights and credits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .weights import WeightLink, weights_in_order
 
 
 class BackwardEngine(RoleEngine):
-    """Trains: repeats the forwards of its stage with their graphs, goes backward, steps, and gives the weights away."""
+    """Repeats the forwards of its stage with their graphs, goes backward, steps, and sends the weights."""
 
     def _make_weight_link(self) -> WeightLink | None:
         if self._pipe != 0:
@@ -24,7 +24,7 @@ class BackwardEngine(RoleEngine):
         return WeightLink(self.transport, weights_in_order(self.module), peers, 1, self._stage)
 
     def sync_weights(self) -> None:
-        """Send the weights, whatever was sent before."""
+        """Send the weights, even if they were sent before."""
         if self._weights is not None:
             self._weights.version = -1
             self._weights.send(self._version)
@@ -43,7 +43,7 @@ class BackwardEngine(RoleEngine):
         credit = torch.zeros(1, dtype=torch.uint8, device=self.device)
         self.transport.send([credit], rank, self._credit_tag(stage, micro_batch))
 
-    def _tell(self) -> list[float]:
+    def _shared_numbers(self) -> list[float]:
         norm = self.get_global_grad_norm()
         rates = self.get_lr()
         return [

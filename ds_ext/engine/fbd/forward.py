@@ -1,8 +1,9 @@
-"""The engine of a forward rank (FBD): forwards without a graph, for backward ranks and in evaluations."""
+"""Engine of a forward rank (FBD): forwards without a graph, for backward ranks and in evaluations."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -48,7 +49,7 @@ class ForwardEngine(RoleEngine):
         self._weights.settle()
 
     def _exec_sync_weights(self, stage: int, peer: int) -> None:
-        """The step is over: all outputs are taken, new weights are under way."""
+        """End the step: wait until all outputs are taken, and ask for the new weights."""
         assert self._weights is not None
         for tickets in self._outstanding.values():
             while tickets:
@@ -63,10 +64,10 @@ class ForwardEngine(RoleEngine):
         self.micro_steps += self.micro_batches
 
     def train_batch(self, data_iter: Any = None) -> Tensor:
-        """As PipelineEngine's. The weights travel while the loss does; this stage's are in place when it returns."""
+        """Take a step as PipelineEngine does. The weights travel beside the loss and are in place on return."""
         loss = super().train_batch(data_iter)
         assert self._weights is not None
-        with self._during(self._doing):
+        with self._in_activity(self.activity):
             self._weights.settle()
         return loss
 
@@ -84,7 +85,7 @@ class ForwardEngine(RoleEngine):
             super()._exec_schedule(pipe_schedule)
 
     def _exec_send_activations(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
-        """To a backward device only when it has taken enough of the outputs that it was sent before."""
+        """Send outputs; to a backward device only after it has taken enough of the earlier ones."""
         if peer in self.layout.placement.forward_devices:
             super()._exec_send_activations(buffer_id, stage, micro_batch, peer)
             return
@@ -99,11 +100,11 @@ class ForwardEngine(RoleEngine):
             tag = self._credit_tag(stage + 1, micro_batch)
             self._outstanding[rank].append(self.transport.recv(rank, tag))
 
-    def _resized(self, gradient_accumulation_steps: int) -> JobPlan:
-        return super()._resized(gradient_accumulation_steps // self.layout.placement.replicas)
+    def _resized_plan(self, gradient_accumulation_steps: int) -> JobPlan:
+        return super()._resized_plan(gradient_accumulation_steps // self.layout.placement.replicas)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """As that of the backward ranks, and refused where theirs is."""
+        """Change the batch size as the backward ranks do. Raises ValueError where they refuse."""
         per_step = self.micro_batch_size * self.dp_world_size * self.layout.placement.replicas
         if train_batch_size % per_step:
             raise ValueError(
@@ -115,29 +116,29 @@ class ForwardEngine(RoleEngine):
         if isinstance(self.batches, IteratorBatches):
             self.batches = self._as_batches(self.batches.iterator, self.micro_batches)
 
-    def _make_eager(self) -> None:
-        return None  # there is no gradient
+    def _reduces_eagerly(self) -> bool:
+        return False  # there is no gradient
 
-    def _as_batches(self, source: Any, micro_batches: int) -> Batches | None:
+    def _as_batches(self, source: Iterator[Any] | Batches | None, micro_batches: int) -> Batches | None:
         if source is None or isinstance(source, Batches):
             return source
         # An iterator yields what all backward pipelines of the group take, one pipeline after the other.
         count = micro_batches * self.layout.placement.replicas
         return IteratorBatches(source, self.mpu.get_data_parallel_rank(), count)
 
-    # --- what only an optimizer knows ---
+    # --- numbers of the optimizer ---
 
-    def _tell(self) -> list[float]:
+    def _shared_numbers(self) -> list[float]:
         return [0.0] * 4
 
-    def _learn(self, told: Tensor) -> None:
-        super()._learn(told)
-        self.skipped_steps = int(self._learned["skipped_steps"])
-        self._global_grad_norm = self._learned["grad_norm"]
+    def _take_shared_numbers(self, rows: Tensor) -> None:
+        super()._take_shared_numbers(rows)
+        self.skipped_steps = int(self._optimizer_numbers["skipped_steps"])
+        self._global_grad_norm = self._optimizer_numbers["grad_norm"]
 
     def get_lr(self) -> list[float]:
-        """Of the first parameter group of the backward ranks, as they told it last."""
-        return [self._learned.get("lr", 0.0)]
+        """Return the learning rate of the backward ranks' first parameter group in their last step."""
+        return [self._optimizer_numbers.get("lr", 0.0)]
 
     _INSTRUCTION_MAP: ClassVar[dict[type[ds.PipeInstruction], Any]] = {
         **PipelineEngine._INSTRUCTION_MAP,

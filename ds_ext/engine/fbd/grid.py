@@ -20,6 +20,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from ...comm import host_watch
 from ...parallel.fbd import BACKWARD_ROLE, FORWARD_ROLE, DisaggregatedLayout, place_by_hosts
+from ...parallel.layout import ParallelLayout
 from ..topology import FoldedTopology
 
 
@@ -63,7 +64,7 @@ class RoleGrid(PipelineParallelGrid):
                 self.slice_group, self.slice_proc_group = ranks, group
 
 
-def on_hosts(layout: Any, forward_hosts: Sequence[str] | None) -> Any:
+def on_hosts(layout: ParallelLayout, forward_hosts: Sequence[str] | None) -> ParallelLayout:
     """The layout with its forward ranks on the hosts that the JSON names, if it does; a collective call of all ranks.
 
     Raises ConfigError when the hosts do not fit.
@@ -77,7 +78,7 @@ def on_hosts(layout: Any, forward_hosts: Sequence[str] | None) -> Any:
 
 
 @contextlib.contextmanager
-def grid_of_role(layout: Any) -> Iterator[None]:
+def grid_of_role(layout: ParallelLayout) -> Iterator[None]:
     """DeepSpeed's module makes its grid by a name of its file: the grid of the role while this lasts."""
     if not isinstance(layout, DisaggregatedLayout):
         yield

@@ -8,7 +8,6 @@ shapes, which both sides know. A merged forward rank gets the shards of all tens
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from ...comm.transport import Ticket, Transport, make_tag
 from ...errors import TransportError
 from ...tensor_parallel import shard_dim
 from ..checkpoint.states import buffers_of, layers_of
+from ..module import PipelineModule
 
 _PIECE_BYTES = 32 << 20
 # More than this is received at once, as a sender may have to wait for room.
@@ -148,7 +148,7 @@ class WeightLink:
             yield index, torch.Size(shape), parameter.dtype
 
 
-def weights_in_order(module: Any) -> list[Tensor]:
+def weights_in_order(module: PipelineModule) -> list[Tensor]:
     """The parameters and persistent buffers of a rank's stage; the same order on all ranks that hold it.
 
     Buffers too, as a layer may change them (running means), and a checkpoint brings others. One that is not changed in

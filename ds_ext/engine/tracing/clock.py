@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from ...observe.trace.clock import Comparison, compare
 from ...observe.trace.file import CLOCK, metadata
+from ..busy import BusyClock, Reading
 
 _ROUNDS, _MOST_ROUNDS = 8, 64  # exchanges with a rank: more than the first number only until they agree
 _AGREED_S = 40e-6
@@ -18,39 +19,46 @@ _COMPARE_SHARE = 0.005  # of the time, at most
 
 
 class Times:
-    """Readings of a BusyClock as microseconds since now, on this rank's clock."""
+    """Readings of a BusyClock as microseconds since now, on this rank's clock.
 
-    def __init__(self, busy: Any) -> None:
+    Attributes:
+        opened: seconds of the clock at which they begin.
+    """
+
+    def __init__(self, busy: BusyClock) -> None:
         self._busy = busy
-        self._opened: float = busy.clock()
-        self._anchor: Any = None
+        self.opened = busy.clock()
+        self._anchor: torch.cuda.Event | None = None
         self._anchor_us = 0.0
 
     def host_s(self) -> float:
         """Seconds since the opening."""
-        return self._busy.clock() - self._opened
+        return self._busy.clock() - self.opened
 
     def settle(self) -> None:
         """On CUDA: wait for the events so far, and find where the device's time is on the host's clock."""
         if self._busy.on_cuda:
             torch.cuda.synchronize()
-            self._anchor = self._busy.now()
-            self._anchor.synchronize()
+            anchor = self._busy.now()
+            assert isinstance(anchor, torch.cuda.Event)
+            anchor.synchronize()
+            self._anchor = anchor
             self._anchor_us = 1e6 * self.host_s()
 
-    def us(self, reading: Any, *, settled: bool = True) -> float:
-        """The time of a reading from before :meth:`settle`; of a later one with ``settled=False``."""
-        if not self._busy.on_cuda:
-            return 1e6 * (reading - self._opened)
+    def us(self, reading: Reading, *, settled: bool = True) -> float:
+        """Return the time of a reading from before :meth:`settle`; of a later one with ``settled=False``."""
+        if not isinstance(reading, torch.cuda.Event):
+            return 1e6 * (reading - self.opened)
         if not settled:
             self.settle()
+        assert self._anchor is not None
         return self._anchor_us - 1e3 * reading.elapsed_time(self._anchor)
 
 
 class Clocks:
     """Comparisons of the ranks' clocks with rank 0's, over a group of their own."""
 
-    def __init__(self, group: Any, times: Times) -> None:
+    def __init__(self, group: ProcessGroup, times: Times) -> None:
         self._group, self._times = group, times
         self._steps_left, self._took_s, self._step_s = 1.0, 0.0, 0.0
 

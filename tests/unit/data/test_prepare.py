@@ -162,7 +162,7 @@ def test_command_line_is_built_without_heavy_imports() -> None:
 
 def test_training_never_imports_megatron(tmp_path: Path) -> None:
     code = (
-        "import sys, ds_ext.data.gpt, ds_ext.engine.micro_batches; "
+        "import sys, ds_ext.data.gpt, ds_ext.engine.batches; "
         "print([name for name in sys.modules if name.startswith('megatron')])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ext.engine.micro_batches import MicroBatches, stack_samples
+from ds_ext.engine.batches import MicroBatches, stack_samples
 from ds_ext.errors import ConfigError
 
 
