@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -142,8 +142,8 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self.reduction = self._make_reduction() if eager else None
         self.use_transport(transport)
         # DeepSpeed's default scale of fp16, 0, is dynamic: it skips steps to find one.
-        json = self.plan.job.deepspeed
-        seeks_scale = precision(json) == "fp16" and not json["fp16"].get("loss_scale")
+        deepspeed_json = self.plan.job.deepspeed
+        seeks_scale = precision(deepspeed_json) == "fp16" and not deepspeed_json["fp16"].get("loss_scale")
         held = parameters_of(self.module, self.layout.tensor_parallel_size).values()
         self.loss_watch = LossWatch(held, self.gradients, settings.max_nonfinite_losses, seeks_scale)
 
@@ -386,7 +386,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             self.clip_fp32_gradients()  # DeepSpeed does not measure the norm then
         super()._exec_optimizer_step()
 
-    _INSTRUCTION_MAP: ClassVar[dict[type[ds.PipeInstruction], Any]] = {
+    _INSTRUCTION_MAP: ClassVar[dict[type[ds.PipeInstruction], Callable[..., None]]] = {
         **DeepSpeedPipelineEngine._INSTRUCTION_MAP,
         ds.LoadMicroBatch: _exec_load_micro_batch,
         ds.ForwardPass: _exec_forward_pass,

@@ -170,7 +170,7 @@ def initialize(
         train_batch_size=sizes.train_batch_size,
     )
     # Also for the collectives of the constructors below.
-    limit_waits(model.settings.transport_options.timeout_s)
+    limit_waits(model.plan.settings.transport_options.timeout_s)
     model_parameters = None if model_parameters is None else [_with_list(one) for one in model_parameters]
     compare(
         {

@@ -11,12 +11,14 @@ import contextlib
 import io
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.module import PipelineModule as DeepSpeedPipelineModule
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from ..config.job import load_config, require_section
@@ -24,10 +26,18 @@ from ..errors import ConfigError
 from ..launch.job_facts import as_text, checksum, file_facts, setting_facts
 from ..launch.roll_call import compare
 from ..parallel.fbd import FORWARD_ROLE
+from ..parallel.layout import ParallelLayout
 from ..pipe_schedules.ops import BACKWARD, FORWARD
 from ..planner.job_plan import JobPlan, make_job_plan
-from .fbd.grid import grid_of_role, index_tied_modules, on_hosts
-from .ties import find_shared, index_shared, require_visible_parameters, require_whole_ties, tied_weights
+from .fbd.grid import grid_of_role, on_hosts
+from .ties import (
+    find_shared,
+    index_shared,
+    index_tied_modules,
+    require_visible_parameters,
+    require_whole_ties,
+    tied_weights,
+)
 from .topology import FoldedTopology
 
 logger = logging.getLogger(__name__)
@@ -41,10 +51,10 @@ _INSTEAD = {
 
 
 class Clock(Protocol):
-    """Told the step and the micro-batch before each forward; layers draw their dropout masks from it."""
+    """Step and micro-batch of the next forward; layers draw their dropout masks from it."""
 
     def set(self, step: int, micro_batch: int) -> None:
-        """Forwards that follow belong to this step and global micro-batch."""
+        """Set the step and the global micro-batch of the forwards that follow."""
         ...
 
 
@@ -56,9 +66,9 @@ class PipelineModule(DeepSpeedPipelineModule):
 
     Args:
         layers: LayerSpecs, TiedLayerSpecs, modules or functions; the output of each is the input of the next.
-        config: the DeepSpeed JSON (path or dict), or the plan that was made of it.
+        config: the DeepSpeed JSON (path or dict), or the plan built from it.
         loss_fn: ``loss_fn(outputs, labels) -> scalar``, the mean over the micro-batch.
-        clock: told (step, global micro-batch) before each forward and each recompute.
+        clock: its set(step, global micro-batch) is called before each forward and each recompute.
         partition_method: as DeepSpeed's: ``uniform``, ``parameters`` or ``type:<regex>``; or the boundaries
             themselves, ``[0, 3, 5, ...]``: stage s holds the layers ``boundaries[s]`` to ``boundaries[s + 1]``.
         seed_layers: seed before each layer is built, by its global index, so that start weights depend neither on
@@ -110,11 +120,10 @@ class PipelineModule(DeepSpeedPipelineModule):
             }
         )
         layout = on_hosts(plan.layout, settings.fbd.forward_hosts)
+        self.plan, self.clock = replace(plan, layout=layout), clock
         self.role = layout.role(dist.get_rank())
         device, data_index, _ = layout.coordinates(dist.get_rank())
-        # nn.Module forbids plain attributes before its own __init__ only for modules and parameters.
-        self.layout, self.device_index, self.data_index = layout, device, data_index
-        self.plan, self.settings, self.clock = plan, settings, clock
+        self.device_index, self.data_index = device, data_index
         with _parent_prints_to_log(), grid_of_role(layout), torch.random.fork_rng(enabled=seed_layers):
             super().__init__(
                 layers=layers,
@@ -131,6 +140,11 @@ class PipelineModule(DeepSpeedPipelineModule):
         self.mpu().ds_model_rank = coordinate.pipe * self.mpu().model_parallel_size + getattr(
             coordinate, "model", 0
         )
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Global rank of every device, pipeline group and tensor-parallel rank."""
+        return self.plan.layout
 
     # --- building ---
 
@@ -179,8 +193,8 @@ class PipelineModule(DeepSpeedPipelineModule):
             ties = {key: tie for key, tie in super()._index_tied_modules().items() if len(tie["ranks"]) > 1}
         return ties | index_shared(self)
 
-    def get_tied_weights_and_groups(self) -> list[tuple[torch.nn.Parameter, Any]]:
-        """(parameter, process group) of each trained parameter whose gradients are summed over ranks."""
+    def get_tied_weights_and_groups(self) -> list[tuple[torch.nn.Parameter, ProcessGroup]]:
+        """Return (parameter, process group) of each trained parameter whose gradients are summed over ranks."""
         return [(weight, tie["group"]) for weight, tie in self._tied_weights() if weight.requires_grad]
 
     def _synchronize_tied_weights(self) -> None:
@@ -279,7 +293,7 @@ def _seed(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def _parent_prints_to_log() -> Any:
+def _parent_prints_to_log() -> Iterator[None]:
     """DeepSpeed's module prints its partition; keep standard output for the caller."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text):

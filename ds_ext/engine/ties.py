@@ -7,20 +7,47 @@ are compared over the whole list, and shared parameters are tied as DeepSpeed ti
 
 from __future__ import annotations
 
+import bisect
 import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from .fbd.grid import tie_ranks
+from ..parallel.layout import ParallelLayout
+from .topology import FoldedTopology
+
+
+class LayeredModule(Protocol):
+    """PipelineModule, as far as its ties depend on it."""
+
+    @property
+    def layout(self) -> ParallelLayout: ...
+
+    role: str | None
+    global_rank: int
+    num_stages: int
+    parts: list[int]
+    shared: list[SharedParameter]
+    tied_modules: Mapping[str, nn.Module]
+    tied_weight_attrs: Mapping[str, list[str]]
+    _layer_specs: Sequence[Any]
+
+    @property
+    def stages(self) -> Sequence[int]: ...
+
+    def stage_modules(self, stage: int) -> dict[int, nn.Module]: ...
+
+    def stage_owner(self, layer_idx: int) -> int: ...
+
+    def topology(self) -> FoldedTopology: ...
 
 
 @dataclass(frozen=True)
@@ -121,7 +148,7 @@ def _attribute(layer: nn.Module, name: str) -> Any:
     return value
 
 
-def require_whole_ties(module: Any) -> None:
+def require_whole_ties(module: LayeredModule) -> None:
     """Refuse a tied layer that trains more than its tied weights; a collective call of all ranks.
 
     DeepSpeed sums the gradients of ``tied_weight_attr`` only. Where two places are on two ranks, what else they train
@@ -129,7 +156,7 @@ def require_whole_ties(module: Any) -> None:
     would depend on the schedule, and a checkpoint, which keeps a tied layer once, would lose one of the two.
 
     Args:
-        module: a PipelineModule whose layers are built, not yet indexed.
+        module: its layers are built, not yet indexed.
 
     Raises:
         ConfigError: names the tie and the parameters. On every rank.
@@ -143,7 +170,7 @@ def require_whole_ties(module: Any) -> None:
         _raise_first(_gather(next(_faults(module, several), None)))
 
 
-def _faults(module: Any, several: dict[str, list[TiedLayerSpec]]) -> Iterator[str]:
+def _faults(module: LayeredModule, several: dict[str, list[TiedLayerSpec]]) -> Iterator[str]:
     """What is wrong with the tied layers that this rank holds."""
     for key, specs in several.items():
         if key not in module.tied_modules:
@@ -173,17 +200,59 @@ def _faults(module: Any, several: dict[str, list[TiedLayerSpec]]) -> Iterator[st
             )
 
 
+def index_tied_modules(module: LayeredModule) -> dict[str, Any]:
+    """Return DeepSpeed's table of the tied modules whose gradients are summed over ranks: those of the backward pipes.
+
+    Forward ranks get the weights of both ends from their backward ranks. Every rank makes all groups.
+    """
+    layers: dict[str, list[int]] = {}
+    for index, layer in enumerate(module._layer_specs):
+        if isinstance(layer, TiedLayerSpec):
+            layers.setdefault(layer.key, []).append(index)
+    found: dict[str, Any] = {}
+    for key in sorted(layers):
+        stages = sorted({_stage_of(module, index) for index in layers[key]})
+        if len(stages) < 2:
+            continue
+        for ranks in _tie_ranks(module.layout, stages):
+            group = dist.new_group(ranks=ranks)
+            if module.global_rank in ranks:
+                found[key] = _tie(module, key, ranks, group)
+    return found
+
+
+def _tie_ranks(layout: ParallelLayout, stages: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the backward ranks of ``stages`` of each pipe, data-parallel group and tensor-parallel rank."""
+    for data in range(layout.data_parallel_size):
+        for pipe in layout.placement.pipes:
+            for tensor in range(layout.tensor_parallel_size):
+                yield [layout.rank(pipe[stage], data, tensor) for stage in stages]
+
+
+def _tie(module: LayeredModule, key: str, ranks: list[int], group: Any) -> dict[str, Any]:
+    layer: Any = module.tied_modules[key]
+    if module.global_rank != ranks[0]:
+        for parameter in layer.parameters():
+            parameter.ds_pipe_replicated = True  # a norm counts the first one
+    return {
+        "ranks": ranks,
+        "group": group,
+        "weight_attr": module.tied_weight_attrs[key],
+        "module": layer,
+    }
+
+
 # --- one object in several layers ---
 
 
-def find_shared(module: Any) -> list[SharedParameter]:
+def find_shared(module: LayeredModule) -> list[SharedParameter]:
     """Return the parameters that several layers share by identity; a collective call of all ranks.
 
     Every process has all modules of the layer list and all arguments of its LayerSpecs, so all find the same
     candidates. Only ranks that build a layer know whether it holds the parameters of its arguments; they exchange it.
 
     Args:
-        module: a PipelineModule whose layers are built, not yet indexed.
+        module: its layers are built, not yet indexed.
 
     Raises:
         ConfigError: a sharing that would depend on the schedule. On every rank.
@@ -225,7 +294,9 @@ def find_shared(module: Any) -> list[SharedParameter]:
     return shared
 
 
-def _unregistered(module: Any, given: Mapping[int, tuple[Tensor, set[int]]]) -> Iterator[dict[int, str]]:
+def _unregistered(
+    module: LayeredModule, given: Mapping[int, tuple[Tensor, set[int]]]
+) -> Iterator[dict[int, str]]:
     """Yield the places of parameters that a layer keeps in a list or dictionary, and another layer registers."""
     for index, layer in _built(module):
         own = {id(parameter) for parameter in layer.parameters()}
@@ -241,7 +312,7 @@ def _unregistered(module: Any, given: Mapping[int, tuple[Tensor, set[int]]]) -> 
                         yield {index: name, min(others): "a parameter"}
 
 
-def index_shared(module: Any) -> dict[str, Any]:
+def index_shared(module: LayeredModule) -> dict[str, Any]:
     """Return DeepSpeed's table entries for the shared parameters that several ranks hold; makes their groups.
 
     One entry for all parameters of the same ranks. A rank of the group sums their gradients, the first one broadcasts
@@ -267,13 +338,11 @@ def index_shared(module: Any) -> dict[str, Any]:
     return found
 
 
-def _rank_groups(module: Any, places: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+def _rank_groups(module: LayeredModule, places: Iterable[int]) -> tuple[tuple[int, ...], ...]:
     """Groups of ranks that hold all of ``places`` together; empty where every rank of a place holds all of them."""
     if module.role is not None:
-        stages = sorted(
-            {stage for index in places for stage in range(module.num_stages) if _is_in(module, index, stage)}
-        )
-        return tuple(map(tuple, tie_ranks(module.layout, stages))) if len(stages) > 1 else ()
+        stages = sorted({_stage_of(module, index) for index in places})
+        return tuple(map(tuple, _tie_ranks(module.layout, stages))) if len(stages) > 1 else ()
     owners = sorted({module.stage_owner(index) for index in places})
     if len(owners) < 2:
         return ()
@@ -286,8 +355,8 @@ def _rank_groups(module: Any, places: Iterable[int]) -> tuple[tuple[int, ...], .
     )
 
 
-def _is_in(module: Any, index: int, stage: int) -> bool:
-    return module.parts[stage] <= index < module.parts[stage + 1]
+def _stage_of(module: LayeredModule, index: int) -> int:
+    return bisect.bisect_right(module.parts, index) - 1
 
 
 def _given(value: Any) -> Iterator[Tensor]:
@@ -320,23 +389,23 @@ def _named_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def _built(module: Any) -> Iterator[tuple[int, nn.Module]]:
+def _built(module: LayeredModule) -> Iterator[tuple[int, nn.Module]]:
     """Index and layer of what this rank has built."""
     for stage in module.stages:
         yield from module.stage_modules(stage).items()
 
 
-def _is_tied(module: Any, index: int) -> bool:
+def _is_tied(module: LayeredModule, index: int) -> bool:
     return isinstance(module._layer_specs[index], TiedLayerSpec)
 
 
-def _is_one_tie(module: Any, places: Iterable[int]) -> bool:
+def _is_one_tie(module: LayeredModule, places: Iterable[int]) -> bool:
     """Return whether one TiedLayerSpec key has all of ``places``."""
     specs = [module._layer_specs[index] for index in places]
     return all(isinstance(spec, TiedLayerSpec) for spec in specs) and len({spec.key for spec in specs}) == 1
 
 
-def _refusal(module: Any, places: Mapping[int, str]) -> str:
+def _refusal(module: LayeredModule, places: Mapping[int, str]) -> str:
     specs = {index: module._layer_specs[index] for index in places}
     types = {i: s.typename if isinstance(s, LayerSpec) else type(s) for i, s in specs.items()}
     named = ", ".join(
@@ -349,10 +418,10 @@ def _refusal(module: Any, places: Mapping[int, str]) -> str:
     )
 
 
-def _gather(mine: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
+def _gather(value: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
 
 
 def _raise_first(faults: Iterable[str | None]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from deepspeed.runtime.pipe import schedule as ds
@@ -53,7 +54,7 @@ class BackwardEngine(RoleEngine):
             float(self._get_optimizer_loss_scale() or 0.0),
         ]
 
-    _INSTRUCTION_MAP: ClassVar[dict[type[ds.PipeInstruction], Any]] = {
+    _INSTRUCTION_MAP: ClassVar[dict[type[ds.PipeInstruction], Callable[..., None]]] = {
         **PipelineEngine._INSTRUCTION_MAP,
         ds.RecvActivation: _exec_recv_activations,
         SyncWeights: _exec_sync_weights,

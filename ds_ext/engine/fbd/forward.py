@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -63,7 +63,7 @@ class ForwardEngine(RoleEngine):
         self.global_samples += self.train_batch_size()
         self.micro_steps += self.micro_batches
 
-    def train_batch(self, data_iter: Any = None) -> Tensor:
+    def train_batch(self, data_iter: Iterator[Any] | Batches | None = None) -> Tensor:
         """Take a step as PipelineEngine does. The weights travel beside the loss and are in place on return."""
         loss = super().train_batch(data_iter)
         assert self._weights is not None
@@ -140,7 +140,7 @@ class ForwardEngine(RoleEngine):
         """Return the learning rate of the backward ranks' first parameter group in their last step."""
         return [self._optimizer_numbers.get("lr", 0.0)]
 
-    _INSTRUCTION_MAP: ClassVar[dict[type[ds.PipeInstruction], Any]] = {
+    _INSTRUCTION_MAP: ClassVar[dict[type[ds.PipeInstruction], Callable[..., None]]] = {
         **PipelineEngine._INSTRUCTION_MAP,
         ds.SendActivation: _exec_send_activations,
         SyncWeights: _exec_sync_weights,

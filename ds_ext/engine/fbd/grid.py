@@ -15,7 +15,6 @@ from typing import Any
 import deepspeed.runtime.pipe.module as host
 import torch
 from deepspeed import comm as dist
-from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from ...comm import host_watch
@@ -89,45 +88,3 @@ def grid_of_role(layout: ParallelLayout) -> Iterator[None]:
         yield
     finally:
         host.PipelineParallelGrid = theirs
-
-
-def index_tied_modules(module: Any) -> dict[str, Any]:
-    """DeepSpeed's table of the tied modules whose gradients are summed over ranks: those of the backward pipes.
-
-    Forward ranks get the weights of both ends from their backward ranks. Every rank makes all groups.
-    """
-    layout: DisaggregatedLayout = module.layout
-    layers: dict[str, list[int]] = {}
-    for index, layer in enumerate(module._layer_specs):
-        if isinstance(layer, TiedLayerSpec):
-            layers.setdefault(layer.key, []).append(index)
-    found: dict[str, Any] = {}
-    for key in sorted(layers):
-        stages = sorted({host.PipelineModule.stage_owner(module, index) for index in layers[key]})
-        if len(stages) < 2:
-            continue
-        for ranks in tie_ranks(layout, stages):
-            group = dist.new_group(ranks=ranks)
-            if module.global_rank in ranks:
-                found[key] = _tie(module, key, ranks, group)
-    return found
-
-
-def tie_ranks(layout: DisaggregatedLayout, stages: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the backward ranks of ``stages`` of each pipe, data-parallel group and tensor-parallel rank."""
-    for data in range(layout.data_parallel_size):
-        for pipe in layout.placement.pipes:
-            for tensor in range(layout.tensor_parallel_size):
-                yield [layout.rank(pipe[stage], data, tensor) for stage in stages]
-
-
-def _tie(module: Any, key: str, ranks: list[int], group: Any) -> dict[str, Any]:
-    if module.global_rank != ranks[0]:
-        for parameter in module.tied_modules[key].parameters():
-            parameter.ds_pipe_replicated = True  # a norm counts the first one
-    return {
-        "ranks": ranks,
-        "group": group,
-        "weight_attr": module.tied_weight_attrs[key],
-        "module": module.tied_modules[key],
-    }
