@@ -27,11 +27,11 @@ class Batches(Protocol):
     """Micro-batches of a step, addressed by global id (0..N*DP-1 over all pipeline groups)."""
 
     def get(self, micro_batch: int) -> Any:
-        """The (inputs, labels) of a micro-batch of the current step."""
+        """Return (inputs, labels) of a micro-batch of the current step."""
         ...
 
     def advance(self, micro_batches: int) -> None:
-        """The current step is done; it had that many micro-batches over all pipeline groups."""
+        """End the current step; it had that many micro-batches over all pipeline groups."""
         ...
 
 
@@ -43,16 +43,16 @@ class Resumable(Protocol):
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The position between two steps."""
+        """Return the position between two steps."""
         ...
 
     def load_state_dict(self, state: Any, /) -> None:
-        """Go on from a position, also in a job with another batch size."""
+        """Continue at a position, also in a job with another batch size."""
         ...
 
 
 class IteratorBatches:
-    """A user's iterator as Batches: it yields the micro-batches of this data-parallel rank in order.
+    """Batches of a user's iterator, which yields the micro-batches of this data-parallel rank in order.
 
     A step takes ``gradient_accumulation_steps`` of them, as in DeepSpeed; the two pipes of a bidirectional schedule
     are two data-parallel ranks. Ranks ask in the order of their schedule, so what is pulled early is kept until
@@ -95,7 +95,7 @@ class IteratorBatches:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """A copy, but of what a loader has made for this once: it travels to the GPU as it is, or is there."""
+    """Return a copy of a tensor in pageable CPU memory; a loader does not reuse any other."""
     return tensor if tensor.device.type != "cpu" or tensor.is_pinned() else tensor.clone()
 
 
@@ -103,7 +103,7 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 class MapDataset(Protocol):
-    """What `MicroBatches` needs of a dataset."""
+    """Data set with samples by index."""
 
     def __len__(self) -> int: ...
 
@@ -173,7 +173,7 @@ class MicroBatches:
         self._collate = collate or stack_samples
 
     def get(self, micro_batch: int) -> Any:
-        """The collated micro-batch with that global id of the current step.
+        """Return the collated micro-batch with that global id of the current step.
 
         For `GPTDataset` that is (inputs_BS, labels_BS), int64.
 
@@ -192,14 +192,18 @@ class MicroBatches:
         return self._collate([self.dataset[index % length] for index in indices])
 
     def advance(self, micro_batches: int) -> None:
-        """The current step is done; it had that many micro-batches over the whole data-parallel world."""
+        """End the current step; it had that many micro-batches over the whole data-parallel world."""
         self.consumed_samples += micro_batches * self.micro_batch_size
 
     def state_dict(self) -> dict[str, int]:
+        """Return the position between two steps."""
         return {"consumed_samples": self.consumed_samples}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at a saved position; the batch sizes may differ from those of the saving run."""
+        """Continue at a saved position; the batch sizes may differ from those of the saving run.
+
+        Raises ConfigError for a negative position.
+        """
         consumed_samples = state["consumed_samples"]
         if consumed_samples < 0:
             raise ConfigError(f"consumed_samples must be at least 0; the saved state has {consumed_samples}")

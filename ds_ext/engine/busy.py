@@ -1,4 +1,4 @@
-"""How much of a step a rank computed: the measured side of the bubble."""
+"""Clock of a rank's computations in a step, which measures the bubble."""
 
 from __future__ import annotations
 

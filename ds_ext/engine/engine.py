@@ -582,7 +582,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
 
     @property
     def in_checkpoints(self) -> bool:
-        """Whether checkpoints contain this rank's weights; False where they are another rank's."""
+        """True where checkpoints contain this rank's weights; False where they are another rank's."""
         return True
 
     @property

@@ -67,7 +67,7 @@ class Gradients:
             dist.all_reduce(self.of(parameter), group=group)
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Let ZeRO and bf16 optimizers move the gradients of the backward inside to buffers of their own."""
+        """Let ZeRO and bf16 optimizers move the gradients of a backward to their buffers."""
         return _managed(self.optimizer) if self._is_zero else _NOTHING
 
     def _fill(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -46,7 +46,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def check_precision(job: JobConfig) -> None:
     """Raise ConfigError if the device of this rank does not support the precision of the job.
 
-    Uses no process group, so that every rank can call it before one is made.
+    Uses no process group, so that every rank can call it before there is one.
     """
     wanted, accelerator = precision(job.deepspeed), get_accelerator()
     if wanted == "fp32":
@@ -153,10 +153,10 @@ def initialize(
     with one_refusal():
         if mpu is not None or mesh_param is not None:
             raise ConfigError("mpu and mesh_param must be None: the PipelineModule brings its own grid.")
-        given = config if config is not None else config_params
-        _require_same_json(
-            given if given is not None else getattr(args, "deepspeed_config", None), model.plan
-        )
+        for source in (config, config_params, getattr(args, "deepspeed_config", None)):
+            if source is not None:
+                _require_same_json(source, model.plan)
+                break
         job, sizes = model.plan.job, model.plan.sizes
         _require_samples_by_index(training_data)
         check_precision(job)
@@ -233,11 +233,11 @@ def _make_engine(model: PipelineModule, config: Mapping[str, Any], **kwargs: Any
 
 
 def _with_list(group: Any) -> Any:
-    """A parameter, or a parameter group whose parameters can be read more than once."""
+    """Return a parameter, or a parameter group whose parameters can be read more than once."""
     if not isinstance(group, Mapping):
         return group
-    given = group["params"]
-    return {**group, "params": [given] if isinstance(given, torch.Tensor) else list(given)}
+    parameters = group["params"]
+    return {**group, "params": [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)}
 
 
 def _require_samples_by_index(training_data: Any) -> None:
@@ -254,11 +254,9 @@ def _require_samples_by_index(training_data: Any) -> None:
         )
 
 
-def _require_same_json(given: str | Mapping[str, Any] | None, plan: JobPlan) -> None:
+def _require_same_json(config: str | Mapping[str, Any], plan: JobPlan) -> None:
     """Refuse another JSON than that of the PipelineModule; only the "ds_ext" section may be missing."""
-    if given is None:
-        return
-    theirs = load_config(given).deepspeed
+    theirs = load_config(config).deepspeed
     ours, theirs = _flat(plan.job.deepspeed, "ds_ext" in theirs), _flat(theirs, True)
     for key in sorted({*ours, *theirs}):
         if ours.get(key) != theirs.get(key):
@@ -276,10 +274,10 @@ def _flat(config: Mapping[str, Any], with_section: bool) -> dict[str, Any]:
 
 
 def _require_parameters(model: PipelineModule) -> None:
-    """DeepSpeed's optimizers refuse a rank without parameters, while the others wait for it; so all ranks ask first."""
-    mine = [stage for stage in model.stages if model.stage_parameters(stage)]
-    counts: list[Any] = [None] * dist.get_world_size()
-    torch.distributed.all_gather_object(counts, len(mine))
+    """Raise ConfigError on all ranks if one has no trainable parameter; DeepSpeed would refuse it while others wait."""
+    trained = [stage for stage in model.stages if model.stage_parameters(stage)]
+    counts: list[int | None] = [None] * dist.get_world_size()
+    torch.distributed.all_gather_object(counts, len(trained))
     empty = [rank for rank, count in enumerate(counts) if count == 0]
     if empty:
         raise ConfigError(
@@ -289,7 +287,7 @@ def _require_parameters(model: PipelineModule) -> None:
 
 
 def _without_config(args: Any) -> Any:
-    """The caller's arguments without the JSON's path: the engine gets the dict and must not read the file again."""
+    """Return the caller's arguments without the JSON's path, as the engine gets the dict instead of the file."""
     if getattr(args, "deepspeed_config", None) is None:
         return args
     args = copy.copy(args)

@@ -91,14 +91,14 @@ class LossWatch:
 
     def _first_bad_gradient(self) -> tuple[int, int, str] | None:
         """Return (step, rank, parameter) of the earliest step, and in it of the last layer, as backwards run."""
-        mine = [
+        bad = [
             (-step, layer, name, dist.get_rank())
             for step, names, largest in self._largest
             for (layer, name), value in zip(names, torch.stack(largest).isfinite().tolist(), strict=True)
             if not value
         ]
         everyone: list[tuple[int, int, str, int] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, max(mine, default=None))
+        dist.all_gather_object(everyone, max(bad, default=None))
         found = max((one for one in everyone if one is not None), default=None)
         return None if found is None else (-found[0], found[3], found[2])
 

@@ -21,7 +21,7 @@ _SPARE = 1  # the next message may be there before the tensors of the last one a
 
 
 class Kind(IntEnum):
-    """What a message holds; together with the receiving stage it is the transport's channel."""
+    """Content of a message; together with the receiving stage it is the transport's channel."""
 
     ACTIVATION = 0
     GRADIENT = 1

@@ -119,10 +119,10 @@ class StageForward:
         """Raise ConfigError where the model failed because its inputs have another precision."""
         if stage != 0 or not _OTHER_DTYPE.search(str(error)):
             return
-        given = {t.dtype for t in inputs if t.is_floating_point()}
+        received = {t.dtype for t in inputs if t.is_floating_point()}
         weights = {p.dtype for p in self._module.stage_parameters(0) if p.is_floating_point()}
-        if weights and given - weights:
-            theirs, ours = (", ".join(sorted(map(str, kinds))) for kinds in (given, weights))
+        if weights and received - weights:
+            theirs, ours = (", ".join(sorted(map(str, kinds))) for kinds in (received, weights))
             raise ConfigError(
                 f"inputs: the first stage computes in {ours} (got inputs of {theirs}). Cast them with "
                 f"inputs.to({ours}) in the first layer, in the data set or in collate_fn."

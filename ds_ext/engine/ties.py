@@ -151,9 +151,9 @@ def _attribute(layer: nn.Module, name: str) -> Any:
 def require_whole_ties(module: LayeredModule) -> None:
     """Refuse a tied layer that trains more than its tied weights; a collective call of all ranks.
 
-    DeepSpeed sums the gradients of ``tied_weight_attr`` only. Where two places are on two ranks, what else they train
-    becomes two different parameters; where they are on one rank (a V placement) it is one parameter. Such a model
-    would depend on the schedule, and a checkpoint, which keeps a tied layer once, would lose one of the two.
+    DeepSpeed sums the gradients of ``tied_weight_attr`` only. Where two places are on two ranks, the others become
+    two different parameters; where they are on one rank (a V placement) they are one. The model would depend on the
+    schedule, and a checkpoint, which keeps a tied layer once, would lose one of the two.
 
     Args:
         module: its layers are built, not yet indexed.
@@ -171,7 +171,7 @@ def require_whole_ties(module: LayeredModule) -> None:
 
 
 def _faults(module: LayeredModule, several: dict[str, list[TiedLayerSpec]]) -> Iterator[str]:
-    """What is wrong with the tied layers that this rank holds."""
+    """Yield the faults of the tied layers on this rank."""
     for key, specs in several.items():
         if key not in module.tied_modules:
             continue
@@ -196,7 +196,7 @@ def _faults(module: LayeredModule, several: dict[str, list[TiedLayerSpec]]) -> I
                 f"the tied layer {key!r} ({type(layer).__name__}) trains {', '.join(free)} besides its tied weights, "
                 f"so its {len(specs)} places would share it under some schedules only. Tie all of it with "
                 f"tied_weight_attr={every} in each TiedLayerSpec, build the layer without it (nn.Linear: bias=False), "
-                f"or move it into a layer of its own."
+                f"or move it into a separate layer."
             )
 
 
@@ -257,11 +257,11 @@ def find_shared(module: LayeredModule) -> list[SharedParameter]:
     Raises:
         ConfigError: a sharing that would depend on the schedule. On every rank.
     """
-    given: dict[int, tuple[Tensor, set[int]]] = {}
+    listed: dict[int, tuple[Tensor, set[int]]] = {}
     for index, spec in enumerate(module._layer_specs):
-        for tensor in _given(spec):
-            given.setdefault(id(tensor), (tensor, set()))[1].add(index)
-    candidates = [tensor for tensor, indices in given.values() if len(indices) > 1]
+        for tensor in _listed(spec):
+            listed.setdefault(id(tensor), (tensor, set()))[1].add(index)
+    candidates = [tensor for tensor, indices in listed.values() if len(indices) > 1]
     numbers = {id(tensor): number for number, tensor in enumerate(candidates)}
     held: dict[int, dict[int, str]] = {}
     others: dict[int, dict[int, str]] = {}
@@ -273,7 +273,7 @@ def find_shared(module: LayeredModule) -> list[SharedParameter]:
                 others.setdefault(id(tensor), {}).setdefault(index, name)
     # A LayerSpec may find a parameter elsewhere (a global, say): ranks that build one of its layers cannot see that.
     unseen = [p for p in others.values() if len(p) > 1 and not _is_one_tie(module, p)]
-    unseen += _unregistered(module, given)
+    unseen += _unregistered(module, listed)
     fault = next((_refusal(module, places) for places in unseen), None)
     found = _gather((len(candidates), held, fault))
     _raise_first([fault for *_, fault in found])
@@ -295,7 +295,7 @@ def find_shared(module: LayeredModule) -> list[SharedParameter]:
 
 
 def _unregistered(
-    module: LayeredModule, given: Mapping[int, tuple[Tensor, set[int]]]
+    module: LayeredModule, listed: Mapping[int, tuple[Tensor, set[int]]]
 ) -> Iterator[dict[int, str]]:
     """Yield the places of parameters that a layer keeps in a list or dictionary, and another layer registers."""
     for index, layer in _built(module):
@@ -306,8 +306,8 @@ def _unregistered(
             if not isinstance(held, list | tuple | dict):
                 continue
             for value in held.values() if isinstance(held, dict) else held:
-                for tensor in _given(value) if isinstance(value, nn.Module | nn.Parameter) else ():
-                    others = given.get(id(tensor), (tensor, set[int]()))[1] - {index}
+                for tensor in _listed(value) if isinstance(value, nn.Module | nn.Parameter) else ():
+                    others = listed.get(id(tensor), (tensor, set[int]()))[1] - {index}
                     if tensor.requires_grad and id(tensor) not in own and others:
                         yield {index: name, min(others): "a parameter"}
 
@@ -359,21 +359,21 @@ def _stage_of(module: LayeredModule, index: int) -> int:
     return bisect.bisect_right(module.parts, index) - 1
 
 
-def _given(value: Any) -> Iterator[Tensor]:
+def _listed(value: Any) -> Iterator[Tensor]:
     """Parameters, and buffers that change or are saved, of what the layer list holds of a layer before it is built."""
     if isinstance(value, LayerSpec):
         for argument in (*value.module_args, *value.module_kwargs.values()):
-            yield from _given(argument)
+            yield from _listed(argument)
     elif isinstance(value, nn.Module):
         yield from (tensor for _, tensor in _named_tensors(value))
     elif isinstance(value, nn.Parameter):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _given(item)
+            yield from _listed(item)
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _given(item)
+            yield from _listed(item)
 
 
 def _named_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -19,7 +19,7 @@ class FoldedTopology(ProcessTopology):
 
     Args:
         layout: of the whole world.
-        role: where forwards have ranks of their own, those whose topology this is; its backward ranks by default.
+        role: the ranks of the topology, where forward and backward ranks are separate; backward by default.
     """
 
     def __init__(self, layout: ParallelLayout, role: str | None = None) -> None:

@@ -70,7 +70,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 class TensorFile:
-    """A safetensors file, of which only what is asked for is read."""
+    """Safetensors file from which parts of tensors are read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -80,7 +80,7 @@ class TensorFile:
         self._data = 8 + length
 
     def read(self, name: str, start: int, numel: int) -> Tensor:
-        """Elements ``start`` to ``start + numel`` of a tensor, flat, on the CPU."""
+        """Return elements ``start`` to ``start + numel`` of a tensor, flat, on the CPU."""
         record = self._header[name]
         found = torch.empty(numel, dtype=_TYPES[record["dtype"]])
         with self.path.open("rb", buffering=0) as file:
@@ -109,17 +109,17 @@ def write_plain(path: Path, value: Mapping[str, Any]) -> dict[str, int]:
 
 
 def read_plain(path: Path) -> dict[str, Any]:
-    """What :func:`write_plain` wrote; tensors stay in the file until they are used."""
+    """Read a file of :func:`write_plain`; tensors stay in the file until they are used."""
     return torch.load(path, weights_only=True, map_location="cpu", mmap=True)
 
 
 def layer_file(layer: int, shard: int, tensor_ranks: int) -> str:
-    """DeepSpeed's name of a layer's file."""
+    """Return DeepSpeed's name of a layer's file."""
     return f"layer_{layer:02d}{f'-model_{shard:02d}' if tensor_ranks > 1 else ''}-model_states.pt"
 
 
 def is_plain(value: Any) -> bool:
-    """Whether :func:`read_plain` can read it: numbers, texts, tensors, and lists and dictionaries of them."""
+    """Return whether read_plain() can read a value: numbers, texts, tensors, and lists and dictionaries of them."""
     try:
         torch.load(io.BytesIO(_pickled(value)), weights_only=True, map_location="meta")
     except Exception:
@@ -143,7 +143,7 @@ def _pickled(value: Any) -> memoryview:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """Return the memory of a contiguous CPU tensor."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 

@@ -51,6 +51,7 @@ class CheckedFile:
         return self
 
     def write(self, data: bytes | memoryview) -> None:
+        """Write and count data. Raises OSError with the name of the file."""
         try:
             self._file.write(data)
         except OSError as error:
@@ -101,12 +102,12 @@ def open_checkpoint(folder: Path, tag: str | None = None) -> tuple[Path, dict[st
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether there is a current checkpoint, good or damaged."""
+    """Return whether there is a current checkpoint, good or damaged."""
     return (folder / LATEST).is_file()
 
 
 def current_tag(folder: Path) -> str:
-    """What ``latest`` names. Raises ConfigError when there is no such file, or no name in it."""
+    """Return the name in ``latest``. Raises ConfigError when there is no such file, or no name in it."""
     try:
         tag = (folder / LATEST).read_text(errors="replace").strip()
     except OSError:
@@ -159,7 +160,7 @@ def good_checkpoints(folder: Path) -> list[str]:
 
 
 def _good_ones(folder: Path, but: str = "") -> str:
-    """The way out of a checkpoint that cannot be loaded."""
+    """Return the fix for a checkpoint that cannot be loaded."""
     good = [name for name in good_checkpoints(folder) if name != but]
     if not good:
         return "There is no other checkpoint here: leave --load out to start from the beginning."
@@ -230,9 +231,9 @@ def start_writing(folder: Path, tag: str) -> Path:
             path.rename(folder / match["tag"])  # killed before the new one was in its place
     for path in _scratch(folder, "tmp"):
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-    made = folder / _scratch_name(tag, "tmp")
-    made.mkdir()
-    return made
+    written = folder / _scratch_name(tag, "tmp")
+    written.mkdir()
+    return written
 
 
 def publish(written: Path, tag: str, manifest: Mapping[str, Any], make_current: bool = True) -> Path:
@@ -243,15 +244,15 @@ def publish(written: Path, tag: str, manifest: Mapping[str, Any], make_current: 
     Raises:
         OSError: something cannot be written; what was current still is.
     """
-    folder, made = written.parent, written.parent / tag
+    folder, checkpoint = written.parent, written.parent / tag
     whole = {"version": _VERSION, **manifest}
     with CheckedFile(written / MANIFEST) as file:
         file.write(json.dumps({"crc32": _checksum(whole), **whole}).encode())
     _sync(written)
-    replaced = folder / _scratch_name(tag, "old") if made.exists() else None
+    replaced = folder / _scratch_name(tag, "old") if checkpoint.exists() else None
     if replaced is not None:
-        made.rename(replaced)
-    written.rename(made)
+        checkpoint.rename(replaced)
+    written.rename(checkpoint)
     _sync(folder)
     if make_current:
         name = folder / _scratch_name(LATEST, "tmp")
@@ -261,7 +262,7 @@ def publish(written: Path, tag: str, manifest: Mapping[str, Any], make_current: 
         _sync(folder)
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
-    return made
+    return checkpoint
 
 
 def _scratch(folder: Path, kind: str) -> Iterator[Path]:

@@ -92,7 +92,7 @@ def load_checkpoint(
 def _examined(
     examine: Callable[[], tuple[str, dict[str, Any], dict[str, Any]]], held: Mapping[str, Held], strict: bool
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """What ``examine()`` gives on this rank, when no rank finds fault, and together they want all there is."""
+    """Return the result of ``examine()``, when it succeeds on all ranks and they need all parameters together."""
     found: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
 
     def names() -> list[str]:

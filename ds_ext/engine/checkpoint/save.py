@@ -90,7 +90,7 @@ def save_checkpoint(
 def _write_part(
     engine: Checkpointed, written: Path, client_state: Mapping[str, Any], with_frozen: bool
 ) -> dict[str, Any]:
-    """Write what this rank is the one to write. Returns its part of the manifest."""
+    """Write the files of this rank. Returns its part of the manifest."""
     if not written.is_dir():
         raise CheckpointError(
             f"rank {dist.get_rank()} does not see {written}, which rank 0 has made: all hosts need one file system for "
@@ -129,7 +129,7 @@ def _write_part(
 
 
 def _write_layers(engine: Checkpointed, written: Path, held: Mapping[str, Held]) -> dict[str, dict[str, int]]:
-    """DeepSpeed's files: the weights and buffers of each layer of this rank."""
+    """Write DeepSpeed's files: the weights and buffers of each layer of this rank."""
     files, kept = {}, {id(one.parameter) for one in held.values()}
     tensor_ranks, tensor_rank = engine.layout.tensor_parallel_size, engine.mpu.get_slice_parallel_rank()
     for index, (_, layer) in layers_of(engine.module).items():
@@ -158,14 +158,14 @@ def _require_plain_extra_states(index: int, layer: torch.nn.Module, state: Mappi
 
 
 def _first_holder(module: PipelineModule, index: int) -> bool:
-    """Of the ranks that hold a tied layer, only that of its first place writes it."""
+    """Return whether this rank writes the layer ``index``; a tied layer is written by the rank of its first place."""
     return any(module.parts[stage] <= index < module.parts[stage + 1] for stage in module.stages)
 
 
 def _optimizer_part(
     engine: Checkpointed, states: OptimizerStates, held: Mapping[str, Held]
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """The optimizer's tensors that this rank writes, by "parameter/state", and where they belong."""
+    """Return the optimizer's tensors that this rank writes, by "parameter/state", and their places."""
     tensors: dict[str, Tensor] = {}
     found: dict[str, dict[str, Any]] = {}
     if not states.partitioned and engine.mpu.get_data_parallel_rank() != 0:
@@ -178,21 +178,21 @@ def _optimizer_part(
         )
         if fragment is None or replica:
             continue
-        mine, values = states.read(fragment)
+        own, values = states.read(fragment)
         if fragment.master is not None and one.parameter.dtype != fragment.master.dtype:
-            mine[MASTER] = fragment.master
-        tensors |= {f"{name}/{key}": tensor for key, tensor in mine.items()}
+            own[MASTER] = fragment.master
+        tensors |= {f"{name}/{key}": tensor for key, tensor in own.items()}
         found[name] = {
             "shard": tensor_rank if one.shape.dim is not None else 0,
             "range": [fragment.start, fragment.numel],
-            "states": sorted(mine),
+            "states": sorted(own),
             "values": values,
         }
     return tensors, found
 
 
 def _manifest(engine: Checkpointed, parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Everybody's parts as one; see open_checkpoint()."""
+    """Return the parts of all ranks as one manifest; see open_checkpoint()."""
     parameters: dict[str, dict[str, Any]] = {}
     for part in parts:
         for name, described in part["parameters"].items():
@@ -211,7 +211,7 @@ def _manifest(engine: Checkpointed, parts: list[dict[str, Any]]) -> dict[str, An
 
 
 def describe_job(engine: Checkpointed) -> dict[str, Any]:
-    """What a checkpoint was written with."""
+    """Return the sizes and settings of the job, for the manifest."""
     layout = engine.layout
     return {
         "schedule": engine.plan.timetable.schedule,
@@ -226,7 +226,7 @@ def describe_job(engine: Checkpointed) -> dict[str, Any]:
 
 
 def _state_of(engine: Checkpointed, client_state: Mapping[str, Any]) -> dict[str, Any]:
-    """Counters and what else is the same on all ranks, under DeepSpeed's names where it has some."""
+    """Return counters and all else that is the same on all ranks, under DeepSpeed's names where they exist."""
     taken = sorted(set(client_state) & set(NOT_THE_CALLERS))
     if taken:
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""What a rank holds of a model and its optimizer, under names that depend neither on the schedule nor on the sizes.
+"""Parameters and optimizer states of a rank, under names that depend neither on the schedule nor on the sizes.
 
 A parameter's name is its module's: the index of its layer in the whole model and its name there, or
 ``tied_modules.KEY`` and its name. The optimizer's states of a rank are *fragments*: a range of the elements of a
-parameter's tensor-parallel shard, the whole shard without ZeRO. DeepSpeed's ZeRO-1 and bf16 optimizers say in each
-parameter's ``_hp_mapping`` which range is theirs and where it lies in their flat partition.
+parameter's tensor-parallel shard, the whole shard without ZeRO. DeepSpeed's ZeRO-1 and bf16 optimizers keep in each
+parameter's ``_hp_mapping`` their range and its place in their flat partition.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Checkpointed(Protocol):
 
     @property
     def in_checkpoints(self) -> bool:
-        """Whether this rank's weights are written and read; False where they are another rank's."""
+        """True where this rank's weights are written and read; False where they are another rank's."""
         ...
 
     @property
@@ -57,7 +57,7 @@ class Checkpointed(Protocol):
 
 @dataclass(frozen=True)
 class Shape:
-    """How a parameter is cut over tensor-parallel ranks.
+    """Cut of a parameter over tensor-parallel ranks.
 
     Attributes:
         full: sizes of the whole parameter, without padding.
@@ -172,7 +172,7 @@ class OptimizerStates:
 
     @property
     def partitioned(self) -> bool:
-        """Whether data-parallel ranks share the states out instead of holding all of them."""
+        """True where each data-parallel rank holds a part of the states."""
         return self.wrapper is not None
 
     def groups(self) -> list[tuple[dict[str, Any], list[nn.Parameter]]]:

@@ -14,20 +14,20 @@ from .folder import good_checkpoints
 
 
 def together(act: Callable[[], Any], tag: str = "", written: Path | None = None) -> list[Any]:
-    """What ``act()`` returns on each rank; when it fails on one, every rank raises that rank's error.
+    """Return the results of ``act()`` on all ranks; when it fails on one, every rank raises that rank's error.
 
-    An error of another kind (of a module's or a scheduler's own ``state_dict()``, say) stays what it is on its rank,
-    for its traceback; to the others it is a CheckpointError.
+    An unforeseen error (of a module's ``state_dict()``, say) is raised unchanged on its rank, for its traceback; on the
+    others it is a CheckpointError.
 
     Args:
-        tag, written: of the checkpoint that is being written; what is there of it is removed then.
+        tag, written: name and folder of the checkpoint to write; the folder is removed on an error.
     """
     outcome: tuple[Any, Exception | None]
     unforeseen: Exception | None = None
     try:
         outcome = act(), None
     except (OSError, ConfigError, CheckpointError) as error:
-        outcome = None, _told(error, tag, written)
+        outcome = None, _as_reported(error, tag, written)
     except Exception as error:
         unforeseen = error
         outcome = None, CheckpointError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
@@ -41,21 +41,21 @@ def together(act: Callable[[], Any], tag: str = "", written: Path | None = None)
 
 
 def by_rank_0(act: Callable[[], Any], tag: str = "", written: Path | None = None) -> Any:
-    """What ``act()`` returns on rank 0, everywhere; its error is raised everywhere too."""
+    """Return the result of ``act()`` on rank 0, on all ranks; raise its error on all ranks."""
     return together(act if dist.get_rank() == 0 else lambda: None, tag, written)[0]
 
 
-def _raise_first(errors: list[Exception | None], written: Path | None, mine: Exception | None) -> None:
+def _raise_first(errors: list[Exception | None], written: Path | None, unforeseen: Exception | None) -> None:
     error = next((error for error in errors if error is not None), None)
     if error is None:
         return
     if written is not None and dist.get_rank() == 0:
         shutil.rmtree(written, ignore_errors=True)
-    raise mine or error
+    raise unforeseen or error
 
 
-def _told(error: Exception, tag: str, written: Path | None) -> Exception:
-    """A failure to write as an error that says what is left."""
+def _as_reported(error: Exception, tag: str, written: Path | None) -> Exception:
+    """Return a failure to write as an error that names the last good checkpoint."""
     if not isinstance(error, OSError):
         return error
     rank = dist.get_rank()

@@ -1,8 +1,8 @@
-"""DeepSpeed's grid where forwards have ranks of their own: each role has one, of its own ranks alone.
+"""DeepSpeed's grid with separate forward and backward ranks: one grid per role, with the ranks of that role only.
 
 To DeepSpeed's engine the backward ranks are the whole world: pipe = PP, data = k x groups, model = TP. Its optimizers,
-ZeRO-1 partitions, norms and overflow checks know no others. The forward ranks are another world with another engine. A
-process group is made by all processes together, so every rank makes the groups of both, in the same order.
+ZeRO-1 partitions, norms and overflow checks see no others. The forward ranks are another world with another engine. All
+processes create a process group together, so every rank creates the groups of both roles in the same order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..topology import FoldedTopology
 
 
 class RoleGrid(PipelineParallelGrid):
-    """The grid of this rank's role; ``topology`` is that role's."""
+    """Grid of this rank's role; ``topology`` is that role's."""
 
     def __init__(self, topology: FoldedTopology, process_group: Any = None) -> None:
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -40,7 +40,7 @@ class RoleGrid(PipelineParallelGrid):
             self._make_groups(FoldedTopology(topology.layout, role))
 
     def _make_groups(self, topology: FoldedTopology) -> None:
-        """All groups of one role; this rank keeps those that it is in."""
+        """Create all groups of one role; keep those of this rank."""
         data, model = topology.get_dim("data"), max(topology.get_dim("model"), 1)
         for index in range(data):
             ranks = sorted(topology.get_axis_list(axis="data", idx=index))
@@ -64,9 +64,10 @@ class RoleGrid(PipelineParallelGrid):
 
 
 def on_hosts(layout: ParallelLayout, forward_hosts: Sequence[str] | None) -> ParallelLayout:
-    """The layout with its forward ranks on the hosts that the JSON names, if it does; a collective call of all ranks.
+    """Return the layout with its forward ranks on ``forward_hosts``, unless that is None; a collective call.
 
-    Raises ConfigError when the hosts do not fit.
+    Raises:
+        ConfigError: the hosts do not fit.
     """
     if forward_hosts is None or not isinstance(layout, DisaggregatedLayout):
         return layout
@@ -78,7 +79,7 @@ def on_hosts(layout: ParallelLayout, forward_hosts: Sequence[str] | None) -> Par
 
 @contextlib.contextmanager
 def grid_of_role(layout: ParallelLayout) -> Iterator[None]:
-    """DeepSpeed's module makes its grid by a name of its file: the grid of the role while this lasts."""
+    """Let DeepSpeed's module build the grid of the role: it takes the class by a name of its file."""
     if not isinstance(layout, DisaggregatedLayout):
         yield
         return

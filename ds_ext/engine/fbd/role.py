@@ -1,4 +1,4 @@
-"""Engine of a job whose forwards have ranks of their own (FBD), as far as forward and backward ranks share it.
+"""Engine of a job with separate forward and backward ranks (FBD): the part that both roles share.
 
 A backward rank is DeepSpeed's engine with all it has: optimizer, ZeRO-1, clipping, loss scale. Its grid holds backward
 ranks alone, so no part of DeepSpeed sees others. A forward rank is the same engine without an optimizer, in a world of
@@ -53,7 +53,7 @@ class RoleEngine(PipelineEngine):
 
     @property
     def in_checkpoints(self) -> bool:
-        """Whether this is a backward rank: they alone write and read checkpoints."""
+        """True on backward ranks; they alone write and read checkpoints."""
         return self.module.role != FORWARD_ROLE
 
     @property

@@ -1,8 +1,8 @@
-"""New weights, from the backward ranks that have stepped to the forward ranks that compute with them.
+"""New weights, sent from backward ranks to the forward ranks that compute with them.
 
-A message per sync says the version (steps that changed the weights) and how many pieces follow: none when nothing has
-changed. A piece is some parameters of the stage, flattened, in the model's precision; its parameters follow from the
-shapes, which both sides know. A merged forward rank gets the shards of all tensor-parallel ranks and joins them.
+A message per sync holds the version (steps that changed the weights) and the number of pieces that follow: none when
+nothing has changed. A piece is some parameters of the stage, flattened, in the model's precision; both sides derive its
+parameters from the shapes. A merged forward rank gets the shards of all tensor-parallel ranks and joins them.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class WeightLink:
         return make_tag(2 * self.stage + item % 2, item // 2)
 
     def _pieces(self) -> list[list[Shaped]]:
-        """The parameters by message: some megabytes of one precision each."""
+        """Return the parameters by message: at most 32 MiB of one precision each."""
         pieces: list[list[Shaped]] = []
         room, last = 0, None
         for index, shape, kind in self._shapes():
@@ -140,7 +140,7 @@ class WeightLink:
         return pieces
 
     def _shapes(self) -> Iterator[Shaped]:
-        """Of every parameter as the senders have it."""
+        """Yield every parameter's shape as the senders have it."""
         for index, parameter in enumerate(self.parameters):
             shape, dim = list(parameter.shape), shard_dim(parameter)
             if dim is not None:

@@ -1,4 +1,4 @@
-"""The times of a rank's trace: readings of its BusyClock as microseconds, and its clock against rank 0's."""
+"""Times of a rank's trace: readings of its BusyClock in microseconds, and its clock compared with rank 0's."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Times:
         self._anchor_us = 0.0
 
     def host_s(self) -> float:
-        """Seconds since the opening."""
+        """Return the seconds since the opening."""
         return self._busy.clock() - self.opened
 
     def settle(self) -> None:
-        """On CUDA: wait for the events so far, and find where the device's time is on the host's clock."""
+        """Wait for the events so far and match the device's time with the host's clock; nothing to do on CPU."""
         if self._busy.on_cuda:
             torch.cuda.synchronize()
             anchor = self._busy.now()
@@ -56,20 +56,20 @@ class Times:
 
 
 class Clocks:
-    """Comparisons of the ranks' clocks with rank 0's, over a group of their own."""
+    """Comparisons of the ranks' clocks with rank 0's, over a process group for them."""
 
     def __init__(self, group: ProcessGroup, times: Times) -> None:
         self._group, self._times = group, times
         self._steps_left, self._took_s, self._step_s = 1.0, 0.0, 0.0
 
     def due(self, step_s: float) -> bool:
-        """Whether the clocks are to be compared after this step, which took that long; the same on every rank."""
+        """Return whether to compare the clocks after a step of ``step_s`` seconds; the same on every rank."""
         self._step_s = step_s
         self._steps_left -= 1
         return self._steps_left < 1
 
     def compare(self) -> Comparison | None:
-        """Every rank in turn exchanges times with rank 0. None on rank 0, whose clock is the measure."""
+        """Exchange times with rank 0, one rank after the other. Returns None on rank 0, the reference."""
         interval_s = max(_COMPARE_EVERY_S, self._took_s / _COMPARE_SHARE)
         steps = float(max(1, math.ceil(interval_s / self._step_s))) if self._step_s else 1.0
         began = self._times.host_s()
@@ -103,7 +103,7 @@ class Clocks:
 
 
 def clock_event(rank: int, found: Comparison) -> str:
-    """The text of the event that keeps a comparison."""
+    """Return the event that records a comparison, as text."""
     values = {
         "at_us": round(1e6 * found.at_s, 3),
         "offset_us": round(1e6 * found.offset_s, 3),

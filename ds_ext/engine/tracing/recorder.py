@@ -1,6 +1,6 @@
-"""The timeline of a rank, as its engine runs: what was computed, sent, waited for and reduced, and when.
+"""Timeline of a rank while its engine runs: times of computations, messages, waits and reductions.
 
-Executing an instruction appends a tuple; text is made of them between steps, or once a second. On CUDA the times are
+Executing an instruction appends a tuple; tuples become text between steps, or once a second. On CUDA the times are
 events on the streams, read after the step.
 """
 
@@ -121,7 +121,7 @@ class Tracer:
     def executed(self, instruction: ds.PipeInstruction, begin: Reading) -> None:
         """Record ``instruction``, whose handler began at ``begin`` and has returned."""
         source: Instruction = instruction.source
-        # The same readings as the measured bubble is made of.
+        # The same readings as in the measured bubble.
         span = self.busy.spans[-1] if source.name in COMPUTE else (begin, self.now())
         self._executed.append((source, *span, self._moved_bytes))
         self._moved_bytes = 0
@@ -192,14 +192,14 @@ class Tracer:
         name = [f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"]
         dist.broadcast_object_list(name, src=0, group=group)
         problems: list[str | None] = [None] * dist.get_world_size()
-        mine: str | None = None
+        problem: str | None = None
         try:
             self._file = TraceFile(self.folder, self.rank, self._describe(name[0], step, timetable))
             self._write_timetable(timetable)
         except ConfigError as error:
-            mine = str(error)
-        dist.all_gather_object(problems, mine, group=group)
-        origin = next((rank for rank, problem in enumerate(problems) if problem), None)
+            problem = str(error)
+        dist.all_gather_object(problems, problem, group=group)
+        origin = next((rank for rank, text in enumerate(problems) if text), None)
         if origin is not None:
             self._close()
             error = ConfigError(problems[origin])
@@ -259,7 +259,7 @@ class Tracer:
         self._flushed_s = self.busy.clock()
 
     def _append(self, lines: Sequence[str]) -> None:
-        """A full disk must not end a run: from then on there is no trace of this rank, and it says so."""
+        """Write lines. A full disk does not end a run: the trace of this rank ends there, with a warning."""
         try:
             if self._file is not None:
                 self._file.append(lines)
