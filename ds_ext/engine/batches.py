@@ -239,19 +239,32 @@ def _require_tensors(value: Any, part: str, source: Batches) -> None:
         )
 
 
-def check_first_batch(
-    program: Program,
-    device: int,
-    source: Batches,
-    fetch: Callable[[int], tuple[Any, Any]],
-    abort: Callable[[str], None],
-) -> None:
+class StepData:
+    """Micro-batches of a pipeline group in one step; each is fetched once.
+
+    Args:
+        source: has the micro-batches of all pipeline groups.
+        first_id: id of this group's first micro-batch in ``source``.
+    """
+
+    def __init__(self, source: Batches, first_id: int) -> None:
+        self.source, self.first_id = source, first_id
+        self._fetched: dict[int, tuple[Any, Any]] = {}
+
+    def get(self, micro_batch: int) -> tuple[Any, Any]:
+        """Return (inputs, labels); a rank that holds both ends of a pipe asks twice. Raises ConfigError."""
+        if micro_batch not in self._fetched:
+            batch = self.source.get(self.first_id + micro_batch)
+            self._fetched[micro_batch] = require_pair(batch, self.source)
+        return self._fetched[micro_batch]
+
+
+def check_first_batch(data: StepData, program: Program, device: int, abort: Callable[[str], None]) -> None:
     """Fetch and check what ``device`` loads first, and raise one error on all ranks; a collective call of all ranks.
 
     Args:
+        data: of the step that begins.
         program: of the step that begins.
-        source: named in the error.
-        fetch: returns (inputs, labels) of a micro-batch of ``source``, and keeps them for the step.
         abort: reports an error of the data set itself to the peers.
 
     Raises:
@@ -266,11 +279,11 @@ def check_first_batch(
     last_stage = program.timetable.placement.stages - 1
     try:
         for stage, micro_batch in loads.items():
-            inputs, labels = fetch(micro_batch)
+            inputs, labels = data.get(micro_batch)
             if stage == 0:
-                _require_tensors(inputs, "inputs", source)
+                _require_tensors(inputs, "inputs", data.source)
             if stage == last_stage and labels is not None:
-                _require_tensors(labels, "labels", source)
+                _require_tensors(labels, "labels", data.source)
     except ConfigError as error:
         problem = str(error)
     except Exception as error:  # of the data set itself: this rank shows its traceback

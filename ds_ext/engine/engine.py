@@ -45,7 +45,7 @@ from ..pipe_schedules.inference import forward_timetable
 from ..pipe_schedules.lower import lower
 from ..planner.job_plan import JobPlan
 from ..tensor_parallel import WeightGradients, deferrable, deferring
-from .batches import Batches, IteratorBatches, MicroBatches, check_first_batch, require_pair
+from .batches import Batches, IteratorBatches, MicroBatches, StepData, check_first_batch
 from .busy import BusyClock
 from .checkpoint.folder import has_checkpoint
 from .checkpoint.load import load_checkpoint
@@ -110,7 +110,6 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self.deferred_share: float | None = None
         if self.plan.timetable.split_backwards:
             self._deferral = DeferralReport(self.module, self.plan.timetable.schedule)
-        self._fetched: dict[int, tuple[Any, Any]] = {}  # (inputs, labels) by micro-batch of this step
         self._checked_batches: set[bool] = set()  # of the first training step, and of the first evaluation
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._compute_loss = True
@@ -242,7 +241,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         else:
             self._messages, steps = self._static_messages, pipe_schedule.steps()
         trains = pipe_schedule.program.timetable.trains
-        self._check_first_batch(trains)
+        self._load_step(trains)
         self._loss_sum.zero_()
         self.busy.start_step()
         window: deque[ds.PipeInstruction] = deque()
@@ -290,7 +289,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
     # --- handlers, in the order of the table below ---
 
     def _exec_load_micro_batch(self, buffer_id: int, stage: int, micro_batch: int) -> None:
-        inputs, labels = self._fetch(micro_batch)
+        inputs, labels = self._data.get(micro_batch)
         buffer = self.pipe_buffers[buffer_id]
         if stage == 0:
             buffer.inputs = self._to_device(inputs)
@@ -298,7 +297,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             buffer.labels = None if labels is None else self._to_device(labels)
 
     def _exec_forward_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:
-        buffer, number = self.pipe_buffers[buffer_id], self._global_id(micro_batch)
+        buffer, number = self.pipe_buffers[buffer_id], self._data.first_id + micro_batch
         assert buffer.inputs is not None
         splits = (stage, micro_batch) in self.running.program.timetable.split_backwards
         with self.busy, deferrable() if splits else _NOTHING:
@@ -452,26 +451,13 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             )
         return IteratorBatches(source, self.mpu.get_data_parallel_rank(), micro_batches)
 
-    def _check_first_batch(self, trains: bool) -> None:
-        self._fetched.clear()
+    def _load_step(self, trains: bool) -> None:
+        """Prepare the data of a step; check them before the first training step and the first evaluation."""
+        assert self.batches is not None
+        self._data = StepData(self.batches, self.module.data_index * self.running.micro_batches)
         if trains not in self._checked_batches:
-            assert self.batches is not None
-            check_first_batch(
-                self.running.program, self.running.stage_id, self.batches, self._fetch, self.transport.abort
-            )
+            check_first_batch(self._data, self.running.program, self.running.stage_id, self.transport.abort)
             self._checked_batches.add(trains)
-
-    def _fetch(self, micro_batch: int) -> tuple[Any, Any]:
-        """Return (inputs, labels); a rank that holds both ends of a pipe asks twice, and reads once."""
-        if micro_batch not in self._fetched:
-            assert self.batches is not None
-            batch = self.batches.get(self._global_id(micro_batch))
-            self._fetched[micro_batch] = require_pair(batch, self.batches)
-        return self._fetched[micro_batch]
-
-    def _global_id(self, micro_batch: int) -> int:
-        """Return the id of a micro-batch of this pipeline group among those of all groups."""
-        return self.module.data_index * self.running.micro_batches + micro_batch
 
     def _to_device(self, batch: Any) -> tuple[Tensor, ...]:
         return tuple(t.to(self.device, non_blocking=True).detach() for t in pack(batch, "the data"))
