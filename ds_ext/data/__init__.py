@@ -1,1 +1,1 @@
-"""Text to batches: tokenizers, Megatron `.bin/.idx` files, GPT samples, and the order of micro-batches."""
+"""Training data: tokenizers, Megatron's `.bin/.idx` files, and samples for GPT and BERT."""

@@ -1,4 +1,4 @@
-"""Names of the files in a folder of prepared data."""
+"""File names in a folder of prepared data."""
 
 DATA_NAME = "text_document"
 META_NAME = "meta.json"

@@ -1,25 +1,26 @@
-"""The one place that touches megatron-core's BERT dataset: what it needs, what it gives, and our index of samples.
+"""Interface to megatron-core's BERT dataset, with a sample index that does not depend on the length of the run.
 
-The library's own index depends on the number of samples asked for, so that a longer run would begin otherwise than a
-shorter one; it needs a process group, and writes files beside the data. Ours is made epoch by epoch, by the library's
-compiled helper. Importing the library takes seconds, so a rank does it when it wants its first sample, if ever.
+megatron-core's own index depends on the number of samples, so a longer run would start with different samples than a
+shorter one. It also needs a process group and writes files beside the data. The index here is built per epoch with
+megatron-core's compiled helper. The import of megatron-core takes seconds, so a rank imports it for its first sample.
 """
 
 import importlib.metadata
 import warnings
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_ext.data.indexed import IndexedTokens
 from ds_ext.data.wordpiece import CLS, MASK, PAD, SEP, WordPieceTokenizer
 from ds_ext.errors import ConfigError
 
-LIBRARY_VERSIONS = ("0.16",)
-LONGEST_SENTENCE = 512  # tokens; documents with a longer one are left out by the library's helper
+MEGATRON_VERSION = "0.16"
+MEGATRON_MAX_SENTENCE_TOKENS = 512  # megatron-core skips documents with a longer sentence
 FRAME_TOKENS = 3  # [CLS] a [SEP] b [SEP]
 MAX_NGRAM = 3
 EPOCHS_KEPT = 2
@@ -27,12 +28,12 @@ EPOCHS_KEPT = 2
 
 @dataclass(frozen=True)
 class BertOptions:
-    """What is done to the text, under the names of Megatron's flags.
+    """Settings of BERT samples, named after Megatron's flags.
 
     Args:
-        mask_prob: share of the tokens to be predicted; of them 80 % become [MASK], 10 % another word.
+        mask_prob: share of the tokens to predict. Of these 80 % become [MASK] and 10 % another word.
         short_seq_prob: share of the samples that are shorter than seq_length.
-        binary_head: two segments, of which half are swapped; without it a sample is one.
+        binary_head: samples have two segments, swapped in half of the samples. Without it they have one segment.
 
     Raises:
         ConfigError: a probability is out of range.
@@ -44,27 +45,30 @@ class BertOptions:
 
     def __post_init__(self) -> None:
         if not 0 < self.mask_prob < 1:
-            raise ConfigError(f"--mask-prob must be above 0 and below 1; got {self.mask_prob}.")
+            raise ConfigError(
+                f"--mask-prob: must be above 0 and below 1 (got {self.mask_prob}). The default is 0.15."
+            )
         if not 0 <= self.short_seq_prob <= 1:
-            raise ConfigError(f"--short-seq-prob must be from 0 to 1; got {self.short_seq_prob}.")
+            raise ConfigError(
+                f"--short-seq-prob: must be from 0 to 1 (got {self.short_seq_prob}). The default is 0.1."
+            )
 
 
 @dataclass(frozen=True)
-class SplitSentences:
-    """The documents of one split in one file, and what to make of them.
+class BertSplit:
+    """Documents of one split of one file, and the settings of their samples.
 
     Args:
-        prefix: the pair of files.
-        lengths: tokens of each sentence of the file.
-        borders: the sentence that each document of the split begins with, and the end.
-        seq_length: tokens of a sample.
-        seed, name: of the run and of the split; they decide everything random.
-        tokenizer: the data's.
-        options: what is done to the text.
+        indexed: file with one sequence per sentence.
+        borders: first sentence of every document of the split, and the end of the last document.
+        seq_length: tokens per sample.
+        seed: seed of the run.
+        name: name of the split, part of all seeds.
+        tokenizer: tokenizer of the data.
+        options: settings of the samples.
     """
 
-    prefix: Path
-    lengths: NDArray[np.int32] = field(repr=False)
+    indexed: IndexedTokens = field(repr=False)
     borders: NDArray[np.int64] = field(repr=False)
     seq_length: int
     seed: int
@@ -72,22 +76,22 @@ class SplitSentences:
     tokenizer: WordPieceTokenizer
     options: BertOptions
 
-    def derived_seed(self, *what: int | str) -> int:
-        """A seed of 31 bits, the most that the library takes, of its own for every purpose."""
-        words = [value for word in what for value in (word.encode() if isinstance(word, str) else [word])]
-        return int(np.random.default_rng((self.seed, *self.name.encode(), *words)).integers(1, 2**31 - 1))
+    def derived_seed(self, *purpose: int) -> int:
+        """Return a seed for one purpose. It has 31 bits, the maximum of megatron-core."""
+        generator = np.random.default_rng((self.seed, *self.name.encode(), *purpose))
+        return int(generator.integers(1, 2**31 - 1))
 
 
 class EpochIndex:
-    """Row i: first sentence, end, and wanted number of tokens of sample i, for as many epochs as are asked for.
+    """Sample index for any number of epochs; row i is (first sentence, end, number of tokens) of sample i.
 
-    Each epoch goes through all documents once, draws anew which samples are short, and has an order of its own.
+    Each epoch covers all documents once, with new short samples and in a new order.
     """
 
-    def __init__(self, part: SplitSentences, max_tokens: int, min_sentences: int) -> None:
-        self._part, self._max_tokens, self._min_sentences = part, max_tokens, min_sentences
+    def __init__(self, split: BertSplit, max_tokens: int, min_sentences: int) -> None:
+        self._split, self._max_tokens, self._min_sentences = split, max_tokens, min_sentences
         self._starts = [0]
-        self._kept: dict[int, NDArray[Any]] = {}
+        self._epochs: dict[int, NDArray[Any]] = {}
 
     def __getitem__(self, index: int) -> NDArray[Any]:
         while index >= self._starts[-1]:
@@ -96,29 +100,28 @@ class EpochIndex:
         return self._epoch(number)[index - self._starts[number]]
 
     def _epoch(self, number: int) -> NDArray[Any]:
-        if number not in self._kept:
+        if number not in self._epochs:
             from megatron.core.datasets import helpers_cpp
 
-            part = self._part
-            rows = helpers_cpp.build_mapping(
-                part.borders,
-                part.lengths,
+            split = self._split
+            self._epochs[number] = helpers_cpp.build_mapping(
+                split.borders,
+                split.indexed.sequence_lengths,
                 1,
                 np.iinfo(np.int64).max,
                 self._max_tokens,
-                part.options.short_seq_prob,
-                part.derived_seed("order", number),
+                split.options.short_seq_prob,
+                split.derived_seed(*b"order", number),
                 False,
                 self._min_sentences,
             )
-            self._kept[number] = rows
-            while len(self._kept) > EPOCHS_KEPT:
-                del self._kept[next(iter(self._kept))]
-        return self._kept[number]
+            if len(self._epochs) > EPOCHS_KEPT:
+                del self._epochs[next(iter(self._epochs))]
+        return self._epochs[number]
 
 
-def masked_dataset(part: SplitSentences) -> Any:
-    """megatron-core's dataset over the documents of `part`, with our index of samples."""
+def masked_dataset(split: BertSplit) -> Any:
+    """Return megatron-core's dataset for the documents of `split`, with :class:`EpochIndex` as sample index."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
         from megatron.core.datasets.bert_dataset import (
@@ -130,73 +133,61 @@ def masked_dataset(part: SplitSentences) -> Any:
 
     class Masked(BERTMaskedWordPieceDataset):
         def _build_sample_index(self, sequence_length: int, min_sentences_per_sample: int) -> EpochIndex:
-            return EpochIndex(part, sequence_length, min_sentences_per_sample)
+            return EpochIndex(split, sequence_length, min_sentences_per_sample)
 
+    prefix = str(split.indexed.prefix)
     config = BERTMaskedWordPieceDatasetConfig(
-        random_seed=part.derived_seed("masks"),
-        sequence_length=part.seq_length,
-        blend=([str(part.prefix)], None),
+        random_seed=split.derived_seed(*b"masks"),
+        sequence_length=split.seq_length,
+        blend=([prefix], None),
         split="1",
-        tokenizer=_LibraryTokenizer.of(part.tokenizer),
-        masking_probability=part.options.mask_prob,
-        short_sequence_probability=part.options.short_seq_prob,
+        tokenizer=_megatron_tokenizer(split.tokenizer),
+        masking_probability=split.options.mask_prob,
+        short_sequence_probability=split.options.short_seq_prob,
         masking_max_ngram=MAX_NGRAM,
         masking_do_full_word=True,
         masking_do_permutation=False,
         masking_use_longer_ngrams=False,
         masking_use_geometric_distribution=False,
-        classification_head=part.options.binary_head,
+        classification_head=split.options.binary_head,
     )
-    return Masked(
-        IndexedDataset(str(part.prefix)), str(part.prefix), np.empty(0), None, Split[part.name], config
-    )
+    return Masked(IndexedDataset(prefix), prefix, np.empty(0), None, Split[split.name], config)
 
 
-def require_library() -> None:
-    """Raise ConfigError without a megatron-core that we know; importing it to see would take seconds."""
+def require_megatron() -> None:
+    """Raise ConfigError unless a supported megatron-core is installed. Do not import it, which takes seconds."""
     try:
         version = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
         version = "none"
-    if not version.startswith(LIBRARY_VERSIONS):
+    if not version.startswith(MEGATRON_VERSION):
         raise ConfigError(
-            f"BERT's samples are made by megatron-core {' or '.join(LIBRARY_VERSIONS)}; installed is {version}: pip "
-            "install 'ds_ext[data]'."
+            f"megatron-core: BERT samples need version {MEGATRON_VERSION} (got {version}). Run `pip install "
+            "'ds_ext[data]'`."
         )
 
 
-class _Words(dict[int, str]):
-    """Word by token id, of all that may stand in for a masked one; special tokens have no word."""
+class _Replacements(dict[int, str]):
+    """Token id -> word for all tokens that may replace a masked one. Other ids map to an empty word."""
 
     def __missing__(self, token_id: int) -> str:
         return ""
 
 
-@dataclass(frozen=True)
-class _LibraryTokenizer:
-    """A tokenizer as megatron-core's dataset uses it.
+def _megatron_tokenizer(tokenizer: WordPieceTokenizer) -> SimpleNamespace:
+    """Return the attributes of a tokenizer that megatron-core's dataset reads.
 
-    The library puts any key of inv_vocab in the place of a masked word. With [PAD] among them it would take that
-    place for padding.
+    megatron-core may replace a masked word by any key of inv_vocab. [PAD] is not a key, because the position would
+    then count as padding.
     """
-
-    cls: int
-    sep: int
-    mask: int
-    pad: int
-    inv_vocab: _Words
-    unique_identifiers: dict[str, str]
-
-    @classmethod
-    def of(cls, tokenizer: WordPieceTokenizer) -> "_LibraryTokenizer":
-        ids = tokenizer.special_ids
-        framing = {ids[name] for name in (PAD, CLS, SEP, MASK)}
-        words = {token_id: word for word, token_id in tokenizer.vocab.items() if token_id not in framing}
-        return cls(
-            cls=ids[CLS],
-            sep=ids[SEP],
-            mask=ids[MASK],
-            pad=ids[PAD],
-            inv_vocab=_Words(sorted(words.items())),
-            unique_identifiers={"fingerprint": tokenizer.fingerprint},
-        )
+    ids = tokenizer.special_ids
+    excluded = {ids[name] for name in (PAD, CLS, SEP, MASK)}
+    words = {token_id: word for word, token_id in tokenizer.vocab.items() if token_id not in excluded}
+    return SimpleNamespace(
+        cls=ids[CLS],
+        sep=ids[SEP],
+        mask=ids[MASK],
+        pad=ids[PAD],
+        inv_vocab=_Replacements(sorted(words.items())),
+        unique_identifiers={"fingerprint": tokenizer.fingerprint},
+    )

@@ -1,4 +1,4 @@
-"""`meta.json` beside prepared data: what it was made from; checks that it fits tokenizer and model."""
+"""`meta.json` of prepared data, and checks of the data against tokenizer and model."""
 
 import json
 import zlib
@@ -19,27 +19,25 @@ COMPARED_BLOCK_BYTES = 4096
 
 
 def read_meta(data_path: str | Sequence[str]) -> dict[str, Any] | None:
-    """`meta.json` of the data, None when there is none; of a blend, what all parts agree on.
+    """Return `meta.json` of the data, for a blend the entries common to all parts; None if a part has no `meta.json`.
 
-    Raises ConfigError when the data files themselves are missing, or the file is damaged.
+    Keys: format, arguments, source, documents, sentences (BERT only), tokens, bytes, max_token_id,
+    unigram_entropy_nats, vocab_size, eod_id, tokenizer (file name), tokenizer_fingerprint, versions.
 
-    Keys: source, documents, tokens, bytes, vocab_size, eod_id, max_token_id, tokenizer (a file name beside
-    it), tokenizer_fingerprint, unigram_entropy_nats, versions, arguments.
+    Raises:
+        ConfigError: a data file is missing, or `meta.json` is damaged.
     """
     _, prefixes = parse_data_path(data_path)
     for prefix in prefixes:
         require_files(prefix)
-    metas = [_read_one(prefix) for prefix in prefixes]
-    first = metas[0]
-    if first is None or None in metas:
+    metas = [meta for meta in map(_read_one, prefixes) if meta is not None]
+    if len(metas) < len(prefixes):
         return None
-    return {
-        key: value for key, value in first.items() if all(meta and meta.get(key) == value for meta in metas)
-    }
+    return {key: value for key, value in metas[0].items() if all(meta.get(key) == value for meta in metas)}
 
 
 def check_tokenizer(data_path: str | Sequence[str], tokenizer: Tokenizer) -> None:
-    """Raise ConfigError when data and tokenizer do not belong together; without `meta.json`, by the ids."""
+    """Raise ConfigError unless the data was made with `tokenizer`. Without `meta.json`, compare token ids only."""
     _, prefixes = parse_data_path(data_path)
     for prefix in prefixes:
         meta = _read_one(prefix)
@@ -47,33 +45,31 @@ def check_tokenizer(data_path: str | Sequence[str], tokenizer: Tokenizer) -> Non
             check_vocab_size([str(prefix)], tokenizer.vocab_size)
         elif meta["tokenizer_fingerprint"] != tokenizer.fingerprint:
             raise ConfigError(
-                f"the tokenizer does not match the data {prefix}: the data was made with vocabulary "
-                f"{meta['vocab_size']}, fingerprint {meta['tokenizer_fingerprint']}; this tokenizer has "
-                f"vocabulary {tokenizer.vocab_size}, fingerprint {tokenizer.fingerprint}. Use "
-                f"{prefix.parent / meta['tokenizer']}, or prepare the data again with `python -m ds_ext "
-                "prepare --tokenizer THIS_TOKENIZER --force`."
+                f"tokenizer: it does not match the data {prefix} (got vocabulary {tokenizer.vocab_size}, fingerprint "
+                f"{tokenizer.fingerprint}; the data has vocabulary {meta['vocab_size']}, fingerprint "
+                f"{meta['tokenizer_fingerprint']}). Use {prefix.parent / meta['tokenizer']}, or prepare the data again "
+                "with `python -m ds_ext prepare --tokenizer THIS_TOKENIZER --force`."
             )
 
 
 def check_vocab_size(data_path: str | Sequence[str], vocab_size: int) -> None:
-    """Raise ConfigError when the data holds a token id that a model of `vocab_size` tokens cannot embed."""
+    """Raise ConfigError if the data contains a token id outside a vocabulary of `vocab_size` tokens."""
     _, prefixes = parse_data_path(data_path)
     for prefix in prefixes:
         meta = _read_one(prefix)
         largest = _probe_max_token(prefix) if meta is None else meta["max_token_id"]
         if largest >= vocab_size:
-            known = "" if meta is None else f" (its tokenizer has {meta['vocab_size']} tokens)"
+            origin = "" if meta is None else f"; the tokenizer of the data has {meta['vocab_size']}"
             raise ConfigError(
-                f"the data {prefix} holds token id {largest}{known}, the model has a vocabulary of "
-                f"{vocab_size}. Give the model at least {largest + 1} tokens, or use the tokenizer that the "
-                "data was made with."
+                f"{prefix}: token id {largest} is outside the vocabulary (got {vocab_size} tokens{origin}). Use a "
+                f"vocabulary of at least {largest + 1} tokens, or the tokenizer of the data."
             )
 
 
 def fingerprint(data_path: str | Sequence[str]) -> str:
-    """Return a checksum of weights, sizes of files and 64 blocks of 4 KiB of each file, spread evenly.
+    """Return a checksum of weights, file sizes and 64 evenly spaced blocks of 4 KiB per file.
 
-    The same data in different folders have the same one; it takes milliseconds for files of any size.
+    It does not depend on the folder, and takes milliseconds for files of any size.
     """
     weights, prefixes = parse_data_path(data_path)
     crc = zlib.crc32(" ".join(map(str, weights)).encode())
@@ -89,7 +85,7 @@ def fingerprint(data_path: str | Sequence[str]) -> str:
 
 
 def _probe_max_token(prefix: Path) -> int:
-    """Largest id in blocks spread evenly over the file, which is quick for files of any size."""
+    """Return the largest token id in evenly spaced blocks, which is fast for files of any size."""
     tokens = IndexedTokens(prefix).tokens
     step = max(PROBED_BLOCK_TOKENS, len(tokens) // PROBED_BLOCKS)
     starts = range(0, len(tokens), step)
@@ -98,12 +94,12 @@ def _probe_max_token(prefix: Path) -> int:
 
 def _read_one(prefix: Path) -> dict[str, Any] | None:
     path = prefix.parent / META_NAME
-    # A folder may hold other prefixes beside the prepared one; the file speaks for that one only.
+    # The file describes only the data that `prepare` wrote; the folder may contain other prefixes.
     if prefix.name != DATA_NAME or not path.exists():
         return None
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(
-            f"{path} is not valid JSON: {error}. Prepare the data again with --force."
+            f"{path}: not valid JSON ({error}). Prepare the data again with --force."
         ) from error

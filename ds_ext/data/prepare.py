@@ -1,8 +1,8 @@
-"""`python -m ds_ext prepare`: text to `text_document.bin/.idx`, a tokenizer and `meta.json` in one folder.
+"""`python -m ds_ext prepare`: convert text to `text_document.bin/.idx`, a tokenizer and `meta.json` in one folder.
 
-The pair is Megatron's indexed dataset, written by megatron-core's own builder: with an end-of-document token
-after each document (Megatron's `--append-eod`) for GPT, or, with a WordPiece tokenizer, with every sentence a
-sequence of its own (`--split-sentences`) for BERT.
+megatron-core writes the pair of files in its indexed format. For GPT every document is one sequence that ends with an
+end-of-document token (Megatron's `--append-eod`). For BERT, selected by a WordPiece tokenizer, every sentence is one
+sequence (`--split-sentences`).
 """
 
 import argparse
@@ -11,15 +11,15 @@ import importlib.metadata
 import json
 import os
 import platform
+import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ds_ext.data.layout import DATA_NAME, META_NAME, TOKENIZER_NAMES
-from ds_ext.data.progress import progress
 from ds_ext.data.sources import Source, open_source, source_details
 from ds_ext.data.tokenizer import load_gpt2_files, load_tokenizer, train_bpe, train_sentencepiece
 from ds_ext.data.tokenizer_base import Tokenizer
@@ -27,15 +27,11 @@ from ds_ext.data.wordpiece import VOCAB_NAME, WordPieceTokenizer, train_wordpiec
 from ds_ext.errors import ConfigError
 
 FORMAT = 1
-ENCODE_BATCH_BYTES = 2_000_000
-TOKENIZER_TRAINING_BYTES = 100_000_000
+ENCODE_BATCH_CHARACTERS = 2_000_000
+TOKENIZER_TRAINING_CHARACTERS = 100_000_000
+PROGRESS_INTERVAL_S = 5.0
 VOCAB_SIZE = 4096
-SOURCE_HELP = "the Python standard library, a text file, a .jsonl file or a folder (default: stdlib)"
 TRAINERS = {"bpe": train_bpe, "sentencepiece": train_sentencepiece, "wordpiece": train_wordpiece}
-TYPE_HELP = (
-    "tokenizer to train (default: byte-level BPE); wordpiece makes data for BERT, split into sentences"
-)
-TOKENIZER_HELP = "use this tokenizer.json, .model, vocab.txt or prepared folder instead of training one"
 NEXT_GPT = "train_gpt.py --deepspeed_config configs/bitpipe.json"
 NEXT_BERT = "train_bert.py --deepspeed_config configs/bert_bitpipe.json"
 VERSIONED_PACKAGES = ("ds_ext", "tokenizers", "sentencepiece", "megatron-core", "numpy", "torch")
@@ -43,48 +39,73 @@ VERSIONED_PACKAGES = ("ds_ext", "tokenizers", "sentencepiece", "megatron-core", 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb `prepare`."""
-    parser.add_argument("--source", default="stdlib", metavar="stdlib|PATH", help=SOURCE_HELP)
+    parser.add_argument(
+        "--source",
+        default="stdlib",
+        metavar="stdlib|PATH",
+        help="the Python standard library, a text file, a .jsonl file or a folder (default: stdlib)",
+    )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FOLDER",
-        help="default: data/NAME_OF_THE_SOURCE; with _bert behind it for BERT",
+        help="output folder (default: data/SOURCE_NAME; for BERT data/SOURCE_NAME_bert)",
     )
     parser.add_argument("--json-key", default="text", help="key of the text in jsonl objects (default: text)")
-    parser.add_argument("--tokenizer-type", choices=[*TRAINERS], default="bpe", help=TYPE_HELP)
-    parser.add_argument("--vocab-size", type=int, help=f"of a tokenizer trained here (default: {VOCAB_SIZE})")
-    parser.add_argument("--tokenizer", metavar="PATH", help=TOKENIZER_HELP)
-    parser.add_argument("--vocab-file", help="GPT-2's vocab.json, instead of training a tokenizer")
-    parser.add_argument("--merge-file", help="GPT-2's merges.txt that belongs to --vocab-file")
-    parser.add_argument("--force", action="store_true", help="prepare again although the folder holds data")
+    parser.add_argument(
+        "--tokenizer-type",
+        choices=[*TRAINERS],
+        default="bpe",
+        help="tokenizer to train (default: bpe); wordpiece prepares data for BERT, split into sentences",
+    )
+    tokenizer = parser.add_mutually_exclusive_group()
+    tokenizer.add_argument(
+        "--vocab-size", type=int, help=f"size of the trained tokenizer (default: {VOCAB_SIZE})"
+    )
+    tokenizer.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="existing tokenizer.json, .model, vocab.txt or prepared folder to use instead of training",
+    )
+    tokenizer.add_argument("--vocab-file", help="GPT-2's vocab.json to use instead of training")
+    parser.add_argument("--merge-file", help="GPT-2's merges.txt for --vocab-file")
+    parser.add_argument("--force", action="store_true", help="replace data that is already in the folder")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare the data unless the same is there already; returns the exit code 0.
+    """Prepare the data, unless the folder already contains the same data. Return exit code 0.
 
     Raises:
-        ConfigError: a source, a tokenizer or a package is missing, or the folder holds other data and not
-        --force.
+        ConfigError: the source, the tokenizer or a package is missing, or the folder contains other data and --force
+            is not set.
     """
-    _check_options(args)
+    if (args.vocab_file is None) != (args.merge_file is None):
+        raise ConfigError(
+            f"--vocab-file and --merge-file: both are needed (got only {args.vocab_file or args.merge_file}). Pass "
+            "both, or BERT's vocab.txt with --tokenizer."
+        )
     source_path = Path(args.source).resolve()
-    given = _given_tokenizer(args)
-    for_bert = isinstance(given, WordPieceTokenizer) or (given is None and args.tokenizer_type == "wordpiece")
+    tokenizer = _load_tokenizer(args)
+    for_bert = isinstance(tokenizer, WordPieceTokenizer) or (
+        tokenizer is None and args.tokenizer_type == "wordpiece"
+    )
     output = args.output or Path("data") / (source_path.stem + ("_bert" if for_bert else ""))
     if source_path.is_dir() and output.resolve().is_relative_to(source_path):
-        raise ConfigError(f"--output {output} lies inside --source {args.source}: choose a folder outside it")
-    identity = _identity(args)
-    meta = None if args.force else _prepared(output, identity)
+        raise ConfigError(
+            f"--output: the folder is inside --source {args.source} (got {output}). Use a folder outside."
+        )
+    arguments = _recorded_arguments(args, tokenizer)
+    meta = None if args.force else _read_finished(output, arguments)
     if meta is None:
         started_s = time.monotonic()
-        meta = _prepare(args, output, identity)
+        meta = _prepare(args, tokenizer, output, arguments)
         print(f"wrote {output} in {time.monotonic() - started_s:.0f} s")
     else:
-        print(f"{output} is prepared already (--force prepares it again)")
+        print(f"{output} is already prepared (--force prepares it again)")
     print(
-        f"{meta['documents']} document{'s' if meta['documents'] != 1 else ''}, {meta['tokens']} tokens, "
-        f"{meta['bytes'] / meta['tokens']:.2f} bytes a token, vocabulary {meta['vocab_size']}, "
-        f"unigram entropy {meta['unigram_entropy_nats']:.3f} nats"
+        f"documents {meta['documents']}, tokens {meta['tokens']}, bytes per token "
+        f"{meta['bytes'] / meta['tokens']:.2f}, vocabulary {meta['vocab_size']}, unigram entropy "
+        f"{meta['unigram_entropy_nats']:.3f} nats"
     )
     print(
         f"next: deepspeed --num_gpus 4 {NEXT_BERT if for_bert else NEXT_GPT} --data-path {output} "
@@ -93,69 +114,78 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_options(args: argparse.Namespace) -> None:
-    if (args.vocab_file is None) != (args.merge_file is None):
-        raise ConfigError(
-            "--vocab-file and --merge-file belong together: give both (BERT's vocab.txt goes to --tokenizer)"
-        )
-    if args.tokenizer and args.vocab_file:
-        raise ConfigError("--tokenizer and --vocab-file exclude each other: give one of them")
-    if args.vocab_size is not None and (args.tokenizer or args.vocab_file):
-        raise ConfigError(
-            f"--vocab-size {args.vocab_size} is for a tokenizer that is trained here; the given one has its "
-            "own size"
-        )
+def _load_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
+    """Load the existing tokenizer selected by the options; None if one is to be trained."""
+    if args.tokenizer:
+        return load_tokenizer(args.tokenizer)
+    if args.vocab_file:
+        return load_gpt2_files(args.vocab_file, args.merge_file)
+    return None
 
 
-def _identity(args: argparse.Namespace) -> dict[str, Any]:
-    """What decides the result: options, and for a path what its files looked like."""
-    given = _given_tokenizer(args)
-    if given is not None:
-        tokenizer = {"fingerprint": given.fingerprint}
-    else:
-        tokenizer = {"type": args.tokenizer_type, "vocab_size": args.vocab_size or VOCAB_SIZE}
+def _recorded_arguments(args: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return everything that determines the result: options, and state of the source files."""
     return {
         "source": args.source,
         "json_key": args.json_key,
-        "tokenizer": tokenizer,
+        "tokenizer": (
+            {"fingerprint": tokenizer.fingerprint}
+            if tokenizer is not None
+            else {"type": args.tokenizer_type, "vocab_size": args.vocab_size or VOCAB_SIZE}
+        ),
         "source_details": source_details(args.source),
     }
 
 
-def _prepared(output: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """meta.json of finished data made from the same arguments; None when there is no finished data."""
-    path = output / META_NAME
-    names = (f"{DATA_NAME}.bin", f"{DATA_NAME}.idx")
-    if not path.exists() or not all((output / name).exists() for name in names):
+def _read_finished(output: Path, arguments: dict[str, Any]) -> dict[str, Any] | None:
+    """Return meta.json of complete data with the same arguments, or None if the folder has no complete data.
+
+    Raises:
+        ConfigError: the data has other arguments.
+    """
+    names = (META_NAME, f"{DATA_NAME}.bin", f"{DATA_NAME}.idx")
+    if not all((output / name).exists() for name in names):
         return None
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = json.loads((output / META_NAME).read_text(encoding="utf-8"))
     except ValueError:
         return None
-    found = meta.get("arguments", {})
-    changed = [key for key, value in identity.items() if found.get(key) != value]
-    if changed:
-        differences = "; ".join(f"{key}: there {found.get(key)}, now {identity[key]}" for key in changed)
+    before = meta.get("arguments", {})
+    changes = [
+        f"{key} was {before.get(key)}, now {value}"
+        for key, value in arguments.items()
+        if before.get(key) != value
+    ]
+    if changes:
         raise ConfigError(
-            f"{output} holds data prepared otherwise ({differences}). Choose another --output, or --force to "
-            "replace it."
+            f"--output: {output} contains data prepared with other arguments (got {'; '.join(changes)}). Use another "
+            "folder, or --force to replace the data."
         )
     return meta
 
 
-def _prepare(args: argparse.Namespace, output: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    """Build everything under a temporary name in `output` and move it into place, meta.json last."""
+def _prepare(
+    args: argparse.Namespace, tokenizer: Tokenizer | None, output: Path, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """Write all files to a temporary folder and move them to `output` when they are complete, meta.json last."""
     print(f"reading {args.source}", flush=True)
     source = open_source(args.source, args.json_key)
     _import_builder()
-    with _made(output), tempfile.TemporaryDirectory(prefix=".partial-", dir=output) as folder:
-        partial = Path(folder)
-        tokenizer = _make_tokenizer(args, source)
+    existing = next(path for path in (output, *output.parents) if path.exists())
+    try:
+        folder = tempfile.TemporaryDirectory(prefix=".partial-", dir=existing)
+    except OSError as error:
+        raise ConfigError(
+            f"--output: cannot write to {existing} (got {output}: {error.strerror}). Use another folder."
+        ) from None
+    with folder:
+        partial = Path(folder.name)
+        tokenizer = tokenizer or _train_tokenizer(args, source)
         tokenizer_files = tokenizer.save(partial)
         counts = _write_tokens(source, tokenizer, partial / DATA_NAME)
         meta = {
             "format": FORMAT,
-            "arguments": identity,
+            "arguments": arguments,
             "source": {"name": source.name, **source.details},
             **counts,
             "vocab_size": tokenizer.vocab_size,
@@ -165,7 +195,8 @@ def _prepare(args: argparse.Namespace, output: Path, identity: dict[str, Any]) -
             "versions": _versions(),
         }
         (partial / META_NAME).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
-        # While the files are exchanged there is no meta.json: a run that is cut here is seen as unfinished.
+        output.mkdir(parents=True, exist_ok=True)
+        # Without meta.json the folder counts as incomplete if this process is killed while it replaces files.
         for name in (META_NAME, *TOKENIZER_NAMES, VOCAB_NAME):
             (output / name).unlink(missing_ok=True)
         for name in (*tokenizer_files, f"{DATA_NAME}.bin", f"{DATA_NAME}.idx", META_NAME):
@@ -173,55 +204,27 @@ def _prepare(args: argparse.Namespace, output: Path, identity: dict[str, Any]) -
     return meta
 
 
-@contextlib.contextmanager
-def _made(folder: Path) -> Iterator[None]:
-    """Have ``folder``; if what follows fails, remove it and its parents again as far as they were not there before."""
-    new = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output {folder}: the folder cannot be made ({error.strerror}).") from None
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):  # something of another's is in it
-            for path in new:
-                path.rmdir()
-        raise
-
-
-def _given_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
-    """The tokenizer that the user names, None when one is to be trained."""
-    if args.tokenizer:
-        return load_tokenizer(args.tokenizer)
-    if args.vocab_file:
-        return load_gpt2_files(args.vocab_file, args.merge_file)
-    return None
-
-
-def _make_tokenizer(args: argparse.Namespace, source: Source) -> Tokenizer:
-    given = _given_tokenizer(args)
-    if given is not None:
-        return given
-    wanted = args.vocab_size or VOCAB_SIZE
-    print(f"training a {args.tokenizer_type} tokenizer with {wanted} tokens", flush=True)
-    result = TRAINERS[args.tokenizer_type](_first_bytes(source.documents(), TOKENIZER_TRAINING_BYTES), wanted)
-    if result.vocab_size < wanted:
-        print(f"the text gives only {result.vocab_size} tokens")
-    return result
+def _train_tokenizer(args: argparse.Namespace, source: Source) -> Tokenizer:
+    vocab_size = args.vocab_size or VOCAB_SIZE
+    print(f"training a {args.tokenizer_type} tokenizer with {vocab_size} tokens", flush=True)
+    texts = _first_texts(source.documents(), TOKENIZER_TRAINING_CHARACTERS)
+    tokenizer = TRAINERS[args.tokenizer_type](texts, vocab_size)
+    if tokenizer.vocab_size < vocab_size:
+        print(f"the text is too small for {vocab_size} tokens; the vocabulary has {tokenizer.vocab_size}")
+    return tokenizer
 
 
 def _write_tokens(source: Source, tokenizer: Tokenizer, prefix: Path) -> dict[str, Any]:
-    """Encode all documents into `prefix.bin/.idx`; returns the counts for meta.json."""
+    """Write the tokens of all documents to `prefix.bin/.idx`. Return the counts for meta.json."""
     import numpy as np
 
-    # Megatron's rule: two bytes a token where they hold every id.
+    # Megatron uses two bytes per token for vocabularies below this size.
     dtype = np.uint16 if tokenizer.vocab_size < 65500 else np.int32
-    builder = _import_builder()(str(prefix) + ".bin", dtype=dtype)
+    builder = _import_builder()(f"{prefix}.bin", dtype=dtype)
     frequencies = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     documents = sequences = num_bytes = 0
-    with progress("encoding", source.num_bytes) as advance:
-        for batch in _batches(source.documents(), ENCODE_BATCH_BYTES):
+    with _progress(source.num_bytes) as advance:
+        for batch in _batches(source.documents(), ENCODE_BATCH_CHARACTERS):
             for document in filter(None, tokenizer.encode_documents(batch)):
                 tokens = np.concatenate([np.array(sequence, dtype) for sequence in document])
                 builder.add_document(tokens, [len(sequence) for sequence in document])
@@ -231,7 +234,7 @@ def _write_tokens(source: Source, tokenizer: Tokenizer, prefix: Path) -> dict[st
             batch_bytes = sum(len(text.encode()) for text in batch)
             num_bytes += batch_bytes
             advance(batch_bytes)
-    builder.finalize(str(prefix) + ".idx")
+    builder.finalize(f"{prefix}.idx")
     shares = frequencies[frequencies > 0] / frequencies.sum()
     return {
         "documents": documents,
@@ -243,45 +246,65 @@ def _write_tokens(source: Source, tokenizer: Tokenizer, prefix: Path) -> dict[st
     }
 
 
+@contextlib.contextmanager
+def _progress(total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function that reports encoded bytes: as a bar on a terminal, as a line every 5 s elsewhere."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+    on_terminal = sys.stdout.isatty()
+    done_bytes, next_line_s = 0, time.monotonic() + PROGRESS_INTERVAL_S
+    columns = ("encoding", BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, disable=not on_terminal) as progress:
+        task = progress.add_task("encoding", total=total_bytes)
+
+        def advance(num_bytes: int) -> None:
+            nonlocal done_bytes, next_line_s
+            done_bytes += num_bytes
+            progress.advance(task, num_bytes)
+            if not on_terminal and time.monotonic() >= next_line_s:
+                next_line_s = time.monotonic() + PROGRESS_INTERVAL_S
+                print(f"encoding: {done_bytes / 1e6:.1f} of {total_bytes / 1e6:.1f} MB", flush=True)
+
+        yield advance
+
+
 def _import_builder() -> Any:
-    """megatron-core's IndexedDatasetBuilder; the import takes seconds, so only this verb does it."""
+    """Return megatron-core's IndexedDatasetBuilder, whose import takes seconds."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
         try:
             from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f"preparing data needs megatron-core ({error}): pip install 'ds_ext[data]'"
+                f"megatron-core: the import failed (got {error}). Run `pip install 'ds_ext[data]'`."
             ) from error
     return IndexedDatasetBuilder
 
 
 def _batches(texts: Iterable[str], batch_characters: int) -> Iterator[list[str]]:
     batch: list[str] = []
-    size = 0
+    num_characters = 0
     for text in texts:
         batch.append(text)
-        size += len(text)
-        if size >= batch_characters:
+        num_characters += len(text)
+        if num_characters >= batch_characters:
             yield batch
-            batch, size = [], 0
+            batch, num_characters = [], 0
     if batch:
         yield batch
 
 
-def _first_bytes(texts: Iterable[str], limit: int) -> Iterator[str]:
+def _first_texts(texts: Iterable[str], max_characters: int) -> Iterator[str]:
     for text in texts:
-        if limit <= 0:
+        if max_characters <= 0:
             return
-        limit -= len(text)
+        max_characters -= len(text)
         yield text
 
 
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in VERSIONED_PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions

@@ -1,7 +1,7 @@
-"""Sources of documents: text files, folders, jsonl, the Python standard library.
+"""Sources of documents: text files, folders, jsonl files and the Python standard library.
 
-Documents of a folder and of the standard library are sorted by the hash of their names. A split by position (the
-last documents validate) is therefore random, and the same on every machine.
+Documents of a folder and of the standard library are sorted by the hash of their names. A split by position is
+therefore random, and the same on every machine.
 """
 
 import hashlib
@@ -20,9 +20,9 @@ from ds_ext.errors import ConfigError
 
 STDLIB = "stdlib"
 STDLIB_BYTES = 10_000_000
-LEAST_STDLIB_BYTES = 5_000_000
-SNIFFED_BYTES = 8192
-TEXT_PIECE_CHARACTERS = 16_384
+MIN_STDLIB_BYTES = 5_000_000
+CHECKED_BYTES = 8192  # a null byte among these marks a binary file
+MIN_DOCUMENT_CHARACTERS = 16_384
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
 T = TypeVar("T")
@@ -32,13 +32,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Source:
-    """Documents that can be read more than once.
+    """Documents that can be read several times.
 
     Attributes:
-        name: what the user asked for.
-        documents: starts a new pass over the documents.
-        num_bytes: size of the text, exact or (for jsonl) with its markup, for progress.
-        details: what identifies this state of the source (sizes, dates, versions, hashes); JSON values.
+        name: value of `--source`.
+        documents: function that starts a new pass over the documents.
+        num_bytes: size of the text, for jsonl of the whole file; used for progress.
+        details: JSON values that identify the current content: sizes, dates, versions.
     """
 
     name: str
@@ -48,10 +48,10 @@ class Source:
 
 
 def open_source(name: str, json_key: str = "text") -> Source:
-    """Open a source: "stdlib", or the path of a text file, a jsonl file or a folder.
+    """Open "stdlib", or the path of a text file, jsonl file or folder.
 
     Raises:
-        ConfigError: it does not exist or has no text.
+        ConfigError: the source does not exist or contains no text.
     """
     if name == STDLIB:
         return _standard_library()
@@ -60,13 +60,13 @@ def open_source(name: str, json_key: str = "text") -> Source:
         return _folder(path)
     if not path.is_file():
         raise ConfigError(
-            f"--source: no such file or folder (got {name}). Give a text file, a .jsonl file, a folder, or {STDLIB}."
+            f"--source: no such file or folder (got {name}). Use a text file, a .jsonl file, a folder or {STDLIB}."
         )
     return _jsonl(path, json_key) if path.suffix in JSONL_SUFFIXES else _text_file(path)
 
 
 def source_details(name: str) -> dict[str, Any]:
-    """Return sizes and dates that change when the files of a path do; empty for the standard library."""
+    """Return number, size and latest change of the files of a path; empty for the standard library."""
     path = Path(name)
     if name == STDLIB or not path.exists():
         return {}
@@ -77,14 +77,14 @@ def source_details(name: str) -> dict[str, Any]:
 
 
 def hash_order(items: Iterable[T], name: Callable[[T], str]) -> list[T]:
-    """`items` in the order of the sha256 of their names: shuffled, and the same everywhere."""
+    """Return `items` sorted by the sha256 of their names: shuffled, and the same on every machine."""
     return sorted(items, key=lambda item: hashlib.sha256(name(item).encode()).digest())
 
 
 def read_text(path: Path) -> str | None:
-    """The file's text, or None when it is not text in UTF-8."""
+    """Return the text of a file; None unless it is UTF-8 text."""
     content = path.read_bytes()
-    if b"\0" in content[:SNIFFED_BYTES]:
+    if b"\0" in content[:CHECKED_BYTES]:
         return None
     try:
         return content.decode("utf-8")
@@ -93,62 +93,62 @@ def read_text(path: Path) -> str | None:
 
 
 def _standard_library() -> Source:
-    """Return the running Python's standard library, at least 10 MB where it has that much.
-
-    Tests and codec tables read less like text, so they only fill up what the rest leaves of the wanted size.
-    """
+    """Return the standard library of the running Python, with tests and codec tables only to reach `STDLIB_BYTES`."""
     root = Path(sysconfig.get_path("stdlib"))
-    named = hash_order([*library_modules(root), *compiled_docs(root)], lambda document: document[0])
-    total = sum(len(text.encode()) for _, text in named)
+    documents = hash_order([*library_modules(root), *compiled_docs(root)], lambda document: document[0])
+    num_bytes = sum(len(text.encode()) for _, text in documents)
     for name, text in hash_order(library_modules(root, filler=True), lambda document: document[0]):
-        if total >= STDLIB_BYTES:
+        if num_bytes >= STDLIB_BYTES:
             break
-        named.append((name, text))
-        total += len(text.encode())
-    if total < LEAST_STDLIB_BYTES:
+        documents.append((name, text))
+        num_bytes += len(text.encode())
+    if num_bytes < MIN_STDLIB_BYTES:
         raise ConfigError(
-            f"the standard library in {root} has {total / 1e6:.1f} MB of text; {LEAST_STDLIB_BYTES / 1e6:.0f} MB "
-            "are needed. Install its sources (Debian: libpython3-stdlib, libpython3.11-testsuite), or give "
-            "text of your own with --source PATH."
+            f"--source {STDLIB}: {root} contains too little text (got {num_bytes / 1e6:.1f} MB, needs "
+            f"{MIN_STDLIB_BYTES / 1e6:.0f} MB). Install the sources (Debian: libpython3-stdlib, "
+            "libpython3.11-testsuite), or use your own text with --source PATH."
         )
-    texts = [text for _, text in named]
+    texts = [text for _, text in documents]
     details = {"python": platform.python_version(), "modules": len(texts)}
-    return Source(STDLIB, lambda: texts, total, details)
+    return Source(STDLIB, lambda: texts, num_bytes, details)
 
 
 def _text_file(path: Path) -> Source:
-    """One text file, cut at blank lines into documents of 16 thousand characters or more."""
+    """Return a text file, divided at blank lines into documents of at least `MIN_DOCUMENT_CHARACTERS` characters."""
     text = read_text(path)
     if text is None or not text.strip():
-        raise ConfigError(f"{path} is {'empty' if text is not None else 'not text in UTF-8'}")
-    pieces = list(_pieces(text))
-    return Source(str(path), lambda: pieces, path.stat().st_size, source_details(str(path)))
+        problem = "the file is empty" if text is not None else "the file is not UTF-8 text"
+        raise ConfigError(f"--source: {problem} (got {path}). Use a file with UTF-8 text.")
+    documents = list(_divided(text))
+    return Source(str(path), lambda: documents, path.stat().st_size, source_details(str(path)))
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """Consecutive parts of `text` that end at a blank line once they are long enough; none is lost."""
+def _divided(text: str) -> Iterator[str]:
     start = 0
     while start < len(text):
-        border = text.find("\n\n", start + TEXT_PIECE_CHARACTERS)
+        border = text.find("\n\n", start + MIN_DOCUMENT_CHARACTERS)
         stop = len(text) if border < 0 else border + 2
         yield text[start:stop]
         start = stop
 
 
 def _folder(folder: Path) -> Source:
-    """All text files below `folder`, one document each; hidden and binary files are left out."""
+    """Return the text files below `folder`, one document per file, without hidden and binary files."""
     files = hash_order(_files_below(folder), lambda path: path.relative_to(folder).as_posix())
 
     def documents() -> Iterator[str]:
         for path in files:
             text = read_text(path)
             if text is None:
-                logger.info("%s is not text in UTF-8 and is left out", path)
+                logger.info("skipped, not UTF-8 text: %s", path)
             elif text.strip():
                 yield text
 
     if next(documents(), None) is None:
-        raise ConfigError(f"{folder} has no text: none of its {len(files)} files is text in UTF-8")
+        raise ConfigError(
+            f"--source: the folder contains no UTF-8 text (got {folder} with {len(files)} files). Use a folder of "
+            "text files."
+        )
     details = source_details(str(folder))
     return Source(str(folder), documents, details["bytes"], details)
 
@@ -160,7 +160,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 def _jsonl(path: Path, key: str) -> Source:
-    """One JSON object a line, its text in `key`; documents in the order of the file."""
+    """Return the texts under `key` in a file with one JSON object per line, in file order."""
 
     def documents() -> Iterator[str]:
         with path.open(encoding="utf-8") as lines:
@@ -169,19 +169,19 @@ def _jsonl(path: Path, key: str) -> Source:
                     yield _jsonl_text(line, key, f"{path}, line {number}")
 
     if next(documents(), None) is None:
-        raise ConfigError(f"{path} is empty")
+        raise ConfigError(
+            f"--source: the file is empty (got {path}). Use a file with one JSON object per line."
+        )
     return Source(str(path), documents, path.stat().st_size, source_details(str(path)))
 
 
-def _jsonl_text(line: str, key: str, place: str) -> str:
+def _jsonl_text(line: str, key: str, position: str) -> str:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise ConfigError(
-            f"{place} is not JSON: {error}. A jsonl file has one object on each line."
-        ) from error
+        raise ConfigError(f"{position}: not JSON ({error}). Write one JSON object per line.") from error
     text = record.get(key) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-        raise ConfigError(f"{place} has no text under {key!r}, only: {keys}. Name the key with --json-key.")
+        keys = f"the keys {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
+        raise ConfigError(f"{position}: no text under {key!r} (got {keys}). Set the key with --json-key.")
     return text

@@ -1,4 +1,4 @@
-"""Texts of the Python standard library: sources of its modules and documentation strings of the compiled ones."""
+"""Texts of the Python standard library: source code of Python modules and docstrings of compiled modules."""
 
 import importlib
 import inspect
@@ -11,28 +11,27 @@ from types import ModuleType
 
 FOREIGN_FOLDERS = frozenset(("site-packages", "dist-packages", "__pycache__"))
 FILLER_FOLDERS = frozenset(("test", "tests", "idle_test", "encodings"))
-# Lines longer than this hold encoded data.
-LONGEST_LINE = 1000
-# readline writes to the terminal when imported, the others exist for CPython's own tests.
+MAX_LINE_CHARACTERS = 1000  # longer lines contain encoded data
+# The import of readline writes to the terminal. The others exist for CPython's tests.
 SKIPPED_MODULES = ("readline", "_test", "_xx", "xx")
 
 
 def library_modules(root: Path, filler: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of the modules below `root`: the library, or with `filler` its tests and codec tables."""
+    """Yield (name, text) of the library modules below `root`, or with `filler` of its tests and codec tables."""
     for path in root.rglob("*.py"):
         parts = path.relative_to(root).parts
         if FOREIGN_FOLDERS.intersection(parts) or bool(FILLER_FOLDERS.intersection(parts)) != filler:
             continue
-        # Written when Python was built: it names folders and compilers of that machine.
+        # This file is generated at build time and contains folders and compilers of the build machine.
         if path.name.startswith("_sysconfigdata"):
             continue
         text = _read_source(path)
-        if text.strip() and max(map(len, text.split("\n"))) <= LONGEST_LINE:
+        if text.strip() and max(map(len, text.split("\n"))) <= MAX_LINE_CHARACTERS:
             yield "/".join(parts), text
 
 
 def _read_source(path: Path) -> str:
-    """The text in the encoding that the file declares; empty when that is wrong, as some tests have it."""
+    """Return the text in the declared encoding; empty if the encoding is wrong, as in some tests of CPython."""
     try:
         with tokenize.open(path) as file:
             return file.read()
@@ -41,7 +40,7 @@ def _read_source(path: Path) -> str:
 
 
 def compiled_docs(root: Path) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) with the documentation strings of modules that have no Python source."""
+    """Yield (name, docstrings) of the modules without Python source."""
     built_in = set(sys.builtin_module_names)
     shared = {path.name.split(".")[0] for path in (root / "lib-dynload").glob("*.so")}
     for name in sorted(built_in | shared):
@@ -58,23 +57,24 @@ def compiled_docs(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _module_docs(module: ModuleType) -> str:
-    """Each documentation string of `module` once, under the name and signature of what it describes."""
+    """Return the distinct docstrings of a module, each with the name and signature of its object."""
     seen: set[str] = set()
-    lines: list[str] = []
+    entries: list[str] = []
 
-    def add(name: str, thing: object) -> None:
-        text = inspect.getdoc(thing)
-        if text and text not in seen:
-            seen.add(text)
-            lines.append(f"{name}{getattr(thing, '__text_signature__', None) or ''}\n\n{text}\n\n")
+    def add(name: str, documented: object) -> None:
+        docstring = inspect.getdoc(documented)
+        if docstring and docstring not in seen:
+            seen.add(docstring)
+            signature = getattr(documented, "__text_signature__", None) or ""
+            entries.append(f"{name}{signature}\n\n{docstring}\n\n")
 
     add(module.__name__, module)
-    for name, thing in sorted(vars(module).items()):
-        if inspect.isclass(thing):
-            add(f"class {name}", thing)
-            for member, value in sorted(vars(thing).items()):
+    for name, member in sorted(vars(module).items()):
+        if inspect.isclass(member):
+            add(f"class {name}", member)
+            for attribute, value in sorted(vars(member).items()):
                 if callable(value) or inspect.isdatadescriptor(value):
-                    add(f"{name}.{member}", value)
-        elif inspect.isroutine(thing):
-            add(name, thing)
-    return "\n".join(lines)
+                    add(f"{name}.{attribute}", value)
+        elif inspect.isroutine(member):
+            add(name, member)
+    return "\n".join(entries)

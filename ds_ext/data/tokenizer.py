@@ -1,7 +1,7 @@
-"""Tokenizers that are trained on the user's own text or read from files; nothing is downloaded.
+"""Tokenizers trained on the user's text or loaded from files; nothing is downloaded.
 
-Byte-level BPE (Radford et al. 2019, section 2.2) through `tokenizers` is the default, sentencepiece unigram
-(Kudo 2018) an option. Both give back every text they encode, byte for byte. BERT's WordPiece is in wordpiece.py.
+The default is byte-level BPE (Radford et al. 2019, section 2.2) of the `tokenizers` library, the alternative a
+sentencepiece unigram model (Kudo 2018). Both are lossless. BERT's WordPiece is in wordpiece.py.
 """
 
 import io
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_ext.data.tokenizer_base import Tokenizer, fingerprint_of, tokenizers_library
+from ds_ext.data.tokenizer_base import HuggingFaceTokenizer, Tokenizer, fingerprint_of
 from ds_ext.data.wordpiece import VOCAB_NAME, WordPieceTokenizer, is_word_piece, load_vocab_txt
 from ds_ext.errors import ConfigError
 
@@ -19,39 +19,29 @@ END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<
 BYTE_VALUES = 256
 
 
-class BpeTokenizer(Tokenizer):
-    """A tokenizer of the `tokenizers` library; byte-level BPE when we trained it."""
+class BpeTokenizer(HuggingFaceTokenizer):
+    """Tokenizer with an end-of-document token; byte-level BPE if trained here."""
 
     def __init__(self, backend: Any, origin: str) -> None:
-        """`backend` is a `tokenizers.Tokenizer`; `origin` names it in errors."""
-        ids = {name: backend.token_to_id(name) for name in END_OF_DOCUMENT_NAMES}
-        known = [token_id for token_id in ids.values() if token_id is not None]
-        if not known:
+        """Wrap a `tokenizers.Tokenizer`. `origin` is its name in errors.
+
+        Raises:
+            ConfigError: there is no end-of-document token.
+        """
+        super().__init__(backend)
+        names = [name for name in END_OF_DOCUMENT_NAMES if name in self.vocab]
+        if not names:
             raise ConfigError(
-                f"{origin} has no end-of-document token: none of {', '.join(END_OF_DOCUMENT_NAMES)} is in "
-                f"its vocabulary of {backend.get_vocab_size()}. Add one of them to the tokenizer as a "
-                "special token."
+                f"{origin}: no end-of-document token (got {len(self.vocab)} tokens). Add one of "
+                f"{', '.join(END_OF_DOCUMENT_NAMES)} as a special token."
             )
-        backend.encode_special_tokens = True
-        model = json.loads(backend.to_str())["model"]
-        vocab = backend.get_vocab(with_added_tokens=True)
-        merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges", [])]
-        self._backend = backend
-        self.vocab_size = max(vocab.values()) + 1
-        self.eod_id = known[0]
-        self.fingerprint = fingerprint_of([sorted(vocab.items()), merges])
-
-    def encode(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._backend.decode(list(ids), skip_special_tokens=True)
+        merges = json.loads(backend.to_str())["model"].get("merges", [])
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+        self.eod_id = self.vocab[names[0]]
+        self.fingerprint = fingerprint_of([sorted(self.vocab.items()), pairs])
 
     def save(self, folder: Path) -> list[str]:
+        """Write `tokenizer.json` and the files of the model into `folder`. Return their names."""
         self._backend.save(str(folder / "tokenizer.json"))
         self._backend.model.save(str(folder))
         names = ("tokenizer.json", "vocab.json", "merges.txt")
@@ -59,62 +49,69 @@ class BpeTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece model, as Llama-style models use it."""
+    """Tokenizer with a sentencepiece model, as used by Llama."""
 
     def __init__(self, model_proto: bytes, origin: str) -> None:
-        """`model_proto` is the content of a `.model` file; `origin` names it in errors."""
+        """Load the content of a `.model` file. `origin` is its name in errors.
+
+        Raises:
+            ConfigError: sentencepiece is not installed, or the model is damaged or has no end-of-document token.
+        """
         try:
             self._backend: Any = _sentencepiece().SentencePieceProcessor(model_proto=model_proto)
         except RuntimeError as error:
-            raise ConfigError(f"{origin} is not a sentencepiece model: {error}") from error
-        if self._backend.eos_id() < 0:
-            raise ConfigError(f"{origin} has no end-of-document token: train it with an eos id (</s>)")
+            raise ConfigError(f"{origin}: not a sentencepiece model ({error}). Use another file.") from error
+        self.eod_id = self._backend.eos_id()
+        if self.eod_id < 0:
+            raise ConfigError(
+                f"{origin}: no end-of-document token (got eos id {self.eod_id}). Train the model with an eos id."
+            )
         self._model_proto = model_proto
         self.vocab_size = self._backend.vocab_size()
-        self.eod_id = self._backend.eos_id()
         self.fingerprint = fingerprint_of([[self._backend.id_to_piece(i), i] for i in range(self.vocab_size)])
 
-    def encode(self, text: str) -> list[int]:
-        return self._backend.encode(text)
-
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of every text."""
         return self._backend.encode(list(texts))
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids` without control tokens."""
         return self._backend.decode([i for i in ids if not self._backend.is_control(i)])
 
     def save(self, folder: Path) -> list[str]:
+        """Write `tokenizer.model` into `folder`. Return its name."""
         (folder / "tokenizer.model").write_bytes(self._model_proto)
         return ["tokenizer.model"]
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int = 4096) -> BpeTokenizer:
-    """Train byte-level BPE with `vocab_size` tokens, all 256 bytes and the end-of-document token among them.
+    """Train byte-level BPE with `vocab_size` tokens, including all 256 bytes and the end-of-document token.
 
-    A corpus with fewer different words gives a smaller vocabulary; read `vocab_size` of the result.
+    A text with too few different words gives a smaller vocabulary; see `vocab_size` of the result.
 
     Raises:
         ConfigError: `vocab_size` is below 257.
     """
     if vocab_size < BYTE_VALUES + 1:
         raise ConfigError(
-            f"byte-level BPE needs a vocabulary of at least {BYTE_VALUES + 1} (256 bytes and "
-            f"{END_OF_DOCUMENT}); got {vocab_size}. Use --vocab-size 4096."
+            f"--vocab-size: byte-level BPE needs at least {BYTE_VALUES + 1} tokens, for all bytes and "
+            f"{END_OF_DOCUMENT} (got {vocab_size}). Use for example 4096."
         )
-    library = tokenizers_library()
-    backend = _byte_level(library, library.models.BPE())
-    trainer = library.trainers.BpeTrainer(
+    import tokenizers
+
+    backend = _byte_level(tokenizers.models.BPE())
+    trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_DOCUMENT],
-        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    return BpeTokenizer(backend, "the trained tokenizer")
+    return BpeTokenizer(backend, "trained tokenizer")
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int = 4096) -> SentencePieceTokenizer:
-    """Train a sentencepiece unigram model with byte fallback that keeps white space as it is.
+    """Train a lossless sentencepiece unigram model with byte fallback.
 
     Raises:
         ConfigError: sentencepiece is not installed, or the text is too small for `vocab_size`.
@@ -136,31 +133,41 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int = 4096) -> Sentenc
         )
     except RuntimeError as error:
         raise ConfigError(
-            f"sentencepiece cannot make {vocab_size} tokens of this text: {error}. Give more text or a "
-            "smaller --vocab-size."
+            f"--vocab-size: sentencepiece cannot train a tokenizer of this size on the text (got {vocab_size}: "
+            f"{error}). Use more text or a smaller vocabulary."
         ) from error
-    return SentencePieceTokenizer(model.getvalue(), "the trained tokenizer")
+    return SentencePieceTokenizer(model.getvalue(), "trained tokenizer")
 
 
 def load_gpt2_files(vocab_file: str | Path, merge_file: str | Path) -> BpeTokenizer:
-    """Load GPT-2's pair of files (Megatron's `--vocab-file` and `--merge-file`)."""
+    """Load GPT-2's vocabulary and merges (Megatron's `--vocab-file` and `--merge-file`).
+
+    Raises:
+        ConfigError: a file is missing or cannot be read.
+    """
+    import tokenizers
+
     vocab_path, merge_path = _existing(vocab_file, "--vocab-file"), _existing(merge_file, "--merge-file")
-    library = tokenizers_library()
     try:
-        backend = _byte_level(library, library.models.BPE.from_file(str(vocab_path), str(merge_path)))
-    except Exception as error:
+        backend = _byte_level(tokenizers.models.BPE.from_file(str(vocab_path), str(merge_path)))
+    except Exception as error:  # the library raises bare Exception
         raise ConfigError(
-            f"{vocab_path} and {merge_path} are not GPT-2 vocabulary and merges: {error}"
+            f"--vocab-file and --merge-file: not GPT-2's files (got {vocab_path} and {merge_path}: {error}). Use "
+            "vocab.json and merges.txt."
         ) from error
     backend.add_special_tokens([END_OF_DOCUMENT])
     return BpeTokenizer(backend, str(vocab_path))
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a `tokenizer.json`, a sentencepiece `.model`, a BERT `vocab.txt`, or a folder with one of them or GPT-2's.
+    """Load a tokenizer from a file or folder.
+
+    Args:
+        path: a `tokenizer.json`, a sentencepiece `.model`, BERT's `vocab.txt`, or a folder that contains a
+            `tokenizer.json`, a `tokenizer.model` or GPT-2's pair of files.
 
     Raises:
-        ConfigError: nothing is there, or it cannot be read.
+        ConfigError: there is no tokenizer, or it cannot be read.
     """
     path = Path(path)
     if path.is_dir():
@@ -170,25 +177,31 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         if (path / "vocab.json").exists() and (path / "merges.txt").exists():
             return load_gpt2_files(path / "vocab.json", path / "merges.txt")
         raise ConfigError(
-            f"no tokenizer in {path}: expected tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
+            f"tokenizer: no tokenizer in the folder (got {path}). Use a folder with tokenizer.json, tokenizer.model, "
+            "or vocab.json and merges.txt."
         )
-    path = _existing(path, "the tokenizer")
+    path = _existing(path, "tokenizer")
     if path.suffix == ".model":
         return SentencePieceTokenizer(path.read_bytes(), str(path))
     if path.suffix == Path(VOCAB_NAME).suffix:
         return load_vocab_txt(path)
+    import tokenizers
+
     try:
-        backend = tokenizers_library().Tokenizer.from_file(str(path))
-    # The library raises bare Exception for a file that it cannot parse.
-    except Exception as error:
-        raise ConfigError(f"{path} is not a tokenizer.json that `tokenizers` can read: {error}") from error
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(
+            f"tokenizer: the file cannot be read (got {path}: {error}). Use a tokenizer.json."
+        ) from error
     return (WordPieceTokenizer if is_word_piece(backend) else BpeTokenizer)(backend, str(path))
 
 
-def _byte_level(library: Any, model: Any) -> Any:
-    backend = library.Tokenizer(model)
-    backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = library.decoders.ByteLevel()
+def _byte_level(model: Any) -> Any:
+    import tokenizers
+
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
     return backend
 
 
@@ -197,10 +210,12 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
         yield from (line for line in text.split("\n") if line)
 
 
-def _existing(path: str | Path, what: str) -> Path:
+def _existing(path: str | Path, key: str) -> Path:
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"{what}: there is no file {path}. Train one with `python -m ds_ext prepare`.")
+        raise ConfigError(
+            f"{key}: the file does not exist (got {path}). Train a tokenizer with `python -m ds_ext prepare`."
+        )
     return path
 
 
@@ -209,6 +224,6 @@ def _sentencepiece() -> Any:
         import sentencepiece
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "the `sentencepiece` package is missing: pip install sentencepiece, or use --tokenizer-type bpe"
+            "sentencepiece: the package is not installed. Run `pip install sentencepiece`, or use --tokenizer-type bpe."
         ) from error
     return sentencepiece

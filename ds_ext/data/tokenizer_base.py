@@ -1,4 +1,4 @@
-"""Interface of all tokenizers, and what their implementations share."""
+"""Interface of all tokenizers, and the part common to those of the `tokenizers` library."""
 
 import hashlib
 import json
@@ -7,52 +7,65 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_ext.errors import ConfigError
-
 
 class Tokenizer(ABC):
-    """Text to token ids and back.
+    """Conversion of text to token ids and back.
 
     Attributes:
         vocab_size: largest token id + 1.
-        eod_id: id of the token that ends a document.
-        fingerprint: 16 hex digits of the sha256 of vocabulary and merges; equal when the ids mean the same.
+        eod_id: id of the end-of-document token.
+        fingerprint: 16 hex digits of the sha256 of vocabulary and merges; equal if all ids have the same meaning.
     """
 
     vocab_size: int
     eod_id: int
     fingerprint: str
 
-    @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without an end-of-document token; special tokens spelt out in it stay text."""
+        """Return the token ids of `text` without an end-of-document token; special tokens in it count as text."""
+        return self.encode_batch([text])[0]
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` for many texts at once, on all cores."""
+        """Return `encode` of every text, computed on all cores."""
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[list[int]]]:
-        """The sequences of each document as the data files hold them: here one, ended by the end-of-document token."""
+        """Return the sequences of each document: one per document, with an end-of-document token."""
         return [[[*ids, self.eod_id]] for ids in self.encode_batch(texts)]
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; special tokens are left out."""
+        """Return the text of `ids` without special tokens."""
 
     @abstractmethod
     def save(self, folder: Path) -> list[str]:
-        """Write the tokenizer's files into `folder` and return their names, the one to load first."""
+        """Write the files of the tokenizer into `folder`. Return their names; the first is the one to load."""
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """Tokenizer of the `tokenizers` library.
+
+    Attributes:
+        vocab: token -> id, including special tokens.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        """Wrap a `tokenizers.Tokenizer`."""
+        backend.encode_special_tokens = True
+        self._backend = backend
+        self.vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(self.vocab.values(), default=-1) + 1
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of every text, computed on all cores."""
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids` without special tokens."""
+        return self._backend.decode(list(ids), skip_special_tokens=True)
 
 
 def fingerprint_of(definition: object) -> str:
-    """16 hex digits for what decides the meaning of token ids, given as JSON values."""
+    """Return 16 hex digits of the sha256 of the JSON value that defines all token ids."""
     return hashlib.sha256(json.dumps(definition, separators=(",", ":")).encode()).hexdigest()[:16]
-
-
-def tokenizers_library() -> Any:
-    """The package `tokenizers`. Raises ConfigError when it is missing."""
-    try:
-        import tokenizers
-    except ModuleNotFoundError as error:
-        raise ConfigError("the `tokenizers` package is missing: pip install tokenizers") from error
-    return tokenizers

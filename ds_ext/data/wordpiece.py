@@ -1,136 +1,170 @@
-"""WordPiece tokenizers (Wu et al. 2016), as BERT has them: trained here, or read from a file.
+"""WordPiece tokenizers (Wu et al. 2016) as used by BERT, trained or loaded from a file.
 
-What one of them prepares is data for BERT: every document is a row of sequences, one a sentence, without end marks.
+They encode a document as one sequence per sentence, without end-of-document tokens.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_ext.data.sentences import split_sentences
-from ds_ext.data.tokenizer_base import Tokenizer, fingerprint_of, tokenizers_library
+from ds_ext.data.tokenizer_base import HuggingFaceTokenizer, fingerprint_of
 from ds_ext.errors import ConfigError
 
 PAD, UNKNOWN, CLS, SEP, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-CONTINUES = "##"
+PIECE_PREFIX = "##"
 VOCAB_NAME = "vocab.txt"
-# megatron-core leaves out documents with a sentence of more than 512 tokens.
-LONGEST_SENTENCE = 256
+MAX_SENTENCE_WORDS = 40
+MAX_SENTENCE_TOKENS = 256  # megatron-core skips documents with a sentence of more than 512 tokens
+
+_PARAGRAPH_END = re.compile(r"\n\s*\n")
+# A lower-case letter or a digit usually follows an abbreviation, not the end of a sentence.
+_SENTENCE_END = re.compile(r"""(?<=[.!?])(?:["')\]}]*)(\s+)(?=["'(\[`*]*[^\W\d_a-zß-öø-ÿ])""")
 
 
-class WordPieceTokenizer(Tokenizer):
-    """A tokenizer of the `tokenizers` library with a WordPiece model; it gives back words, and not white space or case.
+class WordPieceTokenizer(HuggingFaceTokenizer):
+    """Tokenizer with a WordPiece model. Decoding restores words, but not white space or case.
 
     Attributes:
-        special_ids: token id by name, for each of `SPECIAL_TOKENS`.
-        vocab: token id by token, special ones included.
+        special_ids: token -> id for the `SPECIAL_TOKENS`.
     """
 
     def __init__(self, backend: Any, origin: str) -> None:
-        """`backend` is a `tokenizers.Tokenizer`; `origin` names it in errors."""
-        ids = {name: backend.token_to_id(name) for name in SPECIAL_TOKENS}
-        missing = [name for name, token_id in ids.items() if token_id is None]
+        """Wrap a `tokenizers.Tokenizer`. `origin` is its name in errors.
+
+        Raises:
+            ConfigError: a special token is missing, or [PAD] is not token 0.
+        """
+        super().__init__(backend)
+        missing = [name for name in SPECIAL_TOKENS if name not in self.vocab]
         if missing:
             raise ConfigError(
-                f"{origin} has no {', '.join(missing)} in its vocabulary of {backend.get_vocab_size()}; BERT needs "
-                f"{', '.join(SPECIAL_TOKENS)}."
+                f"{origin}: special tokens of BERT are missing (got {len(self.vocab)} tokens without "
+                f"{', '.join(missing)}). Add them to the vocabulary."
             )
-        if ids[PAD] != 0:
+        self.special_ids = {name: self.vocab[name] for name in SPECIAL_TOKENS}
+        if self.special_ids[PAD] != 0:
             raise ConfigError(
-                f"{origin} has {PAD} as token {ids[PAD]}; it must be token 0, because megatron-core's dataset pads "
-                "with zeros."
+                f"{origin}: {PAD} must be token 0, because megatron-core pads with zeros (got token "
+                f"{self.special_ids[PAD]}). Move it to the start of the vocabulary."
             )
-        backend.encode_special_tokens = True
-        self._backend = backend
-        self.special_ids: dict[str, int] = ids
-        self.vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(self.vocab.values()) + 1
-        self.eod_id = ids[SEP]
+        self.eod_id = self.special_ids[SEP]
         self.fingerprint = fingerprint_of(sorted(self.vocab.items()))
 
-    def encode(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
-
     def encode_documents(self, texts: Sequence[str]) -> list[list[list[int]]]:
-        """The sentences of each text that have a token, none longer than `LONGEST_SENTENCE` tokens."""
+        """Return the sentences of each text, cut after `MAX_SENTENCE_TOKENS` tokens and without empty ones."""
         sentences = [split_sentences(text) for text in texts]
         encoded = iter(self.encode_batch([sentence for document in sentences for sentence in document]))
         return [
             [
-                ids[start : start + LONGEST_SENTENCE]
+                ids[start : start + MAX_SENTENCE_TOKENS]
                 for ids in (next(encoded) for _ in document)
-                for start in range(0, len(ids), LONGEST_SENTENCE)
+                for start in range(0, len(ids), MAX_SENTENCE_TOKENS)
             ]
             for document in sentences
         ]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._backend.decode(list(ids), skip_special_tokens=True)
-
     def save(self, folder: Path) -> list[str]:
+        """Write `tokenizer.json` and `vocab.txt` into `folder`. Return their names."""
         self._backend.save(str(folder / "tokenizer.json"))
-        words = sorted(self.vocab, key=self.vocab.__getitem__)
-        (folder / VOCAB_NAME).write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
+        tokens = sorted(self.vocab, key=self.vocab.__getitem__)
+        (folder / VOCAB_NAME).write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
         return ["tokenizer.json", VOCAB_NAME]
 
 
 def train_wordpiece(texts: Iterable[str], vocab_size: int = 4096) -> WordPieceTokenizer:
-    """Train a lower-casing WordPiece tokenizer with `vocab_size` tokens, BERT's five special ones among them.
+    """Train a lower-casing WordPiece tokenizer with `vocab_size` tokens, including BERT's five special tokens.
 
-    A corpus with fewer different words gives a smaller vocabulary; read `vocab_size` of the result.
+    A text with too few different words gives a smaller vocabulary; see `vocab_size` of the result.
 
     Raises:
-        ConfigError: `vocab_size` leaves no room for words.
+        ConfigError: `vocab_size` is 5 or less.
     """
     if vocab_size <= len(SPECIAL_TOKENS):
         raise ConfigError(
-            f"WordPiece needs a vocabulary of more than {len(SPECIAL_TOKENS)} ({', '.join(SPECIAL_TOKENS)}); got "
-            f"{vocab_size}. Use --vocab-size 4096."
+            f"--vocab-size: WordPiece needs more tokens than the {len(SPECIAL_TOKENS)} special tokens of BERT (got "
+            f"{vocab_size}). Use for example 4096."
         )
-    library = tokenizers_library()
-    backend = _word_piece(library, library.models.WordPiece(unk_token=UNKNOWN), lowercase=True)
-    trainer = library.trainers.WordPieceTrainer(
+    import tokenizers
+
+    backend = _word_piece(tokenizers.models.WordPiece(unk_token=UNKNOWN), lowercase=True)
+    trainer = tokenizers.trainers.WordPieceTrainer(
         vocab_size=vocab_size,
         special_tokens=list(SPECIAL_TOKENS),
-        continuing_subword_prefix=CONTINUES,
-        # As many letters and signs as can have a word of their own and leave half of the vocabulary to longer ones.
+        continuing_subword_prefix=PIECE_PREFIX,
+        # A character takes two tokens, alone and as a piece: at least half of the vocabulary remains for longer ones.
         limit_alphabet=min(1000, vocab_size // 4),
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    return WordPieceTokenizer(backend, "the trained tokenizer")
+    return WordPieceTokenizer(backend, "trained tokenizer")
 
 
 def load_vocab_txt(path: Path) -> WordPieceTokenizer:
-    """BERT's own file, one token a line (Megatron's `--vocab-file`); lower-casing unless a word in it has a capital.
+    """Load BERT's `vocab.txt`, one token per line. Lower-case the text unless the vocabulary contains capitals.
 
     Raises:
-        ConfigError: it lacks one of BERT's special tokens.
+        ConfigError: a special token is missing, or [PAD] is not token 0.
     """
-    words = path.read_text(encoding="utf-8").splitlines()
-    cased = any(word != word.lower() for word in words if not (word.startswith("[") and word.endswith("]")))
-    library = tokenizers_library()
-    model = library.models.WordPiece(
-        {word: token_id for token_id, word in enumerate(words)}, unk_token=UNKNOWN
+    import tokenizers
+
+    tokens = path.read_text(encoding="utf-8").splitlines()
+    cased = any(
+        token != token.lower() for token in tokens if not (token.startswith("[") and token.endswith("]"))
     )
-    backend = _word_piece(library, model, lowercase=not cased)
-    backend.add_special_tokens([word for word in SPECIAL_TOKENS if word in set(words)])
+    ids = {token: token_id for token_id, token in enumerate(tokens)}
+    backend = _word_piece(tokenizers.models.WordPiece(ids, unk_token=UNKNOWN), lowercase=not cased)
+    backend.add_special_tokens([token for token in SPECIAL_TOKENS if token in ids])
     return WordPieceTokenizer(backend, str(path))
 
 
 def is_word_piece(backend: Any) -> bool:
-    """Whether a `tokenizers.Tokenizer` has a WordPiece model."""
+    """Return whether a `tokenizers.Tokenizer` has a WordPiece model."""
     return json.loads(backend.to_str())["model"]["type"] == "WordPiece"
 
 
-def _word_piece(library: Any, model: Any, lowercase: bool) -> Any:
-    backend = library.Tokenizer(model)
-    backend.normalizer = library.normalizers.BertNormalizer(lowercase=lowercase)
-    backend.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
-    backend.decoder = library.decoders.WordPiece(prefix=CONTINUES)
+def split_sentences(text: str) -> list[str]:
+    """Split a document into sentences without surrounding white space, by rules that need no model or language.
+
+    A paragraph ends at a blank line. A sentence ends at `.`, `!` or `?` (and closing brackets or quotes) before white
+    space and the start of a sentence. Text of more than `MAX_SENTENCE_WORDS` words, such as a listing, is divided at
+    line ends.
+    """
+    return [sentence for sentence in _sentences(text) if sentence]
+
+
+def _sentences(text: str) -> Iterator[str]:
+    for paragraph in _PARAGRAPH_END.split(text):
+        start = 0
+        for end in _SENTENCE_END.finditer(paragraph):
+            yield from _limited(paragraph[start : end.start(1)].strip())
+            start = end.end(1)
+        yield from _limited(paragraph[start:].strip())
+
+
+def _limited(sentence: str) -> Iterator[str]:
+    """Yield groups of whole lines with at most `MAX_SENTENCE_WORDS` words. A single line may have more."""
+    if len(sentence.split()) <= MAX_SENTENCE_WORDS:
+        yield sentence
+        return
+    lines: list[str] = []
+    num_words = 0
+    for line in sentence.split("\n"):
+        line_words = len(line.split())
+        if lines and num_words + line_words > MAX_SENTENCE_WORDS:
+            yield "\n".join(lines).strip()
+            lines, num_words = [], 0
+        lines.append(line)
+        num_words += line_words
+    yield "\n".join(lines).strip()
+
+
+def _word_piece(model: Any, lowercase: bool) -> Any:
+    import tokenizers
+
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    backend.decoder = tokenizers.decoders.WordPiece(prefix=PIECE_PREFIX)
     return backend

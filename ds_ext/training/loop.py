@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ..config.job import AUTO
 from ..data.blend import parse_data_path
-from ..data.gpt import parse_split
+from ..data.datasets import parse_split
 from ..engine import PipelineEngine
 from ..engine.batches import MicroBatches
 from ..errors import CheckpointError

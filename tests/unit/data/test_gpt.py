@@ -1,4 +1,4 @@
-"""GPT samples: every token once an epoch, the same for everyone; splits, blends, data against tokenizer."""
+"""GPT samples: reproducible, every token once per epoch; splits, blends, checks of data against tokenizer."""
 
 import json
 import struct
@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_ext.data.blend import (BlendTable, parse_data_path)
-from ds_ext.data.gpt import (GPTDataset, build_gpt_datasets, check_tokenizer, check_vocab_size, read_meta)
+from ds_ext.data.blend import BlendTable, parse_data_path
+from ds_ext.data.gpt import GPTDataset, build_gpt_datasets
 from ds_ext.data.indexed import IndexedTokens
+from ds_ext.data.meta import check_tokenizer, check_vocab_size, read_meta
 from ds_ext.data.tokenizer import train_bpe
 from ds_ext.data.tokenizer_base import Tokenizer
 from ds_ext.errors import ConfigError
@@ -26,7 +27,7 @@ EOD = 0
 
 
 def write_documents(prefix: Path, lengths: list[int], first_token: int = 1) -> np.ndarray:
-    """Documents of consecutive numbers, each ended by token 0; every other token occurs once."""
+    """Write documents of consecutive numbers that end with token 0; every other token occurs once."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     numbers = iter(range(first_token, first_token + sum(lengths)))
     documents = [[next(numbers) for _ in range(length - 1)] + [EOD] for length in lengths]
@@ -55,7 +56,7 @@ def prefix(tmp_path: Path) -> Path:
     return tmp_path / "a"
 
 
-def test_labels_are_the_tokens_one_further(prefix: Path) -> None:
+def test_labels_are_the_tokens_shifted_by_one(prefix: Path) -> None:
     for tokens, labels in (dataset(prefix, 24)[i] for i in range(24)):
         assert tokens.shape == labels.shape == (8,)
         assert str(tokens.dtype) == "torch.int64"
@@ -69,11 +70,11 @@ def test_an_epoch_has_every_token_once_as_label_but_first_and_tail(prefix: Path)
     data = dataset(prefix, 24)
     labels = Counter(token for i in range(24) for token in data[i][1].tolist() if token != EOD)
     assert max(labels.values()) == 1
-    # 200 tokens: the first is never a label, 192 are, 7 are left over; at most 10 of them end documents.
+    # Of 200 tokens 192 are labels, except the first and the last 7; at most 10 of them end documents.
     assert 192 - 10 <= len(labels) <= 192
 
 
-def test_documents_stay_whole_and_end_with_their_mark(prefix: Path) -> None:
+def test_documents_stay_whole_and_end_with_their_token(prefix: Path) -> None:
     data = dataset(prefix, 24)
     for i in range(24):
         tokens, labels = (part.tolist() for part in data[i])
@@ -95,7 +96,7 @@ def test_same_arguments_same_samples_and_each_argument_matters(prefix: Path) -> 
     assert all_samples(other_split) != reference
 
 
-def test_longer_run_begins_with_the_samples_of_a_shorter(prefix: Path) -> None:
+def test_longer_run_starts_with_the_samples_of_a_shorter_one(prefix: Path) -> None:
     assert all_samples(dataset(prefix, 100))[:60] == all_samples(dataset(prefix, 60))
 
 
@@ -110,7 +111,7 @@ def test_access_in_any_order(prefix: Path) -> None:
     data = dataset(prefix, 100)
     for i in (99, 0, 50, 24, 23, 99, 1):
         assert data[i][0].tolist() == expected[i]
-    with pytest.raises(IndexError, match="100 of 100"):
+    with pytest.raises(IndexError, match=r"100.*100"):
         data[100]
 
 
@@ -126,30 +127,30 @@ def test_ten_million_tokens_are_indexed_without_a_python_loop_over_tokens(tmp_pa
 def test_split_shares_documents_without_overlap(tmp_path: Path) -> None:
     write_documents(tmp_path / "a", [20] * 100)
     train, valid, test = build_gpt_datasets(str(tmp_path / "a"), "80,15,5", 7, (200, 40, 10), seed=3)
-    seen = [
+    tokens_of = [
         {token for sample in all_samples(data) for token in sample} - {EOD} for data in (train, valid, test)
     ]
-    # Document d holds the numbers 19*d+1 .. 19*d+19.
-    assert [(min(tokens) - 1) // 19 for tokens in seen] == [0, 80, 95]
-    assert [(max(tokens) - 1) // 19 for tokens in seen] == [79, 94, 99]
+    # Document d contains the numbers 19*d+1 .. 19*d+19.
+    assert [(min(tokens) - 1) // 19 for tokens in tokens_of] == [0, 80, 95]
+    assert [(max(tokens) - 1) // 19 for tokens in tokens_of] == [79, 94, 99]
 
 
 def test_split_without_samples_may_be_empty(prefix: Path) -> None:
     train, valid, test = build_gpt_datasets(str(prefix), "1", 8, (10, 0, 0), seed=0)
     assert [len(data) for data in (train, valid, test)] == [10, 0, 0]
-    with pytest.raises(ConfigError, match=r"valid split .* 0 tokens in 0 documents.* needs 9"):
+    with pytest.raises(ConfigError, match=r"--split.*valid.*\b0\b.*\b0\b.*\b9\b"):
         build_gpt_datasets(str(prefix), "100,0,0", 8, (10, 5, 0), seed=0)
 
 
 @pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "0,0", "90,-1", "nan", "inf"])
 def test_bad_split_is_refused(prefix: Path, split: str) -> None:
-    with pytest.raises(ConfigError, match="969,30,1"):
+    with pytest.raises(ConfigError, match="--split"):
         build_gpt_datasets(str(prefix), split, 8, (1, 0, 0), seed=0)
 
 
 @pytest.mark.parametrize(("seq_length", "seed"), [(0, 1), (8, -1)])
 def test_numbers_out_of_range_are_refused(prefix: Path, seq_length: int, seed: int) -> None:
-    with pytest.raises(ConfigError, match=f"got {seq_length} and {seed}"):
+    with pytest.raises(ConfigError, match=f"{seq_length}.*{seed}"):
         dataset(prefix, 1, seq_length, seed)
 
 
@@ -165,7 +166,6 @@ def test_blend_draws_by_weight_from_each_part_in_its_own_order(tmp_path: Path) -
     assert from_b == all_samples(only_b)
 
 
-# The first example pays for imports; a busy machine is no failure.
 @given(
     weights=st.lists(
         st.fractions(min_value=Fraction(1, 100), max_value=50, max_denominator=100), min_size=1, max_size=6
@@ -184,25 +184,25 @@ def test_blend_keeps_every_share_within_one_sample(weights: list[Fraction], num_
     assert counts == table.counts
 
 
-def test_data_path_finds_folders_prefixes_and_files(tmp_path: Path) -> None:
+def test_data_path_accepts_folders_prefixes_and_files(tmp_path: Path) -> None:
     write_documents(tmp_path / "folder" / "text_document", [5])
     write_documents(tmp_path / "with space", [5])
-    found = {
+    prefixes = {
         str(tmp_path / "folder"): tmp_path / "folder" / "text_document",
         str(tmp_path / "folder" / "text_document"): tmp_path / "folder" / "text_document",
         str(tmp_path / "folder" / "text_document.bin"): tmp_path / "folder" / "text_document",
         str(tmp_path / "with space.idx"): tmp_path / "with space",
         str(tmp_path / "with space"): tmp_path / "with space",
     }
-    for given_path, prefix in found.items():
-        assert parse_data_path(given_path) == ([1], [prefix])
-        assert parse_data_path([given_path]) == ([1], [prefix])
+    for path, prefix in prefixes.items():
+        assert parse_data_path(path) == ([1], [prefix])
+        assert parse_data_path([path]) == ([1], [prefix])
     assert parse_data_path("0.3 a_document 0.7 b_document")[0] == [Fraction(3, 10), Fraction(7, 10)]
 
 
 @pytest.mark.parametrize("data_path", ["", "a b", "0.3 a 0.7", "-1 a 2 b", "0 a 1 b", "1/0 a 1 b", []])
 def test_bad_blend_is_refused(data_path: str | list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"0.3 a 0.7 b"):
+    with pytest.raises(ConfigError, match="--data-path"):
         parse_data_path(data_path)
 
 
@@ -237,35 +237,31 @@ def test_other_tokenizer_is_refused_with_both_sizes_and_fingerprints(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     path = with_meta(tmp_path, tokenizer, vocab_size=4096, tokenizer_fingerprint="0123456789abcdef")
-    ours, theirs = (
-        "4096, fingerprint 0123456789abcdef",
-        f"{tokenizer.vocab_size}, fingerprint {tokenizer.fingerprint}",
-    )
-    with pytest.raises(ConfigError, match=f"{ours}.* {theirs}"):
+    expected = ("4096", "0123456789abcdef", str(tokenizer.vocab_size), tokenizer.fingerprint)
+    with pytest.raises(ConfigError) as error:
         check_tokenizer(path, tokenizer)
-    with pytest.raises(ConfigError, match="does not match"):
+    assert all(part in str(error.value) for part in expected)
+    with pytest.raises(ConfigError, match="0123456789abcdef"):
         check_tokenizer(f"0.5 {with_meta(tmp_path / 'good', tokenizer)} 0.5 {path}", tokenizer)
 
 
-def test_ids_decide_without_meta(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_token_ids_are_compared_without_meta(tmp_path: Path, tokenizer: Tokenizer) -> None:
     write_documents(tmp_path / "small", [200])
     check_tokenizer(str(tmp_path / "small"), tokenizer)
     write_documents(tmp_path / "large", [5] * 40 + [200])
     # 40 documents of four numbers, then one of 199.
-    with pytest.raises(
-        ConfigError, match=f"token id 359, .* vocabulary of {tokenizer.vocab_size}.* at least 360"
-    ):
+    with pytest.raises(ConfigError, match=rf"\b359\b.*\b{tokenizer.vocab_size}\b.*\b360\b"):
         check_tokenizer(str(tmp_path / "large"), tokenizer)
 
 
-def test_model_vocabulary_must_hold_the_largest_id(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_model_vocabulary_must_include_the_largest_id(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = with_meta(tmp_path, tokenizer)
     check_vocab_size(path, 201)
-    with pytest.raises(ConfigError, match=r"token id 200 .* vocabulary of 200.* at least 201"):
+    with pytest.raises(ConfigError, match=r"\b200\b.*\b200\b.*\b201\b"):
         check_vocab_size(path, 200)
 
 
-def test_meta_of_blend_is_what_all_parts_share(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_meta_of_blend_has_the_entries_common_to_all_parts(tmp_path: Path, tokenizer: Tokenizer) -> None:
     a, b = with_meta(tmp_path / "a", tokenizer), with_meta(tmp_path / "b", tokenizer, max_token_id=150)
     meta = read_meta(f"1 {a} 2 {b}")
     assert meta is not None
@@ -276,22 +272,19 @@ def test_meta_of_blend_is_what_all_parts_share(tmp_path: Path, tokenizer: Tokeni
     assert read_meta(f"1 {a} 2 {tmp_path}/c") is None
 
 
-def test_meta_of_data_that_is_not_there(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_meta_of_missing_data(tmp_path: Path, tokenizer: Tokenizer) -> None:
     a = with_meta(tmp_path / "a", tokenizer)
     missing = tmp_path / "b"
-    sentence = (
-        rf"no data file {missing}/text_document\.bin\. Prepare one: python -m ds_ext prepare .* {missing}"
-    )
     for path in (str(missing), f"1 {a} 2 {missing}"):
-        with pytest.raises(ConfigError, match=sentence):
+        with pytest.raises(ConfigError, match=rf"{missing}/text_document\.bin.*prepare .*{missing}"):
             read_meta(path)
     (tmp_path / "a" / "text_document.idx").unlink()
-    with pytest.raises(ConfigError, match=r"no data file .*text_document\.idx\. Prepare one"):
+    with pytest.raises(ConfigError, match=r"text_document\.idx.*ds_ext prepare"):
         read_meta(a)
 
 
 def test_damaged_meta_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = with_meta(tmp_path, tokenizer)
     (tmp_path / "meta.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"meta\.json is not valid JSON"):
+    with pytest.raises(ConfigError, match=r"meta\.json.*JSON"):
         read_meta(path)

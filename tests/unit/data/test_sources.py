@@ -1,4 +1,4 @@
-"""Documents from files, folders, jsonl and the standard library."""
+"""Documents from files, folders, jsonl files and the standard library."""
 
 import json
 import os
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from ds_ext.data import sources, stdlib
-from ds_ext.data.sources import (TEXT_PIECE_CHARACTERS, hash_order, open_source, source_details)
+from ds_ext.data.sources import MIN_DOCUMENT_CHARACTERS, hash_order, open_source, source_details
 from ds_ext.errors import ConfigError
 
 
-def test_text_file_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_text_file_is_divided_at_blank_lines_without_loss(tmp_path: Path) -> None:
     paragraphs = [f"paragraph {i} " + "word " * (i % 300) + "\n\n" for i in range(400)]
     (tmp_path / "a.txt").write_text("".join(paragraphs))
     documents = list(open_source(str(tmp_path / "a.txt")).documents())
@@ -20,10 +20,10 @@ def test_text_file_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path: Path) -> 
     assert len(documents) > 5
     for document in documents[:-1]:
         assert document.endswith("\n\n")
-        assert TEXT_PIECE_CHARACTERS <= len(document) < TEXT_PIECE_CHARACTERS + 2000
+        assert MIN_DOCUMENT_CHARACTERS <= len(document) < MIN_DOCUMENT_CHARACTERS + 2000
 
 
-def test_folder_takes_text_only_and_recursively_in_a_fixed_order(tmp_path: Path) -> None:
+def test_folder_gives_text_files_recursively_in_a_fixed_order(tmp_path: Path) -> None:
     texts = {"a.txt": "one", "sub/b.md": "two", "sub/deep/c": "drei ü", "d.rst": "four", "e.py": "five"}
     for name, text in texts.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -45,25 +45,25 @@ def test_jsonl_reads_the_key_in_file_order(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(json.dumps({"body": f"text {i}", "n": i}) for i in range(5)) + "\n\n")
     assert list(open_source(str(path), "body").documents()) == [f"text {i}" for i in range(5)]
-    with pytest.raises(ConfigError, match=r"line 1 has no text under 'text', only: body, n.*--json-key"):
+    with pytest.raises(ConfigError, match=r"line 1\b.*'text'.*body, n.*--json-key"):
         open_source(str(path))
     path.write_text('{"text": "good"}\n{"text": \n')
-    with pytest.raises(ConfigError, match="line 2 is not JSON"):
+    with pytest.raises(ConfigError, match="line 2"):
         list(open_source(str(path)).documents())
 
 
 @pytest.mark.parametrize(("name", "content"), [("a.txt", b" \n"), ("a.jsonl", b""), ("b.txt", b"\0\1")])
 def test_files_without_text_are_refused(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=f"{name} is (empty|not text)"):
+    with pytest.raises(ConfigError, match=f"--source.*{name}"):
         open_source(str(tmp_path / name))
-    with pytest.raises(ConfigError, match="absent.*stdlib"):
+    with pytest.raises(ConfigError, match=r"--source.*absent"):
         open_source(str(tmp_path / "absent"))
 
 
 def test_folder_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(b"\0")
-    with pytest.raises(ConfigError, match="none of its 1 files"):
+    with pytest.raises(ConfigError, match=r"--source.*\b1\b"):
         open_source(str(tmp_path))
 
 
@@ -91,7 +91,7 @@ def test_stdlib_has_ten_megabytes_of_modules_and_compiled_docs() -> None:
 
 @pytest.fixture
 def small_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A Python whose library is one module, one test and one package that the user installed."""
+    """Replace the standard library by one module, one test and one installed package."""
     for folder in ("test", "site-packages", "encodings"):
         (tmp_path / folder).mkdir()
     (tmp_path / "module.py").write_text("library = 1\n")
@@ -108,7 +108,7 @@ def small_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
 def test_small_stdlib_is_filled_with_tests_but_not_with_foreign_code(
     small_library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "LEAST_STDLIB_BYTES", 10)
+    monkeypatch.setattr(sources, "MIN_STDLIB_BYTES", 10)
     documents = list(open_source("stdlib").documents())
     assert {"library = 1\n", "tested = 1\n"} < set(documents)
     assert len(documents) == 3
@@ -116,6 +116,6 @@ def test_small_stdlib_is_filled_with_tests_but_not_with_foreign_code(
     assert "tested = 1\n" not in list(open_source("stdlib").documents())
 
 
-def test_too_small_stdlib_says_how_much_was_found(small_library: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has 0\.0 MB of text; 5 MB are needed.*--source PATH"):
+def test_too_small_stdlib_is_refused_with_its_size(small_library: Path) -> None:
+    with pytest.raises(ConfigError, match=r"0\.0 MB.*5 MB.*--source PATH"):
         open_source("stdlib")

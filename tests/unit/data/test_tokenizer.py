@@ -1,4 +1,4 @@
-"""Tokenizers: lossless, saved and loaded as themselves, told apart by their fingerprints."""
+"""Tokenizers: lossless encoding, saving and loading, fingerprints, errors."""
 
 import builtins
 import sys
@@ -22,21 +22,20 @@ def bpe() -> Tokenizer:
     return train_bpe(CORPUS, vocab_size=400)
 
 
-def test_bpe_has_the_size_asked_for(bpe: Tokenizer) -> None:
+def test_bpe_has_the_requested_size(bpe: Tokenizer) -> None:
     assert bpe.vocab_size == 400
     assert bpe.eod_id == 0
     assert len(bpe.encode(CORPUS[0])) < len(CORPUS[0]) / 3
 
 
-# The first example pays for imports; a busy machine is no failure.
 @given(text=st.text())
-def test_bpe_gives_back_every_text(bpe: Tokenizer, text: str) -> None:
+def test_bpe_is_lossless(bpe: Tokenizer, text: str) -> None:
     ids = bpe.encode(text)
     assert bpe.decode(ids) == text
     assert bpe.eod_id not in ids
 
 
-def test_spelt_out_special_token_stays_text(bpe: Tokenizer) -> None:
+def test_special_token_in_the_text_stays_text(bpe: Tokenizer) -> None:
     assert bpe.decode(bpe.encode(HARD)) == HARD
     assert bpe.eod_id not in bpe.encode("<|endoftext|>")
     assert bpe.decode([*bpe.encode("a"), bpe.eod_id]) == "a"
@@ -47,9 +46,9 @@ def test_batch_is_the_same_as_one_by_one(bpe: Tokenizer) -> None:
 
 
 def test_training_twice_gives_the_same_tokenizer(bpe: Tokenizer) -> None:
-    again = train_bpe(CORPUS, vocab_size=400)
-    assert again.fingerprint == bpe.fingerprint
-    assert again.encode(HARD) == bpe.encode(HARD)
+    second = train_bpe(CORPUS, vocab_size=400)
+    assert second.fingerprint == bpe.fingerprint
+    assert second.encode(HARD) == bpe.encode(HARD)
 
 
 def test_other_corpus_of_the_same_size_has_another_fingerprint(bpe: Tokenizer) -> None:
@@ -71,22 +70,22 @@ def test_saved_bpe_loads_from_folder_file_and_gpt2_pair(bpe: Tokenizer, tmp_path
 
 
 def test_vocabulary_below_the_bytes_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"at least 257 .* got 100"):
+    with pytest.raises(ConfigError, match=r"--vocab-size.*\b257\b.*\b100\b"):
         train_bpe(CORPUS, vocab_size=100)
 
 
-def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no tokenizer in .*tokenizer\.json"):
+def test_errors_name_missing_and_damaged_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path)
-    with pytest.raises(ConfigError, match=r"no file .*nothing\.json"):
+    with pytest.raises(ConfigError, match=r"nothing\.json"):
         load_tokenizer(tmp_path / "nothing.json")
-    with pytest.raises(ConfigError, match=r"--vocab-file: there is no file"):
+    with pytest.raises(ConfigError, match=r"--vocab-file.*vocab\.json"):
         load_gpt2_files(tmp_path / "vocab.json", tmp_path / "merges.txt")
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"tokenizer\.json is not a tokenizer"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "t.model").write_bytes(b"no model")
-    with pytest.raises(ConfigError, match=r"t\.model is not a sentencepiece model"):
+    with pytest.raises(ConfigError, match=r"t\.model"):
         load_tokenizer(tmp_path / "t.model")
 
 
@@ -96,7 +95,7 @@ def test_tokenizer_without_end_of_document_is_refused(tmp_path: Path) -> None:
     vocabulary = {"[UNK]": 0, "a": 1}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     backend.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ConfigError, match="no end-of-document token"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json.*<\|endoftext\|>"):
         load_tokenizer(tmp_path)
 
 
@@ -115,11 +114,11 @@ def test_sentencepiece_is_lossless_and_saved(tmp_path: Path) -> None:
 
 def test_too_little_text_for_sentencepiece_is_refused() -> None:
     pytest.importorskip("sentencepiece")
-    with pytest.raises(ConfigError, match="30000 tokens"):
+    with pytest.raises(ConfigError, match=r"--vocab-size.*30000"):
         train_sentencepiece(CORPUS, vocab_size=30_000)
 
 
-def test_absent_sentencepiece_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_sentencepiece_has_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     real_import = builtins.__import__
 
     def without(name: str, *args: Any, **kwargs: Any) -> Any:
