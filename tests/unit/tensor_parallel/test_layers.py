@@ -41,15 +41,15 @@ def test_linear_layers_equal_torch(layer_type: type, bias: bool) -> None:
     layer = layer_type(12, 8, ONE, bias=bias, init=keyed_normal(0.5, "w"))
     plain = nn.Linear(12, 8, bias=bias)
     plain.load_state_dict(layer.state_dict())
-    ours_x, plain_x = random(2, 3, 12), random(2, 3, 12)
-    ours, expected = layer(ours_x), plain(plain_x)
-    torch.testing.assert_close(ours, expected)
-    weights = random(*ours.shape, seed=1).detach()
-    (ours * weights).sum().backward()
+    x, plain_x = random(2, 3, 12), random(2, 3, 12)
+    output, expected = layer(x), plain(plain_x)
+    torch.testing.assert_close(output, expected)
+    weights = random(*output.shape, seed=1).detach()
+    (output * weights).sum().backward()
     (expected * weights).sum().backward()
-    torch.testing.assert_close(ours_x.grad, plain_x.grad)
-    for ours_p, plain_p in zip(layer.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours_p.grad, plain_p.grad)
+    torch.testing.assert_close(x.grad, plain_x.grad)
+    for parameter, plain_parameter in zip(layer.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, plain_parameter.grad)
 
 
 @pytest.mark.parametrize("layer_type", [ColumnParallelLinear, RowParallelLinear])

@@ -31,11 +31,11 @@ def test_loss_and_gradient_equal_torch(scale: float, dtype: torch.dtype) -> None
     logits_BSV, labels_BS = sample(scale, dtype)
     plain_BSV = logits_BSV.detach().clone().requires_grad_()
     token_weights_BS = torch.linspace(0.1, 2.0, 12).view(2, 6)
-    ours = vocab_parallel_cross_entropy(logits_BSV, labels_BS, ONE, VOCAB)
+    loss = vocab_parallel_cross_entropy(logits_BSV, labels_BS, ONE, VOCAB)
     expected = torch_loss(plain_BSV, labels_BS)
-    assert ours.dtype == torch.float32
-    torch.testing.assert_close(ours, expected)
-    (ours * token_weights_BS).sum().backward()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected)
+    (loss * token_weights_BS).sum().backward()
     (expected * token_weights_BS).sum().backward()
     torch.testing.assert_close(logits_BSV.grad, plain_BSV.grad)
 
@@ -70,9 +70,9 @@ def test_gpt_loss_is_the_mean_over_the_labels_that_count() -> None:
     plain_BSV = logits_BSV.detach().clone().requires_grad_()
     flat = plain_BSV[..., :VOCAB].reshape(-1, VOCAB)
     expected = F.cross_entropy(flat, labels_BS.reshape(-1), ignore_index=IGNORE_INDEX)
-    ours = loss_fn(logits_BSV, labels_BS)
-    torch.testing.assert_close(ours, expected)
-    ours.backward()
+    loss = loss_fn(logits_BSV, labels_BS)
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
     expected.backward()
     torch.testing.assert_close(logits_BSV.grad, plain_BSV.grad)
 
