@@ -13,9 +13,9 @@ from ds_ext.pipe_schedules import BACKWARD, FORWARD, Op, Option, looped, schedul
 
 
 @schedule("breadth_first", place=looped, options={"chunks": Option(2, 1, "stages a device")})
-def breadth_first(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Op]:
+def breadth_first(device: int, num_devices: int, micro_batches: int, chunks: int) -> Iterator[Op]:
     """All micro-batches through chunk 0, then chunk 1 and so on; backwards in reverse."""
-    stages = range(rank, ranks * chunks, ranks)
+    stages = range(device, num_devices * chunks, num_devices)
     for stage in stages:
         yield from (Op(FORWARD, m, stage) for m in range(micro_batches))
     for stage in reversed(stages):

@@ -13,7 +13,7 @@ from ds_ext.pipe_schedules.simulate import simulate
 
 
 def with_order(made: Timetable, rank: int, order: list[Op]) -> Timetable:
-    return dataclasses.replace(made, ranks=(*made.ranks[:rank], tuple(order), *made.ranks[rank + 1 :]))
+    return dataclasses.replace(made, orders=(*made.orders[:rank], tuple(order), *made.orders[rank + 1 :]))
 
 
 def followers(work: Work, op: Op) -> list[tuple[Op, int]]:
@@ -29,7 +29,7 @@ def assert_keeps_time(made: Timetable, costs: Costs) -> None:
     ends = {op: end for spans in simulation.spans for op, _, end in spans}
     busy = []
     for rank, spans in enumerate(simulation.spans):
-        assert tuple(op for op, _, _ in spans) == made.ranks[rank]
+        assert tuple(op for op, _, _ in spans) == made.orders[rank]
         free = 0.0
         for op, start, end in spans:
             arrivals = [

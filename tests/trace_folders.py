@@ -33,7 +33,7 @@ def write_traces(
     The span of a receive lasts from the end of the previous op to the start of the next.
     """
     timetable = simulation.timetable
-    world = timetable.placement.ranks
+    world = timetable.placement.num_devices
     for rank in range(world):
         run_values: dict[str, Any] = {
             "run": run, "world_size": world, "device": rank, "data_parallel_rank": 0, "tensor_parallel_rank": 0,

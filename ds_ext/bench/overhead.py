@@ -158,12 +158,12 @@ def _ours(name: str, transport: str, job: Job) -> Measured:
     engine, *_ = initialize(model=model, config=config)
     watch, batches = Stopwatch(), SameBatches(_batches(job))
     engine.use_transport(TimedTransport(engine.transport, watch))
-    mine = lower(timetable).ranks[model.device_index]
+    mine = lower(timetable).instructions[model.device_index]
     last = timetable.placement.stages - 1
     layers: dict[int, Any] = {stage: model.stage_funcs[stage][0] for stage in model.stages}
     passes = [
         (layers[op.stage], op.stage == last)
-        for op in timetable.ranks[model.device_index]
+        for op in timetable.orders[model.device_index]
         if op.kind == FORWARD
     ]
     messages = sum(instruction.peer is not None for instruction in mine)

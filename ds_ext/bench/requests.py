@@ -19,7 +19,7 @@ def options_for(text: str, costs: Costs) -> dict[str, Any]:
     """Its options: one that plans is told the costs, but neither the jitter nor how long links take."""
     schedule, options = read_request(text)
     if schedule.planned:
-        options["costs"] = f"f={costs.f!r},b={costs.b!r},w={costs.w!r}"
+        options["costs"] = f"f={costs.forward!r},b={costs.backward_input!r},w={costs.backward_weight!r}"
     return options
 
 

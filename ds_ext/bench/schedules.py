@@ -179,12 +179,12 @@ def _take_turns(ours: Sequence[str], rivals: Sequence[str]) -> list[str]:
 def _costs(args: argparse.Namespace) -> Costs:
     forward = args.forward_ms
     b, w = (forward if ms is None else ms for ms in (args.input_gradient_ms, args.weight_gradient_ms))
-    return Costs(f=forward, b=b, w=w, comm=args.link_ms, jitter=args.jitter)
+    return Costs(forward=forward, backward_input=b, backward_weight=w, comm=args.link_ms, jitter=args.jitter)
 
 
 def _job(args: argparse.Namespace) -> Job:
     costs = _costs(args)
-    ideal_s = args.micro_batches * (costs.f + costs.b + costs.w) / 1000
+    ideal_s = args.micro_batches * (costs.forward + costs.backward_input + costs.backward_weight) / 1000
     timeout_s = _WAIT_S + _LIMIT_FACTOR * ideal_s
     modules = tuple(args.modules)
     return Job(args.stages, args.micro_batches, costs, args.message_kb, timeout_s, modules=modules)
@@ -276,9 +276,9 @@ def _params(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "stages": args.stages,
         "micro_batches": args.micro_batches,
-        "forward_ms": costs.f,
-        "input_gradient_ms": costs.b,
-        "weight_gradient_ms": costs.w,
+        "forward_ms": costs.forward,
+        "input_gradient_ms": costs.backward_input,
+        "weight_gradient_ms": costs.backward_weight,
         "jitter": costs.jitter,
         "link_ms": costs.comm,
         "message_kb": args.message_kb,
@@ -290,7 +290,7 @@ def _title(args: argparse.Namespace) -> str:
     jitter = f", message {costs.comm:g}" if costs.comm else ""
     jitter += f", jitter {costs.jitter:g}" if costs.jitter else ""
     return (
-        f"{args.stages} ranks, {args.micro_batches} micro-batches; ms of one {args.stages}-th of the model: forward "
-        f"{costs.f:g}, input gradient {costs.b:g}, weight gradient {costs.w:g}{jitter}; messages of "
-        f"{args.message_kb:g} KiB; {args.steps} steps"
+        f"{args.stages} ranks, {args.micro_batches} micro-batches; ms of one {args.stages}-th of the model: "
+        f"forward {costs.forward:g}, input gradient {costs.backward_input:g}, weight gradient "
+        f"{costs.backward_weight:g}{jitter}; messages of {args.message_kb:g} KiB; {args.steps} steps"
     )

@@ -57,7 +57,9 @@ def run_simulate(args: argparse.Namespace) -> int:
     print(f"  ideal             {simulation.ideal:g}  (computing time of one rank)")
     print(f"  bubble            {simulation.bubble:.1%}")
     print(f"  busy              {' '.join(f'{share:.1%}' for share in simulation.busy)}  (per rank)")
-    print(f"  peak activations  {peaks}  (per rank, in units of 1/{timetable.placement.ranks} of the model)")
+    print(
+        f"  peak activations  {peaks}  (per rank, in units of 1/{timetable.placement.num_devices} of the model)"
+    )
     print(f"  messages          {simulation.messages}{each}")
     if model is not None and bytes_of is not None:
         print("\n".join([*_stage_lines(model, simulation.costs), *_byte_lines(bytes_of)]))

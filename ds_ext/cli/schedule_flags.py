@@ -209,7 +209,7 @@ def _from_file(name: str, args: argparse.Namespace) -> Timetable:
     if args.option and "schedule" in args:
         raise ScheduleError(f"--option {args.option[0]}: a timetable file has no options; leave it out.")
     made = read_timetable(name)
-    has = (made.placement.ranks, made.micro_batches)
+    has = (made.placement.num_devices, made.micro_batches)
     asked = (args.stages, args.micro_batches)
     forward_only = getattr(args, "forward_only", False)
     if asked[0] not in (None, has[0]) or (asked[1] not in (None, has[1]) and not forward_only):

@@ -180,14 +180,14 @@ def run_check(args: argparse.Namespace) -> int:
 
 def _proven(timetable: Timetable, report: Report) -> Iterator[str]:
     """A sentence a line."""
-    computations = sum(map(len, timetable.ranks))
+    computations = sum(map(len, timetable.orders))
     yield f"{computations} computations, each once, on the rank that holds its stage and after what it needs"
     if report.messages:
         yield f"{report.messages} messages, each taken by the rank it is sent to, in the order it is sent"
         yield f"all ranks reach the end, also when a link holds only {report.link_slots} of its messages"
     else:
         yield "no messages, so every rank reaches its end by itself, however much a link holds"
-    yield f"{' '.join(map(str, report.num_slots))} buffers per rank, none used twice at a time"
+    yield f"{' '.join(map(str, report.num_buffers))} buffers per rank, none used twice at a time"
     yield f"the loss is on rank {', '.join(map(str, report.loss_ranks))}"
     if not timetable.trains:
         yield "there are no backwards: an evaluation"
@@ -236,8 +236,8 @@ def title(simulation: Simulation) -> str:
 
 def describe_sizes(timetable: Timetable) -> str:
     """``bitpipe, 4 stages, 8 micro-batches``, and of an evaluation that it is one."""
-    ranks, micro_batches = timetable.placement.width, timetable.micro_batches
-    devices = f" on {timetable.placement.ranks} devices" if timetable.placement.forward_devices else ""
+    ranks, micro_batches = timetable.placement.devices_per_pipe, timetable.micro_batches
+    devices = f" on {timetable.placement.num_devices} devices" if timetable.placement.forward_devices else ""
     return (
         f"{timetable.schedule}, {ranks} stage{'s' if ranks != 1 else ''}{devices}, "
         f"{micro_batches} micro-batch{'es' if micro_batches != 1 else ''}{'' if timetable.trains else ', forward only'}"

@@ -271,7 +271,7 @@ def check_first_batch(data: StepData, program: Program, device: int, abort: Call
         ConfigError: data that is missing or has another form. On every rank.
     """
     loads: dict[int, int] = {}
-    for instruction in program.ranks[device]:
+    for instruction in program.instructions[device]:
         if instruction.name == "LoadMicroBatch":
             assert instruction.stage is not None and instruction.micro_batch is not None
             loads.setdefault(instruction.stage, instruction.micro_batch)

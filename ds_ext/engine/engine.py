@@ -203,7 +203,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         starts, dtype = self.plan.reductions[device], self.communication_data_type
         if self.plan.rules is None:
             return EagerReduction(self.gradients, self.module, starts, dtype, self.tracer)
-        ops = self.plan.timetable.ranks[device]
+        ops = self.plan.timetable.orders[device]
         return DynamicReduction(self.gradients, self.module, starts, dtype, self.tracer, ops)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:

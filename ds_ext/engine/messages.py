@@ -96,7 +96,7 @@ def link_credits(layout: ParallelLayout, programs: Iterable[Program]) -> dict[tu
     programs = list(programs)
     most: Counter[tuple[int, int]] = Counter()
     for program in programs:
-        for device in range(len(program.ranks)):
+        for device in range(len(program.instructions)):
             for sender, held in _held(program, device).items():
                 most[sender, device] = max(most[sender, device], held)
     device_of = layout.coordinates
@@ -108,7 +108,7 @@ def link_credits(layout: ParallelLayout, programs: Iterable[Program]) -> dict[tu
 
 def _held(program: Program, device: int) -> Counter[int]:
     """Sending device -> most of its messages that live on ``device`` at a time."""
-    instructions = program.ranks[device]
+    instructions = program.instructions[device]
     last = {(i.stage, i.micro_batch): at for at, i in enumerate(instructions) if i.op is not None}
     held: dict[tuple[int | None, int | None], list[int]] = {}
     live: Counter[int] = Counter()
@@ -131,7 +131,7 @@ def _pairs(layout: ParallelLayout, programs: Iterable[Program]) -> list[tuple[in
     links = {
         (device, instruction.peer)
         for program in programs
-        for device, instructions in enumerate(program.ranks)
+        for device, instructions in enumerate(program.instructions)
         for instruction in instructions
         if instruction.peer is not None and instruction.name.startswith("Send")
     }

@@ -106,8 +106,9 @@ class PipelineModule(DeepSpeedPipelineModule):
         layers = list(layers)
         if len(layers) < placement.stages:
             raise ConfigError(
-                f"layers: {plan.schedule.name} cuts {placement.stages} stages for {placement.width} devices (got "
-                f"{len(layers)} layers). Use at least {placement.stages} layers or a smaller pipeline_parallel_size."
+                f"layers: {plan.schedule.name} cuts {placement.stages} stages for {placement.devices_per_pipe} devices "
+                f"(got {len(layers)} layers). Use at least {placement.stages} layers or a smaller "
+                f"pipeline_parallel_size."
             )
         require_visible_parameters(layers, loss_fn)
         seeds = {"seed_layers": seed_layers, "base_seed": kwargs.get("base_seed")}

@@ -103,7 +103,7 @@ class DisaggregatedLayout(ParallelLayout):
         """
         placement, groups = self.placement, range(self.data_parallel_size)
         forwards = placement.forward_devices
-        devices_of_groups = [(device, g) for device in range(placement.ranks) for g in groups]
+        devices_of_groups = [(device, g) for device in range(placement.num_devices) for g in groups]
         pipelines = [(devices, g) for g in groups for devices in (forwards, *placement.pipes)]
         hand_overs = [
             (devices[0], devices[1], g)
@@ -120,7 +120,7 @@ class DisaggregatedLayout(ParallelLayout):
             ],
             "data": [
                 [self.rank(device, g, t) for g in groups]
-                for device in range(placement.ranks)
+                for device in range(placement.num_devices)
                 for t in range(self.tensor_ranks(device))
             ],
             "mirror": [

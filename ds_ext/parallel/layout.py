@@ -29,7 +29,7 @@ class ParallelLayout:
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.placement.ranks * self.tensor_parallel_size * self.data_parallel_size
+        return self.placement.num_devices * self.tensor_parallel_size * self.data_parallel_size
 
     def rank(self, device: int, data: int, tensor: int) -> int:
         """Return the global rank of a device of pipeline group ``data``."""
@@ -52,7 +52,7 @@ class ParallelLayout:
 
     def groups(self) -> dict[str, list[list[int]]]:
         """Return the rank lists of every kind of group: tensor, pipeline, data and (with replicas) mirror."""
-        devices, tp, dp = self.placement.ranks, self.tensor_parallel_size, self.data_parallel_size
+        devices, tp, dp = self.placement.num_devices, self.tensor_parallel_size, self.data_parallel_size
         table = {
             "tensor": [[self.rank(p, d, t) for t in range(tp)] for p in range(devices) for d in range(dp)],
             "pipeline": [[self.rank(p, d, t) for p in range(devices)] for d in range(dp) for t in range(tp)],
@@ -70,8 +70,8 @@ class ParallelLayout:
 
 def data_parallel_size(world_size: int, placement: Placement, tensor_parallel_size: int) -> int:
     """Return world size / (pipeline x tensor-parallel size). Raises ConfigError if it is not an integer above 0."""
-    unit = placement.ranks * tensor_parallel_size
-    sizes = f"pipeline_parallel_size {placement.ranks} x tensor_parallel_size {tensor_parallel_size}"
+    unit = placement.num_devices * tensor_parallel_size
+    sizes = f"pipeline_parallel_size {placement.num_devices} x tensor_parallel_size {tensor_parallel_size}"
     if placement.forward_devices:
         merged = tensor_parallel_size // placement.merged
         unit = placement.stages * (merged + placement.replicas * tensor_parallel_size)

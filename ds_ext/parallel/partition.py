@@ -93,14 +93,14 @@ def stage_weights(
 
 def _stages(placement: Placement, schedule: str) -> str:
     """Return the schedule and its number of stages, for errors."""
-    per_device = placement.stages // placement.width
+    per_device = placement.stages // placement.devices_per_pipe
     detail = f" ({per_device} per device)" if per_device > 1 else ""
     return f"{schedule} with {placement.stages} stages{detail}"
 
 
 def _too_few(num_layers: int, placement: Placement, schedule: str) -> str:
     """Return the error for fewer layers than stages."""
-    stages, devices = placement.stages, placement.width
+    stages, devices = placement.stages, placement.devices_per_pipe
     fix, most = f"at least {stages} layers", num_layers // (stages // devices)
     if placement.replicas == 2 and placement.pipes[1] == tuple(devices - 1 - d for d in placement.pipes[0]):
         most -= most % 2  # mirrored pairs need an even number of devices
@@ -126,7 +126,7 @@ def _even(
     work[0] += first
     work[-1] += last
     devices_of = [[pipe[stage] for pipe in placement.pipes] for stage in range(stages)]
-    loads = [0.0] * placement.ranks
+    loads = [0.0] * placement.num_devices
     for stage, devices in enumerate(devices_of):
         for device in devices:
             loads[device] += work[stage]

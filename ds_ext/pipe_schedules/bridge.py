@@ -87,8 +87,8 @@ _CLASSES: dict[str, type[ds.PipeInstruction]] = {
 
 # Field of an Instruction -> keyword of the DeepSpeed instruction.
 _KEYWORDS = {
-    "slot": "buffer_id",
-    "to_slot": "to_buffer",
+    "buffer": "buffer_id",
+    "to_buffer": "to_buffer",
     "stage": "stage",
     "micro_batch": "micro_batch",
     "peer": "peer",
@@ -110,9 +110,9 @@ class TimetableSchedule(ds.PipeSchedule):
 
     def __init__(self, program: Program, stage_id: int) -> None:
         timetable = program.timetable
-        super().__init__(timetable.micro_batches, timetable.placement.ranks, stage_id)
+        super().__init__(timetable.micro_batches, timetable.placement.num_devices, stage_id)
         self.program = program
-        self._steps = _group([to_pipe_instruction(i) for i in program.ranks[stage_id]])
+        self._steps = _group([to_pipe_instruction(i) for i in program.instructions[stage_id]])
 
     def steps(self) -> Iterator[list[ds.PipeInstruction]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Yield the instructions of each step."""
@@ -120,16 +120,16 @@ class TimetableSchedule(ds.PipeSchedule):
 
     def num_pipe_buffers(self) -> int:
         """Most (stage, micro-batch) pairs alive at once on this device."""
-        return self.program.num_slots[self.stage_id]
+        return self.program.num_buffers[self.stage_id]
 
     def picture(self, instruction: ds.PipeInstruction) -> str:
         """The rank x step grid with an arrow at the computation that ``instruction`` belongs to."""
-        mine = self.program.ranks[self.stage_id]
+        mine = self.program.instructions[self.stage_id]
         source = instruction.source  # pyright: ignore[reportAttributeAccessIssue]
         at = next(i for i, other in enumerate(mine) if other is source)
         upcoming = [i.op for i in mine[at:] if i.op is not None]
         timetable = self.program.timetable
-        step = timetable.ranks[self.stage_id].index(upcoming[0]) if upcoming else None
+        step = timetable.orders[self.stage_id].index(upcoming[0]) if upcoming else None
         return order_grid(timetable, rank=self.stage_id, step=step)
 
 

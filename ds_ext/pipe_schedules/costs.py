@@ -15,7 +15,8 @@ from ..errors import ScheduleError
 from .ops import ALL_KINDS, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
 from .placement import Placement
 
-_TIMES = ("f", "b", "w", "comm")
+# The times as text and JSON have them, and their fields.
+_TIMES = {"f": "forward", "b": "backward_input", "w": "backward_weight", "comm": "comm"}
 _IN_TEXT = (*_TIMES, "stages", "jitter", "seed")
 _MOST_FACTORS = 200_000
 # Sums of up to ten million times, and their ratios, stay within what a float holds.
@@ -39,9 +40,9 @@ class Costs:
             is no integer.
     """
 
-    f: float = 1.0
-    b: float = 1.0
-    w: float = 1.0
+    forward: float = 1.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
     comm: float = 0.0
     stages: tuple[float, ...] | None = None
     links: Mapping[tuple[int, int], float] = field(default_factory=dict, hash=False)
@@ -52,7 +53,7 @@ class Costs:
         if self.stages is not None:
             object.__setattr__(self, "stages", tuple(self.stages))
         object.__setattr__(self, "links", dict(self.links))
-        times = {name: getattr(self, name) for name in _TIMES}
+        times = {key: getattr(self, name) for key, name in _TIMES.items()}
         times |= {f"stages[{i}]": factor for i, factor in enumerate(self.stages or ())}
         times |= {f"links {a}>{b}": time for (a, b), time in self.links.items()}
         for name, time in times.items():
@@ -71,8 +72,13 @@ class Costs:
 
     def of(self, kind: str) -> float:
         """Cost of one computation of that kind on one D-th of the model."""
-        whole = {FORWARD: self.f, BACKWARD: self.b + self.w, BACKWARD_INPUT: self.b, BACKWARD_WEIGHT: self.w}
-        return self.f if kind == RECOMPUTE else whole[kind]
+        whole = {
+            FORWARD: self.forward,
+            BACKWARD: self.backward_input + self.backward_weight,
+            BACKWARD_INPUT: self.backward_input,
+            BACKWARD_WEIGHT: self.backward_weight,
+        }
+        return self.forward if kind == RECOMPUTE else whole[kind]
 
     def durations(self, placement: Placement) -> dict[str, tuple[float, ...]]:
         """Kind of op -> its time at every stage, without jitter: its share of the model, times its factor.
@@ -80,7 +86,7 @@ class Costs:
         Raises ScheduleError when the factors or the links are not those of the placement.
         """
         self.check_fits(placement)
-        share = placement.width / placement.stages
+        share = placement.devices_per_pipe / placement.stages
         factors = self.stages or (1.0,) * placement.stages
         return {
             kind: tuple(self.of(kind) * share * factor * placement.slowdown(kind) for factor in factors)
@@ -95,11 +101,11 @@ class Costs:
                 f"{placement.stages} stages. Give {placement.stages} factors."
             )
         for ends in self.links:
-            if not all(0 <= rank < placement.ranks for rank in ends) or ends[0] == ends[1]:
-                last = placement.ranks - 1
+            if not all(0 <= rank < placement.num_devices for rank in ends) or ends[0] == ends[1]:
+                last = placement.num_devices - 1
                 raise ScheduleError(
-                    f"costs: link {ends[0]}>{ends[1]} does not join two of the {placement.ranks} ranks, which are "
-                    f"counted from 0; give only links between ranks 0 to {last}."
+                    f"costs: link {ends[0]}>{ends[1]} does not join two of the {placement.num_devices} ranks, "
+                    f"which are counted from 0; give only links between ranks 0 to {last}."
                 )
 
     def delay(self, sender: int, receiver: int) -> float:
@@ -154,7 +160,12 @@ def parse_costs(text: str) -> Costs:
             raise ScheduleError(
                 f"costs: {_short(part)} is not of the form f=1.5, seed=1 or stages=0.9x7/1.7 (a factor for each stage)."
             ) from None
-    return Costs(**values)
+    return _costs_of(values)
+
+
+def _costs_of(values: Mapping[str, Any]) -> Costs:
+    """Return the costs with these keys of text and JSON."""
+    return Costs(**{_TIMES.get(key, key): value for key, value in values.items()})
 
 
 def _factors(text: str) -> tuple[float, ...]:
@@ -178,10 +189,12 @@ def factors_text(factors: tuple[float, ...]) -> str:
 def load_costs(path: str) -> Costs:
     """Costs from a JSON file: ``{"f": 1, "comm": 0.1, "stages": [1, 1.2], "links": {"0>1": 0.3}, "jitter": 0.1}``.
 
-    The keys are the arguments of :class:`Costs`, all optional; a link is "sender>receiver". Raises ScheduleError.
+    The keys are f, b, w and the other arguments of :class:`Costs`, all optional; a link is "sender>receiver".
+
+    Raises ScheduleError.
     """
     values = _read_json(path)
-    known = [f.name for f in fields(Costs)]
+    known = [*_TIMES, *(field.name for field in fields(Costs) if field.name not in _TIMES.values())]
     if not isinstance(values, dict) or not set(values) <= set(known):
         wrong = _short(values)
         if isinstance(values, dict):
@@ -193,7 +206,7 @@ def load_costs(path: str) -> Costs:
         raise ScheduleError(f"costs {path}: stages is a list of factors; got {_short(values['stages'])}.")
     if "links" in values:
         values["links"] = _links(values["links"], path)
-    return Costs(**values)
+    return _costs_of(values)
 
 
 def _read_json(path: str) -> Any:

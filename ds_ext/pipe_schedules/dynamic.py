@@ -67,7 +67,7 @@ class Rules:
         """(pipe, stage) -> how often the pipe has been on that device before."""
         found: dict[tuple[int, int], int] = {}
         for pipe, devices in enumerate(self.placement.pipes):
-            seen = [0] * self.placement.ranks
+            seen = [0] * self.placement.num_devices
             for stage, device in enumerate(devices):
                 found[pipe, stage] = seen[device]
                 seen[device] += 1
@@ -97,7 +97,7 @@ class Rules:
             return (-visit, k, pipe) if kind == FORWARD else (k, visit, pipe)
         if self.policy == "breadth":
             return visit, k, pipe
-        return k // max(1, self.placement.ranks // self.placement.replicas), visit, k, pipe
+        return k // max(1, self.placement.num_devices // self.placement.replicas), visit, k, pipe
 
     def device(self, device: int) -> Greedy:
         """The policy object of a device for one step."""

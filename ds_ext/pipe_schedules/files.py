@@ -42,7 +42,7 @@ def schedule_of_file(path: str | Path) -> Schedule:
     made = read_timetable(path)
     if not made.trains:
         raise ScheduleError(f"the timetable in {path} has no backwards; a job needs one for every forward.")
-    ranks, micro_batches = made.placement.ranks, made.micro_batches
+    ranks, micro_batches = made.placement.num_devices, made.micro_batches
 
     def place(asked: int) -> Placement:
         if asked != ranks:
@@ -60,7 +60,7 @@ def schedule_of_file(path: str | Path) -> Schedule:
             raise ScheduleError(
                 f"the timetable in {path} is for {micro_batches} micro-batches a step; got {asked}. {way}"
             )
-        return made.ranks
+        return made.orders
 
     return Schedule(made.schedule, program, place, planned=True, file=str(path))
 
@@ -88,8 +88,10 @@ def read_dump(text: str, source: str) -> Timetable:
             f"{source} is no dump of a timetable ({missing}); `python -m ds_ext dump NAME --stages D --micro-batches "
             f"N` prints one, with the 5 keys schedule, stages, micro_batches, chunks and ranks."
         ) from None
-    if len(ranks) != placement.ranks:
-        raise ScheduleError(f"{source} has {len(ranks)} ranks, and its chunks are on {placement.ranks}.")
+    if len(ranks) != placement.num_devices:
+        raise ScheduleError(
+            f"{source} has {len(ranks)} ranks, and its chunks are on {placement.num_devices}."
+        )
     return Timetable(name, placement, micro_batches, ranks)
 
 

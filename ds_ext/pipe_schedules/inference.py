@@ -24,7 +24,7 @@ def forward_timetable(placement: Placement, micro_batches: int, name: str = "inf
         raise ScheduleError(f"{name} needs at least 1 micro-batch; got {micro_batches}.")
     check_size(name, placement, micro_batches)
     pipes = placement.pipes_of(micro_batches)
-    orders: list[list[Op]] = [[] for _ in range(placement.ranks)]
+    orders: list[list[Op]] = [[] for _ in range(placement.num_devices)]
     waiting: list[list[int]] = [[] for _ in placement.pipes]
     for m in reversed(range(micro_batches)):
         waiting[pipes[m]].append(m)
@@ -39,7 +39,7 @@ def forward_timetable(placement: Placement, micro_batches: int, name: str = "inf
             arrive(now, waiting[pipe].pop(), 0)
 
     for pipe in range(placement.replicas):
-        for _ in range(placement.width):
+        for _ in range(placement.devices_per_pipe):
             admit(pipe, 0)
     now = 0
     while any(ready):

@@ -27,15 +27,15 @@ def lower(timetable: Timetable) -> Program:
     Raises ScheduleError when a computation is missing, doubled or on the wrong device.
     """
     check_timetable(timetable)
-    ranks, num_slots = [], []
+    instructions, num_buffers = [], []
     for device, inbox in enumerate(_inboxes(timetable)):
         lowering = Lowering(device, timetable, inbox)
-        program = [instruction for op in timetable.ranks[device] for instruction in lowering.add(op)]
+        program = [instruction for op in timetable.orders[device] for instruction in lowering.add(op)]
         if timetable.trains:
             program += _end_of_step(timetable.placement, device)
-        ranks.append(tuple(program))
-        num_slots.append(lowering.slots.count)
-    return Program(timetable, tuple(ranks), tuple(num_slots))
+        instructions.append(tuple(program))
+        num_buffers.append(lowering.buffers.count)
+    return Program(timetable, tuple(instructions), tuple(num_buffers))
 
 
 def _inboxes(timetable: Timetable) -> list[dict[int, list[Op]]]:
@@ -43,8 +43,8 @@ def _inboxes(timetable: Timetable) -> list[dict[int, list[Op]]]:
 
     A message is named by the op that needs it. Activations and gradients share a link.
     """
-    found: list[dict[int, list[Op]]] = [{} for _ in timetable.ranks]
-    for device, order in enumerate(timetable.ranks):
+    found: list[dict[int, list[Op]]] = [{} for _ in timetable.orders]
+    for device, order in enumerate(timetable.orders):
         for op in order:
             for consumer, to in timetable.dependencies.consumers(op):
                 if to != device:
@@ -75,7 +75,7 @@ class Lowering:
     def __init__(self, device: int, timetable: Timetable, inbox: dict[int, list[Op]] | None = None) -> None:
         self.device, self.timetable = device, timetable
         self._program: list[Instruction] = []
-        self.slots = _Slots()
+        self.buffers = _Buffers()
         self._inbox = None if inbox is None else {sender: iter(sent) for sender, sent in inbox.items()}
         self._early: set[Op] = set()
 
@@ -96,11 +96,11 @@ class Lowering:
             if device != self.device:
                 self._instruct(f"Send{_message(consumer)}", op, peer=device)
             elif consumer.stage != op.stage:
-                self._instruct(f"Copy{_message(consumer)}", op, to_slot=self.slots.of(consumer))
+                self._instruct(f"Copy{_message(consumer)}", op, to_buffer=self.buffers.of(consumer))
             else:
                 kept = True
         if not kept:
-            self.slots.free(op)
+            self.buffers.free(op)
         return self._program
 
     def _receive(self, op: Op, sender: int) -> None:
@@ -121,10 +121,12 @@ class Lowering:
         *,
         chunk: int | None = None,
         peer: int | None = None,
-        to_slot: int | None = None,
+        to_buffer: int | None = None,
     ) -> None:
-        pipe, slot = self.timetable.pipe(op.micro_batch), self.slots.of(op)
-        self._program.append(Instruction(name, op.micro_batch, op.stage, pipe, chunk, peer, slot, to_slot))
+        pipe, buffer = self.timetable.pipe(op.micro_batch), self.buffers.of(op)
+        self._program.append(
+            Instruction(name, op.micro_batch, op.stage, pipe, chunk, peer, buffer, to_buffer)
+        )
 
 
 def _message(consumer: Op) -> str:
@@ -132,7 +134,7 @@ def _message(consumer: Op) -> str:
     return "Grad" if consumer.kind in (BACKWARD, BACKWARD_INPUT) else "Activation"
 
 
-class _Slots:
+class _Buffers:
     """Gives every live pair (stage, micro-batch) of a device the lowest free buffer."""
 
     def __init__(self) -> None:
@@ -142,14 +144,14 @@ class _Slots:
 
     def of(self, op: Op) -> int:
         pair = op.stage, op.micro_batch
-        slot = self._live.get(pair)
-        if slot is None:
+        buffer = self._live.get(pair)
+        if buffer is None:
             if self._free:
-                slot = heapq.heappop(self._free)
+                buffer = heapq.heappop(self._free)
             else:
-                slot, self.count = self.count, self.count + 1
-            self._live[pair] = slot
-        return slot
+                buffer, self.count = self.count, self.count + 1
+            self._live[pair] = buffer
+        return buffer
 
     def free(self, op: Op) -> None:
         heapq.heappush(self._free, self._live.pop((op.stage, op.micro_batch)))
@@ -160,7 +162,7 @@ def dump(program: Program) -> dict[str, object]:
     timetable, placement = program.timetable, program.timetable.placement
     return {
         "schedule": timetable.schedule,
-        "stages": placement.width,
+        "stages": placement.devices_per_pipe,
         "micro_batches": timetable.micro_batches,
         "model_stages": placement.stages,
         "chunks": [
@@ -174,7 +176,7 @@ def dump(program: Program) -> dict[str, object]:
             for rank, chunks in enumerate(placement.chunks)
             for index, chunk in enumerate(chunks)
         ],
-        "ranks": [[_dump_instruction(i) for i in instructions] for instructions in program.ranks],
+        "ranks": [[_dump_instruction(i) for i in instructions] for instructions in program.instructions],
     }
 
 

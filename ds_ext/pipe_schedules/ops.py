@@ -29,8 +29,8 @@ class Op(NamedTuple):
 class Instruction(NamedTuple):
     """One lowered instruction of one rank; ``name`` is the DeepSpeed class it becomes.
 
-    ``peer`` is the other device of a message. ``slot`` is the buffer that holds the tensors of (stage,
-    micro_batch), ``to_slot`` the destination of a hand-over on the same rank. Fields that mean nothing for an
+    ``peer`` is the other device of a message. ``buffer`` is the buffer that holds the tensors of (stage,
+    micro_batch), ``to_buffer`` the destination of a hand-over on the same rank. Fields that mean nothing for an
     instruction are None.
     """
 
@@ -40,8 +40,8 @@ class Instruction(NamedTuple):
     pipe: int | None = None
     chunk: int | None = None
     peer: int | None = None
-    slot: int | None = None
-    to_slot: int | None = None
+    buffer: int | None = None
+    to_buffer: int | None = None
 
     @property
     def op(self) -> Op | None:

@@ -64,14 +64,14 @@ class Placement:
         return len(self.pipes)
 
     @cached_property
-    def ranks(self) -> int:
+    def num_devices(self) -> int:
         """Number of devices."""
         return 1 + max(map(max, filter(None, (*self.pipes, self.forward_devices))))
 
     @cached_property
-    def width(self) -> int:
+    def devices_per_pipe(self) -> int:
         """D: the devices over which a pipe is laid; costs and activations are counted for one D-th of the model."""
-        return self.ranks if self.forward is None else len(set(self.pipes[0]))
+        return self.num_devices if self.forward is None else len(set(self.pipes[0]))
 
     @cached_property
     def forward_devices(self) -> tuple[int, ...]:
@@ -126,9 +126,9 @@ class Placement:
 
         For BitPipe's device d: down stage d, up stage D-1-d, down stage 2D-1-d, up stage D+d.
         """
-        visits: list[list[tuple[int, int, int]]] = [[] for _ in range(self.ranks)]
+        visits: list[list[tuple[int, int, int]]] = [[] for _ in range(self.num_devices)]
         for pipe, devices in enumerate(self.pipes):
-            seen = [0] * self.ranks
+            seen = [0] * self.num_devices
             for stage, device in enumerate(devices):
                 visits[device].append((seen[device], pipe, stage))
                 seen[device] += 1
@@ -183,33 +183,33 @@ class Placement:
         return tuple(sorted(chunk.stage for chunk in self.chunks[device]))
 
 
-def linear(ranks: int) -> Placement:
+def linear(num_devices: int) -> Placement:
     """Stage s on device s."""
-    return Placement((tuple(range(ranks)),))
+    return Placement((tuple(range(num_devices)),))
 
 
-def looped(ranks: int, chunks: int) -> Placement:
+def looped(num_devices: int, chunks: int) -> Placement:
     """Stage s on device s mod D: every device holds ``chunks`` stages (arXiv 2104.04473, section 2.2.2)."""
-    return Placement((tuple(range(ranks)) * chunks,))
+    return Placement((tuple(range(num_devices)) * chunks,))
 
 
-def v(ranks: int) -> Placement:
+def v(num_devices: int) -> Placement:
     """One V-shaped pipe of 2D stages: there over all devices and back (ZB-V, arXiv 2405.15362)."""
-    there = tuple(range(ranks))
+    there = tuple(range(num_devices))
     return Placement((there + there[::-1],))
 
 
-def bidirectional_linear(ranks: int) -> Placement:
+def bidirectional_linear(num_devices: int) -> Placement:
     """Two pipes of D stages in opposite directions (Chimera, arXiv 2107.06925)."""
-    there = tuple(range(ranks))
+    there = tuple(range(num_devices))
     return Placement((there, there[::-1]))
 
 
-def bidirectional_v(ranks: int, waves: int = 1) -> Placement:
+def bidirectional_v(num_devices: int, waves: int = 1) -> Placement:
     """Two V-shaped pipes of 2D stages: down turns at device D-1, up at device 0 (BitPipe, arXiv 2410.19367).
 
     With ``waves`` both go there and back that many times, over 2D x waves stages.
     """
-    there = tuple(range(ranks))
+    there = tuple(range(num_devices))
     back = there[::-1]
     return Placement(((there + back) * waves, (back + there) * waves))

@@ -22,7 +22,7 @@ def eager_reductions(simulation: Simulation) -> tuple[dict[Op, tuple[int, ...]],
         for spans in simulation.spans
     ]
     timetable = simulation.timetable
-    found: list[dict[Op, tuple[int, ...]]] = [{} for _ in timetable.ranks]
+    found: list[dict[Op, tuple[int, ...]]] = [{} for _ in timetable.orders]
     for group in timetable.placement.replica_groups:
         stages = set().union(*(finished[device] for device in group))
         latest = {
@@ -31,7 +31,7 @@ def eager_reductions(simulation: Simulation) -> tuple[dict[Op, tuple[int, ...]],
         }
         order = sorted(stages, key=lambda stage: (latest[stage], stage))
         for device in group:
-            found[device] = _starts(timetable.ranks[device], finished[device], order)
+            found[device] = _starts(timetable.orders[device], finished[device], order)
     return tuple(found)
 
 

@@ -3,12 +3,12 @@
 A method is one file with one decorated generator::
 
     @schedule("1f1b", place=linear)
-    def one_f_one_b(rank, ranks, micro_batches):
+    def one_f_one_b(device, num_devices, micro_batches):
         ...
-        yield Op("F", stage, micro_batch)
+        yield Op(FORWARD, micro_batch, stage)
 
-:func:`timetable` runs it for every rank and gives a :class:`~ds_ext.pipe_schedules.ops.Timetable`. A method whose
-order depends on what computations and messages cost is a function of all ranks, :func:`planned_schedule`.
+:func:`timetable` runs it for every device and gives a :class:`.Timetable`. A method whose
+order depends on what computations and messages cost is a function of all devices, :func:`planned_schedule`.
 """
 
 from __future__ import annotations
@@ -65,26 +65,26 @@ def schedule(
     name: str,
     *,
     place: Callable[..., Placement],
-    even_ranks: bool = False,
-    micro_batches_multiple_of_ranks: bool = False,
+    even_devices: bool = False,
+    micro_batches_multiple_of_devices: bool = False,
     options: Mapping[str, Option] | None = None,
     variants: Variants = defaults,
 ) -> Callable[[Generator], Generator]:
-    """Register a generator ``program(rank, ranks, micro_batches, **options) -> Iterator[Op]``.
+    """Register a generator ``program(device, num_devices, micro_batches, **options) -> Iterator[Op]``.
 
     Args:
         name: what the JSON and the command line call it; lower case.
-        place: makes the placement from the number of ranks and those of the options that it has as parameters.
-        even_ranks: the method needs an even number of devices.
-        micro_batches_multiple_of_ranks: the method needs N to be a multiple of D.
+        place: makes the placement from the number of devices and those of the options that it has as parameters.
+        even_devices: the method needs an even number of devices.
+        micro_batches_multiple_of_devices: the method needs N to be a multiple of D.
         options: the keys of "schedule_options" that it takes.
         variants: (D, N) -> the options that are worth trying when a schedule is to be chosen.
     """
 
     def register(program: Generator) -> Generator:
         known = MappingProxyType(dict(options or {}))
-        multiple = micro_batches_multiple_of_ranks
-        _register(Schedule(name, program, place, even_ranks, multiple, known, variants=variants))
+        multiple = micro_batches_multiple_of_devices
+        _register(Schedule(name, program, place, even_devices, multiple, known, variants=variants))
         return program
 
     return register
@@ -94,14 +94,14 @@ def planned_schedule(
     name: str,
     *,
     place: Callable[..., Placement],
-    even_ranks: bool = False,
+    even_devices: bool = False,
     options: Mapping[str, Option] | None = None,
     variants: Variants = defaults,
     dynamic: Dynamic | None = None,
 ) -> Callable[[Planner], Planner]:
-    """Register ``program(placement, micro_batches, costs, **options) -> the order of every rank``.
+    """Register ``program(placement, micro_batches, costs, **options) -> the order of every device``.
 
-    ``place`` makes the placement from the number of ranks and those of the options that it has as parameters. The
+    ``place`` makes the placement from the number of devices and those of the options that it has as parameters. The
     schedule gets one more option, "costs", for where nothing else gives them, as in the JSON of a job.
     ``dynamic(placement, micro_batches, options)`` makes the rules of an order that is decided at run time.
     """
@@ -113,7 +113,7 @@ def planned_schedule(
                 name,
                 program,
                 place,
-                even_ranks,
+                even_devices,
                 options=known,
                 planned=True,
                 variants=variants,
@@ -185,6 +185,6 @@ def _line_of(error: Exception) -> str:
     return f"{os.path.basename(file)}, line {line}"
 
 
-def timetable(name: str, ranks: int, micro_batches: int, **options: object) -> Timetable:
+def timetable(name: str, num_devices: int, micro_batches: int, **options: object) -> Timetable:
     """``timetable("bitpipe", 4, 8)``: shorthand for ``get_schedule(name).timetable(...)``."""
-    return get_schedule(name).timetable(ranks, micro_batches, options)
+    return get_schedule(name).timetable(num_devices, micro_batches, options)

@@ -19,7 +19,7 @@ from .placement import Placement
 from .timetables import Timetable
 
 Orders = tuple[tuple[Op, ...], ...]
-_MOST_RANKS = 16_384
+_MOST_DEVICES = 16_384
 _MOST_STAGES = 200_000
 _MOST_OPS = 5_000_000  # forwards and backwards of a timetable: to check as many takes a minute and 4 GB
 COSTS = "costs"  # the option of a planned schedule that says what to plan for
@@ -111,7 +111,7 @@ class DynamicRules(Protocol):
 Dynamic = Callable[[Placement, int, Mapping[str, Any]], DynamicRules]
 
 
-def defaults(ranks: int, micro_batches: int) -> Sequence[Mapping[str, Any]]:
+def defaults(num_devices: int, micro_batches: int) -> Sequence[Mapping[str, Any]]:
     """No options worth trying but those that a schedule has by itself."""
     return [{}]
 
@@ -128,8 +128,8 @@ class Schedule:
     name: str
     program: Callable[..., Any]
     place: Callable[..., Placement]
-    even_ranks: bool = False
-    micro_batches_multiple_of_ranks: bool = False
+    even_devices: bool = False
+    micro_batches_multiple_of_devices: bool = False
     options: Mapping[str, Option] = field(default_factory=dict)
     planned: bool = False
     variants: Variants = defaults
@@ -165,35 +165,38 @@ class Schedule:
                 )
         return values
 
-    def placement(self, ranks: int, options: Mapping[str, object] | None = None) -> Placement:
-        """Where the stages live on ``ranks`` devices. Raises ScheduleError when it cannot use that many."""
-        if ranks > _MOST_RANKS:
-            raise ScheduleError(f"{self.name}: {ranks} stages are more than {_MOST_RANKS}.")
-        if ranks < 1:
-            raise ScheduleError(f"{self.name} needs at least 1 stage (pipeline_parallel_size); got {ranks}.")
-        if self.even_ranks and ranks % 2:
-            ways = " or ".join(str(n) for n in (ranks - 1, ranks + 1) if n >= 2)
+    def placement(self, num_devices: int, options: Mapping[str, object] | None = None) -> Placement:
+        """Where the stages live on ``num_devices`` devices. Raises ScheduleError when it cannot use that many."""
+        if num_devices > _MOST_DEVICES:
+            raise ScheduleError(f"{self.name}: {num_devices} stages are more than {_MOST_DEVICES}.")
+        if num_devices < 1:
+            raise ScheduleError(
+                f"{self.name} needs at least 1 stage (pipeline_parallel_size); got {num_devices}."
+            )
+        if self.even_devices and num_devices % 2:
+            ways = " or ".join(str(n) for n in (num_devices - 1, num_devices + 1) if n >= 2)
             raise ScheduleError(
                 f"{self.name} needs an even number of stages (pipeline_parallel_size), because devices work in "
-                f"mirrored pairs; got {ranks}. Use {ways}."
+                f"mirrored pairs; got {num_devices}. Use {ways}."
             )
         wanted = inspect.signature(self.place).parameters
         values = {name: value for name, value in self.resolve_options(options).items() if name in wanted}
         # The integers that a placement takes count stages of a device: chunks, waves.
         counts = [value for value in values.values() if isinstance(value, int)]
-        if ranks * math.prod(counts) > _MOST_STAGES:
-            given = " x ".join([f"{ranks} devices", *(f"{value:,}" for value in counts)])
+        if num_devices * math.prod(counts) > _MOST_STAGES:
+            given = " x ".join([f"{num_devices} devices", *(f"{value:,}" for value in counts)])
             which = " or ".join(["devices", *(name for name in values if isinstance(values[name], int))])
             raise ScheduleError(
-                f"{self.name}: the model would be cut into {given} = {ranks * math.prod(counts):,} stages, more than "
-                f"{_MOST_STAGES:,}. Use fewer {which}."
+                f"{self.name}: the model would be cut into {given} = {num_devices * math.prod(counts):,} stages, more "
+                f"than {_MOST_STAGES:,}. Use fewer {which}."
             )
         with self._naming():
-            placement = self.place(ranks, **values)
-        if placement.width != ranks:
+            placement = self.place(num_devices, **values)
+        if placement.devices_per_pipe != num_devices:
             raise ScheduleError(
-                f"{self.name}: its placement is for {placement.width} devices; got {ranks} (pipeline_parallel_size). "
-                f"Use {placement.width}, or have `place` follow the number of ranks."
+                f"{self.name}: its placement is for {placement.devices_per_pipe} devices; got {num_devices} "
+                f"(pipeline_parallel_size). Use {placement.devices_per_pipe}, or have `place` follow the "
+                f"number of devices."
             )
         placement.check_replicas(self.name)
         return placement
@@ -215,18 +218,18 @@ class Schedule:
 
     def timetable(
         self,
-        ranks: int,
+        num_devices: int,
         micro_batches: int,
         options: Mapping[str, object] | None = None,
         costs: Costs | None = None,
     ) -> Timetable:
-        """The order of every rank for ``micro_batches`` per pipeline group and step. Raises ScheduleError.
+        """The order of every device for ``micro_batches`` per pipeline group and step. Raises ScheduleError.
 
         Args:
             costs: what a planned schedule plans for; its option "costs" counts if that is None.
         """
-        placement = self.placement(ranks, options)
-        if self.micro_batches_multiple_of_ranks:
+        placement = self.placement(num_devices, options)
+        if self.micro_batches_multiple_of_devices:
             check_multiple(self.name, micro_batches, placement)
         if micro_batches < 1:
             raise ScheduleError(f"{self.name} needs at least 1 micro-batch; got {micro_batches}.")
@@ -243,20 +246,22 @@ class Schedule:
         return Timetable(self.name, placement, micro_batches, tuple(orders))
 
     def rules(
-        self, ranks: int, micro_batches: int, options: Mapping[str, object] | None = None
+        self, num_devices: int, micro_batches: int, options: Mapping[str, object] | None = None
     ) -> DynamicRules | None:
         """By what the devices decide at run time; None if the timetable is what they run. Raises ScheduleError."""
         if self.dynamic is None:
             return None
         values = self.resolve_options(options)
         with self._naming():
-            return self.dynamic(self.placement(ranks, options), micro_batches, values)
+            return self.dynamic(self.placement(num_devices, options), micro_batches, values)
 
 
 def every_rank(program: Generator, placement: Placement, micro_batches: int, **options: object) -> Orders:
-    """``program(rank, ranks, micro_batches, **options)`` of all ranks."""
-    ranks = placement.ranks
-    return tuple(tuple(program(rank, ranks, micro_batches, **options)) for rank in range(ranks))
+    """``program(device, num_devices, micro_batches, **options)`` of all devices."""
+    num_devices = placement.num_devices
+    return tuple(
+        tuple(program(device, num_devices, micro_batches, **options)) for device in range(num_devices)
+    )
 
 
 def check_size(name: str, placement: Placement, micro_batches: int) -> None:
@@ -276,7 +281,7 @@ def check_multiple(name: str, micro_batches: int, placement: Placement, otherwis
     Raises:
         ScheduleError: with the nearest numbers, also as DeepSpeed's gradient_accumulation_steps.
     """
-    step = placement.ranks
+    step = placement.num_devices
     if micro_batches >= 1 and micro_batches % step == 0:
         return
     below, above = micro_batches // step * step, (micro_batches // step + 1) * step

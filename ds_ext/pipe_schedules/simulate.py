@@ -64,10 +64,10 @@ def simulate(timetable: Timetable, costs: Costs | None = None) -> Simulation:
     work = Work(
         timetable.placement, timetable.micro_batches, costs, needs.split, costs.jitter > 0, needs.trains
     )
-    done = in_order(work, timetable.ranks)
+    done = in_order(work, timetable.orders)
     _refuse_deadlock(timetable, done)
-    busy = [sum(map(work.time, order)) for order in timetable.ranks]
-    share = timetable.placement.width / timetable.placement.stages
+    busy = [sum(map(work.time, order)) for order in timetable.orders]
+    share = timetable.placement.devices_per_pipe / timetable.placement.stages
     return Simulation(
         timetable,
         tuple(
@@ -75,7 +75,7 @@ def simulate(timetable: Timetable, costs: Costs | None = None) -> Simulation:
         ),
         done.makespan,
         ideal=sum(busy) / max(len(busy), 1),
-        peak_activations=tuple(peak_stages(order, timetable.trains) * share for order in timetable.ranks),
+        peak_activations=tuple(peak_stages(order, timetable.trains) * share for order in timetable.orders),
         messages=done.messages,
         costs=costs,
         busy=tuple(time / done.makespan if done.makespan else 0.0 for time in busy),
@@ -90,20 +90,20 @@ def in_order(work: Work, orders: Sequence[Sequence[Op]]) -> Run:
 def _refuse_deadlock(timetable: Timetable, done: Run) -> None:
     """Raise ScheduleError with what each device waits for, and the grid, if some have not reached the end."""
     at = [len(order) for order in done.orders]
-    stuck = [device for device, order in enumerate(timetable.ranks) if at[device] < len(order)]
+    stuck = [device for device, order in enumerate(timetable.orders) if at[device] < len(order)]
     if not stuck:
         return
     ended = {op for order in done.orders for op in order}
     waits = []
     for device in stuck[:_MOST_LISTED]:
-        op = timetable.ranks[device][at[device]]
+        op = timetable.orders[device][at[device]]
         missing = [str(need) for need, _ in timetable.dependencies.of(op) if need not in ended]
         waits.append(f"rank {device}: {op} needs {' and '.join(missing)}")
     if len(stuck) > _MOST_LISTED:
         waits.append(f"and {len(stuck) - _MOST_LISTED} more")
     first = stuck[0]
     sentence = f"no rank can move; waiting: {', '.join(waits)}."
-    raise fail(timetable, sentence, first, timetable.ranks[first][at[first]])
+    raise fail(timetable, sentence, first, timetable.orders[first][at[first]])
 
 
 def peak_stages(order: Sequence[Op], trains: bool = True) -> int:

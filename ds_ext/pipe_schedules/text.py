@@ -53,7 +53,7 @@ def dumps(timetable: Timetable) -> str:
     apart = timetable.placement.forward
     if apart is not None:
         header += f" forward={','.join(map(str, apart.devices))}:{apart.merged}:{apart.slowdown!r}"
-    orders = (", ".join(map(str, order)) or _WAIT for order in timetable.ranks)
+    orders = (", ".join(map(str, order)) or _WAIT for order in timetable.orders)
     return "\n".join((header, *orders)) + "\n"
 
 
@@ -75,11 +75,11 @@ def torch_csv(timetable: Timetable) -> str:
         )
     simulate(timetable)
     # With input gradients in the place of whole backwards every computation costs the same: one step.
-    orders = tuple(tuple(map(_one_step, order)) for order in timetable.ranks)
+    orders = tuple(tuple(map(_one_step, order)) for order in timetable.orders)
     steps = in_order(Work(timetable.placement, timetable.micro_batches, Costs(), split=True), orders)
-    share = timetable.placement.width / timetable.placement.stages
+    share = timetable.placement.devices_per_pipe / timetable.placement.stages
     rows = []
-    for order, starts in zip(timetable.ranks, steps.starts, strict=True):
+    for order, starts in zip(timetable.orders, steps.starts, strict=True):
         cells: list[str] = []
         for op, start in zip(order, starts, strict=True):
             cells += [""] * (round(start / share) - len(cells))
@@ -196,9 +196,9 @@ def _read_pipes(value: str, ranks: int, place: _Place, forward: ForwardPipe | No
         raise place.error(
             f"pipes={value}: every pipe has all stages; got {lengths[0]} and {lengths[-1]} of them."
         )
-    if placement.ranks != ranks:
+    if placement.num_devices != ranks:
         raise place.error(
-            f"pipes={value} is about {placement.ranks} devices, and the text has {ranks} lines for ranks; "
+            f"pipes={value} is about {placement.num_devices} devices, and the text has {ranks} lines for ranks; "
             f"expected a line a rank ({_WAIT} for one that computes nothing)."
         )
     return placement

@@ -40,22 +40,21 @@ from .placement import Placement
 
 
 def slots(
-    rank: int, placement: Placement, micro_batches: int, backward: str = BACKWARD
+    device: int, placement: Placement, micro_batches: int, backward: str = BACKWARD
 ) -> list[tuple[int, Op]]:
-    """(slot, op) of the forwards and backwards of ``rank``, by slot.
+    """(slot, op) of the forwards and backwards of ``device``, by slot.
 
     Args:
         micro_batches: N; a multiple of D if the tiling is to have no gaps.
         backward: the kind of the backward ops, whole or input gradient.
     """
     stages, replicas = placement.stages, placement.replicas
-    n = placement.ranks // replicas
-    found = []
+    n = placement.num_devices // replicas
+    pipes, found = placement.pipes_of(micro_batches), []
     for pipe, devices in enumerate(placement.pipes):
-        mine = [stage for stage, device in enumerate(devices) if device == rank]
-        first, end = (-(-p * micro_batches // replicas) for p in (pipe, pipe + 1))
-        for m in range(first, end):
-            k = m - first
+        mine = [stage for stage, at in enumerate(devices) if at == device]
+        of_pipe = (m for m, its_pipe in enumerate(pipes) if its_pipe == pipe)
+        for k, m in enumerate(of_pipe):
             enters = 2 * stages * (k // n) + 2 * (k % n)
             for stage in mine:
                 found.append((enters + stage, Op(FORWARD, m, stage)))
@@ -69,16 +68,16 @@ def _slot_then_op(one: tuple[int, Op]) -> tuple[int, str, int, int]:
     return slot, op.kind, op.stage, op.micro_batch
 
 
-def whole_order(rank: int, placement: Placement, micro_batches: int) -> Iterator[Op]:
-    """The order of ``rank`` with whole backwards."""
-    return (op for _, op in slots(rank, placement, micro_batches))
+def whole_order(device: int, placement: Placement, micro_batches: int) -> Iterator[Op]:
+    """The order of ``device`` with whole backwards."""
+    return (op for _, op in slots(device, placement, micro_batches))
 
 
-def split_order(rank: int, placement: Placement, micro_batches: int) -> Iterator[Op]:
-    """The order of ``rank`` with split backwards: weight gradients fill the empty slots, peak activations D."""
+def split_order(device: int, placement: Placement, micro_batches: int) -> Iterator[Op]:
+    """The order of ``device`` with split backwards: weight gradients fill the empty slots, peak activations D."""
     waiting: deque[Op] = deque()
     live = next_slot = 0
-    for slot, op in slots(rank, placement, micro_batches, BACKWARD_INPUT):
+    for slot, op in slots(device, placement, micro_batches, BACKWARD_INPUT):
         full = op.kind == FORWARD and live == placement.stages
         for _ in range(min(max(slot - next_slot, int(full)), len(waiting))):
             yield waiting.popleft()

@@ -17,7 +17,7 @@ from .placement import Placement
 
 @dataclass(frozen=True)
 class Timetable:
-    """The order of ops: ``ranks[d]`` is what device ``d`` computes, first to last.
+    """The order of ops: ``orders[d]`` is what device ``d`` computes, first to last.
 
     ``micro_batches`` counts all pipes together; their ids are 0..N-1, and each belongs to one pipe.
     """
@@ -25,7 +25,7 @@ class Timetable:
     schedule: str
     placement: Placement
     micro_batches: int
-    ranks: tuple[tuple[Op, ...], ...]
+    orders: tuple[tuple[Op, ...], ...]
 
     @cached_property
     def dependencies(self) -> Dependencies:
@@ -42,13 +42,13 @@ class Timetable:
     @cached_property
     def trains(self) -> bool:
         """Whether there are backwards; an evaluation has forwards only."""
-        return any(op.kind != FORWARD for order in self.ranks for op in order)
+        return any(op.kind != FORWARD for order in self.orders for op in order)
 
     @cached_property
     def split_backwards(self) -> frozenset[tuple[int, int]]:
         """The (stage, micro-batch) whose backward is two ops: input gradient, then weight gradient."""
         return frozenset(
-            (op.stage, op.micro_batch) for order in self.ranks for op in order if op.kind == BACKWARD_INPUT
+            (op.stage, op.micro_batch) for order in self.orders for op in order if op.kind == BACKWARD_INPUT
         )
 
 
@@ -56,9 +56,9 @@ class Timetable:
 class Program:
     """A timetable after lowering: what every device executes, instruction by instruction.
 
-    ``num_slots[r]`` is the number of buffers that the instructions of device ``r`` use.
+    ``num_buffers[d]`` is the number of buffers that the instructions of device ``d`` use.
     """
 
     timetable: Timetable
-    ranks: tuple[tuple[Instruction, ...], ...]
-    num_slots: tuple[int, ...]
+    instructions: tuple[tuple[Instruction, ...], ...]
+    num_buffers: tuple[int, ...]

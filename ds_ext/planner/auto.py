@@ -150,7 +150,7 @@ def chosen_schedule(choice: Choice) -> Schedule:
         return found.placement(ranks, best.options)
 
     def program(placement: Placement, micro_batches: int, costs: Costs, **_: object) -> Orders:
-        return found.timetable(placement.ranks, micro_batches, best.options, best.costs).ranks
+        return found.timetable(placement.num_devices, micro_batches, best.options, best.costs).orders
 
     return Schedule(found.name, program, place, options=_OPTIONS, planned=True)
 

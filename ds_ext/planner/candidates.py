@@ -176,8 +176,10 @@ def costs_text(costs: Costs) -> str:
     """``Costs`` as ``--costs`` and the option "costs" take them. Raises ScheduleError for what these cannot say."""
     if costs.links:
         raise ScheduleError("costs of single links cannot be written as text; give the job a costs file.")
-    keys = ["f", "b", "w", "comm", *(["jitter", "seed"] if costs.jitter else [])]
-    text = ",".join(f"{key}={_short(getattr(costs, key))}" for key in keys)
+    times = {"f": costs.forward, "b": costs.backward_input, "w": costs.backward_weight, "comm": costs.comm}
+    if costs.jitter:
+        times |= {"jitter": costs.jitter, "seed": costs.seed}
+    text = ",".join(f"{key}={_short(value)}" for key, value in times.items())
     return text if costs.stages is None else f"{text},stages={factors_text(costs.stages)}"
 
 

@@ -199,9 +199,12 @@ def comparison_note(simulation: Simulation) -> str | None:
     place = made.placement
     if not place.forward_devices or not made.trains:
         return None
-    order = timetable(_PLAIN, place.width, made.micro_batches // place.replicas)
-    plain, again = simulate(order, costs), simulate(order, replace(costs, b=costs.b + costs.f))
-    backward, forward = place.replicas * place.width, place.width / place.merged
+    order = timetable(_PLAIN, place.devices_per_pipe, made.micro_batches // place.replicas)
+    plain, again = (
+        simulate(order, costs),
+        simulate(order, replace(costs, backward_input=costs.backward_input + costs.forward)),
+    )
+    backward, forward = place.replicas * place.devices_per_pipe, place.devices_per_pipe / place.merged
     ours = simulation.makespan * (backward + forward)
     ratio = ours / (plain.makespan * backward) if plain.makespan else 1.0
     again_ratio = ours / (again.makespan * backward) if again.makespan else 1.0

@@ -173,7 +173,7 @@ def memory(made: Timetable | Simulation, sizes: ModelSizes) -> tuple[RankMemory,
     shards = placement.replicas * sizes.data_parallel if sizes.zero_stage == 1 else 1
     state = (sizes.master_bytes + sizes.optimizer_bytes) / shards
     found = []
-    for device in range(placement.ranks):
+    for device in range(placement.num_devices):
         count = sizes.device_parameters(placement, device)
         gradients, optimizer, activations = 0.0, 0.0, 0.0
         if device in placement.forward_devices:
@@ -191,7 +191,7 @@ def memory(made: Timetable | Simulation, sizes: ModelSizes) -> tuple[RankMemory,
 def _peak_bytes(timetable: Timetable, device: int, kept: tuple[float, ...]) -> float:
     """Most bytes alive at once: from a forward to the end of its backward."""
     live = peak = 0.0
-    for kind, _, stage in timetable.ranks[device]:
+    for kind, _, stage in timetable.orders[device]:
         if kind in (FORWARD, RECOMPUTE):
             live += kept[stage]
             peak = max(peak, live)

@@ -113,7 +113,7 @@ def parallel_sizes(
         ScheduleError: nothing divides the devices, heads, layers and batch; or ``ratios`` has times of messages.
     """
     ratios = ratios or Costs()
-    if ratios.comm or ratios.links or ratios.stages is not None or not ratios.f:
+    if ratios.comm or ratios.links or ratios.stages is not None or not ratios.forward:
         raise ScheduleError(
             "plan: costs are f, b and w relative to each other, and jitter; times of messages follow from the "
             "bandwidth, and factors of stages belong to one number of stages."
@@ -165,7 +165,14 @@ def unit_costs(cluster: Cluster, sizes: ModelSizes, ratios: Costs, pipeline: int
     forward_s = forward_flops(sizes) / pipeline / (sizes.tensor_parallel * cluster.flops)
     # Rounded, so that the job's JSON can contain exactly what was planned for.
     message = round(message_bytes(sizes) / cluster.bandwidth / forward_s, 6)
-    return replace(ratios, f=1.0, b=ratios.b / ratios.f, w=ratios.w / ratios.f, comm=message), forward_s
+    backward_input, backward_weight = (
+        ratios.backward_input / ratios.forward,
+        ratios.backward_weight / ratios.forward,
+    )
+    costs = replace(
+        ratios, forward=1.0, backward_input=backward_input, backward_weight=backward_weight, comm=message
+    )
+    return costs, forward_s
 
 
 def job_section(cut: Cut, sizes: ModelSizes) -> dict[str, Any]:

@@ -162,8 +162,8 @@ class _Trial:
         placement = self.schedule.placement(self.request.devices, self.options)
         if placement.forward_devices:
             raise ScheduleError(
-                f"{self.schedule.name} takes {placement.ranks} devices for {placement.width} stages, as forwards have "
-                f"devices of their own; there are {self.request.devices}."
+                f"{self.schedule.name} takes {placement.num_devices} devices for {placement.devices_per_pipe} stages, "
+                f"as forwards have devices of their own; there are {self.request.devices}."
             )
         n = self.request.micro_batches
         if n % placement.replicas:
@@ -180,7 +180,7 @@ class _Trial:
     @cached_property
     def costly(self) -> bool:
         """Whether it takes more than a moment to plan; with equal costs and free messages the bound is soon met."""
-        ops, f = self._ops(self.placement) * _PLANS, self.costs.f
+        ops, f = self._ops(self.placement) * _PLANS, self.costs.forward
         soon = self.costs == Costs(f, f, f) and self.request.micro_batches % self.request.devices == 0
         return self.schedule.planned and (ops if soon else max(ops, _SEARCH)) > self.request.cheap_ops
 
@@ -195,7 +195,7 @@ class _Trial:
                     for stage in self.placement.stages_of(d)
                     for kind in (FORWARD, BACKWARD)
                 )
-                for d in range(self.placement.ranks)
+                for d in range(self.placement.num_devices)
             )
             need = max(m.total for m in memory(Timetable("", self.placement, n, one), self.sizes))
         # A split backward is waited for less, so this bounds a whole one too. Jitter may make all faster, and sums

@@ -112,13 +112,13 @@ class _Problem:
         made = given.timetable
         self.model, self.given, self.costs = cp_model.CpModel(), given, costs
         times = costs.durations(made.placement)
-        lengths = {op: times[op.kind][op.stage] for order in made.ranks for op in order}
+        lengths = {op: times[op.kind][op.stage] for order in made.orders for op in order}
         self.tick = _tick([*lengths.values(), costs.comm], given.makespan)
         self.horizon = self.ticks(given.makespan) + len(lengths)
         self.length = {op: self.ticks(length) for op, length in lengths.items()}
         self.start = {op: self.model.new_int_var(0, self.horizon, str(op)) for op in lengths}
         makespan = self.model.new_int_var(0, self.horizon, "makespan")
-        for rank, order in enumerate(made.ranks):
+        for rank, order in enumerate(made.orders):
             self._one_at_a_time(order)
             for op in order:
                 self.model.add(makespan >= self.start[op] + self.length[op])
@@ -142,8 +142,8 @@ class _Problem:
     def limit_memory(self, max_activations: float) -> None:
         """A device keeps at most so many activations, from the start of a forward to the end of its backward."""
         placement = self.given.timetable.placement
-        room = math.floor(max_activations * placement.stages / placement.ranks + 1e-9)
-        for order in self.given.timetable.ranks:
+        room = math.floor(max_activations * placement.stages / placement.num_devices + 1e-9)
+        for order in self.given.timetable.orders:
             kept = []
             for forward, last in _lives(order):
                 size = self.model.new_int_var(0, self.horizon, "")
@@ -167,7 +167,7 @@ class _Problem:
                 sorted(ops, key=lambda op: (solver.value(self.start[op]), self.length[op], place[op]))
             )
 
-        return replace(made, schedule=f"{made.schedule}, optimised", ranks=tuple(map(order, made.ranks)))
+        return replace(made, schedule=f"{made.schedule}, optimised", orders=tuple(map(order, made.orders)))
 
 
 def _lives(order: tuple[Op, ...]) -> Iterator[tuple[Op, Op]]:

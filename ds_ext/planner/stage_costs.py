@@ -70,12 +70,14 @@ def stage_costs(costs: Costs, sizes: ModelSizes) -> Costs:
         sizes: from :func:`cut`.
     """
     assert not isinstance(sizes.layers, int), "cut comes before"
-    again, whole = _recomputed(sizes), costs.f + costs.b + costs.w
-    with_again = replace(costs, b=costs.b + again * costs.f) if again else costs
+    again, whole = _recomputed(sizes), costs.forward + costs.backward_input + costs.backward_weight
+    with_again = (
+        replace(costs, backward_input=costs.backward_input + again * costs.forward) if again else costs
+    )
     if costs.stages is not None or not whole:
         return with_again
     _, head = end_weights(sizes.hidden, sizes.seq, sizes.vocab)
-    layer = whole + again * costs.f
+    layer = whole + again * costs.forward
     work = [count * layer for count in sizes.layers]
     work[-1] += head * whole
     # What a stage would take if the model were one D-th on every device, and the head recomputed too.

@@ -224,10 +224,8 @@ class Trainer:
 
     def _sizes(self) -> str:
         layout = self.plan.layout
-        return (
-            f"{self.plan.timetable.schedule}, PP {layout.placement.width} x TP {layout.tensor_parallel_size} x "
-            f"DP {layout.data_parallel_size}"
-        )
+        sizes = layout.placement.devices_per_pipe, layout.tensor_parallel_size, layout.data_parallel_size
+        return "{}, PP {} x TP {} x DP {}".format(self.plan.timetable.schedule, *sizes)
 
     def say_goodbye(self, loss: float) -> None:
         """The result in one line, and what to run next."""
@@ -263,7 +261,7 @@ class Trainer:
         words = [
             table.schedule,
             "--stages",
-            str(table.placement.width),
+            str(table.placement.devices_per_pipe),
             "--micro-batches",
             str(table.micro_batches),
         ]

@@ -20,7 +20,7 @@ _CHOICES_SHOWN = 5
 def describe_groups(layout: ParallelLayout, hosts: Sequence[str] | None = None) -> str:
     """The table of process groups; ``hosts`` are those of forward ranks, if the JSON names them."""
     placement, tensor = layout.placement, layout.tensor_parallel_size
-    sizes = f"{placement.ranks} pipeline x {tensor} tensor"
+    sizes = f"{placement.num_devices} pipeline x {tensor} tensor"
     if placement.forward_devices:
         forward = tensor // placement.merged
         sizes = (
@@ -107,8 +107,8 @@ def _describe_costs(plan: JobPlan, simulation: Simulation, message_bytes: int, w
         how = f"simulated with {describe_costs(simulation.costs)}"
     return [
         f"bubble    {simulation.bubble:.1%} ({how})",
-        f"peak      {peaks} live {activations} per device, in units of 1/{placement.width} of the model and a "
-        f"micro-batch",
+        f"peak      {peaks} live {activations} per device, in units of 1/{placement.devices_per_pipe} of the model and "
+        f"a micro-batch",
         f"messages  {simulation.messages} a step and pipeline group, {message_bytes:,} bytes each",
         f"weights   {copies} of the model per pipeline group",
         f"checked   every message has its receive, also with room for {slots} on a link; the loss is on device "

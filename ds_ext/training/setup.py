@@ -117,7 +117,7 @@ def job_facts(args: argparse.Namespace, plan: JobPlan, vocab_size: int) -> Facts
         "contents of --data-path": fingerprint(args.data_path),
         "vocabulary": str(vocab_size),
         "layout": checksum([repr(plan.layout.groups()).encode()]),
-        "timetable": checksum(" ".join(map(str, order)).encode() for order in plan.timetable.ranks),
+        "timetable": checksum(" ".join(map(str, order)).encode() for order in plan.timetable.orders),
     }
 
 

@@ -281,5 +281,5 @@ def many() -> list[Any]:
 def test_odd_sizes_draw_without_errors(show: Show, made: Timetable) -> None:
     show(simulate(made))
     assert show.window.run("return document.querySelector('h2').firstChild.data") == made.schedule
-    for rank, spans in enumerate(made.ranks[:1]):
+    for rank, spans in enumerate(made.orders[:1]):
         assert show.window.run("return plots[0].rows[arguments[0]].map(name)", rank) == list(map(str, spans))

@@ -68,7 +68,7 @@ def test_what_an_instruction_costs() -> None:
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)
     assert [item["name"] for item in found] == ["bitpipe_zb", "bitpipe_zb over torch", "deepspeed_1f1b"]
-    program = lower(get_schedule("bitpipe_zb").timetable(2, 4)).ranks[0]
+    program = lower(get_schedule("bitpipe_zb").timetable(2, 4)).instructions[0]
     assert found[0]["params"]["instructions"] == len(program)
     assert found[0]["params"]["messages"] == sum(one.peer is not None for one in program)
     for item in found:
@@ -213,7 +213,7 @@ def wait_until(condition: Callable[[], bool], limit_s: float = 120.0) -> None:
 
 def one_layer() -> tuple[EmulatedLayer, EmulatedDevice]:
     placement = get_schedule("1f1b").placement(2)
-    device = EmulatedDevice(Costs(f=3.0, b=5.0, w=7.0), placement)
+    device = EmulatedDevice(Costs(forward=3.0, backward_input=5.0, backward_weight=7.0), placement)
     return EmulatedLayer(0, device), device
 
 
@@ -248,18 +248,20 @@ def test_every_rival_that_is_offered_exists() -> None:
 
 
 def test_a_schedule_that_plans_is_told_the_costs() -> None:
-    costs = Costs(f=20.0, b=10.0, w=30.0, jitter=0.5)
+    costs = Costs(forward=20.0, backward_input=10.0, backward_weight=30.0, jitter=0.5)
     assert options_for("1f1b", costs) == {}
     options = options_for("zb_v", costs)
     planned = get_schedule("zb_v").timetable(2, 4, options)
-    assert planned == get_schedule("zb_v").timetable(2, 4, {}, Costs(f=20.0, b=10.0, w=30.0))
+    assert planned == get_schedule("zb_v").timetable(
+        2, 4, {}, Costs(forward=20.0, backward_input=10.0, backward_weight=30.0)
+    )
     greedy = options_for("bitpipe:mode=greedy:max_activations=3", costs)
     assert greedy == {"mode": "greedy", "max_activations": 3, "costs": options["costs"]}
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
 def test_jitter_is_the_simulators(name: str) -> None:
-    costs = Costs(f=1.0, b=2.0, w=3.0, jitter=0.5, seed=4)
+    costs = Costs(forward=1.0, backward_input=2.0, backward_weight=3.0, jitter=0.5, seed=4)
     timetable = get_schedule(name).timetable(2, 3)
     device = EmulatedDevice(costs, timetable.placement)
     device.split_backwards = timetable.split_backwards

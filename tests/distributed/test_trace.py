@@ -104,10 +104,10 @@ def assert_has_every_instruction(
 ) -> Program:
     """Each once a step, under the name that dumps and errors have, with what it is about; the planned ones."""
     made = read_timetable(traces.folder / TIMETABLE)
-    assert made == timetable(made.schedule, made.placement.width, 8, **options)
+    assert made == timetable(made.schedule, made.placement.devices_per_pipe, 8, **options)
     planned = lower(made)
     for trace in traces.ranks.values():
-        mine = planned.ranks[trace.run["device"]]
+        mine = planned.instructions[trace.run["device"]]
         about = {str(instruction): instruction for instruction in mine}
         for step in steps:
             found = [e for e in trace.spans() if e["args"].get("step") == step and e["name"] in about]
@@ -182,7 +182,7 @@ def test_every_op_once_and_the_bubble_of_the_metrics(
     measured = summarize(traces).bubble_by_step
     assert list(measured.values()) == pytest.approx(answers[0]["bubbles"], rel=0.01)
     joined = merge(traces, tmp_path / "all.json")
-    sent = [i for instructions in planned.ranks for i in instructions if i.name.startswith("Send")]
+    sent = [i for instructions in planned.instructions for i in instructions if i.name.startswith("Send")]
     assert joined.messages == 2 * len(sent) and not joined.unpaired
     named = {event["name"] for event in spans_of(traces.ranks[1], "compute", "send", "recv")}
     assert named <= answers[1]["profiled"]

@@ -215,7 +215,7 @@ def describe_job(engine: Checkpointed) -> dict[str, Any]:
     layout = engine.layout
     return {
         "schedule": engine.plan.timetable.schedule,
-        "pipeline_parallel_size": layout.placement.width,
+        "pipeline_parallel_size": layout.placement.devices_per_pipe,
         "tensor_parallel_size": layout.tensor_parallel_size,
         "data_parallel_size": layout.data_parallel_size,
         "zero_stage": zero_stage(engine.config),

@@ -182,7 +182,7 @@ def senders(rules: DynamicRules, device: int) -> list[int]:
 def link_credits(layout: ParallelLayout, rules: DynamicRules) -> dict[tuple[int, int], int]:
     """Return the messages that a receiver holds at most, by link: (sender, receiver) global ranks."""
     found: dict[tuple[int, int], int] = {}
-    for device in range(layout.placement.ranks):
+    for device in range(layout.placement.num_devices):
         peers = {peer: rules.room(device) + 1 for peer in senders(rules, device)}
         for data in range(layout.data_parallel_size):
             first = layout.rank(device, data, 0)

@@ -217,7 +217,7 @@ class Tracer:
         return {
             "run": run,
             "world_size": self.layout.world_size,
-            "pipeline_parallel_size": self.layout.placement.ranks,
+            "pipeline_parallel_size": self.layout.placement.num_devices,
             "tensor_parallel_size": self.layout.tensor_parallel_size,
             "data_parallel_size": self.layout.data_parallel_size,
             "device": device,

@@ -39,7 +39,7 @@ def page(traces: Traces, step: int | None = None) -> str:
     step = _choose_step(traces, summary, step)
     timetable = _timetable(traces, step)
     groups = _measured(traces, step)
-    devices = range(timetable.placement.ranks)
+    devices = range(timetable.placement.num_devices)
     planned = simulate(
         timetable, _costs(timetable, [row.spans for rows in groups.values() for row in rows.values()])
     )
@@ -152,12 +152,14 @@ def _named(simulation: Simulation, suffix: str) -> Simulation:
 
 def _picture(timetable: Timetable, rows: Mapping[int, _Row], title: str, planned: Simulation) -> Simulation:
     """Return the measured ops as a simulation, for drawing. Its ideal and bubble ignore devices without a trace."""
-    spans_of = [rows[device].spans if device in rows else [] for device in range(timetable.placement.ranks)]
+    spans_of = [
+        rows[device].spans if device in rows else [] for device in range(timetable.placement.num_devices)
+    ]
     order = tuple(tuple(op for op, _, _ in spans) for spans in spans_of)
     measured = replace(timetable, schedule=f"{timetable.schedule}, {title}", ranks=order)
     makespan = max((spans[-1][2] for spans in spans_of if spans), default=0.0)
     work = [sum(end - begin for _, begin, end in spans) for spans in spans_of]
-    share = timetable.placement.width / timetable.placement.stages
+    share = timetable.placement.devices_per_pipe / timetable.placement.stages
     return Simulation(
         measured,
         tuple(tuple(spans) for spans in spans_of),

@@ -90,7 +90,7 @@ class RankCheck:
         traffic = Traffic()
         try:
             self._check_data(rank, traffic.instructions)
-            self._check_slots(rank)
+            self._check_buffers(rank)
         except ScheduleError as error:
             traffic.fault = error
         return traffic
@@ -131,8 +131,8 @@ class RankCheck:
 
     def _check_order(self, rank: int) -> None:
         """The instructions compute what the timetable says, in its order."""
-        order = self.program.timetable.ranks[rank]
-        computed = [Op(COMPUTE[i[0]], i[1], i[2]) for i in self.program.ranks[rank] if i[0] in COMPUTE]  # pyright: ignore[reportArgumentType]
+        order = self.program.timetable.orders[rank]
+        computed = [Op(COMPUTE[i[0]], i[1], i[2]) for i in self.program.instructions[rank] if i[0] in COMPUTE]  # pyright: ignore[reportArgumentType]
         if computed == list(order):
             return
         for step, op in enumerate(order):
@@ -148,7 +148,7 @@ class RankCheck:
         stages, micro_batches = self.program.timetable.placement.stages, self.program.timetable.micro_batches
         there: dict[tuple[int, int], int] = {}
         rules = self._rules
-        for instruction in self.program.ranks[rank]:
+        for instruction in self.program.instructions[rank]:
             name, m, stage, _, _, peer, _, _ = instruction
             if stage is None or m is None:
                 continue
@@ -171,12 +171,12 @@ class RankCheck:
                     raise self._twice(rank, Item(makes, stage + shift, m))
                 there[stage + shift, m] = have | makes
 
-    def _check_slots(self, rank: int) -> None:
+    def _check_buffers(self, rank: int) -> None:
         """A pair keeps its buffer, and no buffer serves two pairs at once."""
-        timetable, room = self.program.timetable, self.program.num_slots[rank]
+        timetable, room = self.program.timetable, self.program.num_buffers[rank]
         home: dict[tuple[int, int], int] = {}
         holder: list[tuple[int, int] | None] = [None] * room
-        for pair, slot in _slot_uses(self.program.ranks[rank]):
+        for pair, slot in _buffer_uses(self.program.instructions[rank]):
             stage, m = pair
             if not 0 <= slot < room:
                 sentence = f"rank {rank} has {room} buffers and uses number {slot}."
@@ -231,11 +231,11 @@ def made_by(program: Program, item: Item) -> Op:
     return Op(kind, m, stage)
 
 
-def _slot_uses(instructions: tuple[Instruction, ...]) -> Iterator[tuple[tuple[int, int], int]]:
+def _buffer_uses(instructions: tuple[Instruction, ...]) -> Iterator[tuple[tuple[int, int], int]]:
     """((stage, micro-batch), buffer) in the order of use."""
-    for name, m, stage, _, _, _, slot, to_slot in instructions:
-        if stage is None or m is None or slot is None:
+    for name, m, stage, _, _, _, buffer, to_buffer in instructions:
+        if stage is None or m is None or buffer is None:
             continue
-        yield (stage, m), slot
-        if to_slot is not None:
-            yield (stage + (1 if name == "CopyActivation" else -1), m), to_slot
+        yield (stage, m), buffer
+        if to_buffer is not None:
+            yield (stage + (1 if name == "CopyActivation" else -1), m), to_buffer

@@ -29,12 +29,12 @@ _ORDERS = ("fifo", "tagged")
 class Report:
     """What a valid program needs.
 
-    ``num_slots[r]`` are the buffers of device r. ``link_slots`` is the fewest messages that every directed link
+    ``num_buffers[d]`` are the buffers of device d. ``link_slots`` is the fewest messages that every directed link
     must be able to hold for the program to end when senders wait for room; 0 if there are no messages.
     ``loss_ranks`` are the devices with a last stage, ``messages`` counts the tensors sent in one step.
     """
 
-    num_slots: tuple[int, ...]
+    num_buffers: tuple[int, ...]
     link_slots: int
     loss_ranks: tuple[int, ...]
     messages: int
@@ -52,16 +52,16 @@ def check(program: Program, *, link_slots: int | None = None, order: str = "fifo
     if order not in _ORDERS:
         raise ScheduleError(f"check: order is one of the {len(_ORDERS)} {', '.join(_ORDERS)}; got {order!r}.")
     check_timetable(program.timetable)
-    if not len(program.ranks) == len(program.num_slots) == len(program.timetable.ranks):
+    if not len(program.instructions) == len(program.num_buffers) == len(program.timetable.orders):
         raise ScheduleError(
-            f"{program.timetable.schedule}: there are {len(program.ranks)} programs and {len(program.num_slots)} "
-            f"numbers of buffers for {len(program.timetable.ranks)} devices."
+            f"{program.timetable.schedule}: there are {len(program.instructions)} programs and "
+            f"{len(program.num_buffers)} numbers of buffers for {len(program.timetable.orders)} devices."
         )
     ranks = RankCheck(program)
-    traffic = [ranks.traffic(rank) for rank in range(len(program.ranks))]
+    traffic = [ranks.traffic(rank) for rank in range(len(program.instructions))]
     links = Links(program, traffic, order == "tagged")
     links.refuse(links.run(link_slots), link_slots)
     timetable, placement = program.timetable, program.timetable.placement
     kind, last = placement.keeps if timetable.trains else FORWARD, placement.stages - 1
     loss_ranks = tuple(sorted({placement.device(kind, last, pipe) for pipe in range(placement.replicas)}))
-    return Report(program.num_slots, links.fewest_slots(), loss_ranks, links.messages)
+    return Report(program.num_buffers, links.fewest_slots(), loss_ranks, links.messages)

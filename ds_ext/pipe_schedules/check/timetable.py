@@ -16,13 +16,13 @@ def check_timetable(timetable: Timetable) -> None:
     stages, micro_batches = placement.stages, timetable.micro_batches
     if timetable.trains:
         placement.check_replicas(timetable.schedule)
-    if len(timetable.ranks) != placement.ranks:
+    if len(timetable.orders) != placement.num_devices:
         raise ScheduleError(
-            f"{timetable.schedule}: there are {len(timetable.ranks)} orders for {placement.ranks} devices."
+            f"{timetable.schedule}: there are {len(timetable.orders)} orders for {placement.num_devices} devices."
         )
     bits = {kind: _BIT[kind] for kind in placement.kinds}
     seen = bytearray(stages * micro_batches)  # the kinds that (stage, m) has, at m * stages + stage
-    for device, order in enumerate(timetable.ranks):
+    for device, order in enumerate(timetable.orders):
         for op in order:
             kind, m, stage = op
             bit = bits.get(kind, 0)
@@ -50,7 +50,7 @@ def _complete(timetable: Timetable, stage: int) -> set[int]:
 
 def fail(timetable: Timetable, sentence: str, device: int, op: Op | None) -> ScheduleError:
     """Return the error for ``op`` of ``device``: the sentence, then the grid with the arrow."""
-    order = timetable.ranks[device]
+    order = timetable.orders[device]
     # The last one: of an op that is there twice, the second is wrong.
     step = max((i for i, other in enumerate(order) if other == op), default=None)
     return ScheduleError(f"{timetable.schedule}: {sentence}\n{order_grid(timetable, rank=device, step=step)}")
@@ -79,7 +79,7 @@ def _swapped(timetable: Timetable) -> str:
         0 <= op.micro_batch < placement.stages
         and 0 <= op.stage < timetable.micro_batches
         and placement.device(op.kind, op.micro_batch, pipes[op.stage]) == device
-        for device, order in enumerate(timetable.ranks)
+        for device, order in enumerate(timetable.orders)
         for op in order
     )
     return " Its arguments are swapped: use Op(kind, micro_batch, stage)." if fits else ""
@@ -92,7 +92,7 @@ def _incomplete(timetable: Timetable, stage: int, m: int, seen: int) -> Schedule
     device = timetable.placement.device(BACKWARD, stage, timetable.pipe(m))
     # The last one that is there: what is missing comes after it.
     near = next(
-        (op for op in reversed(timetable.ranks[device]) if (op.stage, op.micro_batch) == (stage, m)), None
+        (op for op in reversed(timetable.orders[device]) if (op.stage, op.micro_batch) == (stage, m)), None
     )
     sentence = f"micro-batch {m} at stage {stage} (rank {device}) has {have}; it needs {needed}{backward}."
     return fail(timetable, sentence, device, near)

@@ -122,7 +122,7 @@ def _legend(simulations: Sequence[Simulation], marks: Sequence[Sequence[Sequence
         )
         items.append((f"<b>pipe {pipe}</b> " if pipes > 1 else "") + "".join(swatches))
     items.append('<span><i class="wait"></i>waiting</span>')
-    if any(s.timetable.placement.stages > s.timetable.placement.ranks for s in simulations):
+    if any(s.timetable.placement.stages > s.timetable.placement.num_devices for s in simulations):
         items.append(f'<span><i class="later"></i>{LATER}</span>')
     if any(mark.below for rows in marks for row in rows for mark in row):
         items.append('<span><i class="below"></i>reduction of gradients, below the row</span>')

@@ -30,13 +30,13 @@ def chrome_trace(simulation: Simulation, unit_us: float = 1000.0) -> dict[str, o
         unit_us: microseconds that one unit of the simulation's time is drawn as.
     """
     timetable = simulation.timetable
-    events = [*_names(len(timetable.ranks)), *_spans(simulation, unit_us), *_arrows(simulation, unit_us)]
+    events = [*_names(len(timetable.orders)), *_spans(simulation, unit_us), *_arrows(simulation, unit_us)]
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
         "otherData": {
             "schedule": timetable.schedule,
-            "stages": timetable.placement.width,
+            "stages": timetable.placement.devices_per_pipe,
             "micro_batches": timetable.micro_batches,
             **simulation.as_dict(),
         },

@@ -86,8 +86,8 @@ def color_class(op: Op, timetable: Timetable) -> str:
 
 def heading(timetable: Timetable) -> str:
     """``4 stages, 8 micro-batches``."""
-    ranks, micro_batches = timetable.placement.width, timetable.micro_batches
-    devices = f" on {timetable.placement.ranks} devices" if timetable.placement.forward_devices else ""
+    ranks, micro_batches = timetable.placement.devices_per_pipe, timetable.micro_batches
+    devices = f" on {timetable.placement.num_devices} devices" if timetable.placement.forward_devices else ""
     return f"{ranks} stage{'s' * (ranks != 1)}{devices}, {micro_batches} micro-batch{'es' * (micro_batches != 1)}"
 
 
@@ -107,7 +107,7 @@ def numbers(simulation: Simulation) -> list[tuple[str, str]]:
 def axis_title(simulation: Simulation) -> str:
     """Says what a unit of time is: one forward of a D-th of the model, or how many units such a forward takes."""
     timetable = simulation.timetable
-    ranks = timetable.placement.width
+    ranks = timetable.placement.devices_per_pipe
     kind = timetable.placement.keeps if timetable.trains else FORWARD
     forwards = sum(end - start for row in simulation.spans for op, start, end in row if op.kind == kind)
     forward = f"{forwards / (timetable.micro_batches * ranks):.4g}"
@@ -119,7 +119,7 @@ def axis_title(simulation: Simulation) -> str:
 
 def kinds_of(timetable: Timetable) -> list[str]:
     """The kinds of computation that occur, in the order of the palette."""
-    found = {op.kind for order in timetable.ranks for op in order}
+    found = {op.kind for order in timetable.orders for op in order}
     return [kind for kind in DRAWN if kind in found]
 
 
@@ -138,7 +138,7 @@ def visits(placement: Placement) -> dict[tuple[int, int], tuple[int, int]]:
     """(stage, pipe) -> which visit of its device by that pipe this stage is, and how many visits there are."""
     found: dict[tuple[int, int], tuple[int, int]] = {}
     for pipe, devices in enumerate(placement.pipes):
-        seen = [0] * placement.ranks
+        seen = [0] * placement.num_devices
         for stage, device in enumerate(devices):
             found[stage, pipe] = (seen[device], devices.count(device))
             seen[device] += 1
@@ -283,7 +283,7 @@ def _legend(timetable: Timetable, y: float) -> Iterator[str]:
             x, name = x + 34 + 5.8 * len(text), ""
     yield f'<rect x="{_n(x)}" y="{y}" width="13" height="11" fill="url(#wait)"/>'
     yield f'<text class="muted" x="{_n(x + 18)}" y="{y + 10}">waiting</text>'
-    if timetable.placement.stages > timetable.placement.ranks:
+    if timetable.placement.stages > timetable.placement.num_devices:
         yield f'<rect class="muted" x="{_n(x + 80)}" y="{y + 7}" width="13" height="2"/>'
         yield f'<text class="muted" x="{_n(x + 98)}" y="{y + 10}">{LATER}</text>'
 

@@ -109,7 +109,7 @@ class RoomAdmission:
             key=lambda m: (entries[m], m - first[work.pipes[m]], m),
         )
         self.work, self.room, self.waiting = work, room, deque(order)
-        self.open = [0] * work.placement.ranks
+        self.open = [0] * work.placement.num_devices
         self.needs = [[devices.count(d) for d in range(len(self.open))] for devices in work.placement.pipes]
         self._blocked_on: int | None = None
 
@@ -147,7 +147,7 @@ def by_due_date(work: Work, entries: Sequence[float], room: int, admitted: int) 
         room: stages that a device may keep for their backward.
         admitted: stages of admitted micro-batches that a device may hold.
     """
-    devices = [EarliestDueDate(work, entries, room) for _ in range(work.placement.ranks)]
+    devices = [EarliestDueDate(work, entries, room) for _ in range(work.placement.num_devices)]
     return dispatch(work, devices, RoomAdmission(work, entries, admitted))
 
 

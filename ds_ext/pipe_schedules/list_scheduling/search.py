@@ -58,12 +58,12 @@ def plan(
     """
     work = Work(placement, micro_batches, costs, split)
     everything = placement.stages * micro_batches
-    room = math.floor(min(max_activations * placement.stages / placement.ranks, everything) + 1e-9)
-    least = max(devices.count(d) for devices in placement.pipes for d in range(placement.ranks))
+    room = math.floor(min(max_activations * placement.stages / placement.num_devices, everything) + 1e-9)
+    least = max(devices.count(d) for devices in placement.pipes for d in range(placement.num_devices))
     if room < least:
         raise ScheduleError(
             f"{schedule}: max_activations {max_activations:g} has no room for one micro-batch, which needs "
-            f"{least * placement.ranks / placement.stages:g} (D-ths of the model). Use at least that."
+            f"{least * placement.num_devices / placement.stages:g} (D-ths of the model). Use at least that."
         )
     limits = [room, room + least, room + 2 * least]
     (best, leader), slow = _search(work, room, limits), slow_links(work)
@@ -120,7 +120,7 @@ def slow_links(work: Work) -> Work | None:
     costs = work.costs
     if costs.comm or any(costs.links.values()):
         return None
-    return replace(work, costs=replace(costs, comm=_LITTLE * costs.f))
+    return replace(work, costs=replace(costs, comm=_LITTLE * costs.forward))
 
 
 def unhurried(work: Work, orders: Orders, other: Run | None, room: int) -> Orders:
@@ -142,7 +142,9 @@ def _cost(run: Run) -> tuple[float, int]:
 def _slot_rule(work: Work, room: int) -> Run | None:
     """The rule of :mod:`..tick_rule`, which at equal costs is the best there is, with these costs."""
     placement, n = work.placement, work.micro_batches
-    orders = [[op for _, op in slots(rank, placement, n, work.gradient)] for rank in range(placement.ranks)]
+    orders = [
+        [op for _, op in slots(rank, placement, n, work.gradient)] for rank in range(placement.num_devices)
+    ]
     run = fill_waits(work, orders, room)
     return run if run is not None and _cost(run)[1] <= room else None
 
@@ -174,7 +176,7 @@ def lower_bound(work: Work) -> float:
     # The way of one micro-batch, and the weight gradient that comes after it.
     ways = [walk[work.gradient][0] for walk, count in zip(work.walks, counts, strict=True) if count]
     bound = max(ways) + work.times[BACKWARD][0]
-    for device in range(placement.ranks):
+    for device in range(placement.num_devices):
         mine = [
             (pipe, stage)
             for pipe, devices in enumerate(placement.pipes)

@@ -31,7 +31,7 @@ from ..registry import Option, Orders, check_multiple, every_rank, planned_sched
 @planned_schedule(
     "bitpipe",
     place=bidirectional_v,
-    even_ranks=True,
+    even_devices=True,
     options={
         "mode": Option(
             "unit", None, "unit: the closed form; greedy: any N, planned for the costs", ("unit", "greedy")
@@ -40,10 +40,10 @@ from ..registry import Option, Orders, check_multiple, every_rank, planned_sched
             0.0, 0, "greedy: most activations a device keeps, in D-ths of the model; 0: 1.5 D"
         ),
     },
-    variants=lambda ranks, micro_batches: [
+    variants=lambda num_devices, micro_batches: [
         {"mode": "unit"},
         {"mode": "greedy"},
-        {"mode": "greedy", "max_activations": ranks},
+        {"mode": "greedy", "max_activations": num_devices},
     ],
 )
 def bitpipe(
@@ -51,12 +51,12 @@ def bitpipe(
 ) -> Orders:
     """Two opposing V-shaped pipes: bubble (D-2)/(3N+D-2) at N = D, for twice the weights."""
     if mode == "greedy":
-        most = max_activations or 1.5 * placement.ranks
+        most = max_activations or 1.5 * placement.num_devices
         return plan("bitpipe", placement, micro_batches, costs, split=False, max_activations=most)
     if max_activations:
         raise ScheduleError(
             f'bitpipe: max_activations {max_activations:g} is for mode "greedy"; mode "unit" keeps at most '
-            f"{placement.ranks} (D-ths of the model)."
+            f"{placement.num_devices} (D-ths of the model)."
         )
     check_multiple(
         "bitpipe", micro_batches, placement, ' Or give it the option "mode": "greedy", for any number.'
@@ -64,18 +64,20 @@ def bitpipe(
     return every_rank(closed_form, placement, micro_batches)
 
 
-def closed_form(rank: int, ranks: int, micro_batches: int) -> Iterator[Op]:
-    """The order of ``rank`` for N a multiple of D."""
-    units = micro_batches // ranks
-    warmup = ranks + ranks // 2 + min(rank, ranks - 1 - rank)
-    pairs = 2 * ranks - warmup
+def closed_form(device: int, num_devices: int, micro_batches: int) -> Iterator[Op]:
+    """The order of ``device`` for N a multiple of D."""
+    units = micro_batches // num_devices
+    warmup = num_devices + num_devices // 2 + min(device, num_devices - 1 - device)
+    pairs = 2 * num_devices - warmup
     forwards, backwards = [], []
     for unit in range(units):
         forwards += [
-            Op(FORWARD, *where) for where in unit_order(rank, ranks, micro_batches, unit, backward=False)
+            Op(FORWARD, *where)
+            for where in unit_order(device, num_devices, micro_batches, unit, backward=False)
         ]
         backwards += [
-            Op(BACKWARD, *where) for where in unit_order(rank, ranks, micro_batches, unit, backward=True)
+            Op(BACKWARD, *where)
+            for where in unit_order(device, num_devices, micro_batches, unit, backward=True)
         ]
     forward, backward = iter(forwards), iter(backwards)
 
@@ -103,20 +105,20 @@ def closed_form(rank: int, ranks: int, micro_batches: int) -> Iterator[Op]:
 
 
 def unit_order(
-    rank: int, ranks: int, micro_batches: int, unit: int, *, backward: bool
+    device: int, num_devices: int, micro_batches: int, unit: int, *, backward: bool
 ) -> Iterator[tuple[int, int]]:
-    """The 2D (micro-batch, stage) of one basic unit in the order that ``rank`` computes them.
+    """The 2D (micro-batch, stage) of one basic unit in the order that ``device`` computes them.
 
     ``near`` is the half of the model that the direction meets first: the first half of the stages going
     forward, the second half going backward. The other pipe runs the mirrored device.
     """
-    n = ranks // 2
-    home = 0 if rank < n else 1
-    k = n - rank if rank < n else rank - n + 1
+    n = num_devices // 2
+    home = 0 if device < n else 1
+    k = n - device if device < n else device - n + 1
 
     def at(pipe: int, far: bool, i: int) -> tuple[int, int]:
-        device = rank if pipe == 0 else ranks - 1 - rank
-        stage = 2 * ranks - 1 - device if far != backward else device
+        at_device = device if pipe == 0 else num_devices - 1 - device
+        stage = 2 * num_devices - 1 - at_device if far != backward else at_device
         return pipe * (micro_batches // 2) + unit * n + i, stage
 
     other, near, far = 1 - home, False, True

@@ -19,7 +19,7 @@ from ..registry import schedule
 from ..tick_rule import whole_order
 
 
-@schedule("chimera", place=bidirectional_linear, even_ranks=True, micro_batches_multiple_of_ranks=True)
-def chimera(rank: int, ranks: int, micro_batches: int) -> Iterator[Op]:
+@schedule("chimera", place=bidirectional_linear, even_devices=True, micro_batches_multiple_of_devices=True)
+def chimera(device: int, num_devices: int, micro_batches: int) -> Iterator[Op]:
     """Two opposing linear pipes: bubble 2(D-2)/(3N+2(D-2)) at N = D, for twice the weights."""
-    return whole_order(rank, bidirectional_linear(ranks), micro_batches)
+    return whole_order(device, bidirectional_linear(num_devices), micro_batches)

@@ -29,10 +29,10 @@ from ..placement import Placement, bidirectional_v, linear, looped, v
 from ..registry import DynamicRules, Option, Orders, planned_schedule
 
 _PLACES: Mapping[str, Callable[[int, int], Placement]] = {
-    "linear": lambda ranks, chunks: linear(ranks),
+    "linear": lambda num_devices, chunks: linear(num_devices),
     "interleaved": looped,
-    "v": lambda ranks, chunks: v(ranks),
-    "bidirectional_v": lambda ranks, chunks: bidirectional_v(ranks),
+    "v": lambda num_devices, chunks: v(num_devices),
+    "bidirectional_v": lambda num_devices, chunks: bidirectional_v(num_devices),
 }
 _OPTIONS = {
     "placement": Option("linear", None, "where the stages live", tuple(_PLACES)),
@@ -48,14 +48,14 @@ _OPTIONS = {
 }
 
 
-def _place(ranks: int, placement: str, chunks: int) -> Placement:
-    if placement == "bidirectional_v" and ranks % 2:
-        ways = " or ".join(str(n) for n in (ranks - 1, ranks + 1) if n >= 2)
+def _place(num_devices: int, placement: str, chunks: int) -> Placement:
+    if placement == "bidirectional_v" and num_devices % 2:
+        ways = " or ".join(str(n) for n in (num_devices - 1, num_devices + 1) if n >= 2)
         raise ScheduleError(
             f"dpp: the placement bidirectional_v needs an even number of stages (pipeline_parallel_size), because "
-            f"devices work in mirrored pairs; got {ranks}. Use {ways}, or another placement."
+            f"devices work in mirrored pairs; got {num_devices}. Use {ways}, or another placement."
         )
-    return _PLACES[placement](ranks, chunks)
+    return _PLACES[placement](num_devices, chunks)
 
 
 def make_rules(placed: Placement, micro_batches: int, options: Mapping[str, Any]) -> Rules:
@@ -72,7 +72,7 @@ def make_rules(placed: Placement, micro_batches: int, options: Mapping[str, Any]
             f"dpp: chunks {options['chunks']} has no effect with the placement {options['placement']}. Leave chunks "
             f"out, or take the placement interleaved."
         )
-    in_flight = options["max_in_flight"] or 2 * placed.ranks
+    in_flight = options["max_in_flight"] or 2 * placed.num_devices
     if in_flight < placed.replicas:
         raise ScheduleError(
             f"dpp: max_in_flight {in_flight} leaves one of the {placed.replicas} pipes no micro-batch. Use at least "
@@ -94,9 +94,9 @@ def _rooms(placed: Placement, credits: tuple[int, ...], most: float) -> tuple[in
     """Per device how many stages of micro-batches it may keep. Raises ScheduleError for less than one of each."""
     by_credits = [
         sum(devices.count(d) * n for devices, n in zip(placed.pipes, credits, strict=True))
-        for d in range(placed.ranks)
+        for d in range(placed.num_devices)
     ]
-    share = placed.stages / placed.ranks
+    share = placed.stages / placed.num_devices
     limit = math.floor(most * share + 1e-9) if most else max(by_credits)
     least = max(map(len, placed.chunks))
     if limit < least:
@@ -110,13 +110,15 @@ def _rooms(placed: Placement, credits: tuple[int, ...], most: float) -> tuple[in
 def run(rules: DynamicRules, costs: Costs) -> Orders:
     """Return the order of every device when computations and messages take the times of ``costs``, with jitter."""
     work = Work(rules.placement, rules.micro_batches, costs, rules.split, jittered=True)
-    devices: list[Policy] = [rules.device(device) for device in range(rules.placement.ranks)]
+    devices: list[Policy] = [rules.device(device) for device in range(rules.placement.num_devices)]
     done = dispatch(work, devices, NoAdmission(work))
     assert done is not None, "admission of whole micro-batches keeps every device going"
     return done.orders
 
 
-@planned_schedule("dpp", place=_place, options=_OPTIONS, variants=lambda ranks, n: [], dynamic=make_rules)
+@planned_schedule(
+    "dpp", place=_place, options=_OPTIONS, variants=lambda num_devices, n: [], dynamic=make_rules
+)
 def dpp(placed: Placement, micro_batches: int, costs: Costs, /, **options: Any) -> Orders:
     """Order decided at run time, by what has arrived; here as it comes out under given costs."""
     return run(make_rules(placed, micro_batches, options), costs)

@@ -22,13 +22,13 @@ from ..registry import schedule
 
 
 @schedule("dualpipev", place=v)
-def dualpipev(rank: int, ranks: int, micro_batches: int) -> Iterator[Op]:
+def dualpipev(device: int, num_devices: int, micro_batches: int) -> Iterator[Op]:
     """A V-shaped pipe of paired forwards and backwards, D + 1/2 activations; here to compare with."""
-    if micro_batches < 2 * ranks:
+    if micro_batches < 2 * num_devices:
         raise ScheduleError(
-            f"dualpipev needs at least {2 * ranks} micro-batches (2D, to fill both ways); got {micro_batches}."
+            f"dualpipev needs at least {2 * num_devices} micro-batches (2D, to fill both ways); got {micro_batches}."
         )
-    there, back = rank, 2 * ranks - 1 - rank
+    there, back = device, 2 * num_devices - 1 - device
     forwards = {there: count(), back: count()}
     backwards = {there: count(), back: count()}
     weights: deque[Op] = deque()
@@ -45,34 +45,34 @@ def dualpipev(rank: int, ranks: int, micro_batches: int) -> Iterator[Op]:
         return op
 
     # Step 1: forwards on the way there.
-    for _ in range(2 * (ranks - 1 - rank)):
+    for _ in range(2 * (num_devices - 1 - device)):
         yield forward(there)
     # Step 2: forwards both ways.
-    for _ in range(rank + 1):
+    for _ in range(device + 1):
         yield forward(there)
         yield forward(back)
     # Step 3: the first backwards, in halves, and forwards on the way back.
-    for _ in range(ranks - 1 - rank):
+    for _ in range(num_devices - 1 - device):
         yield backward_input(back)
         yield weights.popleft()
         yield forward(back)
     # Step 4: the main part, pairs of forward and backward.
-    for _ in range(micro_batches - 2 * ranks + rank + 1):
+    for _ in range(micro_batches - 2 * num_devices + device + 1):
         yield forward(there)
         yield backward(back)
         yield forward(back)
         yield backward(there)
     # Step 5: no more forwards on the way there.
-    for _ in range(ranks - 1 - rank):
+    for _ in range(num_devices - 1 - device):
         yield backward(back)
         yield forward(back)
         yield backward(there)
     # Step 6: backwards both ways; from the middle on, only what the other ranks wait for.
-    for turn in range(2 * (rank + 1)):
+    for turn in range(2 * (device + 1)):
         stage = there if turn % 2 else back
-        yield backward(stage) if turn < rank + 1 else backward_input(stage)
+        yield backward(stage) if turn < device + 1 else backward_input(stage)
     # Step 7: weight gradients against the last backwards.
-    for _ in range(ranks - 1 - rank):
+    for _ in range(num_devices - 1 - device):
         yield weights.popleft()
         yield backward_input(there)
     # Step 8: the weight gradients that are left.

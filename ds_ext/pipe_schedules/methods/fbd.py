@@ -39,24 +39,24 @@ _OPTIONS = {
 
 
 def disaggregated(
-    ranks: int, backward_per_forward: int, merge_forward_tensor_parallel: int, forward_slowdown: float
+    num_devices: int, backward_per_forward: int, merge_forward_tensor_parallel: int, forward_slowdown: float
 ) -> Placement:
     """P stages on P forward devices and k x P backward devices. Raises ScheduleError for less than two stages."""
-    if ranks < 2:
+    if num_devices < 2:
         raise ScheduleError(
             f"fbd needs at least 2 stages (pipeline_parallel_size), as the forward of the last one is only needed "
-            f"where its backward is; got {ranks}. Use 2 or more, or another schedule."
+            f"where its backward is; got {num_devices}. Use 2 or more, or another schedule."
         )
     columns = 1 + backward_per_forward
-    forward, *pipes = (tuple(range(column, ranks * columns, columns)) for column in range(columns))
+    forward, *pipes = (tuple(range(column, num_devices * columns, columns)) for column in range(columns))
     merged, slowdown = merge_forward_tensor_parallel, float(forward_slowdown)
     return Placement(tuple(pipes), ForwardPipe(forward, merged, slowdown))
 
 
 @schedule("fbd", place=disaggregated, options=_OPTIONS)
 def fbd(
-    rank: int,
-    ranks: int,
+    device: int,
+    num_devices: int,
     micro_batches: int,
     backward_per_forward: int,
     backward: str,
@@ -71,9 +71,9 @@ def fbd(
             f"fbd shares the micro-batches evenly between {pipes} backward pipelines (backward_per_forward); got "
             f"{micro_batches}. Use {ways}."
         )
-    stage, column = divmod(rank, 1 + pipes)
+    stage, column = divmod(device, 1 + pipes)
     if column == 0:
-        if stage < ranks // (1 + pipes) - 1:
+        if stage < num_devices // (1 + pipes) - 1:
             # Every pipeline gets its next micro-batch in turn.
             yield from (Op(FORWARD, pipe * each + m, stage) for m in range(each) for pipe in range(pipes))
         return

@@ -18,9 +18,9 @@ from ..registry import schedule
 
 
 @schedule("gpipe", place=linear)
-def gpipe(rank: int, ranks: int, micro_batches: int) -> Iterator[Op]:
+def gpipe(device: int, num_devices: int, micro_batches: int) -> Iterator[Op]:
     """All forwards, then all backwards; keeps the activations of every micro-batch."""
     for m in range(micro_batches):
-        yield Op(FORWARD, m, rank)
+        yield Op(FORWARD, m, device)
     for m in range(micro_batches):
-        yield Op(BACKWARD, m, rank)
+        yield Op(BACKWARD, m, device)

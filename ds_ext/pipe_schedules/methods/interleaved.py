@@ -20,32 +20,32 @@ from ..registry import Option, schedule
 @schedule(
     "interleaved",
     place=looped,
-    micro_batches_multiple_of_ranks=True,
+    micro_batches_multiple_of_devices=True,
     options={"chunks": Option(2, 1, "stages a device")},
-    variants=lambda ranks, micro_batches: [{"chunks": chunks} for chunks in (2, 3, 4)],
+    variants=lambda num_devices, micro_batches: [{"chunks": chunks} for chunks in (2, 3, 4)],
 )
-def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Op]:
+def interleaved(device: int, num_devices: int, micro_batches: int, chunks: int) -> Iterator[Op]:
     """1F1B over D x chunks stages: the bubble shrinks by the number of chunks, messages grow by it."""
     total = micro_batches * chunks
-    warmup = min((ranks - rank - 1) * 2 + (chunks - 1) * ranks, total)
+    warmup = min((num_devices - device - 1) * 2 + (chunks - 1) * num_devices, total)
     for k in range(warmup):
-        yield _forward(k, rank, ranks, chunks)
+        yield _forward(k, device, num_devices, chunks)
     for k in range(warmup, total):
-        yield _forward(k, rank, ranks, chunks)
-        yield _backward(k - warmup, rank, ranks, chunks)
+        yield _forward(k, device, num_devices, chunks)
+        yield _backward(k - warmup, device, num_devices, chunks)
     for k in range(total - warmup, total):
-        yield _backward(k, rank, ranks, chunks)
+        yield _backward(k, device, num_devices, chunks)
 
 
-def _forward(k: int, rank: int, ranks: int, chunks: int) -> Op:
+def _forward(k: int, device: int, num_devices: int, chunks: int) -> Op:
     """The k-th forward of a device: D micro-batches through chunk 0, then these through chunk 1, and so on."""
-    group, within = divmod(k, ranks * chunks)
-    chunk, m = divmod(within, ranks)
-    return Op(FORWARD, group * ranks + m, chunk * ranks + rank)
+    group, within = divmod(k, num_devices * chunks)
+    chunk, m = divmod(within, num_devices)
+    return Op(FORWARD, group * num_devices + m, chunk * num_devices + device)
 
 
-def _backward(k: int, rank: int, ranks: int, chunks: int) -> Op:
+def _backward(k: int, device: int, num_devices: int, chunks: int) -> Op:
     """The k-th backward: as the k-th forward with the chunks in reverse order."""
-    op = _forward(k, rank, ranks, chunks)
-    chunk = op.stage // ranks
-    return Op(BACKWARD, op.micro_batch, (chunks - 1 - chunk) * ranks + rank)
+    op = _forward(k, device, num_devices, chunks)
+    chunk = op.stage // num_devices
+    return Op(BACKWARD, op.micro_batch, (chunks - 1 - chunk) * num_devices + device)

@@ -18,13 +18,13 @@ from ..registry import schedule
 
 
 @schedule("1f1b", place=linear)
-def one_f_one_b(rank: int, ranks: int, micro_batches: int) -> Iterator[Op]:
+def one_f_one_b(device: int, num_devices: int, micro_batches: int) -> Iterator[Op]:
     """Warm up with forwards, then one forward one backward, then drain: at most D - rank activations."""
-    warmup = min(ranks - rank - 1, micro_batches)
+    warmup = min(num_devices - device - 1, micro_batches)
     for m in range(warmup):
-        yield Op(FORWARD, m, rank)
+        yield Op(FORWARD, m, device)
     for m in range(warmup, micro_batches):
-        yield Op(FORWARD, m, rank)
-        yield Op(BACKWARD, m - warmup, rank)
+        yield Op(FORWARD, m, device)
+        yield Op(BACKWARD, m - warmup, device)
     for m in range(micro_batches - warmup, micro_batches):
-        yield Op(BACKWARD, m, rank)
+        yield Op(BACKWARD, m, device)

@@ -44,19 +44,19 @@ _MAX_ACTIVATIONS = Option(
 
 
 @schedule("zb_h1", place=linear)
-def zb_h1(rank: int, ranks: int, micro_batches: int) -> Iterator[Op]:
+def zb_h1(device: int, num_devices: int, micro_batches: int) -> Iterator[Op]:
     """1F1B with split backwards: (D-1)F beyond ideal when F = I = W, a third of 1F1B's, for D activations."""
-    return split_order(rank, linear(ranks), micro_batches)
+    return split_order(device, linear(num_devices), micro_batches)
 
 
 @planned_schedule(
     "zb_v",
     place=v,
     options={"max_activations": _MAX_ACTIVATIONS},
-    variants=lambda ranks, micro_batches: [
+    variants=lambda num_devices, micro_batches: [
         {},
-        {"max_activations": ranks},
-        {"max_activations": 1.5 * ranks},
+        {"max_activations": num_devices},
+        {"max_activations": 1.5 * num_devices},
     ],
 )
 def zb_v(placement: Placement, micro_batches: int, costs: Costs, max_activations: float) -> Orders:
@@ -67,16 +67,16 @@ def zb_v(placement: Placement, micro_batches: int, costs: Costs, max_activations
 @planned_schedule(
     "bitpipe_zb",
     place=bidirectional_v,
-    even_ranks=True,
+    even_devices=True,
     options={
         "waves": Option(1, 1, "times a pipe goes there and back over the devices"),
         "max_activations": _MAX_ACTIVATIONS,
     },
-    variants=lambda ranks, micro_batches: [
+    variants=lambda num_devices, micro_batches: [
         {"waves": 1},
         {"waves": 2},
-        {"waves": 1, "max_activations": ranks},
-        {"waves": 1, "max_activations": 1.5 * ranks},
+        {"waves": 1, "max_activations": num_devices},
+        {"waves": 1, "max_activations": 1.5 * num_devices},
     ],
 )
 def bitpipe_zb(
@@ -90,14 +90,14 @@ def _order(
     name: str, placement: Placement, micro_batches: int, costs: Costs, max_activations: float
 ) -> Orders:
     """The slot rule where it reaches the bound, else the best order that planning finds."""
-    ranks = placement.ranks
+    num_devices = placement.num_devices
     # What planning would come to as well, in no time.
-    equal = costs == Costs(costs.f, costs.f, costs.f)
-    if equal and not max_activations and micro_batches % ranks == 0:
-        orders = tuple(tuple(split_order(rank, placement, micro_batches)) for rank in range(ranks))
+    equal = costs == Costs(costs.forward, costs.forward, costs.forward)
+    if equal and not max_activations and micro_batches % num_devices == 0:
+        orders = tuple(tuple(split_order(device, placement, micro_batches)) for device in range(num_devices))
         work = Work(placement, micro_batches, costs, split=True)
         slow = slow_links(work)
         assert slow is not None
         return unhurried(work, orders, fill_waits(slow, orders, placement.stages), placement.stages)
-    most = max_activations or (1.5 if costs.comm or any(costs.links.values()) else 1) * ranks
+    most = max_activations or (1.5 if costs.comm or any(costs.links.values()) else 1) * num_devices
     return plan(name, placement, micro_batches, costs, split=True, max_activations=most)

@@ -50,7 +50,7 @@ def test_show_with_options(capsys: pytest.CaptureFixture[str]) -> None:
         "f=2,comm=1",
     ]
     assert main(["show", *shape, "--labels", "op", "--color", "always"]) == 0
-    priced = simulate(timetable("interleaved", 2, 2, chunks=3), Costs(f=2, comm=1))
+    priced = simulate(timetable("interleaved", 2, 2, chunks=3), Costs(forward=2, comm=1))
     out = capsys.readouterr().out
     assert out.endswith(time_grid(priced, labels="op", color=True) + "\n")
     assert "\x1b[36mF0@0\x1b[0m" in out

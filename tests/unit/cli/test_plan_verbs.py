@@ -45,7 +45,7 @@ def test_simulate_with_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     costs = stage_costs(Costs(), sizes)
     assert priced["layers"] == list(sizes.layers) and sum(priced["layers"]) == 8  # pyright: ignore[reportArgumentType]
     # A head of 1000 / (12 x 64 + 2 x 32) layers, and every layer's forward again.
-    assert costs.b == 2 and costs.stages is not None
+    assert costs.backward_input == 2 and costs.stages is not None
     assert priced["makespan"] == simulate(timetable("bitpipe", 4, 8), costs).makespan
     ranks = memory(timetable("bitpipe", 4, 8), sizes)
     assert priced["memory"] == [
@@ -195,7 +195,7 @@ def test_costs_from_a_file(verb: str, tmp_path: Path, capsys: pytest.CaptureFixt
         assert main([*shape, costs]) == 0
         outputs.append(capsys.readouterr().out)
     if verb in ("simulate", "compare"):
-        costs = Costs(b=2, comm=0.5, links={(0, 1): 1.5})
+        costs = Costs(backward_input=2, comm=0.5, links={(0, 1): 1.5})
         made = get_schedule("zb_v").timetable(2, 4, None, costs)
         assert f" {simulate(made, costs).makespan:g}" in outputs[0] and outputs[0] != outputs[1]
     (tmp_path / "costs.json").write_text('{"g": 1}')

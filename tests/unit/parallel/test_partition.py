@@ -55,7 +55,7 @@ def test_devices_differ_by_little(layers: int, placement: Placement) -> None:
         return
     layers_of = counts(layers, placement)
     assert sum(layers_of) == layers and max(layers_of) - min(layers_of) <= 1
-    loads = [0] * placement.ranks
+    loads = [0] * placement.num_devices
     for pipe in placement.pipes:
         for stage, device in enumerate(pipe):
             loads[device] += layers_of[stage]
@@ -126,14 +126,14 @@ def test_no_layer_could_move_to_a_less_busy_device(layers: int, head: float, pla
     layers_of = weighed(layers, placement, head)
     assert sum(layers_of) == layers
     assert min(layers_of[:-1], default=1) >= 1 and layers_of[-1] >= (0 if head >= 1 else 1)
-    loads = [0.0] * placement.ranks
+    loads = [0.0] * placement.num_devices
     for pipe in placement.pipes:
         for stage, device in enumerate(pipe):
             loads[device] += layers_of[stage] + head * (stage == placement.stages - 1)
     least = [1] * placement.stages
     least[-1] = int(head < 1)
     # A device that could give a layer away is at most one layer busier than the least busy device.
-    for device in range(placement.ranks):
+    for device in range(placement.num_devices):
         if any(
             layers_of[s] > least[s] for pipe in placement.pipes for s, d in enumerate(pipe) if d == device
         ):

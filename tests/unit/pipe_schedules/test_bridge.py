@@ -46,12 +46,12 @@ def test_every_instruction_is_deepspeeds_or_a_copy(name: str) -> None:
     for rank in range(2):
         schedule = TimetableSchedule(program, rank)
         made = flat(schedule)
-        assert [i.source for i in made] == list(program.ranks[rank])
+        assert [i.source for i in made] == list(program.instructions[rank])
         for instruction in made:
             own = type(instruction) in (CopyActivation, CopyGrad)
             assert own or getattr(ds, type(instruction).__name__) is type(instruction)
             assert instruction.kwargs.get("buffer_id", 0) < schedule.num_pipe_buffers()
-        assert schedule.num_pipe_buffers() == program.num_slots[rank]
+        assert schedule.num_pipe_buffers() == program.num_buffers[rank]
         assert [type(i) for i in made[-3:]] == [ds.ReduceTiedGrads, ds.ReduceGrads, ds.OptimizerStep]
 
 
@@ -92,7 +92,7 @@ def test_1f1b_computes_what_deepspeeds_own_schedule_computes() -> None:
 def test_the_other_names(cls: type[NamedSchedule], stages: int, options: dict[str, int]) -> None:
     schedule = cls(micro_batches=6, stages=stages, stage_id=1, **options)
     expected = lower(timetable(cls.name, stages, 6, **options))
-    assert [i.source for i in flat(schedule)] == list(expected.ranks[1])
+    assert [i.source for i in flat(schedule)] == list(expected.instructions[1])
 
 
 def test_sizes_that_do_not_fit() -> None:
@@ -105,4 +105,4 @@ def test_an_instruction_that_the_engine_does_not_have() -> None:
         ScheduleError,
         match=r"Standstill 0@1 is a Standstill, which the engine cannot run; it runs LoadMicro",
     ):
-        to_pipe_instruction(Instruction("Standstill", 0, 1, 0, 0, slot=0))
+        to_pipe_instruction(Instruction("Standstill", 0, 1, 0, 0, buffer=0))

@@ -61,8 +61,8 @@ def assert_explains(error: ScheduleError) -> None:
 
 
 def with_instructions(program: Program, rank: int, instructions: list[Instruction]) -> Program:
-    ranks = (*program.ranks[:rank], tuple(instructions), *program.ranks[rank + 1 :])
-    return dataclasses.replace(program, ranks=ranks)
+    ranks = (*program.instructions[:rank], tuple(instructions), *program.instructions[rank + 1 :])
+    return dataclasses.replace(program, instructions=ranks)
 
 
 def pick(data: st.DataObject, items: Any) -> int:
@@ -79,7 +79,7 @@ def test_bitpipe_needs_one_message_a_link(ranks: int, units: int) -> None:
     assert report.link_slots == 1
     assert report.loss_ranks == (0, ranks - 1)
     # A buffer per live chunk, none more.
-    assert report.num_slots == tuple(3 * ranks // 2 + 1 + min(r, ranks - 1 - r) for r in range(ranks))
+    assert report.num_buffers == tuple(3 * ranks // 2 + 1 + min(r, ranks - 1 - r) for r in range(ranks))
 
 
 def test_the_report() -> None:
@@ -104,8 +104,8 @@ def test_too_little_room_on_the_links() -> None:
 @given(data=st.data(), made=ORDERS)
 def test_swapped_ops(data: st.DataObject, made: Timetable) -> None:
     """Swaps may be harmless: then the simulator runs to the end, and the second opinion agrees."""
-    rank = pick(data, made.ranks)
-    order = list(made.ranks[rank])
+    rank = pick(data, made.orders)
+    order = list(made.orders[rank])
     i, j = pick(data, order), pick(data, order)
     order[i], order[j] = order[j], order[i]
     swapped = with_order(made, rank, order)
@@ -116,8 +116,8 @@ def test_swapped_ops(data: st.DataObject, made: Timetable) -> None:
 @settings(max_examples=100)
 @given(data=st.data(), made=ORDERS, what=st.sampled_from(["drop", "double", "move"]))
 def test_dropped_doubled_and_moved_ops(data: st.DataObject, made: Timetable, what: str) -> None:
-    rank = pick(data, made.ranks)
-    order = list(made.ranks[rank])
+    rank = pick(data, made.orders)
+    order = list(made.orders[rank])
     at = pick(data, order)
     op = order[at]
     if what == "double":
@@ -126,8 +126,8 @@ def test_dropped_doubled_and_moved_ops(data: st.DataObject, made: Timetable, wha
         del order[at]
     broken = with_order(made, rank, order)
     if what == "move":
-        to = (rank + 1) % len(made.ranks)
-        broken = with_order(broken, to, [*made.ranks[to], op])
+        to = (rank + 1) % len(made.orders)
+        broken = with_order(broken, to, [*made.orders[to], op])
     with pytest.raises(ScheduleError) as caught:
         check(lower(broken))
     assert_explains(caught.value)
@@ -166,17 +166,17 @@ def test_sentences(orders: tuple[tuple[str, ...], ...], sentence: str) -> None:
 
 def in_another_order(program: Program, rank: int, name: str) -> Program:
     """The program in which ``rank`` takes its first two messages of that kind in the other order."""
-    order = list(program.ranks[rank])
+    order = list(program.instructions[rank])
     i, j = [at for at, x in enumerate(order) if x.name == name][:2]
     order[i], order[j] = order[j], order[i]
     return with_instructions(program, rank, order)
 
 
 def test_messages_that_come_in_another_order_than_they_are_taken() -> None:
-    order = list(timetable("gpipe", 2, 2).ranks[1])
+    order = list(timetable("gpipe", 2, 2).orders[1])
     order[0], order[1] = order[1], order[0]
     program = lower(with_order(timetable("gpipe", 2, 2), 1, order))
-    assert [str(i) for i in program.ranks[1]][:4] == [
+    assert [str(i) for i in program.instructions[1]][:4] == [
         "LoadMicroBatch 1@1",
         "RecvActivation 0@1 from rank 0",
         "RecvActivation 1@1 from rank 0",
@@ -197,7 +197,7 @@ def test_messages_that_come_in_another_order_than_they_are_taken() -> None:
 
 def test_the_arrow_points_at_the_backward_when_a_gradient_is_wrong() -> None:
     made = timetable("gpipe", 2, 2)
-    order = list(made.ranks[0])
+    order = list(made.orders[0])
     order[2], order[3] = order[3], order[2]
     broken = in_another_order(lower(with_order(made, 0, order)), 0, "RecvGrad")
     with pytest.raises(ScheduleError, match="rank 0 expects the gradient of micro-batch 1") as caught:
@@ -210,7 +210,7 @@ def test_the_arrow_points_at_the_backward_when_a_gradient_is_wrong() -> None:
 
 
 def test_a_receive_by_tag_may_take_any_message_of_the_link() -> None:
-    order = list(timetable("gpipe", 2, 2).ranks[1])
+    order = list(timetable("gpipe", 2, 2).orders[1])
     order[0], order[1] = order[1], order[0]
     program = in_another_order(lower(with_order(timetable("gpipe", 2, 2), 1, order)), 1, "RecvActivation")
     # Rank 1 waits for the second message with the first still on the link.
@@ -230,8 +230,8 @@ def test_what_is_right_in_order_is_right_by_tag(made: Timetable) -> None:
 @settings(max_examples=100)
 @given(data=st.data(), program=PROGRAMS, what=st.sampled_from(["drop", "double"]))
 def test_dropped_and_doubled_messages_by_tag(data: st.DataObject, program: Program, what: str) -> None:
-    rank = pick(data, program.ranks)
-    instructions = list(program.ranks[rank])
+    rank = pick(data, program.instructions)
+    instructions = list(program.instructions[rank])
     at = data.draw(st.sampled_from([i for i, x in enumerate(instructions) if x.name in MESSAGES]))
     instructions[at : at + 1] = [] if what == "drop" else [instructions[at]] * 2
     with pytest.raises(ScheduleError) as caught:
@@ -245,8 +245,8 @@ def test_dropped_and_doubled_messages_by_tag(data: st.DataObject, program: Progr
 @settings(max_examples=150)
 @given(data=st.data(), program=PROGRAMS, what=st.sampled_from(["drop", "double"]))
 def test_dropped_and_doubled_messages(data: st.DataObject, program: Program, what: str) -> None:
-    rank = pick(data, program.ranks)
-    instructions = list(program.ranks[rank])
+    rank = pick(data, program.instructions)
+    instructions = list(program.instructions[rank])
     at = data.draw(st.sampled_from([i for i, x in enumerate(instructions) if x.name in MESSAGES]))
     instructions[at : at + 1] = [] if what == "drop" else [instructions[at]] * 2
     assert refused(with_instructions(program, rank, instructions))
@@ -255,8 +255,8 @@ def test_dropped_and_doubled_messages(data: st.DataObject, program: Program, wha
 @settings(max_examples=150)
 @given(data=st.data(), program=PROGRAMS)
 def test_swapped_receives(data: st.DataObject, program: Program) -> None:
-    rank = pick(data, program.ranks)
-    instructions = list(program.ranks[rank])
+    rank = pick(data, program.instructions)
+    instructions = list(program.instructions[rank])
     receives = [i for i, x in enumerate(instructions) if x.name.startswith("Recv")]
     i, j = data.draw(st.sampled_from(receives)), data.draw(st.sampled_from(receives))
     instructions[i], instructions[j] = instructions[j], instructions[i]
@@ -270,30 +270,30 @@ def test_swapped_receives(data: st.DataObject, program: Program) -> None:
 
 def test_a_computation_that_the_timetable_does_not_have() -> None:
     program = lower(timetable("1f1b", 2, 2))
-    first = list(program.ranks[0])
+    first = list(program.instructions[0])
     forwards = [i for i, x in enumerate(first) if x.name == "ForwardPass"]
     del first[forwards[1]]
     with pytest.raises(ScheduleError, match="rank 0 computes B0@0 where the timetable has F1@0"):
         check(with_instructions(program, 0, first))
-    again = [*program.ranks[0], program.ranks[0][forwards[0]]]
+    again = [*program.instructions[0], program.instructions[0][forwards[0]]]
     with pytest.raises(ScheduleError, match="rank 0 computes F0@0 after the end of its timetable"):
         check(with_instructions(program, 0, again))
 
 
 def test_buffers_that_two_pairs_share() -> None:
     program = lower(timetable("gpipe", 2, 2))
-    shared = [i._replace(slot=None if i.slot is None else 0) for i in program.ranks[0]]
+    shared = [i._replace(buffer=None if i.buffer is None else 0) for i in program.instructions[0]]
     with pytest.raises(
         ScheduleError, match="micro-batch 1 of stage 0 into buffer 0, which micro-batch 0 of stage 0 still"
     ):
         check(with_instructions(program, 0, shared))
     with pytest.raises(ScheduleError, match="rank 0 has 1 buffers and uses number 1"):
-        check(dataclasses.replace(program, num_slots=(1, 2)))
+        check(dataclasses.replace(program, num_buffers=(1, 2)))
 
 
 def test_a_pair_that_moves_to_another_buffer() -> None:
     program = lower(timetable("gpipe", 2, 2))
-    moved = [i._replace(slot=1) if i.name == "BackwardPass" else i for i in program.ranks[1]]
+    moved = [i._replace(buffer=1) if i.name == "BackwardPass" else i for i in program.instructions[1]]
     with pytest.raises(
         ScheduleError, match="rank 1 looks for micro-batch 0 of stage 1 in buffer 1, but it is in 0"
     ):
@@ -302,25 +302,25 @@ def test_a_pair_that_moves_to_another_buffer() -> None:
 
 def test_instructions_that_do_not_exist() -> None:
     program = lower(timetable("gpipe", 2, 2))
-    wrong = [*program.ranks[1], Instruction("RecvGrad", 0, 7, 0, peer=0)]
+    wrong = [*program.instructions[1], Instruction("RecvGrad", 0, 7, 0, peer=0)]
     with pytest.raises(
         ScheduleError, match="rank 1 has RecvGrad 0@7 from rank 0; there are 2 stages and 2 micro"
     ):
         check(with_instructions(program, 1, wrong))
     with pytest.raises(ScheduleError, match="rank 1 has Jump 0@1; there are 2 stages"):
-        check(with_instructions(program, 1, [*program.ranks[1], Instruction("Jump", 0, 1)]))
-    lonely = [i._replace(peer=None) if i.name == "SendGrad" else i for i in program.ranks[1]]
+        check(with_instructions(program, 1, [*program.instructions[1], Instruction("Jump", 0, 1)]))
+    lonely = [i._replace(peer=None) if i.name == "SendGrad" else i for i in program.instructions[1]]
     with pytest.raises(ScheduleError, match="rank 1 has SendGrad 0@1 and no peer"):
         check(with_instructions(program, 1, lonely))
     with pytest.raises(ScheduleError, match="1 programs and 2 numbers of buffers for 2 devices"):
-        check(dataclasses.replace(program, ranks=program.ranks[:1]))
+        check(dataclasses.replace(program, instructions=program.instructions[:1]))
 
 
 def test_the_mistake_that_stops_a_rank_is_told_before_those_that_wait_for_it() -> None:
     """Rank 0 computes without its input, so all others stand still."""
     program = lower(timetable("1f1b", 4, 4))
     with pytest.raises(ScheduleError, match="rank 0 runs F0@0 without its activation"):
-        check(with_instructions(program, 0, list(program.ranks[0][1:])))
+        check(with_instructions(program, 0, list(program.instructions[0][1:])))
 
 
 def test_what_is_missing_is_shown_at_what_it_follows() -> None:

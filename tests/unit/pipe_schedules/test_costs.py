@@ -19,7 +19,9 @@ from ds_ext.pipe_schedules.placement import linear, looped, v
 
 
 def test_costs_from_text() -> None:
-    assert parse_costs("f=1.5, w=0,comm=.25") == Costs(f=1.5, b=1, w=0, comm=0.25)
+    assert parse_costs("f=1.5, w=0,comm=.25") == Costs(
+        forward=1.5, backward_input=1, backward_weight=0, comm=0.25
+    )
     assert parse_costs("jitter=0.1,seed=7") == Costs(jitter=0.1, seed=7)
     assert parse_costs("") == Costs()
 
@@ -51,13 +53,13 @@ def test_costs_that_make_no_sense(text: str) -> None:
 
 
 def test_a_stage_costs_its_share_and_its_factor() -> None:
-    assert Costs(f=2, b=3, w=1).durations(v(2)) == {
+    assert Costs(forward=2, backward_input=3, backward_weight=1).durations(v(2)) == {
         "F": (1, 1, 1, 1),
         "B": (2, 2, 2, 2),
         "I": (1.5, 1.5, 1.5, 1.5),
         "W": (0.5, 0.5, 0.5, 0.5),
     }
-    assert Costs(f=2, stages=(1, 1, 2)).durations(linear(3))["F"] == (2, 2, 4)
+    assert Costs(forward=2, stages=(1, 1, 2)).durations(linear(3))["F"] == (2, 2, 4)
     assert Costs(stages=(1, 2, 3, 4)).durations(looped(2, 2))["B"] == (1, 2, 3, 4)
     with pytest.raises(
         ScheduleError, match=r"stages has 3 factors, but the schedule cuts the model into 4 stages"
@@ -92,16 +94,16 @@ def test_costs_are_values() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"f": -1}, "got f = -1"),
-        ({"w": "x"}, "got w = 'x'"),
+        ({"forward": -1}, "got f = -1"),
+        ({"backward_weight": "x"}, "got w = 'x'"),
         ({"stages": (1, math.nan)}, r"got stages\[1\] = nan"),
         ({"links": {(0, 1): -2}}, "got links 0>1 = -2"),
         ({"jitter": 1.5}, "jitter must be within 0 and 1, .*; got 1.5"),
         ({"seed": 0.5}, "seed must be an integer, .*; got 0.5"),
         ({"seed": True}, "seed must be an integer, .*; got True"),
-        ({"f": 1e308}, r"are 0 or within 1e-15 and 1e\+15; got f = 1e\+308\."),
-        ({"f": True}, "got f = True"),
-        ({"b": 10**6000}, "got b = thousands of digits or brackets"),
+        ({"forward": 1e308}, r"are 0 or within 1e-15 and 1e\+15; got f = 1e\+308\."),
+        ({"forward": True}, "got f = True"),
+        ({"backward_input": 10**6000}, "got b = thousands of digits or brackets"),
     ],
 )
 def test_values_out_of_range(arguments: dict[str, Any], sentence: str) -> None:

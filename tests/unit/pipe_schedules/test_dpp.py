@@ -61,11 +61,17 @@ def test_links_of_random_latency_never_stop_a_step() -> None:
             for b in range(ranks)
             if a != b
         }
-        costs = Costs(b=random.random(), comm=random.random(), links=links, jitter=random.random(), seed=seed)
+        costs = Costs(
+            backward_input=random.random(),
+            comm=random.random(),
+            links=links,
+            jitter=random.random(),
+            seed=seed,
+        )
         rules = rules_of(ranks, n, options)
         made = Timetable("dpp", rules.placement, n, run(rules, costs))
         check(lower(made))
-        for device, order in enumerate(made.ranks):
+        for device, order in enumerate(made.orders):
             assert peak_stages(order) <= rules.room(device), (seed, options)
             assert len(order) == rules.count(device)
 
@@ -73,7 +79,7 @@ def test_links_of_random_latency_never_stop_a_step() -> None:
 def random_run(rules: DynamicRules, random: Random) -> list[list[Op]]:
     """Any message may be late, and any device slow: at every moment one of what can happen does, by chance."""
     work = Work(rules.placement, rules.micro_batches, Costs(), rules.split)
-    devices = [rules.device(device) for device in range(rules.placement.ranks)]
+    devices = [rules.device(device) for device in range(rules.placement.num_devices)]
     for op in NoAdmission(work).admit():
         devices[work.dependencies.device(op)].arrive(op)
     orders: list[list[Op]] = [[] for _ in devices]
@@ -113,21 +119,24 @@ def test_whatever_overtakes_whatever_every_label_meets_its_activation() -> None:
         # A valid order of all ranks exists: each op comes after exactly its own (stage, micro-batch)'s inputs.
         check(lower(made))
         simulate(made)
-        assert all(peak_stages(order) <= rules.room(d) for d, order in enumerate(made.ranks)), (seed, options)
-        orders.add(made.ranks)
+        assert all(peak_stages(order) <= rules.room(d) for d, order in enumerate(made.orders)), (
+            seed,
+            options,
+        )
+        orders.add(made.orders)
     assert len(orders) > 800  # of small pipelines many are alike
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_simulation_is_the_run_of_the_policies(placement: str) -> None:
     """Starts and ends that the simulator finds for the order are those at which the policies chose."""
-    costs = Costs(b=1.3, w=0.8, comm=0.5, jitter=0.3, seed=4)
+    costs = Costs(backward_input=1.3, backward_weight=0.8, comm=0.5, jitter=0.3, seed=4)
     options = {"placement": placement, "backward": "split"}
     made = DPP.timetable(4, 8, options, costs)
     rules = rules_of(4, 8, options)
     work = Work(rules.placement, 8, costs, rules.split, jittered=True)
     live = dispatch(work, [rules.device(d) for d in range(4)], NoAdmission(work))
-    assert live is not None and live.orders == made.ranks
+    assert live is not None and live.orders == made.orders
     assert simulate(made, costs).makespan == pytest.approx(live.makespan)
     spans = {op: (start, end) for row in simulate(made, costs).spans for op, start, end in row}
     assert all(spans[need][1] <= spans[op][0] for op in spans for need, _ in made.dependencies.of(op))

@@ -138,7 +138,7 @@ def test_every_arrival_order_ends_within_its_memory(
     def within_memory(state: State) -> None:
         assert all(sum(policy.live.values()) <= rules.room(d) for d, policy in enumerate(state.devices))
 
-    states, ends = explore(work, [rules.device(d) for d in range(placement.ranks)], True, within_memory)
+    states, ends = explore(work, [rules.device(d) for d in range(placement.num_devices)], True, within_memory)
     assert ends and states > 20
 
 
@@ -166,9 +166,11 @@ class CappedPerRank(Greedy):
 def test_a_cap_on_live_chunks_of_each_rank_deadlocks(placement: Placement, n: int, cap: int) -> None:
     """A device fills up with first chunks, whose micro-batches can only come back through its second."""
     rules, work = rules_of(placement, n, policy="breadth")
-    devices: Sequence[Any] = [CappedPerRank(rules, d, cap) for d in range(placement.ranks)]
+    devices: Sequence[Any] = [CappedPerRank(rules, d, cap) for d in range(placement.num_devices)]
     assert not explore(work, list(devices), True, lambda state: None)[1]
     # The same cap, with a place left for every stage, does not.
     if cap >= len(placement.chunks[0]):
         safe, work = rules_of(placement, n, policy="breadth", max_in_flight=n, max_activations=cap / 2)
-        assert explore(work, [safe.device(d) for d in range(placement.ranks)], True, lambda state: None)[1]
+        assert explore(
+            work, [safe.device(d) for d in range(placement.num_devices)], True, lambda state: None
+        )[1]

@@ -43,7 +43,7 @@ def test_times_of_the_published_cases(stages: int, options: dict[str, object], u
 @pytest.mark.parametrize(("stages", "each", "k"), [*itertools.product([2, 3, 5, 8], [1, 2, 7], [1, 2, 3])])
 def test_the_closed_form(stages: int, each: int, k: int) -> None:
     """(P - 1)f + N/k (f + b + w) + (P - 1)(b + w), and (k - 1)f until the last pipeline gets its first micro-batch."""
-    costs = Costs(f=1.0, b=1.2, w=0.9)
+    costs = Costs(forward=1.0, backward_input=1.2, backward_weight=0.9)
     made = timetable("fbd", stages, each * k, backward_per_forward=k)
     time = (stages - 1) + each * 3.1 + (stages - 1) * 2.1 + (k - 1)
     assert simulate(made, costs).makespan == pytest.approx(time)
@@ -86,22 +86,22 @@ def test_ahead_by_so_much_costs_no_time() -> None:
 def test_the_program_of_a_stage() -> None:
     program = lower(timetable("fbd", 3, 2))
     assert check(program, link_slots=1).loss_ranks == (5,)
-    names = [[str(i) for i in instructions] for instructions in program.ranks]
+    names = [[str(i) for i in instructions] for instructions in program.instructions]
     assert names[2][:4] == [
         "RecvActivation 0@1 from rank 0", "F0@1", "SendActivation 0@1 to rank 5", "RecvActivation 1@1 from rank 0",
     ]  # fmt: skip
     assert names[3][:5] == [
         "RecvActivation 0@1 from rank 0", "R0@1", "RecvGrad 0@1 from rank 5", "B0@1", "SendGrad 0@1 to rank 1",
     ]  # fmt: skip
-    assert program.ranks[4] == (Instruction("SyncWeights", stage=2, pipe=0, peer=5),)
+    assert program.instructions[4] == (Instruction("SyncWeights", stage=2, pipe=0, peer=5),)
     assert names[1][-4:-1] == ["ReduceTiedGrads", "ReduceGrads", "OptimizerStep"]
-    assert program.ranks[1][-1] == Instruction("SyncWeights", stage=0, pipe=0, peer=0)
+    assert program.instructions[1][-1] == Instruction("SyncWeights", stage=0, pipe=0, peer=0)
 
 
 def test_an_evaluation_is_the_forward_ranks_alone() -> None:
     made = forward_timetable(get_schedule("fbd").placement(3, {"backward_per_forward": 2}), 5)
     assert check(lower(made)).loss_ranks == (6,)
-    assert [len(order) for order in made.ranks] == [5, 0, 0] * 3
+    assert [len(order) for order in made.orders] == [5, 0, 0] * 3
 
 
 def test_the_dump_says_roles(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,12 +137,12 @@ def test_sizes_that_do_not_fit(ranks: int, n: int, options: dict[str, object], s
 
 def test_a_backward_before_its_repeated_forward_is_shown() -> None:
     made = timetable("fbd", 2, 2)
-    orders = list(made.ranks)
+    orders = list(made.orders)
     orders[3] = (orders[3][1], orders[3][0], *orders[3][2:])
     broken = type(made)(made.schedule, made.placement, made.micro_batches, tuple(orders))
     with pytest.raises(ScheduleError, match=r"rank 3 runs B0@1 before R0@1"):
         check(lower(broken))
-    orders[3] = made.ranks[3][1:]
+    orders[3] = made.orders[3][1:]
     with pytest.raises(ScheduleError, match=r"micro-batch 0 at stage 1 \(rank 3\) has B; it needs R and"):
         lower(type(made)(made.schedule, made.placement, made.micro_batches, tuple(orders)))
 
@@ -258,7 +258,7 @@ def test_the_section() -> None:
     fbd = {"merge_forward_tensor_parallel": True, "backward_per_forward": 3}
     place = placement_of({"ds_ext": {**section, "fbd": fbd}})
     assert place.forward is not None and (place.replicas, place.forward.merged) == (3, 2)
-    assert placement_of({"ds_ext": section}).ranks == 4
+    assert placement_of({"ds_ext": section}).num_devices == 4
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,9 @@ def test_labels_in_full() -> None:
 
 def test_columns_are_time() -> None:
     """Every mark stands at its start, also when durations are no multiples of each other."""
-    simulation = simulate(timetable("bitpipe", 4, 8), Costs(f=1, b=1.1, w=0.4, comm=0.05))
+    simulation = simulate(
+        timetable("bitpipe", 4, 8), Costs(forward=1, backward_input=1.1, backward_weight=0.4, comm=0.05)
+    )
     lines = time_grid(simulation, labels="op").splitlines()
     scale = max(len(line) for line in lines) - len("rank 0  ")
     for line, spans in zip(lines, simulation.spans, strict=True):
@@ -35,7 +37,7 @@ def test_split_backwards_and_free_computations() -> None:
     order = ((Op("F", 0, 0), Op("I", 0, 0), Op("W", 0, 0)),)
     made = Timetable("split", linear(1), 1, order)
     assert time_grid(simulate(made)) == "rank 0  0  0' 0\""
-    assert time_grid(simulate(made, Costs(w=0))) == "rank 0  0  0'"
+    assert time_grid(simulate(made, Costs(backward_weight=0))) == "rank 0  0  0'"
     assert time_grid(simulate(made, Costs(0, 0, 0))) == order_grid(made)
 
 
@@ -66,7 +68,7 @@ def test_timetables_too_long_for_a_picture_are_drawn_step_by_step() -> None:
 
 def test_the_window_around_an_op() -> None:
     made = timetable("gpipe", 2, 12)
-    step = made.ranks[1].index(Op("B", 3, 1))
+    step = made.orders[1].index(Op("B", 3, 1))
     assert order_grid(made, rank=1, step=step, around=2).splitlines() == [
         "step    13    14    15    16    17",
         "rank 0  B1@0  B2@0  B3@0  B4@0  B5@0",

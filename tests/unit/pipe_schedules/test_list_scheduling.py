@@ -61,7 +61,7 @@ def test_zero_bubble_at_other_ratios(
     """Ideal, and the way to the central devices at the pace of the slower of forward and input gradient."""
     costs = Costs(*ratio)
     simulation = simulate(zero_bubble(ranks, micro_batches, costs), costs)
-    start_up = (ranks - 2) / 4 * max(costs.f, costs.b)
+    start_up = (ranks - 2) / 4 * max(costs.forward, costs.backward_input)
     assert simulation.makespan <= 1.01 * (simulation.ideal + start_up)
     assert max(simulation.peak_activations) <= ranks
 
@@ -115,11 +115,11 @@ TIMES = st.floats(0.1, 3)
 def test_every_plan_is_sound_and_keeps_to_its_room(
     placement: Placement, micro_batches: int, costs: Costs, split: bool, room: float
 ) -> None:
-    ranks = placement.ranks
+    ranks = placement.num_devices
     with patch.object(planning, "_MOST_OPS", 5_000):  # a shorter search, for more examples
         order = plan("planned", placement, micro_batches, costs, split=split, max_activations=room * ranks)
     made = Timetable("planned", placement, micro_batches, order)
-    assert check(lower(made)).num_slots
+    assert check(lower(made)).num_buffers
     simulation = simulate(made, costs)
     assert max(simulation.peak_activations) <= room * ranks + 1e-9
     assert simulation.makespan >= lower_bound(Work(placement, micro_batches, costs, split)) * (1 - 1e-9)

@@ -126,7 +126,7 @@ PLACEMENTS = [
 ]
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda p: f"{p.replicas}x{p.stages}on{p.ranks}")
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda p: f"{p.replicas}x{p.stages}on{p.num_devices}")
 def test_evaluation_of_any_number_of_micro_batches(placement: Placement) -> None:
     hops = {hop for pipe in placement.pipes for hop in itertools.pairwise(pipe) if hop[0] != hop[1]}
     # Neighbours that send to each other may wait for each other; one way, one message on a link is enough.
@@ -135,9 +135,11 @@ def test_evaluation_of_any_number_of_micro_batches(placement: Placement) -> None
         program = lower(forward_timetable(placement, n))
         assert check(program, link_slots=bound).link_slots <= bound
         DumpChecker(dumped(program)).check(link_slots=bound)
-        assert not any(i.name in ("OptimizerStep", "BackwardPass") for rank in program.ranks for i in rank)
+        assert not any(
+            i.name in ("OptimizerStep", "BackwardPass") for rank in program.instructions for i in rank
+        )
         # Nothing is kept for a backward: a buffer for the running computation and one for a copy to the next stage.
-        assert max(program.num_slots) <= 2 * placement.ranks
+        assert max(program.num_buffers) <= 2 * placement.num_devices
         assert max(simulate(program.timetable).peak_activations) <= 1
 
 
@@ -147,27 +149,27 @@ def test_evaluation_of_any_number_of_micro_batches(placement: Placement) -> None
 def test_no_buffer_is_shared_by_two_live_pairs(name: str, ranks: int, n: int) -> None:
     """From a pair's first use (a receive, a load or a copy into it) to its backward, its buffer is its own."""
     program = lower(timetable(name, ranks, n))
-    for instructions, num_slots in zip(program.ranks, program.num_slots, strict=True):
+    for instructions, num_buffers in zip(program.instructions, program.num_buffers, strict=True):
         used: set[int] = set()
         live: dict[tuple[int, int], int] = {}
         for i in instructions:
             if i.stage is None or i.micro_batch is None:
                 continue
-            pair, assigned = (i.stage, i.micro_batch), [(i.slot, (i.stage, i.micro_batch))]
-            if i.to_slot is not None:
+            pair, assigned = (i.stage, i.micro_batch), [(i.buffer, (i.stage, i.micro_batch))]
+            if i.to_buffer is not None:
                 assigned.append(
-                    (i.to_slot, (i.stage + (1 if i.name == "CopyActivation" else -1), i.micro_batch))
+                    (i.to_buffer, (i.stage + (1 if i.name == "CopyActivation" else -1), i.micro_batch))
                 )
             for slot, owner in assigned:
                 # A new pair gets the lowest buffer that is free.
-                free = set(range(num_slots)) - set(live.values())
+                free = set(range(num_buffers)) - set(live.values())
                 assert slot is not None and live.setdefault(owner, min(free, default=-1)) == slot
                 used.add(slot)
             assert len(set(live.values())) == len(live), f"{i} finds a buffer twice in use: {live}"
             if i.name in ("SendGrad", "CopyGrad") or (i.name == "BackwardPass" and i.stage == 0):
                 del live[pair]
         assert not live
-        assert used == set(range(num_slots))
+        assert used == set(range(num_buffers))
 
 
 def random_order(placement: Placement, micro_batches: int, split: bool, seed: int) -> Timetable:
@@ -177,7 +179,7 @@ def random_order(placement: Placement, micro_batches: int, split: bool, seed: in
     left = {
         Op(k, m, s) for k in "F" + backward for s in range(placement.stages) for m in range(micro_batches)
     }
-    orders: list[list[Op]] = [[] for _ in range(placement.ranks)]
+    orders: list[list[Op]] = [[] for _ in range(placement.num_devices)]
     while left:
         possible = [op for op in left if left.isdisjoint(needs(op, backward[0], placement.stages))]
         op = random.choice(sorted(possible))
@@ -212,7 +214,7 @@ def test_any_order_that_can_be_computed_can_be_lowered(placement: Placement, spl
         assert check(program, order="tagged").messages == report.messages == simulate(made).messages
         early += sum(
             i.name.startswith("Recv") and (i.stage, i.micro_batch) != (following.stage, following.micro_batch)
-            for instructions in program.ranks
+            for instructions in program.instructions
             for i, following in itertools.pairwise(instructions)
         )
     assert early > 0, "these orders must need early receives"
@@ -223,7 +225,7 @@ def test_buffers_of_early_receives() -> None:
     first = (*(Op("F", m, 0) for m in range(3)), *(Op("B", m, 0) for m in (2, 0, 1)))
     second = tuple(Op(kind, m, 1) for m in (2, 0, 1) for kind in "FB")
     program = lower(Timetable("early", linear(2), 3, (first, second)))
-    assert [(str(i), i.slot) for i in program.ranks[1][:6]] == [
+    assert [(str(i), i.buffer) for i in program.instructions[1][:6]] == [
         ("LoadMicroBatch 2@1", 0),
         ("RecvActivation 0@1 from rank 0", 1),
         ("RecvActivation 1@1 from rank 0", 2),
@@ -231,7 +233,7 @@ def test_buffers_of_early_receives() -> None:
         ("F2@1", 0),
         ("B2@1", 0),
     ]
-    assert [str(i) for i in program.ranks[1][7:]] == [
+    assert [str(i) for i in program.instructions[1][7:]] == [
         "LoadMicroBatch 0@1",
         "F0@1",
         "B0@1",
@@ -244,7 +246,7 @@ def test_buffers_of_early_receives() -> None:
         "ReduceGrads",
         "OptimizerStep",
     ]
-    assert check(program).num_slots == (3, 3)
+    assert check(program).num_buffers == (3, 3)
 
 
 def test_a_split_backward_hands_the_gradient_on_after_its_first_half() -> None:
@@ -253,7 +255,7 @@ def test_a_split_backward_hands_the_gradient_on_after_its_first_half() -> None:
         (Op("F", 0, 1), Op("I", 0, 1), Op("W", 0, 1)),
     )
     program = lower(Timetable("split", linear(2), 1, order))
-    assert [i.name for i in program.ranks[1]][3:6] == ["BackwardInput", "SendGrad", "BackwardWeight"]
+    assert [i.name for i in program.instructions[1]][3:6] == ["BackwardInput", "SendGrad", "BackwardWeight"]
     assert check(program).messages == 2
     simulation = simulate(program.timetable)
     assert simulation.makespan == 5  # F F I I, and the last W beside nothing
@@ -266,7 +268,7 @@ def test_whole_and_split_backwards_in_one_timetable() -> None:
         (Op("F", 0, 1), Op("I", 0, 1), Op("F", 1, 1), Op("B", 1, 1), Op("W", 0, 1)),
     )
     made = Timetable("mixed", linear(2), 2, order)
-    assert check(lower(made)).num_slots == (2, 2)
+    assert check(lower(made)).num_buffers == (2, 2)
     assert simulate(made).peak_activations == (2, 2)
 
 

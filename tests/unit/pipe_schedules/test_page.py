@@ -69,7 +69,9 @@ def spans_of(plot: dict) -> list[list[tuple[Op, float, float]]]:
 
 
 def assert_has_everything(plot: dict, simulation: Simulation) -> None:
-    assert [[op for op, _, _ in row] for row in spans_of(plot)] == list(map(list, simulation.timetable.ranks))
+    assert [[op for op, _, _ in row] for row in spans_of(plot)] == list(
+        map(list, simulation.timetable.orders)
+    )
     for drawn, spans in zip(spans_of(plot), simulation.spans, strict=True):
         for (_, start, end), (_, wanted_start, wanted_end) in zip(drawn, spans, strict=True):
             assert (start, end) == pytest.approx((wanted_start, wanted_end), rel=1e-6, abs=1e-12)
@@ -190,7 +192,7 @@ def boxes(simulation: Simulation) -> dict[str, ElementTree.Element]:
 def test_the_picture_is_to_scale(name: str) -> None:
     simulation = simulate(timetable(name, 4, 8), Costs(1, 1.2, 0.8, 0.1))
     drawn = boxes(simulation)
-    assert len(drawn) == sum(map(len, simulation.timetable.ranks))
+    assert len(drawn) == sum(map(len, simulation.timetable.orders))
     left = float(drawn["F0@0"].attrib["x"])
     op, start, _ = max((span for spans in simulation.spans for span in spans), key=lambda span: span[1])
     scale = (float(drawn[str(op)].attrib["x"]) - left) / start
@@ -209,7 +211,7 @@ def test_the_picture_is_to_scale(name: str) -> None:
 def test_the_axis_is_in_forwards() -> None:
     made = timetable("bitpipe", 4, 4)
     assert axis_title(simulate(made)) == "time, in forwards of 1/4 of the model"
-    assert axis_title(simulate(made, Costs(f=2.5))) == "time (a forward of 1/4 of the model takes 2.5)"
+    assert axis_title(simulate(made, Costs(forward=2.5))) == "time (a forward of 1/4 of the model takes 2.5)"
     assert axis_title(simulate(timetable("gpipe", 1, 1))) == "time, in forwards of the model"
 
 

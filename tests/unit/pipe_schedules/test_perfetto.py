@@ -22,7 +22,7 @@ def test_spans_are_the_simulation(name: str) -> None:
     simulation = simulate(timetable(name, 4, 8), Costs(1, 1.2, 0.8, 0.1))
     trace: dict[str, Any] = json.loads(json.dumps(chrome_trace(simulation, unit_us=500)))
     found = {event["name"]: event for event in events(trace, "X")}
-    assert len(found) == sum(map(len, simulation.timetable.ranks))
+    assert len(found) == sum(map(len, simulation.timetable.orders))
     for rank, spans in enumerate(simulation.spans):
         for op, start, end in spans:
             event = found[str(op)]

@@ -28,7 +28,7 @@ def test_two_pipes_over_the_same_devices_are_refused() -> None:
     with pytest.raises(ScheduleError, match=REASON):
         lower(made)
     with pytest.raises(ScheduleError, match=REASON):
-        Schedule("mine", one_f_one_b, lambda ranks: PARALLEL).placement(2)
+        Schedule("mine", one_f_one_b, lambda num_devices: PARALLEL).placement(2)
 
 
 def test_opposite_pipes_are_fine() -> None:

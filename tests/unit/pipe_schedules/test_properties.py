@@ -104,11 +104,11 @@ def assert_sound(made: Timetable, costs: Costs) -> None:
     assert_keeps_time(made, costs)
     placement = made.placement
     # A buffer holds one activation, and nothing is received long before it is needed.
-    for slots, peak in zip(report.num_slots, simulation.peak_activations, strict=True):
-        assert slots >= round(peak * placement.stages / placement.width)
+    for slots, peak in zip(report.num_buffers, simulation.peak_activations, strict=True):
+        assert slots >= round(peak * placement.stages / placement.devices_per_pipe)
     sizes = ModelSizes(layers=placement.stages, hidden=8, heads=2, vocab=10, seq=4)
     keeps = [rank.activations > 0 for rank in memory(simulation, sizes)]
-    assert keeps == [any(op.kind != "F" for op in order) for order in made.ranks]
+    assert keeps == [any(op.kind != "F" for op in order) for order in made.orders]
 
 
 def mutate(data: st.DataObject, given: Sequence[T], among: int, what: str) -> list[T]:
@@ -130,8 +130,8 @@ def mutate(data: st.DataObject, given: Sequence[T], among: int, what: str) -> li
 @settings(max_examples=400)
 @given(data=st.data(), made=TIMETABLES, what=st.sampled_from(["swap", "drop", "double"]))
 def test_a_mutation_is_found_or_harmless(data: st.DataObject, made: Timetable, what: str) -> None:
-    rank = data.draw(st.sampled_from([rank for rank, order in enumerate(made.ranks) if order]))
-    order = made.ranks[rank]
+    rank = data.draw(st.sampled_from([rank for rank, order in enumerate(made.orders) if order]))
+    order = made.orders[rank]
     mutated = with_order(made, rank, mutate(data, order, len(order), what))
     try:
         check(lower(mutated))
@@ -147,13 +147,13 @@ def test_a_mutation_is_found_or_harmless(data: st.DataObject, made: Timetable, w
 @given(data=st.data(), made=TIMETABLES, what=st.sampled_from(["swap", "drop", "double"]))
 def test_a_mutated_program_is_found_or_runs(data: st.DataObject, made: Timetable, what: str) -> None:
     program = lower(made)
-    rank = data.draw(st.sampled_from([rank for rank, order in enumerate(made.ranks) if order]))
-    instructions = program.ranks[rank]
+    rank = data.draw(st.sampled_from([rank for rank, order in enumerate(made.orders) if order]))
+    instructions = program.instructions[rank]
     # The last ones, reductions and step, are of no micro-batch and not looked at.
     looked_at = sum(i.micro_batch is not None for i in instructions)
     changed = mutate(data, instructions, looked_at, what)
-    ranks = (*program.ranks[:rank], tuple(changed), *program.ranks[rank + 1 :])
-    mutated = dataclasses.replace(program, ranks=ranks)
+    ranks = (*program.instructions[:rank], tuple(changed), *program.instructions[rank + 1 :])
+    mutated = dataclasses.replace(program, instructions=ranks)
     try:
         check(mutated)
     except ScheduleError as error:
@@ -175,14 +175,14 @@ def possible(made: Timetable) -> bool:
 def run(program: Program) -> None:
     """Execute the instructions with values instead of tensors, every rank as far as it gets, with buffers and links."""
     links: dict[tuple[int, int], list[object]] = {}
-    buffers = [[dict[str, object]() for _ in range(slots)] for slots in program.num_slots]
-    last, at = program.timetable.placement.stages - 1, [0] * len(program.ranks)
+    buffers = [[dict[str, object]() for _ in range(slots)] for slots in program.num_buffers]
+    last, at = program.timetable.placement.stages - 1, [0] * len(program.instructions)
     moved = True
     while moved:
         moved = False
-        for rank, instructions in enumerate(program.ranks):
+        for rank, instructions in enumerate(program.instructions):
             while at[rank] < len(instructions):
-                name, m, stage, _, _, peer, slot, to_slot = instructions[at[rank]]
+                name, m, stage, _, _, peer, slot, to_buffer = instructions[at[rank]]
                 if slot is not None:
                     assert m is not None and stage is not None
                     here, other = buffers[rank][slot], (rank, peer if peer is not None else rank)
@@ -207,14 +207,14 @@ def run(program: Program) -> None:
                     elif name in ("SendActivation", "SendGrad"):
                         links.setdefault(other, []).append(here["y" if name == "SendActivation" else "dx"])
                     elif name == "CopyActivation":
-                        assert to_slot is not None
-                        buffers[rank][to_slot]["x"] = here["y"]
+                        assert to_buffer is not None
+                        buffers[rank][to_buffer]["x"] = here["y"]
                     elif name == "CopyGrad":
-                        assert to_slot is not None
-                        buffers[rank][to_slot]["dy"] = here["dx"]
+                        assert to_buffer is not None
+                        buffers[rank][to_buffer]["dy"] = here["dx"]
                     if name == "BackwardInput":
                         here["for W"] = here["dx"]
                 at[rank] += 1
                 moved = True
-    assert at == [len(instructions) for instructions in program.ranks]
+    assert at == [len(instructions) for instructions in program.instructions]
     assert not any(links.values())

@@ -18,7 +18,7 @@ def test_every_stage_once_after_its_last_backward_in_a_common_order(
 ) -> None:
     made = get_schedule(name).timetable(*sizes)
     starts = eager_reductions(simulate(made))
-    for device, order in enumerate(made.ranks):
+    for device, order in enumerate(made.orders):
         place = {op: i for i, op in enumerate(order)}
         last = {op.stage: i for i, op in enumerate(order) if op.kind in "BW"}
         begun = {stage: place[op] for op, stages in starts[device].items() for stage in stages}
@@ -26,7 +26,7 @@ def test_every_stage_once_after_its_last_backward_in_a_common_order(
         assert begun.keys() == last.keys() == set(made.placement.stages_of(device) if trains else ())
         assert all(begun[stage] >= last[stage] for stage in last)
     for group in made.placement.replica_groups:
-        orders = {tuple(s for op in made.ranks[d] for s in starts[d].get(op, ())) for d in group}
+        orders = {tuple(s for op in made.orders[d] for s in starts[d].get(op, ())) for d in group}
         assert len(orders) == 1
 
 

@@ -75,7 +75,7 @@ def test_bitpipe_bubble_formula_at_one_unit(ranks: int) -> None:
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 @pytest.mark.parametrize(("ranks", "n"), [(1, 1), (2, 3), (4, 4), (4, 8), (5, 2), (8, 16)])
 def test_linear_schedules_time(name: str, ranks: int, n: int) -> None:
-    costs = Costs(f=2, b=3, w=2.5)
+    costs = Costs(forward=2, backward_input=3, backward_weight=2.5)
     simulation = simulate(timetable(name, ranks, n), costs)
     assert simulation.makespan == pytest.approx((n + ranks - 1) * 7.5)
     assert simulation.bubble == pytest.approx((ranks - 1) / (n + ranks - 1))
@@ -221,7 +221,7 @@ def test_unknown_names_get_the_nearest() -> None:
 
 
 def test_a_name_is_registered_by_one_module_only() -> None:
-    def other(rank: int, ranks: int, micro_batches: int) -> itertools.chain[Op]:
+    def other(device: int, num_devices: int, micro_batches: int) -> itertools.chain[Op]:
         return itertools.chain()
 
     with pytest.raises(ScheduleError, match=r"'gpipe'.* ds_ext\.pipe_schedules\.methods\.gpipe"):
@@ -241,7 +241,7 @@ def test_the_pictures_in_the_file_are_what_show_prints(module: str) -> None:
     assert len(found) in (0, len(drawn))
     for made, picture in zip(drawn, found, strict=False):
         lines = picture.splitlines()
-        devices = made.placement(2).ranks // 2  # of a stage
+        devices = made.placement(2).num_devices // 2  # of a stage
         numbers = [int(cell) for line in lines for cell in re.findall(r"\d+", line.split(maxsplit=2)[2])]
         grid = time_grid(simulate(made.timetable(len(lines) // devices, 1 + max(numbers))))
         assert [line.strip() for line in lines] == grid.splitlines(), f"draw it as\n{grid}"
@@ -256,12 +256,12 @@ def test_every_file_of_methods_registers_a_schedule_with_a_summary() -> None:
 def test_a_placement_is_for_as_many_devices_as_asked_for() -> None:
     """The page's example for one of one's own ignores the number of ranks."""
     method = get_schedule("1f1b")
-    fixed = replace(method, name="fixed", place=lambda ranks: Placement(((0, 1, 1, 0),)))
+    fixed = replace(method, name="fixed", place=lambda num_devices: Placement(((0, 1, 1, 0),)))
     assert fixed.placement(2).stages == 4
     with pytest.raises(
         ScheduleError, match=r"fixed: its placement is for 2 devices; got 4 .* Use 2, or have"
     ):
         fixed.placement(4)
-    wrong = replace(method, name="wrong", place=lambda ranks: Placement(((1 // (ranks - 4),),)))
+    wrong = replace(method, name="wrong", place=lambda num_devices: Placement(((1 // (num_devices - 4),),)))
     with pytest.raises(ScheduleError, match=r"^wrong: its code failed with ZeroDivisionError .* line \d+\.$"):
         wrong.placement(4)

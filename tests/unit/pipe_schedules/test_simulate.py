@@ -17,7 +17,9 @@ from tests.timetables import assert_keeps_time
 
 
 def test_spans_and_price_of_two_ranks() -> None:
-    simulation = simulate(timetable("gpipe", 2, 1), Costs(f=2, b=3, w=1, comm=0.5))
+    simulation = simulate(
+        timetable("gpipe", 2, 1), Costs(forward=2, backward_input=3, backward_weight=1, comm=0.5)
+    )
     assert simulation.spans == (
         ((Op("F", 0, 0), 0, 2), (Op("B", 0, 0), 9, 13)),
         ((Op("F", 0, 1), 2.5, 4.5), (Op("B", 0, 1), 4.5, 8.5)),
@@ -66,7 +68,7 @@ def test_ranks_that_wait_for_each_other() -> None:
 
 def test_many_ranks_that_wait_are_not_all_listed() -> None:
     made = timetable("1f1b", 80, 1)
-    backwards_first = Timetable("mine", made.placement, 1, tuple(order[::-1] for order in made.ranks))
+    backwards_first = Timetable("mine", made.placement, 1, tuple(order[::-1] for order in made.orders))
     with pytest.raises(ScheduleError, match=r"rank 63: \S+ needs [^,]*, and 16 more\.\n") as caught:
         simulate(backwards_first)
     assert next(line for line in str(caught.value).splitlines() if "ERROR HERE" in line).startswith("rank 0 ")
@@ -78,7 +80,9 @@ def test_everything_free() -> None:
 
 
 def test_how_busy_every_rank_is() -> None:
-    simulation = simulate(timetable("gpipe", 2, 1), Costs(f=2, b=3, w=1, stages=(1, 1.5)))
+    simulation = simulate(
+        timetable("gpipe", 2, 1), Costs(forward=2, backward_input=3, backward_weight=1, stages=(1, 1.5))
+    )
     assert simulation.makespan == 15
     assert simulation.busy == pytest.approx((6 / 15, 9 / 15))
     assert simulation.ideal == 7.5 and simulation.bubble == 0.5
@@ -121,9 +125,9 @@ def test_ops_that_the_sizes_do_not_have(op: Op, found: str) -> None:
 @pytest.mark.parametrize("sizes", [(4, 8), (4, 4)])
 def test_swapped_arguments_of_ops_are_named(name: str, sizes: tuple[int, int]) -> None:
     made = timetable(name, *sizes) if name != "dualpipev" else timetable(name, 2, 4)
-    swapped = tuple(tuple(Op(kind, stage, m) for kind, m, stage in order) for order in made.ranks)
+    swapped = tuple(tuple(Op(kind, stage, m) for kind, m, stage in order) for order in made.orders)
     with pytest.raises(ScheduleError, match=r"Op\(kind, micro_batch, stage\)"):
-        simulate(dataclasses.replace(made, ranks=swapped))
+        simulate(dataclasses.replace(made, orders=swapped))
 
 
 @pytest.mark.parametrize("evaluation", [False, True])
@@ -132,7 +136,7 @@ def test_consumers_are_the_inverse_of_dependencies(name: str, evaluation: bool) 
     made = timetable(name, 4, 8)
     if evaluation:
         made = forward_timetable(made.placement, 8)
-    devices = {op: device for device, order in enumerate(made.ranks) for op in order}
+    devices = {op: device for device, order in enumerate(made.orders) for op in order}
     needs = {(need, op) for op in devices for need, _ in made.dependencies.of(op)}
     assert needs == {(op, other) for op in devices for other, _ in made.dependencies.consumers(op)}
     assert all(devices[other] == device for op in devices for other, device in made.dependencies.of(op))

@@ -167,7 +167,7 @@ def read_by_torch(text: str) -> list[list[Op]]:
     ids=lambda made: made.schedule,
 )
 def test_torch_reads_what_is_written(made: Timetable) -> None:
-    assert read_by_torch(torch_csv(made)) == [list(order) for order in made.ranks]
+    assert read_by_torch(torch_csv(made)) == [list(order) for order in made.orders]
 
 
 # Not 1F1B: the table that torch 2.13 gives for it lacks a forward on the last ranks and has one too many.
@@ -183,11 +183,11 @@ def test_what_torch_generates_is_read(name: str) -> None:
     csv.writer(text).writerows(rows)
     made = loads(text.getvalue(), name)
     check_timetable(made)
-    assert (made.schedule, made.micro_batches, made.placement.ranks) == (name, 8, 4)
+    assert (made.schedule, made.micro_batches, made.placement.num_devices) == (name, 8, 4)
     computed = sum(
         len(cell.sub_actions or (cell,)) for row in rows for cell in row if cell and cell.is_compute_op
     )
-    assert sum(map(len, made.ranks)) == computed
+    assert sum(map(len, made.orders)) == computed
     assert simulate(made).bubble < 0.35  # and its order can run
 
 
@@ -197,7 +197,7 @@ def test_torchs_interleaved_is_ours() -> None:
 
     rows = get_schedule_ops("Interleaved1F1B", 4, 8, num_stages_per_rank=2)
     theirs = loads("\n".join(",".join("" if cell is None else str(cell) for cell in row) for row in rows))
-    assert theirs.ranks == timetable("interleaved", 4, 8).ranks
+    assert theirs.orders == timetable("interleaved", 4, 8).orders
     assert check(lower(theirs)) == check(lower(timetable("interleaved", 4, 8)))
 
 
@@ -207,9 +207,9 @@ def test_dualpipev_of_torch_and_of_deepspeed_is_ours(ranks: int, micro_batches: 
     from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, ForwardPass
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-    ours = timetable("dualpipev", ranks, micro_batches).ranks
+    ours = timetable("dualpipev", ranks, micro_batches).orders
     rows = get_schedule_ops("DualPipeV", ranks, micro_batches)
-    assert loads("\n".join(",".join(f'"{cell or ""}"' for cell in row) for row in rows)).ranks == ours
+    assert loads("\n".join(",".join(f'"{cell or ""}"' for cell in row) for row in rows)).orders == ours
     kinds = {ForwardPass: "F", BackwardPass: "B"}
     for rank, order in enumerate(ours):
         steps = DualPipeVSchedule(micro_batches, ranks, rank).steps()
@@ -281,10 +281,10 @@ def test_a_file_is_utf_8_whatever_the_locale(tmp_path: Path) -> None:
     path = tmp_path / "ours.txt"
     path.write_bytes(b"\xef\xbb\xbf# \xc3\xa4 comment\n" + dumps(made).encode())
     code = (
-        f"from ds_ext.pipe_schedules.files import read_timetable; print(read_timetable({str(path)!r}).ranks)"
+        f"from ds_ext.pipe_schedules.files import read_timetable; print(read_timetable({str(path)!r}).orders)"
     )
     plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=plain, capture_output=True, text=True, timeout=900
     )
-    assert done.stdout.strip() == str(made.ranks), done.stderr
+    assert done.stdout.strip() == str(made.orders), done.stderr

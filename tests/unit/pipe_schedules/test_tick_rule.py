@@ -18,18 +18,18 @@ FAMILY = [
 ]
 
 
-@pytest.mark.parametrize("placement", FAMILY, ids=lambda p: f"{p.replicas}x{p.stages}on{p.ranks}")
+@pytest.mark.parametrize("placement", FAMILY, ids=lambda p: f"{p.replicas}x{p.stages}on{p.num_devices}")
 def test_a_device_has_one_op_a_slot_and_units_tile(placement: Placement) -> None:
     """The claims of the docstring: no clash; from the first unit's 2n - 2 empty slots on, no gap before the last."""
     units = 4
-    n, unit = placement.ranks // placement.replicas, 2 * placement.stages
-    for rank in range(placement.ranks):
-        taken = [slot for slot, _ in slots(rank, placement, units * placement.ranks)]
+    n, unit = placement.num_devices // placement.replicas, 2 * placement.stages
+    for rank in range(placement.num_devices):
+        taken = [slot for slot, _ in slots(rank, placement, units * placement.num_devices)]
         assert len(set(taken)) == len(taken) == units * unit
         assert set(range(2 * n - 2, units * unit)) <= set(taken)
         assert max(taken) < units * unit + 2 * n - 2
         before_first_backward = min(
-            slot for slot, op in slots(rank, placement, placement.ranks) if op.kind == "B"
+            slot for slot, op in slots(rank, placement, placement.num_devices) if op.kind == "B"
         )
         assert len(set(range(before_first_backward)) - set(taken)) == n - 1
 
@@ -38,17 +38,17 @@ def test_a_device_has_one_op_a_slot_and_units_tile(placement: Placement) -> None
 @pytest.mark.parametrize("units", [1, 2, 3])
 def test_bitpipe_of_the_paper_is_the_slot_rule(ranks: int, units: int) -> None:
     made = timetable("bitpipe", ranks, units * ranks)
-    assert made.ranks == orders(made.placement, units * ranks)
+    assert made.orders == orders(made.placement, units * ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 def test_1f1b_is_the_slot_rule(ranks: int) -> None:
     for n in range(1, 3 * ranks):
-        assert timetable("1f1b", ranks, n).ranks == orders(linear(ranks), n)
+        assert timetable("1f1b", ranks, n).orders == orders(linear(ranks), n)
 
 
 def orders(placement: Placement, micro_batches: int) -> tuple[tuple[Op, ...], ...]:
-    return tuple(tuple(whole_order(rank, placement, micro_batches)) for rank in range(placement.ranks))
+    return tuple(tuple(whole_order(rank, placement, micro_batches)) for rank in range(placement.num_devices))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 6, 8, 16])
@@ -64,13 +64,15 @@ def test_chimera_time_and_memory(ranks: int, units: int) -> None:
 RATIOS = [Costs(), Costs(1, 1.2, 0.8), Costs(1, 0.5, 1.5), Costs(2, 1, 1), Costs(1, 1, 2), Costs(1, 2, 0.5)]
 
 
-@pytest.mark.parametrize("costs", RATIOS, ids=lambda c: f"{c.f}-{c.b}-{c.w}")
+@pytest.mark.parametrize("costs", RATIOS, ids=lambda c: f"{c.forward}-{c.backward_input}-{c.backward_weight}")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
 def test_zb_h1_time_and_memory(ranks: int, costs: Costs) -> None:
     """N of D and more."""
     for n in (ranks, ranks + 1, 2 * ranks, 3 * ranks + 1, 4 * ranks):
         simulation = simulate(timetable("zb_h1", ranks, n), costs)
-        expected = n * (costs.f + costs.b + costs.w) + (ranks - 1) * max(costs.f, costs.f + costs.b - costs.w)
+        expected = n * (costs.forward + costs.backward_input + costs.backward_weight) + (ranks - 1) * max(
+            costs.forward, costs.forward + costs.backward_input - costs.backward_weight
+        )
         assert simulation.makespan == pytest.approx(expected, rel=1e-12)
         assert simulation.peak_activations == (ranks,) * ranks
         assert simulation.messages == n * 2 * (ranks - 1)
@@ -117,7 +119,7 @@ def test_bitpipe_zb_with_more_waves(ranks: int, waves: int) -> None:
         assert simulation.messages == waves * n * 2 * (2 * ranks - 2)
 
 
-@pytest.mark.parametrize("costs", RATIOS, ids=lambda c: f"{c.f}-{c.b}-{c.w}")
+@pytest.mark.parametrize("costs", RATIOS, ids=lambda c: f"{c.forward}-{c.backward_input}-{c.backward_weight}")
 @pytest.mark.parametrize("name", ["zb_h1", "zb_v", "bitpipe_zb"])
 def test_memory_is_at_most_d_for_any_size(name: str, costs: Costs) -> None:
     for ranks in (2, 4, 6):

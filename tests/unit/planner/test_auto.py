@@ -44,7 +44,7 @@ def test_auto_is_the_best_schedule_for_the_jobs_sizes(monkeypatch: pytest.Monkey
     job = auto(schedule_options={"costs": "b=1.2,comm=0.1", "vocab_size": 5000, "memory": "1GB"})
     choice = choice_of(job)
     sizes = ModelSizes(layers=16, hidden=256, heads=4, vocab=5000, seq=128, micro_batch=2, zero_stage=1)
-    request = Request(4, 16, Costs(b=1.2, comm=0.1), sizes, 10**9, ("none",))
+    request = Request(4, 16, Costs(backward_input=1.2, comm=0.1), sizes, 10**9, ("none",))
     assert choice == choose(request) and choice is not None and choice.best is not None
     found = make_job_plan(job).timetable
     best = get_schedule(choice.best.schedule)
@@ -189,7 +189,7 @@ def test_costs_from_a_file(tmp_path: Path) -> None:
     """Also costs that cannot be written as text; and "zb_v" of a job plans for them too."""
     file = tmp_path / "costs.json"
     file.write_text('{"b": 1.5, "links": {"0>1": 2.0}}')
-    costs = Costs(b=1.5, links={(0, 1): 2.0})
+    costs = Costs(backward_input=1.5, links={(0, 1): 2.0})
     job = auto(train={}, schedule_options={"costs": str(file)})
     assert choice_of(job) == choose(Request(4, 16, costs))
     choice = choice_of(job)

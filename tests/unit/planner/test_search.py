@@ -206,7 +206,7 @@ def test_many_devices_are_chosen_for_without_planning_what_cannot_win() -> None:
 
 
 def test_a_job_plans_the_order_that_was_priced() -> None:
-    choice = choose(Request(4, 8, Costs(b=1.5, comm=0.25), MODEL, cheap_ops=EVERYTHING))
+    choice = choose(Request(4, 8, Costs(backward_input=1.5, comm=0.25), MODEL, cheap_ops=EVERYTHING))
     for row in choice.fitting:
         schedule = get_schedule(row.schedule)
         assert simulate(schedule.timetable(4, 8, row.settings), row.costs).makespan == row.time
@@ -240,7 +240,7 @@ def test_bytes_and_costs_as_text() -> None:
     for wrong in ("80", "", "GB", "-1GB", "0GB", "80XB"):
         with pytest.raises(ScheduleError, match="is written 80GB, 512MB or 16GiB"):
             parse_bytes(wrong)
-    costs = Costs(f=2.5, w=0.1, comm=1 / 3, jitter=0.1, seed=4)
+    costs = Costs(forward=2.5, backward_weight=0.1, comm=1 / 3, jitter=0.1, seed=4)
     assert parse_costs(costs_text(costs)) == costs
     stages = Costs(stages=(0.1, 0.1, 0.1, 2.0, 1 / 3))
     assert (
@@ -353,7 +353,7 @@ def test_what_is_the_only_one() -> None:
 
 
 def test_one_schedule_that_fails_does_not_stop_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(rank: int, ranks: int, micro_batches: int) -> object:
+    def broken(device: int, num_devices: int, micro_batches: int) -> object:
         raise ZeroDivisionError("no\nreason")
 
     others = {**SCHEDULES, "broken": Schedule("broken", broken, linear)}
@@ -378,7 +378,7 @@ def test_one_size_of_tensor_parallelism() -> None:
 def test_costs_are_ratios() -> None:
     one, other = (parallel_sizes(CLUSTER, MODEL, c) for c in (Costs(1, 1.5, 0.5), Costs(2, 3, 1)))
     assert one == other
-    for wrong in (Costs(comm=1), Costs(links={(0, 1): 1.0}), Costs(stages=(1.0,)), Costs(f=0)):
+    for wrong in (Costs(comm=1), Costs(links={(0, 1): 1.0}), Costs(stages=(1.0,)), Costs(forward=0)):
         with pytest.raises(ScheduleError, match="plan: costs are f, b and w relative to each other"):
             parallel_sizes(CLUSTER, MODEL, wrong)
 

@@ -29,7 +29,7 @@ def test_no_generator_beats_the_bound_and_what_is_found_runs(name: str, costs: C
     assert optimum.given == simulate(made, costs).makespan
     assert optimum.proven
     assert optimum.makespan == simulate(optimum.timetable, costs).makespan <= optimum.given
-    assert [sorted(order) for order in optimum.timetable.ranks] == [sorted(order) for order in made.ranks]
+    assert [sorted(order) for order in optimum.timetable.orders] == [sorted(order) for order in made.orders]
     check(lower(optimum.timetable))
 
 
