@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ds_ext.bench.ranks import end_when_stopped
 from ds_ext.launch.failure import process_state
 
 
@@ -36,8 +35,10 @@ class Failure:
 
 def rank_main(rank: int, world_size: int, port: int, pipe: Connection, log: str, parent_pid: int) -> None:
     """Serve calls as rank `rank`; output goes to the file `log`, SIGUSR1 adds every thread's stack to it."""
+    from ds_ext.bench.rank_server import end_with_server  # the import ties this process to its parent
+
     threading.Thread(target=_exit_with, args=(parent_pid,), daemon=True, name="parent watch").start()
-    end_when_stopped()
+    end_with_server()
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -1,11 +1,10 @@
-"""Layers that compute by waiting: a device that takes a known time, without the device.
+"""Emulated layers: each pass waits for a given time instead of computing.
 
-Every pass of a layer takes a given time: forward, input gradient and weight gradient. The processor is free while a
-layer waits, so many ranks share few cores and still show the bubble of as many devices. A layer is one small linear
-layer: there is a parameter to train, a gradient to reduce and an activation to send.
+The processor is free while a layer waits, so a few cores show the bubble of many devices. A layer holds one small
+linear layer: a parameter to train, a gradient to reduce and an activation to send.
 
-A layer runs in any engine. Its weight gradient waits in a hook of the weight, which every engine calls when it computes
-that gradient: within a whole backward, or later when it splits backwards.
+Layers run in any engine. A hook of the weight waits for the weight gradient's time. Every engine triggers it when it
+computes that gradient: within a whole backward, or later when backwards are split.
 """
 
 from __future__ import annotations
@@ -25,26 +24,38 @@ from ..pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORW
 from ..pipe_schedules.placement import Placement
 
 WIDTH = 32
-LOSS_ROWS = 32  # that the last stage gives, so that the loss of large activations takes no time of its own
-# A sleep ends 0.03 ms late with exact timers and processors that are awake: the end of a wait is spun.
-_SPUN_S = 0.00005
+LOSS_ROWS = 32  # rows of the last stage's output, so that the loss of large activations takes no time
+# With exact timers and awake processors a sleep ends 0.03 ms late, so the end of a wait spins.
+_SPIN_S = 0.00005
 _PAGE_ROWS = 4096 // (4 * WIDTH)
 _TIMER_SLACK = Path("/proc/self/timerslack_ns")
 
 
-def exact_timers() -> None:
-    """Have the sleeps of this process's first thread end on time, not up to 0.05 ms later; Linux only."""
+def set_exact_timers() -> None:
+    """Let sleeps of this process's first thread end on time instead of up to 0.05 ms late; Linux only."""
     with contextlib.suppress(OSError):
         _TIMER_SLACK.write_text("1")
 
 
+def sleep_until(moment: float) -> None:
+    """Wait until ``moment`` of time.perf_counter, which all processes of a host share."""
+    left = moment - time.perf_counter() - _SPIN_S
+    if left > 0:
+        time.sleep(left)
+    while time.perf_counter() < moment:
+        pass
+
+
 def rows_of(message_kb: float) -> int:
-    """Rows of ``WIDTH`` fp32 numbers in an activation of that many KiB; at least one."""
+    """Return how many rows of ``WIDTH`` fp32 numbers an activation of ``message_kb`` KiB has, at least one."""
     return max(1, round(message_kb * 1024 / (4 * WIDTH)))
 
 
 def make_batches(micro_batches: int, rows: int) -> list[tuple[Tensor, Tensor]]:
-    """(inputs, labels) of every micro-batch, the same in every process: (rows, WIDTH) and its first LOSS_ROWS."""
+    """Return (inputs, labels) of every micro-batch, equal in every process: (rows, WIDTH) and (LOSS_ROWS, WIDTH).
+
+    Labels have fewer rows where the inputs have.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def draw(number: int) -> Tensor:
@@ -54,99 +65,97 @@ def make_batches(micro_batches: int, rows: int) -> list[tuple[Tensor, Tensor]]:
 
 
 class EmulatedDevice:
-    """How long the passes of this rank take, when the last of them ended, and what all of a step took together.
+    """Clock of one rank's passes: waits for them and sums their times.
 
-    It is the clock of a :class:`ds_ext.PipelineModule`, which tells it the micro-batch. Other engines do not, and
-    forward the micro-batches of a stage in order.
+    It is the ``clock`` of a :class:`ds_ext.PipelineModule`, which sets the micro-batch of each forward. Other engines
+    do not, and run the forwards of a stage in the order of the micro-batches.
 
     Args:
-        costs: times in milliseconds, as the simulator takes them, jitter included.
+        costs: times in milliseconds, jitter included.
         placement: cuts the model into stages.
 
     Attributes:
-        split_backwards: the (stage, micro-batch) whose halves have a jitter of their own, as in the timetable.
-        repeats: whether its forwards are those that another device has computed before (FBD).
+        split_backwards: (stage, micro-batch) of split backwards, whose halves draw jitter separately.
+        repeats: True where forwards repeat those of a forward device (FBD).
+        last_end: end of the last pass, of time.perf_counter.
+        computed_ms: sum of the passes of this step.
     """
 
     repeats = False
-
     split_backwards: frozenset[tuple[int, int]] = frozenset()
 
     def __init__(self, costs: Costs, placement: Placement) -> None:
         self.costs, self._durations = costs, costs.durations(placement)
         self.last_stage = placement.stages - 1
         self.last_end = self.computed_ms = 0.0
-        self._told: int | None = None
+        self._micro_batch: int | None = None
         self._last: Op | None = None
         self._forwards: defaultdict[int, int] = defaultdict(int)
-        self._halved: defaultdict[int, deque[int]] = defaultdict(deque)
+        self._need_weight_gradient: defaultdict[int, deque[int]] = defaultdict(deque)
 
-    def draw(self) -> None:
-        """What follows has the jitter of the next seed."""
+    def next_seed(self) -> None:
+        """Draw the jitter of the following passes from the next seed."""
         self.costs = replace(self.costs, seed=self.costs.seed + 1)
 
     def start_step(self) -> None:
-        """A step begins: micro-batches count from 0."""
+        """Begin a step: count micro-batches from 0."""
         self.computed_ms = 0.0
         self._forwards.clear()
-        self._halved.clear()
+        self._need_weight_gradient.clear()
 
     def set(self, step: int, micro_batch: int) -> None:
-        """Forwards that follow are of this micro-batch."""
-        self._told = micro_batch
+        """Set the micro-batch of the following forwards."""
+        self._micro_batch = micro_batch
 
     def next_micro_batch(self, stage: int) -> int:
-        """The micro-batch that a forward of ``stage`` is about."""
-        if self._told is not None:
-            return self._told
+        """Return the micro-batch of the next forward of ``stage``."""
+        if self._micro_batch is not None:
+            return self._micro_batch
         self._forwards[stage] += 1
         return self._forwards[stage] - 1
 
     def forward(self, stage: int, micro_batch: int, start: float) -> None:
-        """Wait until a forward that began at ``start`` (of time.perf_counter) has taken its time."""
-        self._wait(Op(RECOMPUTE if self.repeats else FORWARD, micro_batch, stage), start)
+        """Wait for the end of a forward that began at ``start`` (of time.perf_counter)."""
+        kind = RECOMPUTE if self.repeats else FORWARD
+        self._wait(Op(kind, micro_batch, stage), start)
 
     def input_gradient(self, stage: int, micro_batch: int, start: float) -> None:
-        """Wait until an input gradient that began at ``start`` has taken its time."""
+        """Wait for the end of an input gradient that began at ``start``."""
         self._wait(Op(BACKWARD_INPUT, micro_batch, stage), start)
-        self._halved[stage].append(micro_batch)
+        self._need_weight_gradient[stage].append(micro_batch)
 
     def weight_gradient(self, stage: int) -> None:
-        """Wait as long as the weight gradient takes; those of a stage come in the order of its input gradients.
+        """Wait for a weight gradient. Those of a stage come in the order of its input gradients.
 
-        In a whole backward it begins where the wait for the input gradient has ended: what the layer has really
-        computed since then is part of its time.
+        In a whole backward it starts at the end of the input gradient's wait, so the layer's real arithmetic since
+        then is part of its time.
         """
-        op = Op(BACKWARD_WEIGHT, self._halved[stage].popleft(), stage)
+        micro_batch = self._need_weight_gradient[stage].popleft()
+        op = Op(BACKWARD_WEIGHT, micro_batch, stage)
         follows = self._last == op._replace(kind=BACKWARD_INPUT) and self._in_timetable(op).kind == BACKWARD
         self._wait(op, self.last_end if follows else time.perf_counter())
 
     def _wait(self, op: Op, start: float) -> None:
         takes_ms = self._durations[op.kind][op.stage] * self.costs.factor(self._in_timetable(op))
-        end = start + takes_ms / 1000
-        left = end - time.perf_counter() - _SPUN_S
-        if left > 0:
-            time.sleep(left)
-        while time.perf_counter() < end:
-            pass
+        sleep_until(start + takes_ms / 1000)
         self.last_end, self._last = time.perf_counter(), op
         self.computed_ms += takes_ms
 
     def _in_timetable(self, op: Op) -> Op:
-        """The computation that a pass belongs to: half of a whole backward, or one of its own."""
+        """Return the op of the timetable that a pass belongs to: a whole backward, or the pass itself."""
         whole = op.kind not in (FORWARD, RECOMPUTE) and (op.stage, op.micro_batch) not in self.split_backwards
         return op._replace(kind=BACKWARD) if whole else op
 
 
 class EmulatedLayer(nn.Module):
-    """One stage: (rows, WIDTH) to (rows, WIDTH), of the last one to its first LOSS_ROWS, slowly.
+    """One stage: (rows, WIDTH) to (rows, WIDTH); the last stage returns the first LOSS_ROWS only.
 
-    Only the first LOSS_ROWS rows go through the linear layer, so that a large activation costs what its messages cost:
-    the other rows are what a device would write, which takes the processor no time.
+    Only the first LOSS_ROWS rows pass the linear layer, so a large activation costs its messages and no arithmetic.
+    A real device would write the other rows, which takes the host's processor no time.
 
     Args:
-        stage: of the model; it decides the start weights.
-        device: waits.
+        stage: of the model; sets the initial weights.
+        device: waits for the passes.
     """
 
     def __init__(self, stage: int, device: EmulatedDevice) -> None:
@@ -157,74 +166,75 @@ class EmulatedLayer(nn.Module):
         self.linear.weight.register_hook(self._weight_gradient)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output after the forward's time."""
         start = time.perf_counter()
-        rest = _Rest(x)
+        whole = _Whole(x)
         micro_batch = self.device.next_micro_batch(self.stage)
-        head = self.linear(_Head.apply(x, rest))
-        return _Wait.apply(head, rest, self.device, self.stage, micro_batch, start)
+        head = self.linear(_Head.apply(x, whole))
+        return _Wait.apply(head, whole, self.device, self.stage, micro_batch, start)
 
     def _weight_gradient(self, grad: Tensor) -> None:
         self.device.weight_gradient(self.stage)
 
 
-def _made(like: Tensor, rows: int) -> Tensor:
-    """A tensor with so many rows of ``like``, for a device to write: the processor only takes hold of every page.
+def _unwritten(like: Tensor, rows: int) -> Tensor:
+    """Return a tensor that a device would write: the processor only touches every page.
 
-    The ranks share few cores. If each wrote its activations itself, it would keep others from sending theirs.
+    Ranks share few cores. Writing whole activations would delay the messages of other ranks.
     """
-    made = like.new_empty(rows, WIDTH)
-    made[::_PAGE_ROWS] = 0  # a page that was never written to is one that all share, and read from the cache
-    return made
+    tensor = like.new_empty(rows, WIDTH)
+    tensor[::_PAGE_ROWS] = 0  # untouched pages all map to one page of zeros, which is read from the cache
+    return tensor
 
 
-class _Rest:
-    """What passes by the linear layer: in the forward the input, in the backward the whole gradient."""
+class _Whole:
+    """All rows, which bypass the linear layer: the input in a forward, the gradient in a backward."""
 
-    def __init__(self, whole: Tensor) -> None:
-        self.whole = whole.detach()
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()
 
 
 class _Head(torch.autograd.Function):
-    """The rows for the linear layer. Its backward puts their gradient into the whole one."""
+    """Rows for the linear layer. The backward writes their gradient into the whole one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rest: _Rest) -> Tensor:
-        ctx.rest = rest
+    def forward(ctx: Any, x: Tensor, whole: _Whole) -> Tensor:
+        ctx.whole = whole
         return x[:LOSS_ROWS].clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        whole = ctx.rest.whole
-        del ctx.rest.whole  # autograd takes a gradient that nobody else has as it is, and copies others
-        whole[:LOSS_ROWS] = grads[0]
-        return whole, None
+        tensor = ctx.whole.tensor
+        del ctx.whole.tensor  # autograd adopts a gradient without other references, and copies others
+        tensor[:LOSS_ROWS] = grads[0]
+        return tensor, None
 
 
 class _Wait(torch.autograd.Function):
-    """Comes after the linear layer, so that its backward comes first: the input gradient before the weight's."""
+    """Waits after the linear layer, so its backward runs first: the input gradient before the weight gradient."""
 
     @staticmethod
     def forward(
         ctx: Any,
         head: Tensor,
-        rest: _Rest,
+        whole: _Whole,
         device: EmulatedDevice,
         stage: int,
         micro_batch: int,
         start: float,
     ) -> Tensor:
-        ctx.rest, ctx.rows = rest, len(rest.whole)
+        ctx.whole, ctx.rows = whole, len(whole.tensor)
         ctx.device, ctx.stage, ctx.micro_batch = device, stage, micro_batch
-        # No view: torch.distributed.pipelining detaches outputs in place.
-        y = head.clone() if stage == device.last_stage else _made(rest.whole, len(rest.whole))
+        # Not a view: torch.distributed.pipelining detaches outputs in place.
+        y = head.clone() if stage == device.last_stage else _unwritten(whole.tensor, len(whole.tensor))
         y[:LOSS_ROWS] = head
-        del rest.whole  # a layer that computes would not keep it
+        del whole.tensor  # a layer that computes would not keep it
         device.forward(stage, micro_batch, start)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         start, grad = time.perf_counter(), grads[0]
-        ctx.rest.whole = _made(grad, ctx.rows)
+        ctx.whole.tensor = _unwritten(grad, ctx.rows)
         ctx.device.input_gradient(ctx.stage, ctx.micro_batch, start)
         return grad[:LOSS_ROWS], None, None, None, None, None

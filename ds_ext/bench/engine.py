@@ -1,119 +1,223 @@
-"""``bench engine``: what an engine itself costs, in processor time an instruction, without layers and transport.
+"""``bench engine``: processor time that an engine takes per instruction.
 
-What is left of a step's processor time when the layers' own passes and the transport's calls are taken off, the
-optimizer's step and the reductions included, over the number of instructions.
+It is the processor time of a step, minus the layers' passes and the transport's calls, divided by the number of
+instructions. It includes the optimizer's step and the reductions. Times are those of the rank's thread, so waiting for
+another rank or for a core does not count.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from ..comm.transport import TRANSPORTS
 from ..errors import ConfigError
-from ..pipe_schedules import get_schedule
-from ..pipe_schedules.costs import Costs
-from .ranks import Job, take_turns
-from .report import describe_machine, machine
+from ..pipe_schedules import Timetable, get_schedule
+from ..pipe_schedules.lower import lower
+from ..pipe_schedules.ops import FORWARD
+from .command import Report, add_number, add_size_flags, check_at_least, json_item, names_in, table
+from .job import Job
+from .ranks import take_turns
 
 SUMMARY = "processor time that an engine takes for an instruction, without layers and transport"
 RIVAL = "deepspeed_1f1b"
-OVER = " over "  # an engine is called "1f1b", or "1f1b over shm"
-_DEFAULT = "1f1b,bitpipe,bitpipe_zb"
+STEPS = 5  # summed in one measurement
+_OVER = " over "  # an engine is called "1f1b", or "1f1b over shm"
 _LIMIT_S = 120.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the benchmark."""
-    parser.add_argument(
-        "--stages", type=int, default=2, metavar="D", help="devices, one rank each (%(default)s)"
-    )
-    parser.add_argument(
-        "--micro-batches", type=int, default=16, metavar="N", help="micro-batches per step (%(default)s)"
-    )
-    parser.add_argument("--schedules", default=_DEFAULT, metavar="A,B", help="%(default)s")
-    parser.add_argument(
-        "--transports",
-        default="auto",
-        metavar="A,B",
-        help="over which each schedule is measured (%(default)s)",
-    )
-    parser.add_argument(
-        "--repeats", type=int, default=7, metavar="K", help="measurements after one to warm up (%(default)s)"
-    )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    """Add the flags of the benchmark."""
+    add_size_flags(parser, num_devices=2, micro_batches=16)
+    parser.add_argument("--schedules", default="1f1b,bitpipe,bitpipe_zb", metavar="A,B", help="%(default)s")
+    parser.add_argument("--transports", default="auto", metavar="A,B", help="for each schedule (%(default)s)")
+    add_number(parser, "--repeats", 7, "K", "measurements after one to warm up")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure and print. Returns 0; raises DsExtError for a wrong request or an engine that fails."""
-    if args.stages < 2:
-        raise ConfigError(f"--stages must be at least 2, as one stage sends no message; got {args.stages}.")
-    if args.repeats < 1:
-        raise ConfigError(f"--repeats must be at least 1; got {args.repeats}.")
-    ours = [name for name in args.schedules.split(",") if name]
-    for name in ours:
-        get_schedule(name).timetable(args.stages, args.micro_batches)
-    transports = [name for name in args.transports.split(",") if name]
+def measure(args: argparse.Namespace) -> Report:
+    """Measure every schedule over every transport, and DeepSpeed's engine.
+
+    Raises:
+        ConfigError: a flag is wrong.
+        RankFailure: an engine failed.
+    """
+    check_at_least("--num-devices", args.num_devices, 2)  # one device sends no message
+    check_at_least("--repeats", args.repeats, 1)
+    schedules, transports = names_in(args.schedules), names_in(args.transports)
+    for name in schedules:
+        get_schedule(name).timetable(args.num_devices, args.micro_batches)
     if not transports or not set(transports) <= set(TRANSPORTS):
-        raise ConfigError(f"--transports must be of {', '.join(TRANSPORTS)}; got {args.transports!r}.")
-    ours = [name if way == "auto" else name + OVER + way for name in ours for way in transports]
-    costs = Costs(0, 0, 0)
-    job = Job(args.stages, args.micro_batches, costs, 0.125, _LIMIT_S, "ds_ext.bench.overhead")
-    found = _measure([*ours, RIVAL], job, args.repeats)
-    if args.json:
-        params = {"stages": args.stages, "micro_batches": args.micro_batches, "machine": machine()}
-        print(json.dumps([_as_json(name, spent, params) for name, spent in found.items()], indent=1))
-    else:
-        print(f"{args.stages} ranks, {args.micro_batches} micro-batches\n{describe_machine()}")
-        print(_as_table(found))
-    return 0
-
-
-def _measure(names: list[str], job: Job, repeats: int) -> dict[str, list[Any]]:
-    """Engine -> what rank 0 spent, for every repeat."""
-    found = take_turns(names, job, repeats, 1, _LIMIT_S)
-    return {name: [answers[0] for answers in rounds] for name, rounds in found.items()}
-
-
-def _per_instruction_us(spent: Any) -> float:
-    return 1e6 * (spent.whole_s - spent.transport_s - spent.layers_s) / spent.instructions
-
-
-def _per_message_us(spent: Any) -> float:
-    return 1e6 * spent.transport_s / max(spent.messages, 1)
-
-
-def _as_json(name: str, found: list[Any], params: dict[str, Any]) -> dict[str, Any]:
-    times = [_per_instruction_us(spent) for spent in found]
-    per_message = statistics.median(map(_per_message_us, found))
-    return {
-        "name": name,
-        "params": {
-            **params,
-            "instructions": found[0].instructions,
-            "messages": found[0].messages,
-            "us_per_message": per_message,
-        },
-        "median": statistics.median(times),
-        "best": min(times),
-        "unit": "us per instruction",
-        "repeats": len(times),
-    }
-
-
-def _as_table(found: dict[str, list[Any]]) -> str:
-    rows = [("engine", "us/instruction", "best", "instructions", "us/message in the transport")]
-    for name, spent in found.items():
-        times = [_per_instruction_us(one) for one in spent]
-        message = statistics.median(map(_per_message_us, spent))
-        count = f"{spent[0].instructions}"
-        rows.append((name, f"{statistics.median(times):.1f}", f"{min(times):.1f}", count, f"{message:.1f}"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        raise ConfigError(
+            f"--transports: unknown name (got {args.transports!r}). Use any of {', '.join(TRANSPORTS)}."
         )
-        for row in rows
-    )
+    ours = [name if way == "auto" else name + _OVER + way for name in schedules for way in transports]
+    job = Job(build, args.num_devices, _LIMIT_S, args.micro_batches)
+    items: list[dict[str, Any]] = []
+    rows: list[tuple[str, ...]] = [("engine", "us/instruction", "best", "instructions", "us/message")]
+    for name, run in take_turns([*ours, RIVAL], job, 1 + args.repeats).items():
+        spent: list[Spent] = [answers[0] for answers in run.rounds[1:]]
+        times = [one.us_per_instruction for one in spent]
+        params = {
+            "stages": args.num_devices,
+            "micro_batches": args.micro_batches,
+            "instructions": spent[0].instructions,
+            "messages": spent[0].messages,
+            "us_per_message": statistics.median(one.us_per_message for one in spent),
+        }
+        items.append(json_item(name, params, times, "us per instruction"))
+        figures = (f"{value:.1f}" for value in (statistics.median(times), min(times)))
+        rows.append((name, *figures, str(spent[0].instructions), f"{params['us_per_message']:.1f}"))
+    return Report(items, f"{args.num_devices} devices, {args.micro_batches} micro-batches", table(rows))
+
+
+# --- on a rank ---
+
+
+class Spent(NamedTuple):
+    """Microseconds of processor time on one rank, and what one step of it executes."""
+
+    us_per_instruction: float
+    us_per_message: float
+    instructions: int
+    messages: int
+
+
+class Stopwatch:
+    """Sums the processor time of calls. Calls inside counted calls are not counted again."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._running = False
+
+    def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` with its time counted."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._running:
+                return function(*args, **kwargs)
+            self._running = True
+            start = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.thread_time() - start
+                self._running = False
+
+        return call
+
+    def count(self, transport: Any) -> None:
+        """Count the calls of a transport and of its receive tickets."""
+        recv, wait_any = self.counted(transport.recv), getattr(transport, "wait_any", None)
+        transport.send = self.counted(transport.send)
+        transport.recv = lambda peer, tag: _CountedTicket(recv(peer, tag), self)
+        if wait_any is not None:
+            transport.wait_any = self.counted(
+                lambda tickets, timeout_s=None: wait_any([ticket.inner for ticket in tickets], timeout_s)
+            )
+
+
+class _CountedTicket:
+    def __init__(self, inner: Any, watch: Stopwatch) -> None:
+        self.inner, self.done, self.wait = inner, inner.done, watch.counted(inner.wait)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Engine of this rank.
+
+    Args:
+        step: trains one step.
+        passes: (layer, True if it ends in the loss) of every forward of this rank.
+        instructions: of one step of this rank.
+        messages: of one step of this rank, sent or received.
+        watch: counts the transport's calls.
+    """
+
+    step: Callable[[], Any]
+    timetable: Timetable
+    passes: Sequence[tuple[Any, bool]]
+    instructions: int
+    messages: int
+    watch: Stopwatch
+
+    def run(self) -> Spent:
+        """Run some steps, then their layers alone."""
+        self.watch.seconds = 0.0
+        start = time.thread_time()
+        for _ in range(STEPS):
+            self.step()
+        whole_s, transport_s = time.thread_time() - start, self.watch.seconds
+        engine_us = 1e6 * ((whole_s - transport_s) / STEPS - self._layers_s())
+        message_us = 1e6 * transport_s / STEPS / max(self.messages, 1)
+        return Spent(engine_us / self.instructions, message_us, self.instructions, self.messages)
+
+    def _layers_s(self) -> float:
+        """Run the forwards and backwards of a step without an engine. Returns their seconds."""
+        import torch
+        import torch.nn.functional as F
+
+        from .emulated import WIDTH
+
+        x, gradient = torch.randn(1, WIDTH, requires_grad=True), torch.randn(1, WIDTH)
+        start = time.thread_time()
+        for layer, is_last in self.passes:
+            y = layer(x)
+            y, of_output = (F.mse_loss(y, gradient), None) if is_last else (y, gradient)
+            torch.autograd.backward([y], [of_output])
+        seconds = time.thread_time() - start
+        for layer, _ in self.passes:
+            layer.zero_grad()
+        return seconds
+
+
+def build(name: str, job: Job) -> Measured:
+    """Build the engine called ``name``: DeepSpeed's, or ours with a schedule over a transport."""
+    if name == RIVAL:
+        return _deepspeed_1f1b(job)
+    schedule, _, transport = name.partition(_OVER)
+    return _ours(schedule, transport or "auto", job)
+
+
+def _workload(stages: int, micro_batches: int) -> Any:
+    from deepspeed.pipe import LayerSpec
+    from torch import nn
+
+    from .emulated import WIDTH, make_batches
+    from .rivals import Workload
+
+    layers = [LayerSpec(nn.Linear, WIDTH, WIDTH, bias=False) for _ in range(stages)]
+    return Workload(layers, make_batches(micro_batches, rows=1))
+
+
+def _ours(name: str, transport: str, job: Job) -> Measured:
+    timetable = get_schedule(name).timetable(job.num_ranks, job.micro_batches)
+    workload = _workload(timetable.placement.stages, job.micro_batches)
+    engine, step = workload.in_ours(job, timetable, transport=transport)
+    watch, module = Stopwatch(), engine.module
+    watch.count(engine.transport)
+    program = lower(timetable).ranks[module.device_index]
+    last = timetable.placement.stages - 1
+    layers: dict[int, Any] = {stage: module.stage_funcs[stage][0] for stage in module.stages}
+    order = timetable.ranks[module.device_index]
+    passes = [(layers[op.stage], op.stage == last) for op in order if op.kind == FORWARD]
+    messages = sum(instruction.peer is not None for instruction in program)
+    return Measured(step, timetable, passes, len(program), messages, watch)
+
+
+def _deepspeed_1f1b(job: Job) -> Measured:
+    from deepspeed.runtime.pipe import p2p
+    from deepspeed.runtime.pipe.schedule import TrainSchedule
+
+    timetable = get_schedule("1f1b").timetable(job.num_ranks, job.micro_batches)
+    engine, step = _workload(job.num_ranks, job.micro_batches).in_deepspeeds(job.num_ranks)
+    watch = Stopwatch()
+    p2p.send, p2p.recv = watch.counted(p2p.send), watch.counted(p2p.recv)
+    steps = TrainSchedule(job.micro_batches, job.num_ranks, engine.stage_id).steps()
+    program = [instruction for step in steps for instruction in step]
+    messages = sum(type(instruction).__name__.startswith(("Send", "Recv")) for instruction in program)
+    passes = [(engine.module.forward_funcs[0], engine.is_last_stage())] * job.micro_batches
+    return Measured(step, timetable, passes, len(program), messages, watch)

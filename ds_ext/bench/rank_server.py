@@ -1,8 +1,94 @@
-"""Preloaded by the server that ranks are forked from, which then ends with the process that started it.
+"""Process that forks the ranks, and the life of a rank. Importing this module ties a process to its parent.
 
-By itself it would live as long as a rank does, and a rank that is stopped as long as its server.
+The fork server imports it first. Otherwise the server would live as long as its ranks, and a stopped rank as long as
+the server.
 """
 
-from .ranks import end_with_parent
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+
+from .job import Job, RankFailure, Worker
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends; Linux only."""
+    if sys.platform == "linux":
+        death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL)
+
 
 end_with_parent()
+
+
+def end_with_server() -> None:
+    """Tie a rank to the server that forked it; a stopped rank runs no code that could notice the end.
+
+    The rank gets a process group to itself, because the kernel hangs up a group with stopped members when its shell
+    ends.
+    """
+    os.setpgid(0, 0)
+    end_with_parent()
+
+
+def rank_main(rank: int, name: str, job: Job, port: int, pipe: Connection, log: str) -> None:
+    """Build the engine, then run it once for every message on ``pipe``.
+
+    Args:
+        port: of the store that the ranks join through.
+        log: file for the rank's output.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the benchmark, and that ends the ranks
+    end_with_server()
+    _redirect_output(log)
+    try:
+        import torch.distributed as dist
+
+        worker = _build(rank, name, job, port)
+        pipe.send(worker.timetable if rank == 0 else None)
+        while True:
+            pipe.recv()
+            dist.barrier()
+            pipe.send(worker.run())
+    except EOFError:
+        os._exit(0)
+    except BaseException as error:
+        first_line = (str(error).strip() or "no message").splitlines()[0]
+        with contextlib.suppress(OSError):
+            pipe.send(RankFailure(f"{type(error).__name__}: {first_line}"))
+        os._exit(1)
+
+
+def _redirect_output(log: str) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(io.FileIO(number, "w", closefd=False), line_buffering=True) for number in (1, 2)
+    )
+
+
+def _build(rank: int, name: str, job: Job, port: int) -> Worker:
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(job.num_ranks),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(job.num_ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the benchmark serves the store, as torchrun does
+    )
+    import torch
+
+    from ..engine import init_distributed
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    init_distributed(job.timeout_s)
+    return job.build(name, job)

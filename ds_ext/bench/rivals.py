@@ -1,14 +1,14 @@
-"""The engines that are compared, ours and others', each built from the same layers and made to run one step.
+"""Engines under test: ours, DeepSpeed's and torch's, with the same layers, batches and optimizer.
 
-Imported by the ranks only: it needs torch and DeepSpeed.
+Only ranks import it: it needs torch and DeepSpeed.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import deepspeed
@@ -27,20 +27,101 @@ from ..pipe_schedules.ops import BACKWARD, FORWARD, Op
 from ..pipe_schedules.placement import Placement, linear, looped, v
 from ..pipe_schedules.registry import import_modules
 from ..pipe_schedules.text import loads
-from .emulated import EmulatedDevice, EmulatedLayer, exact_timers, make_batches, rows_of
-from .ranks import Job
-from .requests import options_for, read_request, timetable_for
+from .command import options_for, timetable_for
+from .emulated import EmulatedDevice, EmulatedLayer, make_batches, rows_of, set_exact_timers
+from .job import Job
 from .slow_links import Delay, slow_down
 
-Step = Callable[[], float | None]
+Step = Callable[[], float | None]  # trains one step; returns the loss where this rank has it
+_SGD = {"type": "SGD", "params": {"lr": 0.01}}
+
+
+class SameBatches:
+    """Batches that are the same in every step."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches = batches
+
+    def get(self, micro_batch: int) -> Any:
+        """Return a batch of this step."""
+        return self.batches[micro_batch]
+
+    def advance(self, micro_batches: int) -> None:
+        """Begin the next step, which reads the same batches."""
 
 
 @dataclass(frozen=True)
-class Built:
-    """An engine of this rank. ``step()`` trains one step and gives its loss where it is known.
+class Workload:
+    """Model, batches and optimizer that all engines of a benchmark share.
 
-    A step that comes after those of other engines begins with cold caches, so every second one counts. Each of those
-    has a draw of the jitter, the same for every engine: one draw alone can favour an order by twice its gain.
+    Args:
+        layers: of the model.
+        batches: (inputs, labels) of every micro-batch.
+    """
+
+    layers: Sequence[LayerSpec]
+    batches: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    loss_fn: Callable[..., torch.Tensor] = F.mse_loss
+    partition_method: str = "uniform"
+    optimizer: Mapping[str, Any] = field(default_factory=lambda: _SGD)
+
+    def in_ours(
+        self, job: Job, timetable: Timetable, clock: Any = None, **section: Any
+    ) -> tuple[Any, Callable[[], float]]:
+        """Return our engine for ``timetable``, and its step.
+
+        Args:
+            section: further keys of the JSON's ``"ds_ext"``.
+        """
+        keys = {
+            "schedule": timetable.schedule,
+            "pipeline_parallel_size": timetable.placement.width,
+            "transport_options": {"timeout_s": job.timeout_s},
+        }
+        config = {**self._config(timetable.placement.replicas), "ds_ext": keys | section}
+        model = PipelineModule(
+            list(self.layers),
+            config,
+            loss_fn=self.loss_fn,
+            clock=clock,
+            partition_method=self.partition_method,
+        )
+        engine, *_ = initialize(model=model, config=config)
+        batches = SameBatches(self.batches)
+        return engine, lambda: float(engine.train_batch(batches))
+
+    def in_deepspeeds(
+        self, num_stages: int, module: type[Any] = DeepSpeedPipelineModule
+    ) -> tuple[Any, Callable[[], float]]:
+        """Return DeepSpeed's engine, and its step."""
+        model = module(
+            list(self.layers),
+            num_stages=num_stages,
+            loss_fn=self.loss_fn,
+            partition_method=self.partition_method,
+        )
+        engine, *_ = deepspeed.initialize(model=model, config=self._config(1))
+        batches = itertools.cycle(self.batches)
+        return engine, lambda: float(engine.train_batch(data_iter=batches))
+
+    def _config(self, replicas: int) -> dict[str, Any]:
+        return {
+            "train_micro_batch_size_per_gpu": len(self.batches[0][0]),
+            "gradient_accumulation_steps": len(self.batches) // replicas,
+            "optimizer": self.optimizer,
+            "steps_per_print": 10**9,
+        }
+
+
+# --- engines with emulated layers ---
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """Engine of this rank with layers that wait.
+
+    A step that follows other engines' steps begins with cold caches, so only every second one counts. Each of these
+    draws jitter anew, equal for all engines: with one draw alone, the luck of an order can be twice its gain.
     """
 
     step: Step
@@ -48,82 +129,45 @@ class Built:
     device: EmulatedDevice
 
     def run(self) -> tuple[float, float, float, float | None]:
-        """(start, end, milliseconds computed, loss); the times are of a clock that all processes of a host share."""
+        """Return (start, end of the last pass, milliseconds computed, loss) of one step."""
         self.device.start_step()
         self.step()
         dist.barrier()
         self.device.start_step()
         start = time.perf_counter()
         loss = self.step()
-        self.device.draw()
+        self.device.next_seed()
         return start, self.device.last_end, self.device.computed_ms, loss
 
 
-def build(name: str, job: Job) -> Built:
-    """The engine called ``name`` on this rank: a rival's of ``RIVALS``, or ours with the schedule of that name."""
-    exact_timers()
+def build(name: str, job: Job) -> Emulated:
+    """Build the engine called ``name``: one of ``RIVALS``, or ours with the schedule of that request."""
+    set_exact_timers()
     import_modules(job.modules, "--import")
-    built = RIVALS[name](job) if name in RIVALS else _ours(name, job)
-    built.device.split_backwards = built.timetable.split_backwards
-    return built
+    engine = RIVALS[name](job) if name in RIVALS else _ours(name, job)
+    engine.device.split_backwards = engine.timetable.split_backwards
+    return engine
 
 
-def config_of(job: Job, replicas: int) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": rows_of(job.message_kb),
-        "gradient_accumulation_steps": job.micro_batches // replicas,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
-        "steps_per_print": 10**9,
-    }
+def emulated_workload(job: Job, device: EmulatedDevice) -> Workload:
+    """Return a model of emulated layers, one a stage, and its batches."""
+    layers = [LayerSpec(EmulatedLayer, stage, device) for stage in range(device.last_stage + 1)]
+    return Workload(layers, make_batches(job.micro_batches, rows_of(job.message_kb)))
 
 
-def _batches(job: Job) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return make_batches(job.micro_batches, rows_of(job.message_kb))
-
-
-def _layers(device: EmulatedDevice, placement: Placement) -> list[LayerSpec]:
-    return [LayerSpec(EmulatedLayer, stage, device) for stage in range(placement.stages)]
-
-
-# --- ours ---
-
-
-class SameBatches:
-    """Batches that are the same in every step."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def get(self, micro_batch: int) -> Any:
-        return self.batches[micro_batch]
-
-    def advance(self, micro_batches: int) -> None:
-        """The next step reads them again."""
-
-
-def _ours(request: str, job: Job) -> Built:
-    schedule, _ = read_request(request)
-    options = options_for(request, job.costs)
-    timetable = timetable_for(request, job.devices, job.micro_batches, job.costs)
-    section = {
-        "schedule": schedule.name,
-        "pipeline_parallel_size": job.devices,
-        "schedule_options": options,
-        "transport_options": {"timeout_s": job.timeout_s},
-    }
-    config = {**config_of(job, timetable.placement.replicas), "ds_ext": section}
+def _ours(request: str, job: Job) -> Emulated:
+    timetable = timetable_for(request, job.num_ranks, job.micro_batches, job.costs)
     device = EmulatedDevice(job.costs, timetable.placement)
-    layers = _layers(device, timetable.placement)
-    model = PipelineModule(layers, config, loss_fn=F.mse_loss, clock=device, partition_method="uniform")
-    engine, *_ = initialize(model=model, config=config)
+    options = options_for(request, job.costs)
+    workload = emulated_workload(job, device)
+    engine, step = workload.in_ours(job, timetable, clock=device, schedule_options=options)
     if job.costs.comm:
-        slow_down(engine, _delays(device, timetable), job.costs.comm * (1 - job.costs.jitter) / 1000)
-    batches = SameBatches(_batches(job))
-    return Built(lambda: float(engine.train_batch(batches)), timetable, device)
+        slow_down(engine, _delay(device, timetable), job.costs.comm * (1 - job.costs.jitter) / 1000)
+    return Emulated(step, timetable, device)
 
 
-def _delays(device: EmulatedDevice, timetable: Timetable) -> Delay:
-    """What a message takes, as the simulator has it, jitter included; ranks are devices here."""
+def _delay(device: EmulatedDevice, timetable: Timetable) -> Delay:
+    """Return the simulator's delay of a message, jitter included; ranks are devices here."""
 
     def delay(source: int, target: int, op: Op) -> float:
         if op.kind != FORWARD:
@@ -134,45 +178,38 @@ def _delays(device: EmulatedDevice, timetable: Timetable) -> Delay:
     return delay
 
 
-# --- DeepSpeed's own ---
-
-
-def _deepspeed(job: Job, module: type[Any], timetable: Timetable) -> Built:
+def _deepspeed(job: Job, module: type[Any], timetable: Timetable) -> Emulated:
     device = EmulatedDevice(job.costs, timetable.placement)
-    layers = _layers(device, timetable.placement)
-    model = module(layers, num_stages=job.devices, loss_fn=F.mse_loss, partition_method="uniform")
-    engine, *_ = deepspeed.initialize(model=model, config=config_of(job, 1))
-    batches = itertools.cycle(_batches(job))
-    return Built(lambda: float(engine.train_batch(data_iter=batches)), timetable, device)
+    _, step = emulated_workload(job, device).in_deepspeeds(job.num_ranks, module)
+    return Emulated(step, timetable, device)
 
 
-def _deepspeed_1f1b(job: Job) -> Built:
-    timetable = get_schedule("1f1b").timetable(job.devices, job.micro_batches)
-    return _deepspeed(job, DeepSpeedPipelineModule, timetable)
+def _1f1b(job: Job) -> Timetable:
+    return get_schedule("1f1b").timetable(job.num_ranks, job.micro_batches)
 
 
-def _deepspeed_dualpipev(job: Job) -> Built:
-    """Its weight gradients come with the input gradients; the order is read off its instructions."""
-    devices, micro_batches = job.devices, job.micro_batches
+def _deepspeed_dualpipev(job: Job) -> Emulated:
+    """Build DeepSpeed's DualPipeV, with the timetable of its instructions; its backwards are whole."""
+    devices, micro_batches = job.num_ranks, job.micro_batches
     kinds = {ForwardPass: FORWARD, BackwardPass: BACKWARD}
 
     def order(rank: int) -> tuple[Op, ...]:
-        ops = []
-        for instructions in DualPipeVSchedule(micro_batches, devices, rank).steps():
-            for instruction in instructions:
-                if type(instruction) in kinds:
-                    stage = 2 * devices - 1 - rank if instruction.phase else rank
-                    ops.append(Op(kinds[type(instruction)], instruction.buffer_id % micro_batches, stage))
-        return tuple(ops)
+        return tuple(
+            Op(
+                kinds[type(instruction)],
+                micro_batch=instruction.buffer_id % micro_batches,
+                stage=2 * devices - 1 - rank if instruction.phase else rank,
+            )
+            for instructions in DualPipeVSchedule(micro_batches, devices, rank).steps()
+            for instruction in instructions
+            if type(instruction) in kinds
+        )
 
     timetable = Timetable("dualpipev", v(devices), micro_batches, tuple(map(order, range(devices))))
     return _deepspeed(job, DualPipeVModule, timetable)
 
 
-# --- torch.distributed.pipelining ---
-
-
-def _torch(job: Job, schedule_class: type[Any], placement: Placement) -> Built:
+def _torch(job: Job, schedule_class: type[Any], placement: Placement) -> Emulated:
     stages = placement.stages_of(dist.get_rank())
     device = EmulatedDevice(job.costs, placement)
     layers = [EmulatedLayer(stage, device) for stage in stages]
@@ -180,12 +217,13 @@ def _torch(job: Job, schedule_class: type[Any], placement: Placement) -> Built:
         pipelining.PipelineStage(layer, stage, placement.stages, torch.device("cpu"))
         for layer, stage in zip(layers, stages, strict=True)
     ]
-    several = issubclass(schedule_class, torch_schedules.PipelineScheduleMulti)
+    multiple = issubclass(schedule_class, torch_schedules.PipelineScheduleMulti)
     schedule = schedule_class(
-        parts if several else parts[0], n_microbatches=job.micro_batches, loss_fn=F.mse_loss
+        parts if multiple else parts[0], n_microbatches=job.micro_batches, loss_fn=F.mse_loss
     )
     optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.01)
-    inputs, labels = map(torch.cat, zip(*_batches(job), strict=True))  # torch cuts them again
+    batches = emulated_workload(job, device).batches
+    inputs, labels = map(torch.cat, zip(*batches, strict=True))  # torch splits them again
     is_first, is_last = 0 in stages, placement.stages - 1 in stages
 
     def step() -> float | None:
@@ -196,24 +234,22 @@ def _torch(job: Job, schedule_class: type[Any], placement: Placement) -> Built:
         optimizer.zero_grad()
         return float(torch.stack(losses).mean()) if losses else None
 
-    return Built(step, _torch_plan(job, schedule, several), device)
+    timetable = _planned_by_torch(schedule, job.num_ranks) if multiple else _1f1b(job)
+    return Emulated(step, timetable, device)
 
 
-def _torch_plan(job: Job, schedule: Any, several: bool) -> Timetable:
-    """The order of all ranks, as torch has planned it."""
-    if not several:
-        return get_schedule("1f1b").timetable(job.devices, job.micro_batches)
-    rows = (schedule.pipeline_order[rank] for rank in range(job.devices))
+def _planned_by_torch(schedule: Any, devices: int) -> Timetable:
+    rows = (schedule.pipeline_order[device] for device in range(devices))
     return loads("\n".join(",".join("" if action is None else str(action) for action in row) for row in rows))
 
 
-RIVALS: dict[str, Callable[[Job], Built]] = {
-    "deepspeed_1f1b": _deepspeed_1f1b,
+RIVALS: dict[str, Callable[[Job], Emulated]] = {
+    "deepspeed_1f1b": lambda job: _deepspeed(job, DeepSpeedPipelineModule, _1f1b(job)),
     "deepspeed_dualpipev": _deepspeed_dualpipev,
-    "torch_1f1b": lambda job: _torch(job, torch_schedules.Schedule1F1B, linear(job.devices)),
+    "torch_1f1b": lambda job: _torch(job, torch_schedules.Schedule1F1B, linear(job.num_ranks)),
     "torch_interleaved_1f1b": lambda job: _torch(
-        job, torch_schedules.ScheduleInterleaved1F1B, looped(job.devices, 2)
+        job, torch_schedules.ScheduleInterleaved1F1B, looped(job.num_ranks, 2)
     ),
-    "torch_zbv": lambda job: _torch(job, torch_schedules.ScheduleZBVZeroBubble, v(job.devices)),
-    "torch_dualpipev": lambda job: _torch(job, torch_schedules.ScheduleDualPipeV, v(job.devices)),
+    "torch_zbv": lambda job: _torch(job, torch_schedules.ScheduleZBVZeroBubble, v(job.num_ranks)),
+    "torch_dualpipev": lambda job: _torch(job, torch_schedules.ScheduleDualPipeV, v(job.num_ranks)),
 }

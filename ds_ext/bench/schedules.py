@@ -1,33 +1,39 @@
-"""``bench schedules``: the step time of schedules in real engines, with compute that only waits.
+"""``bench schedules``: step times of schedules in real engines with emulated layers.
 
-The engines run as they do in training: processes, messages, autograd, reductions, the optimizer. Only their layers
-wait instead of computing (:mod:`.emulated`), so that a few cores stand for many devices, and what is measured is the
-order of work and the engine's own time.
+The engines run as in training, with processes, messages, autograd, reductions and the optimizer. Only their layers
+wait instead of computing (:mod:`.emulated`), so a few cores stand for many devices. The step time shows the order of
+the ops and the engine's overhead.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import signal
+import statistics
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Any
 
 from ..cli.schedule_flags import add_import_flag
 from ..errors import ConfigError, ScheduleError
-from ..pipe_schedules import SCHEDULES
+from ..pipe_schedules import SCHEDULES, Timetable
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.simulate import Simulation, simulate
-from .awake import processors_awake
-from .ranks import Job, RankFailure, RankGroup, prepare_host
-from .report import Result, as_json, as_table, describe_machine
-from .requests import read_request, timetable_for
+from .command import (
+    Report,
+    add_number,
+    add_size_flags,
+    check_at_least,
+    json_item,
+    names_in,
+    read_request,
+    table,
+    timetable_for,
+)
+from .job import Job, Worker
+from .ranks import Run, processors_awake, take_turns
 
 SUMMARY = "step times of schedules and rivals, with layers that wait instead of computing"
 RIVALS = (
@@ -38,142 +44,110 @@ RIVALS = (
     "torch_zbv",
     "torch_dualpipev",
 )
-VARIANTS = ("bitpipe:mode=greedy",)  # measured too when nothing is asked for
-_WAIT_S, _LIMIT_FACTOR = 30.0, 40.0  # every wait ends after so long and so many times what is to be done
+VARIANTS = ("bitpipe:mode=greedy",)  # measured by default besides all schedules
+_WAIT_S, _LIMIT_FACTOR = 30.0, 40.0  # the time limit: 30 s and 40 times the work of N + D micro-batches
+_HEAD = (
+    "schedule",
+    "best",
+    "median",
+    "simulated",
+    "ideal",
+    "best/ideal",
+    "simulated/ideal",
+    "best/simulated",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the benchmark."""
-    parser.add_argument(
-        "--stages", type=int, default=4, metavar="D", help="devices, one rank each (%(default)s)"
-    )
-    parser.add_argument(
-        "--micro-batches", type=int, default=8, metavar="N", help="micro-batches per step (%(default)s)"
-    )
-    parser.add_argument(
-        "--forward-ms",
-        type=float,
-        default=20.0,
-        metavar="MS",
-        help="forward of one D-th of the model (%(default)s)",
-    )
-    parser.add_argument("--input-gradient-ms", type=float, metavar="MS", help="default: as the forward")
-    parser.add_argument("--weight-gradient-ms", type=float, metavar="MS", help="default: as the forward")
-    parser.add_argument(
-        "--jitter",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="times vary evenly within 1 - S and 1 + S, anew in every step, the same for every schedule (%(default)s)",
-    )
-    parser.add_argument(
-        "--link-ms",
-        type=float,
-        default=0.0,
-        metavar="MS",
-        help="messages of our engines are held back that long, with the jitter, which no plan is told (%(default)s)",
-    )
-    parser.add_argument(
-        "--message-kb", type=float, default=4.0, metavar="KB", help="size of an activation (%(default)s)"
-    )
-    parser.add_argument(
-        "--schedules",
-        metavar="A,B",
-        help="NAME[:OPTION=VALUE]; default: all that can have these sizes; none: rivals only",
-    )
-    parser.add_argument(
-        "--rivals", default=",".join(RIVALS), metavar="A,B", help="or none; default: %(default)s"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=5, metavar="K", help="steps after one to warm up (%(default)s)"
-    )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    """Add the flags of the benchmark."""
+    add_size_flags(parser, num_devices=4, micro_batches=8)
+    add_number(parser, "--forward-ms", 20.0, "MS", "forward of 1/D of the model")
+    parser.add_argument("--input-gradient-ms", type=float, metavar="MS", help="default: --forward-ms")
+    parser.add_argument("--weight-gradient-ms", type=float, metavar="MS", help="default: --forward-ms")
+    add_number(parser, "--jitter", 0.0, "S", "scale each time by 1 - S to 1 + S, drawn anew every step")
+    add_number(parser, "--link-ms", 0.0, "MS", "delay of messages of our engines; plans ignore it")
+    add_number(parser, "--message-kb", 4.0, "KB", "size of an activation")
+    schedules = "NAME[:OPTION=VALUE], or none (default: all that support the sizes)"
+    parser.add_argument("--schedules", metavar="A,B", help=schedules)
+    parser.add_argument("--rivals", default=",".join(RIVALS), metavar="A,B", help="or none (%(default)s)")
+    add_number(parser, "--steps", 5, "K", "after one to warm up")
     add_import_flag(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure and print. Returns 0, or 1 if one of our schedules failed; raises DsExtError for a wrong request."""
-    ours, left_out = _schedules(args)
-    rivals = _rivals(args)
+def measure(args: argparse.Namespace) -> Report:
+    """Measure our schedules and their rivals.
+
+    Raises:
+        ConfigError: a flag is wrong, or nothing is left to measure.
+        ScheduleError: a named schedule does not support the sizes.
+    """
+    rivals, ours = _rivals(args), _our_schedules(args)
     if not ours + rivals:
-        raise ConfigError("there is nothing to measure: give --schedules or --rivals.")
-    loaded = describe_machine()
-    with _sigterm_cleans_up(), processors_awake():
-        results = _measure(_take_turns(ours, rivals), _job(args), args.steps)
-    if args.json:
-        print(json.dumps(as_json(results, _params(args)), indent=1))
-    else:
-        print(_title(args), loaded, sep="\n")
-        print(as_table(results))
-    for name, reason in left_out:
-        print(f"{name} left out: {reason}", file=sys.stderr if args.json else sys.stdout)
-    return int(any(result.error for result in results if result.name in ours))
+        raise ConfigError("--schedules, --rivals: nothing to measure (got none and none). Name at least one.")
+    # Our schedules and rivals alternate.
+    names = [name for pair in zip_longest(ours, rivals) for name in pair if name is not None]
+    job = _job(args)
+    with processors_awake():
+        runs = take_turns(names, job, 1 + args.steps, keep_going=True)
+    results = [_result(name, run, job) for name, run in runs.items()]
+    failed = any(result.error for result in results if result.name in ours)
+    return Report(as_json(results, _params(job)), _title(job, args.steps), as_table(results), failed)
 
 
-def _schedules(args: argparse.Namespace) -> tuple[list[str], list[tuple[str, str]]]:
-    """Names of our schedules to run, and (name, why) of those that cannot have the sizes."""
-    if args.stages < 2:
-        raise ConfigError(f"--stages must be at least 2, as one stage is no pipeline; got {args.stages}.")
-    if args.steps < 1:
-        raise ConfigError(f"--steps must be at least 1; got {args.steps}.")
-    if not (math.isfinite(args.message_kb) and args.message_kb > 0):
-        raise ConfigError(f"--message-kb must be more than 0; got {args.message_kb:g}.")
-    if not args.forward_ms > 0:
-        raise ConfigError(f"--forward-ms must be more than 0; got {args.forward_ms:g}.")
-    _costs(args)
-    names = [*SCHEDULES, *VARIANTS] if args.schedules is None else _names(args.schedules)
-    fitting, left_out = [], []
-    for name in names:
+def build(name: str, job: Job) -> Worker:
+    """Build this rank's part of an engine."""
+    from . import rivals
+
+    return rivals.build(name, job)
+
+
+# --- the request ---
+
+
+def _our_schedules(args: argparse.Namespace) -> list[str]:
+    """Return the requests to run. Prints those that do not support the sizes, unless they were named."""
+    check_at_least("--num-devices", args.num_devices, 2)
+    check_at_least("--steps", args.steps, 1)
+    for flag, value in (("--message-kb", args.message_kb), ("--forward-ms", args.forward_ms)):
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"{flag}: must be more than 0 (got {value:g}).")
+    costs = _costs(args)
+    found = []
+    for request in [*SCHEDULES, *VARIANTS] if args.schedules is None else names_in(args.schedules):
         try:
-            _check_sizes(name, args)
-            fitting.append(name)
+            _check_sizes(request, args.num_devices, args.micro_batches, costs)
+            found.append(request)
         except ScheduleError as error:
             if args.schedules is not None:
                 raise
-            left_out.append((name, str(error)))
-    return fitting, left_out
+            print(f"left out: {request}: {error}", file=sys.stderr)
+    return found
 
 
-def _check_sizes(name: str, args: argparse.Namespace) -> None:
+def _check_sizes(request: str, devices: int, micro_batches: int, costs: Costs) -> None:
     """Refuse what the engine cannot run: DeepSpeed counts the same number of micro-batches on every replica."""
-    micro_batches = args.micro_batches
-    placement = timetable_for(name, args.stages, micro_batches, _costs(args)).placement
-    replicas = placement.replicas
+    placement = timetable_for(request, devices, micro_batches, costs).placement
     if placement.forward_devices:
+        raise ScheduleError(f"{request} needs extra devices. Use python -m ds_ext bench fbd.")
+    if micro_batches % placement.replicas:
         raise ScheduleError(
-            f"{name} has ranks for forwards besides: measure it with `python -m ds_ext bench fbd`."
-        )
-    if micro_batches % replicas:
-        raise ScheduleError(
-            f"{name} has {replicas} pipes that take as many micro-batches each; got {micro_batches}. Use "
-            f"{micro_batches - 1} or {micro_batches + 1}."
+            f"--micro-batches: {request} needs a multiple of {placement.replicas}, its pipes (got {micro_batches}). "
+            f"Use {micro_batches - 1} or {micro_batches + 1}."
         )
 
 
 def _rivals(args: argparse.Namespace) -> list[str]:
-    names = _names(args.rivals)
-    unknown = [name for name in names if name not in RIVALS]
-    if unknown:
-        raise ConfigError(f"rival {unknown[0]!r} is not known; known: {', '.join(RIVALS)}, or none.")
+    names = names_in(args.rivals)
+    for name in names:
+        if name not in RIVALS:
+            raise ConfigError(f"--rivals: unknown name (got {name!r}). Use {', '.join(RIVALS)}, or none.")
     if args.link_ms and names:
         if names != list(RIVALS):
             raise ConfigError(
-                f"--link-ms {args.link_ms:g} holds back the messages of our engines only; leave --rivals out."
+                f"--link-ms: delays messages of our engines only (got {args.link_ms:g}). Remove --rivals."
             )
         return []
     return names
-
-
-def _names(text: str) -> list[str]:
-    found = [name.strip() for name in text.split(",") if name.strip()]
-    return [] if found == ["none"] else list(dict.fromkeys(found))
-
-
-def _take_turns(ours: Sequence[str], rivals: Sequence[str]) -> list[str]:
-    """Ours and rivals in turn, as long as both last."""
-    pairs = [list(pair) for pair in zip(ours, rivals, strict=False)]
-    shorter = len(pairs)
-    return [name for pair in pairs for name in pair] + [*ours[shorter:], *rivals[shorter:]]
 
 
 def _costs(args: argparse.Namespace) -> Costs:
@@ -184,113 +158,122 @@ def _costs(args: argparse.Namespace) -> Costs:
 
 def _job(args: argparse.Namespace) -> Job:
     costs = _costs(args)
-    ideal_s = args.micro_batches * (costs.forward + costs.backward_input + costs.backward_weight) / 1000
-    timeout_s = _WAIT_S + _LIMIT_FACTOR * ideal_s
+    work_ms = (args.num_devices + args.micro_batches) * (costs.f + costs.b + costs.w + 2 * costs.comm)
+    timeout_s = _WAIT_S + _LIMIT_FACTOR * work_ms / 1000
     modules = tuple(args.modules)
-    return Job(args.stages, args.micro_batches, costs, args.message_kb, timeout_s, modules=modules)
+    return Job(build, args.num_devices, timeout_s, args.micro_batches, costs, args.message_kb, modules)
 
 
-def _measure(names: Sequence[str], job: Job, steps: int) -> list[Result]:
-    """Start every engine, then one step of each in turn, so that what disturbs the machine disturbs them alike."""
-    prepare_host()
-    results = [Result(name) for name in names]
-    with tempfile.TemporaryDirectory(prefix="ds_ext_bench_") as folder:
-        groups = {name: RankGroup(name, job, Path(folder)) for name in names}
-        try:
-            for result in results:
-                _tell(f"starting {result.name}")
-                _start(result, groups[result.name], job)
-            for step in range(1 + steps):
-                _tell(f"step {step} of {steps}" if step else "warming up")
-                for result in results:
-                    if result.error is None:
-                        _step(result, groups[result.name], step)
-        finally:
-            for group in groups.values():
-                group.close()
-    _tell("")
-    return results
+# --- the results ---
 
 
-@contextmanager
-def _sigterm_cleans_up() -> Iterator[None]:
-    """SIGTERM leaves as Ctrl-C does, through the clean-up."""
+@dataclass
+class Result:
+    """Measurements of one engine.
 
-    def leave(number: int, frame: Any) -> NoReturn:
-        raise SystemExit(128 + number)
+    Attributes:
+        simulation: of the last step; None if the engine did not start.
+        times_ms: duration of every step after the first.
+        simulated_ms: simulated duration of the same steps.
+        losses: of all steps.
+        error: reason of a failure, in one line.
+    """
 
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    name: str
+    simulation: Simulation | None = None
+    times_ms: list[float] = field(default_factory=list)
+    simulated_ms: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    error: str | None = None
 
-
-def _start(result: Result, group: RankGroup, job: Job) -> None:
-    try:
-        result.simulation = simulate(group.start(), job.costs)
-    except RankFailure as failure:
-        result.error = str(failure)
-        group.close()
-
-
-def _step(result: Result, group: RankGroup, step: int) -> None:
-    """The first one, 0, is to warm up."""
-    simulation = result.simulation = _expected(result, group.job, step)
-    try:
-        timing = group.step(_WAIT_S + _LIMIT_FACTOR * simulation.makespan / 1000)
-    except RankFailure as failure:
-        result.error = str(failure)
-        group.close()
-        return
-    result.losses.append(timing.loss)
-    if step == 0:  # torch runs passes of its own there, to learn the shapes
-        return
-    wanted_ms = simulation.ideal * group.job.devices
-    if not math.isclose(timing.computed_ms, wanted_ms, rel_tol=1e-6):
-        result.error = (
-            f"its passes took {timing.computed_ms:g} ms in all, and should have taken {wanted_ms:g}"
-        )
-        group.close()
-    result.times_ms.append(timing.milliseconds)
-    result.simulated_ms.append(simulation.makespan)
+    @property
+    def measured_ms(self) -> list[float]:
+        """Durations; empty after a failure."""
+        return [] if self.error else self.times_ms
 
 
-def _expected(result: Result, job: Job, step: int) -> Simulation:
-    """What a step should take with its draw of the jitter."""
-    assert result.simulation is not None
-    made, costs = result.simulation.timetable, replace(job.costs, seed=job.costs.seed + step)
-    if result.name not in RIVALS and read_request(result.name)[0].dynamic is not None:
-        made = timetable_for(result.name, job.devices, job.micro_batches, costs)
-    return simulate(made, costs)
+def _result(name: str, run: Run, job: Job) -> Result:
+    result = Result(name, error=run.error)
+    if run.timetable is not None:
+        result.simulation = simulate(run.timetable, job.costs)
+    for step, answers in enumerate(run.rounds):
+        assert run.timetable is not None
+        result.simulation = _simulation(name, run.timetable, job, step)
+        starts, ends, computed, losses = zip(*answers, strict=True)
+        result.losses.append(next((loss for loss in losses if loss is not None), math.nan))
+        if step == 0:  # a warm-up, in which torch runs further passes to learn the shapes
+            continue
+        expected_ms = result.simulation.ideal * job.num_ranks
+        if not math.isclose(sum(computed), expected_ms, rel_tol=1e-6):
+            result.error = (
+                f"step {step}: passes took {sum(computed):g} ms in all, expected {expected_ms:g} ms"
+            )
+            break
+        result.times_ms.append(1000 * (max(ends) - min(starts)))
+        result.simulated_ms.append(result.simulation.makespan)
+    return result
 
 
-def _tell(text: str) -> None:
-    """What is going on, for somebody who waits at a terminal."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+def _simulation(name: str, timetable: Timetable, job: Job, step: int) -> Simulation:
+    """Simulate a step with its jitter."""
+    costs = replace(job.costs, seed=job.costs.seed + step)
+    if name not in RIVALS and read_request(name)[0].dynamic is not None:
+        timetable = timetable_for(name, job.num_ranks, job.micro_batches, costs)
+    return simulate(timetable, costs)
 
 
-def _params(args: argparse.Namespace) -> dict[str, Any]:
-    costs = _costs(args)
+def as_json(results: Sequence[Result], params: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the items of ``--json``; an engine that failed has "error" in its params, and null for its times."""
+    items = []
+    for result in results:
+        own: dict[str, Any] = dict(params)
+        if result.simulation is not None:
+            own["simulated"] = statistics.median(result.simulated_ms or [result.simulation.makespan])
+            own["ideal"] = result.simulation.ideal
+        own |= {"losses": result.losses} if result.error is None else {"error": result.error}
+        items.append(json_item(result.name, own, result.measured_ms, "ms"))
+    return items
+
+
+def as_table(results: Sequence[Result]) -> str:
+    """Return one line per engine, and below the table the errors."""
+    errors = [f"{result.name} failed: {result.error}" for result in results if result.error]
+    return "\n".join([table([_HEAD, *map(_row, results)]), *errors])
+
+
+def _row(result: Result) -> tuple[str, ...]:
+    times, simulation = result.measured_ms, result.simulation
+    if simulation is None:
+        return (result.name, "failed", *[""] * 6)
+    ideal, simulated = simulation.ideal, statistics.median(result.simulated_ms or [simulation.makespan])
+    expected, price = (f"{simulated:.1f}", f"{ideal:.1f}"), f"{simulated / ideal:.3f}"
+    if not times:
+        return (result.name, "failed", "", *expected, "", price, "")
+    best, median = min(times), statistics.median(times)
+    ratio = min(time / own for time, own in zip(times, result.simulated_ms, strict=True))
+    measured = f"{best:.1f}", f"{median:.1f}"
+    return (result.name, *measured, *expected, f"{best / ideal:.3f}", price, f"{ratio:.3f}")
+
+
+def _params(job: Job) -> dict[str, Any]:
     return {
-        "stages": args.stages,
-        "micro_batches": args.micro_batches,
-        "forward_ms": costs.forward,
-        "input_gradient_ms": costs.backward_input,
-        "weight_gradient_ms": costs.backward_weight,
-        "jitter": costs.jitter,
-        "link_ms": costs.comm,
-        "message_kb": args.message_kb,
+        "stages": job.num_ranks,
+        "micro_batches": job.micro_batches,
+        "forward_ms": job.costs.f,
+        "input_gradient_ms": job.costs.b,
+        "weight_gradient_ms": job.costs.w,
+        "jitter": job.costs.jitter,
+        "link_ms": job.costs.comm,
+        "message_kb": job.message_kb,
     }
 
 
-def _title(args: argparse.Namespace) -> str:
-    costs = _costs(args)
-    jitter = f", message {costs.comm:g}" if costs.comm else ""
-    jitter += f", jitter {costs.jitter:g}" if costs.jitter else ""
+def _title(job: Job, steps: int) -> str:
+    costs = job.costs
     return (
-        f"{args.stages} ranks, {args.micro_batches} micro-batches; ms of one {args.stages}-th of the model: "
-        f"forward {costs.forward:g}, input gradient {costs.backward_input:g}, weight gradient "
-        f"{costs.backward_weight:g}{jitter}; messages of {args.message_kb:g} KiB; {args.steps} steps"
+        f"{job.num_ranks} devices, {job.micro_batches} micro-batches, {steps} steps; of 1/{job.num_ranks} of the "
+        f"model: forward {costs.f:g} ms, input gradient {costs.b:g} ms, weight gradient {costs.w:g} ms"
+        + (f"; link {costs.comm:g} ms" if costs.comm else "")
+        + (f"; jitter {costs.jitter:g}" if costs.jitter else "")
+        + f"; activation {job.message_kb:g} KiB"
     )

@@ -1,91 +1,118 @@
-"""``bench training``: tokens a second of a small GPT with real arithmetic, beside DeepSpeed's own pipeline engine.
+"""``bench training``: tokens per second of a small GPT with real arithmetic, in our engine and in DeepSpeed's.
 
-The engines take turns step by step, so that what disturbs the machine disturbs them alike; what counts is the ratio of
-the medians. With more ranks than cores the figure says little: ranks then compute one after the other.
+The engines take turns step by step; compare the ratio of the medians. With more ranks than cores the ranks compute one
+after the other, and the figures hardly depend on the engines.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-from typing import Any
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from ..comm.spin import usable_cores
-from ..errors import ConfigError
-from ..pipe_schedules import get_schedule
-from ..pipe_schedules.costs import Costs
-from .ranks import Job, take_turns
-from .report import describe_machine, machine
+from ..pipe_schedules import Timetable, get_schedule
+from .command import Report, add_number, add_size_flags, check_at_least, json_item, names_in, table
+from .job import Job
+from .ranks import take_turns
 
-SUMMARY = "tokens a second of a small GPT, ours beside DeepSpeed's engine"
+SUMMARY = "tokens per second of a small GPT, in our engine and in DeepSpeed's"
 RIVAL = "deepspeed_1f1b"
+SAMPLES, SEQ_LENGTH = 4, 128  # of a micro-batch
+_WARM_UP = 2  # steps
 _LIMIT_S = 120.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the benchmark."""
-    parser.add_argument("--stages", type=int, default=2, metavar="D", help="ranks (%(default)s)")
-    parser.add_argument(
-        "--micro-batches", type=int, default=8, metavar="N", help="micro-batches per step (%(default)s)"
-    )
+    """Add the flags of the benchmark."""
+    add_size_flags(parser, num_devices=2, micro_batches=8)
     parser.add_argument("--schedules", default="1f1b", metavar="A,B", help="%(default)s")
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=10,
-        metavar="K",
-        help="of each engine, after two to warm up (%(default)s)",
-    )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    add_number(parser, "--steps", 10, "K", f"of each engine, after {_WARM_UP} to warm up")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure and print. Returns 0; raises DsExtError for a wrong request or an engine that fails."""
-    if args.steps < 1:
-        raise ConfigError(f"--steps must be at least 1; got {args.steps}.")
-    ours = [name for name in args.schedules.split(",") if name]
+def measure(args: argparse.Namespace) -> Report:
+    """Measure our schedules and DeepSpeed's engine.
+
+    Raises:
+        ConfigError: a flag is wrong.
+        RankFailure: an engine failed.
+    """
+    check_at_least("--steps", args.steps, 1)
+    ours = names_in(args.schedules)
     for name in ours:
-        get_schedule(name).timetable(args.stages, args.micro_batches)
-    job = Job(args.stages, args.micro_batches, Costs(), 0.0, _LIMIT_S, "ds_ext.bench.gpt")
-    found = _measure([*ours, RIVAL], job, args.steps)
-    if args.json:
-        params = {"stages": args.stages, "micro_batches": args.micro_batches, "machine": machine()}
-        print(json.dumps([_as_json(name, found, params) for name in found], indent=1))
-        return 0
-    print(f"{args.stages} ranks, {args.micro_batches} micro-batches\n{describe_machine()}")
-    for name, speeds in found.items():
-        median, best = statistics.median(speeds), max(speeds)
-        print(f"{name:<16} {median:8.0f} tokens/s, best {best:8.0f}, {_ratio(name, found):.3f} x {RIVAL}")
-    if args.stages > usable_cores():
-        print(
-            f"{args.stages} ranks share {usable_cores():g} cores: the figures say little about the engines."
+        get_schedule(name).timetable(args.num_devices, args.micro_batches)
+    job = Job(build, args.num_devices, _LIMIT_S, args.micro_batches)
+    tokens = args.micro_batches * SAMPLES * SEQ_LENGTH
+    speeds: dict[str, list[float]] = {}
+    for name, run in take_turns([*ours, RIVAL], job, _WARM_UP + args.steps).items():
+        times = (zip(*answers, strict=True) for answers in run.rounds[_WARM_UP:])
+        speeds[name] = [tokens / (max(ends) - min(starts)) for starts, ends in times]
+    sizes = {"stages": args.num_devices, "micro_batches": args.micro_batches}
+    items, rows = [], [("engine", "tokens/s", "best", f"ratio to {RIVAL}")]
+    for name, values in speeds.items():
+        median = statistics.median(values)
+        ratio = median / statistics.median(speeds[RIVAL])
+        items.append(json_item(name, {**sizes, "ratio": ratio}, values, "tokens/s", best=max))
+        rows.append((name, f"{median:.0f}", f"{max(values):.0f}", f"{ratio:.3f}"))
+    text = table(rows)
+    if args.num_devices > usable_cores():
+        text += (
+            f"\n{args.num_devices} ranks on {usable_cores():g} cores: figures hardly depend on the engines."
         )
-    return 0
+    return Report(items, f"{args.num_devices} devices, {args.micro_batches} micro-batches", text)
 
 
-def _measure(names: list[str], job: Job, steps: int) -> dict[str, list[float]]:
-    """Engine -> tokens a second of every step."""
+@dataclass(frozen=True)
+class Trained:
+    """Engine of this rank; ``step()`` trains one step."""
 
-    def speed(answers: list[Any]) -> float:
-        starts, ends, tokens, _ = zip(*answers, strict=True)
-        return tokens[0] / (max(ends) - min(starts))
+    step: Callable[[], float]
+    timetable: Timetable
 
-    found = take_turns(names, job, steps, 2, _LIMIT_S)
-    return {name: [*map(speed, rounds)] for name, rounds in found.items()}
+    def run(self) -> tuple[float, float]:
+        """Return (start, end) of one step, which ends when all ranks have finished it."""
+        import torch.distributed as dist
+
+        start = time.perf_counter()
+        self.step()
+        dist.barrier()
+        return start, time.perf_counter()
 
 
-def _ratio(name: str, found: dict[str, list[float]]) -> float:
-    return statistics.median(found[name]) / statistics.median(found[RIVAL])
+def build(name: str, job: Job) -> Trained:
+    """Build the engine called ``name``: DeepSpeed's, or ours with the schedule of that name."""
+    import torch
 
+    from ..models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
+    from ..tensor_parallel import DropoutClock, TensorParallel
+    from .rivals import Workload
 
-def _as_json(name: str, found: dict[str, list[float]], params: dict[str, Any]) -> dict[str, Any]:
-    speeds = found[name]
-    return {
-        "name": name,
-        "params": {**params, "ratio": _ratio(name, found)},
-        "median": statistics.median(speeds),
-        "best": max(speeds),
-        "unit": "tokens/s",
-        "repeats": len(speeds),
-    }
+    # A small model, so that the engine's share of a step shows: about 0.8 million parameters per layer.
+    config = GPTConfig(
+        num_layers=8,
+        hidden_size=256,
+        num_attention_heads=4,
+        seq_length=SEQ_LENGTH,
+        vocab_size=2048,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    shape = (job.micro_batches, SAMPLES, SEQ_LENGTH + 1)
+    ids = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    clock, tp = DropoutClock(), TensorParallel()
+    workload = Workload(
+        gpt_layer_specs(config, tp, clock),
+        [(sample[:, :-1].contiguous(), sample[:, 1:].contiguous()) for sample in ids],
+        loss_fn=gpt_loss(config, tp),
+        partition_method="type:TransformerLayer",
+        optimizer={"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+    )
+    schedule = get_schedule("1f1b" if name == RIVAL else name)
+    timetable = schedule.timetable(job.num_ranks, job.micro_batches)
+    if name == RIVAL:
+        _, step = workload.in_deepspeeds(job.num_ranks)
+    else:
+        _, step = workload.in_ours(job, timetable, clock)
+    return Trained(step, timetable)

@@ -1,90 +1,69 @@
-"""``bench transport``: what a message between two ranks of this host takes, beside gloo and a plain copy in memory."""
+"""``bench transport``: time of a message between two ranks of this host, by transport, gloo and memcpy."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
+import os
 import statistics
-import tempfile
+import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
-from ..pipe_schedules.costs import Costs
-from .awake import busy_processes
-from .ranks import Job, RankGroup, prepare_host
-from .report import describe_machine, machine
+from ..errors import ConfigError, TransportTimeout
+from .command import Report, add_number, check_at_least, json_item, table
+from .job import Job
+from .ranks import take_turns
 
-SUMMARY = "what a message between two ranks of this host takes, by every transport, gloo alone and memcpy"
+SUMMARY = "time of a message between two ranks of this host, by transport, gloo and memcpy"
 SIZES = (4, 1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
-PEERS = 8  # of the rank that asks ready()
-WAYS = {
-    "shm": "send and receive through shared memory: one copy, used where it arrives",
-    "tcp": "send and receive through a connection of this host with itself",
-    "torch": "the transport over torch.distributed",
-    "gloo": "torch.distributed's send and recv alone",
-    "memcpy": "a copy of one core in its own memory",
-    "ready": f"asking {PEERS} peers what has arrived, when nothing has",
-}
+WAYS = ("shm", "tcp", "torch", "gloo", "memcpy")
 IDLE = {"idle_shm": "shm", "idle_tcp": "tcp"}
+PEERS = 8  # of the rank that calls ready()
 _LIMIT_S = 120.0
+_TURN_BYTES = 96 << 20  # moved in a measurement, within the fewest and the most turns
+_FEWEST, _MOST = 4, 200
 
-Times = dict[tuple[str, int], list[float]]  # (way, bytes) -> seconds one way
+Times = dict[tuple[str, int], list[float]]  # (way, bytes) -> seconds one way; other figures have 0 bytes
 
 
 @dataclass(frozen=True)
 class ExchangeJob(Job):
-    """Two ranks of :mod:`.exchange`, and the bytes of the messages that they send each other."""
+    """Sizes of the messages in bytes, and seconds to wait for a message that does not come."""
 
     sizes: tuple[int, ...] = SIZES
-    idle_s: float = 0.0  # how long to wait for a message that does not come; 0: not at all
+    idle_s: float = 0.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the benchmark."""
-    parser.add_argument(
-        "--repeats", type=int, default=5, metavar="K", help="measurements after one to warm up (%(default)s)"
-    )
-    parser.add_argument(
-        "--sizes",
-        default=",".join(map(str, SIZES)),
-        metavar="A,B",
-        help="bytes of the messages (%(default)s)",
-    )
-    parser.add_argument(
-        "--idle",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="also wait for so long, and say what share of a core the busiest thread takes meanwhile",
-    )
-    parser.add_argument(
-        "--busy", type=int, default=0, metavar="K", help="processes that compute beside it (%(default)s)"
-    )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    """Add the flags of the benchmark."""
+    sizes = ",".join(map(str, SIZES))
+    parser.add_argument("--sizes", default=sizes, metavar="A,B", help="bytes of the messages (%(default)s)")
+    add_number(parser, "--repeats", 5, "K", "measurements after one to warm up")
+    add_number(parser, "--idle", 0.0, "S", "seconds to wait for a message that does not come")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure and print. Returns 0; raises DsExtError for a wrong request or ranks that fail."""
-    if args.repeats < 1:
-        raise ConfigError(f"--repeats must be at least 1; got {args.repeats}.")
+def measure(args: argparse.Namespace) -> Report:
+    """Measure messages over every transport.
+
+    Raises:
+        ConfigError: a flag is wrong.
+        RankFailure: a rank failed.
+    """
+    check_at_least("--repeats", args.repeats, 1)
     if not 0 <= args.idle < _LIMIT_S / 4:
-        raise ConfigError(f"--idle must be 0 to {_LIMIT_S / 4:g} seconds; got {args.idle:g}.")
-    if not 0 <= args.busy <= 1024:
-        raise ConfigError(f"--busy must be 0 to 1024 processes; got {args.busy}.")
+        raise ConfigError(f"--idle: must be 0 to {_LIMIT_S / 4:g} seconds (got {args.idle:g}).")
     sizes = _sizes(args.sizes)
-    with busy_processes(args.busy):
-        found = _measure(args.repeats, sizes, args.idle)
-    if args.json:
-        print(json.dumps(_as_json(found, args.busy), indent=1))
-    else:
-        beside = f", {args.busy} busy processes beside them" if args.busy else ""
-        print(f"2 ranks{beside}; microseconds one way, median (best)")
-        print(f"{describe_machine()}\n{_as_table(found, sizes)}")
-        print("\n".join(f"{name:<13}  {text}" for name, text in WAYS.items()))
-    return 0
+    job = ExchangeJob(build, 2, _LIMIT_S, sizes=sizes, idle_s=args.idle)
+    found: Times = defaultdict(list)
+    for answers in take_turns(["transport"], job, 1 + args.repeats)["transport"].rounds[1:]:
+        for key, seconds in answers[0].items():
+            found[key] += seconds
+    return Report(_items(found), "2 ranks; us one way, median (best)", _text(found, sizes))
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -93,76 +72,170 @@ def _sizes(text: str) -> tuple[int, ...]:
     except ValueError:
         sizes = ()
     if not sizes or min(sizes) < 1:
-        raise ConfigError(f"--sizes must be numbers of bytes such as 4,65536; got {text!r}.")
+        raise ConfigError(f"--sizes: must be numbers of bytes (got {text!r}). Example: 4,65536.")
     return sizes
 
 
-def _measure(repeats: int, sizes: tuple[int, ...], idle_s: float) -> Times:
-    prepare_host()
-    job = ExchangeJob(2, 1, Costs(0, 0, 0), 0, _LIMIT_S, "ds_ext.bench.exchange", sizes=sizes, idle_s=idle_s)
-    found: Times = defaultdict(list)
-    with tempfile.TemporaryDirectory(prefix="ds_ext_bench_") as folder:
-        group = RankGroup("transport", job, Path(folder))
-        try:
-            group.start()
-            for repeat in range(1 + repeats):
-                measured = group.ask(_LIMIT_S)[0]
-                for key, seconds in measured.items() if repeat else ():
-                    found[key] += seconds
-        finally:
-            group.close()
-    return found
-
-
-def _as_json(found: Times, busy: int) -> list[dict[str, Any]]:
+def _items(found: Times) -> list[dict[str, Any]]:
     items = []
     for (name, size), seconds in found.items():
-        median, best = statistics.median(seconds), min(seconds)
-        params: dict[str, Any] = {"peers": size} if name == "ready" else {"bytes": size} if size else {}
-        if name in WAYS and name != "ready":
-            params["gb_per_s"] = size / median / 1e9
+        params: dict[str, Any] = {"peers": PEERS} if name == "ready" else {}
+        if name in WAYS:
+            params = {"bytes": size, "gb_per_s": size / statistics.median(seconds) / 1e9}
         unit, scale = ("% of a core", 100) if name in IDLE else ("us", 1e6)
-        if not items:
-            params |= {"machine": machine(), "busy": busy}
-        items.append(
-            {
-                "name": name,
-                "params": params,
-                "median": scale * median,
-                "best": scale * best,
-                "unit": unit,
-                "repeats": len(seconds),
-            }
-        )
+        items.append(json_item(name, params, [scale * value for value in seconds], unit))
     return items
 
 
-def _as_table(found: Times, sizes: tuple[int, ...]) -> str:
-    rows = [("", *map(_size, sizes))]
-    for name in WAYS:
-        times = [found[name, size] for size in sizes if (name, size) in found]
-        if times:
-            rows.append((name, *(f"{1e6 * statistics.median(t):.1f} ({1e6 * min(t):.1f})" for t in times)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    ready = found["ready", PEERS]
-    lines.append(f"ready          {1e6 * statistics.median(ready):.1f} ({1e6 * min(ready):.1f})")
+def _text(found: Times, sizes: tuple[int, ...]) -> str:
+    head = [("", *map(_size, sizes))]
+    rows = [(name, *(_median_and_best(found[name, size]) for size in sizes)) for name in WAYS]
+    lines = [table(head + rows), f"ready   {_median_and_best(found['ready', 0])}"]
     for name, kind in IDLE.items():
         if shares := found.get((name, 0)):
-            lines.append(f"idle           {100 * max(shares):.2f} % of a core at most, waiting over {kind}")
+            lines.append(f"idle    {100 * max(shares):.2f} % of a core at most, over {kind}")
     return "\n".join(lines)
 
 
+def _median_and_best(seconds: list[float]) -> str:
+    return f"{1e6 * statistics.median(seconds):.1f} ({1e6 * min(seconds):.1f})"
+
+
 def _size(num_bytes: int) -> str:
-    return (
-        f"{num_bytes >> 20} MiB"
-        if num_bytes >> 20
-        else f"{num_bytes >> 10} KiB"
-        if num_bytes >> 10
-        else f"{num_bytes} B"
-    )
+    units = ((1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
+    return next(f"{num_bytes // unit} {name}" for unit, name in units if num_bytes >= unit)
+
+
+# --- on a rank ---
+
+
+class Exchange:
+    """Two ranks that send each other messages over each transport in turn."""
+
+    timetable = None
+
+    def __init__(self, job: ExchangeJob) -> None:
+        import torch
+        import torch.distributed as dist
+
+        from ..comm.transport import create_transport
+
+        cpu = torch.device("cpu")
+        shm, tcp, torch_transport = (
+            create_transport(kind, timeout_s=job.timeout_s, device=cpu) for kind in ("shm", "tcp", "torch")
+        )
+        self._rank, self._peer = dist.get_rank(), 1 - dist.get_rank()
+        # All transports send the same warm memory.
+        self._sources = {size: torch.ones(size, dtype=torch.uint8) for size in job.sizes}
+        self._ways: dict[str, Callable[[Any], float]] = {
+            "shm": partial(self._through, shm),
+            "tcp": partial(self._through, tcp),
+            "torch": partial(self._through, torch_transport),
+            "gloo": self._through_gloo,
+        }
+        self._waiting = {"idle_shm": shm, "idle_tcp": tcp} if job.idle_s else {}
+        self._idle_s = job.idle_s
+        self._with_peers = _linked_with_itself(PEERS, job.timeout_s)
+
+    def run(self) -> Times:
+        """Return the seconds of each turn, by way and size, as this rank measured them.
+
+        One turn before them warms up: it allocates the memory.
+        """
+        import torch.distributed as dist
+
+        found: Times = {}
+        for size, tensor in self._sources.items():
+            turns = max(_FEWEST, min(_MOST, _TURN_BYTES // size))
+            for name, measure in self._ways.items():
+                measure(tensor)
+                dist.barrier()
+                found[name, size] = [measure(tensor) for _ in range(turns)]
+            dist.barrier()
+            if self._rank == 0:
+                target = tensor.clone()
+                copy = partial(target.copy_, tensor)
+                found["memcpy", size] = [_seconds(copy) for _ in range(1 + turns)][1:]
+        for name, transport in self._waiting.items():
+            found[name, 0] = [self._idle(transport)]
+        if self._rank == 0:
+            found["ready", 0] = [_seconds(self._with_peers.ready) for _ in range(_MOST)]
+        return found
+
+    def _idle(self, transport: Any) -> float:
+        """Return the busiest thread's share of a core while this rank waits for a message."""
+        import torch
+        import torch.distributed as dist
+
+        from ..comm.transport import make_tag
+
+        tag = make_tag(1, 0)
+        ticket = transport.recv(self._peer, tag)
+        dist.barrier()
+        before = _thread_seconds()
+        with contextlib.suppress(TransportTimeout):
+            transport.wait_any([ticket], self._idle_s)
+        used = [seconds - before.get(thread, 0.0) for thread, seconds in _thread_seconds().items()]
+        dist.barrier()
+        transport.send([torch.tensor(0)], self._peer, tag)
+        ticket.wait()
+        return max(used) / self._idle_s
+
+    def _through(self, transport: Any, tensor: Any) -> float:
+        return self._one_way(
+            lambda: transport.send([tensor], self._peer, 0), lambda: transport.recv(self._peer, 0).wait()
+        )
+
+    def _through_gloo(self, tensor: Any) -> float:
+        import torch
+        import torch.distributed as dist
+
+        into = torch.empty_like(tensor)
+        return self._one_way(lambda: dist.send(tensor, self._peer), lambda: dist.recv(into, self._peer))
+
+    def _one_way(self, send: Callable[[], Any], receive: Callable[[], Any]) -> float:
+        """Return half the seconds of a round trip."""
+        first, second = (send, receive) if self._rank == 0 else (receive, send)
+        start = time.perf_counter()
+        first()
+        second()
+        return (time.perf_counter() - start) / 2
+
+
+def build(name: str, job: ExchangeJob) -> Exchange:
+    """Build this rank's transports."""
+    return Exchange(job)
+
+
+def _seconds(action: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def _thread_seconds() -> dict[str, float]:
+    """Return the processor time of each thread of this process since its start."""
+    found = {}
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has just ended
+            found[thread] = int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
+    return found
+
+
+def _linked_with_itself(peers: int, timeout_s: float) -> Any:
+    """Return the transport of a rank whose peers are all in this process."""
+    from ..comm import _native
+    from ..comm.endpoints import Endpoints
+    from ..comm.links import Links
+    from ..comm.native_transport import NativeTransport
+
+    job, port = bytes(16), _native.Port()
+    endpoints = Endpoints()
+    for peer in range(1, peers + 1):
+        link = endpoints.incoming[peer] = _native.ShmIncoming(peer, 0, job)
+        files = os.dup(link.fileno()), os.dup(port.fileno())
+        endpoints.outgoing[peer] = _native.ShmOutgoing(*files, peer, 0, job, 1 << 20)
+        link.connect(os.dup(port.fileno()))
+        port.add(link)
+    links = Links(port, endpoints, dict.fromkeys(endpoints.incoming, 1))
+    return NativeTransport(links, "shm", 0, peers + 1, timeout_s)

@@ -1,4 +1,4 @@
-"""The benchmark of schedules, run as a user runs it: real ranks, engines and messages, layers that wait."""
+"""``bench schedules``, ``engine`` and ``training`` as a user runs them, and emulated layers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,10 +20,11 @@ from typing import Any
 import pytest
 import torch
 
+from ds_ext.__main__ import main
 from ds_ext.bench import rivals, schedules
+from ds_ext.bench.command import options_for
 from ds_ext.bench.emulated import WIDTH, EmulatedDevice, EmulatedLayer, make_batches, rows_of
-from ds_ext.bench.report import Result, as_json, as_table
-from ds_ext.bench.requests import options_for
+from ds_ext.bench.schedules import Result, as_json, as_table
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.lower import lower
@@ -76,8 +78,11 @@ def test_what_an_instruction_costs() -> None:
         # Nothing in Python takes less than a microsecond; a loaded machine does not count, as this is processor time.
         assert 1 < item["best"] <= item["median"] < 5_000
         assert 1 < item["params"]["us_per_message"] < 50_000
-    wrong = subprocess.run([*command, "--stages", "1"], cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert wrong.returncode == 2 and "--stages must be at least 2" in wrong.stderr
+
+
+def test_one_device_sends_no_message(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "engine", "--stages", "1"]) == 2
+    assert "--num-devices" in capsys.readouterr().err
 
 
 def test_tokens_a_second() -> None:
@@ -93,36 +98,39 @@ def test_tokens_a_second() -> None:
 
 
 def test_a_rival_that_cannot_run_is_shown_as_failed() -> None:
-    # DeepSpeed's DualPipeV needs twice as many micro-batches as ranks; with three it refuses.
-    done = call(
-        "--micro-batches", "3", "--schedules", "1f1b", "--rivals", "deepspeed_dualpipev", "--steps", "1"
-    )
+    # DeepSpeed's DualPipeV needs twice as many micro-batches as devices; with three it refuses.
+    sizes = ["--micro-batches", "3", "--steps", "1"]
+    done = call(*sizes, "--schedules", "1f1b", "--rivals", "deepspeed_dualpipev", "--json")
     assert done.returncode == 0, done.stderr
-    assert "deepspeed_dualpipev failed: rank " in done.stdout
-    assert "at least 2 * 2 micro-batches, got 3" in done.stdout
-    assert "1f1b " in done.stdout
+    ours, rival = json.loads(done.stdout)
+    assert (ours["name"], ours["repeats"]) == ("1f1b", 1)
+    assert (rival["name"], rival["repeats"], rival["best"]) == ("deepspeed_dualpipev", 0, None)
+    assert "error" not in ours["params"] and "got 3" in rival["params"]["error"]
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"),
+    ("flags", "words"),
     [
-        (["--stages", "1"], "--stages must be at least 2"),
-        (["--schedules", "bitpip"], "did you mean 'bitpipe'"),
-        (["--schedules", "bitpipe", "--micro-batches", "5"], "multiple of 2"),
-        (["--schedules", "bitpipe_zb", "--micro-batches", "5"], "Use 4 or 6."),
-        (["--schedules", "bitpipe:greedy"], "'bitpipe:greedy' is not of the form bitpipe:mode=greedy"),
-        (["--schedules", "fbd"], "measure it with `python -m ds_ext bench fbd`"),
-        (["--rivals", "megatron"], "rival 'megatron' is not known"),
-        (["--schedules", "none", "--rivals", "none"], "nothing to measure"),
-        (["--jitter", "2"], "jitter must be within 0 and 1"),
-        (["--message-kb", "0"], "--message-kb must be more than 0"),
+        (["--stages", "1"], ["--num-devices", "1"]),
+        (["--schedules", "bitpip"], ["bitpip", "bitpipe"]),
+        (["--schedules", "bitpipe", "--micro-batches", "5"], ["bitpipe", "5"]),
+        (["--schedules", "bitpipe_zb", "--micro-batches", "5"], ["--micro-batches", "5", "4", "6"]),
+        (["--schedules", "bitpipe:greedy"], ["bitpipe:greedy"]),
+        (["--schedules", "fbd"], ["fbd", "python -m ds_ext bench fbd"]),
+        (["--rivals", "megatron"], ["--rivals", "megatron", *schedules.RIVALS]),
+        (["--schedules", "none", "--rivals", "none"], ["--schedules", "--rivals"]),
+        (["--jitter", "2"], ["jitter", "2"]),
+        (["--message-kb", "0"], ["--message-kb", "0"]),
+        (["--link-ms", "1", "--rivals", "torch_zbv"], ["--link-ms", "--rivals"]),
     ],
 )
-def test_a_wrong_request_is_one_error(flags: list[str], expected: str) -> None:
-    done = call(*flags)
-    assert done.returncode == 2
-    assert expected in done.stderr
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+def test_a_wrong_request_is_one_error(
+    flags: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "schedules", *SIZES, *flags]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("error: ") and printed.err.count("\n") == 1
+    assert all(word in printed.err for word in words)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -147,18 +155,19 @@ def test_a_rank_of_ours_that_dies_is_a_failure(folder: Path) -> None:
     finally:
         kill_session(process)
     assert process.returncode == 1
-    assert "1f1b failed: rank " in said
+    (failed,) = re.findall(r"1f1b .*: rank (\d):", said)
+    assert int(failed) in range(2)
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """For temporary files; its path is short, because sockets are among them."""
+    """Yield a folder for temporary files with a short path, because sockets are among them."""
     with tempfile.TemporaryDirectory(prefix="b") as path:
         yield Path(path)
 
 
 def start_endless(folder: Path, *engines: str) -> subprocess.Popen[str]:
-    """A benchmark that has started the two ranks of each engine."""
+    """Return a benchmark that has started the two ranks of each engine."""
     process = subprocess.Popen(
         bench("--schedules", ",".join(engines), "--rivals", "none", "--steps", "100000"),
         cwd=ROOT,
@@ -181,19 +190,19 @@ def kill_session(process: subprocess.Popen[str]) -> None:
 
 
 def ranks_of(leader: int) -> list[int]:
-    """The ranks: the benchmark starts a server, and that forks them."""
+    """Return the ranks: the benchmark starts a server, and that forks them."""
     return [process for process in session_of(leader) if parent_of(parent_of(process)) == leader]
 
 
 def parent_of(process: int) -> int:
-    """0 for a process that is gone."""
+    """Return the parent of a process; 0 if the process has ended."""
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
     return 0
 
 
 def session_of(leader: int) -> list[int]:
-    """Living processes of a session."""
+    """Return the living processes of a session."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -281,12 +290,15 @@ def test_messages_have_the_size_that_is_asked_for() -> None:
 def test_report_of_a_failure() -> None:
     failed = Result("rival", error="rank 1: ValueError: no")
     simulation = simulate(get_schedule("1f1b").timetable(2, 4), Costs(5, 5, 5))
-    good = Result("1f1b", simulation, times_ms=[80.0, 76.0, 90.0], losses=[1.0])
-    first, second = as_json([failed, good], {"stages": 2})
+    good = Result("1f1b", simulation, [80.0, 76.0, 90.0], simulated_ms=[75.0] * 3, losses=[1.0])
+    stopped = Result("1f1b", simulation, [80.0], simulated_ms=[75.0], error="rank 0: ValueError: no")
+    first, second, third = as_json([failed, good, stopped], {"stages": 2})
     assert (first["best"], first["median"], first["repeats"]) == (None, None, 0)
-    assert first["params"]["error"] == "rank 1: ValueError: no" and "machine" in first["params"]
+    assert first["params"] == {"stages": 2, "error": "rank 1: ValueError: no"}
     assert (second["best"], second["median"], second["repeats"]) == (76.0, 80.0, 3)
-    lines = as_table([failed, good]).splitlines()
+    assert (third["best"], third["median"], third["repeats"]) == (None, None, 0)
+    lines = as_table([failed, good, stopped]).splitlines()
     assert lines[1].split() == ["rival", "failed"]
     assert lines[2].split() == ["1f1b", "76.0", "80.0", "75.0", "60.0", "1.267", "1.250", "1.013"]
-    assert lines[3] == "rival failed: rank 1: ValueError: no"
+    assert lines[3].split() == ["1f1b", "failed", "75.0", "60.0", "1.250"]
+    assert len(lines) == 6 and "rank 1: ValueError: no" in lines[4]

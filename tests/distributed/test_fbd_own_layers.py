@@ -159,4 +159,4 @@ def test_the_benchmark() -> None:
     )
     assert found["params"]["simulated"] == 28 * 2 <= found["best"] == found["median"]
     wrong = subprocess.run([*command, "--cases", "x"], capture_output=True, text=True, timeout=900)
-    assert wrong.returncode == 2 and "cases are of plain, plain_48, slow_forward_48, merged" in wrong.stderr
+    assert wrong.returncode == 2 and "--cases" in wrong.stderr and "plain_48" in wrong.stderr

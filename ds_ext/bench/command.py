@@ -1,0 +1,143 @@
+"""Parts that the benchmarks' commands share: flags, requested schedules, tables, JSON items and the machine."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..cli.schedule_requests import split_request
+from ..errors import ConfigError
+from ..pipe_schedules import Schedule, Timetable, get_schedule
+from ..pipe_schedules.costs import Costs
+
+_PACKAGES = ("ds_ext", "torch", "deepspeed")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Result of a benchmark: items of ``--json``, or a title and a text.
+
+    Args:
+        failed: True if one of our schedules failed.
+    """
+
+    items: list[dict[str, Any]]
+    title: str
+    text: str
+    failed: bool = False
+
+
+def add_number(
+    parser: argparse.ArgumentParser, flag: str, default: float, metavar: str, text: str, *aliases: str
+) -> None:
+    """Add a flag for a number of the default's type."""
+    help = f"{text} (%(default)s)"
+    parser.add_argument(flag, *aliases, type=type(default), default=default, metavar=metavar, help=help)
+
+
+def add_size_flags(parser: argparse.ArgumentParser, num_devices: int, micro_batches: int) -> None:
+    """Add the flags of D and N with these defaults."""
+    devices = "devices of the pipeline, one rank each"
+    add_number(parser, "--num-devices", num_devices, "D", devices, "--stages")
+    add_number(parser, "--micro-batches", micro_batches, "N", "micro-batches per step")
+
+
+def names_in(text: str) -> list[str]:
+    """Return the names in a list with commas, each once; ``none`` is the empty list."""
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    return [] if names == ["none"] else names
+
+
+def read_request(text: str) -> tuple[Schedule, dict[str, Any]]:
+    """Return the schedule and options of ``NAME[:KEY=VALUE...]``. Raises ScheduleError."""
+    name, options = split_request(text)
+    return get_schedule(name), options
+
+
+def options_for(text: str, costs: Costs) -> dict[str, Any]:
+    """Return a request's options; a planned schedule also gets the costs, without jitter and link delays."""
+    schedule, options = read_request(text)
+    if schedule.planned:
+        options["costs"] = f"f={costs.f!r},b={costs.b!r},w={costs.w!r}"
+    return options
+
+
+def timetable_for(text: str, devices: int, micro_batches: int, costs: Costs) -> Timetable:
+    """Return a request's timetable; for a dynamic schedule the simulated one. Raises ScheduleError."""
+    schedule, _ = read_request(text)
+    simulated = None if schedule.dynamic is None else costs
+    return schedule.timetable(devices, micro_batches, options_for(text, costs), simulated)
+
+
+def check_at_least(flag: str, value: float, least: float) -> None:
+    """Raise ConfigError for a value below ``least``."""
+    if not value >= least:
+        raise ConfigError(f"{flag}: must be at least {least:g} (got {value:g}).")
+
+
+def json_item(
+    name: str,
+    params: dict[str, Any],
+    values: Sequence[float],
+    unit: str,
+    best: Callable[[Sequence[float]], float] = min,
+) -> dict[str, Any]:
+    """Return one result as ``--json`` prints it; without values its figures are null."""
+    return {
+        "name": name,
+        "params": params,
+        "median": statistics.median(values) if values else None,
+        "best": best(values) if values else None,
+        "unit": unit,
+        "repeats": len(values),
+    }
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Return aligned columns; the first is aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [first.ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def machine() -> dict[str, Any]:
+    """Return what the figures depend on: processor, cores, load, system and versions."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "load_1_minute": round(os.getloadavg()[0], 2),
+        "system": f"{platform.system()} {platform.release()}",
+        "versions": versions,
+    }
+
+
+def describe(host: dict[str, Any]) -> str:
+    """Return a machine in one line."""
+    versions = ", ".join(f"{name} {version}" for name, version in host["versions"].items())
+    return f"{host['processor']}, {host['cores']} cores, load {host['load_1_minute']:g}; {versions}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,51 @@
+"""Job of a benchmark's ranks: what the command passes to them, and what they build."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ..errors import DsExtError
+from ..pipe_schedules import Timetable
+from ..pipe_schedules.costs import Costs
+
+
+class RankFailure(DsExtError):
+    """A rank failed, died or did not answer in time; the text is one line."""
+
+
+class Worker(Protocol):
+    """One rank's part of an engine under test."""
+
+    @property
+    def timetable(self) -> Timetable | None:
+        """Order of the ops, if the engine has one; only that of rank 0 is read."""
+        ...
+
+    def run(self) -> Any:
+        """Measure once. All ranks call it after a barrier."""
+        ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """Settings of all engines of a benchmark.
+
+    Args:
+        build: called on every rank with the name of the engine and this job.
+        num_ranks: ranks of an engine.
+        timeout_s: limit of every wait of an engine for its peers.
+        micro_batches: N per step.
+        costs: times of emulated passes in milliseconds.
+        message_kb: size of an activation in KiB.
+        modules: imported before the engines are built, as they register schedules.
+    """
+
+    build: Callable[[str, Any], Worker]
+    num_ranks: int
+    timeout_s: float
+    micro_batches: int = 1
+    costs: Costs = field(default_factory=Costs)
+    message_kb: float = 4.0
+    modules: tuple[str, ...] = ()
