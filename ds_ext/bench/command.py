@@ -65,7 +65,7 @@ def options_for(text: str, costs: Costs) -> dict[str, Any]:
     """Return a request's options; a planned schedule also gets the costs, without jitter and link delays."""
     schedule, options = read_request(text)
     if schedule.planned:
-        options["costs"] = f"f={costs.f!r},b={costs.b!r},w={costs.w!r}"
+        options["costs"] = f"f={costs.forward!r},b={costs.backward_input!r},w={costs.backward_weight!r}"
     return options
 
 

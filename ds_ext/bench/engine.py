@@ -199,10 +199,10 @@ def _ours(name: str, transport: str, job: Job) -> Measured:
     engine, step = workload.in_ours(job, timetable, transport=transport)
     watch, module = Stopwatch(), engine.module
     watch.count(engine.transport)
-    program = lower(timetable).ranks[module.device_index]
+    program = lower(timetable).instructions[module.device_index]
     last = timetable.placement.stages - 1
     layers: dict[int, Any] = {stage: module.stage_funcs[stage][0] for stage in module.stages}
-    order = timetable.ranks[module.device_index]
+    order = timetable.orders[module.device_index]
     passes = [(layers[op.stage], op.stage == last) for op in order if op.kind == FORWARD]
     messages = sum(instruction.peer is not None for instruction in program)
     return Measured(step, timetable, passes, len(program), messages, watch)

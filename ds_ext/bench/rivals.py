@@ -75,7 +75,7 @@ class Workload:
         """
         keys = {
             "schedule": timetable.schedule,
-            "pipeline_parallel_size": timetable.placement.width,
+            "pipeline_parallel_size": timetable.placement.devices_per_pipe,
             "transport_options": {"timeout_s": job.timeout_s},
         }
         config = {**self._config(timetable.placement.replicas), "ds_ext": keys | section}

@@ -158,7 +158,9 @@ def _costs(args: argparse.Namespace) -> Costs:
 
 def _job(args: argparse.Namespace) -> Job:
     costs = _costs(args)
-    work_ms = (args.num_devices + args.micro_batches) * (costs.f + costs.b + costs.w + 2 * costs.comm)
+    work_ms = (args.num_devices + args.micro_batches) * (
+        costs.forward + costs.backward_input + costs.backward_weight + 2 * costs.comm
+    )
     timeout_s = _WAIT_S + _LIMIT_FACTOR * work_ms / 1000
     modules = tuple(args.modules)
     return Job(build, args.num_devices, timeout_s, args.micro_batches, costs, args.message_kb, modules)
@@ -259,9 +261,9 @@ def _params(job: Job) -> dict[str, Any]:
     return {
         "stages": job.num_ranks,
         "micro_batches": job.micro_batches,
-        "forward_ms": job.costs.f,
-        "input_gradient_ms": job.costs.b,
-        "weight_gradient_ms": job.costs.w,
+        "forward_ms": job.costs.forward,
+        "input_gradient_ms": job.costs.backward_input,
+        "weight_gradient_ms": job.costs.backward_weight,
         "jitter": job.costs.jitter,
         "link_ms": job.costs.comm,
         "message_kb": job.message_kb,
@@ -272,7 +274,7 @@ def _title(job: Job, steps: int) -> str:
     costs = job.costs
     return (
         f"{job.num_ranks} devices, {job.micro_batches} micro-batches, {steps} steps; of 1/{job.num_ranks} of the "
-        f"model: forward {costs.f:g} ms, input gradient {costs.b:g} ms, weight gradient {costs.w:g} ms"
+        f"model: forward {costs.forward:g} ms, input gradient {costs.backward_input:g} ms, weight gradient {costs.backward_weight:g} ms"
         + (f"; link {costs.comm:g} ms" if costs.comm else "")
         + (f"; jitter {costs.jitter:g}" if costs.jitter else "")
         + f"; activation {job.message_kb:g} KiB"
