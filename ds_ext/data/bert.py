@@ -1,10 +1,10 @@
 """BERT samples: two segments of a document, in order or swapped, with masked words.
 
-A sample is ((tokens_S, types_S, mask_S), (labels_S, swapped)) with S = seq_length. megatron-core's
-BERTMaskedWordPieceDataset creates it: it takes consecutive sentences of up to S - 3 tokens, divides them at a random
-border, swaps the two segments in half of the samples, and masks whole words and n-grams. The samples and their order
-depend only on (seed, seq_length, split, files), so all ranks and all resumed runs get the same ones. A longer run
-starts with the samples of a shorter one.
+A sample is ((tokens_S, types_S, mask_S), (labels_S, swapped)) with S = seq_length. It comes from megatron-core's
+BERTMaskedWordPieceDataset, which takes consecutive sentences of up to S - 3 tokens, divides them at a random border,
+swaps the two segments in half of the samples, and masks whole words and n-grams. The samples and their order depend
+only on (seed, seq_length, split, files), so all ranks and all resumed runs get the same ones. A longer run starts with
+the samples of a shorter one.
 """
 
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ def build_bert_datasets(
 
     Args:
         data_path: folder from `python -m ds_ext prepare`, prefix of `.bin/.idx` files with one sequence per sentence,
-            or a blend of those such as "0.3 a 0.7 b", also as a list of its words.
+            or a blend such as "0.3 a 0.7 b". A list of these words is accepted too.
         split: shares of the documents in file order, e.g. "969,30,1"; missing shares are 0.
         seq_length: tokens per sample.
         num_samples: number of samples of each split; 0 gives an empty dataset.
@@ -134,7 +134,7 @@ def bert_tokenizer(data_path: str | Sequence[str], path: str | None = None) -> W
 
 
 def _require_samples(split: BertSplit) -> None:
-    """Raise ConfigError unless a document of the split gives a sample."""
+    """Raise ConfigError unless at least one document of the split yields a sample."""
     needed = 2 if split.options.binary_head else 1
     counts = np.diff(split.borders)
     documents = np.repeat(np.arange(len(counts)), counts)

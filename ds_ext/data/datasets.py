@@ -47,7 +47,8 @@ def build_datasets(
         data_path: value of `--data-path`.
         split: value of `--split`.
         num_samples: number of samples of each split.
-        build_part: dataset of one split of one file, from (file, documents, name of the split, number of samples).
+        build_part: function that builds the dataset of one split of one file, from (file, documents, split name,
+            number of samples).
 
     Raises:
         ConfigError: a file is missing or damaged, or a weight or share is invalid.

@@ -60,7 +60,7 @@ class GPTDataset(Dataset[Sample]):
         """
         if seq_length < 1 or seed < 0:
             raise ConfigError(
-                f"seq_length and seed: must be at least 1 and at least 0 (got {seq_length} and {seed}). Use for "
+                f"seq_length and seed: must be at least 1 and 0 (got {seq_length} and {seed}). Use for "
                 "example 128 and 1234."
             )
         self._indexed = indexed
@@ -125,8 +125,8 @@ def build_gpt_datasets(
     """Build train, valid and test datasets with `num_samples` samples each.
 
     Args:
-        data_path: folder from `python -m ds_ext prepare`, prefix of `.bin/.idx` files, or a blend of those such as
-            "0.3 a 0.7 b", also as a list of its words.
+        data_path: folder from `python -m ds_ext prepare`, prefix of `.bin/.idx` files, or a blend such as
+            "0.3 a 0.7 b". A list of these words is accepted too.
         split: shares of the documents in file order, e.g. "969,30,1"; missing shares are 0.
         seq_length: tokens per sample.
         num_samples: number of samples of each split; 0 gives an empty dataset.

@@ -1,14 +1,14 @@
 """Interface to megatron-core's BERT dataset, with a sample index that does not depend on the length of the run.
 
 megatron-core's own index depends on the number of samples, so a longer run would start with different samples than a
-shorter one. It also needs a process group and writes files beside the data. The index here is built per epoch with
-megatron-core's compiled helper. The import of megatron-core takes seconds, so a rank imports it for its first sample.
+shorter one. It also needs a process group and writes files beside the data. This module builds the index per epoch
+with megatron-core's compiled helper. Importing megatron-core takes seconds, so a rank imports it for its first sample.
 """
 
 import importlib.metadata
 import warnings
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +31,7 @@ class BertOptions:
     """Settings of BERT samples, named after Megatron's flags.
 
     Args:
-        mask_prob: share of the tokens to predict. Of these 80 % become [MASK] and 10 % another word.
+        mask_prob: share of the tokens to predict. Of these 80 % become [MASK], 10 % become another word.
         short_seq_prob: share of the samples that are shorter than seq_length.
         binary_head: samples have two segments, swapped in half of the samples. Without it they have one segment.
 
@@ -68,8 +68,8 @@ class BertSplit:
         options: settings of the samples.
     """
 
-    indexed: IndexedTokens = field(repr=False)
-    borders: NDArray[np.int64] = field(repr=False)
+    indexed: IndexedTokens
+    borders: NDArray[np.int64]
     seq_length: int
     seed: int
     name: str

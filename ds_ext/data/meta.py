@@ -19,7 +19,7 @@ COMPARED_BLOCK_BYTES = 4096
 
 
 def read_meta(data_path: str | Sequence[str]) -> dict[str, Any] | None:
-    """Return `meta.json` of the data, for a blend the entries common to all parts; None if a part has no `meta.json`.
+    """Return `meta.json` of the data; for a blend, the entries common to all parts. None if a part has no such file.
 
     Keys: format, arguments, source, documents, sentences (BERT only), tokens, bytes, max_token_id,
     unigram_entropy_nats, vocab_size, eod_id, tokenizer (file name), tokenizer_fingerprint, versions.
@@ -45,8 +45,8 @@ def check_tokenizer(data_path: str | Sequence[str], tokenizer: Tokenizer) -> Non
             check_vocab_size([str(prefix)], tokenizer.vocab_size)
         elif meta["tokenizer_fingerprint"] != tokenizer.fingerprint:
             raise ConfigError(
-                f"tokenizer: it does not match the data {prefix} (got vocabulary {tokenizer.vocab_size}, fingerprint "
-                f"{tokenizer.fingerprint}; the data has vocabulary {meta['vocab_size']}, fingerprint "
+                f"tokenizer: fingerprint does not match the data {prefix} (got vocabulary {tokenizer.vocab_size}, "
+                f"fingerprint {tokenizer.fingerprint}; the data has vocabulary {meta['vocab_size']}, fingerprint "
                 f"{meta['tokenizer_fingerprint']}). Use {prefix.parent / meta['tokenizer']}, or prepare the data again "
                 "with `python -m ds_ext prepare --tokenizer THIS_TOKENIZER --force`."
             )
@@ -69,7 +69,7 @@ def check_vocab_size(data_path: str | Sequence[str], vocab_size: int) -> None:
 def fingerprint(data_path: str | Sequence[str]) -> str:
     """Return a checksum of weights, file sizes and 64 evenly spaced blocks of 4 KiB per file.
 
-    It does not depend on the folder, and takes milliseconds for files of any size.
+    The checksum does not depend on the folder. It takes milliseconds for files of any size.
     """
     weights, prefixes = parse_data_path(data_path)
     crc = zlib.crc32(" ".join(map(str, weights)).encode())

@@ -152,7 +152,7 @@ def _read_finished(output: Path, arguments: dict[str, Any]) -> dict[str, Any] | 
         return None
     before = meta.get("arguments", {})
     changes = [
-        f"{key} was {before.get(key)}, now {value}"
+        f"{key} {value} instead of {before.get(key)}"
         for key, value in arguments.items()
         if before.get(key) != value
     ]
@@ -171,12 +171,13 @@ def _prepare(
     print(f"reading {args.source}", flush=True)
     source = open_source(args.source, args.json_key)
     _import_builder()
-    existing = next(path for path in (output, *output.parents) if path.exists())
+    # Files move fast within one file system, and a failed run must not create `output`.
+    nearest = next(path for path in (output, *output.parents) if path.exists())
     try:
-        folder = tempfile.TemporaryDirectory(prefix=".partial-", dir=existing)
+        folder = tempfile.TemporaryDirectory(prefix=".partial-", dir=nearest)
     except OSError as error:
         raise ConfigError(
-            f"--output: cannot write to {existing} (got {output}: {error.strerror}). Use another folder."
+            f"--output: cannot write to {nearest} (got {output}: {error.strerror}). Use another folder."
         ) from None
     with folder:
         partial = Path(folder.name)

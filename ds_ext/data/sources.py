@@ -11,7 +11,7 @@ import os
 import platform
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,14 +37,14 @@ class Source:
     Attributes:
         name: value of `--source`.
         documents: function that starts a new pass over the documents.
-        num_bytes: size of the text, for jsonl of the whole file; used for progress.
+        num_bytes: size of the text, or of the whole jsonl file; used for progress.
         details: JSON values that identify the current content: sizes, dates, versions.
     """
 
     name: str
     documents: Callable[[], Iterable[str]]
     num_bytes: int
-    details: dict[str, Any] = field(default_factory=dict)
+    details: dict[str, Any]
 
 
 def open_source(name: str, json_key: str = "text") -> Source:
@@ -93,7 +93,7 @@ def read_text(path: Path) -> str | None:
 
 
 def _standard_library() -> Source:
-    """Return the standard library of the running Python, with tests and codec tables only to reach `STDLIB_BYTES`."""
+    """Return the standard library of the running Python. Tests and codec tables only fill it up to `STDLIB_BYTES`."""
     root = Path(sysconfig.get_path("stdlib"))
     documents = hash_order([*library_modules(root), *compiled_docs(root)], lambda document: document[0])
     num_bytes = sum(len(text.encode()) for _, text in documents)

@@ -22,7 +22,7 @@ class Tokenizer(ABC):
     fingerprint: str
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text` without an end-of-document token; special tokens in it count as text."""
+        """Return the token ids of `text`, without an end-of-document token. Special tokens in `text` are plain text."""
         return self.encode_batch([text])[0]
 
     @abstractmethod
@@ -67,5 +67,5 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def fingerprint_of(definition: object) -> str:
-    """Return 16 hex digits of the sha256 of the JSON value that defines all token ids."""
+    """Return 16 hex digits of the sha256 of a JSON value that defines the token ids."""
     return hashlib.sha256(json.dumps(definition, separators=(",", ":")).encode()).hexdigest()[:16]

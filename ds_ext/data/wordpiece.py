@@ -93,7 +93,7 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int = 4096) -> WordPieceTo
         vocab_size=vocab_size,
         special_tokens=list(SPECIAL_TOKENS),
         continuing_subword_prefix=PIECE_PREFIX,
-        # A character takes two tokens, alone and as a piece: at least half of the vocabulary remains for longer ones.
+        # A character takes two tokens (`a` and `##a`), so at least half of the vocabulary remains for longer ones.
         limit_alphabet=min(1000, vocab_size // 4),
         show_progress=False,
     )
@@ -102,7 +102,7 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int = 4096) -> WordPieceTo
 
 
 def load_vocab_txt(path: Path) -> WordPieceTokenizer:
-    """Load BERT's `vocab.txt`, one token per line. Lower-case the text unless the vocabulary contains capitals.
+    """Load BERT's `vocab.txt`, one token per line. The tokenizer is lower-casing unless a token contains capitals.
 
     Raises:
         ConfigError: a special token is missing, or [PAD] is not token 0.
@@ -128,7 +128,7 @@ def split_sentences(text: str) -> list[str]:
     """Split a document into sentences without surrounding white space, by rules that need no model or language.
 
     A paragraph ends at a blank line. A sentence ends at `.`, `!` or `?` (and closing brackets or quotes) before white
-    space and the start of a sentence. Text of more than `MAX_SENTENCE_WORDS` words, such as a listing, is divided at
+    space and a capital letter. A sentence of more than `MAX_SENTENCE_WORDS` words, such as a listing, is divided at
     line ends.
     """
     return [sentence for sentence in _sentences(text) if sentence]

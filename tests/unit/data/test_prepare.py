@@ -80,7 +80,7 @@ def test_second_run_does_nothing_and_other_arguments_are_refused(
     assert run(*arguments, 300) == 0
     assert "--force" in capsys.readouterr().out
     assert (output / "text_document.bin").stat().st_mtime_ns == before
-    with pytest.raises(ConfigError, match=r"'vocab_size': 300.*'vocab_size': 320.*--force"):
+    with pytest.raises(ConfigError, match=r"'vocab_size': 320.*'vocab_size': 300.*--force"):
         run(*arguments, 320)
     assert run(*arguments, 320, "--force") == 0
     assert load_tokenizer(output).vocab_size == 320
