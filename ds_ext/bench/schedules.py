@@ -274,7 +274,8 @@ def _title(job: Job, steps: int) -> str:
     costs = job.costs
     return (
         f"{job.num_ranks} devices, {job.micro_batches} micro-batches, {steps} steps; of 1/{job.num_ranks} of the "
-        f"model: forward {costs.forward:g} ms, input gradient {costs.backward_input:g} ms, weight gradient {costs.backward_weight:g} ms"
+        f"model: forward {costs.forward:g} ms, input gradient {costs.backward_input:g} ms, weight gradient "
+        f"{costs.backward_weight:g} ms"
         + (f"; link {costs.comm:g} ms" if costs.comm else "")
         + (f"; jitter {costs.jitter:g}" if costs.jitter else "")
         + f"; activation {job.message_kb:g} KiB"
