@@ -90,9 +90,9 @@ def test_the_bound_is_at_least_that_of_the_placement(capsys: pytest.CaptureFixtu
     made = get_schedule("bitpipe_zb").timetable(4, 6)
     least = lower_bound(Work(made.placement, 6, Costs(), split=True))
     assert least == 18.5
-    optimum = optimise(made, max_activations=2, time_limit_s=0.5)
+    optimum = optimise(made, max_activations=2, time_limit_s=3)
     assert least <= optimum.bound <= optimum.makespan and optimum.given == 18.5
-    words = "bitpipe_zb --stages 4 --micro-batches 6 --time-limit 0.5 --max-activations 2"
+    words = "bitpipe_zb --stages 4 --micro-batches 6 --time-limit 3 --max-activations 2"
     assert main(["optimise", *words.split()]) == 0
     out = capsys.readouterr().out
     assert "  its own order   18.5  (keeps 4 activations, more than the limit)\n" in out
