@@ -156,7 +156,7 @@ def _picture(timetable: Timetable, rows: Mapping[int, _Row], title: str, planned
         rows[device].spans if device in rows else [] for device in range(timetable.placement.num_devices)
     ]
     order = tuple(tuple(op for op, _, _ in spans) for spans in spans_of)
-    measured = replace(timetable, schedule=f"{timetable.schedule}, {title}", ranks=order)
+    measured = replace(timetable, schedule=f"{timetable.schedule}, {title}", orders=order)
     makespan = max((spans[-1][2] for spans in spans_of if spans), default=0.0)
     work = [sum(end - begin for _, begin, end in spans) for spans in spans_of]
     share = timetable.placement.devices_per_pipe / timetable.placement.stages

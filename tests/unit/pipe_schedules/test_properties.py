@@ -26,9 +26,9 @@ T = TypeVar("T")
 TIMES = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 2.0])
 COSTS = st.builds(
     Costs,
-    f=TIMES,
-    b=TIMES,
-    w=TIMES,
+    forward=TIMES,
+    backward_input=TIMES,
+    backward_weight=TIMES,
     comm=TIMES,
     jitter=st.sampled_from([0.0, 0.0, 0.2]),
     seed=st.integers(0, 9),
