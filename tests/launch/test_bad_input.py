@@ -116,7 +116,7 @@ FLAG_FAULTS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "Megatron's flag": (["--recompute-num-layers", "2"], ("--recompute-interval",)),
     "global batch": (
         ["--micro-batch-size", "2", "--global-batch-size", "12"],
-        ("--global-batch-size 12", "gradient_accumulation_steps to 3", "12 = 2 x 3 x 2"),
+        ("--global-batch-size", "(got 12)", "8", "gradient_accumulation_steps to 3"),
     ),
     "not a number": (["--num-layers", "four"], ("four",)),
     "no checkpoint": (["--load", "nowhere"], ("--load nowhere", "no checkpoint")),
