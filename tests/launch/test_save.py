@@ -72,7 +72,7 @@ def test_a_folder_that_hosts_do_not_share_is_refused_before_the_first_step(
     results = ends(start_on_hosts([words, words], free_port(), tmp_path, before=[[], alone]))
     assert [code for code, _ in results] == [EXIT_CONFIG, EXIT_CONFIG], results
     assert results[0][1].count("error: ") == 1 and "rank 1" in results[0][1], results
-    assert results[1][1] == ""
+    assert "error: " not in results[1][1]  # c10d may print a stack when rank 0 has left first
     assert list(saved.iterdir()) == []
 
 
