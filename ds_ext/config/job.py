@@ -84,7 +84,7 @@ class JobConfig:
 
     @property
     def notes(self) -> list[str]:
-        """What is valid, and perhaps not what was meant."""
+        """Notes on settings that are valid but have no effect."""
         notes = []
         if self.ds_ext.sequence_parallel and self.ds_ext.tensor_parallel_size == 1:
             notes.append(

@@ -89,7 +89,7 @@ def to_hf(source: Path, output: Path, tokenizer: Path | None, heads: int | None,
 
 
 def _open(source: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the checkpoint to convert and its manifest. Raises ConfigError if there is none."""
+    """Return the checkpoint to convert and its manifest. Raises ConfigError without a checkpoint."""
     if (source / MANIFEST).is_file():
         return open_checkpoint(source.absolute().parent, source.absolute().name)
     if not (source / LATEST).is_file():

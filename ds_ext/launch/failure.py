@@ -62,7 +62,7 @@ class Ending:
     lost: str = ""
 
     def find_lost(self) -> str:
-        """Return a report of lost hosts or neighbours; empty if there are none.
+        """Return a report of lost hosts or neighbours, or an empty text.
 
         Call this early and often. The first result is kept, because the launcher soon ends other ranks too.
         """

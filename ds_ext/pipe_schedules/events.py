@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Work:
-    """What a step computes, and how long each op and message takes.
+    """Ops of a step, and the time of each op and message.
 
     Args:
         split: whether backwards are two ops; a set of (stage, micro-batch) if only some are.
@@ -157,7 +157,7 @@ class NoAdmission:
 
 @dataclass(frozen=True)
 class Run:
-    """What came out: every device's ops in order with their starts and ends, the time of the step, its messages."""
+    """Result of a run: every device's ops in order with starts and ends, the makespan, the number of messages."""
 
     orders: tuple[tuple[Op, ...], ...]
     starts: tuple[tuple[float, ...], ...]

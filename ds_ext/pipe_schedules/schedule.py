@@ -166,7 +166,7 @@ class Schedule:
         return values
 
     def placement(self, num_devices: int, options: Mapping[str, object] | None = None) -> Placement:
-        """Where the stages live on ``num_devices`` devices. Raises ScheduleError when it cannot use that many."""
+        """Return the placement on ``num_devices`` devices. Raises ScheduleError when it refuses the number."""
         if num_devices > _MOST_DEVICES:
             raise ScheduleError(f"{self.name}: {num_devices} stages are more than {_MOST_DEVICES}.")
         if num_devices < 1:

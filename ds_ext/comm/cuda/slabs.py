@@ -221,7 +221,7 @@ class DirectReceiver:
         )
 
     def freed(self) -> Control | None:
-        """Return the report of slots that no tensor lies in any more; None if there are none.
+        """Return the report of slots without a tensor in them, or None.
 
         As in torch's allocator, memory is free behind what its stream has queued by now.
         """

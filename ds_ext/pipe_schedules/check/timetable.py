@@ -1,4 +1,4 @@
-"""What holds for a timetable by itself: every computation exists once, on the device that holds its stage."""
+"""Check of a timetable: every op exists once, on the device that holds its stage."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _SAME_TIME = 1e-12  # of the time; sums of the same times in another order diffe
 
 
 class _Device:
-    """What both policies keep of a device: its live activations, and the weight gradients that are due at any time."""
+    """State of a device in both policies: live activations, and weight gradients that may run at any time."""
 
     def __init__(self, room: int) -> None:
         self.room, self.live = room, 0

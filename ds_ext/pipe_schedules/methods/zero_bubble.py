@@ -1,7 +1,7 @@
 """Zero bubble: the backward is split, and weight gradients fill the waits (arXiv 2401.10241, 2405.15362).
 
 ``2'`` is the input gradient (I) of micro-batch 2, which the previous stage waits for, ``2"`` its weight gradient (W),
-which nobody waits for. All three are the tick rule of :mod:`..tick_rule` on a placement, with at most D activations on
+which no op waits for. All three are the tick rule of :mod:`..tick_rule` on a placement, with at most D activations on
 a device; where it takes no longer, weight gradients come earlier, so that a message may be a little late. `zb_h1`, one
 linear pipe (2401.10241, section 2.2)::
 
