@@ -215,8 +215,7 @@ def run_optimise(args: argparse.Namespace) -> int:
     if given.costs.jitter:
         print("  (without the jitter of the costs)")
     print(f"  the best found  {found.makespan:g}")
-    bound = "the same: there is no better order" if found.proven else f"{found.bound:g}"
-    print(f"  proven bound    {bound}")
+    print(f"  proven bound    {found.bound:g}{'  (optimal)' if found.proven else ''}")
     if args.output is not None:
         from ..pipe_schedules.text import dumps
 
