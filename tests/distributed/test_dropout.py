@@ -1,4 +1,4 @@
-"""Which sizes change the losses when dropout is on: documented in docs/architecture.md, "The order of samples"."""
+"""Which sizes change the losses when dropout is on: documented in docs/architecture.md, "Sample order and dropout"."""
 
 from __future__ import annotations
 
