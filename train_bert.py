@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Pretrain a BERT: ``deepspeed train_bert.py --deepspeed_config configs/bert_bitpipe.json``.
 
-Masked words, and whether the two segments of a sample stand in order. Read it from top to bottom.
+The losses are masked words and the order of two segments. Read from top to bottom.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from ds_ext.training.setup import (
 )
 
 BEFORE, AFTER = ["embedding", "positions and types"], ["heads", "words", "bias"]
-PADDING_MASK_BYTES = 1  # of a token, in every activation message
+PADDING_MASK_BYTES = 1  # per token, in every message of an activation
 
 
 def main() -> int:
+    """Train, or print the plan of a dry run. Returns the exit code."""
     args, plan = plan_job("train_bert.py", sys.argv[1:], "bert")
 
     from ds_ext.data.bert import BertOptions, bert_tokenizer, build_bert_datasets
@@ -67,7 +68,7 @@ def main() -> int:
     )
     engine, *_ = ds_ext.initialize(model=model, model_parameters=weight_decay_groups(model))
     meta = read_meta(args.data_path) or {}
-    # The loss of a model that knows how often each word occurs, and tosses a coin for the order of the segments.
+    # Loss of a model that predicts each word by its frequency and the order of the segments at random.
     floor = None
     if "unigram_entropy_nats" in meta:
         coin = math.log(2) if options.binary_head else 0.0

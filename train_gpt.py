@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Pretrain a GPT: ``deepspeed train_gpt.py --deepspeed_config configs/bitpipe.json``.
 
-Read it from top to bottom.
+Read from top to bottom.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ BEFORE, AFTER = ["embedding", "positions"], ["final norm", "head"]
 
 
 def main() -> int:
+    """Train, or print the plan of a dry run. Returns the exit code."""
     args, plan = plan_job("train_gpt.py", sys.argv[1:], "gpt")
 
     from ds_ext.data.gpt import build_gpt_datasets
@@ -72,15 +73,15 @@ def main() -> int:
 
 
 def vocab_size(args: argparse.Namespace) -> int:
-    """Entries of the tokenizer that the data was made with. Raises ConfigError when another one is given."""
+    """Return the vocabulary size of the data's tokenizer. Raises ConfigError for another tokenizer."""
     from ds_ext.data.meta import check_tokenizer, check_vocab_size, read_meta
     from ds_ext.data.tokenizer import load_gpt2_files, load_tokenizer
 
     meta = read_meta(args.data_path)
     if meta is not None and "sentences" in meta:
         raise ConfigError(
-            f"the data {' '.join(args.data_path)} is split into sentences, without ends of documents: it is for "
-            f"train_bert.py. Prepare some for GPT with `python -m ds_ext prepare --output FOLDER`."
+            f"--data-path: data for BERT, without ends of documents (got {' '.join(args.data_path)}). Prepare data for "
+            f"GPT with `python -m ds_ext prepare --output FOLDER`, or use train_bert.py."
         )
     if args.tokenizer or args.vocab_file:
         by_name = args.tokenizer and load_tokenizer(args.tokenizer)
@@ -91,8 +92,8 @@ def vocab_size(args: argparse.Namespace) -> int:
         size = meta["vocab_size"]
     else:
         raise ConfigError(
-            f"{' '.join(args.data_path)} has no meta.json, so its vocabulary is not known: give --tokenizer, "
-            f"or --vocab-file and --merge-file."
+            f"--data-path: no meta.json with the vocabulary (got {' '.join(args.data_path)}). Add --tokenizer, or "
+            f"--vocab-file and --merge-file."
         )
     check_vocab_size(args.data_path, size)
     return size

@@ -1,7 +1,6 @@
 """Pipeline schedules for DeepSpeed: BitPipe, dynamic pipelines and forward/backward disaggregation.
 
-`import ds_ext` is cheap: torch and DeepSpeed are imported when `initialize` or `PipelineModule` is first
-used.
+torch and DeepSpeed are imported at the first use of `initialize`, `init_distributed` or `PipelineModule`.
 """
 
 from __future__ import annotations

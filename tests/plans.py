@@ -7,8 +7,8 @@ from typing import Any
 
 from ds_ext.config.job import JobConfig, load_config
 from ds_ext.pipe_schedules import Placement, Timetable
-from ds_ext.planner.candidates import Choice
 from ds_ext.planner.job_plan import make_job_plan, place, resolve_schedule, schedule_options
+from ds_ext.planner.search import Candidates
 
 
 def _job(config: JobConfig | Mapping[str, Any]) -> JobConfig:
@@ -29,8 +29,8 @@ def timetable_of(config: Mapping[str, Any], micro_batches: int) -> Timetable:
     return make_job_plan(load_config({**config, **batch})).timetable
 
 
-def choice_of(config: JobConfig | Mapping[str, Any], world_size: int | None = None) -> Choice:
+def candidates_of(config: JobConfig | Mapping[str, Any], world_size: int | None = None) -> Candidates:
     """Return the candidates of a job with "schedule": "auto"."""
-    _, choice = resolve_schedule(_job(config), world_size)
-    assert choice is not None
-    return choice
+    _, candidates = resolve_schedule(_job(config), world_size)
+    assert candidates is not None
+    return candidates

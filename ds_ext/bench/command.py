@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..cli.schedule_requests import split_request
+from ..cli.schedule_flags import split_request
 from ..errors import ConfigError
 from ..pipe_schedules import Schedule, Timetable, get_schedule
 from ..pipe_schedules.costs import Costs

@@ -1,4 +1,4 @@
-"""``python -m ds_ext doctor``: what this host offers to the transports, and what to do where it is too little."""
+"""Verb ``doctor`` of ``python -m ds_ext``: transports that this host supports, and remedies for the others."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ..errors import TransportError
 
 SHARED_FILES = Path("/dev/shm")
 _MIB = 1 << 20
-_LITTLE_SHARED, _LITTLE_LOCKED = 1 << 30, 256 * _MIB
-_SIOCGIFADDR = 0x8915
+_LEAST_SHARED, _LEAST_LOCKED = 1 << 30, 256 * _MIB
+_SIOCGIFADDR = 0x8915  # ioctl: IPv4 address of an interface
 _TRIAL_BYTES = 1 << 20
 _TRIAL_S = 5.0
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report: ``state`` is "ok" or "warn", and a warning says in ``remedy`` what to do."""
+    """One line of the report. ``state`` is "ok" or "warn"; a warning has a ``remedy``."""
 
     subject: str
     state: str
@@ -38,12 +38,12 @@ class Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of the verb."""
-    parser.add_argument("--json", action="store_true", help="a list of objects instead of lines")
+    """Add the flags of the verb."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings. Warnings are no error: a host need not offer everything."""
+    """Print the findings. Returns 0 also with warnings: a host need not support every transport."""
     findings = examine()
     if args.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
@@ -57,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> list[Finding]:
-    """All findings about this host, in the order of the report."""
-    checks: list[Callable[[], Iterator[Finding]]] = [_cores, _native_part, _shared_memory, _leftovers]
+    """Return all findings about this host, in the order of the report."""
+    checks: list[Callable[[], Iterator[Finding]]] = [_cores, _native_code, _shared_memory, _left_files]
     checks += [_locked_memory, _addresses, _rdma, _cuda]
     return [finding for check in checks for finding in check()]
 
@@ -72,14 +72,14 @@ def _warn(subject: str, found: str, remedy: str) -> Finding:
 
 
 def _cores() -> Iterator[Finding]:
-    yield _ok("cores", f"{usable_cores():g}; with more ranks than that, waiting ranks sleep at once")
+    yield _ok("cores", f"{usable_cores():g} usable; with more ranks, waiting ranks sleep instead of spinning")
 
 
-def _native_part() -> Iterator[Finding]:
+def _native_code() -> Iterator[Finding]:
     try:
         from ..comm import _native
     except ImportError as error:
-        yield _warn("native code", str(error), "build it: `pip install -e .` in the checkout; it needs g++")
+        yield _warn("native code", str(error), "build it: `pip install -e .` in the checkout (needs g++)")
     else:
         yield _ok("native code", str(_native.__file__))
 
@@ -87,9 +87,9 @@ def _native_part() -> Iterator[Finding]:
 def _shared_memory() -> Iterator[Finding]:
     try:
         os.close(os.memfd_create("ds_ext-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-        yield _ok("shared memory", "memfd with seals: ranks of this host exchange tensors by shm")
+        yield _ok("shared memory", "memfd with seals, for the transport shm")
     except OSError as error:
-        found = f"memfd_create is refused ({error.strerror}), so files in /dev/shm take its place"
+        found = f"memfd_create fails ({error.strerror}); files in /dev/shm are used instead"
         yield _warn("shared memory", found, "allow memfd_create in the container's seccomp profile")
     try:
         space = os.statvfs("/dev/shm")
@@ -98,15 +98,17 @@ def _shared_memory() -> Iterator[Finding]:
         return
     size, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
     found = f"{size / _MIB:.0f} MiB, {free / _MIB:.0f} MiB free"
-    if size < _LITTLE_SHARED:
-        remedy = "data loaders and DeepSpeed's own CPU collectives use it: `docker run --shm-size 8g` or --ipc=host"
+    if size < _LEAST_SHARED:
+        remedy = (
+            "data loaders and DeepSpeed's CPU collectives need more: `docker run --shm-size 8g` or --ipc=host"
+        )
         yield _warn("/dev/shm", found, remedy)
     else:
         yield _ok("/dev/shm", found)
 
 
-def _leftovers() -> Iterator[Finding]:
-    """DeepSpeed's collectives on the CPU leave a file per rank when a job is killed."""
+def _left_files() -> Iterator[Finding]:
+    # A killed job leaves a file of DeepSpeed's CPU collectives per rank.
     files = list(SHARED_FILES.glob("deepspeed_allreduce_buffer_*"))
     total = 0
     for file in files:
@@ -114,30 +116,30 @@ def _leftovers() -> Iterator[Finding]:
             total += file.stat().st_size
     if files:
         found = f"{len(files)} file{'s' * (len(files) > 1)} of DeepSpeed jobs, {total / _MIB:.0f} MiB"
-        remedy = "when no DeepSpeed job runs here: rm /dev/shm/deepspeed_allreduce_buffer_*"
-        yield _warn("left in /dev/shm", found, remedy)
+        remedy = "if no DeepSpeed job is running: rm /dev/shm/deepspeed_allreduce_buffer_*"
+        yield _warn("stale files", found, remedy)
 
 
 def _locked_memory() -> Iterator[Finding]:
-    room, needed = rdma_devices.lockable_bytes(), bool(rdma_devices.device_ports())
-    found = "without limit" if room == float("inf") else f"{room / _MIB:.0f} MiB"
-    if room < _LITTLE_LOCKED and needed:
+    limit, needed = rdma_devices.lockable_bytes(), bool(rdma_devices.device_ports())
+    found = "unlimited" if limit == float("inf") else f"{limit / _MIB:.0f} MiB"
+    if limit < _LEAST_LOCKED and needed:
         yield _warn("locked memory", found, rdma_devices.MEMLOCK_REMEDY)
     else:
-        yield _ok("locked memory", found + ("" if needed else "; only RDMA needs it"))
+        yield _ok("locked memory", found + ("" if needed else " (only RDMA needs it)"))
 
 
 def _addresses() -> Iterator[Finding]:
     known = [(name, address) for name, address in addresses() if not address.is_loopback]
     shown = ", ".join(f"{address} ({name})" for name, address in known)
     if known:
-        yield _ok("addresses", f"{shown}; transport_options.node_ips chooses one")
+        yield _ok("addresses", f"{shown}; transport_options.node_ips selects one")
     else:
-        yield _warn("addresses", "only the loopback", "other hosts cannot reach this one: give it a network")
+        yield _warn("addresses", "loopback only", "connect the host to a network for jobs on several hosts")
 
 
 def addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
-    """(interface, address) of this host, link-local ones left out."""
+    """Return (interface, address) of this host, without link-local addresses."""
     found: list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -157,7 +159,7 @@ def addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address
 def _rdma() -> Iterator[Finding]:
     ports = rdma_devices.device_ports()
     if not ports:
-        yield _ok("RDMA", "no device; other hosts are reached by tcp")
+        yield _ok("RDMA", "no device; tcp is used between hosts")
         return
     for port in ports:
         gids = ", ".join(f"{gid.index}: {gid.ip} {gid.kind}" for gid in port.gids)
@@ -169,19 +171,19 @@ def _rdma() -> Iterator[Finding]:
             yield _warn(
                 port.name,
                 found,
-                "see its cable, its link (`rdma link`, `ibstat`) and, for InfiniBand, the subnet manager",
+                "check the cable, the link (`rdma link`, `ibstat`) and, for InfiniBand, the subnet manager",
             )
     try:
-        choice = rdma_devices.choose_port(ports, None)
-        moved = try_rdma(choice.device, choice.port, choice.gid_index)
+        chosen = rdma_devices.choose_port(ports, None)
+        sent = try_rdma(chosen.device, chosen.port, chosen.gid_index)
     except TransportError as error:
-        yield _warn("RDMA", str(error), "until then other hosts are reached by tcp")
+        yield _warn("RDMA", str(error), "tcp is used between hosts")
     else:
-        yield _ok("RDMA", f"{choice.name} by GID {choice.gid_index} wrote {moved >> 10} KiB to itself")
+        yield _ok("RDMA", f"{chosen.name}, GID {chosen.gid_index}: sent {sent >> 10} KiB to itself")
 
 
 def try_rdma(device: str, port: int, gid_index: int) -> int:
-    """Connect a port to itself and send one message. Returns its bytes; TransportError says what does not work."""
+    """Connect a port to itself, send one message and return its bytes. Raises TransportError if a part fails."""
     from ..comm import _native
 
     ranks = [_native.Port(), _native.Port()]
@@ -189,24 +191,22 @@ def try_rdma(device: str, port: int, gid_index: int) -> int:
     sent = bytearray(os.urandom(_TRIAL_BYTES))
     try:
         opened = [_native.RdmaPort(rank, device, port, gid_index) for rank in ranks]
-        ends = [
+        endpoints = [
             _native.RdmaLink(opened[a], a, 1 - a, a == 0, a == 1, 2 * _TRIAL_BYTES, 2 * _TRIAL_BYTES)
             for a in (0, 1)
         ]
         for a in (0, 1):
-            ends[a].connect(ends[1 - a].greeting(job), job)
-        source, target = ends[0].outgoing, ends[1].incoming
+            endpoints[a].connect(endpoints[1 - a].greeting(job), job)
+        source, target = endpoints[0].outgoing, endpoints[1].incoming
         assert source is not None and target is not None
         ranks[1].add(target)
         address = ctypes.addressof(ctypes.c_char.from_buffer(sent))
         if not source.send(0, [(1, [_TRIAL_BYTES], address)]):
-            raise TransportError(f"{device} port {port}: there is no room for a message")
+            raise TransportError(f"{device} port {port}: no room for a message")
         if not ranks[1].wait_arrival(_TRIAL_S):
-            raise TransportError(
-                f"{device} port {port}: a message to itself did not arrive within {_TRIAL_S:g} s"
-            )
+            raise TransportError(f"{device} port {port}: no message from itself within {_TRIAL_S:g} s")
         if bytes(memoryview(ranks[1].take()[0])) != sent:
-            raise TransportError(f"{device} port {port}: a message to itself arrived with other bytes")
+            raise TransportError(f"{device} port {port}: a message from itself was corrupted")
         source.close()
         target.close()
     except (_native.VerbsError, _native.LinkError, OSError) as error:
@@ -223,10 +223,10 @@ def _cuda() -> Iterator[Finding]:
     count = torch.cuda.device_count()
     if count:
         names = ", ".join(torch.cuda.get_device_name(device) for device in range(count))
-        yield _ok("CUDA", f"torch {torch.__version__} sees {count}: {names}")
+        yield _ok("CUDA", f"torch {torch.__version__}, {count} device{'s' * (count > 1)}: {names}")
         from ..comm.cuda import trial as cuda_trial
 
         for subject, found, remedy in cuda_trial.findings():
             yield _warn(subject, found, remedy) if remedy else _ok(subject, found)
     else:
-        yield _ok("CUDA", f"torch {torch.__version__} sees no device; jobs train on the CPU")
+        yield _ok("CUDA", f"torch {torch.__version__}, no device; jobs train on the CPU")

@@ -1,4 +1,4 @@
-"""The flags of ``python -m ds_ext`` that say which model is meant and how it is trained."""
+"""Flags of ``python -m ds_ext`` for the model and its training."""
 
 from __future__ import annotations
 
@@ -27,44 +27,43 @@ _TRAINING = {
 
 
 def add_model_flags(verb: argparse.ArgumentParser, *, parallel: bool = True) -> None:
-    """The model and its training; ``parallel``: also what a plan would choose itself."""
-    group = verb.add_argument_group("the model, for bytes")
+    """Add the flags; ``parallel`` includes the settings that `plan` chooses itself."""
+    group = verb.add_argument_group("model, for memory and message sizes")
     group.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
     for dest in _SIZES:
-        group.add_argument(_flag(dest), type=int, metavar="SIZE", help="instead of the model's")
-    group.add_argument("--micro-batch-size", type=int, metavar="B", help="samples of a micro-batch (1)")
-    default = "0" if parallel else "1 where there is more than one copy of the weights"
-    group.add_argument("--zero", type=int, choices=[0, 1], help=f"1: shard the optimizer ({default})")
+        group.add_argument(_flag(dest), type=int, metavar="SIZE", help="overrides the model's")
+    group.add_argument("--micro-batch-size", type=int, metavar="B", help="samples per micro-batch (1)")
+    default = "0" if parallel else "1 with several copies of the weights"
+    group.add_argument("--zero", type=int, choices=[0, 1], help=f"ZeRO stage ({default})")
     if parallel:
-        group.add_argument("--tensor-parallel", type=int, metavar="T", help="(1)")
-        group.add_argument("--data-parallel", type=int, metavar="DP", help="copies of the pipeline group (1)")
-        group.add_argument("--recompute", choices=["none", "selective", "full"], help="(none)")
-        group.add_argument("--sequence-parallel", action="store_true", default=None)
-        group.add_argument(
-            "--attention-scores",
-            action="store_true",
-            default=None,
-            help="the attention stores its s x s scores, which selective recomputation drops",
-        )
+        group.add_argument("--tensor-parallel", type=int, metavar="T", help="tensor-parallel size (1)")
+        group.add_argument("--data-parallel", type=int, metavar="DP", help="number of pipeline groups (1)")
+        recompute = ["none", "selective", "full"]
+        group.add_argument("--recompute", choices=recompute, help="recomputation in the backward (none)")
+        switch = {"action": "store_true", "default": None}
+        group.add_argument("--sequence-parallel", **switch, help="as the key sequence_parallel of a job")
+        scores = "the attention stores its s x s scores; selective recomputation drops them"
+        group.add_argument("--attention-scores", **switch, help=scores)
 
 
 def model_of(args: argparse.Namespace) -> ModelSizes | None:
-    """The model that the flags mean; None when they mean none. Raises ScheduleError."""
-    own = {field: value for dest, field in _SIZES.items() if (value := getattr(args, dest, None)) is not None}
+    """Return the model of the flags; None without flags of a model. Raises ScheduleError."""
+    sizes = {
+        field: value for dest, field in _SIZES.items() if (value := getattr(args, dest, None)) is not None
+    }
     training = {dest: value for dest in _TRAINING if (value := getattr(args, dest, None)) is not None}
-    if args.model is None and not own:
+    if args.model is None and not sizes:
         if training:
-            raise ScheduleError(
-                f"{_flag(next(iter(training)))} needs a model: give --model gpt-10b, or its sizes."
-            )
+            dest, value = next(iter(training.items()))
+            raise ScheduleError(f"{_flag(dest)}: needs a model (got {value}, no model). Add --model gpt-10b.")
         return None
     changes = {_TRAINING[dest]: value for dest, value in training.items()}
     if args.model is not None:
-        return replace(model_sizes(args.model), **own, **changes)
-    missing = [_flag(dest) for dest, field in _SIZES.items() if field not in own]
+        return replace(model_sizes(args.model), **sizes, **changes)
+    missing = [_flag(dest) for dest, field in _SIZES.items() if field not in sizes]
     if missing:
-        raise ScheduleError(f"without --model all sizes are needed; {', '.join(missing)} is missing.")
-    return ModelSizes(**own, **changes)
+        raise ScheduleError(f"model: sizes are missing. Add {', '.join(missing)}, or --model NAME.")
+    return ModelSizes(**sizes, **changes)
 
 
 def _flag(dest: str) -> str:

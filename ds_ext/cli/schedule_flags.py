@@ -1,10 +1,12 @@
-"""The flags of ``python -m ds_ext`` that say which timetable is meant and what its computations cost."""
+"""Flags of ``python -m ds_ext`` for schedules, their sizes, options and costs."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator, Mapping
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,95 +14,219 @@ from ..errors import ScheduleError
 from ..pipe_schedules import SCHEDULES, Placement, Timetable, get_schedule
 from ..pipe_schedules.check.program import check_timetable
 from ..pipe_schedules.costs import Costs, read_costs
-from ..pipe_schedules.files import read_timetable
+from ..pipe_schedules.files import is_timetable_file, read_timetable
 from ..pipe_schedules.inference import forward_timetable
 from ..pipe_schedules.schedule import COSTS
 from ..pipe_schedules.simulate import Simulation, simulate
-from ..planner.stage_costs import cut, stage_costs
+from ..planner.stage_costs import split_layers, stage_costs
 from .model_flags import model_of
-from .schedule_requests import is_file, read_options, split_request
 
 _DEFAULT_COSTS = "f=1,b=1,w=1,comm=0"
+_WITH_OPTIONS = re.compile(r"[\w-]+:\w+=")
+
+# --- flags -----------------------------------------------------------------------------------------------------------
 
 
 def add_schedule_flags(verb: argparse.ArgumentParser, *, several: bool, forward_only: bool) -> None:
-    """What all verbs about schedules take; ``forward_only``: also an evaluation."""
-    own = "with options of its own, dpp:placement=v:backward=split"
+    """Add the flags of a verb for one or ``several`` schedules."""
+    text = "listed below, with options as dpp:placement=v:backward=split, or a timetable file"
     if several:
-        text = f"schedules, see below, also {own}, or timetable files"
-        verb.add_argument("schedules", nargs="+", metavar="NAME", help=text)
+        verb.add_argument("schedules", nargs="+", metavar="NAME", help=f"schedules, {text}")
     else:
-        text = f"a schedule, see below, also {own}, or a timetable file"
-        verb.add_argument("schedule", metavar="NAME", help=text)
-    verb.add_argument("--stages", type=int, metavar="D", help="devices of one pipeline group")
-    verb.add_argument(
-        "--micro-batches", type=int, metavar="N", help="micro-batches per pipeline group and step"
-    )
-    verb.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="K=V",
-        help="an option of the schedule, e.g. chunks=3",
-    )
+        verb.add_argument("schedule", metavar="NAME", help=f"schedule, {text}")
+    verb.add_argument("--num-devices", "--stages", type=int, metavar="D", help="devices of a pipeline group")
+    micro_batches = "micro-batches per pipeline group and step"
+    verb.add_argument("--micro-batches", type=int, metavar="N", help=micro_batches)
+    option = "option of the schedule, e.g. chunks=3"
+    verb.add_argument("--option", action="append", default=[], metavar="K=V", help=option)
     verb.add_argument(
         "--costs",
         metavar=_DEFAULT_COSTS,
-        help="times of forward, input gradient, weight gradient of one D-th of the model, and of a message; or a "
-        "JSON file with these and more (stages, links, jitter, seed)",
+        help="times of forward, backward_input and backward_weight of 1/D of the model, and of a message; or a JSON "
+        "file with these and stages, links, jitter, seed",
     )
     if forward_only:
-        verb.add_argument(
-            "--forward-only",
-            action="store_true",
-            help="an evaluation on the schedule's placement; any number of micro-batches",
-        )
+        text = "timetable of an evaluation; any number of micro-batches"
+        verb.add_argument("--forward-only", action="store_true", help=text)
     add_import_flag(verb)
 
 
 def add_import_flag(verb: argparse.ArgumentParser) -> None:
-    """``--import``, for schedules that are not part of the package."""
+    """Add ``--import`` for custom schedules."""
     verb.add_argument(
         "--import",
         dest="modules",
         action="append",
         default=[],
         metavar="MODULE",
-        help="a Python module with a schedule of your own, from this folder or PYTHONPATH; repeatable",
+        help="Python module with a custom schedule, from this folder or PYTHONPATH; repeatable",
     )
 
 
-def simulation_of(args: argparse.Namespace) -> Simulation:
-    """The priced timetable that the flags ask for. Raises ScheduleError."""
-    return _priced(*_request(args), args)
+def list_schedules() -> str:
+    """Return all registered schedules and their options, one per line."""
+    width = max(map(len, SCHEDULES))
+    lines = []
+    for name, schedule in sorted(SCHEDULES.items()):
+        known = sorted(schedule.options.items())
+        options = [f"--option {key}={o.default_text} ({o.described})" for key, o in known]
+        lines += [f"  {name:<{width}}  {schedule.summary}", *(f"  {'':<{width}}  {o}" for o in options)]
+    return "\n".join(lines)
 
 
-def timetable_of(args: argparse.Namespace) -> Timetable:
-    """The timetable that the flags ask for. Raises ScheduleError."""
-    return _timetable(*_request(args), args)[0]
+# --- requests: NAME[:KEY=VALUE...], or the path of a timetable file ---------------------------------------------------
 
 
-def _request(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """The schedule of a verb about one, and its options."""
-    name, own = split_request(args.schedule)
-    return name, _joined(args.schedule, own, _options(args))
+def split_request(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the name or path, and the options of ``"dpp:placement=v:policy=depth"``; a path has no options.
+
+    Raises:
+        ScheduleError: an option has no value or is given twice.
+    """
+    if is_file(text):
+        return text, {}
+    name, *options = text.split(":")
+    return name, _read_options(options, text)
+
+
+def is_file(text: str) -> bool:
+    """Return whether a request is a timetable file, not a name whose option looks like a path."""
+    return os.path.isfile(text) or (is_timetable_file(text) and _WITH_OPTIONS.match(text) is None)
+
+
+def _read_options(words: Iterable[str], source: str) -> dict[str, Any]:
+    """Return options such as ``chunks=3``; ``source`` is the flag or request in errors. Raises ScheduleError."""
+    options: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not (key and equals):
+            raise ScheduleError(
+                f"{source}: not of the form KEY=VALUE (got {word!r}). Write for example chunks=3."
+            )
+        if key in options:
+            raise ScheduleError(
+                f"{source}: {key} is given twice (got {options[key]} and {value}). Give it once."
+            )
+        options[key] = _number_or_text(value)
+    return options
+
+
+def _number_or_text(value: str) -> int | float | str:
+    for number in (int, float):
+        with contextlib.suppress(ValueError):
+            return number(value)
+    return value
+
+
+def _flag_options(args: argparse.Namespace) -> dict[str, Any]:
+    return _read_options(args.option, "--option")
 
 
 def _joined(text: str, own: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a request and those of ``--option``. Raises ScheduleError for one that both give."""
+    """Return the options of a request and of ``--option``. Raises ScheduleError for an option in both."""
     for key in own:
         if key in others:
             raise ScheduleError(
-                f"{key} is given twice, by {text} and by --option {key}={others[key]}; give it once."
+                f"{text}: {key} is given twice (got --option {key}={others[key]}). Give it once."
             )
     return {**others, **own}
 
 
+# --- timetables ------------------------------------------------------------------------------------------------------
+
+
+def timetable_of(args: argparse.Namespace) -> Timetable:
+    """Return the requested timetable. Raises ScheduleError."""
+    name, own = split_request(args.schedule)
+    return _timetable(name, _joined(args.schedule, own, _flag_options(args)), args)[0]
+
+
+def simulation_of(args: argparse.Namespace) -> Simulation:
+    """Return the simulation of the requested timetable. Raises ScheduleError."""
+    name, own = split_request(args.schedule)
+    return _simulate(name, _joined(args.schedule, own, _flag_options(args)), args)
+
+
+def _simulate(name: str, options: Mapping[str, object], args: argparse.Namespace) -> Simulation:
+    timetable, costs = _timetable(name, options, args)
+    # A file may contain any ops, so they are checked first.
+    with naming_file(name):
+        check_timetable(timetable)
+        return simulate(timetable, costs)
+
+
+@contextlib.contextmanager
+def naming_file(name: str) -> Iterator[None]:
+    """Put the path in front of errors about a timetable file, whose schedule may have another name."""
+    try:
+        yield
+    except ScheduleError as error:
+        raise error if not is_file(name) else ScheduleError(f"{name}: {error}") from None
+
+
+def _timetable(name: str, options: Mapping[str, object], args: argparse.Namespace) -> tuple[Timetable, Costs]:
+    """Return the timetable of a schedule or file, and its costs; with a model the costs of its stages."""
+    costs, model = _costs_of(args, options), model_of(args) if "model" in args else None
+
+    def costs_on(placement: Placement) -> Costs:
+        fitting = costs if model is None else stage_costs(costs, split_layers(model, placement, name))
+        fitting.check_fits(placement)
+        return fitting
+
+    if is_file(name):
+        timetable = _from_file(name, args)
+        return timetable, costs_on(timetable.placement)
+    schedule = get_schedule(name)
+    if args.num_devices is None or args.micro_batches is None:
+        raise ScheduleError(f"{name}: sizes are missing. Add --num-devices D and --micro-batches N.")
+    # Errors of the schedule come before errors of the costs.
+    placement = schedule.placement(args.num_devices, options)
+    if getattr(args, "forward_only", False):
+        timetable = forward_timetable(placement, args.micro_batches, schedule.name)
+        return timetable, costs_on(placement)
+    costs = costs_on(placement)
+    return schedule.timetable(args.num_devices, args.micro_batches, options, costs), costs
+
+
+def _from_file(name: str, args: argparse.Namespace) -> Timetable:
+    """Return the timetable of a file, whose sizes are fixed except for the N of an evaluation."""
+    if args.option and "schedule" in args:
+        raise ScheduleError(f"--option: a timetable file has no options (got {args.option[0]}). Remove it.")
+    timetable = read_timetable(name)
+    devices, micro_batches = timetable.placement.num_devices, timetable.micro_batches
+    forward_only = getattr(args, "forward_only", False)
+    other_devices = args.num_devices not in (None, devices)
+    if other_devices or (args.micro_batches not in (None, micro_batches) and not forward_only):
+        raise ScheduleError(
+            f"{name}: has fixed sizes, --num-devices {devices} --micro-batches {micro_batches} (got "
+            f"{args.num_devices} and {args.micro_batches}). Remove both flags."
+        )
+    if not forward_only:
+        return timetable
+    n = micro_batches if args.micro_batches is None else args.micro_batches
+    return forward_timetable(timetable.placement, n, timetable.schedule)
+
+
+def _costs_of(args: argparse.Namespace, options: Mapping[str, object]) -> Costs:
+    """Return the costs of ``--costs``, or of the equivalent option "costs". Raises ScheduleError for both."""
+    option = {**_flag_options(args), **options}.get(COSTS)
+    if option is not None and args.costs is not None:
+        raise ScheduleError(
+            f"--costs: given twice (got --costs {args.costs} and the option costs={option}). Give one of them."
+        )
+    text = args.costs if option is None else str(option)
+    return read_costs(_DEFAULT_COSTS if text is None else text)
+
+
+# --- comparisons -----------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Comparison:
-    """Schedules side by side: those that are possible, why the others are not, and what to know about the table.
+    """Simulated schedules, refused schedules and notes on the table.
 
-    ``refused`` maps the place of a schedule among those asked for to its name and the reason.
+    Attributes:
+        refused: index of a refused schedule in the request -> its name and the reason.
     """
 
     simulations: tuple[Simulation, ...]
@@ -109,147 +235,56 @@ class Comparison:
 
 
 def comparison_of(args: argparse.Namespace) -> Comparison:
-    """Every schedule of a comparison, priced, or the reason why it is not possible.
+    """Simulate every schedule of a comparison. A schedule with its own options is listed under the whole request.
 
-    One with options of its own goes by the whole request. Raises ScheduleError when none is possible, for a schedule
-    that is not known and for an option that none has.
+    Raises:
+        ScheduleError: a schedule is unknown, none supports the sizes, or an option belongs to none of them.
     """
-    options, requests = _options(args), {text: split_request(text) for text in args.schedules}
+    options, requests = _flag_options(args), {text: split_request(text) for text in args.schedules}
     known = {t: {} if is_file(name) else get_schedule(name).options for t, (name, _) in requests.items()}
-    notes = _partial(options, known)
+    notes = _option_notes(options, known)
     simulations: list[Simulation] = []
     refused: dict[int, tuple[str, str]] = {}
     first: ScheduleError | None = None
-    for place, text in enumerate(args.schedules):
+    for index, text in enumerate(args.schedules):
         name, own = requests[text]
         if COSTS in own:
             raise ScheduleError(
-                f"{text}: a comparison has one price list; give --costs {own[COSTS]} for all."
+                f"{text}: a comparison has one set of costs. Use --costs {own[COSTS]} for all."
             )
-        mine = _joined(text, own, {k: v for k, v in options.items() if k in known[text]})
+        joined = _joined(text, own, {k: v for k, v in options.items() if k in known[text]})
         try:
-            priced = _priced(name, mine, args)
+            simulation = _simulate(name, joined, args)
         except ScheduleError as error:
             first = first or error
-            refused[place] = (text, str(error).splitlines()[0].removeprefix(f"{name}: "))
+            refused[index] = (text, str(error).splitlines()[0].removeprefix(f"{name}: "))
         else:
-            named = replace(priced.timetable, schedule=text) if own or is_file(name) else priced.timetable
-            simulations.append(replace(priced, timetable=named))
+            if own or is_file(name):
+                simulation = replace(simulation, timetable=replace(simulation.timetable, schedule=text))
+            simulations.append(simulation)
     if first is not None and not simulations:
         raise first
     if len({s.timetable.micro_batches for s in simulations}) > 1:
-        sizes = simulations[0].timetable.micro_batches
-        notes.append(f"vs first: only for {sizes} micro-batches, as the first has.")
+        notes.append(
+            f"vs first: only for {simulations[0].timetable.micro_batches} micro-batches, as in the first row."
+        )
     return Comparison(tuple(simulations), refused, tuple(notes))
 
 
-def _priced(name: str, options: Mapping[str, object], args: argparse.Namespace) -> Simulation:
-    made, costs = _timetable(name, options, args)
-    # A file may hold anything: its computations are looked at before they are priced.
-    with naming(name):
-        check_timetable(made)
-        return simulate(made, costs)
-
-
-@contextlib.contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Errors about a timetable file say its name: the schedule's, in its first line, may be another one's."""
-    try:
-        yield
-    except ScheduleError as error:
-        raise error if not is_file(name) else ScheduleError(f"{name}: {error}") from None
-
-
-def _partial(options: Mapping[str, object], known: Mapping[str, Mapping[str, object]]) -> list[str]:
-    """What each option that not all schedules have is for. Raises ScheduleError for one that none has."""
+def _option_notes(options: Mapping[str, object], known: Mapping[str, Mapping[str, object]]) -> list[str]:
+    """Return a note for each option that only some schedules have. Raises ScheduleError if none has it."""
     notes = []
     for key, value in options.items():
-        having = [name for name, its in known.items() if key in its]
-        if not having:
-            each = "; ".join(f"{name} has {', '.join(sorted(its)) or 'none'}" for name, its in known.items())
-            raise ScheduleError(f"--option {key}: none of the schedules has it; {each}.")
-        if len(having) < len(known):
-            whose = ", ".join(having)
-            told = f"planned for by {whose}; all are priced with them" if key == COSTS else f"{whose} only"
-            notes.append(f"--option {key}={value}: {told}.")
+        owners = [name for name, its in known.items() if key in its]
+        if not owners:
+            each = "; ".join(f"{name}: {', '.join(sorted(its)) or 'none'}" for name, its in known.items())
+            raise ScheduleError(f"--option: unknown to all schedules (got {key}). Known options: {each}.")
+        if len(owners) < len(known):
+            users = ", ".join(owners)
+            use = (
+                f"used by {users} to plan, and by all to simulate"
+                if key == COSTS
+                else f"used by {users} only"
+            )
+            notes.append(f"--option {key}={value}: {use}.")
     return notes
-
-
-def _timetable(name: str, options: Mapping[str, object], args: argparse.Namespace) -> tuple[Timetable, Costs]:
-    """A registered schedule for the given sizes, or a timetable file, which has its own; and the costs.
-
-    With a model these are the costs of its stages.
-    """
-    costs, model = _costs_of(args, options), model_of(args) if "model" in args else None
-
-    def of(placement: Placement) -> Costs:
-        fitting = costs if model is None else stage_costs(costs, cut(model, placement, name))
-        fitting.check_fits(placement)
-        return fitting
-
-    if is_file(name):
-        made = _from_file(name, args)
-        return made, of(made.placement)
-    schedule = get_schedule(name)
-    if args.stages is None or args.micro_batches is None:
-        raise ScheduleError(
-            f"{schedule.name} needs --stages D and --micro-batches N, for example --stages 4 --micro-batches 8."
-        )
-    # First what the schedule itself refuses.
-    placement = schedule.placement(args.stages, options)
-    if getattr(args, "forward_only", False):
-        made = forward_timetable(placement, args.micro_batches, schedule.name)
-        return made, of(placement)
-    fitting = of(placement)
-    return schedule.timetable(args.stages, args.micro_batches, options, fitting), fitting
-
-
-def _from_file(name: str, args: argparse.Namespace) -> Timetable:
-    """A timetable from a file, which other sizes and options cannot be asked of, but for an evaluation any N."""
-    if args.option and "schedule" in args:
-        raise ScheduleError(f"--option {args.option[0]}: a timetable file has no options; leave it out.")
-    made = read_timetable(name)
-    has = (made.placement.num_devices, made.micro_batches)
-    asked = (args.stages, args.micro_batches)
-    forward_only = getattr(args, "forward_only", False)
-    if asked[0] not in (None, has[0]) or (asked[1] not in (None, has[1]) and not forward_only):
-        raise ScheduleError(
-            f"the timetable file {name} is for --stages {has[0]} --micro-batches {has[1]}; leave both out."
-        )
-    if not forward_only:
-        return made
-    micro_batches = made.micro_batches if args.micro_batches is None else args.micro_batches
-    return forward_timetable(made.placement, micro_batches, made.schedule)
-
-
-def _costs_of(args: argparse.Namespace, options: Mapping[str, object]) -> Costs:
-    """``--costs``, or the option "costs" of planned schedules, which here means the same. Raises ScheduleError."""
-    option = {**_options(args), **options}.get(COSTS)
-    if option is not None and args.costs is not None:
-        raise ScheduleError(
-            f"costs are given twice, --costs {args.costs} and --option costs={option}, and both say what is planned "
-            "for and priced with; give one of them."
-        )
-    given = args.costs if option is None else str(option)
-    return read_costs(_DEFAULT_COSTS if given is None else given)
-
-
-def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """``--option`` as a dict. Raises ScheduleError."""
-    return read_options(
-        args.option,
-        lambda text: f"--option {text!r}",
-        "chunks=3",
-        lambda key: f"--option {key} is given twice",
-    )
-
-
-def list_schedules() -> str:
-    """All registered schedules with their options, a line each."""
-    width = max(map(len, SCHEDULES))
-    lines = []
-    for name, schedule in sorted(SCHEDULES.items()):
-        known = sorted(schedule.options.items())
-        options = [f"--option {key}={o.default_text} ({o.described})" for key, o in known]
-        lines += [f"  {name:<{width}}  {schedule.summary}", *(f"  {'':<{width}}  {o}" for o in options)]
-    return "\n".join(lines)

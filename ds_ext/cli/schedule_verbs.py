@@ -1,70 +1,60 @@
-"""What the verbs of ``python -m ds_ext`` about schedules do; the command line itself is in ``__main__``.
+"""Verbs of ``python -m ds_ext`` for schedules: show, check, dump, simulate, compare, optimise.
 
-They are pure and answer at once: none imports torch or deepspeed.
+None of them imports torch or DeepSpeed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 
 from ..errors import ScheduleError
 from ..pipe_schedules import Timetable
 from ..pipe_schedules.check.program import Report, check
+from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.draw.grid import time_grid
+from ..pipe_schedules.draw.svg import heading
 from ..pipe_schedules.lower import dump, lower
 from ..pipe_schedules.simulate import Simulation
-from ..planner.candidates import aligned, format_bytes
 from ..planner.fbd import comparison_note
 from ..planner.memory import ModelSizes, memory
-from ..planner.stage_costs import cut
+from ..planner.stage_costs import message_bytes, repeated_share, split_layers
+from ..planner.text import aligned, format_bytes
 from .model_flags import model_of
-from .schedule_flags import comparison_of, naming, simulation_of, timetable_of
+from .schedule_flags import comparison_of, naming_file, simulation_of, timetable_of
 
 EXIT_OK, EXIT_INVALID, EXIT_USAGE, EXIT_PIPE = 0, 1, 2, 141
 
 Verb = Callable[[argparse.Namespace], int]
 
 
+# --- show ------------------------------------------------------------------------------------------------------------
+
+
 def run_show(args: argparse.Namespace) -> int:
-    """Print the title line and the grid over time, or write the timetable in another format."""
+    """Print a title and the grid over time, or write the timetable in another format."""
     simulation = simulation_of(args)
-    form = _form(args, {".csv": "csv", ".svg": "svg", ".json": "perfetto", ".txt": "timetable"})
+    form = _format(args, {".csv": "csv", ".svg": "svg", ".json": "perfetto", ".txt": "timetable"})
     return _write(args, form, _drawn(args, simulation) if form == "text" else _render(form, simulation))
 
 
-def run_compare(args: argparse.Namespace) -> int:
-    """Print a line per schedule, or write one page with that table and all timetables on one scale.
+def _format(args: argparse.Namespace, endings: dict[str, str]) -> str:
+    """Return the format of ``--format``, or of the file's ending. Raises ScheduleError for an unknown ending.
 
-    A schedule that is not possible has its reason in its line, and the exit status is 1.
+    Args:
+        endings: ending -> format, besides no ending and .html.
     """
-    form, model = _form(args, {}), model_of(args)
-    compared = comparison_of(args)
-    table = comparison(compared.simulations, model, compared.refused)
-    notes = [*compared.notes, *filter(None, map(comparison_note, compared.simulations))]
-    status = EXIT_INVALID if compared.refused else EXIT_OK
-    if form == "text":
-        _write(args, form, "\n".join([*aligned(table, left=(0, len(table[0]) - 1)), *notes]))
-        return status
-    from ..pipe_schedules.draw.page import html
-
-    _write(args, form, html(compared.simulations, table, notes))
-    return status
-
-
-def _form(args: argparse.Namespace, endings: dict[str, str]) -> str:
-    """The format that the flags ask for; ``endings`` are those of -o beside none and .html."""
     ending = os.path.splitext(args.output)[1] if args.output else ""
-    forms = {"": "text", ".html": "html", **endings}
-    if args.format is None and ending not in forms:
-        known = ", ".join(filter(None, forms))
-        raise ScheduleError(
-            f"-o {args.output}: {ending} is no ending that says a format; use {known}, or --format."
-        )
-    return args.format or forms[ending]
+    formats = {"": "text", ".html": "html", **endings}
+    if args.format is None and ending not in formats:
+        known = ", ".join(filter(None, formats))
+        raise ScheduleError(f"-o: unknown ending (got {args.output}). Use {known}, or --format.")
+    return args.format or formats[ending]
 
 
 def _write(args: argparse.Namespace, form: str, text: str) -> int:
@@ -81,7 +71,7 @@ def _write_file(path: str, text: str) -> None:
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise ScheduleError(f"-o {path}: {error.strerror}.") from None
+        raise ScheduleError(f"-o: cannot write (got {path}, {error.strerror}). Use another path.") from None
 
 
 def _drawn(args: argparse.Namespace, simulation: Simulation) -> str:
@@ -92,7 +82,7 @@ def _drawn(args: argparse.Namespace, simulation: Simulation) -> str:
 
 
 def _render(form: str, simulation: Simulation) -> str:
-    """The formats beside plain text; what they need is imported only here."""
+    """Return the timetable in a format other than text. Each format imports its module only here."""
     if form == "html":
         from ..pipe_schedules.draw.page import html
 
@@ -110,122 +100,213 @@ def _render(form: str, simulation: Simulation) -> str:
     return (torch_csv if form == "csv" else dumps)(simulation.timetable).rstrip("\n")
 
 
+# --- compare ---------------------------------------------------------------------------------------------------------
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    """Print one row per schedule, or write a page with this table and all timetables on one scale.
+
+    A refused schedule has its reason in its row, and the exit status is 1.
+    """
+    form, model = _format(args, {}), model_of(args)
+    compared = comparison_of(args)
+    table = comparison(compared.simulations, model, compared.refused)
+    notes = [*compared.notes, *filter(None, map(comparison_note, compared.simulations))]
+    if form == "text":
+        _write(args, form, "\n".join([*aligned(table, left=(0, len(table[0]) - 1)), *notes]))
+    else:
+        from ..pipe_schedules.draw.page import html
+
+        _write(args, form, html(compared.simulations, table, notes))
+    return EXIT_INVALID if compared.refused else EXIT_OK
+
+
 def comparison(
     simulations: Sequence[Simulation],
     model: ModelSizes | None = None,
     refused: Mapping[int, tuple[str, str]] | None = None,
 ) -> list[tuple[str, ...]]:
-    """A table: makespan, bubble, peak activations, messages, copies of the weights; times relative to the first.
+    """Return a table with its header: makespan, bubble, peak activations, messages, copies of the weights.
 
-    Its first row is the head. With ``model`` also the bytes of the worst rank. Times of other numbers of micro-batches
-    than the first's are not compared. Raises ScheduleError when the model's layers do not fit the stages.
+    With ``model`` it includes the memory of the worst device. Makespans are relative to the first row for the same
+    number of micro-batches.
 
     Args:
-        refused: place in the table -> name and reason of a schedule that is not possible.
+        refused: index of a row -> name and reason of a refused schedule.
+
+    Raises:
+        ScheduleError: the layers of the model do not fit the stages.
     """
     first = simulations[0]
-    head = ("schedule", "makespan", "vs first", "bubble", "peak act.", "messages", "weights", "memory", "")
-    rows = [
+    header = ("schedule", "makespan", "vs first", "bubble", "peak act.", "messages", "weights", "memory", "")
+
+    def relative(simulation: Simulation) -> str:
+        alike = simulation.timetable.micro_batches == first.timetable.micro_batches
+        return f"{simulation.makespan / first.makespan:.3f}" if alike and first.makespan else ""
+
+    rows: list[tuple[str, ...]] = [
         (
             s.timetable.schedule,
             f"{s.makespan:g}",
-            f"{s.makespan / first.makespan:.3f}" if first.makespan and _alike(s, first) else "",
+            relative(s),
             f"{s.bubble:.1%}",
             f"{max(s.peak_activations):g}",
             f"{s.messages}",
-            f"{_weights(s)}x",
-            "" if model is None else format_bytes(_worst(s, model)),
+            f"{s.timetable.placement.copies}x",
+            "" if model is None else format_bytes(_worst(s.timetable, model)),
             "",
         )
         for s in simulations
     ]
-    for place, (name, reason) in sorted((refused or {}).items()):
-        size = "" if model is None else "-"
-        rows.insert(place, (name, "-", "-", "-", "-", "-", "-", size, reason))
-    columns = [i for i, word in enumerate(head) if word or refused]
-    columns = [i for i in columns if head[i] != "memory" or model is not None]
-    return [tuple(row[i] for i in columns) for row in (head, *rows)]
+    for index, (name, reason) in sorted((refused or {}).items()):
+        rows.insert(index, (name, *["-"] * (len(header) - 2), reason))
+    columns = [
+        i for i, word in enumerate(header) if (word or refused) and (word != "memory" or model is not None)
+    ]
+    return [tuple(row[i] for i in columns) for row in (header, *rows)]
 
 
-def _weights(simulation: Simulation) -> int:
-    """Return the number of copies of the weights: of every pipe, and of forward devices."""
-    return simulation.timetable.placement.copies
+def _worst(timetable: Timetable, model: ModelSizes) -> int:
+    """Return the bytes of the device that needs most."""
+    sizes = split_layers(model, timetable.placement, timetable.schedule)
+    return max(device.total for device in memory(timetable, sizes))
 
 
-def _alike(one: Simulation, other: Simulation) -> bool:
-    return one.timetable.micro_batches == other.timetable.micro_batches
-
-
-def _worst(simulation: Simulation, model: ModelSizes) -> int:
-    """Bytes of the rank that needs most."""
-    made = simulation.timetable
-    return max(rank.total for rank in memory(made, cut(model, made.placement, made.schedule)))
+# --- check and dump --------------------------------------------------------------------------------------------------
 
 
 def run_check(args: argparse.Namespace) -> int:
-    """Print what was proven; a refusal goes to stderr."""
+    """Print the proven properties of a timetable; an error goes to stderr. Raises ScheduleError for wrong flags."""
     timetable = timetable_of(args)
     if args.link_slots is not None and args.link_slots < 1:
-        raise ScheduleError(f"--link-slots must be at least 1; got {args.link_slots}.")
+        raise ScheduleError(f"--link-slots: must be at least 1 (got {args.link_slots}).")
     try:
-        with naming(args.schedule):
+        with naming_file(args.schedule):
             report = check(lower(timetable), link_slots=args.link_slots)
     except ScheduleError as error:
         print(error, file=sys.stderr)
         return EXIT_INVALID
     print(f"{describe_sizes(timetable)}: valid")
-    print("\n".join(f"  {sentence}" for sentence in _proven(timetable, report)))
+    print("\n".join(f"  {line}" for line in _proven(timetable, report)))
     return EXIT_OK
 
 
 def _proven(timetable: Timetable, report: Report) -> Iterator[str]:
-    """A sentence a line."""
-    computations = sum(map(len, timetable.orders))
-    yield f"{computations} computations, each once, on the rank that holds its stage and after what it needs"
+    yield f"ops       {sum(map(len, timetable.orders))}, each once, on the device of its stage, after its dependencies"
+    yield f"messages  {report.messages}{', received in the order of each link' if report.messages else ''}"
     if report.messages:
-        yield f"{report.messages} messages, each taken by the rank it is sent to, in the order it is sent"
-        yield f"all ranks reach the end, also when a link holds only {report.link_slots} of its messages"
-    else:
-        yield "no messages, so every rank reaches its end by itself, however much a link holds"
-    yield f"{' '.join(map(str, report.num_buffers))} buffers per rank, none used twice at a time"
-    yield f"the loss is on rank {', '.join(map(str, report.loss_ranks))}"
+        slots = report.link_slots
+        yield f"links     no deadlock with room for {slots} message{'s' * (slots != 1)} per link"
+    yield f"buffers   {' '.join(map(str, report.num_buffers))}  (per device), one micro-batch at a time in each"
+    yield f"loss      device {', '.join(map(str, report.loss_ranks))}"
     if not timetable.trains:
-        yield "there are no backwards: an evaluation"
+        yield "backward  none: an evaluation"
 
 
 def run_dump(args: argparse.Namespace) -> int:
-    """Print the lowered timetable as JSON."""
+    """Print the program of every device as JSON."""
     print(json.dumps(dump(lower(timetable_of(args)))))
     return EXIT_OK
 
 
+# --- simulate and optimise -------------------------------------------------------------------------------------------
+
+
+def run_simulate(args: argparse.Namespace) -> int:
+    """Print the simulation as text or JSON; with a model also its memory and messages."""
+    simulation, model = simulation_of(args), model_of(args)
+    timetable = simulation.timetable
+    if model is None:
+        devices, message = None, None
+    else:
+        model = split_layers(model, timetable.placement, timetable.schedule)
+        devices = [{**asdict(device), "total": device.total} for device in memory(timetable, model)]
+        message = message_bytes(model)
+    if args.json:
+        more = {
+            "busy": list(simulation.busy),
+            "memory": devices,
+            "message_bytes": message,
+            "layers": None if model is None else model.layers,
+            "stage_bytes": None if model is None else _stage_bytes(model),
+        }
+        more = {key: value for key, value in more.items() if value is not None}
+        print(json.dumps({**simulation.as_dict(), **more}))
+        return EXIT_OK
+    peaks = " ".join(f"{peak:g}" for peak in simulation.peak_activations)
+    share = f"1/{timetable.placement.num_devices} of the model"
+    print(describe_sizes(timetable))
+    print(f"  makespan          {simulation.makespan:g}")
+    print(f"  ideal             {simulation.ideal:g}  (computing time per device)")
+    print(f"  bubble            {simulation.bubble:.1%}")
+    print(f"  busy              {' '.join(f'{share:.1%}' for share in simulation.busy)}  (per device)")
+    print(f"  peak activations  {peaks}  (per device, in units of {share})")
+    print(
+        f"  messages          {simulation.messages}{'' if message is None else f', {format_bytes(message)} each'}"
+    )
+    if model is not None and devices is not None:
+        print("\n".join([*_stage_lines(model, simulation.costs), *_memory_lines(devices)]))
+    return EXIT_OK
+
+
+def _stage_bytes(model: ModelSizes) -> list[int]:
+    """Return the bytes of a micro-batch's activations at every stage."""
+    assert not isinstance(model.layers, int), "split_layers() comes first"
+    return list(map(math.ceil, model.stage_activations(len(model.layers))))
+
+
+def _stage_lines(model: ModelSizes, costs: Costs) -> Iterator[str]:
+    """Yield the layers and costs of the stages, and the share of a forward that recomputation repeats."""
+    assert not isinstance(model.layers, int), "split_layers() comes first"
+    yield f"  layers            {' '.join(map(str, model.layers))}  (per stage)"
+    if costs.stages is not None:
+        factors = " ".join(f"{factor:.3g}" for factor in costs.stages)
+        yield f"  costs             {factors}  (factor per stage, including the head)"
+    repeated = repeated_share(model.recompute, model.hidden, model.seq)
+    if repeated:
+        yield f"  recompute         {repeated:.0%} of a layer's forward  ({model.recompute})"
+
+
+def _memory_lines(devices: Sequence[dict[str, int]]) -> list[str]:
+    """Return a table with one row per device: weights, gradients, optimizer, activations, total."""
+    rows = [[str(device), *map(format_bytes, parts.values())] for device, parts in enumerate(devices)]
+    return [f"  {line}" for line in aligned([["device", *devices[0]], *rows], left=())]
+
+
 def run_optimise(args: argparse.Namespace) -> int:
-    """Search, print what was found and what is proven, and write it as a timetable file."""
+    """Search for the best order, print it with its proven bound, and write it as a timetable file.
+
+    Raises:
+        ScheduleError: no order was found, or a flag is wrong.
+    """
     from ..planner.solver import optimise
 
     given = simulation_of(args)
-    room = max(given.peak_activations) if args.max_activations is None else args.max_activations
-    if not args.time_limit > 0:
-        raise ScheduleError(f"--time-limit must be more than 0 seconds; got {args.time_limit:g}.")
-    found = optimise(given.timetable, given.costs, max_activations=room, time_limit_s=args.time_limit)
-    print(f"{describe_sizes(given.timetable)}, at most {room:g} activations a rank")
     kept = max(given.peak_activations)
-    more = f"  (keeps {kept:g} activations, more than the limit)" if kept > room + 1e-9 else ""
-    print(f"  its own order   {found.given:g}{more}")
+    limit = kept if args.max_activations is None else args.max_activations
+    if not args.time_limit > 0:
+        raise ScheduleError(f"--time-limit: must be more than 0 seconds (got {args.time_limit:g}).")
+    optimum = optimise(given.timetable, given.costs, max_activations=limit, time_limit_s=args.time_limit)
+    more = f"  ({kept:g} activations, above the limit)" if kept > limit + 1e-9 else ""
+    print(f"{describe_sizes(given.timetable)}, at most {limit:g} activations per device")
+    print(f"  original order  {optimum.given:g}{more}")
+    print(f"  best order      {optimum.makespan:g}")
+    print(f"  proven bound    {optimum.bound:g}{'  (optimal)' if optimum.proven else ''}")
     if given.costs.jitter:
-        print("  (without the jitter of the costs)")
-    print(f"  the best found  {found.makespan:g}")
-    print(f"  proven bound    {found.bound:g}{'  (optimal)' if found.proven else ''}")
+        print("  jitter          ignored")
     if args.output is not None:
         from ..pipe_schedules.text import dumps
 
-        _write_file(args.output, dumps(found.timetable))
+        _write_file(args.output, dumps(optimum.timetable))
         print(f"wrote {args.output}")
     return EXIT_OK
 
 
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
 def title(simulation: Simulation) -> str:
-    """The schedule, its sizes and its price in one line."""
+    """Return the schedule, its sizes and its main figures in one line."""
     peaks = " ".join(f"{peak:g}" for peak in simulation.peak_activations)
     return (
         f"{describe_sizes(simulation.timetable)}: makespan {simulation.makespan:g}, ideal {simulation.ideal:g}, "
@@ -234,10 +315,5 @@ def title(simulation: Simulation) -> str:
 
 
 def describe_sizes(timetable: Timetable) -> str:
-    """``bitpipe, 4 stages, 8 micro-batches``, and of an evaluation that it is one."""
-    ranks, micro_batches = timetable.placement.devices_per_pipe, timetable.micro_batches
-    devices = f" on {timetable.placement.num_devices} devices" if timetable.placement.forward_devices else ""
-    return (
-        f"{timetable.schedule}, {ranks} stage{'s' if ranks != 1 else ''}{devices}, "
-        f"{micro_batches} micro-batch{'es' if micro_batches != 1 else ''}{'' if timetable.trains else ', forward only'}"
-    )
+    """Return ``bitpipe, 4 devices, 8 micro-batches``, with ``forward only`` for an evaluation."""
+    return f"{timetable.schedule}, {heading(timetable)}{'' if timetable.trains else ', forward only'}"

@@ -1,4 +1,4 @@
-"""``python -m ds_ext trace``: join, sum up and draw the traces of a run. Imports neither torch nor deepspeed."""
+"""Verb ``trace`` of ``python -m ds_ext``: merge, summarize and draw the traces of a run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,77 +13,71 @@ from ..errors import ConfigError
 from ..observe.trace.merge import clocks, merge
 from ..observe.trace.read import read_traces
 from ..observe.trace.summary import Summary, summarize
-from ..planner.candidates import aligned
+from ..planner.text import aligned
 
-_EARLY_US = 100.0
+_EARLY_US = 100.0  # tolerated error of the clocks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the three verbs."""
+    """Add the verbs and their flags."""
     verbs = parser.add_subparsers(dest="trace_verb", metavar="VERB", required=True, title="verbs")
-    folder = {"metavar": "DIR", "type": Path, "help": 'the folder of "ds_ext": {"trace": {"dir": DIR}}'}
+    folder = {"metavar": "DIR", "type": Path, "help": 'folder of "ds_ext": {"trace": {"dir": DIR}}'}
 
     join = verbs.add_parser("merge", help="one file for ui.perfetto.dev, with an arrow for every message")
     join.add_argument("folder", **folder)
-    join.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="a .json")
+    join.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="JSON file to write")
     join.set_defaults(trace_run=run_merge)
 
-    total = verbs.add_parser(
-        "summary", help="where the time went: busy, bubble, waits; slowest stage and link"
-    )
+    total = verbs.add_parser("summary", help="busy, bubble and waiting times; slowest stage and link")
     total.add_argument("folder", **folder)
-    total.add_argument("--json", action="store_true", help="for programs")
+    total.add_argument("--json", action="store_true", help="print JSON")
     total.set_defaults(trace_run=run_summary)
 
-    page = verbs.add_parser("view", help="one HTML page: the planned timetable above the measured one")
+    page = verbs.add_parser("view", help="HTML page: planned timetable above the measured one")
     page.add_argument("folder", **folder)
-    page.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="an .html")
-    page.add_argument("--step", type=int, metavar="K", help="the step to draw (the one of median length)")
+    page.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="HTML file to write")
+    page.add_argument("--step", type=int, metavar="K", help="step to draw (the one with the median time)")
     page.set_defaults(trace_run=run_view)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen verb. Returns 0; raises DsExtError."""
+    """Run a verb of ``trace``. Returns 0; raises DsExtError."""
     return args.trace_run(args)
 
 
 def run_merge(args: argparse.Namespace) -> int:
-    """Join the ranks' traces into one file and say what was found."""
+    """Merge the traces of all ranks into one file. Raises ConfigError if it cannot be written."""
     traces = read_traces(args.folder)
     if args.output.resolve() in {trace.path.resolve() for trace in traces.ranks.values()}:
-        raise ConfigError(f"-o {args.output} is one of the traces that are joined. Give another file.")
+        raise ConfigError(f"-o: overwrites a trace (got {args.output}). Use another file.")
     try:
         merged = merge(traces, args.output)
     except OSError as error:
-        raise ConfigError(f"-o {args.output}: {error.strerror}.") from None
-    _tell(traces.notes)
+        raise _cannot_write(args.output, error) from None
+    _print_notes(traces.notes)
     worst = max(clock["error_us"] for clock in clocks(traces))
     print(
         f"wrote {args.output}: {len(traces.ranks)} of {traces.run['world_size']} ranks, {merged.events} events, "
-        f"{merged.messages} messages, {os.path.getsize(args.output):,} bytes; clocks within {worst:.0f} us"
+        f"{merged.messages} messages, {os.path.getsize(args.output):,} bytes; clock error {worst:.0f} us"
     )
     if merged.early_us > max(worst, _EARLY_US):
-        _tell(
-            [
-                f"a message seems to arrive {merged.early_us:.0f} us before it is sent: the clocks are that wrong."
-            ]
-        )
+        _print_notes([f"clocks: a message arrives {merged.early_us:.0f} us before it is sent"])
     return 0
 
 
 def run_summary(args: argparse.Namespace) -> int:
-    """Print the summary, for people or for programs."""
-    found = summarize(read_traces(args.folder))
+    """Print the summary as text or JSON."""
+    summary = summarize(read_traces(args.folder))
     if args.json:
-        print(json.dumps(found.as_dict()))
-        return 0
-    _tell(found.notes)
-    print("\n".join(summary_lines(found)))
+        print(json.dumps(summary.as_dict()))
+    else:
+        _print_notes(summary.notes)
+        print("\n".join(summary_lines(summary)))
     return 0
 
 
 def run_view(args: argparse.Namespace) -> int:
-    """Write the page."""
+    """Write the HTML page. Raises ConfigError if it cannot be written."""
     from ..observe.trace.view import page
 
     traces = read_traces(args.folder)
@@ -91,70 +85,57 @@ def run_view(args: argparse.Namespace) -> int:
     try:
         args.output.write_text(text, "utf-8")
     except OSError as error:
-        raise ConfigError(f"-o {args.output}: {error.strerror}.") from None
-    _tell(traces.notes)
+        raise _cannot_write(args.output, error) from None
+    _print_notes(traces.notes)
     print(f"wrote {args.output} ({os.path.getsize(args.output):,} bytes)")
     return 0
 
 
-def summary_lines(found: Summary) -> list[str]:
-    """The summary as text."""
-    some = len(found.ranks) < found.world_size
-    of = f" ({len(found.ranks)} of {found.world_size} ranks)" if some else ""
-    steps = f"{found.steps} step{'s' * (found.steps != 1)}"
+def _cannot_write(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"-o: cannot write (got {path}, {error.strerror}). Use another path.")
+
+
+def summary_lines(summary: Summary) -> list[str]:
+    """Return the summary as text."""
+    some = len(summary.ranks) < summary.world_size
+    ranks = f" ({len(summary.ranks)} of {summary.world_size} ranks)" if some else ""
+    steps = f"{summary.steps} step{'s' * (summary.steps != 1)}"
     lines = [
-        f"{found.schedule}, {steps} of {found.step_s:.3f} s{of}: bubble {found.bubble:.1%}",
+        f"{summary.schedule}, {steps} of {summary.step_s:.3f} s{ranks}: bubble {summary.bubble:.1%}",
         "",
-        *aligned(summary_table(found), left=(0, 7)),
+        *aligned(summary_table(summary), left=(0, 7)),
         "",
     ]
-    stage, link = found.slowest_stage, found.slowest_link
+    stage, link = summary.slowest_stage, summary.slowest_link
     if stage is not None:
-        others = "" if stage.others_ms is None else f" (the others {stage.others_ms:.2f} ms)"
+        others = "" if stage.others_ms is None else f" (other stages {stage.others_ms:.2f} ms)"
         lines.append(
-            f"slowest stage  {stage.stage} on rank {stage.rank}: {stage.ms:.2f} ms a micro-batch{others}"
+            f"slowest stage  {stage.stage} on rank {stage.rank}: {stage.ms:.2f} ms per micro-batch{others}"
         )
     if link is not None:
         lines.append(
             f"slowest link   rank {link.sender} to {link.receiver}: {link.ms:.3f} ms for {link.bytes:,} bytes "
-            f"(median of {link.messages} messages that were waited for)"
+            f"(median of {link.messages} awaited messages)"
         )
     return lines
 
 
-def summary_table(found: Summary) -> list[tuple[str, ...]]:
-    """A head, then a row a rank."""
-    head = ("rank", "busy", "bubble", "p2p", "reduction", "hidden", "optimizer", "waits for")
-    rows = [
-        (
-            str(rank.rank),
-            *(
-                f"{share:.1%}"
-                for share in (
-                    rank.busy,
-                    rank.bubble,
-                    rank.p2p,
-                    rank.reduction,
-                    rank.reduction_hidden,
-                    rank.optimizer,
-                )
-            ),
-            _waits(rank.waits),
-        )
-        for rank in found.ranks
-    ]
-    return [head, *rows]
+def summary_table(summary: Summary) -> list[tuple[str, ...]]:
+    """Return the header and one row per rank."""
+    header = ("rank", "busy", "bubble", "p2p", "reduction", "hidden", "optimizer", "waits for")
+    rows = []
+    for rank in summary.ranks:
+        shares = (rank.busy, rank.bubble, rank.p2p, rank.reduction, rank.reduction_hidden, rank.optimizer)
+        rows.append((str(rank.rank), *(f"{share:.1%}" for share in shares), _waits(rank.waits)))
+    return [header, *rows]
 
 
 def _waits(waits: dict[int, float]) -> str:
-    """``rank 1 12.3%, rank 3 0.5%``: the longest first."""
-    return ", ".join(
-        f"rank {peer} {share:.1%}"
-        for peer, share in sorted(waits.items(), key=lambda item: -item[1])
-        if share >= 5e-4
-    )
+    """Return ``rank 1 12.3%, rank 3 0.5%``, longest first."""
+    longest = sorted(waits.items(), key=lambda item: -item[1])
+    return ", ".join(f"rank {peer} {share:.1%}" for peer, share in longest if share >= 5e-4)
 
 
-def _tell(notes: Sequence[str]) -> None:
+def _print_notes(notes: Sequence[str]) -> None:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)

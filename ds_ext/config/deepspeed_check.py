@@ -53,6 +53,8 @@ _CLASSES: dict[str, tuple[type, type]] = {
 # DeepSpeedEngine reads the first itself for Adam and AdamW; the second are arguments that no JSON may set.
 _ADAM_SWITCHES = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
 _NOT_OF_THE_JSON = ("adamw_mode", "max_grad_norm")
+# These have the argument "amsgrad" and raise an error for it. To ask them would compile their code.
+_WITHOUT_AMSGRAD = (FusedAdam, DeepSpeedCPUAdam, FusedLamb)
 # These need a closure or sparse gradients, which a pipeline does not have.
 _NOT_IN_A_PIPELINE = ("LBFGS", "SparseAdam")
 _INSTEAD = {
@@ -200,6 +202,11 @@ def _check_optimizer(parsed: Any, section: Mapping[str, Any], flags: Mapping[str
             f"optimizer.type: not tested with ZeRO by DeepSpeed (got {section['type']!r}). Add "
             f'"zero_allow_untested_optimizer": true, or use AdamW.'
         )
+    if params.get("amsgrad") and made in _WITHOUT_AMSGRAD:
+        fix = 'Remove it, or add "torch_adam": true.' if adam else "Remove it."
+        raise ConfigError(
+            f"optimizer.params.amsgrad: not supported by {made.__name__} (got {params['amsgrad']!r}). {fix}"
+        )
     # DeepSpeed's classes check no values: AdamW's rules apply.
     rules = made if made in classes.values() else torch.optim.AdamW
     defaults = _arguments(rules)
@@ -229,6 +236,12 @@ def _check_scheduler(parsed: Any, section: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"scheduler.type: torch's schedulers cannot drive the optimizers that DeepSpeed makes for ZeRO, bf16 and "
             f"fp16 (got {name!r}). Use one of {', '.join(own)}."
+        )
+    _, *arguments = inspect.signature(classes[name].step).parameters.values()
+    if any(one.default is inspect.Parameter.empty for one in arguments):
+        raise ConfigError(
+            f"scheduler.type: needs the loss in every step, which DeepSpeed does not pass to schedulers of a pipeline "
+            f"(got {name!r}). Use one of {', '.join(own)}."
         )
     if section.get("params") is None:
         raise ConfigError('scheduler.params: missing (got null). Add "params": {...}.')

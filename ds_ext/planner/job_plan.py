@@ -1,7 +1,7 @@
 """Plan of a job: everything decided from the JSON, the flags and the world size before launch.
 
-Built once per process by :func:`make_job_plan` and passed down: the scripts print it, ``PipelineModule`` cuts layers by
-it, the engine runs its program. Imports neither torch nor DeepSpeed.
+Built once per process by :func:`make_job_plan` and passed down: the scripts print it, ``PipelineModule`` splits the
+layers by it, the engine runs its program. Imports neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ..pipe_schedules.ops import Op
 from ..pipe_schedules.reductions import eager_reductions
 from ..pipe_schedules.registry import DynamicRules
 from ..pipe_schedules.simulate import Simulation, simulate
-from .auto import choose_for_job, chosen_schedule
-from .candidates import Choice
+from .auto import best_schedule, choose_for_job
+from .search import Candidates
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,15 @@ class JobPlan:
     """Everything that follows from the JSON, the flags and the world size.
 
     Attributes:
-        schedule, options: the schedule that runs, and its options from "schedule_options" and "fbd".
+        schedule: the schedule that runs.
+        options: its options, from "schedule_options" and "fbd".
         layout: global ranks of every device, pipeline group and tensor-parallel rank.
         program: the timetable, lowered.
         report: proof that the program ends.
-        simulation: the timetable priced with the costs that it was planned or chosen for; equal costs by default.
-        reductions: per device: computation -> the stages whose gradients are reduced from then on.
+        simulation: simulation with the costs that the schedule was planned or chosen for; equal costs by default.
+        reductions: for each device: op -> stages whose gradients are reduced after it.
         rules: runtime scheduling rules; None for a static schedule.
-        choice: candidates of the schedule "auto", ranked; None for any other.
+        candidates: candidates of the schedule "auto", ranked; None for any other.
     """
 
     job: JobConfig
@@ -55,7 +56,7 @@ class JobPlan:
     simulation: Simulation
     reductions: tuple[Mapping[Op, tuple[int, ...]], ...]
     rules: DynamicRules | None = None
-    choice: Choice | None = None
+    candidates: Candidates | None = None
 
     @property
     def settings(self) -> DsExtConfig:
@@ -64,32 +65,32 @@ class JobPlan:
 
     @property
     def costs(self) -> Costs:
-        """The costs that the timetable was planned, chosen and priced for."""
+        """Costs that the timetable was planned, chosen and simulated for."""
         return self.simulation.costs
 
     def resized(self, gradient_accumulation_steps: int) -> JobPlan:
-        """Return the plan for another number of micro-batches. Raises ConfigError when the schedule refuses it."""
+        """Return the plan for another number of micro-batches. Raises ConfigError if the schedule refuses it."""
         sizes = replace(self.sizes, gradient_accumulation_steps=gradient_accumulation_steps)
-        return _plan(self.job, self.schedule, self.options, self.layout, sizes, self.choice)
+        return _plan(self.job, self.schedule, self.options, self.layout, sizes, self.candidates)
 
 
 def make_job_plan(job: JobConfig, world_size: int | None = None) -> JobPlan:
     """Decide a job.
 
     Args:
-        world_size: number of processes; None means one pipeline group.
+        world_size: number of processes; None: one pipeline group.
 
     Raises:
-        ConfigError: a size, an option or the batch does not fit the schedule or the world.
-        ScheduleError: the schedule's own timetable is not sound.
+        ConfigError: a size, an option or the batch does not fit the schedule or the world size.
+        ScheduleError: the timetable of the schedule is wrong.
     """
-    schedule, choice = resolve_schedule(job, world_size)
+    schedule, candidates = resolve_schedule(job, world_size)
     options = schedule_options(job.ds_ext, schedule)
     placement = place(job.ds_ext, schedule, options)
     tensor = job.ds_ext.tensor_parallel_size
     data = 1 if world_size is None else data_parallel_size(world_size, placement, tensor)
     sizes = batch_sizes(job.deepspeed, placement.replicas, data, job.flags)
-    return _plan(job, schedule, options, make_layout(placement, tensor, data), sizes, choice)
+    return _plan(job, schedule, options, make_layout(placement, tensor, data), sizes, candidates)
 
 
 def _plan(
@@ -98,7 +99,7 @@ def _plan(
     options: Mapping[str, Any],
     layout: ParallelLayout,
     sizes: BatchSizes,
-    choice: Choice | None,
+    candidates: Candidates | None,
 ) -> JobPlan:
     devices = job.ds_ext.pipeline_parallel_size
     with _as_config_error():
@@ -106,7 +107,7 @@ def _plan(
         rules = schedule.rules(devices, sizes.micro_batches, options)
     program = lower(timetable)
     report = check(program, link_slots=_link_credits(layout.placement))
-    simulation = simulate(timetable, _costs(options, choice))
+    simulation = simulate(timetable, _costs(options, candidates))
     reductions = eager_reductions(simulation)
     return JobPlan(
         job,
@@ -120,21 +121,21 @@ def _plan(
         simulation,
         reductions,
         rules,
-        choice,
+        candidates,
     )
 
 
-def resolve_schedule(job: JobConfig, world_size: int | None = None) -> tuple[Schedule, Choice | None]:
-    """Return the schedule by name, from a timetable file, or the best candidate of "auto", with all candidates.
+def resolve_schedule(job: JobConfig, world_size: int | None = None) -> tuple[Schedule, Candidates | None]:
+    """Return the schedule by name, from a timetable file, or the best of "auto", with all candidates of "auto".
 
     Raises:
-        ConfigError: it is unknown, a module of the key "import" fails, nothing fits the job, or the transport cannot
-            run it.
+        ConfigError: the schedule is unknown, a module of the key "import" fails, nothing fits the job, or the
+            transport cannot run the schedule.
     """
     import_own_schedules(job)
     settings = job.ds_ext
     if settings.schedule == AUTO:
-        choice = choose_for_job(
+        candidates = choose_for_job(
             job.deepspeed,
             devices=settings.pipeline_parallel_size,
             tensor_parallel=settings.tensor_parallel_size,
@@ -142,12 +143,12 @@ def resolve_schedule(job: JobConfig, world_size: int | None = None) -> tuple[Sch
             train=settings.train,
             world_size=world_size,
         )
-        return chosen_schedule(choice), choice
+        return best_schedule(candidates), candidates
     schedule = named_schedule(settings.schedule)
     if schedule.dynamic is not None and settings.transport == "torch":
         raise ConfigError(
-            f'"ds_ext": schedule "{schedule.name}" decides its order by the messages that have arrived, and transport '
-            f'"torch" cannot poll for them. Use "transport": "auto" or "shm", or a static schedule.'
+            f'transport: schedule "{schedule.name}" polls for messages, which this transport cannot (got "torch"). Use '
+            f'"auto" or "shm", or a static schedule.'
         )
     return schedule, None
 
@@ -157,46 +158,46 @@ def schedule_options(settings: DsExtConfig, schedule: Schedule) -> dict[str, Any
     options = dict(settings.schedule_options)
     for key, value in settings.fbd.options(settings.tensor_parallel_size).items():
         if key not in schedule.options:
-            raise ConfigError(
-                f'"ds_ext": fbd.{key} is for a schedule with forward ranks, such as "fbd"; the schedule is '
-                f'"{schedule.name}". Leave it out, or set "schedule": "fbd".'
-            )
+            raise _needs_forward_ranks(f"fbd.{key}", schedule)
         if options.setdefault(key, value) != value:
             raise ConfigError(
-                f'"ds_ext": schedule_options.{key} {options[key]} contradicts "fbd", which makes it {value}. '
-                f"Give one of them."
+                f'schedule_options.{key}: contradicts "fbd", which sets {value} (got {options[key]}). Remove one of '
+                f"them."
             )
     settings.fbd.require_something_to_merge(settings.tensor_parallel_size)
     return options
 
 
 def place(settings: DsExtConfig, schedule: Schedule, options: Mapping[str, Any]) -> Placement:
-    """Return the stages of every device. Raises ConfigError when the schedule cannot use these sizes."""
+    """Return the stages of every device. Raises ConfigError if the schedule does not support the sizes."""
     with _as_config_error():
         placement = schedule.placement(settings.pipeline_parallel_size, options)
     if settings.fbd.forward_hosts is not None and not placement.forward_devices:
-        raise ConfigError(
-            f'"ds_ext": fbd.forward_hosts is for a schedule with forward ranks, such as "fbd"; the schedule is '
-            f'"{schedule.name}". Leave it out, or set "schedule": "fbd".'
-        )
+        raise _needs_forward_ranks("fbd.forward_hosts", schedule)
     if placement.merged > 1 and settings.sequence_parallel:
         raise ConfigError(
-            '"sequence_parallel": true and merged forward ranks exclude each other: the ranks of a tensor-parallel '
-            "group take slices of the tokens, and a merged rank has all of them. Leave one of the two out."
+            "sequence_parallel: excludes merged forward ranks, which hold all tokens (got true). Remove it, or "
+            "fbd.merge_forward_tensor_parallel."
         )
     return placement
 
 
-def _costs(options: Mapping[str, Any], choice: Choice | None) -> Costs:
-    """Return the costs that the schedule was chosen or planned for; forward = input = weight gradient by default."""
-    if choice is not None and choice.best is not None:
-        return choice.best.costs
+def _needs_forward_ranks(key: str, schedule: Schedule) -> ConfigError:
+    return ConfigError(
+        f'{key}: needs a schedule with forward ranks (got schedule "{schedule.name}"). Remove it, or use "fbd".'
+    )
+
+
+def _costs(options: Mapping[str, Any], candidates: Candidates | None) -> Costs:
+    """Return the costs that the schedule was chosen or planned for, or the default costs."""
+    if candidates is not None and candidates.best is not None:
+        return candidates.best.costs
     given = options.get("costs")
     return Costs() if given is None else read_costs(given)
 
 
 def _link_credits(placement: Placement) -> int | None:
-    """Return how many messages a forward rank may be ahead of a backward rank; None where nothing limits it."""
+    """Return the limit of messages from a forward to a backward device; None without forward devices."""
     if not placement.forward_devices:
         return None
     stages = range(placement.stages - 1)
@@ -205,7 +206,7 @@ def _link_credits(placement: Placement) -> int | None:
 
 @contextlib.contextmanager
 def _as_config_error() -> Iterator[None]:
-    """Turn a schedule's refusal of sizes into a ConfigError: here they come from the JSON."""
+    """Turn a schedule's refusal of sizes into a ConfigError, because the sizes are from the JSON."""
     try:
         yield
     except ScheduleError as error:

@@ -1,16 +1,16 @@
-"""Bytes that every device of a timetable needs for a GPT of given sizes: weights, gradients, optimizer, activations.
+"""Memory of every device for a GPT of given sizes: weights, gradients, optimizer states, activations.
 
-Activations of a transformer layer after Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models" (arXiv 2205.05198), table 2, in bytes, with s the sequence length, b the micro-batch size, h the hidden size, a
-the heads and t the tensor-parallel size; 16-bit activations and dropout masks of a byte:
+Activations of a transformer layer follow Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+Models" (arXiv 2205.05198), table 2. Bytes, with sequence length s, micro-batch size b, hidden size h, heads a,
+tensor-parallel size t, 16-bit activations and one-byte dropout masks:
 
     recompute              without sequence parallelism     with it
     none                   sbh (10 + 24/t + 5as/(ht))       sbh (34/t + 5as/(ht))
     selective              sbh (10 + 24/t)                  sbh 34/t
     full                   2sbh                             2sbh
 
-Attention that never stores the scores (FlashAttention, PyTorch's SDPA) keeps what "selective" keeps. Not counted:
-what a kernel works in, the layer that is just being recomputed, messages under way, the allocator's waste.
+Attention that does not store its scores (FlashAttention, PyTorch's SDPA) keeps as much as "selective". Not counted:
+workspaces of kernels, the layer under recomputation, messages in flight, fragmentation.
 """
 
 from __future__ import annotations
@@ -23,32 +23,34 @@ from types import MappingProxyType
 from ..errors import ScheduleError
 from ..pipe_schedules.ops import BACKWARD_INPUT, FORWARD, RECOMPUTE
 from ..pipe_schedules.placement import Placement
-from ..pipe_schedules.simulate import Simulation
 from ..pipe_schedules.timetables import Timetable
 
-_RECOMPUTE = ("none", "selective", "full")
+RECOMPUTATIONS = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """A GPT, and how it is trained.
+    """Sizes of a GPT and settings of its training.
 
     Args:
-        layers: transformer layers: of the whole model, a multiple of the stages, or of every stage.
-        hidden, heads, vocab, seq: h, a, tokens of the vocabulary, s. The MLP is 4h wide.
+        layers: transformer layers of the whole model (a multiple of the stages), or of every stage.
+        hidden: h, hidden size; the MLP has 4h.
+        heads: a, attention heads.
+        vocab: vocabulary size.
+        seq: s, sequence length.
         micro_batch: b, samples of one micro-batch.
-        parameters: of every stage, where they are known better than the sizes above say.
-        tied: whether the head is the embedding; the two are one tensor where one device holds both.
-        weight_bytes, gradient_bytes, master_bytes, optimizer_bytes: for each parameter. The defaults are those of
-            Adam with 16-bit weights: 2 + 2, and 4 + 8 that ZeRO-1 shards (arXiv 1910.02054, section 3.1).
-        tensor_parallel, data_parallel: t, and the copies of the pipeline group.
-        sequence_parallel: whether what lies between the tensor-parallel parts is split over the sequence.
-        zero_stage: 0, or 1 to shard the optimizer over replicas x data-parallel ranks.
-        recompute: "none", "selective" (the attention's core) or "full" (whole layers).
-        attention_scores: whether the attention stores its s x s scores.
+        weight_bytes, gradient_bytes: per parameter. The defaults are for 16 bits.
+        master_bytes, optimizer_bytes: per parameter, sharded by ZeRO-1. The defaults are for Adam (arXiv 1910.02054,
+            section 3.1).
+        tensor_parallel: t, tensor-parallel size.
+        data_parallel: copies of the pipeline group.
+        sequence_parallel: split the activations between tensor-parallel layers along the sequence.
+        zero_stage: 0, or 1 to shard the optimizer states over replicas x data-parallel ranks.
+        recompute: "none", "selective" (the core of the attention) or "full" (whole layers).
+        attention_scores: True if the attention stores its s x s scores.
 
     Raises:
-        ScheduleError: a size is not positive, or two do not fit.
+        ScheduleError: a size is not positive, or two sizes do not fit.
     """
 
     layers: int | tuple[int, ...]
@@ -57,8 +59,6 @@ class ModelSizes:
     vocab: int
     seq: int
     micro_batch: int = 1
-    parameters: tuple[int, ...] | None = None
-    tied: bool = True
     weight_bytes: int = 2
     gradient_bytes: int = 2
     master_bytes: int = 4
@@ -76,24 +76,22 @@ class ModelSizes:
             least = 0 if name.endswith("_bytes") or name == "zero_stage" or isinstance(value, tuple) else 1
             for number in value if isinstance(value, tuple) else (value,):
                 if isinstance(number, int) and not isinstance(number, bool) and number < least:
-                    raise ScheduleError(f"model sizes: {name} must be at least {least}; got {number}.")
-        if self.recompute not in _RECOMPUTE:
+                    raise ScheduleError(f"{name}: must be at least {least} (got {number}).")
+        if self.recompute not in RECOMPUTATIONS:
             raise ScheduleError(
-                f"model sizes: recompute is one of the {len(_RECOMPUTE)} {', '.join(_RECOMPUTE)}; "
-                f"got {self.recompute!r}."
+                f"recompute: unknown kind (got {self.recompute!r}). Use {', '.join(RECOMPUTATIONS)}."
             )
         if self.zero_stage > 1:
+            raise ScheduleError(f"zero_stage: pipelines support 0 and 1 (got {self.zero_stage}).")
+        if self.hidden % self.heads:
+            raise ScheduleError(f"heads: must divide hidden {self.hidden} (got {self.heads}).")
+        if self.heads % self.tensor_parallel:
             raise ScheduleError(
-                f"model sizes: zero_stage must be 0 or 1 with pipelines; got {self.zero_stage}."
-            )
-        if self.hidden % self.heads or self.heads % self.tensor_parallel:
-            raise ScheduleError(
-                f"model sizes: heads must divide hidden, and tensor_parallel the heads; got hidden {self.hidden}, "
-                f"heads {self.heads}, tensor_parallel {self.tensor_parallel}."
+                f"tensor_parallel: must divide heads {self.heads} (got {self.tensor_parallel})."
             )
 
     def layer_activations(self) -> float:
-        """Bytes that a rank keeps of one transformer layer for one micro-batch."""
+        """Return the bytes that a rank keeps of one transformer layer and micro-batch."""
         s, b, h, a, t = self.seq, self.micro_batch, self.hidden, self.heads, self.tensor_parallel
         if self.recompute == "full":
             return 2 * s * b * h
@@ -101,51 +99,50 @@ class ModelSizes:
         return s * b * h * ((34 / t if self.sequence_parallel else 10 + 24 / t) + scores)
 
     def layers_of(self, stages: int) -> tuple[int, ...]:
-        """Layers of every stage. Raises ScheduleError with both numbers when they do not fit."""
+        """Return the layers of every stage. Raises ScheduleError if they do not fit ``stages``."""
         if isinstance(self.layers, int):
             if self.layers % stages:
-                near = [n for n in (self.layers // stages * stages, -(-self.layers // stages) * stages) if n]
+                below = self.layers // stages * stages
+                near = " or ".join(str(n) for n in (below, below + stages) if n)
                 raise ScheduleError(
-                    f"model sizes: {self.layers} layers do not divide into {stages} stages. Use "
-                    f"{' or '.join(map(str, near))} layers, or say the layers of every stage."
+                    f"layers: must be a multiple of {stages} stages (got {self.layers}). Use {near}."
                 )
             return (self.layers // stages,) * stages
-        return _one_a_stage("layers", self.layers, stages)
+        if len(self.layers) != stages:
+            raise ScheduleError(f"layers: one number per stage, {stages} in all (got {len(self.layers)}).")
+        return self.layers
 
     def stage_activations(self, stages: int) -> tuple[float, ...]:
-        """Bytes that a rank keeps of every stage for one micro-batch.
+        """Return the bytes that a rank keeps of every stage for one micro-batch.
 
-        The first stage also keeps the embedding's dropout mask, sbh; the last one the inputs of its norm and head,
-        4sbh, and the logits in 32 bits, 4sb * vocab / t (the paper's section 4.3).
+        The first stage also keeps the dropout mask of the embedding, sbh. The last stage also keeps the inputs of its
+        norm and head, 4sbh, and the 32-bit logits, 4sb * vocab / t (section 4.3 of the paper).
         """
-        found = [layers * self.layer_activations() for layers in self.layers_of(stages)]
+        kept = [layers * self.layer_activations() for layers in self.layers_of(stages)]
         t, sbh = self.tensor_parallel, self.seq * self.micro_batch * self.hidden
         between = sbh / t if self.sequence_parallel else sbh
-        found[0] += between
-        found[-1] += 4 * between + 4 * self.seq * self.micro_batch * self.vocab / t
-        return tuple(found)
+        kept[0] += between
+        kept[-1] += 4 * between + 4 * self.seq * self.micro_batch * self.vocab / t
+        return tuple(kept)
 
     def device_parameters(self, placement: Placement, device: int) -> float:
-        """Parameters that one rank of ``device`` holds, of all pipes. Raises ScheduleError."""
+        """Return the parameters of one rank of ``device``. Raises ScheduleError if the layers do not fit."""
         chunks, stages = placement.chunks[device], placement.stages
-        if self.parameters is not None:
-            given = _one_a_stage("parameters", self.parameters, stages)
-            return sum(given[chunk.stage] for chunk in chunks) / self.tensor_parallel
         h, t, layers = self.hidden, self.tensor_parallel, self.layers_of(stages)
-        # Matrices and the biases of column-parallel layers are split; other biases and the norms are not.
+        # Tensor parallelism splits matrices and the biases of column-parallel layers, not other biases and norms.
         layer = (12 * h * h + 7 * h) / t + 6 * h
         embedding = self.vocab * h / t
         total = sum(layers[chunk.stage] for chunk in chunks) * layer
         for pipe in range(placement.replicas):
             first, last = (0, pipe) in chunks, (stages - 1, pipe) in chunks
             total += first * (embedding + self.seq * h)
-            total += last * (2 * h + (0 if first and self.tied else embedding))
+            total += last * (2 * h + (0 if first else embedding))  # the head is the embedding: one tensor
         return total
 
 
 @dataclass(frozen=True)
-class RankMemory:
-    """Bytes of one rank; ``activations`` at their peak."""
+class DeviceMemory:
+    """Bytes of each rank of a device; ``activations`` at their peak."""
 
     weights: int
     gradients: int
@@ -154,20 +151,19 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """All together."""
+        """Sum of all parts."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
-def memory(made: Timetable | Simulation, sizes: ModelSizes) -> tuple[RankMemory, ...]:
-    """What every device needs. An evaluation has no gradients and no optimizer, and keeps no activations.
+def memory(timetable: Timetable, sizes: ModelSizes) -> tuple[DeviceMemory, ...]:
+    """Return the memory of every device; an evaluation needs weights only.
 
-    Device d holds the stages of all pipes that the placement gives it, with BitPipe both pipes': twice the weights.
-    ZeRO-1 shards the optimizer over the devices that hold the same stages and their data-parallel copies.
+    A device holds its stages of all pipes, so BitPipe doubles the weights. ZeRO-1 shards the
+    optimizer states over the devices that hold the same stages and their data-parallel copies.
 
     Raises:
-        ScheduleError: the sizes do not fit the timetable's stages.
+        ScheduleError: the sizes do not fit the stages of the timetable.
     """
-    timetable = made.timetable if isinstance(made, Simulation) else made
     placement = timetable.placement
     kept = sizes.stage_activations(placement.stages)
     shards = placement.replicas * sizes.data_parallel if sizes.zero_stage == 1 else 1
@@ -177,19 +173,19 @@ def memory(made: Timetable | Simulation, sizes: ModelSizes) -> tuple[RankMemory,
         count = sizes.device_parameters(placement, device)
         gradients, optimizer, activations = 0.0, 0.0, 0.0
         if device in placement.forward_devices:
-            # Weights, whole where one rank does the work of several; neither gradients nor optimizer nor a graph.
+            # Weights only; a merged forward rank holds them unsharded.
             whole = replace(sizes, tensor_parallel=1) if placement.merged > 1 else sizes
             count = whole.device_parameters(placement, device)
         elif timetable.trains:
             gradients, optimizer = count * sizes.gradient_bytes, count * state
             activations = _peak_bytes(timetable, device, kept)
         parts = (count * sizes.weight_bytes, gradients, optimizer, activations)
-        found.append(RankMemory(*map(math.ceil, parts)))
+        found.append(DeviceMemory(*map(math.ceil, parts)))
     return tuple(found)
 
 
 def _peak_bytes(timetable: Timetable, device: int, kept: tuple[float, ...]) -> float:
-    """Most bytes alive at once: from a forward to the end of its backward."""
+    """Return the peak of the live activations of a device."""
     live = peak = 0.0
     for kind, _, stage in timetable.orders[device]:
         if kind in (FORWARD, RECOMPUTE):
@@ -200,20 +196,12 @@ def _peak_bytes(timetable: Timetable, device: int, kept: tuple[float, ...]) -> f
     return peak
 
 
-def _one_a_stage(name: str, given: tuple[int, ...], stages: int) -> tuple[int, ...]:
-    if len(given) != stages:
-        raise ScheduleError(
-            f"model sizes: {name} has {len(given)} numbers, but the schedule cuts the model into {stages} stages."
-        )
-    return given
-
-
 def _gpt(layers: int, hidden: int, heads: int, vocab: int = 50257, seq: int = 2048) -> ModelSizes:
     return ModelSizes(layers, hidden, heads, vocab, seq)
 
 
-# GPT-2 (Radford et al. 2019), GPT-3 (arXiv 2005.14165, table 2.1; 1.3b with 16 heads as usual, 13b with 5120), 10b from
-# ZeRO-Offload (arXiv 2101.06840, table 2), 22b to 1t from arXiv 2205.05198, table 3.
+# GPT-2: Radford et al. 2019. GPT-3: arXiv 2005.14165, table 2.1, with the usual 16 heads for 1.3b and hidden size 5120
+# for 13b. 10b: ZeRO-Offload (arXiv 2101.06840, table 2). 22b to 1t: arXiv 2205.05198, table 3.
 MODELS: Mapping[str, ModelSizes] = MappingProxyType(
     {
         "gpt-124m": _gpt(12, 768, 12, seq=1024),
@@ -234,8 +222,8 @@ MODELS: Mapping[str, ModelSizes] = MappingProxyType(
 
 
 def model_sizes(name: str) -> ModelSizes:
-    """The sizes of a model in ``MODELS``; ``dataclasses.replace`` changes how it is trained. Raises ScheduleError."""
-    found = MODELS.get(name.lower())
-    if found is None:
-        raise ScheduleError(f"model {name!r} is none of the {len(MODELS)} known: {', '.join(MODELS)}.")
-    return found
+    """Return the sizes of a model in ``MODELS``. Raises ScheduleError for an unknown name."""
+    sizes = MODELS.get(name.lower())
+    if sizes is None:
+        raise ScheduleError(f"model: unknown name (got {name!r}). Use one of {', '.join(MODELS)}.")
+    return sizes

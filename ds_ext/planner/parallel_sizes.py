@@ -1,45 +1,46 @@
-"""How to cut a cluster before it is there: every size of tensor, pipeline and data parallelism, each with its schedule.
+"""Tensor, pipeline and data-parallel sizes of a job for a cluster, each with its best schedule.
 
-A device computes at a given rate and messages have a given bandwidth. The forward of a transformer layer takes
-24bsh² + 4bs²h operations and that of the head 2bshV (arXiv 2104.04473, appendix; b the micro-batch size, s the
-sequence length, h the hidden size, V the vocabulary). Layers are cut so that the work of the devices is as even as it
-can be, the head being all on the last stage (:mod:`.stage_costs`). A message is 2bsh bytes.
+A device computes at a given rate, and messages have a given bandwidth. The forward of a transformer layer takes
+24bsh² + 4bs²h operations, and that of the head 2bshV (arXiv 2104.04473, appendix; micro-batch size b, sequence length
+s, hidden size h, vocabulary size V). Layers are assigned to balance the work of the devices, with the head on the last
+stage (:mod:`.stage_costs`). A message has 2bsh bytes.
 
-Not priced: tensor-parallel communication, gradient reduction over data-parallel ranks, the optimizer's step.
+Not priced: tensor-parallel communication, gradient reduction over data-parallel ranks, the optimizer step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ScheduleError
 from ..pipe_schedules.costs import Costs
-from .candidates import Candidate, Choice
 from .memory import ModelSizes
-from .search import Request, choose
+from .search import Candidate, Candidates, Request, choose
+from .stage_costs import forward_flops, message_bytes
+from .text import join_reasons, join_words
 
-_MARGIN = 0.01  # a schedule that saves less is not looked for
 MOST_TENSOR_PARALLEL = 8
-_NEAR = 100  # numbers on either side that an error looks through for one that would do
-TRAINED = ("none", "full")  # the kinds of recomputation that the scripts have
+TRAINED = ("none", "full")  # kinds of recomputation that `plan` considers
+_MARGIN = 0.01  # schedules that save less are not priced
+_SEARCHED = 100  # distance within which an error looks for sizes that fit
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the job runs on and how much it is to do.
+    """Devices of a job and its batch.
 
     Args:
-        devices: all of them.
-        memory_bytes: of a device.
-        flops: operations a second of a device, as reached in training and not as on its data sheet.
-        bandwidth: bytes a second of a message between two devices.
-        batch: samples of a step, all devices together.
-        tensor_parallel: the only size to look at; None: all up to 8.
+        devices: number of devices.
+        memory_bytes: memory of a device.
+        batch: samples of a step, over all devices.
+        flops: operations per second of a device in training, which is less than its peak.
+        bandwidth: bytes per second of a message between two devices.
+        tensor_parallel: the only tensor-parallel size to consider; None: all up to 8.
 
     Raises:
-        ScheduleError: one is not positive.
+        ScheduleError: a value is not positive.
     """
 
     devices: int
@@ -53,14 +54,16 @@ class Cluster:
         for name in ("devices", "memory_bytes", "batch", "flops", "bandwidth", "tensor_parallel"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ScheduleError(f"plan: {name.replace('_', ' ')} must be more than 0; got {value}.")
+                raise ScheduleError(f"{name}: must be more than 0 (got {value}).")
 
 
 @dataclass(frozen=True)
-class Cut:
-    """One way to cut the cluster: TP, PP, DP, the micro-batches of a pipeline group, and the choice of a schedule.
+class ParallelSizes:
+    """TP x PP x DP, with the ranked schedules for them.
 
-    ``forward_s`` is the time of a forward of one D-th of the model, the unit of the choice's times.
+    Attributes:
+        micro_batches: N, micro-batches of a pipeline group and step.
+        forward_s: seconds of a forward of 1/D of the model, the unit of the candidates' times.
     """
 
     tensor: int
@@ -68,188 +71,162 @@ class Cut:
     data: int
     micro_batches: int
     forward_s: float
-    choice: Choice
+    candidates: Candidates
 
     @property
-    def row(self) -> Candidate | None:
-        """The best schedule; where nothing fits the nearest; None when none is possible."""
-        return self.choice.best or self.choice.nearest
+    def candidate(self) -> Candidate | None:
+        """Best candidate, or the smallest if none fits; None if no schedule is possible."""
+        return self.candidates.best or self.candidates.smallest
 
     @property
     def fits(self) -> bool:
-        """Whether a schedule fits the memory."""
-        return self.choice.best is not None
+        """True if a schedule fits the memory."""
+        return self.candidates.best is not None
 
     @property
     def step_s(self) -> float | None:
         """Seconds of a step."""
-        return None if self.row is None or self.row.time is None else self.row.time * self.forward_s
+        time = None if self.candidate is None else self.candidate.time
+        return None if time is None else time * self.forward_s
+
+    def __str__(self) -> str:
+        return f"TP {self.tensor} x PP {self.pipeline} x DP {self.data}"
+
+    def section(self, sizes: ModelSizes) -> dict[str, Any]:
+        """Return the ``"ds_ext"`` section of the job. Raises ScheduleError if no schedule is possible."""
+        candidate = self.candidate
+        if candidate is None:
+            raise ScheduleError(self.candidates.reason())
+        train: dict[str, Any] = {
+            "num_layers": sizes.layers,
+            "hidden_size": sizes.hidden,
+            "num_attention_heads": sizes.heads,
+            "seq_length": sizes.seq,
+            "recompute_granularity": candidate.recompute,
+        }
+        if candidate.layers is not None and len(set(candidate.layers)) > 1:
+            train["stage_layers"] = ",".join(map(str, candidate.layers))
+        return {
+            "schedule": candidate.schedule,
+            "pipeline_parallel_size": self.pipeline,
+            "tensor_parallel_size": self.tensor,
+            "schedule_options": candidate.settings,
+            "train": train,
+        }
 
 
 @dataclass(frozen=True)
-class Cuts:
-    """All that are possible, best first (least time that fits, then least memory), and why the others are not."""
+class ClusterPlan:
+    """All possible sizes, best first, and (sizes, reason) of the impossible ones."""
 
-    found: tuple[Cut, ...]
+    ranked: tuple[ParallelSizes, ...]
     refused: tuple[tuple[str, str], ...]
 
+    @property
+    def best(self) -> ParallelSizes:
+        """Sizes with the shortest step that fits; the smallest if none fits."""
+        return self.ranked[0]
 
-def parallel_sizes(
+
+def plan_cluster(
     cluster: Cluster,
     sizes: ModelSizes,
     ratios: Costs | None = None,
-    progress: Callable[[int, int], None] = lambda done, of: None,
-) -> Cuts:
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> ClusterPlan:
     """Choose a schedule for every TP x PP x DP that uses all devices.
 
-    What would be less than 1 % faster than another schedule for the same sizes is not looked for.
+    A schedule that saves less than 1 % over another one for the same sizes is not priced.
 
     Args:
-        sizes: of the model, with its micro-batch size; its parallel sizes do not count.
-        ratios: times of input and weight gradient relative to the forward's, and jitter.
-        progress: called with how many of how many sizes are done, before each.
+        sizes: the model and its micro-batch size; its parallel sizes are ignored.
+        ratios: times of backward_input and backward_weight relative to the forward, and jitter.
+        progress: called with (done, total) before each of the sizes.
 
     Raises:
-        ScheduleError: nothing divides the devices, heads, layers and batch; or ``ratios`` has times of messages.
+        ScheduleError: no sizes fit the devices, heads, layers and batch; or ``ratios`` have times of messages.
     """
     ratios = ratios or Costs()
     if ratios.comm or ratios.links or ratios.stages is not None or not ratios.forward:
         raise ScheduleError(
-            "plan: costs are f, b and w relative to each other, and jitter; times of messages follow from the "
-            "bandwidth, and factors of stages belong to one number of stages."
+            "costs: `plan` takes f, b, w and jitter only, with f above 0, as it computes the times of messages and "
+            "stages. Remove the other keys."
         )
     try:
         every = list(_factors(cluster))
     except _Undivided as error:
-        raise ScheduleError(f"{error}{_ways_out(cluster, sizes)}") from None
-    found, refused = [], []
+        raise ScheduleError(f"{error}{_suggestions(cluster, sizes)}") from None
+    ranked: list[ParallelSizes] = []
+    refused: list[tuple[str, str]] = []
     for done, (tensor, pipeline, data) in enumerate(every):
         progress(done, len(every))
         reason = _refusal(cluster, sizes, tensor, pipeline, data)
         if reason:
             refused.append((f"TP {tensor} PP {pipeline} DP {data}", reason))
         else:
-            found.append(_cut(cluster, sizes, ratios, tensor, pipeline, data))
-    if not found:
-        reasons = "; ".join(join_reasons(refused))
+            ranked.append(_price(cluster, sizes, ratios, tensor, pipeline, data))
+    if not ranked:
+        reasons = "; ".join(join_reasons(reason for _, reason in refused))
         raise ScheduleError(
-            f"plan: no way to cut {cluster.devices} devices: {reasons}.{_ways_out(cluster, sizes)}"
+            f"devices: no parallel sizes fit: {reasons} (got {cluster.devices}).{_suggestions(cluster, sizes)}"
         )
-    return Cuts(tuple(sorted(found, key=_order)), tuple(refused))
-
-
-def join_reasons(refused: Sequence[tuple[str, str]]) -> list[str]:
-    """Reasons that differ only in their last number as one: "32 heads do not divide by TP 3, 5"."""
-    joined: dict[str, set[int]] = {}
-    for _, reason in refused:
-        words, _, number = reason.rpartition(" ")
-        joined.setdefault(words, set()).add(int(number))
-    return [f"{words} {', '.join(map(str, sorted(numbers)))}" for words, numbers in joined.items()]
-
-
-def forward_flops(sizes: ModelSizes) -> float:
-    """Operations of the forward of one micro-batch through the whole model, on all its ranks together."""
-    b, s, h = sizes.micro_batch, sizes.seq, sizes.hidden
-    layers = sizes.layers if isinstance(sizes.layers, int) else sum(sizes.layers)
-    return layers * (24 * b * s * h * h + 4 * b * s * s * h) + 2 * b * s * h * sizes.vocab
-
-
-def message_bytes(sizes: ModelSizes) -> int:
-    """Of an activation or gradient between two stages, in 16 bits."""
-    split = sizes.tensor_parallel if sizes.sequence_parallel else 1
-    return 2 * sizes.seq * sizes.micro_batch * sizes.hidden // split
+    return ClusterPlan(tuple(sorted(ranked, key=_order)), tuple(refused))
 
 
 def unit_costs(cluster: Cluster, sizes: ModelSizes, ratios: Costs, pipeline: int) -> tuple[Costs, float]:
-    """Return costs in forward times of one P-th of the model, and that unit in seconds."""
+    """Return costs in units of the forward of 1/D of the model, and this unit in seconds."""
     forward_s = forward_flops(sizes) / pipeline / (sizes.tensor_parallel * cluster.flops)
-    # Rounded, so that the job's JSON can contain exactly what was planned for.
-    message = round(message_bytes(sizes) / cluster.bandwidth / forward_s, 6)
-    backward_input, backward_weight = (
-        ratios.backward_input / ratios.forward,
-        ratios.backward_weight / ratios.forward,
-    )
     costs = replace(
-        ratios, forward=1.0, backward_input=backward_input, backward_weight=backward_weight, comm=message
+        ratios,
+        forward=1.0,
+        backward_input=ratios.backward_input / ratios.forward,
+        backward_weight=ratios.backward_weight / ratios.forward,
+        # Rounded, so that the JSON of the job can contain the exact value.
+        comm=round(message_bytes(sizes) / cluster.bandwidth / forward_s, 6),
     )
     return costs, forward_s
 
 
-def job_section(cut: Cut, sizes: ModelSizes) -> dict[str, Any]:
-    """The ``"ds_ext"`` section that trains so. Raises ScheduleError for a cut without a schedule."""
-    row = cut.row
-    if row is None:
-        raise ScheduleError(cut.choice.reason())
-    train: dict[str, Any] = {
-        "num_layers": sizes.layers,
-        "hidden_size": sizes.hidden,
-        "num_attention_heads": sizes.heads,
-        "seq_length": sizes.seq,
-        "recompute_granularity": row.recompute,
-    }
-    if row.layers is not None and len(set(row.layers)) > 1:
-        train["stage_layers"] = ",".join(map(str, row.layers))
-    return {
-        "schedule": row.schedule,
-        "pipeline_parallel_size": cut.pipeline,
-        "tensor_parallel_size": cut.tensor,
-        "schedule_options": row.settings,
-        "train": train,
-    }
+def _price(
+    cluster: Cluster, sizes: ModelSizes, ratios: Costs, tensor: int, pipeline: int, data: int
+) -> ParallelSizes:
+    sizes = replace(sizes, tensor_parallel=tensor, data_parallel=data)
+    costs, forward_s = unit_costs(cluster, sizes, ratios, pipeline)
+    micro_batches = cluster.batch // (data * sizes.micro_batch)
+    request = Request(
+        pipeline, micro_batches, costs, sizes, cluster.memory_bytes, TRAINED, cheap_ops=0, margin=_MARGIN
+    )
+    return ParallelSizes(tensor, pipeline, data, micro_batches, forward_s, choose(request))
+
+
+def _order(sizes: ParallelSizes) -> tuple[float, ...]:
+    """Sort by time, then bytes; sizes that do not fit follow by bytes, then sizes without a schedule."""
+    if sizes.candidate is None:
+        return (2,)
+    need = sizes.candidate.memory_bytes or 0
+    # Sums of the same times in another order differ by rounding.
+    return (0, float(f"{sizes.step_s:.7g}"), need) if sizes.fits else (1, need)
+
+
+class _Undivided(ScheduleError):
+    """The requested tensor-parallel size does not divide the devices."""
 
 
 def _factors(cluster: Cluster) -> Iterator[tuple[int, int, int]]:
-    """Every TP, PP, DP whose product is the devices."""
-    wanted = cluster.tensor_parallel
-    tensors = range(1, MOST_TENSOR_PARALLEL + 1) if wanted is None else [wanted]
-    for tensor in tensors:
+    """Yield every (TP, PP, DP) whose product is the number of devices."""
+    fixed = cluster.tensor_parallel
+    for tensor in range(1, MOST_TENSOR_PARALLEL + 1) if fixed is None else [fixed]:
         left, rest = divmod(cluster.devices, tensor)
-        if rest and wanted is not None:
-            raise _Undivided(f"plan: tensor parallel {wanted} does not divide {cluster.devices} devices.")
+        if rest and fixed is not None:
+            raise _Undivided(f"tensor_parallel: must divide {cluster.devices} devices (got {fixed}).")
         for pipeline in range(1, left + 1):
             if not rest and left % pipeline == 0:
                 yield tensor, pipeline, left // pipeline
 
 
-class _Undivided(ScheduleError):
-    """The size of tensor parallelism that is asked for does not divide the devices."""
-
-
-def _ways_out(cluster: Cluster, sizes: ModelSizes) -> str:
-    """Numbers that could be cut, each in place of one that cannot, as flags; "" where none is near."""
-
-    def fits(**changed: int) -> bool:
-        other = replace(cluster, **changed)
-        try:
-            return any(not _refusal(other, sizes, *cut) for cut in _factors(other))
-        except _Undivided:
-            return False
-
-    def near(name: str) -> list[int]:
-        given = getattr(cluster, name)
-        below, above = range(given - 1, max(given - _NEAR, 0), -1), range(given + 1, given + _NEAR)
-        found = (next((n for n in numbers if fits(**{name: n})), None) for numbers in (below, above))
-        return [n for n in found if n is not None]
-
-    ways = {"--devices": near("devices")}
-    if cluster.tensor_parallel is not None:
-        most = max(MOST_TENSOR_PARALLEL, cluster.tensor_parallel)
-        tensors = [n for n in range(1, most + 1) if fits(tensor_parallel=n)]
-        ways = {"--tensor-parallel": tensors, **ways}
-    ways["--global-batch-size"] = near("batch")
-    texts = [f"{flag} {either(numbers)}" for flag, numbers in ways.items() if numbers]
-    return f" Use {', or '.join(texts)}." if texts else ""
-
-
-def either(numbers: Sequence[int]) -> str:
-    """``"1, 2 or 4"``."""
-    *rest, last = map(str, numbers)
-    return f"{', '.join(rest)} or {last}" if rest else last
-
-
 def _refusal(cluster: Cluster, sizes: ModelSizes, tensor: int, pipeline: int, data: int) -> str:
-    """Why the sizes do not fit each other; "" if they do."""
-    assert isinstance(sizes.layers, int), "layers of every stage belong to one number of stages"
+    """Return why the sizes do not fit the model and the batch; "" if they do."""
+    assert isinstance(sizes.layers, int), "layers per stage are for one number of stages"
     if sizes.heads % tensor:
         return f"{sizes.heads} heads do not divide by TP {tensor}"
     if sizes.layers < pipeline:
@@ -259,20 +236,25 @@ def _refusal(cluster: Cluster, sizes: ModelSizes, tensor: int, pipeline: int, da
     return ""
 
 
-def _cut(cluster: Cluster, sizes: ModelSizes, ratios: Costs, tensor: int, pipeline: int, data: int) -> Cut:
-    sizes = replace(sizes, tensor_parallel=tensor, data_parallel=data)
-    costs, forward_s = unit_costs(cluster, sizes, ratios, pipeline)
-    micro_batches = cluster.batch // (data * sizes.micro_batch)
-    request = Request(
-        pipeline, micro_batches, costs, sizes, cluster.memory_bytes, TRAINED, cheap_ops=0, margin=_MARGIN
-    )
-    return Cut(tensor, pipeline, data, micro_batches, forward_s, choose(request))
+def _suggestions(cluster: Cluster, sizes: ModelSizes) -> str:
+    """Return flags with the nearest values that fit, each with all other flags unchanged; "" if there are none."""
 
+    def fits(**changed: int) -> bool:
+        other = replace(cluster, **changed)
+        try:
+            return any(not _refusal(other, sizes, *factors) for factors in _factors(other))
+        except _Undivided:
+            return False
 
-def _order(cut: Cut) -> tuple[float, ...]:
-    """What fits by time, equal times by bytes; then what does not by bytes; then what has no schedule."""
-    if cut.row is None:
-        return (2,)
-    size = cut.row.memory_bytes or 0
-    # Times of the same work, summed up in another order, differ by rounding.
-    return (0, float(f"{cut.step_s:.7g}"), size) if cut.fits else (1, size)
+    def near(name: str) -> list[int]:
+        given = getattr(cluster, name)
+        below, above = range(given - 1, max(given - _SEARCHED, 0), -1), range(given + 1, given + _SEARCHED)
+        nearest = (next((n for n in numbers if fits(**{name: n})), None) for numbers in (below, above))
+        return [n for n in nearest if n is not None]
+
+    values = {"--devices": near("devices"), "--global-batch-size": near("batch")}
+    if cluster.tensor_parallel is not None:
+        most = max(MOST_TENSOR_PARALLEL, cluster.tensor_parallel)
+        values = {"--tensor-parallel": [n for n in range(1, most + 1) if fits(tensor_parallel=n)], **values}
+    texts = [f"{flag} {join_words(numbers)}" for flag, numbers in values.items() if numbers]
+    return f" Use {', or '.join(texts)}." if texts else ""

@@ -1,15 +1,15 @@
-"""Which schedule to take: every registered one, priced and weighed for given devices, costs, model and memory.
+"""Search for the best schedule: every registered one, priced for given devices, costs, model and memory.
 
-Nothing here knows a schedule by name: each says itself which of its options are worth trying
-(:attr:`~ds_ext.pipe_schedules.registry.Schedule.variants`). Recomputation is tried with each: "full" computes every
-forward again in the backward, "selective" the attention's core, where that stores its scores at all (arXiv
-2205.05198, section 4). With a model every stage costs what its layers and the head cost (:mod:`.stage_costs`).
+No schedule is known here by name. Each declares which of its options are worth pricing
+(:attr:`~ds_ext.pipe_schedules.registry.Schedule.variants`). Each variant is priced with every kind of recomputation:
+"full" repeats every forward in the backward, "selective" the core of the attention if it stores its scores (arXiv
+2205.05198, section 4). With a model, a stage costs what its layers and the head cost (:mod:`.stage_costs`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -21,33 +21,159 @@ from ..pipe_schedules.events import Work
 from ..pipe_schedules.list_scheduling.search import lower_bound
 from ..pipe_schedules.ops import BACKWARD, FORWARD, KINDS
 from ..pipe_schedules.simulate import simulate
-from .candidates import SAME, Candidate, Choice, format_bytes
-from .memory import ModelSizes, memory
-from .stage_costs import cut, stage_costs
+from .memory import RECOMPUTATIONS, ModelSizes, memory
+from .stage_costs import split_layers, stage_costs
+from .text import costs_text, format_bytes, format_number, join_reasons
 
-RECOMPUTE = ("none", "selective", "full")
-_PLANS = 12  # orders that a planned schedule looks at, about
-_SEARCH = 60_000  # computations of all that it looks at when none meets the bound, at least
+SAME = 1e-7  # relative difference of equal times; factors of stages are rounded to 1e-8
+_REASONS_SHOWN = 3
+_ORDERS = 12  # approximate number of orders that a planned schedule simulates
+_SEARCHED_OPS = 60_000  # at least, over all orders of a search that does not meet its bound
 _MOST_OPS = 500_000  # of one candidate; planning takes about 5 microseconds for each of up to a million
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """One way to run a job, priced or refused.
+
+    Attributes:
+        costs: costs of each stage, with recomputation.
+        planned: True if the schedule plans its order for the costs.
+        refusal: reason in one sentence why the candidate cannot be used; "" if it can.
+        time: makespan of a step in the unit of the costs; None if not priced.
+        memory_bytes: memory of the worst device; None without a model or a price.
+        replicas: copies of the weights.
+        activations: peak of the worst device, in D-ths of the model.
+        stages: stages of the model.
+        layers: transformer layers of every stage.
+        unpriced: True if a lower bound of the time excluded the candidate.
+    """
+
+    schedule: str
+    options: Mapping[str, Any]
+    recompute: str
+    costs: Costs
+    planned: bool
+    refusal: str = ""
+    time: float | None = None
+    bubble: float | None = None
+    memory_bytes: int | None = None
+    replicas: int = 1
+    activations: float = 0.0
+    stages: int = 0
+    layers: tuple[int, ...] | None = None
+    unpriced: bool = False
+
+    @property
+    def label(self) -> str:
+        """Name and options, as ``interleaved chunks=3``."""
+        return " ".join([self.schedule, *(f"{key}={format_number(v)}" for key, v in self.options.items())])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The "schedule_options" of a job: the options, and the costs if the order is planned for them."""
+        if self.planned and self.costs != Costs():
+            return {**self.options, "costs": costs_text(self.costs)}
+        return dict(self.options)
+
+    @property
+    def size(self) -> tuple[float, ...]:
+        """Key that sorts by memory: bytes, or without a model copies of the weights and activations."""
+        if self.memory_bytes is not None:
+            return (self.memory_bytes,)
+        return (self.replicas, self.activations)
+
+    @property
+    def tie_order(self) -> tuple[object, ...]:
+        """Key that sorts candidates of equal time: least memory, then fewest stages, then name."""
+        return (*self.size, self.stages, self.schedule)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """All candidates, ranked: usable ones by time, too large ones by bytes, then the rest.
+
+    Attributes:
+        memory_bytes: memory limit of a device; None: no limit.
+        margin: relative saving below which a candidate was not priced.
+    """
+
+    ranked: tuple[Candidate, ...]
+    memory_bytes: int | None = None
+    margin: float = 0.0
+
+    @property
+    def best(self) -> Candidate | None:
+        """Usable candidate with the least time, then the least memory; None if nothing fits."""
+        return self.ranked[0] if self.ranked and not self.ranked[0].refusal else None
+
+    @property
+    def usable(self) -> tuple[Candidate, ...]:
+        """Candidates without a refusal."""
+        return tuple(c for c in self.ranked if not c.refusal)
+
+    @property
+    def smallest(self) -> Candidate | None:
+        """Too large candidate that needs the least memory."""
+        large = [c for c in self.ranked if c.refusal and c.memory_bytes is not None]
+        return min(large, key=lambda c: c.tie_order, default=None)
+
+    def reason(self) -> str:
+        """Return why the best candidate is the best, or why none is usable."""
+        best = self.best
+        if best is None:
+            return self._why_none()
+        others = [c for c in self.usable[1:] if c.schedule != best.schedule]
+        if not others:
+            return f"{best.label}: {self._why_only()}."
+        second = min(others, key=lambda c: (c.time, c.tie_order))
+        time, longer = best.time or 0.0, second.time or 0.0
+        if longer <= time * (1 + SAME):
+            return f"{best.label}: same step time as {second.label}, with no more memory."
+        ratio = (
+            f"{longer / time - 1:.1%} longer" if longer < 2 * time else f"{longer / time:.2f} times as long"
+        )
+        return f"{best.label}: shortest step. Next schedule: {second.label}, {ratio}."
+
+    def _why_only(self) -> str:
+        if any(c.unpriced for c in self.ranked):
+            saving = f"{self.margin:.0%} or more" if self.margin else "time"
+            return f"shortest step of all priced schedules. No other can save {saving}"
+        if self.memory_bytes is not None:
+            return f"only schedule that fits {format_bytes(self.memory_bytes)}"
+        return "only possible schedule"
+
+    def _why_none(self) -> str:
+        smallest, limit = self.smallest, self.memory_bytes
+        if smallest is None or smallest.memory_bytes is None or limit is None:
+            reasons = join_reasons(sorted({c.refusal.removesuffix(".") for c in self.ranked}))
+            hidden = len(reasons) - _REASONS_SHOWN
+            more = f"; {hidden} more reasons" if hidden > 0 else ""
+            return f"no schedule is possible: {'; '.join(reasons[:_REASONS_SHOWN])}{more}."
+        recompute = "" if smallest.recompute == "none" else f" with {smallest.recompute} recomputation"
+        return (
+            f"no schedule fits {format_bytes(limit)}. The smallest, {smallest.label}{recompute}, needs "
+            f"{format_bytes(smallest.memory_bytes)}, {format_bytes(smallest.memory_bytes - limit)} too much."
+        )
+
+
+@dataclass(frozen=True)
 class Request:
-    """What is asked for.
+    """Sizes, costs and limits to choose a schedule for.
 
     Args:
-        devices: D, of one pipeline group.
-        micro_batches: N, of a pipeline group and step, all pipes together.
-        costs: of one D-th of the model without recomputation.
-        sizes: of the model; None: neither its layers nor memory are looked at. Its ``recompute`` does not count.
-        memory_bytes: what a device has; None: no limit.
-        recompute: the kinds of recomputation to try.
-        cheap_ops: computations that a schedule may plan in any case; more, only while it can still be the best.
-        margin: share of the time that a better one must save to be worth looking for, whatever it takes to price.
-        stage_layers: the layers of every stage, as the scripts' flag; None: by their work.
+        devices: D, devices of a pipeline group.
+        micro_batches: N, micro-batches of a pipeline group and step, over all pipes.
+        costs: costs of 1/D of the model without recomputation.
+        sizes: the model; its ``recompute`` is ignored. None: layers and memory are not considered.
+        memory_bytes: memory limit of a device; None: no limit.
+        recompute: kinds of recomputation to price.
+        cheap_ops: number of ops that a schedule may plan even if its bound excludes it.
+        margin: relative saving below which a candidate is not priced, whatever it takes to price.
+        stage_layers: layers of every stage, as the scripts' flag; None: balanced by work.
 
     Raises:
-        ScheduleError: a size is not positive, or a limit is given without a model.
+        ScheduleError: a size is not positive, or a memory limit has no model.
     """
 
     devices: int
@@ -55,7 +181,7 @@ class Request:
     costs: Costs = field(default_factory=Costs)
     sizes: ModelSizes | None = None
     memory_bytes: int | None = None
-    recompute: tuple[str, ...] = RECOMPUTE
+    recompute: tuple[str, ...] = RECOMPUTATIONS
     cheap_ops: int = 30_000  # a tenth of a second
     margin: float = 0.0
     stage_layers: str | None = None
@@ -64,76 +190,78 @@ class Request:
         for name in ("devices", "micro_batches", "memory_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ScheduleError(f"choosing a schedule: {name} must be at least 1; got {value}.")
+                raise ScheduleError(f"{name}: must be at least 1 (got {value}).")
         if self.memory_bytes is not None and self.sizes is None:
             raise ScheduleError(
-                "choosing a schedule: a memory limit needs the sizes of the model that is to fit."
+                f"memory limit: needs the sizes of the model (got {format_bytes(self.memory_bytes)}, no sizes)."
             )
-        if not set(self.recompute) <= set(RECOMPUTE):
-            raise ScheduleError(
-                f"choosing a schedule: recompute is of {', '.join(RECOMPUTE)}; got {', '.join(self.recompute)}."
-            )
+        if not set(self.recompute) <= set(RECOMPUTATIONS):
+            given = ", ".join(self.recompute)
+            raise ScheduleError(f"recompute: unknown kind (got {given}). Use {', '.join(RECOMPUTATIONS)}.")
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Those kinds of recomputation that make a difference."""
+        """Kinds of recomputation that differ for this model."""
         if self.sizes is None:
-            return RECOMPUTE[:1]
+            return RECOMPUTATIONS[:1]
         differ = tuple(k for k in self.recompute if k != "selective" or self.sizes.attention_scores)
         return differ or self.recompute
 
 
-def choose(request: Request) -> Choice:
-    """Price every registered schedule with its variants and recomputations. Raises ScheduleError.
+def choose(request: Request) -> Candidates:
+    """Price every registered schedule with its variants and recomputations.
 
-    Orders that take long to plan are only made while they could still be the best: their times and memory have bounds
-    that are known at once. What is left out is in the table with its bound.
+    Orders that are slow to plan are planned only while their lower bounds of time and memory can beat the best
+    candidate. The others are listed with their bound.
     """
-    table, trials = [], []
-    for trial in _trials(request):
+    rows, variants = [], []
+    for variant in _variants(request):
         try:
-            # Of equals the simplest first: with a margin it may be the only one.
-            trials.append((trial.costly, trial.promise, trial.placement.stages, trial))
+            # Ties: fewest stages first, because a margin may leave out all later ones.
+            variants.append((variant.slow_to_plan, variant.bound, variant.placement.stages, variant))
         except ScheduleError as error:
-            table.append(trial.row(refusal=_first_sentence(error)))
+            rows.append(variant.candidate(refusal=_first_sentence(error)))
     best: tuple[float, ...] | None = None
-    for costly, promise, _, trial in sorted(trials, key=lambda t: t[:3]):
-        if best is not None and _hopeless(promise, best, costly, request.margin):
-            table.append(trial.row(refusal=_not_priced(promise, request.margin), unpriced=not promise[0]))
+    for slow, bound, _, variant in sorted(variants, key=lambda v: v[:3]):
+        if best is not None and _cannot_win(bound, best, slow, request.margin):
+            refusal = _not_priced(bound, request.margin)
+            rows.append(variant.candidate(refusal=refusal, unpriced=not bound[0]))
             continue
         try:
-            row = trial.price()
+            row = variant.price()
         except ScheduleError as error:
-            table.append(trial.row(refusal=_first_sentence(error)))
+            rows.append(variant.candidate(refusal=_first_sentence(error)))
             continue
-        table.append(row)
+        rows.append(row)
         reached = _rank(bool(row.refusal), row.time or 0.0, row.memory_bytes or 0)
         best = reached if best is None else min(best, reached)
-    return Choice(tuple(_sorted(_without_twins(table))), request.memory_bytes, request.margin)
+    return Candidates(tuple(_sorted(_without_duplicates(rows))), request.memory_bytes, request.margin)
 
 
-def _hopeless(promise: tuple[float, ...], best: tuple[float, ...], costly: bool, margin: float) -> bool:
-    """Whether what keeps its promise would not be the best, or with a margin not better by that."""
-    if margin and promise[0] == best[0] == 0:
-        return promise[1] > best[1] * (1 - margin)
-    return (costly or margin > 0) and promise > best
+def _cannot_win(bound: tuple[float, ...], best: tuple[float, ...], slow: bool, margin: float) -> bool:
+    """Return whether a candidate with this lower bound cannot beat the best one (by the margin, if there is one)."""
+    if margin and bound[0] == best[0] == 0:
+        return bound[1] > best[1] * (1 - margin)
+    return (slow or margin > 0) and bound > best
 
 
 def _rank(too_large: bool, time: float, size: float) -> tuple[float, ...]:
-    """What fits comes before what does not; the one by time, the other by bytes."""
+    """Return a key that sorts fitting candidates by time, then too large ones by bytes."""
     return (1, size) if too_large else (0, time)
 
 
-def _not_priced(promise: tuple[float, ...], margin: float) -> str:
-    large, least = promise
-    need = f"needs {format_bytes(math.ceil(least))}" if large else f"takes {least:.4g}"
-    than = f"not {margin:.0%} less than another one" if margin else "more than another one"
-    return f"Not planned: it {need} at least, {than}."
+def _not_priced(bound: tuple[float, ...], margin: float) -> str:
+    large, least = bound
+    need = (
+        f"memory of at least {format_bytes(math.ceil(least))}" if large else f"time of at least {least:.4g}"
+    )
+    than = f"less than {margin:.0%} below another" if margin else "above another"
+    return f"Not planned: {need}, {than}."
 
 
 @dataclass(frozen=True)
-class _Trial:
-    """A schedule with options and recomputation that may be tried."""
+class _Variant:
+    """Schedule with options and recomputation, before it is priced."""
 
     request: Request
     schedule: Schedule
@@ -141,55 +269,58 @@ class _Trial:
     recompute: str
 
     @cached_property
-    def costs(self) -> Costs:
-        """Of a stage each, with recomputation. Raises ScheduleError when they do not fit the stages."""
-        costs = self.request.costs if self.sizes is None else stage_costs(self.request.costs, self.sizes)
-        costs.check_fits(self.placement)
-        return costs
-
-    @cached_property
-    def sizes(self) -> ModelSizes | None:
-        """The model, cut into the schedule's stages. Raises ScheduleError when it has too few layers."""
-        sizes = self.request.sizes
-        if sizes is None:
-            return None
-        sizes = replace(sizes, recompute=self.recompute)
-        return cut(sizes, self.placement, self.schedule.name, self.request.stage_layers)
-
-    @cached_property
     def placement(self) -> Placement:
-        """Raises ScheduleError when the schedule cannot have these sizes."""
+        """Placement of the stages. Raises ScheduleError if the schedule does not support the sizes."""
         placement = self.schedule.placement(self.request.devices, self.options)
+        name, n = self.schedule.name, self.request.micro_batches
         if placement.forward_devices:
             raise ScheduleError(
-                f"{self.schedule.name} takes {placement.num_devices} devices for {placement.devices_per_pipe} stages, "
-                f"as forwards have devices of their own; there are {self.request.devices}."
+                f"{name}: needs {placement.num_devices} devices for {placement.devices_per_pipe} stages, with separate "
+                f"forward devices (got {self.request.devices})."
             )
-        n = self.request.micro_batches
         if n % placement.replicas:
             raise ScheduleError(
-                f"{self.schedule.name} shares the micro-batches evenly between {placement.replicas} pipes; got {n}."
+                f"{name}: micro-batches must be a multiple of {placement.replicas} pipes (got {n})."
             )
         if self._ops(placement) > _MOST_OPS:
-            raise ScheduleError(f"{self._ops(placement):,} computations are more than {_MOST_OPS:,}.")
+            raise ScheduleError(f"{name}: more than {_MOST_OPS:,} ops (got {self._ops(placement):,}).")
         return placement
 
     def _ops(self, placement: Placement) -> int:
         return (len(KINDS) - 1) * placement.stages * self.request.micro_batches
 
     @cached_property
-    def costly(self) -> bool:
-        """Whether it takes more than a moment to plan; with equal costs and free messages the bound is soon met."""
-        ops, f = self._ops(self.placement) * _PLANS, self.costs.forward
-        soon = self.costs == Costs(f, f, f) and self.request.micro_batches % self.request.devices == 0
-        return self.schedule.planned and (ops if soon else max(ops, _SEARCH)) > self.request.cheap_ops
+    def sizes(self) -> ModelSizes | None:
+        """Model with the layers of each stage. Raises ScheduleError if it has too few layers."""
+        sizes = self.request.sizes
+        if sizes is None:
+            return None
+        sizes = replace(sizes, recompute=self.recompute)
+        return split_layers(sizes, self.placement, self.schedule.name, self.request.stage_layers)
 
     @cached_property
-    def promise(self) -> tuple[float, ...]:
-        """No order of it can rank before this."""
+    def costs(self) -> Costs:
+        """Costs of each stage, with recomputation. Raises ScheduleError if they do not fit the stages."""
+        costs = self.request.costs if self.sizes is None else stage_costs(self.request.costs, self.sizes)
+        costs.check_fits(self.placement)
+        return costs
+
+    @cached_property
+    def slow_to_plan(self) -> bool:
+        """True for a planned order of many ops; with equal costs and free messages the search ends early."""
+        ops, f = self._ops(self.placement) * _ORDERS, self.costs.forward
+        ends_early = self.costs == Costs(f, f, f) and self.request.micro_batches % self.request.devices == 0
+        return (
+            self.schedule.planned
+            and (ops if ends_early else max(ops, _SEARCHED_OPS)) > self.request.cheap_ops
+        )
+
+    @cached_property
+    def bound(self) -> tuple[float, ...]:
+        """Lower bound of the rank of any order."""
         n, need = self.request.micro_batches, 0
         if self.sizes is not None:
-            one = tuple(
+            one_micro_batch = tuple(
                 tuple(
                     Op(kind, 0, stage)
                     for stage in self.placement.stages_of(d)
@@ -197,9 +328,9 @@ class _Trial:
                 )
                 for d in range(self.placement.num_devices)
             )
-            need = max(m.total for m in memory(Timetable("", self.placement, n, one), self.sizes))
-        # A split backward is waited for less, so this bounds a whole one too. Jitter may make all faster, and sums
-        # of the same times differ by rounding.
+            need = _worst(Timetable("", self.placement, n, one_micro_batch), self.sizes)
+        # Split backwards shorten the waits, so this bounds whole ones too. Jitter may shorten all ops, and sums of the
+        # same times differ by rounding.
         least = lower_bound(Work(self.placement, n, self.costs, split=True))
         least *= (1 - self.costs.jitter) * (1 - SAME)
         return _rank(self._too_large(need), float(f"{least:.6g}") if self.request.margin else least, need)
@@ -209,66 +340,67 @@ class _Trial:
         return limit is not None and need > limit
 
     def price(self) -> Candidate:
-        """Made and simulated. Raises ScheduleError."""
-        request = self.request
-        made = self.schedule.timetable(request.devices, request.micro_batches, self.options, self.costs)
-        priced = simulate(made, self.costs)
-        need = None if self.sizes is None else max(m.total for m in memory(made, self.sizes))
-        refusal = f"It needs {format_bytes(need)}." if need is not None and self._too_large(need) else ""
-        return self.row(
-            refusal=refusal,
-            time=priced.makespan,
-            bubble=priced.bubble,
+        """Build and simulate the timetable. Raises ScheduleError if the schedule refuses the sizes."""
+        request, sizes = self.request, self.sizes
+        timetable = self.schedule.timetable(request.devices, request.micro_batches, self.options, self.costs)
+        simulation = simulate(timetable, self.costs)
+        need = None if sizes is None else _worst(timetable, sizes)
+        return self.candidate(
+            refusal=f"It needs {format_bytes(need)}." if need is not None and self._too_large(need) else "",
+            time=simulation.makespan,
+            bubble=simulation.bubble,
             memory_bytes=need,
-            weights=made.placement.replicas,
-            activations=max(priced.peak_activations),
-            stages=made.placement.stages,
+            replicas=timetable.placement.replicas,
+            activations=max(simulation.peak_activations),
+            stages=timetable.placement.stages,
             costs=self.costs,
-            layers=self.sizes.layers
-            if self.sizes is not None and isinstance(self.sizes.layers, tuple)
-            else None,
+            layers=sizes.layers if sizes is not None and isinstance(sizes.layers, tuple) else None,
         )
 
-    def row(self, **found: Any) -> Candidate:
-        """A row of the table with what was found."""
-        found = {"costs": self.request.costs, **found}
+    def candidate(self, **values: Any) -> Candidate:
+        """Return the candidate with these values."""
+        values = {"costs": self.request.costs, **values}
         return Candidate(
-            self.schedule.name, self.options, self.recompute, planned=self.schedule.planned, **found
+            self.schedule.name, self.options, self.recompute, planned=self.schedule.planned, **values
         )
 
 
-def _trials(request: Request) -> Iterator[_Trial]:
+def _worst(timetable: Timetable, sizes: ModelSizes) -> int:
+    return max(device.total for device in memory(timetable, sizes))
+
+
+def _variants(request: Request) -> Iterator[_Variant]:
     for recompute in request.kinds:
         for _, schedule in sorted(SCHEDULES.items()):
             for options in schedule.variants(request.devices, request.micro_batches):
-                yield _Trial(request, schedule, options, recompute)
+                yield _Variant(request, schedule, options, recompute)
 
 
-def _without_twins(table: list[Candidate]) -> Iterator[Candidate]:
-    """Variants that come out alike are refused, but for the first."""
+def _without_duplicates(rows: Iterable[Candidate]) -> Iterator[Candidate]:
+    """Refuse every variant that equals an earlier one in all figures."""
     seen: dict[tuple[object, ...], Candidate] = {}
-    for row in table:
+    for row in rows:
         key = (row.schedule, row.recompute, row.time, row.bubble, row.memory_bytes, row.activations)
         if row.refusal or row.time is None:
             yield row
         elif key in seen:
-            yield replace(row, refusal=f"The same as {seen[key].label}.")
+            yield replace(row, refusal=f"Same as {seen[key].label}.")
         else:
             seen[key] = row
             yield row
 
 
-def _sorted(rows: Iterator[Candidate]) -> list[Candidate]:
-    """The best first, of equals in time by :attr:`.Candidate.order`; then by time; the refused by bytes, at the end."""
-    table = list(rows)
-    fits = sorted((c for c in table if not c.refusal), key=lambda c: (c.time, c.order))
+def _sorted(rows: Iterable[Candidate]) -> list[Candidate]:
+    """Sort usable rows by time, with ties in front by :attr:`.Candidate.tie_order`, then refused rows by bytes."""
+    rows = list(rows)
+    fits = sorted((c for c in rows if not c.refusal), key=lambda c: (c.time, c.tie_order))
     if fits:
         least = (fits[0].time or 0.0) * (1 + SAME)
-        best = min((c for c in fits if (c.time or 0.0) <= least), key=lambda c: c.order)
+        best = min((c for c in fits if (c.time or 0.0) <= least), key=lambda c: c.tie_order)
         fits = [best, *(c for c in fits if c is not best)]
-    large = [c for c in table if c.refusal and c.memory_bytes is not None]
-    rest = [c for c in table if c.refusal and c.memory_bytes is None]
-    return [*fits, *sorted(large, key=lambda c: c.order), *rest]
+    large = [c for c in rows if c.refusal and c.memory_bytes is not None]
+    rest = [c for c in rows if c.refusal and c.memory_bytes is None]
+    return [*fits, *sorted(large, key=lambda c: c.tie_order), *rest]
 
 
 def _first_sentence(error: ScheduleError) -> str:

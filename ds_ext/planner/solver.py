@@ -1,8 +1,8 @@
-"""The best order that exists, by constraint programming: an oracle for small sizes, and orders for measured costs.
+"""Optimal order of a timetable's ops by constraint programming, for small sizes.
 
-Needs OR-tools (``pip install 'ds_ext[solve]'``). The model is that of job-shop scheduling: an interval per
-computation, no two on a device at once, results before their use, and for memory a cumulative constraint over the
-time from a forward to the end of its backward. Micro-batches of a pipe are interchangeable: they enter in order.
+Needs OR-tools (``pip install 'ds_ext[solve]'``). The model is a job-shop problem: one interval per op, no overlap on a
+device, dependencies between ops, and a cumulative constraint for live activations. The micro-batches of a pipe are
+interchangeable, so they enter in order.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from ..pipe_schedules.events import Work
 from ..pipe_schedules.list_scheduling.search import lower_bound
 from ..pipe_schedules.simulate import Simulation, simulate
 
-_MOST_TICKS = 10_000_000  # of a step; the solver counts in integers
+_MOST_TICKS = 10_000_000  # of a step: the solver computes with integers
 
 
 @dataclass(frozen=True)
 class Optimum:
-    """What the solver found. Times are in the costs' unit.
+    """Best order found. All times are in the unit of the costs.
 
-    ``bound`` is proven: no order of these computations on these devices takes less. ``given`` is the time of the
-    timetable whose computations they are, which may keep more activations than were allowed.
+    Attributes:
+        bound: proven lower bound of the makespan of any order.
+        given: makespan of the original timetable, which may exceed the limit of activations.
     """
 
     timetable: Timetable
@@ -39,7 +40,7 @@ class Optimum:
 
     @property
     def proven(self) -> bool:
-        """Whether no other order takes less time than this one."""
+        """True if no other order is shorter."""
         return self.makespan <= self.bound * (1 + 1e-9)
 
 
@@ -49,56 +50,49 @@ def optimise(
     *,
     max_activations: float | None = None,
     time_limit_s: float = 60.0,
-    workers: int = 0,
 ) -> Optimum:
-    """Search for the order of ``timetable``'s computations that takes the least time, starting from its own.
+    """Search for the shortest order of the ops of ``timetable``, starting from its order.
 
     Args:
-        costs: F = I = W = 1 and free messages if None; their jitter does not count.
-        max_activations: most that a device may keep, in D-ths of the model; None for any number.
-        time_limit_s: then the best order so far is returned, with the bound as far as it is proven.
-        workers: threads of the solver; 0 for as many as there are cores.
+        costs: costs of the ops, without their jitter; None: F = I = W = 1 and free messages.
+        max_activations: limit of the live activations of a device, in D-ths of the model; None: no limit.
+        time_limit_s: seconds after which the best order so far is returned.
 
     Raises:
         ConfigError: OR-tools is not installed.
-        ScheduleError: ``timetable`` cannot run, or nothing was found that keeps to ``max_activations``.
+        ScheduleError: ``timetable`` cannot run, or no order within ``max_activations`` was found.
     """
     cp_model = _import_solver()
     if max_activations is not None and not max_activations > 0:
         raise ScheduleError(
-            f"max_activations must be more than 0 (D-ths of the model); got {max_activations}."
+            f"max_activations: must be more than 0 D-ths of the model (got {max_activations})."
         )
     costs = replace(costs or Costs(), jitter=0.0)
     given = simulate(timetable, costs)
     problem = _Problem(cp_model, given, costs)
     if max_activations is not None:
         problem.limit_memory(max_activations)
-    if max_activations is None or max(given.peak_activations) <= max_activations + 1e-9:
+    fits = max_activations is None or max(given.peak_activations) <= max_activations + 1e-9
+    if fits:
         problem.start_from(given)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = time_limit_s
-    solver.parameters.num_workers = workers
     status = solver.solve(problem.model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        limit = (
-            "" if max_activations is None else f" that keeps at most {max_activations:g} activations a device"
-        )
+        limit = "" if max_activations is None else f" with at most {max_activations:g} activations per device"
         if status == cp_model.INFEASIBLE:
             raise ScheduleError(
-                f"{timetable.schedule}: there is no order{limit} (infeasible: more time cannot help). Allow more "
-                f"activations."
+                f"{timetable.schedule}: no order exists{limit} (infeasible). Allow more activations."
             )
         raise ScheduleError(
-            f"{timetable.schedule}: no order{limit} was found in {solver.wall_time:.1f} s "
-            f"({solver.status_name(status).lower()}). Allow more activations or more than {time_limit_s:g} s."
+            f"{timetable.schedule}: no order found{limit} (got {solver.status_name(status).lower()} after "
+            f"{solver.wall_time:.1f} s). Allow more activations or more than {time_limit_s:g} s."
         )
     found = problem.timetable(solver)
     makespan = simulate(found, costs).makespan
-    if makespan > given.makespan and (
-        max_activations is None or max(given.peak_activations) <= max_activations + 1e-9
-    ):
+    if fits and makespan > given.makespan:
         found, makespan = timetable, given.makespan
-    # What the placement alone allows is often more than a short search can prove.
+    # The bound of the placement is often tighter than the bound that a short search proves.
     work = Work(timetable.placement, timetable.micro_batches, costs, split=bool(timetable.split_backwards))
     known = lower_bound(work) if timetable.trains else 0.0
     bound = min(max(solver.best_objective_bound * problem.tick, known), makespan)
@@ -106,32 +100,32 @@ def optimise(
 
 
 class _Problem:
-    """The model. Times are rounded down to ticks, so that its bound is one of the problem itself."""
+    """Constraint model. Times are rounded down to ticks, so its bound also holds for the exact times."""
 
     def __init__(self, cp_model: Any, given: Simulation, costs: Costs) -> None:
-        made = given.timetable
+        timetable = given.timetable
         self.model, self.given, self.costs = cp_model.CpModel(), given, costs
-        times = costs.durations(made.placement)
-        lengths = {op: times[op.kind][op.stage] for order in made.orders for op in order}
+        times = costs.durations(timetable.placement)
+        lengths = {op: times[op.kind][op.stage] for order in timetable.orders for op in order}
         self.tick = _tick([*lengths.values(), costs.comm], given.makespan)
         self.horizon = self.ticks(given.makespan) + len(lengths)
         self.length = {op: self.ticks(length) for op, length in lengths.items()}
         self.start = {op: self.model.new_int_var(0, self.horizon, str(op)) for op in lengths}
         makespan = self.model.new_int_var(0, self.horizon, "makespan")
-        for rank, order in enumerate(made.orders):
+        for device, order in enumerate(timetable.orders):
             self._one_at_a_time(order)
             for op in order:
                 self.model.add(makespan >= self.start[op] + self.length[op])
-                for need, owner in made.dependencies.of(op):
-                    delay = self.ticks(costs.delay(owner, rank))
+                for need, owner in timetable.dependencies.of(op):
+                    delay = self.ticks(costs.delay(owner, device))
                     self.model.add(self.start[op] >= self.start[need] + self.length[need] + delay)
-        for m in range(1, made.micro_batches):
-            if made.pipe(m) == made.pipe(m - 1):
+        for m in range(1, timetable.micro_batches):
+            if timetable.pipe(m) == timetable.pipe(m - 1):
                 self.model.add(self.start[Op("F", m - 1, 0)] <= self.start[Op("F", m, 0)])
         self.model.minimize(makespan)
 
     def ticks(self, time: float) -> int:
-        """A time as a whole number of ticks."""
+        """Return a time as a whole number of ticks."""
         return math.floor(time / self.tick + 1e-6)
 
     def _one_at_a_time(self, order: tuple[Op, ...]) -> None:
@@ -140,26 +134,26 @@ class _Problem:
         )
 
     def limit_memory(self, max_activations: float) -> None:
-        """A device keeps at most so many activations, from the start of a forward to the end of its backward."""
+        """Limit the live activations of every device, in D-ths of the model."""
         placement = self.given.timetable.placement
-        room = math.floor(max_activations * placement.stages / placement.num_devices + 1e-9)
+        limit = math.floor(max_activations * placement.stages / placement.num_devices + 1e-9)
         for order in self.given.timetable.orders:
             kept = []
-            for forward, last in _lives(order):
+            for forward, last in _live_spans(order):
                 size = self.model.new_int_var(0, self.horizon, "")
                 end = self.start[last] + self.length[last]
                 kept.append(self.model.new_interval_var(self.start[forward], size, end, ""))
-            self.model.add_cumulative(kept, [1] * len(kept), room)
+            self.model.add_cumulative(kept, [1] * len(kept), limit)
 
     def start_from(self, known: Simulation) -> None:
-        """A solution to improve."""
+        """Give the solver a known solution to improve."""
         for spans in known.spans:
             for op, start, _ in spans:
                 self.model.add_hint(self.start[op], self.ticks(start))
 
     def timetable(self, solver: Any) -> Timetable:
-        """The order that was found: every device by the starts; of equal starts, what takes no time first."""
-        made = self.given.timetable
+        """Return the order that was found: ops by start, then those without duration first."""
+        given = self.given.timetable
 
         def order(ops: tuple[Op, ...]) -> tuple[Op, ...]:
             place = {op: i for i, op in enumerate(ops)}
@@ -167,11 +161,11 @@ class _Problem:
                 sorted(ops, key=lambda op: (solver.value(self.start[op]), self.length[op], place[op]))
             )
 
-        return replace(made, schedule=f"{made.schedule}, optimised", orders=tuple(map(order, made.orders)))
+        return replace(given, schedule=f"{given.schedule}, optimised", orders=tuple(map(order, given.orders)))
 
 
-def _lives(order: tuple[Op, ...]) -> Iterator[tuple[Op, Op]]:
-    """(forward, last part of its backward) of every activation of a device."""
+def _live_spans(order: tuple[Op, ...]) -> Iterator[tuple[Op, Op]]:
+    """Yield (forward, last op of its backward) of every activation of a device."""
     last = {(op.stage, op.micro_batch): op for op in order if op.kind in ("B", "W")}
     for op in order:
         if op.kind == "F" and (op.stage, op.micro_batch) in last:
@@ -179,10 +173,10 @@ def _lives(order: tuple[Op, ...]) -> Iterator[tuple[Op, Op]]:
 
 
 def _tick(times: list[float], makespan: float) -> float:
-    """The largest time of which all are multiples; if that is very small, a share of the step."""
+    """Return the greatest common divisor of the times, or a fraction of the makespan if that is too small."""
     shares = [Fraction(time).limit_denominator(10_000) for time in set(times) if time]
     if not shares:
-        raise ScheduleError("there is nothing to optimise: all computations take no time.")
+        raise ScheduleError("costs: nothing to optimise (got a duration of 0 for every op).")
     common = reduce(lambda a, b: Fraction(math.gcd(a.numerator * b.denominator, b.numerator * a.denominator),
                                           a.denominator * b.denominator), shares)  # fmt: skip
     exact = all(
@@ -196,6 +190,6 @@ def _import_solver() -> Any:
         from ortools.sat.python import cp_model
     except ImportError as error:
         raise ConfigError(
-            f"optimise needs OR-tools, which cannot be imported here ({error}): pip install 'ds_ext[solve]'."
+            f"optimise: OR-tools cannot be imported (got {error}). Install it with `pip install 'ds_ext[solve]'`."
         ) from None
     return cp_model

@@ -1,7 +1,7 @@
-"""What a model makes of costs: how it is cut into stages, how much work each is, and what recomputation adds.
+"""Work of a model: layers and costs of each stage, operations, size of a message.
 
-``Costs`` are for one D-th of the model, as if all stages were alike. They are not: layers may not divide by the
-stages, the head is all on the last one, and a backward that recomputes does so for its layers but not for the head.
+``Costs`` are for 1/D of the model, as if all stages were equal. They are not: layers may not divide evenly, the head is
+on the last stage, and recomputation repeats the layers but not the head.
 """
 
 from __future__ import annotations
@@ -15,43 +15,53 @@ from ..pipe_schedules import Placement
 from ..pipe_schedules.costs import Costs
 from .memory import ModelSizes
 
-_DIGITS = 8  # of a factor: enough for any plan, and a job's JSON stays readable
+_DIGITS = 8  # of a factor: precise enough for any plan, short enough for a readable JSON
 
 
-def recomputed(recompute: str, hidden: int, seq: int) -> float:
-    """Share of a layer's forward that its backward computes again."""
+def repeated_share(recompute: str, hidden: int, seq: int) -> float:
+    """Return the share of a layer's forward that recomputation repeats in the backward."""
     if recompute == "selective":
         # 4bs²h of a layer's 24bsh² + 4bs²h operations.
         return seq / (6 * hidden + seq)
     return 1.0 if recompute == "full" else 0.0
 
 
-def _recomputed(sizes: ModelSizes) -> float:
-    return recomputed(sizes.recompute, sizes.hidden, sizes.seq)
+def forward_flops(sizes: ModelSizes) -> float:
+    """Return the operations of one micro-batch's forward through the whole model, over all ranks."""
+    b, s, h = sizes.micro_batch, sizes.seq, sizes.hidden
+    layers = sizes.layers if isinstance(sizes.layers, int) else sum(sizes.layers)
+    return layers * (24 * b * s * h * h + 4 * b * s * s * h) + 2 * b * s * h * sizes.vocab
 
 
-def cut(
+def message_bytes(sizes: ModelSizes) -> int:
+    """Return the bytes of a 16-bit activation or gradient between two stages."""
+    ranks = sizes.tensor_parallel if sizes.sequence_parallel else 1
+    return 2 * sizes.seq * sizes.micro_batch * sizes.hidden // ranks
+
+
+def split_layers(
     sizes: ModelSizes, placement: Placement, schedule: str, stage_layers: str | None = None
 ) -> ModelSizes:
-    """The model with the layers of every stage, cut as the scripts cut it (:mod:`..parallel.partition`).
+    """Return the model with the layers of each stage, assigned as in the scripts (:mod:`..parallel.partition`).
 
     Args:
-        schedule: its name, for errors.
-        stage_layers: ``"3,2,2,1"`` as the scripts' flag; None: by the work of layers and head.
+        schedule: name of the schedule, for errors.
+        stage_layers: value of the scripts' flag, as ``"3,2,2,1"``; None: balanced by the work of layers and head.
 
     Raises:
-        ScheduleError: there are fewer layers than stages, or layers that are given for every stage do not fit.
+        ScheduleError: there are fewer layers than stages, or given layers do not fit the stages.
     """
     if not isinstance(sizes.layers, int):
         sizes.layers_of(placement.stages)
         return sizes
     if sizes.layers < placement.stages and stage_layers in (None, BALANCED):
         raise ScheduleError(
-            f"{sizes.layers} layers are fewer than the {placement.stages} stages. Use as many layers, or fewer stages."
+            f"{sizes.layers} layers are fewer than {placement.stages} stages. Use more layers or fewer stages."
         )
-    weights = end_weights(sizes.hidden, sizes.seq, sizes.vocab, _recomputed(sizes))
+    repeated = repeated_share(sizes.recompute, sizes.hidden, sizes.seq)
+    weights = end_weights(sizes.hidden, sizes.seq, sizes.vocab, repeated)
     try:
-        # Something is in front of the first and behind the last layer, and how many does not count.
+        # One layer before the first transformer layer and one after the last; their number does not matter.
         bounds = layer_boundaries(sizes.layers, 1, 1, placement, schedule, stage_layers, weights)
     except ConfigError as error:
         raise ScheduleError(str(error)) from None
@@ -62,25 +72,24 @@ def cut(
 
 
 def stage_costs(costs: Costs, sizes: ModelSizes) -> Costs:
-    """``costs`` with recomputation, and for each stage its share of the model's work.
+    """Return ``costs`` with recomputation and the share of each stage in the model's work.
 
-    Factors that ``costs`` already has, as they may be measured, stay.
+    Factors in ``costs`` stay: they may be measured.
 
     Args:
-        sizes: from :func:`cut`.
+        sizes: model with the layers of each stage, from :func:`split_layers`.
     """
-    assert not isinstance(sizes.layers, int), "cut comes before"
-    again, whole = _recomputed(sizes), costs.forward + costs.backward_input + costs.backward_weight
-    with_again = (
-        replace(costs, backward_input=costs.backward_input + again * costs.forward) if again else costs
-    )
+    assert not isinstance(sizes.layers, int), "split_layers() comes first"
+    repeated = repeated_share(sizes.recompute, sizes.hidden, sizes.seq)
+    whole = costs.forward + costs.backward_input + costs.backward_weight
+    recomputed = replace(costs, backward_input=costs.backward_input + repeated * costs.forward)
     if costs.stages is not None or not whole:
-        return with_again
+        return recomputed
     _, head = end_weights(sizes.hidden, sizes.seq, sizes.vocab)
-    layer = whole + again * costs.forward
+    layer = whole + repeated * costs.forward
     work = [count * layer for count in sizes.layers]
     work[-1] += head * whole
-    # What a stage would take if the model were one D-th on every device, and the head recomputed too.
+    # Work of a stage if the model were divided evenly and the head recomputed too.
     mean = (sum(sizes.layers) + head) * layer / len(work)
     factors = tuple(round(part / mean, _DIGITS) for part in work)
-    return with_again if set(factors) == {1.0} else replace(with_again, stages=factors)
+    return recomputed if set(factors) == {1.0} else replace(recomputed, stages=factors)

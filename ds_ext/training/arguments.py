@@ -1,7 +1,7 @@
-"""Flags and JSON of the training scripts together. Pure: parsing imports neither torch nor deepspeed.
+"""Flags and JSON of the training scripts. Parsing imports neither torch nor DeepSpeed.
 
-Two sources meet here. Flags win over the defaults in the JSON's ``"ds_ext": {"train": {...}}``. Flags that mean a
-key of the JSON itself (sizes, schedule, batch, learning rate) fill it in, and may not contradict it.
+Flags override their defaults in ``"ds_ext": {"train": {...}}``. Flags for a key of the JSON itself (sizes, schedule,
+batch, learning rate) set this key and must not contradict it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from ..planner.auto import MODEL_SIZES
 from .flags import Model, build_parser
 from .megatron_flags import refusal
 
-__all__ = ["build_parser", "parse"]
-
-# Flag -> path in the DeepSpeed JSON, and the value it sets when it is a switch.
+# Flag -> path in the DeepSpeed JSON, and the value that a switch sets.
 _JSON_FLAGS: dict[str, tuple[tuple[str, ...], Any]] = {
     "schedule": (("ds_ext", "schedule"), None),
     "tensor_model_parallel_size": (("ds_ext", "tensor_parallel_size"), None),
@@ -41,37 +39,36 @@ _JSON_FLAGS: dict[str, tuple[tuple[str, ...], Any]] = {
     "bf16": (("bf16", "enabled"), True),
     "fp16": (("fp16", "enabled"), True),
 }
-# These two are one key, whose default is torch's and DeepSpeed's.
-_BETA_FLAGS = ("adam_beta1", "adam_beta2")
-_DEFAULT_BETAS = (0.9, 0.999)
-# Flags whose values are found in the JSON after parsing.
+_BETA_FLAGS = ("adam_beta1", "adam_beta2")  # elements of one key
+_DEFAULT_BETAS = (0.9, 0.999)  # of torch and DeepSpeed
+# Flags whose values are in the JSON after parsing.
 FLAGS_OF_THE_JSON = frozenset({*_JSON_FLAGS, *_BETA_FLAGS, "modules"})
 
 
 def parse(prog: str, argv: Sequence[str], model: Model = "gpt") -> tuple[argparse.Namespace, JobConfig]:
-    """Flags and JSON together, validated, for the script that trains ``model``. Raises ConfigError."""
+    """Return the flags and the JSON with all keys that flags set. Raises ConfigError.
+
+    Args:
+        prog: name of the script.
+        model: model that the script trains.
+    """
     parser = build_parser(prog, model)
     path = _parse_known(parser, argv).deepspeed_config
     job = load_config(path)
     parser.set_defaults(**_train_defaults(parser, job.ds_ext.train))
     args = parser.parse_args(argv)
-    _import_own_schedules(job, args.modules)
+    import_own_schedules(job)
+    try:
+        import_modules(args.modules, "--import")
+    except ScheduleError as error:
+        raise ConfigError(str(error)) from error.__cause__
     merged, flags = _merge_json_flags(job.deepspeed, args)
-    _tell_auto(merged, args)
+    _set_train_for_auto(merged, args)
     return args, JobConfig(merged, load_config(merged).ds_ext, path, flags)
 
 
-def _import_own_schedules(job: JobConfig, modules: Sequence[str]) -> None:
-    """Import the modules of "import" and ``--import``, which may register the schedule. Raises ConfigError."""
-    import_own_schedules(job)
-    try:
-        import_modules(modules, "--import")
-    except ScheduleError as error:
-        raise ConfigError(str(error)) from error.__cause__
-
-
 def _parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the flags; refuse the first unknown one, with its replacement or the nearest known flag."""
+    """Parse the flags. The error for an unknown flag has its replacement or the most similar flag."""
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         word = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
@@ -79,15 +76,14 @@ def _parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
         if sentence is not None:
             raise ConfigError(sentence)
         near = difflib.get_close_matches(word, list(parser._option_string_actions), n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        parser.error(f"unrecognized argument {word}{hint}")
+        parser.error(f"{word}: unknown flag{f' (did you mean {near[0]}?)' if near else ''}")
     return args
 
 
 def _train_defaults(parser: argparse.ArgumentParser, train: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON's "train" object as parser defaults: keys are flags with underscores."""
+    """Return the "train" object of the JSON as defaults of the parser; its keys are flags with underscores."""
     actions = {action.dest: action for action in parser._actions}
-    hidden = {
+    for dest in (
         "deepspeed_config",
         "deepspeed",
         "local_rank",
@@ -95,68 +91,78 @@ def _train_defaults(parser: argparse.ArgumentParser, train: Mapping[str, Any]) -
         "help",
         "version",
         *FLAGS_OF_THE_JSON,
-    }
+    ):
+        del actions[dest]
     values: dict[str, Any] = {}
     for key, value in train.items():
-        if key not in actions or key in hidden:
+        if key not in actions:
             sentence = refusal("--" + key.replace("_", "-"))
             if sentence is not None:
-                raise ConfigError(f'"ds_ext": "train" has no key {key!r}: {sentence}')
-            known = sorted(set(actions) - hidden)
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise ConfigError(f'"ds_ext": "train" has no key {key!r}{hint}; its keys: {", ".join(known)}.')
+                raise ConfigError(f"train.{key}: {sentence}")
+            near = difflib.get_close_matches(key, actions, n=1)
+            fix = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(sorted(actions))}."
+            raise ConfigError(f"train.{key}: unknown key (got {value!r}). {fix}")
         values[key] = _typed(actions[key], key, value)
     return values
 
 
 def _typed(action: argparse.Action, key: str, value: Any) -> Any:
+    """Return the value for a flag. Raises ConfigError for a wrong type."""
+    if action.nargs == "*" and isinstance(value, str | list):
+        return value.split() if isinstance(value, str) else [str(word) for word in value]
     if action.nargs == "*":
-        if not isinstance(value, str | list):
-            raise ConfigError(f'"ds_ext": "train": {key} must be a text or a list; got {value!r}.')
-        return value.split() if isinstance(value, str) else [str(v) for v in value]
-    if action.nargs == 0:
-        if not isinstance(value, bool):
-            raise ConfigError(f'"ds_ext": "train": {key} must be true or false; got {value!r}.')
-        return value
-    if value is None or action.type is None:
-        ok = value is None or isinstance(value, str)
+        expected, valid = "text or a list", False
+    elif action.nargs == 0:
+        expected, valid = "true or false", isinstance(value, bool)
+    elif value is None or action.type is None:
+        expected, valid = "text", value is None or isinstance(value, str)
     elif action.type is int:
-        ok = isinstance(value, int) and not isinstance(value, bool)
+        expected, valid = "an integer", isinstance(value, int) and not isinstance(value, bool)
     else:
-        ok = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not ok or (action.choices is not None and value not in action.choices):
-        wanted = (
-            f"one of {', '.join(map(str, action.choices))}"
-            if action.choices
-            else getattr(action.type, "__name__", "str")
-        )
-        raise ConfigError(f'"ds_ext": "train": {key} must be {wanted}; got {value!r}.')
+        expected, valid = "a number", isinstance(value, (int, float)) and not isinstance(value, bool)
+    choices = tuple(action.choices or ())
+    if choices:
+        expected, valid = f"one of {', '.join(map(str, choices))}", value in choices
+    if not valid:
+        raise ConfigError(f"train.{key}: must be {expected} (got {value!r}).")
     return value
 
 
 def _merge_json_flags(
     config: Mapping[str, Any], args: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The JSON with the flags that mean keys of it, and which flag said which; a contradiction is a ConfigError."""
+    """Return the JSON with the keys that flags set, and the flag of each key. Raises ConfigError."""
     merged = copy.deepcopy(dict(config))
-    said_by: dict[str, str] = {}
+    set_by: dict[str, str] = {}
     for dest, (path, constant) in _JSON_FLAGS.items():
         given = getattr(args, dest)
         if given is None or given is False:
             continue
         value = given if constant is None else constant
         flag = "--" + dest.replace("_", "-") + (f" {given}" if constant is None else "")
-        _set_key(merged, path, value, flag, said_by, args.deepspeed_config)
-    _merge_betas(merged, args, said_by)
+        _set_key(merged, path, value, flag, set_by, args.deepspeed_config)
+    _merge_betas(merged, args, set_by)
     if args.modules:
         section = _section(merged, ("ds_ext", "import"), args.deepspeed_config)
         section["import"] = [*dict.fromkeys((*section.get("import", ()), *args.modules))]
-    return merged, said_by
+    return merged, set_by
 
 
-def _tell_auto(config: dict[str, Any], args: argparse.Namespace) -> None:
-    """Have "schedule": "auto" choose for the model that the flags make, and for recomputation if they leave it open."""
+def _merge_betas(config: dict[str, Any], args: argparse.Namespace, set_by: dict[str, str]) -> None:
+    """Set "betas"; a single flag keeps the other element. Raises ConfigError on a contradiction."""
+    given = {dest: getattr(args, dest) for dest in _BETA_FLAGS if getattr(args, dest) is not None}
+    if not given:
+        return
+    path = ("optimizer", "params", "betas")
+    old = _section(config, path, args.deepspeed_config).get("betas")
+    old = old if isinstance(old, list) and len(old) == len(_BETA_FLAGS) else _DEFAULT_BETAS
+    betas = [given.get(dest, beta) for dest, beta in zip(_BETA_FLAGS, old, strict=True)]
+    flag = " ".join(f"--{dest.replace('_', '-')} {beta}" for dest, beta in given.items())
+    _set_key(config, path, betas, flag, set_by, args.deepspeed_config)
+
+
+def _set_train_for_auto(config: dict[str, Any], args: argparse.Namespace) -> None:
+    """Pass the model of the flags to "schedule": "auto", which also chooses the recomputation unless it is set."""
     section = config.get("ds_ext", {})
     if section.get("schedule") != AUTO:
         return
@@ -169,26 +175,16 @@ def _tell_auto(config: dict[str, Any], args: argparse.Namespace) -> None:
     section["train"] = {**section.get("train", {}), **known, **recompute}
 
 
-def _merge_betas(config: dict[str, Any], args: argparse.Namespace, said_by: dict[str, str]) -> None:
-    """One flag alone leaves the other beta as the JSON has it."""
-    given = {dest: getattr(args, dest) for dest in _BETA_FLAGS if getattr(args, dest) is not None}
-    if not given:
-        return
-    path = ("optimizer", "params", "betas")
-    old = _section(config, path, args.deepspeed_config).get("betas")
-    old = old if isinstance(old, list) and len(old) == len(_BETA_FLAGS) else _DEFAULT_BETAS
-    wanted = [given.get(dest, beta) for dest, beta in zip(_BETA_FLAGS, old, strict=True)]
-    flag = " ".join(f"--{dest.replace('_', '-')} {beta}" for dest, beta in given.items())
-    _set_key(config, path, wanted, flag, said_by, args.deepspeed_config)
-
-
 def _section(config: dict[str, Any], path: Sequence[str], json_path: str) -> dict[str, Any]:
-    """The object that holds the last key of ``path``, made if it is not there."""
+    """Return the object with the last key of ``path``, created if missing. Raises ConfigError."""
     section: Any = config
     for depth, key in enumerate(path[:-1], start=1):
         section = section.setdefault(key, {})
         if not isinstance(section, dict):
-            raise ConfigError(f'"{".".join(path[:depth])}" must be an object in {json_path}.')
+            name = ".".join(path[:depth])
+            raise ConfigError(
+                f"{name}: not an object in {json_path} (got {section!r}). Write {{...}} or remove it."
+            )
     return section
 
 
@@ -197,17 +193,17 @@ def _set_key(
     path: Sequence[str],
     value: Any,
     flag: str,
-    said_by: dict[str, str],
+    set_by: dict[str, str],
     json_path: str,
 ) -> None:
-    """Set the key at ``path`` and note in ``said_by`` that ``flag`` did. Raises ConfigError on a contradiction."""
+    """Set the key at ``path`` and record its flag in ``set_by``. Raises ConfigError on a contradiction."""
     name, section = ".".join(path), _section(config, path, json_path)
     if section.get(path[-1], value) != value:
         if name == "ds_ext.schedule" and value != AUTO:
-            named_schedule(value)  # a typo contradicts every JSON
-        other, way = said_by.get(name), "Leave one of the two out"
-        if other is None:
-            other, way = json_path, f'Change one of the two, or leave the key "{path[-1]}" out of the JSON'
-        raise ConfigError(f'{flag} contradicts "{name}": {section[path[-1]]!r} of {other}. {way}.')
+            named_schedule(value)  # an unknown name is reported first
+        other = set_by.get(name, json_path)
+        raise ConfigError(
+            f"{flag}: contradicts {name} of {other} (got {section[path[-1]]!r}). Change or remove one of them."
+        )
     section[path[-1]] = value
-    said_by[name] = flag
+    set_by[name] = flag

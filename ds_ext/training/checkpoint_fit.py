@@ -1,6 +1,6 @@
-"""Whether the checkpoint of ``--load`` is of this job's model, found without ranks: by its manifest and saved state.
+"""Check that the checkpoint of ``--load`` fits the model, from its manifest and saved state, before launch.
 
-The load itself compares every parameter of every rank once more (``engine/checkpoint_load.py``).
+The load itself compares every parameter of every rank again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..models.config import TransformerConfig
 from ..models.hf import counterparts, num_pipeline_layers
 from ..models.hf_config import unseen_in_weights
 
-# What the weights of one name say: the flag that decides each of their sizes.
+# Name of a weight -> flag of each of its sizes.
 _SIZES = {
     "0.word_embeddings.weight": ("vocab_size", "hidden_size"),
     "1.weight": ("max_position_embeddings",),
@@ -32,40 +32,40 @@ _SHOWN = 4
 
 
 def check_load(args: argparse.Namespace, model: TransformerConfig) -> None:
-    """Raise ConfigError when ``--load`` names a checkpoint of another model, or of data of another tokenizer.
+    """Raise ConfigError if the checkpoint of ``--load`` has another model or tokenizer.
 
     Args:
-        args: parsed flags of a training script, with ``load`` and ``data_path``; without ``load`` all is well.
-        model: a BertConfig is a BERT, any other a GPT.
+        args: flags of a training script; nothing is checked without ``load``.
+        model: sizes of the model; a BertConfig is a BERT, any other a GPT.
     """
     if not args.load:
         return
     checkpoint, manifest = open_checkpoint(Path(args.load))
-    state, start = _state(checkpoint), f"--load {args.load}: {checkpoint.name} is of"
+    state, source = _state(checkpoint), f"--load {args.load}: {checkpoint.name}"
     shapes = {f"{one['layer']}.{one['key']}": tuple(one["shape"]) for one in manifest["parameters"].values()}
     other = list(_other_sizes(manifest["job"], shapes, state.get("model") or {}, model))
     if other:
-        words = ", and the data of its tokenizer" if any("vocab" in size for size in other) else ""
+        data = ", and --data-path to data of its tokenizer" if any("vocab" in size for size in other) else ""
         raise ConfigError(
-            f"{start} a model with {', '.join(other)}. Give the model the sizes of that run{words}."
+            f"{source} has another model (got {', '.join(other)}). Set the sizes of that run{data}."
         )
     wrong = list(_other_weights(shapes, model))
     if wrong:
-        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        more = f"; {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise ConfigError(
-            f"{start} another model: {'; '.join(wrong[:_SHOWN])}{more}. Give the model the sizes and the kind of "
-            f"layers of that run."
+            f"{source} has other weights (got {'; '.join(wrong[:_SHOWN])}{more}). Set the sizes and kind of layers of "
+            f"that run."
         )
-    theirs, ours = state.get("tokenizer"), (read_meta(args.data_path) or {}).get("tokenizer_fingerprint")
-    if None not in (theirs, ours) and theirs != ours:
+    saved, expected = state.get("tokenizer"), (read_meta(args.data_path) or {}).get("tokenizer_fingerprint")
+    if None not in (saved, expected) and saved != expected:
         raise ConfigError(
-            f"{start} a run on data of another tokenizer (fingerprint {theirs}; the data's is {ours}). Give the "
-            f"--data-path of that run, or another --load."
+            f"{source} has another tokenizer (got fingerprint {saved}; that of the data is {expected}). Use the "
+            f"--data-path of that run, or another checkpoint."
         )
 
 
 def _state(checkpoint: Path) -> Mapping[str, Any]:
-    """What the script has saved; nothing when the file is damaged, which the load says, by its checksum."""
+    """Return the saved state of the script; empty if the file is damaged, which the load reports."""
     try:
         return read_plain(checkpoint / STATE_FILE)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError):
@@ -78,7 +78,7 @@ def _other_sizes(
     saved: Mapping[str, Any],
     model: TransformerConfig,
 ) -> Iterator[str]:
-    """``"num_layers 6 (here 8)"`` for every size that differs, as the flags call it; none of another kind of model."""
+    """Yield ``"num_layers 6, here 8"`` for every flag that differs; nothing for another kind of model."""
     expected = {one.name: one.shape for one in counterparts(model)}
     if any(name in expected and name not in shapes for name in _SIZES if name.startswith(("0.", "1."))):
         return
@@ -87,24 +87,24 @@ def _other_sizes(
     for name, keys in _SIZES.items():
         if name in shapes and name in expected:
             sizes = zip(keys, shapes[name], expected[name], strict=False)
-            pairs |= {key: (theirs, ours) for key, theirs, ours in sizes}
+            pairs |= {key: (saved_size, size) for key, saved_size, size in sizes}
     here = unseen_in_weights(model)
     pairs |= {key: (saved[key], here[key]) for key in _SAVED if key in saved}
-    yield from (f"{key} {theirs} (here {ours})" for key, (theirs, ours) in pairs.items() if theirs != ours)
+    yield from (f"{key} {there}, here {size}" for key, (there, size) in pairs.items() if there != size)
 
 
 def _other_weights(shapes: Mapping[str, tuple[int, ...]], model: TransformerConfig) -> Iterator[str]:
-    """Every weight that only one of the two has, or in another shape."""
-    # Names inside Transformer Engine's layers are its own.
+    """Yield every weight that is missing on one side or has another shape."""
+    # Transformer Engine names the weights inside its layers.
     inside = range(2, 2 + model.num_layers) if model.transformer_impl != "local" else range(0)
 
-    def known(found: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        return {name: shape for name, shape in found.items() if int(name.partition(".")[0]) not in inside}
+    def known(weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        return {name: shape for name, shape in weights.items() if int(name.partition(".")[0]) not in inside}
 
-    theirs, ours = known(shapes), known({one.name: one.shape for one in counterparts(model)})
-    for name in dict.fromkeys([*ours, *theirs]):
-        if theirs.get(name) != ours.get(name):
-            yield f"{name} is {_text(theirs.get(name))} there and {_text(ours.get(name))} here"
+    saved, expected = known(shapes), known({one.name: one.shape for one in counterparts(model)})
+    for name in dict.fromkeys([*expected, *saved]):
+        if saved.get(name) != expected.get(name):
+            yield f"{name} {_text(saved.get(name))}, here {_text(expected.get(name))}"
 
 
 def _text(shape: tuple[int, ...] | None) -> str:

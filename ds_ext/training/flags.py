@@ -1,4 +1,4 @@
-"""The parser of the training scripts: every flag, under Megatron's names. Pure: imports neither torch nor deepspeed."""
+"""Parser of the training scripts, with Megatron's flag names. Imports neither torch nor DeepSpeed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Model = Literal["gpt", "bert"]
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises what argparse would print in every rank."""
+    """Parser that raises ConfigError instead of printing in every rank."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}. `python {self.prog} --help` lists the flags.")
 
 
 class _WithDefaults(argparse.HelpFormatter):
-    """Shows the default of every flag that has one."""
+    """Formatter that shows the default of every flag."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text, default = action.help, action.default
@@ -30,7 +30,7 @@ class _WithDefaults(argparse.HelpFormatter):
 
 
 def build_parser(prog: str, model: Model = "gpt") -> argparse.ArgumentParser:
-    """The parser of ``train_gpt.py``, or with model "bert" of ``train_bert.py``."""
+    """Return the parser of ``train_gpt.py``, or of ``train_bert.py`` for "bert"."""
     parser = _Parser(
         prog=prog,
         description=f"Pretrain a {model.upper()} with a pipeline schedule of ds_ext.",
@@ -42,16 +42,16 @@ def build_parser(prog: str, model: Model = "gpt") -> argparse.ArgumentParser:
         "--deepspeed_config", required=True, metavar="JSON", help='DeepSpeed JSON with a "ds_ext" section'
     )
     parser.add_argument(
-        "--deepspeed", action="store_true", help="accepted for launch scripts; DeepSpeed is always used"
+        "--deepspeed", action="store_true", help="no effect, for launch scripts: DeepSpeed is always used"
     )
     parser.add_argument(
-        "--local_rank", "--local-rank", type=int, default=None, help="set by the deepspeed launcher"
+        "--local_rank", "--local-rank", type=int, default=None, help="set by the launcher of DeepSpeed"
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="validate, print the plan and exit; launches nothing"
+        "--dry-run", action="store_true", help="print the job plan and exit, without other ranks"
     )
     parser.add_argument(
-        "--metrics-file", metavar="PATH", help="one JSON object a line and step, written by rank 0"
+        "--metrics-file", metavar="PATH", help="file for one JSON object per step, written by rank 0"
     )
     _add_model(parser.add_argument_group("model"))
     data = parser.add_argument_group("data")
@@ -60,14 +60,14 @@ def build_parser(prog: str, model: Model = "gpt") -> argparse.ArgumentParser:
         _add_gpt_tokenizer(data)
     else:
         _add_bert_data(data)
-        parser.set_defaults(vocab_file=None, merge_file=None)  # GPT's pair of files
+        parser.set_defaults(vocab_file=None, merge_file=None)  # flags of GPT
     _add_training(parser.add_argument_group("training"))
-    _add_json_flags(parser.add_argument_group("keys of the JSON (a contradiction is an error)"))
+    _add_json_flags(parser.add_argument_group("keys of the JSON (an error if the JSON has another value)"))
     return parser
 
 
 def _versions() -> str:
-    """Ours and those of what we run on, read without importing them."""
+    """Return the versions of ds_ext, DeepSpeed and torch without importing them."""
     words = [f"ds_ext {__version__}"]
     for package in ("deepspeed", "torch"):
         try:
@@ -82,31 +82,39 @@ def _add_model(group: Any) -> None:
     group.add_argument(
         "--stage-layers",
         metavar="A,B,..",
-        help="transformer layers of every stage of the model, or balanced: by the work of layers and head (evenly)",
+        help="transformer layers of every stage; balanced: include the work of the head (evenly)",
     )
-    group.add_argument("--hidden-size", type=int, default=128, help="width of hidden states")
-    group.add_argument("--num-attention-heads", type=int, default=4, help="heads a layer")
-    group.add_argument("--ffn-hidden-size", type=int, default=None, help="4 x hidden-size by default")
-    group.add_argument("--seq-length", type=int, default=128, help="tokens of a sample")
-    group.add_argument("--max-position-embeddings", type=int, default=None, help="seq-length by default")
-    group.add_argument("--hidden-dropout", type=float, default=0.1, help="behind attention and MLP")
-    group.add_argument("--attention-dropout", type=float, default=0.1, help="of the weights of attention")
-    group.add_argument("--init-method-std", type=float, default=0.02, help="of the start weights")
+    group.add_argument("--hidden-size", type=int, default=128, help="hidden size")
+    group.add_argument("--num-attention-heads", type=int, default=4, help="attention heads")
     group.add_argument(
-        "--make-vocab-size-divisible-by", type=int, default=128, help="times tensor-parallel ranks"
+        "--ffn-hidden-size", type=int, default=None, help="hidden size of the MLP (4 x hidden-size)"
+    )
+    group.add_argument("--seq-length", type=int, default=128, help="tokens per sample")
+    group.add_argument(
+        "--max-position-embeddings", type=int, default=None, help="position embeddings (seq-length)"
+    )
+    group.add_argument("--hidden-dropout", type=float, default=0.1, help="dropout after attention and MLP")
+    group.add_argument(
+        "--attention-dropout", type=float, default=0.1, help="dropout of the attention weights"
+    )
+    group.add_argument(
+        "--init-method-std", type=float, default=0.02, help="standard deviation of the initial weights"
+    )
+    group.add_argument(
+        "--make-vocab-size-divisible-by", type=int, default=128, help="multiplied by the tensor-parallel size"
     )
     group.add_argument(
         "--transformer-impl",
         choices=["local", "transformer_engine"],
         default="local",
-        help="GPT's layers: ours, or Transformer Engine's (CUDA, no dropout)",
+        help="layers of GPT; transformer_engine needs CUDA and has no dropout",
     )
     group.add_argument(
         "--recompute-granularity",
         choices=["none", "selective", "full"],
         default=None,
-        help="full: keep only each layer's input, compute the rest again in the backward; selective: that of the "
-        "attention's core (none, or what the schedule auto chooses)",
+        help="recomputation in the backward: full: whole layers from their inputs; selective: the core of the "
+        "attention (none, or the choice of the schedule auto)",
     )
     group.add_argument(
         "--recompute-interval",
@@ -115,7 +123,7 @@ def _add_model(group: Any) -> None:
         metavar="K",
         help="recompute every K-th layer (%(default)s)",
     )
-    group.add_argument("--seed", type=int, default=1234, help="of weights, dropout and the order of the data")
+    group.add_argument("--seed", type=int, default=1234, help="seed of weights, dropout and data order")
 
 
 def _add_data(group: Any) -> None:
@@ -124,9 +132,9 @@ def _add_data(group: Any) -> None:
         nargs="*",
         default=[],
         metavar="PATH",
-        help="a prepared folder or .bin/.idx prefix, or a blend: 0.3 a 0.7 b",
+        help="prepared folder, .bin/.idx prefix, or a blend: 0.3 a 0.7 b",
     )
-    group.add_argument("--split", default="969,30,1", help="train, valid, test shares (%(default)s)")
+    group.add_argument("--split", default="969,30,1", help="shares of train, valid and test (%(default)s)")
 
 
 def _add_gpt_tokenizer(group: Any) -> None:
@@ -139,10 +147,10 @@ def _add_gpt_tokenizer(group: Any) -> None:
     group.add_argument(
         "--tokenizer-type",
         choices=[kind for kind in TOKENIZER_TYPES if not kind.startswith("Bert")],
-        help="accepted for launch scripts; must agree with the files, which say what they are",
+        help="for launch scripts; must match the files",
     )
     group.add_argument("--vocab-file", metavar="FILE", help="GPT-2 vocab.json, with --merge-file")
-    group.add_argument("--merge-file", metavar="FILE")
+    group.add_argument("--merge-file", metavar="FILE", help="GPT-2 merges.txt, with --vocab-file")
 
 
 def _add_bert_data(group: Any) -> None:
@@ -156,48 +164,48 @@ def _add_bert_data(group: Any) -> None:
     group.add_argument(
         "--tokenizer-type",
         choices=[kind for kind in TOKENIZER_TYPES if kind.startswith(("Bert", "HuggingFace"))],
-        help="accepted for launch scripts; must agree with the file, which says what it is",
+        help="for launch scripts; must match the file",
     )
     group.add_argument(
-        "--mask-prob", type=float, default=0.15, help="share of the tokens to predict (%(default)s)"
+        "--mask-prob", type=float, default=0.15, help="share of predicted tokens (%(default)s)"
     )
     group.add_argument(
-        "--short-seq-prob", type=float, default=0.1, help="share of shorter samples (%(default)s)"
+        "--short-seq-prob", type=float, default=0.1, help="share of shortened samples (%(default)s)"
     )
     group.add_argument(
         "--bert-no-binary-head",
         action="store_true",
-        help="masked words only: no sentence pairs, no head for them",
+        help="predict masked words only, not the order of sentences",
     )
 
 
 def _add_training(group: Any) -> None:
     group.add_argument(
-        "--train-iters", type=int, default=100, help="optimizer steps in all, those before a resume included"
+        "--train-iters", type=int, default=100, help="optimizer steps, including those before a resume"
     )
-    group.add_argument("--eval-interval", type=int, default=0, metavar="STEPS", help="0: only at the end")
-    group.add_argument("--eval-iters", type=int, default=2, help="steps an evaluation averages over; 0: none")
-    group.add_argument("--save", metavar="DIR", help="write checkpoints here")
-    group.add_argument("--save-interval", type=int, default=0, metavar="STEPS", help="0: only at the end")
-    group.add_argument("--load", metavar="DIR", help="resume from the latest checkpoint in DIR")
+    group.add_argument("--eval-interval", type=int, default=0, metavar="STEPS", help="0: at the end only")
+    group.add_argument("--eval-iters", type=int, default=2, help="steps per evaluation; 0: no evaluation")
+    group.add_argument("--save", metavar="DIR", help="folder for checkpoints")
+    group.add_argument("--save-interval", type=int, default=0, metavar="STEPS", help="0: at the end only")
+    group.add_argument("--load", metavar="DIR", help="folder of the checkpoint to resume from")
     group.add_argument(
         "--log-interval",
         type=int,
         default=1,
         metavar="STEPS",
-        help="print every so many steps, and the first and the last (%(default)s)",
+        help="print every STEPS steps, the first and the last (%(default)s)",
     )
 
 
 def _add_json_flags(group: Any) -> None:
-    group.add_argument("--schedule", help="ds_ext.schedule: a name, auto or a timetable file")
+    group.add_argument("--schedule", help="ds_ext.schedule: name, auto, or timetable file")
     group.add_argument(
         "--import",
         dest="modules",
         action="append",
         default=[],
         metavar="MODULE",
-        help="ds_ext.import: a Python module with a schedule of your own; repeatable",
+        help="ds_ext.import: Python module with a custom schedule; repeatable",
     )
     group.add_argument(
         "--pipeline-model-parallel-size", type=int, metavar="D", help="ds_ext.pipeline_parallel_size"
@@ -209,18 +217,18 @@ def _add_json_flags(group: Any) -> None:
     group.add_argument("--global-batch-size", type=int, help="train_batch_size")
     group.add_argument("--lr", type=float, help="optimizer.params.lr")
     group.add_argument("--weight-decay", type=float, help="optimizer.params.weight_decay")
-    group.add_argument("--adam-beta1", type=float, help="optimizer.params.betas, the first")
-    group.add_argument("--adam-beta2", type=float, help="optimizer.params.betas, the second")
+    group.add_argument("--adam-beta1", type=float, help="first of optimizer.params.betas")
+    group.add_argument("--adam-beta2", type=float, help="second of optimizer.params.betas")
     group.add_argument("--adam-eps", type=float, help="optimizer.params.eps")
     group.add_argument("--bf16", action="store_true", help="bf16.enabled")
     group.add_argument("--fp16", action="store_true", help="fp16.enabled")
     group.add_argument("--sequence-parallel", action="store_true", help="ds_ext.sequence_parallel")
+    group.add_argument("--clip-grad", type=float, help="gradient_clipping (DeepSpeed's default: 1.0); 0: off")
+    group.add_argument("--enable-bitpipe-schedule", action="store_true", help='ds_ext.schedule: "bitpipe"')
+    group.add_argument("--use-dpp", action="store_true", help='ds_ext.schedule: "dpp"')
     group.add_argument(
-        "--clip-grad", type=float, help="gradient_clipping (DeepSpeed's default is 1.0; 0: none)"
+        "--forward-backward-disaggregating", action="store_true", help='ds_ext.schedule: "fbd"'
     )
-    group.add_argument("--enable-bitpipe-schedule", action="store_true", help='"schedule": "bitpipe"')
-    group.add_argument("--use-dpp", action="store_true", help='"schedule": "dpp"')
-    group.add_argument("--forward-backward-disaggregating", action="store_true", help='"schedule": "fbd"')
     group.add_argument(
         "--ignore-forward-tensor-parallel",
         action="store_true",

@@ -1,4 +1,4 @@
-"""The loop that both training scripts share: train, evaluate, save, resume, and say what came of it."""
+"""Training loop of the scripts: train, evaluate, save, resume, report."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ from ..pipe_schedules.files import is_timetable_file
 from ..planner.job_plan import JobPlan
 
 EXIT_NOT_SAVED = 3
-EXIT_PIPE = 141  # a shell's code for a program that SIGPIPE ended
+EXIT_PIPE = 141  # code of a shell for a program that SIGPIPE ended
 
 
 def say(text: str) -> None:
-    """Print on rank 0, at once."""
+    """Print on rank 0, flushed."""
     if rank() == 0:
-        # With its end in one piece: launchers run Python unbuffered, and another process would speak in between.
+        # One write including the newline: launchers run Python unbuffered, and other processes may print in between.
         print(f"{text}\n", end="", flush=True)
 
 
 def say_error(text: str) -> None:
-    """Print on rank 0's standard error, at once."""
+    """Print on rank 0's standard error, flushed."""
     if rank() == 0:
         print(f"error: {text}\n", end="", file=sys.stderr, flush=True)
 
 
 def show(text: str) -> int:
-    """``say()`` to a reader who may leave before the end (``| head -1``). Returns the exit code."""
+    """Print on rank 0 and return the exit code, also if the reader closes the pipe (``| head -1``)."""
     try:
         say(text)
     except BrokenPipeError:
@@ -58,17 +58,18 @@ def show(text: str) -> int:
 
 @dataclass
 class Trainer:
-    """Runs an engine up to step ``args.train_iters``.
+    """Loop up to step ``args.train_iters``.
 
     Args:
         engine: from :func:`ds_ext.initialize`.
-        args: parsed flags of the script.
-        plan: what was decided from the JSON.
-        train, valid: micro-batches by id; ``valid`` may be None.
-        tokens_per_sample: for tokens/s.
-        tokenizer: fingerprint of the data's tokenizer; a checkpoint made with another one is refused.
-        floor: (name, loss in nats) that a model which has learnt something is below.
-        model: sizes of the model; a checkpoint holds those that its weights do not tell.
+        args: flags of the script.
+        plan: the job plan.
+        train: training micro-batches by id.
+        valid: validation micro-batches by id; None: no evaluation.
+        tokens_per_sample: for tokens per second.
+        floor: name and loss in nats below which a model uses context.
+        tokenizer: fingerprint of the data's tokenizer, saved with a checkpoint.
+        model: sizes of the model; a checkpoint stores those that its weights do not show.
     """
 
     engine: PipelineEngine
@@ -87,18 +88,16 @@ class Trainer:
         """Train to the last step; evaluate and save at intervals and at the end.
 
         Returns:
-            The exit code: 0, EXIT_NOT_SAVED when a checkpoint could not be written, 1 when the last loss is not finite.
+            The exit code: 0, EXIT_NOT_SAVED if a checkpoint could not be written, 1 if the last loss is not finite.
         """
         args = self.args
         if args.save:
             self.engine.try_checkpoint_folder(args.save)
         step = done = self.resume()
         if step >= args.train_iters:
-            say(
-                f"nothing to train: the checkpoint is at step {step} and --train-iters is {args.train_iters}."
-            )
+            say(f"nothing to train: checkpoint at step {step}, --train-iters {args.train_iters}")
             return 0
-        # What the set-up made stays; looking it through for cycles takes one rank 0.1 s while all others wait.
+        # The objects of the set-up stay. A collection over them takes one rank 0.1 s while all others wait.
         gc.collect()
         gc.freeze()
         loss = math.nan
@@ -115,11 +114,11 @@ class Trainer:
                     self.evaluate(step)
                 if args.save and (last or _due(step, args.save_interval)):
                     self.save(step, loss)
-        self.say_goodbye(loss)
+        self.report_result(loss)
         return self.exit_code(loss)
 
     def step(self, step: int) -> StepMetrics:
-        """One optimizer step and what it cost."""
+        """Run one optimizer step and return its metrics."""
         engine = self.engine
         lr = float(engine.get_lr()[0])
         started = time.perf_counter()
@@ -142,9 +141,9 @@ class Trainer:
         )
 
     def evaluate(self, step: int) -> None:
-        """Mean loss over ``--eval-iters`` steps of the validation split, always the same samples.
+        """Print the mean loss of ``--eval-iters`` validation steps, which always use the same samples.
 
-        The perplexity is that of words: of BERT's two losses, the masked words' alone.
+        For BERT the perplexity is of the masked words only.
         """
         if self.valid is None:
             return
@@ -162,11 +161,11 @@ class Trainer:
         say(f"step {step}: validation loss {loss:.4f}{listed}, perplexity {_perplexity(words)}")
 
     def save(self, step: int, loss: float) -> None:
-        """Write a checkpoint with the position in the data; training goes on when that fails."""
+        """Write a checkpoint with the position in the data. Training continues if this fails."""
         watch = self.engine.loss_watch
         if watch.in_a_row and not math.isfinite(loss):
             self.not_saved.append(step)
-            say_error(f"step {step}: no checkpoint saved, as the loss is {loss}. The last one stays current.")
+            say_error(f"step {step}: checkpoint not saved: loss {loss}. The previous one stays current.")
             return
         state = {
             "step": step,
@@ -181,26 +180,20 @@ class Trainer:
             self.engine.save_checkpoint(self.args.save, tag=f"step_{step}", client_state=state)
         except CheckpointError as error:  # on every rank
             self.not_saved.append(step)
-            say_error(f"step {step}: {error} Training goes on.")
+            say_error(f"step {step}: {error} Training continues.")
         else:
             say(f"step {step}: saved {Path(self.args.save) / f'step_{step}'}")
 
     def resume(self) -> int:
-        """Load ``--load`` if given. Returns the number of steps done."""
+        """Load the checkpoint of ``--load``. Returns its step; raises CheckpointError for one of another script."""
         if not self.args.load:
             return 0
         path, state = self.engine.load_checkpoint(self.args.load)
         if path is None or state is None or "step" not in state or "consumed_samples" not in state:
             raise CheckpointError(
-                f"{path or self.args.load} holds no step and position in the data: it was saved by another script. "
-                f"Write an older one's name into {Path(self.args.load) / 'latest'}, or leave --load out."
+                f"{path or self.args.load}: saved by another script (got no step and position in the data). Write the "
+                f"name of an older checkpoint into {Path(self.args.load) / 'latest'}, or remove --load."
             )
-        if state.get("tokenizer") not in (None, self.tokenizer):
-            raise CheckpointError(
-                f"{path} was trained on data of another tokenizer (fingerprint {state['tokenizer']}; the "
-                f"data's is {self.tokenizer}). Give the --data-path of that run, or another --load."
-            )
-        self._check_model(path, state.get("model"))
         self.train.load_state_dict(state)
         other = "" if state.get("sizes") == self._sizes() else f" (written with {state.get('sizes')})"
         say(
@@ -210,25 +203,13 @@ class Trainer:
             say(line)
         return int(state["step"])
 
-    def _check_model(self, path: str, saved: Mapping[str, Any] | None) -> None:
-        """What the weights' shapes do not tell must be as it was: with other heads they mean something else."""
-        if self.model is None or not saved:
-            return
-        ours = unseen_in_weights(self.model)
-        for key in ("num_attention_heads", "layernorm_epsilon"):
-            if saved[key] != ours[key]:
-                raise CheckpointError(
-                    f"{path} is of a model with {key} {saved[key]}; this one has {ours[key]}. Give the model the sizes "
-                    f"of that run."
-                )
-
     def _sizes(self) -> str:
         layout = self.plan.layout
         sizes = layout.placement.devices_per_pipe, layout.tensor_parallel_size, layout.data_parallel_size
         return "{}, PP {} x TP {} x DP {}".format(self.plan.timetable.schedule, *sizes)
 
-    def say_goodbye(self, loss: float) -> None:
-        """The result in one line, and what to run next."""
+    def report_result(self, loss: float) -> None:
+        """Print the loss and the commands to run next."""
         if self.floor is not None:
             name, value = self.floor
             kind, loss = (
@@ -236,34 +217,33 @@ class Trainer:
             )
             verdict = "below" if loss < value else "not below"
             say(f"{kind} loss {loss:.4f}, {verdict} the {name} of {value:.4f} nats")
-        lines = [f"see the order  {shlex.join(['python', '-m', 'ds_ext', 'show', *self._shown_by()])}"]
+        lines = [f"show the timetable  {shlex.join(['python', '-m', 'ds_ext', 'show', *self._shown_by()])}"]
         if self.args.save:
-            lines.insert(0, f"train on       {resume_command(sys.argv, self.args)}")
+            lines.insert(0, f"continue training   {resume_command(sys.argv, self.args)}")
         say("next: " + "\n      ".join(lines))
 
     def exit_code(self, loss: float) -> int:
-        """Return 0 when the last loss is finite and every checkpoint was saved; report the rest on standard error."""
+        """Return 0 if the last loss is finite and every checkpoint was saved; else report the failure."""
         if not math.isfinite(loss):
-            say_error(f"the last loss is {loss} (exit code {EXIT_FAILED}).")
+            say_error(f"last loss {loss} (exit code {EXIT_FAILED})")
             return EXIT_FAILED
         if self.not_saved:
-            say_error(
-                f"checkpoints not saved: step {', '.join(map(str, self.not_saved))} (exit code {EXIT_NOT_SAVED})."
-            )
+            steps = ", ".join(map(str, self.not_saved))
+            say_error(f"checkpoints not saved: step {steps} (exit code {EXIT_NOT_SAVED})")
             return EXIT_NOT_SAVED
         return 0
 
     def _shown_by(self) -> list[str]:
-        """What the verb ``show`` needs to draw the order that was run."""
-        table, settings = self.plan.timetable, self.plan.job.ds_ext
+        """Return the arguments of the verb ``show`` for the timetable of this run."""
+        timetable, settings = self.plan.timetable, self.plan.job.ds_ext
         if is_timetable_file(settings.schedule):
             return [settings.schedule]
         words = [
-            table.schedule,
-            "--stages",
-            str(table.placement.devices_per_pipe),
+            timetable.schedule,
+            "--num-devices",
+            str(timetable.placement.devices_per_pipe),
             "--micro-batches",
-            str(table.micro_batches),
+            str(timetable.micro_batches),
         ]
         if settings.schedule == AUTO:
             return words
@@ -271,50 +251,51 @@ class Trainer:
         return words + [word for key, value in options.items() for word in ("--option", f"{key}={value}")]
 
 
-# What a resumed run must know of a flag that decides which samples there are, and in which order.
+# Flag of the samples or their order -> effect of a change on a resumed run.
+_REORDERED = "another order of the samples: this epoch repeats some and skips others"
 _DATA_FLAGS = {
-    "data_path": "unless it is the same data, the samples consumed are passed over in data not seen yet",
-    "split": "the documents are shared out anew: what is validation data now may have been trained on, so the "
-    "validation loss may be too low",
-    "seq_length": "samples of another length, in another order: some are seen again, others not at all in this epoch",
-    "seed": "another order of the samples: some are seen again, others not at all in this epoch",
-    "mask_prob": "another share of the tokens is to be predicted: losses cannot be compared with those before",
-    "short_seq_prob": "other samples, in another order: some are seen again, others not at all in this epoch",
+    "data_path": "consumed samples are skipped, also in new data",
+    "split": "validation documents may have been trained on, so the validation loss may be too low",
+    "seq_length": f"another sample length and {_REORDERED}",
+    "seed": _REORDERED,
+    "mask_prob": "another share of predicted tokens: losses are not comparable with earlier ones",
+    "short_seq_prob": f"other samples and {_REORDERED}",
 }
 
 
 def data_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags that decide the samples and their order, of those that the script has, each in one way of writing it.
+    """Return the flags that decide the samples and their order, in normal form.
 
-    Paths are absolute; the shares of a split, and the weights of a blend, add up to 1.
+    Paths are absolute. The shares of a split and the weights of a blend add up to 1.
     """
-    found = {name: getattr(args, name) for name in _DATA_FLAGS if hasattr(args, name)}
-    if "split" in found:
-        found["split"] = ",".join(f"{share:.6g}" for share in parse_split(found["split"]))
-    if "data_path" in found:
-        weights, prefixes = parse_data_path(found["data_path"])
+    flags = {name: getattr(args, name) for name in _DATA_FLAGS if hasattr(args, name)}
+    if "split" in flags:
+        flags["split"] = ",".join(f"{share:.6g}" for share in parse_split(flags["split"]))
+    if "data_path" in flags:
+        weights, prefixes = parse_data_path(flags["data_path"])
         paths = [str(path.absolute()) for path in prefixes]
         shares = [f"{float(weight / sum(weights)):.6g}" for weight in weights]
         pairs = [word for pair in zip(shares, paths, strict=True) for word in pair]
-        found["data_path"] = " ".join(pairs if len(paths) > 1 else paths)
-    return found
+        flags["data_path"] = " ".join(pairs if len(paths) > 1 else paths)
+    return flags
 
 
 def changed_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """A line for each data flag that a resumed run has changed: what it was, is, and means.
+    """Return a line for each data flag that a resumed run has changed.
 
     Args:
-        before, now: from :func:`data_flags`; flags that only one of them has are passed over.
+        before: flags of the checkpoint, from :func:`data_flags`; flags missing on one side are ignored.
+        now: flags of this run.
     """
     return [
-        f"note: --{name.replace('_', '-')} was {before[name]}, is {now[name]}: {meaning}"
-        for name, meaning in _DATA_FLAGS.items()
+        f"note: --{name.replace('_', '-')} was {before[name]}, is {now[name]}: {effect}"
+        for name, effect in _DATA_FLAGS.items()
         if name in before and name in now and before[name] != now[name]
     ]
 
 
 def resume_command(argv: Sequence[str], args: argparse.Namespace) -> str:
-    """The command that trains on from ``args.save`` for as many steps again, with the flags of this run."""
+    """Return the command that continues from ``args.save`` for the same number of steps."""
     words, dropped = list(argv), ("--load", "--train-iters", "--local_rank", "--local-rank")
     kept: list[str] = []
     while words:
@@ -332,7 +313,7 @@ def resume_command(argv: Sequence[str], args: argparse.Namespace) -> str:
 
 
 def shut_down(engine: PipelineEngine) -> None:
-    """Wait for every message and every rank, so that no rank leaves while another still needs it."""
+    """Wait for all messages and all ranks, so that no rank exits early."""
     if engine.tracer is not None:
         engine.tracer.finish()
     engine.transport.close()

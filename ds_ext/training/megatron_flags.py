@@ -1,11 +1,11 @@
-"""Megatron's flags and tokenizer types that this project has under another name."""
+"""Megatron's flags with another name here, and its tokenizer types."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
-# --tokenizer-type -> the kind of file that it needs: GPT-2's two files, a tokenizer.json, a sentencepiece model.
+# --tokenizer-type -> kind of its file: GPT-2's two files, a tokenizer.json, or a sentencepiece model.
 TOKENIZER_TYPES: Mapping[str, str] = MappingProxyType(
     {
         "GPT2BPETokenizer": "gpt2",
@@ -30,9 +30,9 @@ _RECOMPUTE = "recompute-method recompute-num-layers"
 _CHECKPOINT = "checkpoint-activations checkpoint-num-layers deepspeed-activation-checkpointing"
 _UNEVEN = "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers pipeline-model-parallel-layout"
 _CHUNKS = "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank"
-# What to use instead -> flags, without their dashes.
+# Replacement -> Megatron's flags, without dashes.
 _REPLACEMENTS = {
-    "--recompute-interval K, which recomputes every K-th layer": _RECOMPUTE,
+    "--recompute-interval K to recompute every K-th layer": _RECOMPUTE,
     "--recompute-granularity selective": "recompute-activations",
     "--recompute-granularity full": _CHECKPOINT,
     _SCHEDULER + '"type": "WarmupCosineLR", "WarmupDecayLR" (linear) or "WarmupLR"': "lr-decay-style",
@@ -45,13 +45,13 @@ _REPLACEMENTS = {
     'the "optimizer" section of the JSON': "optimizer",
     '"zero_optimization": {"stage": 1} in the JSON': "use-distributed-optimizer zero-stage",
     'the "fp16" section of the JSON': "loss-scale initial-loss-scale loss-scale-window",
-    "--stage-layers 2,3,3,2, the layers of every stage": _UNEVEN,
+    "--stage-layers 2,3,3,2 for the layers of every stage": _UNEVEN,
     "--micro-batch-size": "batch-size",
     "--tensor-model-parallel-size": "model-parallel-size",
     "--train-iters": "train-samples exit-interval exit-duration-in-mins",
     '--schedule interleaved, with "schedule_options": {"chunks": 2} in the "ds_ext" section': _CHUNKS,
-    "--data-path, and --split for its shares": "train-data-path valid-data-path test-data-path",
-    "train_bert.py, which has this flag": "mask-prob short-seq-prob bert-no-binary-head",
+    "--data-path and --split": "train-data-path valid-data-path test-data-path",
+    "train_bert.py": "mask-prob short-seq-prob bert-no-binary-head",
     'the "tensorboard" section of the JSON': "tensorboard-dir tensorboard-log-interval",
     'the "wandb" section of the JSON': "wandb-exp-name wandb-project",
     "--metrics-file": "log-params-norm log-throughput timing-log-level",
@@ -65,4 +65,4 @@ REPLACED_FLAGS: Mapping[str, str] = MappingProxyType(
 def refusal(flag: str) -> str | None:
     """Return an error that names the replacement of Megatron's ``flag`` (with its dashes); None for other flags."""
     use = REPLACED_FLAGS.get(flag)
-    return None if use is None else f"{flag}: not a flag here. Use {use}."
+    return None if use is None else f"{flag}: unknown flag. Use {use}."

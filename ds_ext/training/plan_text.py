@@ -1,4 +1,4 @@
-"""Text of a job's plan: sizes, groups, stages, costs and the timetable. Imports neither torch nor DeepSpeed."""
+"""Text of a job plan: sizes, groups, stages, costs and the timetable. Imports neither torch nor DeepSpeed."""
 
 from __future__ import annotations
 
@@ -11,36 +11,10 @@ from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.draw.grid import LEGEND, REPEATED_LEGEND, SPLIT_LEGEND, time_grid
 from ..pipe_schedules.simulate import Simulation, simulate
 from ..planner.auto import vocabulary
-from ..planner.candidates import describe_costs, describe_rows
 from ..planner.job_plan import JobPlan
+from ..planner.text import aligned, describe_costs, format_bytes
 
-_CHOICES_SHOWN = 5
-
-
-def describe_groups(layout: ParallelLayout, hosts: Sequence[str] | None = None) -> str:
-    """The table of process groups; ``hosts`` are those of forward ranks, if the JSON names them."""
-    placement, tensor = layout.placement, layout.tensor_parallel_size
-    sizes = f"{placement.num_devices} pipeline x {tensor} tensor"
-    if placement.forward_devices:
-        forward = tensor // placement.merged
-        sizes = (
-            f"{placement.stages} pipeline x ({forward} forward + {placement.replicas} x {tensor} backward)"
-        )
-    sizes = f"world {layout.world_size} = {sizes} x {layout.data_parallel_size} data"
-    rows = [
-        f"  {name:<9} {' '.join(str(group).replace(' ', '') for group in groups)}"
-        for name, groups in layout.groups().items()
-    ]
-    if hosts:
-        rows.append(
-            f"  these are places: forward ranks are those of {', '.join(hosts)}, and so on in both roles"
-        )
-    return "\n".join([sizes, *rows])
-
-
-def _legend(plan: JobPlan) -> str:
-    legend = f"{LEGEND}; {REPEATED_LEGEND}" if plan.layout.placement.forward_devices else LEGEND
-    return f"{legend}; {SPLIT_LEGEND}" if plan.timetable.split_backwards else legend
+_CANDIDATES_SHOWN = 5
 
 
 def describe(
@@ -53,15 +27,15 @@ def describe(
     with_head: bool = False,
     grid: bool = True,
 ) -> str:
-    """The plan as text: groups, stages and their layers, cost, and the timetable.
+    """Return the plan as text: groups, stages with their layers, costs, and the timetable.
 
     Args:
-        boundaries: stage s holds the layers ``boundaries[s]`` to ``boundaries[s + 1]``.
-        layer_names: one a layer; numbered ones ("layer 3") are joined to ranges.
-        message_bytes: size of one activation or gradient between stages.
-        weights: of the stages, as factors, where they differ; from :func:`ds_ext.parallel.partition.stage_weights`.
-        with_head: the head's work is among ``weights``.
-        grid: draw the timetable too.
+        boundaries: stage s holds layers ``boundaries[s]`` to ``boundaries[s + 1]``.
+        layer_names: one name per layer; consecutive numbers ("layer 3") are joined to ranges.
+        message_bytes: size of an activation or gradient between stages.
+        weights: relative work of the stages, from :func:`ds_ext.parallel.partition.stage_weights`; None: equal.
+        with_head: True if ``weights`` include the head.
+        grid: include the timetable.
     """
     sizes = plan.sizes
     simulation = plan.simulation
@@ -70,16 +44,36 @@ def describe(
     lines = [
         *(f"note: {note}" for note in plan.job.notes),
         f"schedule  {plan.timetable.schedule}, {counted(sizes.micro_batches, 'micro-batch')} of "
-        f"{sizes.micro_batch_size} per pipeline group, {counted(sizes.train_batch_size, 'sample')} a step",
-        describe_groups(plan.layout, plan.job.ds_ext.fbd.forward_hosts),
+        f"{sizes.micro_batch_size} per pipeline group, {counted(sizes.train_batch_size, 'sample')} per step",
+        *_describe_groups(plan.layout, plan.job.ds_ext.fbd.forward_hosts),
         "stages",
         *_describe_stages(plan, boundaries, layer_names),
         *_describe_costs(plan, simulation, message_bytes, with_head),
-        *_describe_choice(plan),
+        *_describe_candidates(plan),
     ]
     if grid:
         lines += ["", time_grid(simulation), f"        {_legend(plan)}"]
     return "\n".join(lines)
+
+
+def _describe_groups(layout: ParallelLayout, forward_hosts: Sequence[str] | None) -> list[str]:
+    """Return a table of the process groups."""
+    placement, tensor = layout.placement, layout.tensor_parallel_size
+    sizes = f"{placement.num_devices} pipeline x {tensor} tensor"
+    if placement.forward_devices:
+        forward = tensor // placement.merged
+        sizes = (
+            f"{placement.stages} pipeline x ({forward} forward + {placement.replicas} x {tensor} backward)"
+        )
+    rows = [
+        f"  {name:<9} {' '.join(str(group).replace(' ', '') for group in groups)}"
+        for name, groups in layout.groups().items()
+    ]
+    if forward_hosts:
+        rows.append(
+            f"  forward ranks are those of {', '.join(forward_hosts)}; the numbers count each role in rank order"
+        )
+    return [f"world {layout.world_size} = {sizes} x {layout.data_parallel_size} data", *rows]
 
 
 def _describe_stages(plan: JobPlan, boundaries: list[int], layer_names: list[str]) -> list[str]:
@@ -97,41 +91,46 @@ def _describe_stages(plan: JobPlan, boundaries: list[int], layer_names: list[str
 def _describe_costs(plan: JobPlan, simulation: Simulation, message_bytes: int, with_head: bool) -> list[str]:
     placement, report = plan.layout.placement, plan.report
     peaks = ", ".join(f"{peak:g}" for peak in simulation.peak_activations)
-    activations = "activation" if peaks == "1" else "activations"
     copies = "1 copy" if placement.copies == 1 else f"{placement.copies} copies"
     slots = counted(report.link_slots, "message")
     losses = ", ".join(map(str, report.loss_ranks))
-    head = "with the head's work" if with_head else "of the layers alone"
-    how = f"simulated {head}, forward : backward = 1 : 2, free messages"
+    costs = f"{'layers and head' if with_head else 'layers only'}, forward : backward = 1 : 2, free messages"
     if plan.costs != Costs():
-        how = f"simulated with {describe_costs(simulation.costs)}"
+        costs = describe_costs(simulation.costs)
     return [
-        f"bubble    {simulation.bubble:.1%} ({how})",
-        f"peak      {peaks} live {activations} per device, in units of 1/{placement.devices_per_pipe} of the model and "
-        f"a micro-batch",
-        f"messages  {simulation.messages} a step and pipeline group, {message_bytes:,} bytes each",
+        f"bubble    {simulation.bubble:.1%} (simulated: {costs})",
+        f"peak      {peaks} live activations per device, in units of 1/{placement.devices_per_pipe} of the model and a "
+        f"micro-batch",
+        f"messages  {simulation.messages} per step and pipeline group, {message_bytes:,} bytes each",
         f"weights   {copies} of the model per pipeline group",
-        f"checked   every message has its receive, also with room for {slots} on a link; the loss is on device "
-        f"{losses}",
+        f"checked   no deadlock with room for {slots} per link",
+        f"loss      device {losses}",
     ]
 
 
-def _describe_choice(plan: JobPlan) -> list[str]:
-    """Why "auto" chose, the best of what it chose from, and for which vocabulary."""
-    choice = plan.choice
-    if choice is None or choice.best is None:
+def _describe_candidates(plan: JobPlan) -> list[str]:
+    """Return the reason for the choice of "auto", its best candidates and the size of the vocabulary."""
+    if plan.candidates is None or plan.candidates.best is None:
         return []
-    rows = describe_rows(choice.fitting[:_CHOICES_SHOWN])
-    lines = [f"auto      {choice.reason()}", *(f"  {row}" for row in rows)]
-    if choice.best.memory_bytes is not None:
+    cells = [("schedule", "recompute", "time", "bubble", "memory")]
+    for row in plan.candidates.usable[:_CANDIDATES_SHOWN]:
+        size = "-" if row.memory_bytes is None else format_bytes(row.memory_bytes)
+        cells.append((row.label, row.recompute, f"{row.time or 0:.4g}", f"{row.bubble or 0:.1%}", size))
+    lines = [f"auto      {plan.candidates.reason()}", *(f"  {line}" for line in aligned(cells, left=(0, 1)))]
+    if plan.candidates.best.memory_bytes is not None:
         settings = plan.job.ds_ext
         entries, source = vocabulary(settings.schedule_options.get("vocab_size", 0), settings.train)
-        lines.append(f"  chosen for a vocabulary of {entries:,} ({source})")
+        lines.append(f"  vocabulary {entries:,} ({source})")
     return lines
 
 
+def _legend(plan: JobPlan) -> str:
+    legend = f"{LEGEND}; {REPEATED_LEGEND}" if plan.layout.placement.forward_devices else LEGEND
+    return f"{legend}; {SPLIT_LEGEND}" if plan.timetable.split_backwards else legend
+
+
 def _ranges(names: list[str]) -> str:
-    """``["layer 3", "layer 4", "head"]`` -> ``"layer 3-4, head"``."""
+    """Return ``"layer 3-4, head"`` for ``["layer 3", "layer 4", "head"]``."""
     parts: list[tuple[str, int, int] | str] = []
     for name in names:
         word, _, number = name.rpartition(" ")

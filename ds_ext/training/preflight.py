@@ -1,7 +1,4 @@
-"""What can be wrong with a job besides its sizes, found before any process group is made.
-
-Pure: neither torch nor the data are read.
-"""
+"""Checks of flags, files and hosts before a process group is created. Imports torch only to check ``--load``."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ..config.deepspeed_json import require_monitors
-from ..engine.checkpoint.folder import open_checkpoint
 from ..errors import CheckpointError, ConfigError
 from ..launch.failure import rank
 from ..parallel.fbd import DisaggregatedLayout, place_by_hosts
@@ -23,7 +19,7 @@ from .megatron_flags import TOKENIZER_FILES, TOKENIZER_TYPES
 
 
 def check_job(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless the optimizer, the checkpoint to load and the places to write to are in order."""
+    """Raise ConfigError for a wrong optimizer, tokenizer, interval, checkpoint or output path."""
     require_optimizer(config)
     if rank() == 0:
         require_monitors(config)
@@ -37,27 +33,26 @@ def check_job(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
     ):
         value = getattr(args, flag)
         if value < lowest:
-            raise ConfigError(f"--{flag.replace('_', '-')} must be at least {lowest}; got {value}.")
+            raise ConfigError(f"--{flag.replace('_', '-')}: must be at least {lowest} (got {value}).")
     if args.save_interval and not args.save:
         raise ConfigError(
-            f"--save-interval {args.save_interval}: --save is missing, so no checkpoint would be written. Give "
-            f"--save DIR, or leave --save-interval out."
+            f"--save-interval: needs --save (got {args.save_interval}). Add --save DIR, or remove --save-interval."
         )
     if args.load:
         require_checkpoint(args.load)
     if args.save:
         _require_writable("--save", Path(args.save), make=not args.dry_run)
     if args.metrics_file:
-        _require_place("--metrics-file", Path(args.metrics_file))
+        _require_parent("--metrics-file", Path(args.metrics_file))
     traces = config.get("ds_ext", {}).get("trace", {}).get("dir")
     if traces:
-        _require_writable('"ds_ext": trace.dir', Path(traces), make=not args.dry_run)
+        _require_writable("trace.dir", Path(traces), make=not args.dry_run)
 
 
 def check_forward_hosts(layout: ParallelLayout, forward_hosts: Sequence[str] | None) -> None:
-    """Raise ConfigError for ``fbd.forward_hosts`` when a launcher has started all ranks on this host.
+    """Raise ConfigError for wrong ``fbd.forward_hosts`` if all ranks run on this host.
 
-    Ranks on several hosts check them in ``PipelineModule``, where they know each other's names and addresses.
+    Ranks on several hosts check them in ``PipelineModule``, after the exchange of their names and addresses.
     """
     local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
     if (
@@ -69,11 +64,14 @@ def check_forward_hosts(layout: ParallelLayout, forward_hosts: Sequence[str] | N
 
 
 def _check_tokenizer(args: argparse.Namespace) -> None:
-    """The flags that name a tokenizer fit each other."""
+    """Raise ConfigError for tokenizer flags that exclude each other or do not match their files."""
     if bool(args.vocab_file) != bool(args.merge_file):
-        raise ConfigError("--vocab-file and --merge-file belong together: give both.")
+        given = f"--vocab-file {args.vocab_file}" if args.vocab_file else f"--merge-file {args.merge_file}"
+        raise ConfigError(f"--vocab-file, --merge-file: one is missing (got {given}). Give both.")
     if args.tokenizer and args.vocab_file:
-        raise ConfigError("--tokenizer and --vocab-file exclude each other: give one of them.")
+        raise ConfigError(
+            f"--tokenizer, --vocab-file: exclude each other (got {args.tokenizer} and {args.vocab_file}). Remove one."
+        )
     if args.tokenizer_type is None:
         return
     kind = "none"
@@ -85,57 +83,60 @@ def _check_tokenizer(args: argparse.Namespace) -> None:
     if kind != needed:
         given = args.vocab_file or args.tokenizer or "none"
         raise ConfigError(
-            f"--tokenizer-type {args.tokenizer_type} needs {TOKENIZER_FILES[needed]}; got {given}. Without "
-            f"--tokenizer-type the files say what they are, and without files the data do."
+            f"--tokenizer-type: {args.tokenizer_type} needs {TOKENIZER_FILES[needed]} (got {given}). Add the file, or "
+            f"remove --tokenizer-type."
         )
 
 
 def require_optimizer(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless the JSON has an optimizer that can train the models of the scripts."""
+    """Raise ConfigError if the JSON has no optimizer, or one that cannot train the models of the scripts."""
     optimizer = config.get("optimizer")
     if not isinstance(optimizer, Mapping) or not optimizer.get("type"):
         raise ConfigError(
-            'training needs "optimizer" in the JSON, for example {"type": "AdamW", "params": {"lr": 1e-3, '
-            '"torch_adam": true}} ("torch_adam" spares the compilation of a fused one).'
+            f"optimizer: the JSON has none with a type (got {optimizer!r}). Add for example "
+            '{"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": true}}; "torch_adam" needs no compilation.'
         )
     if str(optimizer["type"]).lower() in ("muon", "muadam", "muadamw", "musgd"):
         raise ConfigError(
-            f"optimizer.type: needs tagged parameters, which this model does not have (got {optimizer['type']!r}). Use "
+            f"optimizer.type: this model has no tagged parameters (got {optimizer['type']!r}). Use "
             f"AdamW, or tag the parameters in a script of your own."
         )
 
 
 def require_checkpoint(folder: str) -> None:
-    """Raise ConfigError unless the current checkpoint in ``folder`` is there, with all its files in full size."""
+    """Raise ConfigError if the current checkpoint in ``folder`` is missing or incomplete."""
+    from ..engine.checkpoint.folder import open_checkpoint
+
     try:
         open_checkpoint(Path(folder))
     except (ConfigError, CheckpointError) as error:
         raise ConfigError(f"--load {folder}: {str(error).removeprefix(f'{folder}: ')}") from None
 
 
-def _require_place(flag: str, path: Path) -> None:
-    """A file can be written at ``path``: its folder is there."""
+def _require_parent(flag: str, path: Path) -> None:
+    """Raise ConfigError unless a file can be written at ``path``."""
     if os.path.isdir(path):
-        raise ConfigError(f"{flag} {path} is a folder. Give the name of a file in it.")
+        raise ConfigError(f"{flag}: is a folder (got {path}). Give the name of a file in it.")
     if not os.path.exists(path.parent):
+        make = f"mkdir -p {shlex.quote(str(path.parent))}"
         raise ConfigError(
-            f"{flag} {path}: the folder {path.parent} does not exist. Make it with "
-            f"`mkdir -p {shlex.quote(str(path.parent))}`, or give another path."
+            f"{flag}: folder {path.parent} does not exist (got {path}). Create it with `{make}`."
         )
     _require_writable(flag, path.parent)
 
 
 def _require_writable(flag: str, folder: Path, make: bool = False) -> None:
-    """A run of hours must not fail at its end for a folder that cannot be made."""
-    place = folder.absolute()
-    while not os.path.exists(place):  # also for a folder above that may not be searched
-        place = place.parent
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"{flag}: cannot write to {folder}: {place} is {'read-only' if place.is_dir() else 'a file'}."
-        )
+    """Raise ConfigError unless ``folder`` can be written to; ``make`` creates it."""
+    existing = folder.absolute()
+    while not os.path.exists(existing):  # also False below a folder that may not be searched
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        reason = "read-only" if existing.is_dir() else "a file"
+        raise ConfigError(f"{flag}: cannot write to {folder}: {existing} is {reason}. Use another folder.")
     if make:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"{flag}: cannot make the folder {folder}: {error.strerror}.") from None
+            raise ConfigError(
+                f"{flag}: cannot create {folder} ({error.strerror}). Use another folder."
+            ) from None

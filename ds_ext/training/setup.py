@@ -1,6 +1,6 @@
-"""What the pretraining scripts share in front of the training loop: a checked job, sizes, data, the plan's text.
+"""Set-up that the training scripts share: checked job plan, model sizes, data, text of the plan.
 
-Nothing here imports torch before a job has passed the checks that do without it.
+The checks that need no torch run before torch is imported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..launch.process import world_size
 from ..launch.roll_call import Facts
 from ..parallel.partition import BALANCED, end_weights, layer_boundaries, stage_weights
 from ..planner.job_plan import JobPlan, make_job_plan
-from ..planner.stage_costs import recomputed
+from ..planner.stage_costs import repeated_share
 from .arguments import FLAGS_OF_THE_JSON, parse
 from .flags import Model
 from .plan_text import describe
@@ -26,8 +26,8 @@ from .preflight import check_forward_hosts, check_job
 if TYPE_CHECKING:
     from ..engine.batches import MapDataset, MicroBatches
 
-# Flags that hosts may give differently: rank 0 alone reads them, or what they name is compared instead.
-_OWN_OF_A_HOST = frozenset(
+# Flags that may differ between hosts: only rank 0 reads them, or the content of their files is compared.
+_PER_HOST = frozenset(
     {
         *("local_rank", "deepspeed", "deepspeed_config", "metrics_file", "dry_run"),
         *("data_path", "tokenizer", "tokenizer_type", "vocab_file", "merge_file"),
@@ -36,9 +36,9 @@ _OWN_OF_A_HOST = frozenset(
 
 
 def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Namespace, JobPlan]:
-    """Flags and the plan that follows from them, the JSON and the world size. Raises ConfigError.
+    """Return the flags and the job plan. Raises ConfigError.
 
-    Everything that can be wrong is found before any process group is made, the cheapest first.
+    All checks run before a process group is created, the cheapest first.
     """
     args, job = parse(prog, argv, model)
     launched = world_size() > 1 or not args.dry_run
@@ -50,14 +50,14 @@ def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Nam
     plan = make_job_plan(job, world_size() if launched else None)
     if not args.data_path:
         raise ConfigError(
-            'no data: give --data-path or "train": {"data_path": ...}. `python -m ds_ext prepare` makes some.'
+            '--data-path: missing. Add it or "train": {"data_path": ...}; `python -m ds_ext prepare` creates data.'
         )
     check_forward_hosts(plan.layout, job.ds_ext.fbd.forward_hosts)
-    chosen = plan.choice and plan.choice.best
+    best = plan.candidates and plan.candidates.best
     if args.recompute_granularity is None:
-        args.recompute_granularity = chosen.recompute if chosen else "none"
-    if args.stage_layers in (None, BALANCED) and chosen and chosen.layers:
-        args.stage_layers = ",".join(map(str, chosen.layers))  # as it was priced
+        args.recompute_granularity = best.recompute if best else "none"
+    if args.stage_layers in (None, BALANCED) and best and best.layers:
+        args.stage_layers = ",".join(map(str, best.layers))  # the priced ones
     return args, plan
 
 
@@ -73,15 +73,15 @@ def cut_layers(
 
 
 def _ends(args: argparse.Namespace, vocab_size: int) -> tuple[float, float] | None:
-    """What embedding and head weigh, where that is to count."""
+    """Return the work of embedding and head if --stage-layers includes it."""
     if args.stage_layers != BALANCED:
         return None
     hidden, seq = args.hidden_size, args.seq_length
-    return end_weights(hidden, seq, vocab_size, recomputed(args.recompute_granularity, hidden, seq))
+    return end_weights(hidden, seq, vocab_size, repeated_share(args.recompute_granularity, hidden, seq))
 
 
 def model_sizes(args: argparse.Namespace, plan: JobPlan) -> dict[str, Any]:
-    """The fields of a TransformerConfig that flags and JSON decide: all but the vocabulary."""
+    """Return the fields of a TransformerConfig, without the vocabulary."""
     return {
         "num_layers": args.num_layers,
         "hidden_size": args.hidden_size,
@@ -102,13 +102,13 @@ def model_sizes(args: argparse.Namespace, plan: JobPlan) -> dict[str, Any]:
 
 
 def job_facts(args: argparse.Namespace, plan: JobPlan, vocab_size: int) -> Facts:
-    """Return what must be the same on all ranks: the JSON, flags, layout, timetable, and contents of the data."""
+    """Return facts that must be equal on all ranks: JSON, flags, layout, timetable, content of the data."""
     from ..data.meta import fingerprint
 
     flags = {
         f"--{name.replace('_', '-')}": value
         for name, value in vars(args).items()
-        if name not in _OWN_OF_A_HOST | FLAGS_OF_THE_JSON
+        if name not in _PER_HOST | FLAGS_OF_THE_JSON
     }
     section = {key: value for key, value in plan.job.deepspeed.get("ds_ext", {}).items() if key != "train"}
     return {
@@ -126,10 +126,10 @@ def micro_batches(
     plan: JobPlan,
     build: Callable[[tuple[int, int, int]], Sequence[MapDataset]],
 ) -> tuple[MicroBatches, MicroBatches | None]:
-    """Training and validation micro-batches, enough for the whole run.
+    """Return the micro-batches for training and validation of the whole run.
 
     Args:
-        build: gives the three datasets for the numbers of samples that are wanted of train, valid and test.
+        build: function that returns the three datasets for the numbers of samples of train, valid and test.
     """
     from ..engine.batches import MicroBatches
 
@@ -147,12 +147,13 @@ def describe_job(
     vocab_size: int,
     token_bytes: int = 0,
 ) -> str:
-    """The plan with the names of the model's layers and the size of its messages.
+    """Return the text of the plan with the names of the layers and the size of a message.
 
     Args:
         boundaries: from :func:`cut_layers`.
-        before, after: names of the layers around the transformer layers.
-        token_bytes: what a message holds of each token besides its activation.
+        before: names of the layers before the transformer layers.
+        after: names of the layers after them.
+        token_bytes: bytes per token of a message besides its activation.
     """
     names = [*before, *(f"layer {i}" for i in range(args.num_layers)), *after]
     number_bytes = 4 if precision(plan.job.deepspeed) == "fp32" else 2

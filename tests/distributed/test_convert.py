@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_ext.__main__ import main
-from ds_ext.errors import CheckpointError
+from ds_ext.errors import ConfigError
 from ds_ext.models.hf_config import unseen_in_weights
-from ds_ext.training.loop import Trainer
+from ds_ext.training.checkpoint_fit import check_load
 from tests.distributed import test_bert, test_checkpoint
 from tests.engine_runs import MODEL, Job, StepBatches, build
 from tests.precisions import needs
@@ -86,9 +86,8 @@ def load_and_train(rank: int, job: Job, folder: str) -> tuple[list[float], str]:
     batches: Any = StepBatches(random_batches(job.model, 3, job.micro_batches * job.dp))
     losses = [float(engine.train_batch(batches)) for _ in range(3)]
     other = dataclasses.replace(job.model, num_attention_heads=8)
-    args, plan = argparse.Namespace(load=folder), argparse.Namespace()
-    with pytest.raises(CheckpointError) as refused:
-        Trainer(engine, args, plan, batches, None, 16, model=other).resume()  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError) as refused:
+        check_load(argparse.Namespace(load=folder, data_path=[]), other)
     engine.transport.close()
     return losses, str(refused.value)
 
@@ -122,4 +121,4 @@ def test_training_goes_on_from_transformers(
         expected.append(float(loss.detach()))
     for losses, refused in results:
         assert losses == pytest.approx(expected, rel=1e-5)
-        assert "with num_attention_heads 4; this one has 8" in refused
+        assert "num_attention_heads 4, here 8" in refused

@@ -85,10 +85,11 @@ def color_class(op: Op, timetable: Timetable) -> str:
 
 
 def heading(timetable: Timetable) -> str:
-    """``4 stages, 8 micro-batches``."""
-    ranks, micro_batches = timetable.placement.devices_per_pipe, timetable.micro_batches
-    devices = f" on {timetable.placement.num_devices} devices" if timetable.placement.forward_devices else ""
-    return f"{ranks} stage{'s' * (ranks != 1)}{devices}, {micro_batches} micro-batch{'es' * (micro_batches != 1)}"
+    """Return the sizes of a timetable, as ``4 devices, 8 micro-batches``."""
+    placement, n = timetable.placement, timetable.micro_batches
+    stages = f"{placement.stages} stages on " if placement.forward_devices else ""
+    devices = f"{placement.num_devices} device{'s' * (placement.num_devices != 1)}"
+    return f"{stages}{devices}, {n} micro-batch{'es' * (n != 1)}"
 
 
 def numbers(simulation: Simulation) -> list[tuple[str, str]]:

@@ -256,6 +256,7 @@ def test_optimizers(name: str, more: dict[str, Any], monkeypatch: pytest.MonkeyP
         None,
         {"no_such_parameter": 1},
         {"fp32_optimizer_states": True},
+        *(switch | {"amsgrad": True} for switch in switches[: 1 + 2 * ("adam" in name)]),
         *(
             switch | {key: value}
             for key, value in OPTIMIZER_PARAMS.items()
@@ -319,6 +320,8 @@ def test_optimizers_that_need_more_than_gradients(name: str, monkeypatch: pytest
             ("optimizer.params.betas: ", "2", "got [0.9"),
         ),
         ({"type": "SGD", "params": {"nesterov": True}}, ("optimizer.params.nesterov: ", "momentum")),
+        ({"type": "AdamW", "params": {"amsgrad": True}}, ("optimizer.params.amsgrad: ", "True", "torch_adam")),
+        ({"type": "Lamb", "params": {"amsgrad": True}}, ("optimizer.params.amsgrad: ", "FusedLamb")),
     ],
 )
 def test_errors_in_optimizers(optimizer: Any, words: tuple[str, ...]) -> None:
@@ -330,6 +333,8 @@ def test_errors_in_optimizers(optimizer: Any, words: tuple[str, ...]) -> None:
     "optimizer",
     [
         {"type": "ADAMW", "params": {"lr": 1e-3, "torch_adam": True, "foreach": False}},
+        {"type": "AdamW", "params": {"amsgrad": True, "torch_adam": True}},
+        {"type": "AdamW", "params": {"amsgrad": False}},
         {"type": "AdamW", "params": None, "legacy_fusion": False},
         {"type": "AdamW", "params": {"lr": 1}, "comment": "mine"},
         {"type": "SGD", "params": {"momentum": 0.9, "nesterov": True}},
@@ -375,12 +380,14 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 
 def runs(config: Mapping[str, Any]) -> bool:
-    """Return whether DeepSpeed makes the scheduler of the JSON and steps it."""
+    """Return whether DeepSpeed makes the scheduler of the JSON and steps it, without a loss."""
     engine = object.__new__(DeepSpeedEngine)
     engine.__dict__.update(_config=reading(config))
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     try:
-        engine._scheduler_from_config(optimizer).step(1)
+        scheduler = engine._scheduler_from_config(optimizer)
+        scheduler.step(1)
+        scheduler.step()
     except Exception:
         return False
     return True
@@ -409,6 +416,7 @@ def test_schedulers(name: str) -> None:
         ({"type": "WarmupCosine"}, ("scheduler.type: ", "'WarmupCosine'", "mean WarmupCosineLR?")),
         ({"type": "warmuplr"}, ("scheduler.type: ", "mean WarmupLR?")),
         (None, ("scheduler: ", "got None")),
+        ({"type": "ReduceLROnPlateau", "params": {}}, ("scheduler.type: ", "'ReduceLROnPlateau'", "WarmupLR")),
         ({"type": []}, ("scheduler.type: ",)),
         ({"type": "WarmupLR"}, ("scheduler.params: ", "got null")),
         (

@@ -107,7 +107,7 @@ def assert_sound(made: Timetable, costs: Costs) -> None:
     for slots, peak in zip(report.num_buffers, simulation.peak_activations, strict=True):
         assert slots >= round(peak * placement.stages / placement.devices_per_pipe)
     sizes = ModelSizes(layers=placement.stages, hidden=8, heads=2, vocab=10, seq=4)
-    keeps = [rank.activations > 0 for rank in memory(simulation, sizes)]
+    keeps = [rank.activations > 0 for rank in memory(simulation.timetable, sizes)]
     assert keeps == [any(op.kind != "F" for op in order) for order in made.orders]
 
 

@@ -1,4 +1,4 @@
-"""The solver as an oracle: no generator beats it, and those that claim to be the best are."""
+"""The solver proves bounds: no schedule is below its own, and the optimal schedules meet it."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ ODD = Costs(1, 1.2, 0.8, 0.1)
 
 @pytest.mark.parametrize("costs", [Costs(), ODD], ids=["equal", "odd"])
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
-def test_no_generator_beats_the_bound_and_what_is_found_runs(name: str, costs: Costs) -> None:
-    made = get_schedule(name).timetable(2, 4, {}, costs)
-    optimum = optimise(made, costs, time_limit_s=60)
-    assert optimum.given == simulate(made, costs).makespan
+def test_no_schedule_is_below_the_bound(name: str, costs: Costs) -> None:
+    given = get_schedule(name).timetable(2, 4, {}, costs)
+    optimum = optimise(given, costs)
+    assert optimum.given == simulate(given, costs).makespan
     assert optimum.proven
     assert optimum.makespan == simulate(optimum.timetable, costs).makespan <= optimum.given
-    assert [sorted(order) for order in optimum.timetable.orders] == [sorted(order) for order in made.orders]
+    assert [sorted(order) for order in optimum.timetable.orders] == [sorted(order) for order in given.orders]
     check(lower(optimum.timetable))
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "micro_batches", "costs", "room"),
+    ("name", "devices", "micro_batches", "costs", "limit"),
     [
         ("bitpipe_zb", 4, 4, Costs(), 4),
         ("bitpipe_zb", 4, 3, Costs(), 4),
@@ -48,17 +48,17 @@ def test_no_generator_beats_the_bound_and_what_is_found_runs(name: str, costs: C
         ("bitpipe", 4, 4, Costs(), None),
     ],
 )
-def test_these_are_the_best_orders_there_are(
-    name: str, ranks: int, micro_batches: int, costs: Costs, room: float | None
+def test_optimal_schedules(
+    name: str, devices: int, micro_batches: int, costs: Costs, limit: float | None
 ) -> None:
-    """With as many activations as they keep themselves."""
-    made = get_schedule(name).timetable(ranks, micro_batches, {}, costs)
-    optimum = optimise(made, costs, max_activations=room, time_limit_s=60)
+    """The limit is the schedule's own number of live activations."""
+    given = get_schedule(name).timetable(devices, micro_batches, {}, costs)
+    optimum = optimise(given, costs, max_activations=limit)
     assert optimum.proven and optimum.makespan == pytest.approx(optimum.given, rel=1e-9)
 
 
-def test_a_bad_order_is_mended() -> None:
-    """GPipe's order with room for two activations on a device is as good as it can be made: 1F1B's time, or near."""
+def test_a_bad_order_improves() -> None:
+    """GPipe with two live activations per device becomes as fast as 1F1B."""
     gpipe = get_schedule("gpipe").timetable(2, 4)
     optimum = optimise(gpipe, max_activations=2)
     assert optimum.proven and optimum.makespan == simulate(get_schedule("1f1b").timetable(2, 4)).makespan
@@ -70,29 +70,26 @@ def test_a_bad_order_is_mended() -> None:
     assert optimise(first_last).makespan < simulate(first_last).makespan
 
 
-def test_what_cannot_be_done_is_said() -> None:
-    with pytest.raises(
-        ScheduleError,
-        match=r"there is no order that keeps at most 0\.5 activations a device \(infeasible: more time cannot help\)",
-    ):
+def test_impossible_requests() -> None:
+    with pytest.raises(ScheduleError, match=r"^1f1b: .*0\.5 activations .*infeasible"):
         optimise(get_schedule("1f1b").timetable(2, 2), max_activations=0.5)
-    with pytest.raises(ScheduleError, match="nothing to optimise"):
+    with pytest.raises(ScheduleError, match=r"^costs: .*got a duration of 0"):
         optimise(get_schedule("1f1b").timetable(2, 2), Costs(0, 0, 0))
 
 
-def test_without_the_solver_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_solver_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
-    with pytest.raises(ConfigError, match=r"optimise needs OR-tools.*pip install 'ds_ext\[solve\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'ds_ext\[solve\]'"):
         optimise(get_schedule("1f1b").timetable(2, 2))
 
 
-def test_less_memory_than_the_schedule_keeps_costs_time(capsys: pytest.CaptureFixture[str]) -> None:
-    """The bound of the placement alone is below that of the limit; the optimum is proven long before the time limit."""
-    made = get_schedule("bitpipe_zb").timetable(4, 4)
-    least = lower_bound(Work(made.placement, 4, Costs(), split=True))
-    optimum = optimise(made, max_activations=2)
+def test_less_memory_costs_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """The bound of the placement is below the bound with the limit of activations."""
+    given = get_schedule("bitpipe_zb").timetable(4, 4)
+    least = lower_bound(Work(given.placement, 4, Costs(), split=True))
+    optimum = optimise(given, max_activations=2)
     assert (least, optimum.given, optimum.bound, optimum.makespan) == (12.5, 12.5, 15.5, 15.5)
-    words = "bitpipe_zb --stages 4 --micro-batches 4 --max-activations 2"
+    words = "bitpipe_zb --num-devices 4 --micro-batches 4 --max-activations 2"
     assert main(["optimise", *words.split()]) == 0
     out = capsys.readouterr().out
     printed = [float(number) for number in re.findall(r"^  \D+?([\d.]+)", out, re.MULTILINE)]

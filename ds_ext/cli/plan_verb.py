@@ -1,0 +1,255 @@
+"""Verb ``plan`` of ``python -m ds_ext``: parallel sizes and a schedule for a cluster. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..errors import ScheduleError
+from ..pipe_schedules.costs import read_costs
+from ..pipe_schedules.placement import linear
+from ..planner.fbd import compare_with_fbd
+from ..planner.memory import ModelSizes
+from ..planner.parallel_sizes import Cluster, ClusterPlan, ParallelSizes, plan_cluster
+from ..planner.text import aligned, format_bytes, join_reasons, join_words, parse_bytes
+from .model_flags import add_model_flags, model_of
+from .schedule_flags import add_import_flag
+from .schedule_verbs import EXIT_INVALID, EXIT_OK
+
+_SHOWN = 10  # rows of the table
+_PATIENCE_S = 2.0  # before the progress is shown
+# Usual values for GPT, to be replaced for the run. torch's own Adam needs no compiler.
+_ADAM = {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "torch_adam": True}
+
+
+def add_plan_flags(verb: argparse.ArgumentParser) -> None:
+    """Add the flags of ``plan``."""
+    verb.add_argument("--devices", type=int, required=True, metavar="N", help="all devices of the job")
+    verb.add_argument("--memory", required=True, metavar="80GB", help="memory of a device")
+    samples = "samples of a step, over all devices"
+    verb.add_argument("--global-batch-size", type=int, required=True, metavar="G", help=samples)
+    rate = "10^12 operations per second of a device in training (%(default)g)"
+    verb.add_argument("--tflops", type=float, default=150.0, metavar="T", help=rate)
+    bandwidth = "bytes per second of a message (%(default)s)"
+    verb.add_argument("--bandwidth", default="25GB", metavar="25GB", help=bandwidth)
+    costs = (
+        "times of backward_input and backward_weight relative to the forward (%(default)s), or a JSON file"
+    )
+    verb.add_argument("--costs", default="f=1,b=1,w=1", metavar="f=1,b=1,w=1", help=costs)
+    verb.add_argument("--tensor-parallel", type=int, metavar="T", help="only this size (all up to 8)")
+    extra = 'extra devices for forwards only: report whether "fbd" pays'
+    verb.add_argument("--forward-devices", type=int, metavar="F", help=extra)
+    slowdown = "relative time of the same work on a forward device (1)"
+    verb.add_argument("--forward-slowdown", type=float, metavar="X", help=slowdown)
+    verb.add_argument("--forward-memory", metavar="24GB", help="memory of a forward device (as --memory)")
+    verb.add_argument("--json", action="store_true", help="print JSON")
+    add_import_flag(verb)
+    add_model_flags(verb, parallel=False)
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Print the best sizes, the reason for the first, and its JSON. The exit status is 1 if nothing fits.
+
+    Raises:
+        ScheduleError: a flag is wrong, or no sizes are possible.
+    """
+    cluster = Cluster(
+        args.devices,
+        parse_bytes(args.memory),
+        args.global_batch_size,
+        args.tflops * 1e12,
+        parse_bytes(args.bandwidth),
+        args.tensor_parallel,
+    )
+    args.tensor_parallel = None  # a limit of the search, not a size of the model
+    model = model_of(args)
+    if model is None:
+        raise ScheduleError("--model: missing. Add --model gpt-10b, or the sizes of the model.")
+    if args.zero is None:
+        # ZeRO-1 sends as many bytes as averaging gradients, so it takes no more time.
+        model = replace(model, zero_stage=1)
+    forward, costs = _forward_devices(args, cluster), read_costs(args.costs)
+    with _progress() as progress:
+        plan = plan_cluster(cluster, model, costs, progress)
+    fbd = forward and compare_with_fbd(cluster, forward, model, costs, plan)
+    config = None if plan.best.candidate is None else _config(plan.best, cluster, model)
+    if args.json:
+        print(json.dumps(_as_dict(plan, config) | ({"fbd": fbd} if fbd else {})))
+    else:
+        print(
+            "\n".join([*_header(args, cluster, model), "", *_table(plan.ranked[:_SHOWN]), "", _reason(plan)])
+        )
+        if not plan.best.fits and plan.best.candidate is not None:
+            print(f"  Use {_remedies(model)}.")
+        if plan.refused:
+            print(f"not possible: {'; '.join(join_reasons(reason for _, reason in plan.refused))}")
+        if fbd:
+            print(fbd["reason"])
+        if config is not None and plan.best.fits:
+            print(
+                f"JSON for {cluster.devices} devices (vocabulary {model.vocab:,}; add --data-path):\n\n{_text(config)}"
+            )
+    return EXIT_OK if plan.best.fits else EXIT_INVALID
+
+
+def _forward_devices(args: argparse.Namespace, cluster: Cluster) -> Cluster | None:
+    """Return the forward devices of the flags. Raises ScheduleError for flags that do not fit."""
+    if args.forward_devices is None:
+        for flag, value in (("slowdown", args.forward_slowdown), ("memory", args.forward_memory)):
+            if value is not None:
+                raise ScheduleError(f"--forward-{flag}: needs --forward-devices (got {value}). Add it.")
+        return None
+    slowdown = 1.0 if args.forward_slowdown is None else args.forward_slowdown
+    for flag, value in (("--forward-devices", args.forward_devices), ("--forward-slowdown", slowdown)):
+        if not value > 0:
+            raise ScheduleError(f"{flag}: must be more than 0 (got {value:g}).")
+    memory = parse_bytes(args.forward_memory or args.memory)
+    return replace(cluster, devices=args.forward_devices, memory_bytes=memory, flops=cluster.flops / slowdown)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """Show the progress of a long plan on a terminal, and erase it at the end."""
+    start, shown = time.monotonic(), False
+
+    def show(done: int, total: int) -> None:
+        nonlocal shown
+        if sys.stderr.isatty() and time.monotonic() - start > _PATIENCE_S:
+            shown = True
+            print(f"\rplan: {done} of {total} sizes", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        if shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+def _header(args: argparse.Namespace, cluster: Cluster, model: ModelSizes) -> list[str]:
+    parameters = model.device_parameters(linear(1), 0) / 1e9
+    zero = "1 with several copies of the weights" if model.zero_stage else "0"
+    return [
+        f"model       {args.model or 'custom'}, {parameters:.3g} billion parameters, 16 bits, ZeRO stage {zero}",
+        f"devices     {cluster.devices} x {format_bytes(cluster.memory_bytes)}, {args.tflops:g} TFLOP/s each",
+        f"messages    {format_bytes(cluster.bandwidth)}/s",
+        f"batch       {cluster.batch} samples per step, micro-batches of {model.micro_batch}",
+        "not priced  tensor-parallel communication, gradient reduction, optimizer step, savings below 1%",
+    ]
+
+
+def _table(ranked: Sequence[ParallelSizes]) -> list[str]:
+    cells: list[tuple[str, ...]] = [
+        ("TP", "PP", "DP", "N", "schedule", "recompute", "step", "bubble", "memory", "")
+    ]
+    for sizes in ranked:
+        numbers = (sizes.tensor, sizes.pipeline, sizes.data, sizes.micro_batches)
+        candidate = sizes.candidate
+        if candidate is None:
+            row = ("-", "-", "-", "-", "-", sizes.candidates.reason())
+        else:
+            row = (
+                *(
+                    candidate.label,
+                    candidate.recompute,
+                    f"{sizes.step_s:.4g} s",
+                    f"{candidate.bubble or 0:.1%}",
+                ),
+                *(format_bytes(candidate.memory_bytes or 0), "" if sizes.fits else "too large"),
+            )
+        cells.append((*map(str, numbers), *row))
+    return aligned(cells, left=(4, 5, 9))
+
+
+def _reason(plan: ClusterPlan) -> str:
+    """Return the best sizes, their distance to the next ones, and the reason for the schedule."""
+    best = plan.best
+    second = next((sizes for sizes in plan.ranked[1:] if sizes.fits and sizes.step_s is not None), None)
+    if not best.fits:
+        first = f"smallest: {best}"
+    elif second is None:
+        first = f"best: {best}, the only sizes that fit"
+    else:
+        longer = (second.step_s or 0.0) / (best.step_s or 1.0) - 1
+        first = f"best: {best}; next: {second}, " + (
+            f"{longer:.1%} longer" if longer > 5e-4 else "as fast, not smaller"
+        )
+    return f"{first}\n  {best.candidates.reason()}"
+
+
+def _remedies(model: ModelSizes) -> str:
+    """Return settings outside the search that reduce the memory of a device."""
+    remedies = ["more devices", "devices with more memory"]
+    if model.micro_batch > 1:
+        remedies.append("a smaller --micro-batch-size")
+    if not model.zero_stage:
+        remedies.append("--zero 1")
+    return join_words(remedies)
+
+
+def _config(sizes: ParallelSizes, cluster: Cluster, model: ModelSizes) -> dict[str, Any]:
+    """Return the keys of a DeepSpeed JSON that the plan decides."""
+    copies = sizes.data * (1 if sizes.candidate is None else sizes.candidate.replicas)
+    return {
+        "train_batch_size": cluster.batch,
+        "train_micro_batch_size_per_gpu": model.micro_batch,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": min(model.zero_stage, copies - 1)},
+        "optimizer": {"type": "AdamW", "params": _ADAM},
+        "ds_ext": sizes.section(model),
+    }
+
+
+def _text(config: dict[str, Any]) -> str:
+    """Return a JSON with one line per key and per key of "ds_ext", as in the files of configs/."""
+    lines = []
+    for key, value in config.items():
+        text = json.dumps(value)
+        if key == "ds_ext":
+            inner = ",\n".join(f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
+            text = f"{{\n{inner}\n  }}"
+        lines.append(f"  {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}"
+
+
+# --- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def _as_dict(plan: ClusterPlan, config: dict[str, Any] | None) -> dict[str, Any]:
+    return {
+        "best": [_sizes_as_dict(sizes) for sizes in plan.ranked[:_SHOWN]],
+        "reason": _reason(plan),
+        "fits": plan.best.fits,
+        "refused": [{"sizes": sizes, "reason": reason} for sizes, reason in plan.refused],
+        "config": config,
+    }
+
+
+def _sizes_as_dict(sizes: ParallelSizes) -> dict[str, Any]:
+    candidate = sizes.candidate
+    result: dict[str, Any] = {
+        "tensor_parallel_size": sizes.tensor,
+        "pipeline_parallel_size": sizes.pipeline,
+        "data_parallel_size": sizes.data,
+        "micro_batches": sizes.micro_batches,
+        "fits": sizes.fits,
+        "reason": sizes.candidates.reason(),
+    }
+    if candidate is not None:
+        result |= {
+            "schedule": candidate.schedule,
+            "schedule_options": candidate.settings,
+            "recompute": candidate.recompute,
+            "step_s": sizes.step_s,
+            "bubble": candidate.bubble,
+            "memory_bytes": candidate.memory_bytes,
+        }
+    return result

@@ -1,0 +1,99 @@
+"""Plain text of tables, sizes in bytes, costs and reasons."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+from ..errors import ScheduleError
+from ..pipe_schedules.costs import Costs, factors_text
+
+
+def aligned(cells: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
+    """Return a table as lines, without its empty columns.
+
+    Args:
+        cells: rows of equal length.
+        left: columns to align left; all others are aligned right.
+    """
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        padded = [
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            if width
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return lines
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes of ``"80GB"`` (10^9) or ``"80GiB"`` (2^30). Raises ScheduleError."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)\s*", text, re.IGNORECASE)
+    size = 0
+    if found is not None:
+        power = " KMGT".index((found[2] or " ").upper())
+        size = int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+    if size < 1:
+        raise ScheduleError(
+            f"size in bytes: not a number with a unit (got {text!r}). Use 80GB, 512MB or 16GiB."
+        )
+    return size
+
+
+def format_bytes(size: float) -> str:
+    """Return a size in decimal units, as ``"12.3 GB"``."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size:.0f} B"
+
+
+def format_number(value: object) -> str:
+    """Return a number with all its digits, without a trailing ``.0``; any other value as ``str``."""
+    if isinstance(value, float):
+        return str(int(value)) if value.is_integer() else repr(value)
+    return str(value)
+
+
+def costs_text(costs: Costs) -> str:
+    """Return costs in the form of ``--costs`` and the option "costs". Raises ScheduleError for costs of links."""
+    if costs.links:
+        raise ScheduleError(
+            f"costs: links have no text form (got {len(costs.links)} links). Use a costs file."
+        )
+    times = {"f": costs.forward, "b": costs.backward_input, "w": costs.backward_weight, "comm": costs.comm}
+    if costs.jitter:
+        times |= {"jitter": costs.jitter, "seed": costs.seed}
+    text = ",".join(f"{key}={format_number(value)}" for key, value in times.items())
+    return text if costs.stages is None else f"{text},stages={factors_text(costs.stages)}"
+
+
+def describe_costs(costs: Costs) -> str:
+    """Return costs for a reader, as ``"f=1,b=1.2,w=0.8,comm=0.1, factors per stage"``."""
+    text = costs_text(replace(costs, stages=None, links={}))
+    stages = "" if costs.stages is None else ", factors per stage"
+    return f"{text}{stages}{', times per link' if costs.links else ''}"
+
+
+def join_reasons(reasons: Iterable[str]) -> list[str]:
+    """Return each reason once, and those that differ only in their last number as one.
+
+    "32 heads do not divide by TP 3" and "32 heads do not divide by TP 5" become "32 heads do not divide by TP 3, 5".
+    """
+    joined: dict[tuple[str, str], set[int]] = {}
+    for reason in reasons:
+        found = re.fullmatch(r"(.* )(\d+)( .*)?", reason)
+        start, number, end = found.groups("") if found else (reason, "", "")
+        numbers = joined.setdefault((start, end), set())
+        if number:
+            numbers.add(int(number))
+    return [f"{start}{', '.join(map(str, sorted(numbers)))}{end}" for (start, end), numbers in joined.items()]
+
+
+def join_words(words: Iterable[object], conjunction: str = "or") -> str:
+    """Return ``"1, 2 or 4"``."""
+    *rest, last = map(str, words)
+    return f"{', '.join(rest)} {conjunction} {last}" if rest else last

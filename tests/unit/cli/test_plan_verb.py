@@ -1,0 +1,123 @@
+"""``python -m ds_ext plan``: its table, its JSON, and the job that this JSON describes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from ds_ext.__main__ import main
+from ds_ext.config.job import load_config
+from ds_ext.engine import check_deepspeed
+from ds_ext.parallel.partition import layer_boundaries
+from ds_ext.pipe_schedules.list_scheduling import search
+from ds_ext.planner.job_plan import make_job_plan
+from ds_ext.training.arguments import parse
+from ds_ext.training.preflight import check_job
+
+PLAN = ["plan", "--devices", "8", "--memory", "16GB", "--model", "gpt-1.3b", "--global-batch-size", "16"]
+
+
+def test_the_printed_json_is_the_first_row(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--tensor-parallel", "1"]) == 0
+    header, table, best, text = capsys.readouterr().out.split("\n\n")
+    assert [line.split()[0] for line in header.splitlines()][:3] == ["model", "devices", "messages"]
+    rows = [row.split() for row in table.splitlines()[1:]]
+    assert [row[0] for row in rows] == ["1"] * 4
+    tensor, pipeline, data, micro_batches, schedule = rows[0][:5]
+    assert best.startswith(f"best: TP {tensor} x PP {pipeline} x DP {data}")
+    assert "50,257" in best
+    config = json.loads(text)
+    job = load_config(config)
+    assert (job.ds_ext.tensor_parallel_size, job.ds_ext.pipeline_parallel_size) == (
+        int(tensor),
+        int(pipeline),
+    )
+    assert job.ds_ext.schedule == schedule and config["zero_optimization"] == {"stage": 1}
+    sizes = make_job_plan(job, 8).sizes
+    assert (sizes.train_batch_size, sizes.micro_batches) == (16, int(micro_batches))
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--json", "--costs", "b=1.5,w=0.5", "--tflops", "100", "--bandwidth", "10GB"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["best", "reason", "fits", "refused", "config"]
+    assert found["fits"] and 1 <= len(found["best"]) <= 10
+    best = found["best"][0]
+    assert found["config"]["ds_ext"]["schedule_options"] == best["schedule_options"]
+    least = min(c["step_s"] for c in found["best"] if c["fits"])
+    assert best["memory_bytes"] <= 16e9 and best["step_s"] == pytest.approx(least)
+    sizes = {(c["tensor_parallel_size"], c["pipeline_parallel_size"]) for c in found["best"]}
+    assert len(sizes) == len(found["best"])
+
+
+def test_the_json_passes_the_checks_of_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a heavy head; the stages are those that were priced."""
+    words = "--num-layers 9 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 2000"
+    flags = [*words.split(), "--global-batch-size", "16", "--tensor-parallel", "1", "--json"]
+    assert main(["plan", "--devices", "4", "--memory", "80MB", *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for best in found["best"]:
+        assert best["fits"] and best["pipeline_parallel_size"] in (1, 2, 4)
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps(found["config"]))
+    args, job = parse("train_gpt.py", ["--deepspeed_config", str(file), "--data-path", str(tmp_path)])
+    check_job(args, job.deepspeed)
+    check_deepspeed(job.deepspeed)
+    layout = make_job_plan(job, 4).layout
+    bounds = layer_boundaries(9, 2, 2, layout.placement, "any", args.stage_layers)
+    assert (len(bounds), bounds[-1]) == (layout.placement.stages + 1, 13)
+    replicas = layout.placement.replicas * layout.data_parallel_size
+    assert found["config"]["zero_optimization"]["stage"] == (1 if replicas > 1 else 0)
+
+
+@pytest.mark.parametrize("memory", ["80GB", "15GB", "1GB"])
+def test_one_device_needs_no_schedule(memory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"plan --devices 1 --memory {memory} --model gpt-1.3b --global-batch-size 8 --json"
+    main(words.split())
+    [only] = json.loads(capsys.readouterr().out)["best"]
+    assert (only["pipeline_parallel_size"], only["schedule"], only["schedule_options"]) == (1, "1f1b", {})
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*(word.replace("16GB", "1GB") for word in PLAN), "--tensor-parallel", "8"]) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"\nsmallest: TP 8 x PP 1 .*\n.* 1\.0 GB.* GB too much\.\n  Use .*more memory\.\n", out)
+    assert "{" not in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--memory", "80"], r"got '80'"),
+        (["--bandwidth", "fast"], r"got 'fast'"),
+        (["--tflops", "0"], r"flops: .*got 0"),
+        (["--devices", "0"], r"devices: .*got 0"),
+        (["--costs", "comm=1"], r"costs: "),
+        (["--tensor-parallel", "3"], r"8 devices \(got 3\)\. Use --tensor-parallel 1, 2, 4 or 8\."),
+        (["--model", "gpt-5"], r"model: .*'gpt-5'"),
+    ],
+)
+def test_wrong_flags(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, *flags]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and re.search(words, captured.err) and captured.err.count("\n") == 1
+
+
+def test_a_model_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    at = PLAN.index("--model")
+    assert main(PLAN[:at] + PLAN[at + 2 :]) == 2
+    assert capsys.readouterr().err.startswith("error: --model: ")
+
+
+def test_the_example_of_the_page(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert search._MOST_OPS > 2_000  # the full search
+    page = (Path(__file__).parents[3] / "docs" / "schedules.md").read_text()
+    example = re.search(r"    \$ python -m ds_ext (plan .*)\n\n((?:    .*\n|\n)+)", page)
+    assert example is not None
+    assert main(example[1].split()) == 0
+    shown = "\n".join(line[4:] for line in example[2].splitlines())
+    assert capsys.readouterr().out.strip() == shown.strip()
