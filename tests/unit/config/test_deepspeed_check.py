@@ -320,7 +320,10 @@ def test_optimizers_that_need_more_than_gradients(name: str, monkeypatch: pytest
             ("optimizer.params.betas: ", "2", "got [0.9"),
         ),
         ({"type": "SGD", "params": {"nesterov": True}}, ("optimizer.params.nesterov: ", "momentum")),
-        ({"type": "AdamW", "params": {"amsgrad": True}}, ("optimizer.params.amsgrad: ", "True", "torch_adam")),
+        (
+            {"type": "AdamW", "params": {"amsgrad": True}},
+            ("optimizer.params.amsgrad: ", "True", "torch_adam"),
+        ),
         ({"type": "Lamb", "params": {"amsgrad": True}}, ("optimizer.params.amsgrad: ", "FusedLamb")),
     ],
 )
@@ -416,7 +419,10 @@ def test_schedulers(name: str) -> None:
         ({"type": "WarmupCosine"}, ("scheduler.type: ", "'WarmupCosine'", "mean WarmupCosineLR?")),
         ({"type": "warmuplr"}, ("scheduler.type: ", "mean WarmupLR?")),
         (None, ("scheduler: ", "got None")),
-        ({"type": "ReduceLROnPlateau", "params": {}}, ("scheduler.type: ", "'ReduceLROnPlateau'", "WarmupLR")),
+        (
+            {"type": "ReduceLROnPlateau", "params": {}},
+            ("scheduler.type: ", "'ReduceLROnPlateau'", "WarmupLR"),
+        ),
         ({"type": []}, ("scheduler.type: ",)),
         ({"type": "WarmupLR"}, ("scheduler.params: ", "got null")),
         (

@@ -145,8 +145,8 @@ def test_an_evaluation_keeps_weights_only() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"layers": 5}, r"^layers: .*2 stages \(got 5\)\. Use 4 or 6"),
-        ({"layers": 1}, r"^layers: .*2 stages \(got 1\)\. Use 2,"),
+        ({"layers": 5}, r"^layers: .*2 stages \(got 5\)\. Use 4 or 6\."),
+        ({"layers": 1}, r"^layers: .*2 stages \(got 1\)\. Use 2\."),
         ({"layers": (1, 2, 3)}, r"^layers: .*2 .*got 3"),
         ({"hidden": 0}, r"^hidden: .*1 \(got 0\)"),
         ({"weight_bytes": -1}, r"^weight_bytes: .*0 \(got -1\)"),
