@@ -50,7 +50,7 @@ JSON_FAULTS: dict[str, tuple[Change, int, tuple[str, ...]]] = {
         ("num_layers:", "4 stages", "got 3", "4 layers"),
     ),
     "our key": (lambda c: c["ds_ext"].update(schedules="gpipe"), 2, ("schedules", "did you mean 'schedule'")),
-    "train key": (lambda c: c["ds_ext"]["train"].update(sed=1), 2, ("'sed'", "did you mean 'seed'")),
+    "train key": (lambda c: c["ds_ext"]["train"].update(sed=1), 2, ("train.sed: ", "'seed'")),
     "world": (
         lambda c: None,
         3,
@@ -124,7 +124,7 @@ FLAG_FAULTS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "half a tokenizer": (["--vocab-file", "vocab.json"], ("--merge-file",)),
     "kind of tokenizer": (
         ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer", "tokenizer.json"],
-        ("SentencePieceTokenizer needs", ".model file; got tokenizer.json"),
+        ("SentencePieceTokenizer needs", ".model file (got tokenizer.json)"),
     ),
     "tokenizer without files": (["--tokenizer-type", "GPT2BPETokenizer"], ("--merge-file", "got none")),
     "no folder": (["--metrics-file", "nowhere/metrics"], ("nowhere does not exist", "`mkdir -p nowhere`")),

@@ -57,7 +57,7 @@ def test_a_save_that_fails_is_reported_and_training_goes_on(
 def test_save_interval_needs_save(config: Path, tmp_path: Path) -> None:
     words = [[SCRIPT, "--deepspeed_config", str(config), "--save-interval", "2"]]
     ((code, error),) = ends(start_on_hosts(words, 1, tmp_path))
-    assert code == EXIT_CONFIG and "--save-interval 2" in error and error.count("\n") == 1
+    assert code == EXIT_CONFIG and "--save-interval: " in error and error.count("\n") == 1
 
 
 def test_a_folder_that_hosts_do_not_share_is_refused_before_the_first_step(

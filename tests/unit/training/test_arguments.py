@@ -1,4 +1,4 @@
-"""Flags, the JSON's "train" object, and what happens when they disagree."""
+"""Flags, the "train" object of the JSON, and their contradictions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_flag_wins_over_train_and_train_over_the_default(run: Any) -> None:
     assert run({"ds_ext": {"train": {"data_path": ["a b", "c"]}}})[0].data_path == ["a b", "c"]
 
 
-def test_flags_fill_in_the_json(run: Any) -> None:
+def test_flags_set_keys_of_the_json(run: Any) -> None:
     sizes = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 3 --micro-batch-size 2"
     _, job = run({}, "--schedule", "interleaved", *sizes.split(), "--lr", "0.5", "--clip-grad", "2")
     section = job.ds_ext
@@ -52,102 +52,89 @@ def test_flags_fill_in_the_json(run: Any) -> None:
     assert (section.pipeline_parallel_size, section.tensor_parallel_size) == (2, 3)
     assert job.deepspeed["optimizer"] == {"params": {"lr": 0.5}}
     assert (job.deepspeed["gradient_clipping"], job.deepspeed["train_micro_batch_size_per_gpu"]) == (2, 2)
-    assert run({}, "--enable-bitpipe-schedule")[1].ds_ext.schedule == "bitpipe"
-    # Saying the same twice is no contradiction.
-    assert run({"ds_ext": {"schedule": "bitpipe"}}, "--enable-bitpipe-schedule", "--schedule", "bitpipe")[
-        1
-    ].ds_ext
+    # Equal values do not contradict.
+    same = ["--enable-bitpipe-schedule", "--schedule", "bitpipe"]
+    assert run({"ds_ext": {"schedule": "bitpipe"}}, *same)[1].ds_ext.schedule == "bitpipe"
 
 
 @pytest.mark.parametrize(
-    ("config", "flags", "sentence"),
+    ("config", "flags", "words"),
     [
         (
             {"ds_ext": {"schedule": "1f1b"}},
             ["--enable-bitpipe-schedule"],
-            r"--enable-bitpipe-schedule contradicts \"ds_ext.schedule\": '1f1b' of .*job\.json. Change one of the two, "
-            r"or leave the key \"schedule\" out of the JSON\.",
+            r"^--enable-bitpipe-schedule: .*ds_ext\.schedule of .*job\.json .*got '1f1b'",
         ),
         (
             {"ds_ext": {"pipeline_parallel_size": 4}},
             ["--pipeline-model-parallel-size", "2"],
-            r"--pipeline-model-parallel-size 2 contradicts \"ds_ext.pipeline_parallel_size\": 4 of .*job\.json",
+            r"^--pipeline-model-parallel-size 2: .*ds_ext\.pipeline_parallel_size .*got 4",
         ),
-        ({}, ["--global-batch-size", "16"], r"--global-batch-size 16 contradicts \"train_batch_size\": 8"),
+        ({}, ["--global-batch-size", "16"], r"^--global-batch-size 16: .*train_batch_size .*got 8"),
         (
             {},
             ["--schedule", "gpipe", "--enable-bitpipe-schedule"],
-            r"contradicts \"ds_ext.schedule\": 'gpipe' of --schedule gpipe\. Leave one of the two out\.",
+            r"ds_ext\.schedule of --schedule gpipe .*got 'gpipe'",
         ),
         (
             {"optimizer": {"params": {"betas": [0.9, 0.95]}}},
             ["--adam-beta1", "0.8"],
-            r"--adam-beta1 0.8 contradicts \"optimizer.params.betas\": \[0.9, 0.95\] of .*job\.json",
+            r"^--adam-beta1 0\.8: .*optimizer\.params\.betas .*got \[0\.9, 0\.95\]",
         ),
-        ({"bf16": {"enabled": False}}, ["--bf16"], r"--bf16 contradicts \"bf16.enabled\": False of"),
         ({"bf16": {"enabled": True}}, ["--fp16"], r"bf16\.enabled, fp16\.enabled: "),
-        (
-            {"ds_ext": {"sequence_parallel": False}},
-            ["--sequence-parallel"],
-            r"--sequence-parallel contradicts \"ds_ext.sequence_parallel\": False of",
-        ),
         ({"optimizer": {"params": 3}}, ["--adam-beta1", "1"], r"^optimizer\.params: .*got 3"),
         ({"optimizer": None}, ["--lr", "1"], r"^optimizer: .*got None"),
         ({}, ["--node-ips", "10.0.0.1,node7"], r"transport_options.node_ips: .*'node7'"),
     ],
 )
-def test_contradictions(run: Any, config: dict[str, Any], flags: list[str], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+def test_contradictions(run: Any, config: dict[str, Any], flags: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
         run(config, *flags)
 
 
 @pytest.mark.parametrize(
-    ("train", "sentence"),
+    ("train", "words"),
     [
-        (
-            {"num_layer": 4},
-            r"no key 'num_layer' \(did you mean 'num_layers'\?\); its keys: attention_dropout, ",
-        ),
-        ({"schedule": "gpipe"}, r"no key 'schedule'"),
-        ({"num_layers": "4"}, r"num_layers must be int; got '4'"),
-        ({"num_layers": 4.0}, r"num_layers must be int; got 4.0"),
-        ({"num_layers": True}, r"num_layers must be int; got True"),
-        ({"hidden_dropout": "none"}, r"hidden_dropout must be float; got 'none'"),
-        ({"save": 3}, r"save must be str; got 3"),
-        (
-            {"recompute_granularity": "half"},
-            r"recompute_granularity must be one of none, selective, full; got 'half'",
-        ),
+        ({"num_layer": 4}, r"^train\.num_layer: .*got 4.*'num_layers'"),
+        ({"xyzzy": 4}, r"^train\.xyzzy: .*attention_dropout, "),
+        ({"schedule": "gpipe"}, r"^train\.schedule: .*got 'gpipe'"),
+        ({"version": "1"}, r"^train\.version: "),
+        ({"num_layers": "4"}, r"^train\.num_layers: .*integer .*got '4'"),
+        ({"num_layers": 4.0}, r"^train\.num_layers: .*got 4\.0"),
+        ({"num_layers": True}, r"^train\.num_layers: .*got True"),
+        ({"hidden_dropout": "none"}, r"^train\.hidden_dropout: .*number .*got 'none'"),
+        ({"bert_no_binary_head": 1}, r"^train\.bert_no_binary_head: "),
+        ({"save": 3}, r"^train\.save: .*got 3"),
+        ({"data_path": 7}, r"^train\.data_path: .*got 7"),
+        ({"recompute_granularity": "half"}, r"none, selective, full .*got 'half'"),
+        ({"recompute_num_layers": 2}, r"^train\.recompute_num_layers: .*--recompute-interval"),
     ],
 )
-def test_wrong_keys_and_types_in_train(run: Any, train: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+def test_wrong_keys_and_types_in_train(run: Any, train: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
         run({"ds_ext": {"train": train}})
 
 
-def test_flags_that_do_not_exist(run: Any) -> None:
+def test_unknown_flags(run: Any) -> None:
     for words in (["--num-layer", "4"], ["--num-layer=4"], ["--save", "x", "--num-layer", "4", "--lrr", "1"]):
-        with pytest.raises(
-            ConfigError, match=r"argument --num-layer \(did you mean --num-layers\?\)\. `python"
-        ):
+        with pytest.raises(ConfigError, match=r"^--num-layer: .*--num-layers\?"):
             run({}, *words)
-    with pytest.raises(ConfigError, match=r"unrecognized argument --zzz\. `python"):
-        run({}, "--zzz")
-    with pytest.raises(ConfigError, match=r"unrecognized argument stray\. `python"):
-        run({}, "stray")
+    for word in ("--zzz", "stray"):
+        with pytest.raises(ConfigError, match=rf"^{word}: .*`python"):
+            run({}, word)
 
 
-def test_optimizer_and_precision_flags_fill_in_the_json(run: Any) -> None:
+def test_optimizer_and_precision_flags_set_keys(run: Any) -> None:
     numbers = "--weight-decay 0 --adam-beta1 0.8 --adam-beta2 0.95 --adam-eps 1e-6"
     _, job = run({}, *numbers.split(), "--bf16")
     assert job.deepspeed["optimizer"] == {"params": {"weight_decay": 0, "betas": [0.8, 0.95], "eps": 1e-6}}
     assert job.deepspeed["bf16"] == {"enabled": True}
     assert run({}, "--fp16")[1].deepspeed["fp16"] == {"enabled": True}
     assert job.flags["optimizer.params.betas"] == "--adam-beta1 0.8 --adam-beta2 0.95"
-    # One alone leaves the other as it is.
+    # One flag keeps the other element.
     assert run({}, "--adam-beta2", "0.95")[1].deepspeed["optimizer"]["params"]["betas"] == [0.9, 0.95]
-    said = {"optimizer": {"params": {"betas": [0.7, 0.95]}}}
-    assert run(said, "--adam-beta1", "0.7")[1].deepspeed["optimizer"] == said["optimizer"]
+    same = {"optimizer": {"params": {"betas": [0.7, 0.95]}}}
+    assert run(same, "--adam-beta1", "0.7")[1].deepspeed["optimizer"] == same["optimizer"]
 
 
 def test_the_version_needs_no_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,17 +150,11 @@ def test_the_version_needs_no_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == versions
 
 
-def test_the_version_is_no_key_of_train(run: Any) -> None:
-    with pytest.raises(ConfigError, match=r"no key 'version'"):
-        run({"ds_ext": {"train": {"version": "1"}}})
-
-
-def test_the_tokenizers_two_names(run: Any) -> None:
+def test_tokenizer_flags(run: Any) -> None:
     for flag in ("--tokenizer", "--tokenizer-model"):
-        assert (
-            run({}, flag, "t.model", "--tokenizer-type", "SentencePieceTokenizer")[0].tokenizer == "t.model"
-        )
-    with pytest.raises(ConfigError, match=r"--tokenizer-type: invalid choice: 'NullTokenizer' \(choose from"):
+        args, _ = run({}, flag, "t.model", "--tokenizer-type", "SentencePieceTokenizer")
+        assert args.tokenizer == "t.model"
+    with pytest.raises(ConfigError, match="'NullTokenizer'"):
         run({}, "--tokenizer-type", "NullTokenizer")
 
 
@@ -188,33 +169,27 @@ def test_the_tokenizers_two_names(run: Any) -> None:
         ("--train-samples 100", "--train-iters"),
     ],
 )
-def test_a_flag_of_megatrons_is_refused_with_its_replacement(run: Any, words: str, use: str) -> None:
+def test_flags_of_megatron_are_refused_with_a_replacement(run: Any, words: str, use: str) -> None:
     flag = words.partition(" ")[0].partition("=")[0]
     with pytest.raises(ConfigError, match=rf"{flag}: .*{use}"):
         run({}, *words.split())
 
 
-def test_a_flag_that_is_taken_is_never_refused() -> None:
-    """Every flag that a refusal names exists."""
-    taken = set(build_parser("x")._option_string_actions)
-    assert not taken & set(REPLACED_FLAGS)
+def test_replacements_exist() -> None:
+    flags = set(build_parser("x")._option_string_actions)
+    assert not flags & set(REPLACED_FLAGS)
     for flag, use in REPLACED_FLAGS.items():
-        assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", use)) <= taken, flag
+        assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", use)) <= flags, flag
 
 
-def test_megatrons_keys_in_train_name_the_same_replacement(run: Any) -> None:
-    with pytest.raises(ConfigError, match=r"'recompute_num_layers': .*--recompute-interval"):
-        run({"ds_ext": {"train": {"recompute_num_layers": 2}}})
-
-
-def test_flags_of_other_systems_name_schedules(run: Any) -> None:
+def test_flags_of_other_systems_set_the_schedule(run: Any) -> None:
     sizes = {"ds_ext": {"pipeline_parallel_size": 2}}
     for flag, name in (("--use-dpp", "dpp"), ("--forward-backward-disaggregating", "fbd")):
         job = run(sizes, flag)[1]
         assert job.ds_ext.schedule == name and placement_of(job).stages >= 2
 
 
-# --- schedules of one's own -------------------------------------------------------------------------------------------
+# --- custom schedules ------------------------------------------------------------------------------------------------
 
 JOB = {
     "train_micro_batch_size_per_gpu": 1,
@@ -236,19 +211,14 @@ print(resolve_schedule(load_config(sys.argv[1]))[0].name)
 """
 
 
-@pytest.mark.parametrize(
-    "imports", [(["mine"], []), ([], ["--import", "mine"]), (["mine"], ["--import", "mine"])], ids=str
-)
-def test_own_schedules_are_imported_before_they_are_looked_up(
-    imports: tuple[list[str], list[str]], tmp_path: Path
-) -> None:
-    """From the folder of the JSON and by a flag; what is missing next is the data. In a process: it registers."""
+@pytest.mark.parametrize(("key", "flags"), [(["mine"], []), ([], ["--import", "mine"])], ids=["key", "flag"])
+def test_custom_schedules_are_imported_first(key: list[str], flags: list[str], tmp_path: Path) -> None:
+    """The next error is the missing data. Each case has its own process because a schedule stays registered."""
     write_own_schedule(tmp_path, "mine")
-    key, flags = imports
     section = {"schedule": NAME, "pipeline_parallel_size": 2, "import": key}
     (tmp_path / "job.json").write_text(json.dumps({**JOB, "ds_ext": section}))
     words = [sys.executable, "-c", PLAN, str(tmp_path / "job.json"), "--dry-run", *flags]
-    folder = tmp_path if not key else ROOT  # by the JSON: wherever the job starts
+    folder = ROOT if key else tmp_path  # the key also searches the folder of the JSON
     done = subprocess.run(
         words, capture_output=True, text=True, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
@@ -256,11 +226,11 @@ def test_own_schedules_are_imported_before_they_are_looked_up(
     assert "--data-path" in missing and name == NAME
 
 
-def test_unknown_schedules_and_modules_come_before_missing_data(tmp_path: Path) -> None:
+def test_unknown_schedules_and_modules_are_reported_before_missing_data(tmp_path: Path) -> None:
     path = tmp_path / "job.json"
     for section, words in (
         ({"schedule": "bitpip"}, ("bitpip", "bitpipe")),
-        ({"import": ["no_such_module"]}, ('"ds_ext": import', "no_such_module", "PYTHONPATH")),
+        ({"import": ["no_such_module"]}, ("import", "no_such_module", "PYTHONPATH")),
     ):
         path.write_text(json.dumps({**JOB, "ds_ext": section}))
         with pytest.raises(ConfigError) as caught:
