@@ -12,12 +12,12 @@ import sys
 
 from ds_ext.launch import process
 from ds_ext.training.setup import (
-    cut_layers,
     describe_job,
     job_facts,
     micro_batches,
     model_sizes,
     plan_job,
+    stage_boundaries,
 )
 
 BEFORE, AFTER = ["embedding", "positions and types"], ["heads", "words", "bias"]
@@ -40,7 +40,7 @@ def main() -> int:
     config = BertConfig(**model_sizes(args, plan), vocab_size=tokenizer.vocab_size, order_classes=classes)
     config.check_tensor_parallel(plan.layout.tensor_parallel_size)
     check_load(args, config)
-    boundaries = cut_layers(args, plan, BEFORE, AFTER, config.vocab_size)
+    boundaries = stage_boundaries(args, plan, BEFORE, AFTER, config.vocab_size)
     datasets = functools.partial(build_bert_datasets, args.data_path, args.split, args.seq_length)
     train, valid = micro_batches(args, plan, lambda samples: datasets(samples, args.seed, tokenizer, options))
     text = describe_job(args, plan, boundaries, BEFORE, AFTER, config.vocab_size, PADDING_MASK_BYTES)

@@ -13,12 +13,12 @@ import sys
 from ds_ext.errors import ConfigError
 from ds_ext.launch import process
 from ds_ext.training.setup import (
-    cut_layers,
     describe_job,
     job_facts,
     micro_batches,
     model_sizes,
     plan_job,
+    stage_boundaries,
 )
 
 BEFORE, AFTER = ["embedding", "positions"], ["final norm", "head"]
@@ -37,7 +37,7 @@ def main() -> int:
     config = GPTConfig(**model_sizes(args, plan), vocab_size=vocab_size(args))
     config.check_tensor_parallel(plan.layout.tensor_parallel_size)
     check_load(args, config)
-    boundaries = cut_layers(args, plan, BEFORE, AFTER, config.vocab_size)
+    boundaries = stage_boundaries(args, plan, BEFORE, AFTER, config.vocab_size)
     datasets = functools.partial(build_gpt_datasets, args.data_path, args.split, args.seq_length)
     train, valid = micro_batches(args, plan, lambda samples: datasets(samples, args.seed))
     text = describe_job(args, plan, boundaries, BEFORE, AFTER, config.vocab_size)

@@ -61,7 +61,7 @@ def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Nam
     return args, plan
 
 
-def cut_layers(
+def stage_boundaries(
     args: argparse.Namespace, plan: JobPlan, before: list[str], after: list[str], vocab_size: int
 ) -> list[int]:
     """Return the layers of every stage; see :func:`ds_ext.parallel.partition.layer_boundaries`. Raises ConfigError."""
@@ -150,7 +150,7 @@ def describe_job(
     """Return the text of the plan with the names of the layers and the size of a message.
 
     Args:
-        boundaries: from :func:`cut_layers`.
+        boundaries: from :func:`stage_boundaries`.
         before: names of the layers before the transformer layers.
         after: names of the layers after them.
         token_bytes: bytes per token of a message besides its activation.

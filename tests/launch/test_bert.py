@@ -72,9 +72,7 @@ def test_bert_trains_on_ranks_and_its_data_are_refused_for_gpt(
     args, plan = plan_job("train_bert.py", words, "bert")
     sizes = {**model_sizes(args, plan), "vocab_size": (read_meta([str(data)]) or {})["vocab_size"]}
     check_load(args, BertConfig(**sizes, order_classes=2))
-    with pytest.raises(
-        ConfigError, match=r"classifier\.weight 2 x 16, here missing"
-    ):
+    with pytest.raises(ConfigError, match=r"classifier\.weight 2 x 16, here missing"):
         check_load(args, BertConfig(**sizes, order_classes=None))
     with pytest.raises(ConfigError, match=r"got 1\.weight missing, here 24 x 16"):
         check_load(args, GPTConfig(**sizes))

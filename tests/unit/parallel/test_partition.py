@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ds_ext.errors import ConfigError
 from ds_ext.parallel.partition import end_weights, layer_boundaries, stage_weights
 from ds_ext.pipe_schedules.placement import Placement, bidirectional_v, linear, v
-from ds_ext.training.setup import cut_layers, plan_job
+from ds_ext.training.setup import plan_job, stage_boundaries
 
 
 def counts(layers: int, placement: Placement, stage_layers: str | None = None) -> list[int]:
@@ -100,7 +100,7 @@ def test_balanced_uses_the_work_of_the_job() -> None:
         (["--stage-layers", "4,2,1,1"], [4, 2, 1, 1]),
     ]:
         args, plan = plan_job("train_gpt.py", ["--deepspeed_config", str(config), "--dry-run", *flags], "gpt")
-        bounds = cut_layers(args, plan, before, after, vocab)
+        bounds = stage_boundaries(args, plan, before, after, vocab)
         layers_of = [stop - start for start, stop in pairwise(bounds)]
         assert [layers_of[0] - 1, *layers_of[1:-1], layers_of[-1] - 2] == layers
 

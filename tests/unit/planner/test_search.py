@@ -132,8 +132,8 @@ def test_ties_go_to_the_simplest() -> None:
     assert smallest is not None and smallest.schedule == "1f1b"
 
 
-def refusals(*sizes: int, **model: Any) -> dict[tuple[str, str], str]:
-    request = Request(*sizes, sizes=replace(MODEL, **model))
+def refusals(devices: int, micro_batches: int, **model: Any) -> dict[tuple[str, str], str]:
+    request = Request(devices, micro_batches, sizes=replace(MODEL, **model))
     return {(r.label, r.recompute): r.refusal for r in choose(request).ranked}
 
 
