@@ -169,7 +169,7 @@ class Request:
         memory_bytes: memory limit of a device; None: no limit.
         recompute: kinds of recomputation to price.
         cheap_ops: number of ops that a schedule may plan even if its bound excludes it.
-        margin: relative saving below which a candidate is not priced, whatever it takes to price.
+        margin: relative saving below which a candidate is not priced.
         stage_layers: layers of every stage, as the scripts' flag; None: balanced by work.
 
     Raises:
@@ -233,7 +233,7 @@ def choose(request: Request) -> Candidates:
             rows.append(variant.candidate(refusal=_first_sentence(error)))
             continue
         rows.append(row)
-        reached = _rank(bool(row.refusal), row.time or 0.0, row.memory_bytes or 0)
+        reached = _sort_key(bool(row.refusal), row.time or 0.0, row.memory_bytes or 0)
         best = reached if best is None else min(best, reached)
     return Candidates(tuple(_sorted(_without_duplicates(rows))), request.memory_bytes, request.margin)
 
@@ -245,7 +245,7 @@ def _cannot_win(bound: tuple[float, ...], best: tuple[float, ...], slow: bool, m
     return (slow or margin > 0) and bound > best
 
 
-def _rank(too_large: bool, time: float, size: float) -> tuple[float, ...]:
+def _sort_key(too_large: bool, time: float, size: float) -> tuple[float, ...]:
     """Return a key that sorts fitting candidates by time, then too large ones by bytes."""
     return (1, size) if too_large else (0, time)
 
@@ -317,7 +317,7 @@ class _Variant:
 
     @cached_property
     def bound(self) -> tuple[float, ...]:
-        """Lower bound of the rank of any order."""
+        """Lower bound of the sort key of any order."""
         n, need = self.request.micro_batches, 0
         if self.sizes is not None:
             one_micro_batch = tuple(
@@ -333,7 +333,7 @@ class _Variant:
         # same times differ by rounding.
         least = lower_bound(Work(self.placement, n, self.costs, split=True))
         least *= (1 - self.costs.jitter) * (1 - SAME)
-        return _rank(self._too_large(need), float(f"{least:.6g}") if self.request.margin else least, need)
+        return _sort_key(self._too_large(need), float(f"{least:.6g}") if self.request.margin else least, need)
 
     def _too_large(self, need: int) -> bool:
         limit = self.request.memory_bytes
