@@ -70,7 +70,7 @@ def build_parser(verb: str) -> argparse.ArgumentParser:
         verbs, "check", run_check, "prove that a timetable ends; exit status 1 if it does not"
     )
     slots = "messages that a link between two devices holds (unlimited)"
-    proof.add_argument("--link-slots", type=int, metavar="K", help=slots)
+    proof.add_argument("--link-credits", "--link-slots", type=int, metavar="K", help=slots)
 
     _schedule_verb(verbs, "dump", run_dump, "print the program of every device as JSON")
     cost = _schedule_verb(

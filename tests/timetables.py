@@ -8,7 +8,7 @@ import pytest
 
 from ds_ext.pipe_schedules import Op, Timetable
 from ds_ext.pipe_schedules.costs import Costs
-from ds_ext.pipe_schedules.events import Work
+from ds_ext.pipe_schedules.events import Workload
 from ds_ext.pipe_schedules.simulate import simulate
 
 
@@ -16,7 +16,7 @@ def with_order(made: Timetable, rank: int, order: list[Op]) -> Timetable:
     return dataclasses.replace(made, orders=(*made.orders[:rank], tuple(order), *made.orders[rank + 1 :]))
 
 
-def followers(work: Work, op: Op) -> list[tuple[Op, int]]:
+def followers(work: Workload, op: Op) -> list[tuple[Op, int]]:
     """The ops whose last input is the result of ``op``, each with its device: of the stage after, else of its own."""
     dependencies = work.dependencies
     return [(other, at) for other, at in dependencies.consumers(op) if dependencies.of(other)[-1][0] == op]

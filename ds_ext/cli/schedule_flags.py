@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import ScheduleError
 from ..pipe_schedules import SCHEDULES, Placement, Timetable, get_schedule
-from ..pipe_schedules.check.program import check_timetable
+from ..pipe_schedules.check.timetable import check_timetable
 from ..pipe_schedules.costs import Costs, read_costs
 from ..pipe_schedules.files import is_timetable_file, read_timetable
 from ..pipe_schedules.inference import forward_timetable
@@ -69,7 +69,7 @@ def list_schedules() -> str:
     lines = []
     for name, schedule in sorted(SCHEDULES.items()):
         known = sorted(schedule.options.items())
-        options = [f"--option {key}={o.default_text} ({o.described})" for key, o in known]
+        options = [f"--option {key}={o.default_text} ({o.description})" for key, o in known]
         lines += [f"  {name:<{width}}  {schedule.summary}", *(f"  {'':<{width}}  {o}" for o in options)]
     return "\n".join(lines)
 

@@ -178,11 +178,11 @@ def _worst(timetable: Timetable, model: ModelSizes) -> int:
 def run_check(args: argparse.Namespace) -> int:
     """Print the proven properties of a timetable; an error goes to stderr. Raises ScheduleError for wrong flags."""
     timetable = timetable_of(args)
-    if args.link_slots is not None and args.link_slots < 1:
-        raise ScheduleError(f"--link-slots: must be at least 1 (got {args.link_slots}).")
+    if args.link_credits is not None and args.link_credits < 1:
+        raise ScheduleError(f"--link-credits: must be at least 1 (got {args.link_credits}).")
     try:
         with naming_file(args.schedule):
-            report = check(lower(timetable), link_slots=args.link_slots)
+            report = check(lower(timetable), link_credits=args.link_credits)
     except ScheduleError as error:
         print(error, file=sys.stderr)
         return EXIT_INVALID
@@ -195,10 +195,10 @@ def _proven(timetable: Timetable, report: Report) -> Iterator[str]:
     yield f"ops       {sum(map(len, timetable.orders))}, each once, on the device of its stage, after its dependencies"
     yield f"messages  {report.messages}{', received in the order of each link' if report.messages else ''}"
     if report.messages:
-        slots = report.link_slots
+        slots = report.link_credits
         yield f"links     no deadlock with room for {slots} message{'s' * (slots != 1)} per link"
     yield f"buffers   {' '.join(map(str, report.num_buffers))}  (per device), one micro-batch at a time in each"
-    yield f"loss      device {', '.join(map(str, report.loss_ranks))}"
+    yield f"loss      device {', '.join(map(str, report.loss_devices))}"
     if not timetable.trains:
         yield "backward  none: an evaluation"
 

@@ -1,6 +1,7 @@
-"""Schedules as values: generate, lower, check, simulate and draw pipeline timetables without torch.
+"""Pipeline schedules as values: generate, lower, check, simulate and draw timetables, without torch.
 
-A schedule needs nothing but the names below. Every file in :mod:`.methods` is imported, which registers its schedules.
+A method file needs only the names below. Importing this package imports every file in :mod:`.methods`, which registers
+its schedules.
 """
 
 from importlib import import_module
@@ -23,16 +24,8 @@ from .placement import (
     looped,
     v,
 )
-from .registry import (
-    SCHEDULES,
-    Option,
-    Orders,
-    Schedule,
-    get_schedule,
-    planned_schedule,
-    schedule,
-    timetable,
-)
+from .registry import SCHEDULES, get_schedule, planned_schedule, schedule, timetable
+from .schedule import Option, Orders, Schedule
 from .simulate import Simulation, simulate
 from .timetables import Program, Timetable
 

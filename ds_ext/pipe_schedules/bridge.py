@@ -1,8 +1,8 @@
-"""The bridge to DeepSpeed: lowered programs as PipeSchedule subclasses and PipeInstructions.
+"""Conversion of lowered programs to DeepSpeed's PipeSchedule and PipeInstructions.
 
-The one file of this package that imports deepspeed. DeepSpeed's own instruction classes are used wherever it has
-them; their keyword arguments carry what a handler needs (buffer, stage, micro-batch, peer), so that an engine has
-no modes.
+Only this file of the package imports deepspeed. It uses DeepSpeed's instruction classes where they exist. Buffer,
+stage, micro-batch and peer are keyword arguments of the instructions, so an engine needs no other state to execute
+one.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ from .timetables import Program
 
 
 class CopyActivation(ds.BufferOpInstruction):
-    """Hand an output to the next stage on the same device.
+    """Copy an output to the next stage on the same device.
 
-    Roughly: ``buffers["inputs"][to_buffer] = buffers["outputs"][buffer_id].detach()``
+    Effect: ``buffers["inputs"][to_buffer] = buffers["outputs"][buffer_id].detach()``
     """
 
 
 class CopyGrad(ds.BufferOpInstruction):
-    """Hand an input gradient to the previous stage on the same device.
+    """Copy an input gradient to the previous stage on the same device.
 
-    Roughly: ``buffers["grads"][to_buffer] = buffers["inputs"][buffer_id].grad``
+    Effect: ``buffers["grads"][to_buffer] = buffers["inputs"][buffer_id].grad``
     """
 
 
 class BackwardInput(ds.BufferOpInstruction):
-    """The first half of a backward: the gradient of the stage's input; the weights' is left for later.
+    """Backward for the input of a stage; the backward for the weights runs later.
 
-    Roughly: ``autograd.backward(buffers["outputs"][buffer_id], buffers["grads"][buffer_id], inputs=...)``
+    Effect: ``autograd.backward(buffers["outputs"][buffer_id], buffers["grads"][buffer_id], inputs=...)``
     """
 
 
 class BackwardWeight(ds.BufferOpInstruction):
-    """The second half of a backward: the gradients of the stage's weights.
+    """Backward for the weights of a stage.
 
-    Roughly: ``buffers["weights"][buffer_id].compute()``
+    Effect: ``buffers["weights"][buffer_id].compute()``
     """
 
 
 class RecomputeForward(ds.BufferOpInstruction):
-    """A forward that another device has computed without a graph, here with its graph, for the backward.
+    """Repeat, with an autograd graph, a forward that a forward device computed without one (`fbd`).
 
-    Roughly: ``buffers["outputs"][buffer_id] = forward(buffers["inputs"][buffer_id])``
+    Effect: ``buffers["outputs"][buffer_id] = forward(buffers["inputs"][buffer_id])``
     """
 
 
 class SyncWeights(ds.PipeInstruction):
-    """New weights of ``stage`` go from the device that has stepped to ``peer``, which only computes forwards.
+    """Send the new weights of ``stage`` from a backward device to a forward device (`fbd`).
 
-    Roughly: ``send(weights, peer)`` on the one, ``weights.copy_(recv(peer))`` on the other.
+    Effect: ``send(weights, peer)`` on one device, ``weights.copy_(recv(peer))`` on the other.
     """
 
 
@@ -85,7 +85,7 @@ _CLASSES: dict[str, type[ds.PipeInstruction]] = {
 }
 
 
-# Field of an Instruction -> keyword of the DeepSpeed instruction.
+# Field of an Instruction -> keyword of DeepSpeed's instruction.
 _KEYWORDS = {
     "buffer": "buffer_id",
     "to_buffer": "to_buffer",
@@ -96,17 +96,16 @@ _KEYWORDS = {
 
 
 class TimetableSchedule(ds.PipeSchedule):
-    """A DeepSpeed schedule that replays one rank of a lowered program.
+    """DeepSpeed schedule that replays the instructions of one device of a program.
 
-    One step is one computation with the messages around it. An engine may take ``lookahead`` instructions before it
-    executes the first, to post receives early.
+    A step is one computation with its messages. To post receives early, an engine may read ``lookahead`` instructions
+    ahead of the one that it executes.
 
     Args:
-        program: the lowered timetable.
-        stage_id: the device inside the pipeline group, 0..D-1.
+        stage_id: device in the pipeline group, 0..D-1.
     """
 
-    lookahead = 8  # far enough that a receive is posted before the computation in front of it starts
+    lookahead = 8  # enough to post a receive before the preceding computation starts
 
     def __init__(self, program: Program, stage_id: int) -> None:
         timetable = program.timetable
@@ -119,22 +118,22 @@ class TimetableSchedule(ds.PipeSchedule):
         yield from self._steps
 
     def num_pipe_buffers(self) -> int:
-        """Most (stage, micro-batch) pairs alive at once on this device."""
+        """Return the number of buffers of this device."""
         return self.program.num_buffers[self.stage_id]
 
     def picture(self, instruction: ds.PipeInstruction) -> str:
-        """The rank x step grid with an arrow at the computation that ``instruction`` belongs to."""
-        mine = self.program.instructions[self.stage_id]
+        """Return the device x step grid with an arrow at the op of ``instruction``."""
+        instructions = self.program.instructions[self.stage_id]
         source = instruction.source  # pyright: ignore[reportAttributeAccessIssue]
-        at = next(i for i, other in enumerate(mine) if other is source)
-        upcoming = [i.op for i in mine[at:] if i.op is not None]
+        at = next(i for i, other in enumerate(instructions) if other is source)
+        upcoming = [i.op for i in instructions[at:] if i.op is not None]
         timetable = self.program.timetable
         step = timetable.orders[self.stage_id].index(upcoming[0]) if upcoming else None
-        return order_grid(timetable, rank=self.stage_id, step=step)
+        return order_grid(timetable, device=self.stage_id, step=step)
 
 
 class NamedSchedule(TimetableSchedule):
-    """A schedule with DeepSpeed's constructor: ``BitPipeSchedule(micro_batches=8, stages=4, stage_id=0)``."""
+    """Schedule with the constructor of DeepSpeed's: ``BitPipeSchedule(micro_batches=8, stages=4, stage_id=0)``."""
 
     name: ClassVar[str]
 
@@ -149,13 +148,13 @@ class GPipeSchedule(NamedSchedule):
 
 
 class OneFOneBSchedule(NamedSchedule):
-    """DeepSpeed's own order, in our instructions."""
+    """DeepSpeed's order of 1F1B."""
 
     name = "1f1b"
 
 
 class InterleavedSchedule(NamedSchedule):
-    """1F1B over several chunks a device; option ``chunks``."""
+    """1F1B with several chunks per device; option ``chunks``."""
 
     name = "interleaved"
 
@@ -185,7 +184,7 @@ class ZeroBubbleVSchedule(NamedSchedule):
 
 
 class ForwardBackwardDisaggregation(NamedSchedule):
-    """Forwards on devices of their own; ``stage_id`` counts forward and backward devices of all stages."""
+    """Forwards and backwards on separate devices; ``stage_id`` counts the devices of both roles."""
 
     name = "fbd"
 
@@ -197,27 +196,27 @@ class ZeroBubbleBitPipeSchedule(NamedSchedule):
 
 
 def to_pipe_instruction(instruction: Instruction) -> ds.PipeInstruction:
-    """The DeepSpeed instruction; ``label`` is the text that traces and errors use.
+    """Return DeepSpeed's instruction, with ``label``, its text in traces and errors.
 
-    Raises ScheduleError for an instruction that DeepSpeed's engine and ours do not have.
+    Raises ScheduleError if the engine has no class for the instruction.
     """
-    made_of = _CLASSES.get(instruction.name)
-    if made_of is None:
+    cls = _CLASSES.get(instruction.name)
+    if cls is None:
         raise ScheduleError(
-            f"{instruction} is a {instruction.name}, which the engine cannot run; it runs {', '.join(_CLASSES)}."
+            f"instruction: unknown name {instruction.name!r} (got {instruction}). Names: {', '.join(_CLASSES)}."
         )
     fields = {name: getattr(instruction, field) for field, name in _KEYWORDS.items()}
-    made = made_of(**{name: value for name, value in fields.items() if value is not None})
-    made.label = str(instruction)  # pyright: ignore[reportAttributeAccessIssue]
-    made.source = instruction  # pyright: ignore[reportAttributeAccessIssue]
-    return made
+    converted = cls(**{name: value for name, value in fields.items() if value is not None})
+    converted.label = str(instruction)  # pyright: ignore[reportAttributeAccessIssue]
+    converted.source = instruction  # pyright: ignore[reportAttributeAccessIssue]
+    return converted
 
 
 _COMPUTATIONS = (ds.ForwardPass, ds.BackwardPass, BackwardInput, BackwardWeight, RecomputeForward)
 
 
 def _group(instructions: list[ds.PipeInstruction]) -> list[list[ds.PipeInstruction]]:
-    """Cut the stream so that a step is a computation with the messages before and after it."""
+    """Split the instructions into steps of one computation with the messages before and after it."""
     steps: list[list[ds.PipeInstruction]] = [[]]
     before = (ds.LoadMicroBatch, ds.RecvActivation, ds.RecvGrad)
     for instruction in instructions:

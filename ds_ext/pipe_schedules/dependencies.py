@@ -1,4 +1,4 @@
-"""Which op waits for which: the one statement that lowering, checks, the event loop and the engine share."""
+"""Dependencies between the ops of a step. Lowering, checks, simulation and engine all use this one definition."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ _Rule = tuple[tuple[str, int, int], ...]  # (kind, stage, device) of ops of the 
 
 
 class Dependencies:
-    """The ops of one step: what each waits for, what waits for it, and the device that computes it.
+    """Ops of one step: the inputs and consumers of each op, and its device.
 
     Args:
-        placement: where the stages live.
-        micro_batches: N, of all pipes together.
-        split: whether backwards are two ops, input gradient and weight gradient; a set of (stage, micro-batch) if only
-            some are.
-        trains: whether there are backwards.
+        placement: device of every stage.
+        micro_batches: N, summed over the pipes.
+        split: True if every backward is two ops; a set of (stage, micro-batch) if only some are.
+        trains: False for an evaluation, which has no backwards.
     """
 
     def __init__(
@@ -30,7 +29,7 @@ class Dependencies:
         self.placement, self.split, self.trains = placement, split, trains
         self.pipes = placement.pipes_of(micro_batches)
         self._last = placement.stages - 1
-        # (kind, stage, pipe) -> the rule, found once.
+        # Rules by (kind, stage, pipe), computed on first use.
         self._needs: dict[tuple[str, int, int], _Rule] = {}
         self._feeds: dict[tuple[str, int, int], _Rule] = {}
 
@@ -39,33 +38,33 @@ class Dependencies:
         return self.placement.device(op.kind, op.stage, self.pipes[op.micro_batch])
 
     def gradient_kind(self, stage: int, micro_batch: int) -> str:
-        """Return the kind of op that makes the input gradient: the whole backward, or its first half."""
+        """Return the kind of op that computes the input gradient: BACKWARD, or BACKWARD_INPUT if it is split."""
         split = self.split if isinstance(self.split, bool) else (stage, micro_batch) in self.split
         return BACKWARD_INPUT if split else BACKWARD
 
     def forward_kinds(self, stage: int) -> tuple[str, ...]:
         """Return the kinds of forwards that every micro-batch has at ``stage``.
 
-        Where backward devices repeat forwards, training needs no other forward of the last stage.
+        With forward devices (`fbd`), training omits the forward of the last stage: only its repetition is used.
         """
-        if self.placement.keeps == FORWARD or not self.trains:
+        if self.placement.graph_kind == FORWARD or not self.trains:
             return (FORWARD,)
         return (RECOMPUTE,) if stage == self._last else (FORWARD, RECOMPUTE)
 
     def entries(self, micro_batch: int) -> list[Op]:
-        """Return the ops of ``micro_batch`` that wait for nothing."""
+        """Return the ops of ``micro_batch`` that depend on no other op."""
         return [Op(kind, micro_batch, 0) for kind in self.forward_kinds(0)]
 
     def of(self, op: Op) -> list[tuple[Op, int]]:
-        """Return the ops that must have ended before ``op`` may start, each with its device."""
+        """Return the ops that must end before ``op`` starts, each with its device."""
         return self._ops(self._needs_of(op), op.micro_batch)
 
     def count(self, op: Op) -> int:
-        """Return how many ops ``op`` waits for."""
+        """Return the number of ops that ``op`` depends on."""
         return len(self._needs_of(op))
 
     def consumers(self, op: Op) -> list[tuple[Op, int]]:
-        """Return the ops that wait for ``op``, each with its device: the inverse of :meth:`of`."""
+        """Return the ops that depend on ``op``, each with its device: the inverse of :meth:`of`."""
         kind, m, stage = op
         key = kind, stage, self.pipes[m]
         rule = self._feeds.get(key)
@@ -82,16 +81,16 @@ class Dependencies:
         return rule
 
     def _relation(self, kind: str, stage: int) -> list[tuple[str, int]]:
-        """Return the (kind, stage) that an op waits for; BACKWARD stands for either op that makes an input gradient."""
+        """Return the (kind, stage) that an op depends on; BACKWARD also stands for BACKWARD_INPUT."""
         if kind in (FORWARD, RECOMPUTE):
             return [(FORWARD, stage - 1)] if stage else []
         if kind == BACKWARD_WEIGHT:
             return [(BACKWARD_INPUT, stage)]
-        kept = (self.placement.keeps, stage)
-        return [kept] if stage == self._last else [kept, (BACKWARD, stage + 1)]
+        forward = (self.placement.graph_kind, stage)
+        return [forward] if stage == self._last else [forward, (BACKWARD, stage + 1)]
 
     def _inverse(self, kind: str, stage: int) -> list[tuple[str, int]]:
-        """Return the (kind, stage) that wait for an op, the own stage first."""
+        """Return the (kind, stage) that depend on an op, its own stage first."""
         names = {(kind, stage), (BACKWARD, stage)} if kind == BACKWARD_INPUT else {(kind, stage)}
         backwards = (BACKWARD, BACKWARD_WEIGHT) if self.trains else ()
         return [
@@ -103,13 +102,12 @@ class Dependencies:
         ]
 
     def _placed(self, ops: list[tuple[str, int]], pipe: int) -> _Rule:
+        """Add the devices; replace BACKWARD by the right kind if it is the same for all micro-batches."""
+        uniform = isinstance(self.split, bool)
+        kinds = {BACKWARD: self.gradient_kind(0, 0)} if uniform else {}
         return tuple(
-            (self._kind(kind), stage, self.placement.device(kind, stage, pipe)) for kind, stage in ops
+            (kinds.get(kind, kind), stage, self.placement.device(kind, stage, pipe)) for kind, stage in ops
         )
-
-    def _kind(self, kind: str) -> str:
-        """Return ``kind`` with the meaning of BACKWARD filled in, if all micro-batches have the same."""
-        return self.gradient_kind(0, 0) if kind == BACKWARD and isinstance(self.split, bool) else kind
 
     def _ops(self, rule: _Rule, m: int) -> list[tuple[Op, int]]:
         if isinstance(self.split, bool):
@@ -121,18 +119,14 @@ class Dependencies:
 
 
 class Inputs:
-    """Counts what has arrived of the inputs of every op.
-
-    Args:
-        dependencies: of the step.
-    """
+    """Counter of the inputs that each op still waits for."""
 
     def __init__(self, dependencies: Dependencies) -> None:
         self._dependencies = dependencies
-        self._missing: dict[Op, int] = {}  # of ops that have got some of their inputs
+        self._missing: dict[Op, int] = {}  # only ops that have some, but not all, of their inputs
 
     def deliver(self, op: Op) -> bool:
-        """Count one more input of ``op``; return whether it was the last."""
+        """Count one more input of ``op``; return True if it was the last one."""
         left = self._missing.pop(op, 0) or self._dependencies.count(op)
         if left > 1:
             self._missing[op] = left - 1

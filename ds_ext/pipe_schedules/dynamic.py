@@ -1,23 +1,21 @@
-"""Order decided at run time: which op a device computes next.
+"""Dynamic schedules: policies that choose the next op of a device at run time.
 
-Each device has one :class:`Greedy`. It has no clock, thread or message: its caller passes it the inputs that arrived
-and the ops that ended, and asks for the next op. The simulator (:func:`.events.run`) and the
-engine run the same objects.
+Each device has one :class:`Greedy`, which needs no clock, thread or message. Its caller reports ready and finished ops
+and asks for the next op. The event loop (:func:`.events.run`) and the engine use the same class.
 
-**Admission.** The device of a pipe's first stage starts the micro-batches of that pipe in order, while fewer than the
-pipe's credits are in flight. The first forward of a micro-batch takes a credit and its last input gradient returns it.
-Both run on that device, so admission needs no message.
+**Admission.** The device of a pipe's first stage starts the micro-batches of that pipe in order. The number in flight
+is limited by the pipe's credits: the first forward of a micro-batch takes a credit, and its last input gradient
+returns it. Both ops run on the same device, so admission needs no message.
 
-**Room.** A device may have room for fewer activations than the admitted micro-batches produce. It reserves a place for
-every stage of which it keeps no activation. A device without room computes a weight gradient that is due, or waits.
+**Activation limit.** A device may have fewer activations than the admitted micro-batches need. It reserves one for
+every stage without live activations. At the limit, it computes a ready backward for the weights, or waits.
 
-No order of arrivals makes devices wait for each other; docs/dpp.md has the proof.
+These rules cannot deadlock, whatever the order of arrivals; docs/dpp.md has the proof.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
@@ -31,17 +29,17 @@ _GRADIENTS = (BACKWARD, BACKWARD_INPUT)
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules that all devices of a pipeline group share before the first op.
+    """Rules of a step, shared by all devices of a pipeline group.
 
     Args:
-        placement: where the stages live.
-        micro_batches: N, of all pipes together.
-        split: whether a backward is an input gradient and a weight gradient.
-        policy: which of several ready ops is taken: ``breadth`` runs all admitted micro-batches through a device's
-            first chunk before its second, ``depth`` takes what is furthest, ``group`` is breadth-first among D
-            micro-batches (shared by the pipes).
-        credits: per pipe how many of its micro-batches are in flight at most.
-        rooms: per device how many stages of micro-batches it keeps activations of at most.
+        placement: device of every stage.
+        micro_batches: N, summed over the pipes.
+        split: True to split backwards.
+        policy: choice among ready ops. ``breadth`` runs all admitted micro-batches through the first chunk of a device
+            before its second. ``depth`` prefers the chunk visited last. ``group`` is breadth-first within groups of D
+            micro-batches, summed over the pipes.
+        credits: most micro-batches in flight, per pipe.
+        limits: most (stage, micro-batch) pairs with live activations, per device.
     """
 
     placement: Placement
@@ -49,50 +47,39 @@ class Rules:
     split: bool
     policy: str
     credits: tuple[int, ...]
-    rooms: tuple[int, ...]
+    limits: tuple[int, ...]
 
     @cached_property
     def pipes(self) -> tuple[int, ...]:
-        """The pipe of every micro-batch."""
+        """Pipe of every micro-batch."""
         return self.placement.pipes_of(self.micro_batches)
 
     @cached_property
-    def places(self) -> tuple[int, ...]:
-        """The place of every micro-batch in its pipe, from 0."""
+    def positions(self) -> tuple[int, ...]:
+        """Position of every micro-batch in its pipe, from 0."""
         first: dict[int, int] = {}
         return tuple(m - first.setdefault(pipe, m) for m, pipe in enumerate(self.pipes))
 
-    @cached_property
-    def visits(self) -> Mapping[tuple[int, int], int]:
-        """(pipe, stage) -> how often the pipe has been on that device before."""
-        found: dict[tuple[int, int], int] = {}
-        for pipe, devices in enumerate(self.placement.pipes):
-            seen = [0] * self.placement.num_devices
-            for stage, device in enumerate(devices):
-                found[pipe, stage] = seen[device]
-                seen[device] += 1
-        return found
-
-    def entering(self, device: int) -> list[Op]:
-        """The first forwards of the micro-batches that enter at ``device``."""
+    def entry_ops(self, device: int) -> list[Op]:
+        """Return the first forwards of the micro-batches that enter at ``device``."""
         starts = [devices[0] for devices in self.placement.pipes]
         return [Op(FORWARD, m, 0) for m, pipe in enumerate(self.pipes) if starts[pipe] == device]
 
-    def count(self, device: int) -> int:
-        """Number of ops that ``device`` computes in a step."""
+    def num_ops(self, device: int) -> int:
+        """Return the number of ops of ``device`` in a step."""
         stages = [devices.count(device) for devices in self.placement.pipes]
         return sum(stages[pipe] for pipe in self.pipes) * (3 if self.split else 2)
 
-    def room(self, device: int) -> int:
-        """Stages of micro-batches whose activations ``device`` keeps at most."""
-        return self.rooms[device]
+    def max_live(self, device: int) -> int:
+        """Return the most (stage, micro-batch) pairs of which ``device`` keeps activations."""
+        return self.limits[device]
 
-    def key(self, op: Op) -> tuple[int, ...]:
-        """Return the rank of a ready op among those of its direction: the least is taken."""
+    def priority(self, op: Op) -> tuple[int, ...]:
+        """Return the sort key of a ready op among the ready forwards or backwards; the smallest goes first."""
         kind, m, stage = op
-        pipe, k = self.pipes[m], self.places[m]
-        # Gradients come back the other way: the last visit first.
-        visit = self.visits[pipe, stage] if kind == FORWARD else -self.visits[pipe, stage]
+        pipe, k = self.pipes[m], self.positions[m]
+        # Backwards visit the chunks in reverse order.
+        visit = self.placement.visits[stage, pipe] * (1 if kind == FORWARD else -1)
         if self.policy == "depth":
             return (-visit, k, pipe) if kind == FORWARD else (k, visit, pipe)
         if self.policy == "breadth":
@@ -100,43 +87,43 @@ class Rules:
         return k // max(1, self.placement.num_devices // self.placement.replicas), visit, k, pipe
 
     def device(self, device: int) -> Greedy:
-        """The policy object of a device for one step."""
+        """Return the policy of a device for one step."""
         return Greedy(self, device)
 
 
 class Greedy:
-    """Policy of one device in one step: alternate ready forwards and backwards, compute weight gradients in waits.
+    """Policy of one device in one step: alternate ready forwards and backwards; else a backward for the weights.
 
-    ``live`` counts for every (pipe, stage) the micro-batches whose activations it keeps.
+    ``live`` counts the micro-batches with live activations for every (stage, pipe) of the device.
     """
 
     def __init__(self, rules: Rules, device: int) -> None:
         self.rules = rules
-        self.live = dict.fromkeys(((c.pipe, c.stage) for c in rules.placement.chunks[device]), 0)
-        # Places that are taken, or reserved for a stage of which nothing is kept.
-        self._taken, self._room = len(self.live), rules.room(device)
+        self.live = dict.fromkeys(((c.stage, c.pipe) for c in rules.placement.chunks[device]), 0)
+        # Activations that are live, or reserved for a stage that has none.
+        self._reserved, self._limit = len(self.live), rules.max_live(device)
         self._credits = list(rules.credits)
         self._entries: list[deque[Op]] = [deque() for _ in rules.credits]
         self._forwards: list[tuple[tuple[int, ...], Op]] = []
         self._backwards: list[tuple[tuple[int, ...], Op]] = []
         self._weights: deque[Op] = deque()
-        self._forward_was_last = True
+        self._last_was_forward = True
 
-    def arrive(self, op: Op) -> None:
-        """The inputs of ``op`` are here; of a first stage: the micro-batch may enter when there is a credit."""
+    def add_ready(self, op: Op) -> None:
+        """Record that the inputs of ``op`` have arrived. An entry op also waits for a credit."""
         if op.kind == FORWARD and op.stage == 0:
             self._entries[self.rules.pipes[op.micro_batch]].append(op)
             self._admit(self.rules.pipes[op.micro_batch])
         elif op.kind == FORWARD:
-            heappush(self._forwards, (self.rules.key(op), op))
+            heappush(self._forwards, (self.rules.priority(op), op))
         elif op.kind == BACKWARD_WEIGHT:
             self._weights.append(op)
         else:
-            heappush(self._backwards, (self.rules.key(op), op))
+            heappush(self._backwards, (self.rules.priority(op), op))
 
     def choose(self) -> Op | None:
-        """The op to compute now; None to wait for an arrival."""
-        if self._backwards and (self._forward_was_last or not self._forwards):
+        """Return the op to compute now, or None to wait for an input."""
+        if self._backwards and (self._last_was_forward or not self._forwards):
             return self._backward()
         op = self._forward()
         if op is not None or self._weights:
@@ -144,41 +131,41 @@ class Greedy:
         return self._backward() if self._backwards else None
 
     def _forward(self) -> Op | None:
-        """The first of the ready forwards that there is room for."""
-        refused, found = [], None
+        """Return the first ready forward whose activations fit."""
+        skipped, found = [], None
         while self._forwards and found is None:
             entry = heappop(self._forwards)
-            if not self._has_room(self._stage(entry[1])):
-                refused.append(entry)
+            if not self._fits(self._stage(entry[1])):
+                skipped.append(entry)
                 continue
             found = entry[1]
-            self._keep(self._stage(found), 1)
-            self._forward_was_last = True
-        for entry in refused:
+            self._count(self._stage(found), 1)
+            self._last_was_forward = True
+        for entry in skipped:
             heappush(self._forwards, entry)
         return found
 
-    def _has_room(self, stage: tuple[int, int]) -> bool:
-        """Return whether there is room for another activation of (pipe, stage); always, for the first one."""
-        return not self.live[stage] or self._taken < self._room
+    def _fits(self, stage: tuple[int, int]) -> bool:
+        """Return True if another activation of (stage, pipe) fits. The first one always does."""
+        return not self.live[stage] or self._reserved < self._limit
 
-    def _keep(self, stage: tuple[int, int], more: int) -> None:
-        """One micro-batch of (pipe, stage) more or, with -1, less; the first one's place was kept free."""
-        before, self.live[stage] = self.live[stage], self.live[stage] + more
+    def _count(self, stage: tuple[int, int], change: int) -> None:
+        """Add ``change`` to the live activations of (stage, pipe); the first one uses the reservation."""
+        before, self.live[stage] = self.live[stage], self.live[stage] + change
         if min(before, self.live[stage]):
-            self._taken += more
+            self._reserved += change
 
     def _stage(self, op: Op) -> tuple[int, int]:
-        return self.rules.pipes[op.micro_batch], op.stage
+        return op.stage, self.rules.pipes[op.micro_batch]
 
     def _backward(self) -> Op:
-        self._forward_was_last = False
+        self._last_was_forward = False
         return heappop(self._backwards)[1]
 
-    def done(self, op: Op) -> None:
-        """``op`` has been computed."""
+    def mark_done(self, op: Op) -> None:
+        """Record that ``op`` has ended."""
         if op.kind in (BACKWARD, BACKWARD_WEIGHT):
-            self._keep(self._stage(op), -1)
+            self._count(self._stage(op), -1)
         if op.kind in _GRADIENTS and op.stage == 0:
             pipe = self.rules.pipes[op.micro_batch]
             self._credits[pipe] += 1
@@ -189,4 +176,4 @@ class Greedy:
         while entries and self._credits[pipe]:
             self._credits[pipe] -= 1
             op = entries.popleft()
-            heappush(self._forwards, (self.rules.key(op), op))
+            heappush(self._forwards, (self.rules.priority(op), op))

@@ -1,7 +1,7 @@
-"""The event loop: devices compute what their policies choose, and results arrive when the costs say.
+"""Event loop: devices compute the ops that their policies choose; results arrive after the time of a message.
 
-One loop prices a fixed order (:mod:`.simulate`), finds orders (:mod:`.list_scheduling`) and runs dynamic rules
-(:mod:`.methods.dpp`); they differ in their policies.
+Simulation (:mod:`.simulate`), list scheduling (:mod:`.list_scheduling`) and dynamic schedules (:mod:`.methods.dpp`)
+share this loop and differ in their policies.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Work:
-    """Ops of a step, and the time of each op and message.
+class Workload:
+    """Ops of a step, with the times of ops and messages.
 
     Args:
-        split: whether backwards are two ops; a set of (stage, micro-batch) if only some are.
-        jittered: whether the jitter of the costs counts. A planner does not see it; a run does.
-        trains: whether there are backwards.
+        split: True if every backward is two ops; a set of (stage, micro-batch) if only some are.
+        jittered: True to apply the jitter of the costs, in simulations; False in planners.
+        trains: False for an evaluation, which has no backwards.
     """
 
     placement: Placement
@@ -39,12 +39,12 @@ class Work:
 
     @cached_property
     def dependencies(self) -> Dependencies:
-        """Which op waits for which."""
+        """Dependencies between the ops."""
         return Dependencies(self.placement, self.micro_batches, split=self.split, trains=self.trains)
 
     @property
     def pipes(self) -> tuple[int, ...]:
-        """The pipe of every micro-batch."""
+        """Pipe of every micro-batch."""
         return self.dependencies.pipes
 
     @cached_property
@@ -53,111 +53,116 @@ class Work:
         return self.costs.durations(self.placement)
 
     @cached_property
-    def ops(self) -> int:
-        """Number of ops of the step when every device computes forwards and backwards."""
+    def num_ops(self) -> int:
+        """Number of ops of a training step without forward devices."""
         return self.micro_batches * self.placement.stages * (3 if self.split else 2)
 
     @cached_property
-    def gradient(self) -> str:
-        """The kind of op whose result the previous stage waits for."""
+    def gradient_kind(self) -> str:
+        """Kind of op that computes the input gradient."""
         return BACKWARD_INPUT if self.split else BACKWARD
 
     @cached_property
-    def walks(self) -> tuple[dict[str, tuple[float, ...]], ...]:
-        """Per pipe: how long after its entry a micro-batch that never waits reaches each op, by kind and stage."""
-        return tuple(self._walk(devices) for devices in self.placement.pipes)
+    def earliest_starts(self) -> tuple[dict[str, tuple[float, ...]], ...]:
+        """Start of each op after the entry of its micro-batch if it never waits: per pipe, by kind and stage."""
+        return tuple(self._earliest_starts(devices) for devices in self.placement.pipes)
 
-    def _walk(self, devices: tuple[int, ...]) -> dict[str, tuple[float, ...]]:
+    def _earliest_starts(self, devices: tuple[int, ...]) -> dict[str, tuple[float, ...]]:
         now, stages = 0.0, range(len(devices))
-        reached: dict[str, list[float]] = {FORWARD: [], self.gradient: []}
-        for kind, way in ((FORWARD, stages), (self.gradient, reversed(stages))):
-            before = None
-            for stage in way:
-                now += 0.0 if before is None else self.costs.delay(devices[before], devices[stage])
-                reached[kind].append(now)
+        starts: dict[str, list[float]] = {FORWARD: [], self.gradient_kind: []}
+        for kind, path in ((FORWARD, stages), (self.gradient_kind, reversed(stages))):
+            previous = None
+            for stage in path:
+                now += 0.0 if previous is None else self.costs.delay(devices[previous], devices[stage])
+                starts[kind].append(now)
                 now += self.times[kind][stage]
-                before = stage
-        return {FORWARD: tuple(reached[FORWARD]), self.gradient: tuple(reversed(reached[self.gradient]))}
+                previous = stage
+        gradients = reversed(starts[self.gradient_kind])
+        return {FORWARD: tuple(starts[FORWARD]), self.gradient_kind: tuple(gradients)}
 
     def time(self, op: Op) -> float:
-        """Return how long ``op`` takes."""
+        """Return the time of ``op``."""
         time = self.times[op.kind][op.stage]
         return time * self.costs.factor(op) if self.jittered else time
 
     def delay(self, op: Op, sender: int, receiver: int) -> float:
-        """Return how long a message that ``op`` waits for takes."""
+        """Return the time of a message that ``op`` receives."""
         delay = self.costs.delay(sender, receiver)
         return delay * self.costs.factor(op, message=True) if delay and self.jittered else delay
 
 
 class Policy(Protocol):
-    """The decisions of one device: it receives arrivals and ends, and chooses the next op."""
+    """Scheduling policy of one device."""
 
-    def arrive(self, op: Op) -> None:
-        """Take note that all inputs of ``op`` have arrived."""
+    def add_ready(self, op: Op) -> None:
+        """Record that all inputs of ``op`` have arrived."""
         ...
 
     def choose(self) -> Op | None:
-        """Return the op to compute now; None to wait for an arrival."""
+        """Return the op to compute now, or None to wait for an input."""
         ...
 
-    def done(self, op: Op) -> None:
-        """Take note that ``op`` has been computed."""
+    def mark_done(self, op: Op) -> None:
+        """Record that ``op`` has ended."""
         ...
 
 
 class FixedOrder:
-    """Computes a given order, each op as soon as its inputs have arrived."""
+    """Policy that computes a given order, each op as soon as its inputs have arrived."""
 
     def __init__(self, order: Iterable[Op]) -> None:
         self._order = iter(order)
         self._next = next(self._order, None)
-        self._arrived: set[Op] = set()
+        self._ready: set[Op] = set()
 
-    def arrive(self, op: Op) -> None:
-        self._arrived.add(op)
+    def add_ready(self, op: Op) -> None:
+        """Record that all inputs of ``op`` have arrived."""
+        self._ready.add(op)
 
     def choose(self) -> Op | None:
+        """Return the next op of the order if it is ready."""
         op = self._next
-        if op not in self._arrived:
+        if op not in self._ready:
             return None
-        self._arrived.remove(op)
+        self._ready.remove(op)
         self._next = next(self._order, None)
         return op
 
-    def done(self, op: Op) -> None:
-        pass
+    def mark_done(self, op: Op) -> None:
+        """Do nothing: the order is fixed."""
 
 
 class Admission(Protocol):
-    """When micro-batches enter the pipeline."""
+    """Rule for the entry of micro-batches into the pipeline."""
 
     def admit(self) -> Iterator[Op]:
         """Yield the first ops of the micro-batches that may enter at the start."""
         ...
 
-    def done(self, device: int, op: Op) -> Iterator[Op]:
+    def mark_done(self, device: int, op: Op) -> Iterator[Op]:
         """Yield the first ops of the micro-batches that may enter after ``device`` has computed ``op``."""
         ...
 
 
 class NoAdmission:
-    """Every micro-batch may enter at the start; only the policies hold it back."""
+    """All micro-batches enter at the start; only the policies delay them."""
 
-    def __init__(self, work: Work) -> None:
-        self._work = work
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
 
     def admit(self) -> Iterator[Op]:
-        for m in range(self._work.micro_batches):
-            yield from self._work.dependencies.entries(m)
+        """Yield the first ops of all micro-batches."""
+        for m in range(self._workload.micro_batches):
+            yield from self._workload.dependencies.entries(m)
 
-    def done(self, device: int, op: Op) -> Iterator[Op]:
+    def mark_done(self, device: int, op: Op) -> Iterator[Op]:
+        """Yield nothing: all micro-batches have entered."""
         return iter(())
 
 
 @dataclass(frozen=True)
 class Run:
-    """Result of a run: every device's ops in order with starts and ends, the makespan, the number of messages."""
+    """Result of a run: the ops of every device in order, their starts and ends, makespan and number of messages."""
 
     orders: tuple[tuple[Op, ...], ...]
     starts: tuple[tuple[float, ...], ...]
@@ -166,35 +171,36 @@ class Run:
     messages: int
 
 
-def run(work: Work, policies: Sequence[Policy], admission: Admission, *, same_time: float = 0.0) -> Run:
-    """Let every device compute what its policy chooses, as soon as it is free, until none can go on.
+def run(
+    workload: Workload, policies: Sequence[Policy], admission: Admission, *, tolerance: float = 0.0
+) -> Run:
+    """Run until no device can continue. A free device computes the op that its policy chooses.
 
     Args:
-        same_time: events no further apart, relative to the time, count as one moment. Sums of the same times in another
-            order differ by rounding, which must not decide what a policy sees.
+        tolerance: relative difference up to which two times are equal. Rounding must not change what a policy sees.
     """
-    device_of, consumers = work.dependencies.device, work.dependencies.consumers
-    inputs = Inputs(work.dependencies)
+    device_of, consumers = workload.dependencies.device, workload.dependencies.consumers
+    inputs = Inputs(workload.dependencies)
     orders: list[list[Op]] = [[] for _ in policies]
     starts: list[list[float]] = [[] for _ in policies]
     ends: list[list[float]] = [[] for _ in policies]
     busy = [False] * len(policies)
-    events: list[tuple[float, bool, int, Op]] = []  # time, whether it is an arrival, device, op
+    events: list[tuple[float, bool, int, Op]] = []  # time, True for an arrival, device, op
     awake: set[int] = set()
     now, messages = 0.0, 0
 
-    def arrive(device: int, op: Op) -> None:
-        policies[device].arrive(op)
+    def add_ready(device: int, op: Op) -> None:
+        policies[device].add_ready(op)
         awake.add(device)
 
     for op in admission.admit():
-        arrive(device_of(op), op)
+        add_ready(device_of(op), op)
     while True:
         for device in sorted(awake):
             op = None if busy[device] else policies[device].choose()
             if op is not None:
                 busy[device] = True
-                end = now + work.time(op)
+                end = now + workload.time(op)
                 orders[device].append(op)
                 starts[device].append(now)
                 ends[device].append(end)
@@ -203,24 +209,24 @@ def run(work: Work, policies: Sequence[Policy], admission: Admission, *, same_ti
         if not events:
             return Run(_frozen(orders), _frozen(starts), _frozen(ends), now, messages)
         now = events[0][0]
-        while events and events[0][0] <= now + same_time * now:
+        while events and events[0][0] <= now + tolerance * now:
             _, arrives, device, op = heappop(events)
             if arrives:
                 if inputs.deliver(op):
-                    arrive(device, op)
+                    add_ready(device, op)
                 continue
             busy[device] = False
             awake.add(device)
-            policies[device].done(op)
+            policies[device].mark_done(op)
             for consumer, to in consumers(op):
                 messages += to != device
-                delay = work.delay(consumer, device, to)
+                delay = workload.delay(consumer, device, to)
                 if delay:
                     heappush(events, (now + delay, True, to, consumer))
                 elif inputs.deliver(consumer):
-                    arrive(to, consumer)
-            for entering in admission.done(device, op):
-                arrive(device_of(entering), entering)
+                    add_ready(to, consumer)
+            for entry in admission.mark_done(device, op):
+                add_ready(device_of(entry), entry)
 
 
 def _frozen(rows: list[list[T]]) -> tuple[tuple[T, ...], ...]:

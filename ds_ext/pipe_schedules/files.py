@@ -1,4 +1,4 @@
-"""Timetable files: what `show -o FILE.txt`, `optimise -o FILE` and `dump` write, torch's CSV, or written by hand."""
+"""Timetable files: the output of `show -o FILE.txt`, `optimise -o FILE` and `dump`, torch's CSV, or written by hand."""
 
 from __future__ import annotations
 
@@ -11,100 +11,100 @@ from ..errors import ScheduleError
 from .costs import Costs
 from .ops import COMPUTE, Op
 from .placement import Placement
-from .registry import Orders, Schedule, check_size
+from .schedule import Orders, Schedule, check_size
 from .text import loads
 from .timetables import Timetable
 
 _ENDINGS = (".txt", ".csv", ".json")
-_MOST = 1_000_000  # micro-batches, and chunks
+_MAX_MICRO_BATCHES = 1_000_000
 
 
 def is_timetable_file(name: str) -> bool:
-    """Whether ``name``, where a schedule is asked for, means a file: it has a folder, or the ending of one."""
+    """Return True if the name of a schedule is a path: it has a folder or an ending of timetable files."""
     return os.sep in name or Path(name).suffix in _ENDINGS
 
 
 def read_timetable(path: str | Path) -> Timetable:
-    """The timetable in a file. Raises ScheduleError with line and column, or when it cannot be read."""
+    """Return the timetable in a file. Raises ScheduleError if the file cannot be read or is invalid."""
     try:
-        text = Path(path).read_text("utf-8-sig")  # as it is written, whatever the locale
+        text = Path(path).read_text("utf-8-sig")
     except OSError as error:
-        raise ScheduleError(f"the timetable file {str(path)!r} cannot be read: {error.strerror}.") from None
+        raise ScheduleError(f"timetable {path}: cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
-        raise ScheduleError(f"the timetable file {str(path)!r} cannot be read: it is no text.") from None
+        raise ScheduleError(f"timetable {path}: not a UTF-8 text.") from None
     if text.lstrip().startswith("{"):
         return read_dump(text, f"timetable {path}")
     return loads(text, Path(path).stem, f"timetable {path}")
 
 
 def schedule_of_file(path: str | Path) -> Schedule:
-    """A schedule that is one timetable: it has the sizes of the file and no others. Raises ScheduleError."""
-    made = read_timetable(path)
-    if not made.trains:
-        raise ScheduleError(f"the timetable in {path} has no backwards; a job needs one for every forward.")
-    ranks, micro_batches = made.placement.num_devices, made.micro_batches
+    """Return a schedule that supports only the sizes of the timetable in a file. Raises ScheduleError."""
+    timetable = read_timetable(path)
+    if not timetable.trains:
+        raise ScheduleError(f"timetable {path}: no backwards. A job needs one for every forward.")
+    num_devices, micro_batches = timetable.placement.num_devices, timetable.micro_batches
 
-    def place(asked: int) -> Placement:
-        if asked != ranks:
+    def place(requested: int) -> Placement:
+        if requested != num_devices:
             raise ScheduleError(
-                f"the timetable in {path} is for {ranks} devices; got pipeline_parallel_size {asked}. Use {ranks}."
+                f"timetable {path}: pipeline_parallel_size must be {num_devices} (got {requested})."
             )
-        return made.placement
+        return timetable.placement
 
-    def program(placement: Placement, asked: int, costs: Costs) -> Orders:
-        if asked != micro_batches:
+    def orders(placement: Placement, requested: int, costs: Costs) -> Orders:
+        if requested != micro_batches:
             steps, rest = divmod(micro_batches, placement.replicas)
-            way = f"Use gradient_accumulation_steps {steps}."
+            fix = f"Use gradient_accumulation_steps {steps}."
             if rest:
-                way = f"No job has that many: its {placement.replicas} pipes take equally many."
+                fix = f"No job can run it: the {placement.replicas} pipes need equal numbers."
             raise ScheduleError(
-                f"the timetable in {path} is for {micro_batches} micro-batches a step; got {asked}. {way}"
+                f"timetable {path}: micro_batches must be {micro_batches} (got {requested}). {fix}"
             )
-        return made.orders
+        return timetable.orders
 
-    return Schedule(made.schedule, program, place, planned=True, file=str(path))
+    return Schedule(timetable.schedule, orders, place, planned=True, file=str(path))
 
 
 def read_dump(text: str, source: str) -> Timetable:
-    """The timetable whose dump ``text`` is; messages and loads are left out, as lowering inserts them again.
+    """Return the timetable of a dump, without its messages and loads, which lowering inserts again.
 
-    :func:`.check.program.check` decides whether it can run. Raises ScheduleError with ``source`` and the problem.
+    The timetable is not checked. Raises ScheduleError with ``source`` if ``text`` is not a dump.
     """
     try:
         found = json.loads(text)
         name, micro_batches = found["schedule"], found["micro_batches"]
-        if not (isinstance(name, str) and type(micro_batches) is int and 0 < micro_batches <= _MOST):
+        valid = type(micro_batches) is int and 0 < micro_batches <= _MAX_MICRO_BATCHES
+        if not isinstance(name, str) or not valid:
             raise ValueError(f"schedule {name!r}, micro_batches {micro_batches!r}")
         placement = _placement(found["chunks"], found["stages"])
         check_size(name, placement, micro_batches)
-        ranks = tuple(tuple(_ops(rank)) for rank in found["ranks"])
+        orders = tuple(tuple(_ops(instructions)) for instructions in found["ranks"])
     except RecursionError:
-        raise ScheduleError(f"{source}: nested too deeply for a dump of a timetable.") from None
+        raise ScheduleError(f"{source}: nested too deeply.") from None
     except ScheduleError as error:
         raise ScheduleError(f"{source}: {error}") from None
     except (KeyError, TypeError, ValueError) as error:
-        missing = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+        problem = f"no key {error}" if isinstance(error, KeyError) else str(error)
         raise ScheduleError(
-            f"{source} is no dump of a timetable ({missing}); `python -m ds_ext dump NAME --stages D --micro-batches "
-            f"N` prints one, with the 5 keys schedule, stages, micro_batches, chunks and ranks."
+            f"{source}: no timetable dump ({problem}). The 5 keys are schedule, stages, micro_batches, chunks, ranks."
         ) from None
-    if len(ranks) != placement.num_devices:
+    if len(orders) != placement.num_devices:
         raise ScheduleError(
-            f"{source} has {len(ranks)} ranks, and its chunks are on {placement.num_devices}."
+            f"{source}: ranks must have {placement.num_devices} entries, one per device (got {len(orders)})."
         )
-    return Timetable(name, placement, micro_batches, ranks)
+    return Timetable(name, placement, micro_batches, orders)
 
 
 def _placement(chunks: list[dict[str, Any]], devices: int) -> Placement:
     if any("role" in chunk for chunk in chunks):
-        raise ValueError("forward and backward devices cannot be read back")
-    where = {(int(chunk["pipe"]), int(chunk["stage"])): int(chunk["rank"]) for chunk in chunks}
-    pipes, stages = (1 + max(key[i] for key in where) for i in (0, 1))
-    if len(where) != len(chunks) or len(where) != pipes * stages or min(map(min, where)) < 0:
+        raise ValueError("dumps with forward and backward devices are not supported")
+    device = {(int(chunk["pipe"]), int(chunk["stage"])): int(chunk["rank"]) for chunk in chunks}
+    pipes, stages = (1 + max(key[i] for key in device) for i in (0, 1))
+    if len(device) != len(chunks) or len(device) != pipes * stages or min(map(min, device)) < 0:
         raise ValueError(f"{len(chunks)} chunks are not {pipes} pipes of {stages} stages")
-    if not all(0 <= rank < devices for rank in where.values()):
-        raise ValueError(f"a chunk is on none of the {devices} ranks")
-    return Placement(tuple(tuple(where[pipe, stage] for stage in range(stages)) for pipe in range(pipes)))
+    if not all(0 <= each < devices for each in device.values()):
+        raise ValueError(f"the rank of a chunk is not within 0 and {devices - 1}")
+    return Placement(tuple(tuple(device[pipe, stage] for stage in range(stages)) for pipe in range(pipes)))
 
 
 def _ops(instructions: list[dict[str, Any]]) -> list[Op]:

@@ -1,11 +1,11 @@
-"""Lowering: from a timetable of computations to the instructions that every device executes.
+"""Lowering of a timetable to the instructions of every device.
 
-Inserted here and nowhere else: loads of inputs and labels, sends and receives between devices, hand-overs between two
-stages on one device, buffers, reductions and the optimizer step.
+Lowering adds loads of inputs and labels, messages between devices, copies between stages of one device, buffers,
+reductions and the optimizer step.
 
-**Receives.** A link delivers in the order in which its sender sends. So a device receives in that order too: a message
-right before the computation that needs it, and before it the earlier ones of the link, whose buffers are taken from
-then on. That adds no waiting: they have been sent before.
+**Receives.** A link delivers messages in the order of the sends, so a device receives them in that order. It receives a
+message right before the op that needs it, preceded by all earlier messages of the link. These occupy a buffer from then
+on. The earlier receives add no waiting time, because their messages were sent first.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ AFTER_BACKWARDS = ("ReduceTiedGrads", "ReduceGrads", "OptimizerStep")
 
 
 def lower(timetable: Timetable) -> Program:
-    """Return the whole program of a training step, or of an evaluation when the timetable has no backwards.
+    """Return the program of a training step, or of an evaluation if the timetable has no backwards.
 
-    Raises ScheduleError when a computation is missing, doubled or on the wrong device.
+    Raises ScheduleError if an op is missing, repeated or on the wrong device.
     """
     check_timetable(timetable)
     instructions, num_buffers = [], []
-    for device, inbox in enumerate(_inboxes(timetable)):
-        lowering = Lowering(device, timetable, inbox)
+    for device, messages in enumerate(_messages_by_link(timetable)):
+        lowering = Lowering(device, timetable, messages)
         program = [instruction for op in timetable.orders[device] for instruction in lowering.add(op)]
         if timetable.trains:
             program += _end_of_step(timetable.placement, device)
@@ -38,10 +38,10 @@ def lower(timetable: Timetable) -> Program:
     return Program(timetable, tuple(instructions), tuple(num_buffers))
 
 
-def _inboxes(timetable: Timetable) -> list[dict[int, list[Op]]]:
-    """Return per receiver and sender the messages of their link in the order in which they are sent.
+def _messages_by_link(timetable: Timetable) -> list[dict[int, list[Op]]]:
+    """Return the messages of each link in the order of the sends, by receiver and sender.
 
-    A message is named by the op that needs it. Activations and gradients share a link.
+    A message is represented by the op that receives it. Activations and gradients share a link.
     """
     found: list[dict[int, list[Op]]] = [{} for _ in timetable.orders]
     for device, order in enumerate(timetable.orders):
@@ -53,66 +53,69 @@ def _inboxes(timetable: Timetable) -> list[dict[int, list[Op]]]:
 
 
 def _end_of_step(placement: Placement, device: int) -> Iterator[Instruction]:
-    """Yield reductions and the step; devices that only compute forwards get the new weights instead."""
+    """Yield the reductions, the optimizer step, and the transfers of weights to forward devices."""
     if device not in placement.forward_devices:
         yield from map(Instruction, AFTER_BACKWARDS)
-    for stage, source, target in placement.weight_copies:
+    for stage, source, target in placement.weight_transfers:
         if device in (source, target):
             peer = target if device == source else source
             yield Instruction("SyncWeights", stage=stage, pipe=0, peer=peer)
 
 
 class Lowering:
-    """The program of one device, made op by op.
+    """Program of one device, built op by op.
 
     Args:
-        device: its number.
-        timetable: the order; if it is decided at run time, any other order of the same schedule and sizes.
-        inbox: the messages of every link in order, by sender. None for an order that is decided at run time: a message
-            is received right before the op that needs it, as it has arrived when the op is chosen.
+        timetable: the order; for a dynamic schedule, any order of the same schedule and sizes.
+        messages: messages of every link in order, by sender. None for a dynamic schedule, which receives each message
+            right before its op.
     """
 
-    def __init__(self, device: int, timetable: Timetable, inbox: dict[int, list[Op]] | None = None) -> None:
+    def __init__(
+        self, device: int, timetable: Timetable, messages: dict[int, list[Op]] | None = None
+    ) -> None:
         self.device, self.timetable = device, timetable
-        self._program: list[Instruction] = []
         self.buffers = _Buffers()
-        self._inbox = None if inbox is None else {sender: iter(sent) for sender, sent in inbox.items()}
-        self._early: set[Op] = set()
+        self._program: list[Instruction] = []
+        self._messages = (
+            None if messages is None else {sender: iter(sent) for sender, sent in messages.items()}
+        )
+        self._received: set[Op] = set()  # ops whose message was received early
 
     def add(self, op: Op) -> list[Instruction]:
-        """Return the instructions of ``op``: what it needs before, the computation, what it hands over after."""
+        """Return the instructions of ``op``: load or receives, the computation, sends or copies."""
         self._program = []
         dependencies, placement = self.timetable.dependencies, self.timetable.placement
         if op.kind in (FORWARD, RECOMPUTE) and op.stage in (0, placement.stages - 1):
-            # The first stage needs the inputs, the last one the labels of the same micro-batch.
+            # The first stage loads the inputs, the last one the labels.
             self._instruct("LoadMicroBatch", op)
         for _, sender in dependencies.of(op):
             if sender != self.device:
                 self._receive(op, sender)
         chunk = placement.chunk_index(self.device, op.stage, self.timetable.pipe(op.micro_batch))
         self._instruct(COMPUTE_NAME[op.kind], op, chunk=chunk)
-        kept = False
+        still_needed = False
         for consumer, device in dependencies.consumers(op):
             if device != self.device:
                 self._instruct(f"Send{_message(consumer)}", op, peer=device)
             elif consumer.stage != op.stage:
                 self._instruct(f"Copy{_message(consumer)}", op, to_buffer=self.buffers.of(consumer))
             else:
-                kept = True
-        if not kept:
+                still_needed = True
+        if not still_needed:
             self.buffers.free(op)
         return self._program
 
     def _receive(self, op: Op, sender: int) -> None:
-        """Receive the message that ``op`` needs, after the earlier ones of its link."""
-        if op in self._early:
-            self._early.remove(op)
+        """Receive the message of ``op``, preceded by the earlier ones of its link."""
+        if op in self._received:
+            self._received.remove(op)
             return
-        for wanted in (op,) if self._inbox is None else self._inbox[sender]:
-            self._instruct(f"Recv{_message(wanted)}", wanted, peer=sender)
-            if wanted == op:
+        for receiver in (op,) if self._messages is None else self._messages[sender]:
+            self._instruct(f"Recv{_message(receiver)}", receiver, peer=sender)
+            if receiver == op:
                 return
-            self._early.add(wanted)
+            self._received.add(receiver)
 
     def _instruct(
         self,
@@ -130,12 +133,12 @@ class Lowering:
 
 
 def _message(consumer: Op) -> str:
-    """Return what ``consumer`` is sent, as the names of instructions have it."""
+    """Return the kind of message that ``consumer`` receives, as in the names of instructions."""
     return "Grad" if consumer.kind in (BACKWARD, BACKWARD_INPUT) else "Activation"
 
 
 class _Buffers:
-    """Gives every live pair (stage, micro-batch) of a device the lowest free buffer."""
+    """Allocator of buffers: a live (stage, micro-batch) gets the lowest free one."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -158,7 +161,7 @@ class _Buffers:
 
 
 def dump(program: Program) -> dict[str, object]:
-    """The timetable as plain data for JSON; docs/architecture.md, "Timetable dump", has the keys."""
+    """Return the program as data for JSON, with the keys of "Timetable dump" in docs/architecture.md."""
     timetable, placement = program.timetable, program.timetable.placement
     return {
         "schedule": timetable.schedule,
@@ -167,24 +170,24 @@ def dump(program: Program) -> dict[str, object]:
         "model_stages": placement.stages,
         "chunks": [
             {
-                "rank": rank,
+                "rank": device,
                 "chunk": index,
                 "stage": chunk.stage,
                 "pipe": chunk.pipe,
-                **_role(placement, rank),
+                **_role(placement, device),
             }
-            for rank, chunks in enumerate(placement.chunks)
+            for device, chunks in enumerate(placement.chunks)
             for index, chunk in enumerate(chunks)
         ],
         "ranks": [[_dump_instruction(i) for i in instructions] for instructions in program.instructions],
     }
 
 
-def _role(placement: Placement, rank: int) -> dict[str, str]:
-    """What the device does, where forwards have devices of their own."""
+def _role(placement: Placement, device: int) -> dict[str, str]:
+    """Return the role of a device of `fbd`."""
     if not placement.forward_devices:
         return {}
-    return {"role": "forward" if rank in placement.forward_devices else "backward"}
+    return {"role": "forward" if device in placement.forward_devices else "backward"}
 
 
 def _dump_instruction(instruction: Instruction) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The vocabulary of schedules: kinds of computations, ops, and the instructions that they are lowered to."""
+"""Kinds of computations, ops, and the instructions of lowered programs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from typing import NamedTuple
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "F", "B", "I", "W"
 KINDS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
-RECOMPUTE = "R"  # where forwards have devices of their own: the forward again, with its graph
+RECOMPUTE = "R"  # `fbd`: a backward device repeats the forward, this time with an autograd graph
 ALL_KINDS = (*KINDS, RECOMPUTE)
 
 
 class Op(NamedTuple):
-    """One computation: ``Op(FORWARD, micro_batch, stage)``, in the order in which it prints (``F3@1``).
+    """One computation, printed in the order of its fields: ``Op(FORWARD, 3, 1)`` is ``F3@1``.
 
-    ``kind`` is F forward, B whole backward, I input gradient, W weight gradient, or R: the forward that a backward
-    device repeats with its graph when forwards have devices of their own.
+    Kinds: F forward, B whole backward, I backward for the input, W backward for the weights, R repeated forward.
     """
 
     kind: str
@@ -22,16 +21,15 @@ class Op(NamedTuple):
     stage: int
 
     def __str__(self) -> str:
-        """``F3@1``: forward of micro-batch 3 at stage 1. Traces and errors use the same text."""
+        """Return ``F3@1`` for the forward of micro-batch 3 at stage 1. Traces and errors use this text."""
         return f"{self.kind}{self.micro_batch}@{self.stage}"
 
 
 class Instruction(NamedTuple):
-    """One lowered instruction of one rank; ``name`` is the DeepSpeed class it becomes.
+    """Lowered instruction of one device; ``name`` is the name of its DeepSpeed class.
 
-    ``peer`` is the other device of a message. ``buffer`` is the buffer that holds the tensors of (stage,
-    micro_batch), ``to_buffer`` the destination of a hand-over on the same rank. Fields that mean nothing for an
-    instruction are None.
+    ``peer`` is the other device of a message. ``buffer`` holds the tensors of (stage, micro_batch). ``to_buffer`` is
+    the destination of a copy on the same device. Fields that do not apply are None.
     """
 
     name: str
@@ -45,7 +43,7 @@ class Instruction(NamedTuple):
 
     @property
     def op(self) -> Op | None:
-        """The computation this instruction performs, or None."""
+        """Op that the instruction computes, or None."""
         kind = COMPUTE.get(self.name)
         if kind is None or self.stage is None or self.micro_batch is None:
             return None
@@ -56,11 +54,8 @@ class Instruction(NamedTuple):
         if op is not None:
             return str(op)
         where = "" if self.micro_batch is None else f" {self.micro_batch}@{self.stage}"
-        peer = (
-            ""
-            if self.peer is None
-            else f" {'from' if self.name.startswith('Recv') else 'to'} rank {self.peer}"
-        )
+        way = "from" if self.name.startswith("Recv") else "to"
+        peer = "" if self.peer is None else f" {way} device {self.peer}"
         return f"{self.name}{where}{peer}"
 
 

@@ -1,7 +1,7 @@
-"""Where the stages live: a placement maps every stage of every pipe to a device.
+"""Placement: the device of every stage of every pipe.
 
-A *pipe* is one full copy of the model laid over the devices. Unidirectional schedules have one; BitPipe has
-two, which run in opposite directions, so that every device holds stages of both.
+A pipe is one copy of the model laid over the devices. Most schedules have one pipe. BitPipe and Chimera have two, in
+opposite directions, so every device holds stages of both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .ops import ALL_KINDS, FORWARD, KINDS, RECOMPUTE
 
 
 class Chunk(NamedTuple):
-    """One piece of the model on a device: ``stage`` of ``pipe``."""
+    """Stage of a pipe that a device holds."""
 
     stage: int
     pipe: int
@@ -23,13 +23,12 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class ForwardPipe:
-    """Devices that only compute forwards, for all pipes of a placement (FBD): one stage each.
+    """Devices that compute only forwards, for all pipes of a placement (`fbd`). Each holds one stage.
 
     Args:
-        devices: ``devices[stage]`` computes that stage.
-        merged: tensor-parallel ranks of a backward device whose work one rank of a forward device does; 1: as many
-            ranks as a backward device.
-        slowdown: time of the same work on a forward device, relative to a backward device's.
+        devices: ``devices[stage]`` computes the forwards of that stage.
+        merged: tensor-parallel ranks of a backward device that one rank of a forward device replaces; 1: no merging.
+        slowdown: time of the same work on a forward device, relative to a backward device.
     """
 
     devices: tuple[int, ...]
@@ -37,17 +36,17 @@ class ForwardPipe:
     slowdown: float = 1.0
 
     @property
-    def factor(self) -> float:
-        """Time of a stage's forward on its forward device, relative to a backward device's."""
+    def time_factor(self) -> float:
+        """Time of a forward on its forward device, relative to a backward device."""
         return self.merged * self.slowdown
 
 
 @dataclass(frozen=True)
 class Placement:
-    """``pipes[p][stage]`` is the device that computes ``stage`` for the micro-batches of pipe ``p``.
+    """Device of every stage: ``pipes[p][stage]`` computes ``stage`` for the micro-batches of pipe ``p``.
 
-    With ``forward`` the devices of the pipes repeat forwards and go backward, and those of ``forward`` compute the
-    forwards of all pipes.
+    With ``forward``, the devices of ``forward`` compute the forwards of all pipes. The devices of ``pipes`` repeat the
+    forwards and compute the backwards.
     """
 
     pipes: tuple[tuple[int, ...], ...]
@@ -55,57 +54,57 @@ class Placement:
 
     @property
     def stages(self) -> int:
-        """Number of pieces the model is cut into."""
+        """Number of stages of the model."""
         return len(self.pipes[0])
 
     @property
     def replicas(self) -> int:
-        """Number of full copies of the model among the devices."""
+        """Number of pipes."""
         return len(self.pipes)
 
     @cached_property
     def num_devices(self) -> int:
-        """Number of devices."""
+        """Number of devices of all pipes, forward devices included."""
         return 1 + max(map(max, filter(None, (*self.pipes, self.forward_devices))))
 
     @cached_property
     def devices_per_pipe(self) -> int:
-        """D: the devices over which a pipe is laid; costs and activations are counted for one D-th of the model."""
+        """D: number of devices of a pipe. Costs and activations are in units of 1/D of the model."""
         return self.num_devices if self.forward is None else len(set(self.pipes[0]))
 
     @cached_property
     def forward_devices(self) -> tuple[int, ...]:
-        """The devices that only compute forwards, by stage; none where every device does both."""
+        """Devices that compute only forwards, by stage; empty for every schedule except `fbd`."""
         return () if self.forward is None else self.forward.devices
 
     @property
     def merged(self) -> int:
-        """Tensor-parallel ranks of a backward device whose work one rank of a forward device does."""
+        """Tensor-parallel ranks of a backward device that one rank of a forward device replaces."""
         return 1 if self.forward is None else self.forward.merged
 
     @property
-    def keeps(self) -> str:
-        """The kind of op whose activations a backward uses: the forward, or the forward that its device repeats."""
+    def graph_kind(self) -> str:
+        """Kind of the forward that builds the autograd graph: FORWARD, or RECOMPUTE with forward devices."""
         return FORWARD if self.forward is None else RECOMPUTE
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of ops that devices compute."""
+        """Kinds of ops that the devices compute."""
         return KINDS if self.forward is None else ALL_KINDS
 
     @property
     def copies(self) -> int:
-        """Number of copies of every stage's weights."""
+        """Number of copies of the weights."""
         return self.replicas + (self.forward is not None)
 
     @cached_property
-    def weight_copies(self) -> tuple[tuple[int, int, int], ...]:
-        """(stage, from, to): the devices that get new weights from another after a step."""
+    def weight_transfers(self) -> tuple[tuple[int, int, int], ...]:
+        """(stage, source, target) of the weights that are sent to forward devices after a step."""
         return tuple((stage, self.pipes[0][stage], to) for stage, to in enumerate(self.forward_devices))
 
     def slowdown(self, kind: str) -> float:
-        """Return the time of an op of ``kind`` relative to the time on a backward device."""
-        return self.forward.factor if self.forward is not None and kind == FORWARD else 1.0
+        """Return the time of an op of ``kind`` relative to its time on a backward device."""
+        return self.forward.time_factor if self.forward is not None and kind == FORWARD else 1.0
 
     def device(self, kind: str, stage: int, pipe: int) -> int:
         """Return the device that computes ops of ``kind`` at ``stage`` for the micro-batches of ``pipe``."""
@@ -114,63 +113,71 @@ class Placement:
         return self.pipes[pipe][stage]
 
     def pipes_of(self, micro_batches: int) -> tuple[int, ...]:
-        """Return the pipe of every micro-batch: pipe 0 has the first N/replicas ids, and so on.
+        """Return the pipe of every micro-batch. Pipe 0 has the first N/replicas ids, pipe 1 the next, and so on.
 
-        Consecutive ids are consecutive samples, so a pipe reads what a data-parallel rank of the same index would read.
+        Consecutive ids are consecutive samples, so pipe p reads the samples of data-parallel rank p.
         """
         return tuple(m * self.replicas // micro_batches for m in range(micro_batches))
 
     @cached_property
-    def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
-        """Per device its chunks; chunk index = position. First visits of all pipes come before second visits.
-
-        For BitPipe's device d: down stage d, up stage D-1-d, down stage 2D-1-d, up stage D+d.
-        """
-        visits: list[list[tuple[int, int, int]]] = [[] for _ in range(self.num_devices)]
+    def visits(self) -> dict[tuple[int, int], int]:
+        """(stage, pipe) -> number of earlier stages of the pipe on the same device."""
+        found: dict[tuple[int, int], int] = {}
         for pipe, devices in enumerate(self.pipes):
             seen = [0] * self.num_devices
             for stage, device in enumerate(devices):
-                visits[device].append((seen[device], pipe, stage))
+                found[stage, pipe] = seen[device]
                 seen[device] += 1
+        return found
+
+    @cached_property
+    def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
+        """Chunks of every device, by chunk index. First visits of all pipes come before second visits.
+
+        Device d of BitPipe: down stage d, up stage D-1-d, down stage 2D-1-d, up stage D+d.
+        """
+        held: list[list[tuple[int, int, int]]] = [[] for _ in range(self.num_devices)]
+        for (stage, pipe), visit in self.visits.items():
+            held[self.pipes[pipe][stage]].append((visit, pipe, stage))
         for stage, device in enumerate(self.forward_devices):
-            visits[device].append((0, 0, stage))  # one stage, of all pipes
-        return tuple(tuple(Chunk(stage, pipe) for _, pipe, stage in sorted(visit)) for visit in visits)
+            held[device].append((0, 0, stage))
+        return tuple(tuple(Chunk(stage, pipe) for _, pipe, stage in sorted(chunks)) for chunks in held)
 
     @cached_property
     def _chunk_index(self) -> tuple[dict[tuple[int, int], int], ...]:
-        """Per device its (stage, pipe) -> chunk index."""
+        """(stage, pipe) -> chunk index, for every device."""
         return tuple({(c.stage, c.pipe): i for i, c in enumerate(chunks)} for chunks in self.chunks)
 
     def chunk_index(self, device: int, stage: int, pipe: int) -> int:
-        """Return the index of a chunk on ``device``; a forward device has one for all pipes."""
+        """Return the index of a chunk on ``device``. A forward device has one chunk for all pipes."""
         return self._chunk_index[device].get((stage, pipe), 0)
 
     @cached_property
     def replica_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Devices that hold the same stages, one group per distinct set, ordered by first device.
+        """Groups of devices that hold the same stages, ordered by first device.
 
-        A group has ``replicas`` members: to the optimizer they are data-parallel ranks of each other.
+        A group has ``replicas`` members, which are data-parallel ranks to the optimizer.
         """
-        groups = tuple(tuple(group) for group in self._same_stages().values())
-        assert all(len(group) == self.replicas for group in groups), "check_replicas comes before"
+        groups = tuple(tuple(group) for group in self._devices_by_stages().values())
+        assert all(len(group) == self.replicas for group in groups), "call check_replicas first"
         return groups
 
     def check_replicas(self, schedule: str) -> None:
-        """Refuse pipes that do not make replicas of each other's devices. Raises ScheduleError.
+        """Raise ScheduleError if the devices of the pipes are not replicas of each other.
 
-        ``schedule`` is its name, for the error.
+        Args:
+            schedule: name of the schedule, for the error.
         """
-        for stages, devices in self._same_stages().items():
+        for stages, devices in self._devices_by_stages().items():
             if len(devices) != self.replicas:
                 raise ScheduleError(
-                    f"{schedule}: devices that hold the same stages must be as many as there are pipes, because "
-                    f"gradients are averaged over them; there are {self.replicas} pipes, and exactly the stages "
-                    f"{sorted(stages)} are held by {len(devices)} ({', '.join(map(str, devices))}). Let the pipes "
-                    f"run over the devices in opposite directions."
+                    f"{schedule}: every set of stages must be on {self.replicas} devices, one per pipe, to average "
+                    f"gradients (got stages {sorted(stages)} on {len(devices)}: {', '.join(map(str, devices))}). "
+                    f"Lay the pipes over the devices in opposite directions."
                 )
 
-    def _same_stages(self) -> dict[frozenset[int], list[int]]:
-        """Devices by the set of stages that they hold; those that only compute forwards are nobody's replicas."""
+    def _devices_by_stages(self) -> dict[frozenset[int], list[int]]:
+        """Return the devices by the set of stages that they hold, without forward devices."""
         groups: dict[frozenset[int], list[int]] = {}
         for device, chunks in enumerate(self.chunks):
             if device in self.forward_devices:
@@ -179,37 +186,37 @@ class Placement:
         return groups
 
     def stages_of(self, device: int) -> tuple[int, ...]:
-        """The stages that ``device`` holds, ascending."""
+        """Return the stages of ``device`` in ascending order."""
         return tuple(sorted(chunk.stage for chunk in self.chunks[device]))
 
 
 def linear(num_devices: int) -> Placement:
-    """Stage s on device s."""
+    """Return one pipe with stage s on device s."""
     return Placement((tuple(range(num_devices)),))
 
 
 def looped(num_devices: int, chunks: int) -> Placement:
-    """Stage s on device s mod D: every device holds ``chunks`` stages (arXiv 2104.04473, section 2.2.2)."""
+    """Return one pipe with stage s on device s mod D, ``chunks`` stages per device (arXiv 2104.04473, 2.2.2)."""
     return Placement((tuple(range(num_devices)) * chunks,))
 
 
 def v(num_devices: int) -> Placement:
-    """One V-shaped pipe of 2D stages: there over all devices and back (ZB-V, arXiv 2405.15362)."""
-    there = tuple(range(num_devices))
-    return Placement((there + there[::-1],))
+    """Return one V-shaped pipe of 2D stages, which turns at device D-1 (ZB-V, arXiv 2405.15362)."""
+    down = tuple(range(num_devices))
+    return Placement((down + down[::-1],))
 
 
 def bidirectional_linear(num_devices: int) -> Placement:
-    """Two pipes of D stages in opposite directions (Chimera, arXiv 2107.06925)."""
-    there = tuple(range(num_devices))
-    return Placement((there, there[::-1]))
+    """Return two pipes of D stages in opposite directions (Chimera, arXiv 2107.06925)."""
+    down = tuple(range(num_devices))
+    return Placement((down, down[::-1]))
 
 
 def bidirectional_v(num_devices: int, waves: int = 1) -> Placement:
-    """Two V-shaped pipes of 2D stages: down turns at device D-1, up at device 0 (BitPipe, arXiv 2410.19367).
+    """Return two V-shaped pipes in opposite directions: one turns at device D-1, one at device 0 (arXiv 2410.19367).
 
-    With ``waves`` both go there and back that many times, over 2D x waves stages.
+    Each pipe has 2D x ``waves`` stages: ``waves`` consecutive Vs.
     """
-    there = tuple(range(num_devices))
-    back = there[::-1]
-    return Placement(((there + back) * waves, (back + there) * waves))
+    down = tuple(range(num_devices))
+    up = down[::-1]
+    return Placement(((down + up) * waves, (up + down) * waves))

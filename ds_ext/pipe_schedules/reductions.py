@@ -1,7 +1,7 @@
-"""When the gradients of a stage can be reduced: right after its last backward, while other stages still compute.
+"""Eager gradient reduction: right after the last backward of a stage, while other stages still compute.
 
-A reduction is a collective over the devices that hold the same stages, which finish them in different orders. All of
-them must start their reductions in one order: by the time at which the last of them has finished a stage.
+A reduction is a collective over the replicas of a device. They finish their stages in different orders, but must start
+the reductions in one order: by the time at which the last replica finishes a stage.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from .simulate import Simulation
 
 
 def eager_reductions(simulation: Simulation) -> tuple[dict[Op, tuple[int, ...]], ...]:
-    """Return per device: computation -> the stages whose gradients it reduces from then on, in this order.
+    """Return, for every device, op -> stages whose reductions start after that op, in order.
 
-    A device starts a stage's reduction when it has finished that stage and all before it in the common order, so
-    every stage of a device is there once. (BitPipe's "eager gradient synchronization", arXiv 2410.19367, section
-    3.3, with an order that all ranks of a collective agree on.)
+    A device starts the reduction of a stage when it has finished that stage and all earlier ones in the common order.
+    Each stage of a device occurs once. (BitPipe, arXiv 2410.19367, section 3.3; the common order is added here.)
     """
     finished = [
         {op.stage: (end, op) for op, _, end in spans if op.kind in (BACKWARD, BACKWARD_WEIGHT)}
@@ -38,12 +37,12 @@ def eager_reductions(simulation: Simulation) -> tuple[dict[Op, tuple[int, ...]],
 def _starts(
     ops: tuple[Op, ...], finished: dict[int, tuple[float, Op]], order: list[int]
 ) -> dict[Op, tuple[int, ...]]:
-    """Where a device starts the reductions, which it does in ``order``."""
-    place = {op: i for i, op in enumerate(ops)}
+    """Return the ops after which a device starts the reductions of the stages in ``order``."""
+    position = {op: i for i, op in enumerate(ops)}
     starts: dict[Op, tuple[int, ...]] = {}
     now = -1
     for stage in order:
-        # A stage that this device has computed nothing of waits for nothing.
-        now = max(now, place[finished[stage][1]] if stage in finished else now, 0)
+        # A device with no op of a stage, at small N, need not wait.
+        now = max(now, position[finished[stage][1]] if stage in finished else now, 0)
         starts[ops[now]] = (*starts.get(ops[now], ()), stage)
     return starts

@@ -1,4 +1,4 @@
-"""The registry of schedules. A schedule states its own properties, so that nobody compares names elsewhere.
+"""Registry of schedules.
 
 A method is one file with one decorated generator::
 
@@ -7,8 +7,8 @@ A method is one file with one decorated generator::
         ...
         yield Op(FORWARD, micro_batch, stage)
 
-:func:`timetable` runs it for every device and gives a :class:`.Timetable`. A method whose
-order depends on what computations and messages cost is a function of all devices, :func:`planned_schedule`.
+:func:`timetable` runs it for every device and returns a :class:`.Timetable`. If the order depends on costs, decorate
+one function for all devices with :func:`planned_schedule`.
 """
 
 from __future__ import annotations
@@ -25,40 +25,19 @@ from .placement import Placement
 from .schedule import (
     COSTS,
     Dynamic,
-    DynamicRules,
     Generator,
     Option,
-    Orders,
     Planner,
     Schedule,
     Variants,
-    check_multiple,
-    check_size,
-    defaults,
+    defaults_only,
     did_you_mean,
-    every_rank,
 )
 from .timetables import Timetable
 
-__all__ = [
-    "SCHEDULES",
-    "DynamicRules",
-    "Option",
-    "Orders",
-    "Schedule",
-    "check_multiple",
-    "check_size",
-    "every_rank",
-    "get_schedule",
-    "import_modules",
-    "planned_schedule",
-    "schedule",
-    "timetable",
-]
-
 _SCHEDULES: dict[str, Schedule] = {}
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(_SCHEDULES)
-_COSTS_OPTION = Option("f=1,b=1,w=1,comm=0", None, "what to plan for, as --costs")
+_COSTS_OPTION = Option("f=1,b=1,w=1,comm=0", None, "costs to plan for, in the format of --costs")
 
 
 def schedule(
@@ -68,24 +47,24 @@ def schedule(
     even_devices: bool = False,
     micro_batches_multiple_of_devices: bool = False,
     options: Mapping[str, Option] | None = None,
-    variants: Variants = defaults,
+    variants: Variants = defaults_only,
 ) -> Callable[[Generator], Generator]:
-    """Register a generator ``program(device, num_devices, micro_batches, **options) -> Iterator[Op]``.
+    """Register a generator ``generate(device, num_devices, micro_batches, **options) -> Iterator[Op]``.
 
     Args:
-        name: what the JSON and the command line call it; lower case.
-        place: makes the placement from the number of devices and those of the options that it has as parameters.
-        even_devices: the method needs an even number of devices.
-        micro_batches_multiple_of_devices: the method needs N to be a multiple of D.
-        options: the keys of "schedule_options" that it takes.
-        variants: (D, N) -> the options that are worth trying when a schedule is to be chosen.
+        name: name in the JSON and on the command line; lower case.
+        place: function from the number of devices, and any options among its parameters, to the placement.
+        even_devices: the number of devices must be even.
+        micro_batches_multiple_of_devices: N must be a multiple of D.
+        options: keys of "schedule_options".
+        variants: function from (D, N) to the options that a planner should try.
     """
 
-    def register(program: Generator) -> Generator:
+    def register(generate: Generator) -> Generator:
         known = MappingProxyType(dict(options or {}))
         multiple = micro_batches_multiple_of_devices
-        _register(Schedule(name, program, place, even_devices, multiple, known, variants=variants))
-        return program
+        _register(Schedule(name, generate, place, even_devices, multiple, known, variants=variants))
+        return generate
 
     return register
 
@@ -96,22 +75,24 @@ def planned_schedule(
     place: Callable[..., Placement],
     even_devices: bool = False,
     options: Mapping[str, Option] | None = None,
-    variants: Variants = defaults,
+    variants: Variants = defaults_only,
     dynamic: Dynamic | None = None,
 ) -> Callable[[Planner], Planner]:
-    """Register ``program(placement, micro_batches, costs, **options) -> the order of every device``.
+    """Register a function ``plan(placement, micro_batches, costs, **options)`` that returns the order of every device.
 
-    ``place`` makes the placement from the number of devices and those of the options that it has as parameters. The
-    schedule gets one more option, "costs", for where nothing else gives them, as in the JSON of a job.
-    ``dynamic(placement, micro_batches, options)`` makes the rules of an order that is decided at run time.
+    The schedule gets one more option, "costs", for callers that pass no costs. The other arguments are those of
+    :func:`schedule`.
+
+    Args:
+        dynamic: function from (placement, micro_batches, options) to the rules of a dynamic schedule.
     """
 
-    def register(program: Planner) -> Planner:
+    def register(plan: Planner) -> Planner:
         known = MappingProxyType({**(options or {}), COSTS: _COSTS_OPTION})
         _register(
             Schedule(
                 name,
-                program,
+                plan,
                 place,
                 even_devices,
                 options=known,
@@ -120,39 +101,39 @@ def planned_schedule(
                 dynamic=dynamic,
             )
         )
-        return program
+        return plan
 
     return register
 
 
-def _register(made: Schedule) -> None:
-    known = _SCHEDULES.get(made.name)
-    if known is not None and known.program.__module__ != made.program.__module__:
-        raise ScheduleError(f"schedule {made.name!r} is already registered by {known.program.__module__}.")
-    _SCHEDULES[made.name] = made
+def _register(new: Schedule) -> None:
+    known = _SCHEDULES.get(new.name)
+    if known is not None and known.generate.__module__ != new.generate.__module__:
+        raise ScheduleError(f"schedule {new.name!r} is already registered by {known.generate.__module__}.")
+    _SCHEDULES[new.name] = new
 
 
 def get_schedule(name: str) -> Schedule:
-    """The schedule called ``name`` (any case). Raises ScheduleError with the nearest and all names."""
+    """Return the schedule called ``name``, in any case. Raises ScheduleError for an unknown name."""
     found = _SCHEDULES.get(name.lower())
     if found is None:
         raise ScheduleError(
-            f"schedule {name!r} is not known{did_you_mean(name, _SCHEDULES)}; "
-            f"known: {', '.join(sorted(_SCHEDULES))}."
+            f"schedule: unknown name {name!r}{did_you_mean(name, _SCHEDULES)}. "
+            f"Schedules: {', '.join(sorted(_SCHEDULES))}."
         )
     return found
 
 
 def import_modules(names: Sequence[str], given_by: str, folder: str | os.PathLike[str] = ".") -> None:
-    """Import modules that register schedules of their own.
+    """Import modules that register schedules.
 
     Args:
-        names: as in an import statement; found in ``folder``, the current folder and PYTHONPATH.
-        given_by: the flag or key that lists them, for errors.
-        folder: one more folder to look in.
+        names: module names, found in ``folder``, the current folder and PYTHONPATH.
+        given_by: flag or key that lists them, for errors.
+        folder: one more folder to search.
 
     Raises:
-        ScheduleError: a module does not exist or fails.
+        ScheduleError: a module does not exist, or its import failed.
     """
     for path in (os.path.abspath(folder), os.getcwd()) if names else ():
         if path not in sys.path:
@@ -160,7 +141,7 @@ def import_modules(names: Sequence[str], given_by: str, folder: str | os.PathLik
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")) or name.endswith(".py"):
             raise ScheduleError(
-                f"{given_by}: {name!r} is not the name of a module. Use my_schedules for the file my_schedules.py."
+                f"{given_by}: not a module name (got {name!r}). Use my_schedules for the file my_schedules.py."
             )
         try:
             import_module(name)
@@ -168,16 +149,16 @@ def import_modules(names: Sequence[str], given_by: str, folder: str | os.PathLik
             if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
                 raise ScheduleError(
                     f"{given_by}: no module {error.name!r} in the current folder or PYTHONPATH (got {name!r}). "
-                    f"Start the job in its folder, or add that to PYTHONPATH on every host."
+                    f"Start the job in the folder of the module, or add that folder to PYTHONPATH on every host."
                 ) from None
             raise ScheduleError(
-                f"{given_by}: module {name!r} cannot be imported: {type(error).__name__}: {error} "
-                f"({_line_of(error)}). Correct the module; `python -c 'import {name}'` shows the whole error."
+                f"{given_by}: the import of module {name!r} failed with {type(error).__name__}: {error} "
+                f"({_line_of(error)}). Run `python -c 'import {name}'` for the traceback."
             ) from error
 
 
 def _line_of(error: Exception) -> str:
-    """Return the file and line at which importing failed."""
+    """Return the file and line at which an import failed."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     file, line = last.filename, last.lineno
     if isinstance(error, SyntaxError) and error.filename:
@@ -186,5 +167,5 @@ def _line_of(error: Exception) -> str:
 
 
 def timetable(name: str, num_devices: int, micro_batches: int, **options: object) -> Timetable:
-    """``timetable("bitpipe", 4, 8)``: shorthand for ``get_schedule(name).timetable(...)``."""
+    """Return ``get_schedule(name).timetable(num_devices, micro_batches, options)``."""
     return get_schedule(name).timetable(num_devices, micro_batches, options)

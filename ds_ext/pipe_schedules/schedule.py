@@ -1,4 +1,4 @@
-"""What a schedule is: its order, its placement, its options and the sizes it accepts; one by name is in registry.py."""
+"""Schedule: order, placement, options and supported sizes of one method."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .placement import Placement
 from .timetables import Timetable
 
 Orders = tuple[tuple[Op, ...], ...]
-_MOST_DEVICES = 16_384
-_MOST_STAGES = 200_000
-_MOST_OPS = 5_000_000  # forwards and backwards of a timetable: to check as many takes a minute and 4 GB
-COSTS = "costs"  # the option of a planned schedule that says what to plan for
+_MAX_DEVICES = 16_384
+_MAX_STAGES = 200_000
+_MAX_OPS = 5_000_000  # forwards and whole backwards; checking that many takes a minute and 4 GB
+COSTS = "costs"  # the option of a planned schedule for the costs to plan for
 
 Generator = Callable[..., Iterator[Op]]
 Planner = Callable[..., Orders]
@@ -31,10 +31,10 @@ Variants = Callable[[int, int], Sequence[Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a schedule: default, least value if it is a number, what it means, and its words if it has such.
+    """Option of a schedule: default, minimum of a number, help text, and the allowed words if there are any.
 
-    Its values have the type of the default. A float may be given as an integer, an integer as a float without a
-    fraction (4e9, as JSON and command lines write large ones), and true or false as a word.
+    Values have the type of the default. A float option accepts integers. An integer option accepts floats without a
+    fraction, such as 4e9. A boolean option accepts the words true and false.
     """
 
     default: bool | int | float | str
@@ -42,8 +42,8 @@ class Option:
     help: str
     choices: tuple[str, ...] = ()
 
-    def refusal(self, value: object) -> str | None:
-        """What ``value`` should have been; None if it is right."""
+    def expected(self, value: object) -> str | None:
+        """Return the kind of value that the option needs, or None if ``value`` is valid."""
         if self.choices:
             return None if value in self.choices else f"one of {', '.join(self.choices)}"
         if isinstance(self.default, bool):
@@ -51,13 +51,13 @@ class Option:
         if isinstance(self.default, str):
             return None if isinstance(value, str) else "a text"
         numbers = (int, float) if isinstance(self.default, float) else (int,)
-        right = isinstance(value, numbers) and not isinstance(value, bool) and math.isfinite(value)
-        if right and (self.minimum is None or value >= self.minimum):  # pyright: ignore[reportOperatorIssue]
+        valid = isinstance(value, numbers) and not isinstance(value, bool) and math.isfinite(value)
+        if valid and (self.minimum is None or value >= self.minimum):  # pyright: ignore[reportOperatorIssue]
             return None
         return f"{'a number' if float in numbers else 'an integer'} of at least {self.minimum}"
 
-    def read(self, value: object) -> object:
-        """``value``, or what a word of the command line, or a whole number written as 4e9, means."""
+    def convert(self, value: object) -> object:
+        """Return ``value`` with words of a boolean option and whole floats of an integer option converted."""
         if isinstance(self.default, bool):
             return {"true": True, "false": False}.get(str(value).lower(), value)
         if isinstance(self.default, int) and isinstance(value, float) and value.is_integer():
@@ -65,20 +65,20 @@ class Option:
         return value
 
     @property
-    def described(self) -> str:
-        """What it means, and the values that it takes where these are words."""
+    def description(self) -> str:
+        """Help text, with the allowed words."""
         if isinstance(self.default, bool):
             return f"{self.help}; true or false"
         return f"{self.help}; one of {', '.join(self.choices)}" if self.choices else self.help
 
     @property
     def default_text(self) -> str:
-        """The default as a command line or a JSON has it."""
+        """Default as written on a command line or in a JSON."""
         return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
 
 
 class DynamicRules(Protocol):
-    """What the devices of a dynamic schedule agree on before a step; the order they find on the way."""
+    """Rules of a dynamic schedule, shared by all devices of a pipeline group before a step."""
 
     @property
     def placement(self) -> Placement: ...
@@ -88,131 +88,131 @@ class DynamicRules(Protocol):
 
     @property
     def split(self) -> bool:
-        """Whether backwards are split into input and weight gradient."""
+        """True if a backward is two ops, for the input and for the weights."""
         ...
 
     def device(self, device: int) -> Any:
-        """A new policy (:class:`.list_scheduling.dispatch.Policy`) for one step of a device."""
+        """Return a new policy (:class:`.events.Policy`) of a device for one step."""
         ...
 
-    def entering(self, device: int) -> list[Op]:
-        """The ops that wait for nothing, of micro-batches that enter at ``device``."""
+    def entry_ops(self, device: int) -> list[Op]:
+        """Return the ops of ``device`` that depend on no other op."""
         ...
 
-    def count(self, device: int) -> int:
-        """How many ops ``device`` computes in a step."""
+    def num_ops(self, device: int) -> int:
+        """Return the number of ops of ``device`` in a step."""
         ...
 
-    def room(self, device: int) -> int:
-        """Stages of micro-batches whose activations ``device`` keeps at most."""
+    def max_live(self, device: int) -> int:
+        """Return the most (stage, micro-batch) pairs of which ``device`` keeps activations."""
         ...
 
 
 Dynamic = Callable[[Placement, int, Mapping[str, Any]], DynamicRules]
 
 
-def defaults(num_devices: int, micro_batches: int) -> Sequence[Mapping[str, Any]]:
-    """No options worth trying but those that a schedule has by itself."""
+def defaults_only(num_devices: int, micro_batches: int) -> Sequence[Mapping[str, Any]]:
+    """Return one variant: the default options."""
     return [{}]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a method is: its order, its placement and the sizes it accepts.
+    """Method of pipeline parallelism, with its placement, options and supported sizes.
 
-    ``variants(D, N)`` lists the options that are worth trying when a schedule is to be chosen. A schedule with
-    ``dynamic`` decides its order at run time, by what that gives; its timetable is then one of its runs. One that was
-    read from a ``file`` is the timetable that stands there.
+    ``generate`` yields the ops of one device, or, if ``planned``, returns the orders of all devices for given costs.
+    ``variants(D, N)`` lists the options that a planner should try. ``dynamic`` makes the runtime rules of a dynamic
+    schedule; its timetable is then one possible run. ``file`` is the timetable file from which the schedule was read.
     """
 
     name: str
-    program: Callable[..., Any]
+    generate: Callable[..., Any]
     place: Callable[..., Placement]
     even_devices: bool = False
     micro_batches_multiple_of_devices: bool = False
     options: Mapping[str, Option] = field(default_factory=dict)
     planned: bool = False
-    variants: Variants = defaults
+    variants: Variants = defaults_only
     dynamic: Dynamic | None = None
     file: str = ""
 
     @property
     def summary(self) -> str:
         """First line of the method's docstring."""
-        return (self.program.__doc__ or "").strip().splitlines()[0]
+        return (self.generate.__doc__ or "").strip().splitlines()[0]
 
     def resolve_options(self, options: Mapping[str, object] | None) -> dict[str, Any]:
-        """Fill in defaults and check types and ranges. Raises ScheduleError."""
+        """Return all options with defaults filled in. Raises ScheduleError for unknown names and invalid values."""
         given = dict(options or {})
         unknown = sorted(set(given) - set(self.options))
         if unknown and self.file:
             raise ScheduleError(
-                f"the timetable in {self.file} has its order already and takes no options; got {', '.join(unknown)}. "
-                f'Leave them out (in a JSON "schedule_options").'
+                f"schedule_options: the timetable file {self.file} takes no options (got {', '.join(unknown)}). "
+                f"Remove them."
             )
         if unknown:
             known = ", ".join(sorted(self.options)) or "none"
             raise ScheduleError(
-                f"{self.name} has no option {unknown[0]!r}{did_you_mean(unknown[0], self.options)}; "
-                f"its options: {known}."
+                f"{self.name}: unknown option {unknown[0]!r}{did_you_mean(unknown[0], self.options)}. "
+                f"Options: {known}."
             )
-        values = {name: option.read(given.get(name, option.default)) for name, option in self.options.items()}
+        values = {
+            name: option.convert(given.get(name, option.default)) for name, option in self.options.items()
+        }
         for name, option in self.options.items():
-            expected = option.refusal(values[name])
+            expected = option.expected(values[name])
             if expected:
                 raise ScheduleError(
-                    f"{self.name}: option {name} ({option.help}) must be {expected}; got {values[name]!r}."
+                    f"{self.name}: option {name} ({option.help}) must be {expected} (got {values[name]!r})."
                 )
         return values
 
     def placement(self, num_devices: int, options: Mapping[str, object] | None = None) -> Placement:
-        """Return the placement on ``num_devices`` devices. Raises ScheduleError when it refuses the number."""
-        if num_devices > _MOST_DEVICES:
-            raise ScheduleError(f"{self.name}: {num_devices} stages are more than {_MOST_DEVICES}.")
-        if num_devices < 1:
+        """Return the placement on ``num_devices`` devices. Raises ScheduleError if the size is not supported."""
+        if not 1 <= num_devices <= _MAX_DEVICES:
             raise ScheduleError(
-                f"{self.name} needs at least 1 stage (pipeline_parallel_size); got {num_devices}."
+                f"{self.name}: pipeline_parallel_size must be 1 to {_MAX_DEVICES} (got {num_devices})."
             )
         if self.even_devices and num_devices % 2:
-            ways = " or ".join(str(n) for n in (num_devices - 1, num_devices + 1) if n >= 2)
-            raise ScheduleError(
-                f"{self.name} needs an even number of stages (pipeline_parallel_size), because devices work in "
-                f"mirrored pairs; got {num_devices}. Use {ways}."
-            )
-        wanted = inspect.signature(self.place).parameters
-        values = {name: value for name, value in self.resolve_options(options).items() if name in wanted}
-        # The integers that a placement takes count stages of a device: chunks, waves.
-        counts = [value for value in values.values() if isinstance(value, int)]
-        if num_devices * math.prod(counts) > _MOST_STAGES:
-            given = " x ".join([f"{num_devices} devices", *(f"{value:,}" for value in counts)])
-            which = " or ".join(["devices", *(name for name in values if isinstance(values[name], int))])
-            raise ScheduleError(
-                f"{self.name}: the model would be cut into {given} = {num_devices * math.prod(counts):,} stages, more "
-                f"than {_MOST_STAGES:,}. Use fewer {which}."
-            )
-        with self._naming():
+            raise ScheduleError(needs_even_devices(self.name, num_devices))
+        parameters = inspect.signature(self.place).parameters
+        values = {name: value for name, value in self.resolve_options(options).items() if name in parameters}
+        self._check_num_stages(num_devices, values)
+        with self._wrap_errors():
             placement = self.place(num_devices, **values)
         if placement.devices_per_pipe != num_devices:
             raise ScheduleError(
-                f"{self.name}: its placement is for {placement.devices_per_pipe} devices; got {num_devices} "
-                f"(pipeline_parallel_size). Use {placement.devices_per_pipe}, or have `place` follow the "
-                f"number of devices."
+                f"{self.name}: its placement has {placement.devices_per_pipe} devices "
+                f"(got pipeline_parallel_size {num_devices}). Use {placement.devices_per_pipe}, or make `place` depend "
+                f"on the number of devices."
             )
         placement.check_replicas(self.name)
         return placement
 
+    def _check_num_stages(self, num_devices: int, options: Mapping[str, Any]) -> None:
+        """Raise ScheduleError if the options make too many stages. Integers count stages per device."""
+        counts = {name: value for name, value in options.items() if isinstance(value, int)}
+        stages = num_devices * math.prod(counts.values())
+        if stages > _MAX_STAGES:
+            factors = " x ".join(
+                [f"{num_devices} devices", *(f"{count:,} {name}" for name, count in counts.items())]
+            )
+            raise ScheduleError(
+                f"{self.name}: too many stages (got {factors} = {stages:,}). Use at most {_MAX_STAGES:,}."
+            )
+
     @contextlib.contextmanager
-    def _naming(self) -> Iterator[None]:
-        """An exception of the schedule's own code as a ScheduleError that names it and the line, caused by it."""
+    def _wrap_errors(self) -> Iterator[None]:
+        """Convert any exception of the method's own code into a ScheduleError with file and line."""
         try:
             yield
         except (ScheduleError, MemoryError):
             raise
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
-            said = " ".join(str(error).split())
+            text = " ".join(str(error).split())
             raise ScheduleError(
-                f"{self.name}: its code failed with {type(error).__name__}{f' ({said})' if said else ''} in "
+                f"{self.name}: its code failed with {type(error).__name__}{f' ({text})' if text else ''} in "
                 f"{os.path.basename(last.filename)}, line {last.lineno}."
             ) from error
 
@@ -223,77 +223,87 @@ class Schedule:
         options: Mapping[str, object] | None = None,
         costs: Costs | None = None,
     ) -> Timetable:
-        """The order of every device for ``micro_batches`` per pipeline group and step. Raises ScheduleError.
+        """Return the timetable of one step of a pipeline group.
 
         Args:
-            costs: what a planned schedule plans for; its option "costs" counts if that is None.
+            micro_batches: N, summed over the pipes.
+            costs: costs that a planned schedule plans for; None: those of its option "costs".
+
+        Raises:
+            ScheduleError: the schedule does not support the sizes or options, or its code failed.
         """
         placement = self.placement(num_devices, options)
         if self.micro_batches_multiple_of_devices:
             check_multiple(self.name, micro_batches, placement)
-        if micro_batches < 1:
-            raise ScheduleError(f"{self.name} needs at least 1 micro-batch; got {micro_batches}.")
         check_size(self.name, placement, micro_batches)
         values = self.resolve_options(options)
         if self.planned:
             text = values.pop(COSTS, "")
             costs = costs or read_costs(text)
-        with self._naming():
+        with self._wrap_errors():
             if self.planned:
-                orders = self.program(placement, micro_batches, costs, **values)
+                orders = self.generate(placement, micro_batches, costs, **values)
             else:
-                orders = every_rank(self.program, placement, micro_batches, **values)
+                orders = every_device(self.generate, placement, micro_batches, **values)
         return Timetable(self.name, placement, micro_batches, tuple(orders))
 
     def rules(
         self, num_devices: int, micro_batches: int, options: Mapping[str, object] | None = None
     ) -> DynamicRules | None:
-        """By what the devices decide at run time; None if the timetable is what they run. Raises ScheduleError."""
+        """Return the runtime rules of a dynamic schedule; None for a static one. Raises ScheduleError."""
         if self.dynamic is None:
             return None
         values = self.resolve_options(options)
-        with self._naming():
+        with self._wrap_errors():
             return self.dynamic(self.placement(num_devices, options), micro_batches, values)
 
 
-def every_rank(program: Generator, placement: Placement, micro_batches: int, **options: object) -> Orders:
-    """``program(device, num_devices, micro_batches, **options)`` of all devices."""
+def every_device(generate: Generator, placement: Placement, micro_batches: int, **options: object) -> Orders:
+    """Return the orders that ``generate(device, num_devices, micro_batches, **options)`` yields for all devices."""
     num_devices = placement.num_devices
     return tuple(
-        tuple(program(device, num_devices, micro_batches, **options)) for device in range(num_devices)
+        tuple(generate(device, num_devices, micro_batches, **options)) for device in range(num_devices)
     )
 
 
 def check_size(name: str, placement: Placement, micro_batches: int) -> None:
-    """Refuse a timetable that no memory would hold, before it is made. Raises ScheduleError with the numbers."""
+    """Raise ScheduleError if the timetable would have no ops, or too many for memory."""
+    if micro_batches < 1:
+        raise ScheduleError(f"{name}: micro_batches must be at least 1 (got {micro_batches}).")
     ops = 2 * placement.stages * micro_batches
-    if ops > _MOST_OPS:
-        most = _MOST_OPS // (2 * placement.stages)
+    if ops > _MAX_OPS:
+        most = _MAX_OPS // (2 * placement.stages)
         raise ScheduleError(
-            f"{name}: {placement.stages:,} stages of the model and {micro_batches:,} micro-batches make {ops:,} "
-            f"forwards and backwards, more than {_MOST_OPS:,}. Use at most {most:,} micro-batches, or fewer stages."
+            f"{name}: at most {_MAX_OPS:,} forwards and backwards (got {ops:,} = 2 x {placement.stages:,} stages x "
+            f"{micro_batches:,} micro-batches). Use at most {most:,} micro-batches, or fewer stages."
         )
 
 
-def check_multiple(name: str, micro_batches: int, placement: Placement, otherwise: str = "") -> None:
-    """Refuse a number of micro-batches that is not a multiple of D; ``otherwise`` is one more way out.
+def check_multiple(name: str, micro_batches: int, placement: Placement, alternative: str = "") -> None:
+    """Raise ScheduleError if N is not a multiple of D. The error has the nearest valid numbers.
 
-    Raises:
-        ScheduleError: with the nearest numbers, also as DeepSpeed's gradient_accumulation_steps.
+    Args:
+        alternative: one more fix, for the end of the error.
     """
     step = placement.num_devices
     if micro_batches >= 1 and micro_batches % step == 0:
         return
-    below, above = micro_batches // step * step, (micro_batches // step + 1) * step
-    ways = [n for n in (below, above) if n >= step] or [step]
+    below = micro_batches // step * step
+    valid = [n for n in (below, below + step) if n >= step] or [step]
     raise ScheduleError(
-        f"{name} needs micro_batches to be a multiple of {step} (stages); got {micro_batches}. "
-        f"Use {' or '.join(map(str, ways))}, that is gradient_accumulation_steps "
-        f"{' or '.join(str(n // placement.replicas) for n in ways)}.{otherwise}"
+        f"{name}: micro_batches must be a multiple of {step}, the number of devices (got {micro_batches}). "
+        f"Use {' or '.join(map(str, valid))}, i.e. gradient_accumulation_steps "
+        f"{' or '.join(str(n // placement.replicas) for n in valid)}.{alternative}"
     )
 
 
+def needs_even_devices(name: str, num_devices: int) -> str:
+    """Return the error for an odd number of devices."""
+    valid = " or ".join(str(n) for n in (num_devices - 1, num_devices + 1) if n >= 2)
+    return f"{name}: pipeline_parallel_size must be even (got {num_devices}). Use {valid}."
+
+
 def did_you_mean(name: str, known: Mapping[str, object]) -> str:
-    """The nearest known name, as part of an error."""
+    """Return the closest known name as a hint for an error, or an empty text."""
     near = difflib.get_close_matches(name.lower(), list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

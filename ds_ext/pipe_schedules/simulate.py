@@ -1,7 +1,6 @@
-"""What a timetable costs: start and end of every computation, bubble, live activations, messages.
+"""Simulation of a timetable: start and end of every op, bubble, live activations and messages.
 
-Costs are for one D-th of the model and one micro-batch (one device's share in a plain pipeline); a stage that is a
-smaller piece costs its share.
+Costs are for 1/D of the model and one micro-batch. A stage that is a smaller part of the model costs its share.
 """
 
 from __future__ import annotations
@@ -9,23 +8,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .check.timetable import check_timetable, fail
+from .check.timetable import check_timetable, error_at
 from .costs import Costs
-from .events import FixedOrder, NoAdmission, Run, Work, run
+from .events import FixedOrder, NoAdmission, Run, Workload, run
 from .ops import BACKWARD_INPUT, FORWARD, RECOMPUTE, Op
 from .timetables import Timetable
 
-_MOST_LISTED = 64  # of the devices that wait for each other
+_MAX_LISTED = 64  # deadlocked devices in an error
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """The priced timetable. Times are in the costs' unit.
+    """Simulated timetable. Times are in the unit of the costs.
 
-    ``spans[d]`` lists (op, start, end) of device d. ``ideal`` is the computing time of an average device,
-    ``peak_activations[d]`` the most activations that device d keeps at once, in units of one D-th of the model,
-    ``messages`` the number of tensors that cross between devices. ``busy[d]`` is the share of the makespan in which
-    device d computes; ``costs`` are those that the timetable was priced with.
+    Attributes:
+        spans: (op, start, end) of every op, by device.
+        ideal: computing time of an average device.
+        peak_activations: most live activations of every device, in units of 1/D of the model and a micro-batch.
+        messages: number of tensors sent between devices.
+        busy: share of the makespan in which each device computes.
     """
 
     timetable: Timetable
@@ -39,7 +40,7 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """Share of the step in which an average device computes nothing."""
+        """Share of the makespan in which an average device computes nothing."""
         return 1 - self.ideal / self.makespan if self.makespan else 0.0
 
     def as_dict(self) -> dict[str, object]:
@@ -54,19 +55,24 @@ class Simulation:
 
 
 def simulate(timetable: Timetable, costs: Costs | None = None) -> Simulation:
-    """Run the timetable on ideal devices.
+    """Run the timetable on simulated devices.
 
     Raises:
-        ScheduleError: the timetable is not complete, or no device can go on.
+        ScheduleError: the timetable is incomplete, or it deadlocks.
     """
     check_timetable(timetable)
-    costs, needs = costs or Costs(), timetable.dependencies
-    work = Work(
-        timetable.placement, timetable.micro_batches, costs, needs.split, costs.jitter > 0, needs.trains
+    costs, dependencies = costs or Costs(), timetable.dependencies
+    workload = Workload(
+        timetable.placement,
+        timetable.micro_batches,
+        costs,
+        dependencies.split,
+        costs.jitter > 0,
+        dependencies.trains,
     )
-    done = in_order(work, timetable.orders)
-    _refuse_deadlock(timetable, done)
-    busy = [sum(map(work.time, order)) for order in timetable.orders]
+    done = run_orders(workload, timetable.orders)
+    _check_complete(timetable, done)
+    busy = [sum(map(workload.time, order)) for order in timetable.orders]
     share = timetable.placement.devices_per_pipe / timetable.placement.stages
     return Simulation(
         timetable,
@@ -82,34 +88,33 @@ def simulate(timetable: Timetable, costs: Costs | None = None) -> Simulation:
     )
 
 
-def in_order(work: Work, orders: Sequence[Sequence[Op]]) -> Run:
-    """Run given orders of all devices."""
-    return run(work, [FixedOrder(order) for order in orders], NoAdmission(work))
+def run_orders(workload: Workload, orders: Sequence[Sequence[Op]]) -> Run:
+    """Run the given orders of all devices."""
+    return run(workload, [FixedOrder(order) for order in orders], NoAdmission(workload))
 
 
-def _refuse_deadlock(timetable: Timetable, done: Run) -> None:
-    """Raise ScheduleError with what each device waits for, and the grid, if some have not reached the end."""
+def _check_complete(timetable: Timetable, done: Run) -> None:
+    """Raise ScheduleError if a device has not reached its end. The error lists what each device waits for."""
     at = [len(order) for order in done.orders]
     stuck = [device for device, order in enumerate(timetable.orders) if at[device] < len(order)]
     if not stuck:
         return
     ended = {op for order in done.orders for op in order}
     waits = []
-    for device in stuck[:_MOST_LISTED]:
+    for device in stuck[:_MAX_LISTED]:
         op = timetable.orders[device][at[device]]
         missing = [str(need) for need, _ in timetable.dependencies.of(op) if need not in ended]
-        waits.append(f"rank {device}: {op} needs {' and '.join(missing)}")
-    if len(stuck) > _MOST_LISTED:
-        waits.append(f"and {len(stuck) - _MOST_LISTED} more")
+        waits.append(f"device {device}: {op} waits for {' and '.join(missing)}")
+    if len(stuck) > _MAX_LISTED:
+        waits.append(f"{len(stuck) - _MAX_LISTED} more")
     first = stuck[0]
-    sentence = f"no rank can move; waiting: {', '.join(waits)}."
-    raise fail(timetable, sentence, first, timetable.orders[first][at[first]])
+    raise error_at(timetable, f"deadlock ({'; '.join(waits)}).", first, timetable.orders[first][at[first]])
 
 
 def peak_stages(order: Sequence[Op], trains: bool = True) -> int:
-    """Return the most stages whose activations are alive at once: from a forward to the end of its backward.
+    """Return the largest number of live activations, in stages: from a forward to the end of its backward.
 
-    A device that only computes forwards while others train keeps none.
+    A forward device of `fbd` keeps none in training.
     """
     if not trains:
         return min(len(order), 1)

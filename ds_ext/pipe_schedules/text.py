@@ -1,15 +1,13 @@
-"""Timetables as text that people and other programs write: one line a rank, one cell a computation.
+"""Text format of timetables: one line per device, one cell per op.
 
-The cells are either ours, ``F3@1``, or those of ``torch.distributed.pipelining``, ``1F3``: forward of micro-batch 3
-at stage 1. Cells are separated by commas or blanks. An empty cell or ``.`` is a wait; a timetable holds only the
-order, so waits carry no meaning. A first line like ::
+A cell is ``F3@1``, or ``1F3`` as in ``torch.distributed.pipelining``: forward of micro-batch 3 at stage 1. Cells are
+separated by commas or blanks. An empty cell or ``.`` is a wait, without effect on the order. A header such as ::
 
     # timetable schedule=bitpipe micro_batches=4 pipes=0,1,1,0;1,0,0,1
 
-says what the cells cannot: the device of every stage of every pipe. Where forwards have devices of their own, those
-are after ``forward=``, with the tensor-parallel ranks that one of theirs stands for and how much slower they are:
-``forward=0,2:1:1.0``. Without a header there is one pipe, and a stage lives on the rank whose line has it. Other lines
-that begin with ``#`` are comments.
+contains the device of every stage of every pipe. Without it there is one pipe, and a stage is on the device that
+computes its ops. ``forward=0,2:1:1.0`` in the header lists the forward devices of `fbd`, the tensor-parallel ranks that
+one forward rank replaces, and the slowdown. Other lines that start with ``#`` are comments.
 """
 
 from __future__ import annotations
@@ -22,61 +20,56 @@ from dataclasses import dataclass
 
 from ..errors import ScheduleError
 from .costs import Costs
-from .events import Work
+from .events import Workload
 from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
 from .placement import ForwardPipe, Placement
-from .registry import check_size
-from .simulate import in_order, simulate
+from .schedule import check_size
+from .simulate import run_orders, simulate
 from .timetables import Timetable
 
 _HEADER = "# timetable"
 _WAIT = "."
-_MOST_MICRO_BATCHES = 1_000_000
+_MAX_MICRO_BATCHES = 1_000_000
 _KEYS = ("schedule", "micro_batches", "pipes", "forward")
 
-# A cell may hold blanks only between parentheses: torch writes two overlapped computations as (0F1;1B0)OVERLAP_F_B.
+# Blanks are allowed between parentheses: torch writes two overlapped ops as (0F1;1B0)OVERLAP_F_B.
 _CELL = re.compile(r'\([^)]*\)[^\s,"]*|[^\s,"]+')
 _OWN = re.compile(r"([FBIWR])(\d{1,9})@(\d{1,9})")
 _TORCH = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 _OVERLAP = re.compile(r"\(([^)]*)\)OVERLAP_F_B")
-# What torch inserts between the computations; lowering inserts ours.
-_NOT_COMPUTED = re.compile(r"\d{1,9}(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d{0,9}")
+# Instructions that torch inserts between the ops; lowering inserts its own.
+_IGNORED = re.compile(r"\d{1,9}(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d{0,9}")
 
 
 def dumps(timetable: Timetable) -> str:
-    """Text from which :func:`loads` makes an equal timetable, whatever its placement and order."""
+    """Return the timetable as text, the inverse of :func:`loads`. Raises ScheduleError for an unprintable name."""
     name = timetable.schedule
     if not name.isprintable():
-        raise ScheduleError(f"the schedule's name is written on one line; got {name!r}.")
+        raise ScheduleError(f"timetable: the name of the schedule must be printable (got {name!r}).")
     pipes = ";".join(",".join(map(str, pipe)) for pipe in timetable.placement.pipes)
     header = f"{_HEADER} schedule={shlex.quote(name)} micro_batches={timetable.micro_batches} pipes={pipes}"
-    apart = timetable.placement.forward
-    if apart is not None:
-        header += f" forward={','.join(map(str, apart.devices))}:{apart.merged}:{apart.slowdown!r}"
+    forward = timetable.placement.forward
+    if forward is not None:
+        header += f" forward={','.join(map(str, forward.devices))}:{forward.merged}:{forward.slowdown!r}"
     orders = (", ".join(map(str, order)) or _WAIT for order in timetable.orders)
     return "\n".join((header, *orders)) + "\n"
 
 
 def torch_csv(timetable: Timetable) -> str:
-    """The compute-only CSV of ``torch.distributed.pipelining``: ``2F0 2I0 2W0 2B0``, all ranks step by step.
+    """Return the compute-only CSV of ``torch.distributed.pipelining``, with cells such as ``2F0`` and ``2B0``.
 
-    Every computation takes one step, and an empty cell is a step in which a rank waits. Raises ScheduleError for
-    more than one pipe, which that format has no words for, and for a timetable that does not end.
+    Each op takes one step. An empty cell is a step in which the device waits. Raises ScheduleError if the timetable has
+    several pipes or forward devices, which the format does not support, or if it deadlocks.
     """
-    if timetable.placement.replicas > 1:
+    if timetable.placement.replicas > 1 or timetable.placement.forward_devices:
         raise ScheduleError(
-            f"{timetable.schedule} has {timetable.placement.replicas} pipes, and torch's CSV holds one: its cells "
-            f"do not say which pipe a stage belongs to. Write a timetable file instead (FILE.txt, dumps())."
-        )
-    if timetable.placement.forward_devices:
-        raise ScheduleError(
-            f"{timetable.schedule} computes forwards on devices of their own, and torch's CSV has one device a stage. "
-            f"Write a timetable file instead (FILE.txt, dumps())."
+            f"{timetable.schedule}: torch's CSV has one device per stage (got {timetable.placement.copies} copies of "
+            f"every stage). Write a timetable file instead (-o FILE.txt)."
         )
     simulate(timetable)
-    # With input gradients in the place of whole backwards every computation costs the same: one step.
+    # Input gradients instead of whole backwards, so that every op takes one step.
     orders = tuple(tuple(map(_one_step, order)) for order in timetable.orders)
-    steps = in_order(Work(timetable.placement, timetable.micro_batches, Costs(), split=True), orders)
+    steps = run_orders(Workload(timetable.placement, timetable.micro_batches, Costs(), split=True), orders)
     share = timetable.placement.devices_per_pipe / timetable.placement.stages
     rows = []
     for order, starts in zip(timetable.orders, steps.starts, strict=True):
@@ -94,8 +87,8 @@ def _one_step(op: Op) -> Op:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where in the text something stands, both counted from 1."""
+class _Position:
+    """Line and column in the text, from 1."""
 
     line: int
     column: int
@@ -106,141 +99,145 @@ class _Place:
 
 
 def loads(text: str, name: str = "timetable", source: str = "timetable") -> Timetable:
-    """The timetable that ``text`` describes; whether it can run is for :func:`.check.program.check` to say.
+    """Return the timetable of ``text``, without checking that it can run.
 
     Args:
-        name: what the schedule is called if the text does not say.
-        source: where the text is from, for errors.
+        name: name of the schedule if the header has none.
+        source: origin of the text, for errors.
 
     Raises:
-        ScheduleError: with line and column, what was found and what was expected.
+        ScheduleError: the text is invalid; the error has the line and column.
     """
     header: dict[str, str] = {}
-    ranks: list[tuple[Op, ...]] = []
-    places: list[list[_Place]] = []
-    header_at = _Place(1, 1, source)
+    orders: list[tuple[Op, ...]] = []
+    positions: list[list[_Position]] = []
+    header_position = _Position(1, 1, source)
     for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
         if line.split()[:2] == _HEADER.split():
-            header_at = _Place(number, 1, source)
-            header = _read_header(line, header_at)
+            header_position = _Position(number, 1, source)
+            header = _read_header(line, header_position)
         elif line.strip() and not line.lstrip().startswith("#"):
             cells = list(_read_cells(line, number, source))
-            ranks.append(tuple(op for op, _ in cells))
-            places.append([place for _, place in cells])
-    if not any(ranks):
-        raise header_at.error(
-            "there is no computation; expected a line a rank with cells such as F3@1 or 1F3."
-        )
+            orders.append(tuple(op for op, _ in cells))
+            positions.append([position for _, position in cells])
+    if not any(orders):
+        raise header_position.error("no ops. Write one line per device with cells such as F3@1 or 1F3.")
     if "forward" in header and "pipes" not in header:
-        raise header_at.error("forward=... needs pipes=...: the devices that go backward.")
+        raise header_position.error("forward=... needs pipes=..., the backward devices.")
     placement = (
-        _read_pipes(header["pipes"], len(ranks), header_at, _read_forward(header.get("forward"), header_at))
+        _read_pipes(
+            header["pipes"],
+            len(orders),
+            header_position,
+            _read_forward(header.get("forward"), header_position),
+        )
         if "pipes" in header
-        else _infer_placement(ranks, places)
+        else _infer_placement(orders, positions)
     )
-    found = 1 + max(op.micro_batch for order in ranks for op in order)
-    micro_batches = _read_count(header["micro_batches"], header_at) if "micro_batches" in header else found
-    if max(found, micro_batches) > _MOST_MICRO_BATCHES:
-        raise header_at.error(
-            f"there are {max(found, micro_batches)} micro-batches, from 0; expected at most {_MOST_MICRO_BATCHES}."
+    found = 1 + max(op.micro_batch for order in orders for op in order)
+    micro_batches = (
+        _read_count(header["micro_batches"], header_position) if "micro_batches" in header else found
+    )
+    if max(found, micro_batches) > _MAX_MICRO_BATCHES:
+        raise header_position.error(
+            f"too many micro-batches (got {max(found, micro_batches)}). Use at most {_MAX_MICRO_BATCHES}."
         )
     schedule = header.get("schedule", name)
     check_size(schedule, placement, micro_batches)
-    return Timetable(schedule, placement, micro_batches, tuple(ranks))
+    return Timetable(schedule, placement, micro_batches, tuple(orders))
 
 
-def _read_header(line: str, place: _Place) -> dict[str, str]:
+def _read_header(line: str, position: _Position) -> dict[str, str]:
     try:
         words = shlex.split(line)[2:]
     except ValueError as error:
-        raise place.error(f"the header cannot be read: {str(error).lower()}.") from None
+        raise position.error(f"invalid header: {str(error).lower()}.") from None
     header: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if key not in _KEYS or not equals or key in header:
             known = ", ".join(f"{key}=..." for key in _KEYS)
-            raise place.error(f"the header has {word!r}; expected {known}, each at most once.")
+            raise position.error(f"invalid header (got {word!r}). Use {known}, each at most once.")
         header[key] = value
     return header
 
 
-def _read_count(value: str, place: _Place) -> int:
+def _read_count(value: str, position: _Position) -> int:
     if not re.fullmatch(r"\d{1,9}", value) or int(value) < 1:
-        raise place.error(f"micro_batches={value}: expected a number of at least 1.")
+        raise position.error(f"micro_batches must be at least 1 (got {value}).")
     return int(value)
 
 
-def _read_forward(value: str | None, place: _Place) -> ForwardPipe | None:
-    """``0,2:1:1.0``: the forward device of every stage, ranks merged into one, and how much slower it is."""
+def _read_forward(value: str | None, position: _Position) -> ForwardPipe | None:
+    """Return the forward devices of ``0,2:1:1.0``: device of every stage, merged ranks, slowdown."""
     if value is None:
         return None
     found = re.fullmatch(
         r"(\d{1,9}(?:,\d{1,9})*):(\d{1,9}):(\d{1,9}(?:\.\d{1,17})?(?:e[-+]?\d{1,3})?)", value
     )
     if found is None or int(found[2]) < 1 or not 0 <= float(found[3]) < math.inf:
-        raise place.error(
-            f"forward={value}: expected devices, ranks merged into one and a factor of time, such as 0,2:1:1.0."
+        raise position.error(
+            f"forward must be devices, merged ranks and slowdown (got {value}). Example: 0,2:1:1.0."
         )
     return ForwardPipe(tuple(map(int, found[1].split(","))), int(found[2]), float(found[3]))
 
 
-def _read_pipes(value: str, ranks: int, place: _Place, forward: ForwardPipe | None) -> Placement:
-    """``0,1,1,0;1,0,0,1``: a pipe a group, the device of every stage in it."""
+def _read_pipes(value: str, lines: int, position: _Position, forward: ForwardPipe | None) -> Placement:
+    """Return the placement of ``0,1,1,0;1,0,0,1``: the device of every stage, pipe by pipe."""
     if not re.fullmatch(r"\d{1,9}(,\d{1,9})*(;\d{1,9}(,\d{1,9})*)*", value):
-        raise place.error(
-            f"pipes={value}: expected devices such as 0,1,1,0;1,0,0,1 for stages 0.. of two pipes."
+        raise position.error(
+            f"pipes must list the device of every stage, pipe by pipe (got {value}). Example: 0,1,1,0;1,0,0,1."
         )
     placement = Placement(tuple(tuple(map(int, pipe.split(","))) for pipe in value.split(";")), forward)
     lengths = sorted({len(pipe) for pipe in (*placement.pipes, placement.forward_devices) if pipe})
     if len(lengths) > 1:
-        raise place.error(
-            f"pipes={value}: every pipe has all stages; got {lengths[0]} and {lengths[-1]} of them."
+        raise position.error(
+            f"pipes={value}: all pipes need the same number of stages (got {lengths[0]} and {lengths[-1]})."
         )
-    if placement.num_devices != ranks:
-        raise place.error(
-            f"pipes={value} is about {placement.num_devices} devices, and the text has {ranks} lines for ranks; "
-            f"expected a line a rank ({_WAIT} for one that computes nothing)."
+    if placement.num_devices != lines:
+        raise position.error(
+            f"pipes={value} has {placement.num_devices} devices (got {lines} lines of ops). Write one line per device; "
+            f"{_WAIT} for a device without ops."
         )
     return placement
 
 
-def _infer_placement(ranks: list[tuple[Op, ...]], places: list[list[_Place]]) -> Placement:
-    """One pipe: a stage lives where it is computed."""
-    device: dict[int, int] = {}
-    for rank, (order, where) in enumerate(zip(ranks, places, strict=True)):
-        for op, place in zip(order, where, strict=True):
-            if device.setdefault(op.stage, rank) != rank:
-                raise place.error(
-                    f"{op} is on rank {rank}, and stage {op.stage} is already on rank {device[op.stage]}; expected "
-                    f"each stage on one rank, or for several pipes a first line such as {_HEADER} pipes=0,1;1,0."
+def _infer_placement(orders: list[tuple[Op, ...]], positions: list[list[_Position]]) -> Placement:
+    """Return a placement of one pipe, with each stage on the device that computes its ops."""
+    device_of: dict[int, int] = {}
+    cells = [list(zip(*row, strict=True)) for row in zip(orders, positions, strict=True)]
+    for device, row in enumerate(cells):
+        for op, position in row:
+            if device_of.setdefault(op.stage, device) != device:
+                raise position.error(
+                    f"{op} is on device {device}, but stage {op.stage} is on device {device_of[op.stage]}. Put each "
+                    f"stage on one device, or add a header such as {_HEADER} pipes=0,1;1,0."
                 )
-    missing = next(stage for stage in range(len(device) + 1) if stage not in device)
-    if missing < len(device):
-        place = next(w for order, where in zip(ranks, places, strict=True)
-                     for op, w in zip(order, where, strict=True) if op.stage > missing)  # fmt: skip
-        raise place.error(f"there is no computation of stage {missing}; expected all stages from 0.")
-    return Placement((tuple(device[stage] for stage in range(len(device))),))
+    missing = next(stage for stage in range(len(device_of) + 1) if stage not in device_of)
+    if missing < len(device_of):
+        position = next(position for row in cells for op, position in row if op.stage > missing)
+        raise position.error(f"no ops of stage {missing}. Stages are numbered from 0 without gaps.")
+    return Placement((tuple(device_of[stage] for stage in range(len(device_of))),))
 
 
-def _read_cells(line: str, number: int, source: str) -> Iterator[tuple[Op, _Place]]:
+def _read_cells(line: str, number: int, source: str) -> Iterator[tuple[Op, _Position]]:
     for cell in _CELL.finditer(line):
-        place = _Place(number, cell.start() + 1, source)
-        for op in _read_cell(cell.group(), place):
-            yield op, place
+        position = _Position(number, cell.start() + 1, source)
+        for op in _read_cell(cell.group(), position):
+            yield op, position
 
 
-def _read_cell(cell: str, place: _Place) -> list[Op]:
-    """The computations of one cell: usually one."""
+def _read_cell(cell: str, position: _Position) -> list[Op]:
+    """Return the ops of a cell. Only OVERLAP_F_B has several."""
     if own := _OWN.fullmatch(cell):
         return [Op(own[1], int(own[2]), int(own[3]))]
     if torch := _TORCH.fullmatch(cell):
         return [Op(torch[2], int(torch[3]), int(torch[1]))]
     if overlap := _OVERLAP.fullmatch(cell):
-        return [op for part in overlap[1].split(";") for op in _read_cell(part.strip(), place)]
-    if cell == _WAIT or _NOT_COMPUTED.fullmatch(cell):
+        return [op for part in overlap[1].split(";") for op in _read_cell(part.strip(), position)]
+    if cell == _WAIT or _IGNORED.fullmatch(cell):
         return []
     kinds = ", ".join((FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, RECOMPUTE))
-    raise place.error(
-        f"{cell!r} is not a computation; expected F3@1 or 1F3 (one of {kinds}; micro-batch 3, stage 1), "
-        f"or an empty cell or {_WAIT} for a wait."
+    raise position.error(
+        f"not an op (got {cell!r}). Use F3@1 or 1F3 (kinds {kinds}; micro-batch 3, stage 1), or {_WAIT} for a wait."
     )

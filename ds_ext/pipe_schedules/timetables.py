@@ -1,8 +1,6 @@
-"""A schedule made for given sizes: the order of ops on every device, and the program that it is lowered to.
+"""Timetable: the order of ops on every device for given sizes. Program: the timetable after lowering.
 
-A *timetable* states which device computes which (micro-batch, stage) in which order, and nothing else. It is a value:
-made by a pure function, compared with ``==``, printed. Messages, loads, reductions and buffers are inserted later by
-:mod:`ds_ext.pipe_schedules.lower`.
+A timetable contains computations only. :mod:`ds_ext.pipe_schedules.lower` adds messages, loads, reductions and buffers.
 """
 
 from __future__ import annotations
@@ -17,9 +15,9 @@ from .placement import Placement
 
 @dataclass(frozen=True)
 class Timetable:
-    """The order of ops: ``orders[d]`` is what device ``d`` computes, first to last.
+    """Order of ops on every device: ``orders[d]`` lists the ops of device ``d``, first to last.
 
-    ``micro_batches`` counts all pipes together; their ids are 0..N-1, and each belongs to one pipe.
+    ``micro_batches`` is N, summed over the pipes. The ids are 0..N-1, and each micro-batch uses one pipe.
     """
 
     schedule: str
@@ -29,10 +27,10 @@ class Timetable:
 
     @cached_property
     def dependencies(self) -> Dependencies:
-        """Which op waits for which, and on which device each is computed."""
-        halves = self.split_backwards
-        everything = len(halves) == self.placement.stages * self.micro_batches
-        split = everything if everything or not halves else halves
+        """Dependencies between the ops, and the device of each op."""
+        split = self.split_backwards
+        all_split = len(split) == self.placement.stages * self.micro_batches
+        split = all_split if all_split or not split else split
         return Dependencies(self.placement, self.micro_batches, split=split, trains=self.trains)
 
     def pipe(self, micro_batch: int) -> int:
@@ -41,12 +39,12 @@ class Timetable:
 
     @cached_property
     def trains(self) -> bool:
-        """Whether there are backwards; an evaluation has forwards only."""
+        """True if the timetable has backwards; an evaluation has forwards only."""
         return any(op.kind != FORWARD for order in self.orders for op in order)
 
     @cached_property
     def split_backwards(self) -> frozenset[tuple[int, int]]:
-        """The (stage, micro-batch) whose backward is two ops: input gradient, then weight gradient."""
+        """(stage, micro-batch) pairs whose backward is two ops: backward for the input, then for the weights."""
         return frozenset(
             (op.stage, op.micro_batch) for order in self.orders for op in order if op.kind == BACKWARD_INPUT
         )
@@ -54,9 +52,9 @@ class Timetable:
 
 @dataclass(frozen=True)
 class Program:
-    """A timetable after lowering: what every device executes, instruction by instruction.
+    """Timetable after lowering: the instructions of every device.
 
-    ``num_buffers[d]`` is the number of buffers that the instructions of device ``d`` use.
+    ``num_buffers[d]`` is the number of buffers of device ``d``.
     """
 
     timetable: Timetable

@@ -20,7 +20,7 @@ from ..parallel.partition import BALANCED
 from ..pipe_schedules import Placement, Schedule, get_schedule
 from ..pipe_schedules.costs import Costs, read_costs
 from ..pipe_schedules.placement import linear
-from ..pipe_schedules.registry import Option, Orders
+from ..pipe_schedules.schedule import Option, Orders
 from .memory import RECOMPUTATIONS, ModelSizes
 from .search import Candidates, Request, choose
 from .text import join_words, parse_bytes

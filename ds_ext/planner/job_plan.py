@@ -23,7 +23,7 @@ from ..pipe_schedules.lower import lower
 from ..pipe_schedules.methods.fbd import most_ahead
 from ..pipe_schedules.ops import Op
 from ..pipe_schedules.reductions import eager_reductions
-from ..pipe_schedules.registry import DynamicRules
+from ..pipe_schedules.schedule import DynamicRules
 from ..pipe_schedules.simulate import Simulation, simulate
 from .auto import best_schedule, choose_for_job
 from .search import Candidates
@@ -106,7 +106,7 @@ def _plan(
         timetable = schedule.timetable(devices, sizes.micro_batches, options)
         rules = schedule.rules(devices, sizes.micro_batches, options)
     program = lower(timetable)
-    report = check(program, link_slots=_link_credits(layout.placement))
+    report = check(program, link_credits=_link_credits(layout.placement))
     simulation = simulate(timetable, _costs(options, candidates))
     reductions = eager_reductions(simulation)
     return JobPlan(

@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import ScheduleError
 from ..pipe_schedules import SCHEDULES, Op, Placement, Schedule, Timetable
 from ..pipe_schedules.costs import Costs
-from ..pipe_schedules.events import Work
+from ..pipe_schedules.events import Workload
 from ..pipe_schedules.list_scheduling.search import lower_bound
 from ..pipe_schedules.ops import BACKWARD, FORWARD, KINDS
 from ..pipe_schedules.simulate import simulate
@@ -331,7 +331,7 @@ class _Variant:
             need = _worst(Timetable("", self.placement, n, one_micro_batch), self.sizes)
         # Split backwards shorten the waits, so this bounds whole ones too. Jitter may shorten all ops, and sums of the
         # same times differ by rounding.
-        least = lower_bound(Work(self.placement, n, self.costs, split=True))
+        least = lower_bound(Workload(self.placement, n, self.costs, split=True))
         least *= (1 - self.costs.jitter) * (1 - SAME)
         return _sort_key(self._too_large(need), float(f"{least:.6g}") if self.request.margin else least, need)
 

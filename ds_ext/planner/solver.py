@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import ConfigError, ScheduleError
 from ..pipe_schedules import Op, Timetable
 from ..pipe_schedules.costs import Costs
-from ..pipe_schedules.events import Work
+from ..pipe_schedules.events import Workload
 from ..pipe_schedules.list_scheduling.search import lower_bound
 from ..pipe_schedules.simulate import Simulation, simulate
 
@@ -93,7 +93,7 @@ def optimise(
     if fits and makespan > given.makespan:
         found, makespan = timetable, given.makespan
     # The bound of the placement is often tighter than the bound that a short search proves.
-    work = Work(timetable.placement, timetable.micro_batches, costs, split=bool(timetable.split_backwards))
+    work = Workload(timetable.placement, timetable.micro_batches, costs, split=bool(timetable.split_backwards))
     known = lower_bound(work) if timetable.trains else 0.0
     bound = min(max(solver.best_objective_bound * problem.tick, known), makespan)
     return Optimum(found, makespan, bound, given.makespan)

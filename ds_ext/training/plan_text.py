@@ -92,8 +92,8 @@ def _describe_costs(plan: JobPlan, simulation: Simulation, message_bytes: int, w
     placement, report = plan.layout.placement, plan.report
     peaks = ", ".join(f"{peak:g}" for peak in simulation.peak_activations)
     copies = "1 copy" if placement.copies == 1 else f"{placement.copies} copies"
-    slots = counted(report.link_slots, "message")
-    losses = ", ".join(map(str, report.loss_ranks))
+    credits = counted(report.link_credits, "message")
+    losses = ", ".join(map(str, report.loss_devices))
     costs = f"{'layers and head' if with_head else 'layers only'}, forward : backward = 1 : 2, free messages"
     if plan.costs != Costs():
         costs = describe_costs(simulation.costs)
@@ -103,7 +103,7 @@ def _describe_costs(plan: JobPlan, simulation: Simulation, message_bytes: int, w
         f"micro-batch",
         f"messages  {simulation.messages} per step and pipeline group, {message_bytes:,} bytes each",
         f"weights   {copies} of the model per pipeline group",
-        f"checked   no deadlock with room for {slots} per link",
+        f"checked   no deadlock with room for {credits} per link",
         f"loss      device {losses}",
     ]
 

@@ -271,4 +271,4 @@ def test_a_failed_step_shows_the_grid_with_an_arrow(ranks: Ranks) -> None:
     assert row[arrow.index("^") :].startswith("F2@1")
     # The other rank waits for a gradient that never comes, and says so within its limit.
     assert "rank 0" in waiting and "rank 1" in waiting and "3" in waiting
-    assert "stopped in RecvGrad 2@0 from rank 1, step 1" in waiting_at
+    assert "stopped in RecvGrad 2@0 from device 1, step 1" in waiting_at

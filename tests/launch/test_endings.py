@@ -133,7 +133,7 @@ def test_stuck_rank_is_named_after_the_time_limit(
         assert f"stopped: rank {stuck} " in told
         assert " 6 s" in told or "imed out" in told
         if "recv from" in told:  # and not in what all do together
-            assert re.search(r"\(Recv\w+ \d@\d from rank \d, step \d+\)$", told)
+            assert re.search(r"\(Recv\w+ \d@\d from device \d, step \d+\)$", told)
             if launcher == "torchrun" or told.startswith("rank 1"):  # which keeps the store; see report()
                 job.wait_for("<-- ERROR HERE")
         while len(job.ranks()) > 1:

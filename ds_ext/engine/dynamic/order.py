@@ -11,7 +11,7 @@ from ...pipe_schedules.bridge import TimetableSchedule, to_pipe_instruction
 from ...pipe_schedules.dependencies import Inputs
 from ...pipe_schedules.lower import AFTER_BACKWARDS, Lowering
 from ...pipe_schedules.ops import FORWARD
-from ...pipe_schedules.registry import DynamicRules
+from ...pipe_schedules.schedule import DynamicRules
 from ..messages import Kind
 from .messages import Arrival, DynamicMessages
 
@@ -39,7 +39,7 @@ class DynamicSchedule(TimetableSchedule):
 
     def num_pipe_buffers(self) -> int:
         """Return enough buffers for kept activations and for the waiting inputs of admitted micro-batches."""
-        return 2 * self.rules.room(self.stage_id)
+        return 2 * self.rules.max_live(self.stage_id)
 
     def picture(self, instruction: ds.PipeInstruction | None) -> str:
         """Return the ops that this device has computed in the step; other devices keep their own order."""
@@ -47,7 +47,7 @@ class DynamicSchedule(TimetableSchedule):
         ran = " ".join(map(str, self.ran[-_SHOWN:])) or "nothing"
         before = f"({left} more) " if left > 0 else ""
         arrow = "   <-- ERROR HERE" if instruction is not None else ""
-        total = self.rules.count(self.stage_id)
+        total = self.rules.num_ops(self.stage_id)
         return f"rank {self.stage_id}  {before}{ran}{arrow}   ({len(self.ran)} of {total} decided)"
 
 
@@ -80,23 +80,23 @@ def _chosen(schedule: DynamicSchedule, messages: DynamicMessages) -> Iterator[Op
         for kind, stage, m in arrivals:
             consumer = FORWARD if kind == Kind.ACTIVATION else dependencies.gradient_kind(stage, m)
             if inputs.deliver(op := Op(consumer, m, stage)):
-                policy.arrive(op)
+                policy.add_ready(op)
 
-    for op in rules.entering(device):
-        policy.arrive(op)
-    for _ in range(rules.count(device)):
+    for op in rules.entry_ops(device):
+        policy.add_ready(op)
+    for _ in range(rules.num_ops(device)):
         deliver(messages.poll())
         while (op := policy.choose()) is None:
             deliver(messages.wait())
         messages.choices.send(op)
         yield op
-        policy.done(op)
+        policy.mark_done(op)
         for consumer, consumer_device in dependencies.consumers(op):
             if consumer_device == device and inputs.deliver(consumer):
-                policy.arrive(consumer)
+                policy.add_ready(consumer)
 
 
 def _received(schedule: DynamicSchedule, messages: DynamicMessages) -> Iterator[Op]:
     """Yield the ops that the first rank of the tensor-parallel group chooses."""
-    for _ in range(schedule.rules.count(schedule.stage_id)):
+    for _ in range(schedule.rules.num_ops(schedule.stage_id)):
         yield messages.choices.receive()

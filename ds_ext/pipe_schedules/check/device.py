@@ -1,8 +1,8 @@
-"""What holds for the program of one rank by itself, if every receive gets what it asks for.
+"""Check of the instructions of one device, if every receive gets the expected message.
 
-The rank computes what its timetable says, in its order; what a computation or a hand-over needs is there; nothing
-comes twice; no buffer serves two live pairs (stage, micro-batch). What is left for the links is the list of the
-rank's sends and receives.
+The device computes the ops of its timetable in order. Each instruction has its inputs, nothing is produced twice, and
+no buffer is shared by two live (stage, micro-batch) pairs. The result is the list of sends and receives, for
+:mod:`.links`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ..ops import (
     Op,
 )
 from ..timetables import Program
-from .timetable import fail
+from .timetable import error_at
 
 ACTIVATION, GRADIENT, LABELS, OUTPUT, INPUT_GRADIENT, WEIGHT_GRADIENT = 1, 2, 4, 8, 16, 32
-WORDS = {
+NAMES = {
     ACTIVATION: "activation",
     GRADIENT: "gradient",
     LABELS: "labels",
@@ -36,75 +36,75 @@ WORDS = {
     INPUT_GRADIENT: "input gradient",
     WEIGHT_GRADIENT: "weight gradient",
 }
-_MADE = {
+_OUTPUT_OF = {
     FORWARD: OUTPUT,
     RECOMPUTE: OUTPUT,
     BACKWARD: INPUT_GRADIENT,
     BACKWARD_INPUT: INPUT_GRADIENT,
     BACKWARD_WEIGHT: WEIGHT_GRADIENT,
 }
-_ELSEWHERE = {
+_RECEIVED_AS = {
     OUTPUT: ACTIVATION,
     INPUT_GRADIENT: GRADIENT,
-}  # what a result is called at the stage that waits for it
-_STAY, _SEND, _RECEIVE = 0, 1, 2
+}  # name of a result at the stage that receives it
+_LOCAL, _SEND, _RECEIVE = 0, 1, 2
 
 
 class Item(NamedTuple):
-    """A message: what it holds, and the stage and micro-batch that it is for."""
+    """Tensors of a micro-batch at a stage: ``kind`` is one of the bits above."""
 
-    what: int
+    kind: int
     stage: int
     micro_batch: int
 
     def __str__(self) -> str:
-        return f"{WORDS[self.what]} of micro-batch {self.micro_batch} for stage {self.stage}"
+        return f"{NAMES[self.kind]} of micro-batch {self.micro_batch} for stage {self.stage}"
 
 
 @dataclass
 class Traffic:
-    """The sends and receives of one rank in order, up to ``fault`` if its program has one."""
+    """Sends and receives of one device in order, up to ``error`` if its program has one."""
 
     instructions: list[Instruction] = field(default_factory=list)
-    fault: ScheduleError | None = None
+    error: ScheduleError | None = None
 
 
 class _Rule(NamedTuple):
-    """What an instruction needs and makes, as bits; ``shift`` is from its stage to the one that it makes it for."""
+    """Inputs and result of an instruction, as bits. The result belongs to the stage at offset ``shift``."""
 
     needs: int
     makes: int
     shift: int = 0
-    way: int = _STAY
+    direction: int = _LOCAL
 
 
 @dataclass(frozen=True)
-class RankCheck:
-    """Checks the programs of a program's ranks one by one."""
+class DeviceCheck:
+    """Check of the devices of a program, one by one."""
 
     program: Program
 
-    def traffic(self, rank: int) -> Traffic:
-        """Follow the program of ``rank``. Raises ScheduleError when it computes something else than its timetable."""
-        self._check_order(rank)
+    def traffic(self, device: int) -> Traffic:
+        """Return the sends and receives of ``device``. Raises ScheduleError if its ops differ from the timetable."""
+        self._check_order(device)
         traffic = Traffic()
         try:
-            self._check_data(rank, traffic.instructions)
-            self._check_buffers(rank)
+            self._check_data(device, traffic.instructions)
+            self._check_buffers(device)
         except ScheduleError as error:
-            traffic.fault = error
+            traffic.error = error
         return traffic
 
     @cached_property
     def _rules(self) -> dict[str, tuple[_Rule, ...]]:
-        """Name of an instruction -> its rule at every stage; SyncWeights has none, as it is of no micro-batch."""
+        """Name of an instruction -> its rule at every stage. SyncWeights has none: it belongs to no micro-batch."""
         stages = range(self.program.timetable.placement.stages)
 
         def everywhere(*rule: int) -> tuple[_Rule, ...]:
             return (_Rule(*rule),) * len(stages)
 
         computations = {
-            COMPUTE_NAME[kind]: tuple(_Rule(self._needs(kind, stage), _MADE[kind]) for stage in stages)
+            COMPUTE_NAME[kind]: tuple(_Rule(self._needs(kind, stage), _OUTPUT_OF[kind]) for stage in stages)
             for kind in self.program.timetable.placement.kinds
         }
         return {
@@ -119,120 +119,118 @@ class RankCheck:
         }
 
     def _needs(self, kind: str, stage: int) -> int:
-        """Return what a computation needs, as bits: what it loads, and what the ops that it waits for have made."""
+        """Return the inputs of a computation as bits: loaded data, and the results of its dependencies."""
         needs = 0
         if kind in (FORWARD, RECOMPUTE):
             last = self.program.timetable.placement.stages - 1
             needs = (0 if stage else ACTIVATION) | (LABELS if stage == last > 0 else 0)
         for need, _ in self.program.timetable.dependencies.of(Op(kind, 0, stage)):
-            made = _MADE[need.kind]
-            needs |= made if need.stage == stage else _ELSEWHERE[made]
+            output = _OUTPUT_OF[need.kind]
+            needs |= output if need.stage == stage else _RECEIVED_AS[output]
         return needs
 
-    def _check_order(self, rank: int) -> None:
-        """The instructions compute what the timetable says, in its order."""
-        order = self.program.timetable.orders[rank]
-        computed = [Op(COMPUTE[i[0]], i[1], i[2]) for i in self.program.instructions[rank] if i[0] in COMPUTE]  # pyright: ignore[reportArgumentType]
+    def _error(self, sentence: str, device: int, op: Op | None) -> ScheduleError:
+        return error_at(self.program.timetable, f"device {device} {sentence}", device, op)
+
+    def _check_order(self, device: int) -> None:
+        """Raise ScheduleError if the instructions do not compute the ops of the timetable in order."""
+        order = self.program.timetable.orders[device]
+        computed = [
+            Op(COMPUTE[name], m, stage)  # pyright: ignore[reportArgumentType]
+            for name, m, stage, *_ in self.program.instructions[device]
+            if name in COMPUTE
+        ]
         if computed == list(order):
             return
         for step, op in enumerate(order):
             if step >= len(computed) or computed[step] != op:
                 instead = computed[step] if step < len(computed) else "nothing"
-                sentence = f"rank {rank} computes {instead} where the timetable has {op}."
-                raise fail(self.program.timetable, sentence, rank, op)
-        sentence = f"rank {rank} computes {computed[len(order)]} after the end of its timetable."
-        raise fail(self.program.timetable, sentence, rank, computed[len(order)])
+                raise self._error(f"computes {instead} instead of {op}.", device, op)
+        extra = computed[len(order)]
+        raise self._error(f"computes {extra} after the end of its timetable.", device, extra)
 
-    def _check_data(self, rank: int, traffic: list[Instruction]) -> None:
-        """Inputs are there, results are handed on after they are computed, nothing comes twice."""
+    def _check_data(self, device: int, traffic: list[Instruction]) -> None:
+        """Raise ScheduleError if an input is missing or a result is produced twice. Append sends and receives."""
         stages, micro_batches = self.program.timetable.placement.stages, self.program.timetable.micro_batches
-        there: dict[tuple[int, int], int] = {}
+        available: dict[tuple[int, int], int] = {}
         rules = self._rules
-        for instruction in self.program.instructions[rank]:
+        for instruction in self.program.instructions[device]:
             name, m, stage, _, _, peer, _, _ = instruction
             if stage is None or m is None:
                 continue
             if not (0 <= stage < stages and 0 <= m < micro_batches and name in rules):
-                raise self._no_such_instruction(rank, instruction)
-            needs, makes, shift, way = rules[name][stage]
-            have = there.get((stage, m), 0)
+                sizes = (
+                    f"{stages} stages, {micro_batches} micro-batches and the instructions {', '.join(rules)}"
+                )
+                raise self._error(f"has {instruction}, but there are {sizes}.", device, None)
+            needs, makes, shift, direction = rules[name][stage]
+            have = available.get((stage, m), 0)
             if have & needs != needs:
-                raise self._lacks(rank, instruction, needs & ~have)
-            if way != _STAY:
+                raise self._missing(device, instruction, needs & ~have)
+            if direction != _LOCAL:
                 if peer is None:
-                    raise fail(
-                        self.program.timetable, f"rank {rank} has {instruction} and no peer.", rank, None
-                    )
+                    raise self._error(f"has {instruction} without a peer.", device, None)
                 traffic.append(instruction)
-            if way != _SEND:
+            if direction != _SEND:
                 if shift:
-                    have = there.get((stage + shift, m), 0)
+                    have = available.get((stage + shift, m), 0)
                 if have & makes:
-                    raise self._twice(rank, Item(makes, stage + shift, m))
-                there[stage + shift, m] = have | makes
+                    item = Item(makes, stage + shift, m)
+                    raise self._error(f"gets the {item} twice.", device, op_of(self.program, item))
+                available[stage + shift, m] = have | makes
 
-    def _check_buffers(self, rank: int) -> None:
-        """A pair keeps its buffer, and no buffer serves two pairs at once."""
-        timetable, room = self.program.timetable, self.program.num_buffers[rank]
-        home: dict[tuple[int, int], int] = {}
-        holder: list[tuple[int, int] | None] = [None] * room
-        for pair, slot in _buffer_uses(self.program.instructions[rank]):
+    def _check_buffers(self, device: int) -> None:
+        """Raise ScheduleError if a pair changes its buffer, or two live pairs share one."""
+        count = self.program.num_buffers[device]
+        buffer_of: dict[tuple[int, int], int] = {}
+        holder: list[tuple[int, int] | None] = [None] * count
+        for pair, buffer in _buffer_uses(self.program.instructions[device]):
             stage, m = pair
-            if not 0 <= slot < room:
-                sentence = f"rank {rank} has {room} buffers and uses number {slot}."
-                raise fail(timetable, sentence, rank, Op(FORWARD, m, stage))
-            if holder[slot] == pair:
+            op = Op(FORWARD, m, stage)
+            if not 0 <= buffer < count:
+                raise self._error(f"uses buffer {buffer}, but has {count} buffers.", device, op)
+            if holder[buffer] == pair:
                 continue
-            if home.get(pair, slot) != slot:
+            if buffer_of.get(pair, buffer) != buffer:
+                sentence = f"expects micro-batch {m} of stage {stage} in buffer {buffer}; it is in {buffer_of[pair]}."
+                raise self._error(sentence, device, op)
+            if pair in buffer_of:
+                other_stage, other_m = holder[buffer] or pair
                 sentence = (
-                    f"rank {rank} looks for micro-batch {m} of stage {stage} in buffer {slot}, but it is in "
-                    f"{home[pair]}."
+                    f"overwrites buffer {buffer} with micro-batch {other_m} of stage {other_stage}; micro-batch {m} of "
+                    f"stage {stage} is still live."
                 )
-                raise fail(timetable, sentence, rank, Op(FORWARD, m, stage))
-            if pair in home:
-                other_stage, other_m = holder[slot] or pair
-                sentence = (
-                    f"rank {rank} puts micro-batch {other_m} of stage {other_stage} into buffer {slot}, which "
-                    f"micro-batch {m} of stage {stage} still needs."
-                )
-                raise fail(timetable, sentence, rank, Op(FORWARD, other_m, other_stage))
-            home[pair], holder[slot] = slot, pair
+                raise self._error(sentence, device, Op(FORWARD, other_m, other_stage))
+            buffer_of[pair], holder[buffer] = buffer, pair
 
-    def _no_such_instruction(self, rank: int, instruction: Instruction) -> ScheduleError:
-        timetable = self.program.timetable
-        sizes = f"{timetable.placement.stages} stages and {timetable.micro_batches} micro-batches"
-        sentence = f"rank {rank} has {instruction}; there are {sizes}, and the instructions {', '.join(self._rules)}."
-        return fail(timetable, sentence, rank, None)
-
-    def _lacks(self, rank: int, instruction: Instruction, missing: int) -> ScheduleError:
-        """The first input that is not there, in the order of WORDS."""
-        what = next(bit for bit in WORDS if bit & missing)
+    def _missing(self, device: int, instruction: Instruction, missing: int) -> ScheduleError:
+        """Return the error for the first missing input, in the order of NAMES."""
+        kind = next(bit for bit in NAMES if bit & missing)
         _, m, stage, *_ = instruction
         assert m is not None and stage is not None
         op = instruction.op
         if op is not None:
-            # What the rank makes itself comes later, as every computation is there once.
-            made = {OUTPUT: self.program.timetable.placement.keeps, INPUT_GRADIENT: BACKWARD_INPUT}.get(what)
-            lack = f"without its {WORDS[what]}" if made is None else f"before {Op(made, m, stage)}"
-            return fail(self.program.timetable, f"rank {rank} runs {op} {lack}.", rank, op)
-        sentence = f"rank {rank} hands on the {WORDS[what]} of micro-batch {m} at stage {stage} before it is computed."
-        return fail(self.program.timetable, sentence, rank, made_by(self.program, Item(what, stage, m)))
+            # A result of this device is computed later, as every op occurs once.
+            graph_kind = self.program.timetable.placement.graph_kind
+            later = {OUTPUT: graph_kind, INPUT_GRADIENT: BACKWARD_INPUT}.get(kind)
+            problem = f"without its {NAMES[kind]}" if later is None else f"before {Op(later, m, stage)}"
+            return self._error(f"computes {op} {problem}.", device, op)
+        sentence = (
+            f"sends or copies the {NAMES[kind]} of micro-batch {m} at stage {stage} before computing it."
+        )
+        return self._error(sentence, device, op_of(self.program, Item(kind, stage, m)))
 
-    def _twice(self, rank: int, item: Item) -> ScheduleError:
-        sentence = f"rank {rank} gets the {item} twice."
-        return fail(self.program.timetable, sentence, rank, made_by(self.program, item))
 
-
-def made_by(program: Program, item: Item) -> Op:
-    """The op of the item's stage that an error about it points at."""
-    gradient = item.what in (GRADIENT, INPUT_GRADIENT)
+def op_of(program: Program, item: Item) -> Op:
+    """Return the op at which an error about ``item`` points."""
+    gradient = item.kind in (GRADIENT, INPUT_GRADIENT)
     _, stage, m = item
     kind = program.timetable.dependencies.gradient_kind(stage, m) if gradient else FORWARD
     return Op(kind, m, stage)
 
 
 def _buffer_uses(instructions: tuple[Instruction, ...]) -> Iterator[tuple[tuple[int, int], int]]:
-    """((stage, micro-batch), buffer) in the order of use."""
+    """Yield ((stage, micro-batch), buffer) in the order of use."""
     for name, m, stage, _, _, _, buffer, to_buffer in instructions:
         if stage is None or m is None or buffer is None:
             continue

@@ -1,6 +1,6 @@
-"""What holds between the ranks: every message is taken, and no ranks wait for each other in a cycle.
+"""Check of the messages between devices: each is received in order, and no devices wait for each other in a cycle.
 
-Only sends and receives are followed, as what is computed between them waits for nobody.
+Only sends and receives are simulated, because computations wait for no other device.
 """
 
 from __future__ import annotations
@@ -11,74 +11,65 @@ from collections.abc import Sequence
 from ...errors import ScheduleError
 from ..ops import Instruction
 from ..timetables import Program
-from .device import ACTIVATION, GRADIENT, Item, Traffic, made_by
-from .timetable import fail
+from .device import ACTIVATION, GRADIENT, Item, Traffic, op_of
+from .timetable import error_at
 
-_NEVER = 1 << 60
+_UNLIMITED = 1 << 60
 
 
 class Links:
-    """The directed links of a program, each by its number, and what crosses them.
+    """Directed links of a program, numbered, with their messages.
 
-    ``sent[link]`` and ``taken[link]`` are the messages in the order of the sends and of the receives. The k-th
-    receive can take its message when ``due[link][k]`` messages have been sent: k+1 if links deliver in order; if
-    receives ask by tag, as many as include their own.
+    ``sent[link]`` and ``received[link]`` list the messages in the order of the sends and of the receives.
 
     Args:
-        traffic: the sends and receives of every rank.
-        tagged: whether a receive may take any message of the link, by its tag (stage, micro-batch, kind).
+        traffic: sends and receives of every device.
     """
 
-    def __init__(self, program: Program, traffic: Sequence[Traffic], tagged: bool) -> None:
-        self.program, self.traffic, self.tagged = program, traffic, tagged
-        self.ends: list[tuple[int, int]] = []  # link -> its sender and receiver
+    def __init__(self, program: Program, traffic: Sequence[Traffic]) -> None:
+        self.program, self.traffic = program, traffic
+        self.devices: list[tuple[int, int]] = []  # sender and receiver of every link
         self.sent: list[list[Item]] = []
-        self.taken: list[list[Item]] = []
+        self.received: list[list[Item]] = []
         self._number: dict[tuple[int, int], int] = {}
-        # Per rank its sends and receives in order: the link of a send, and -1 - the link of a receive.
-        self.events = [self._add(rank, one.instructions) for rank, one in enumerate(traffic)]
-        self.due = [self._due(sent, taken) for sent, taken in zip(self.sent, self.taken, strict=True)]
+        # Sends and receives of every device in order: the link of a send, and -1 - the link of a receive.
+        self.events = [self._add(device, each.instructions) for device, each in enumerate(traffic)]
         self.messages = sum(map(len, self.sent))
 
-    def _add(self, rank: int, instructions: list[Instruction]) -> list[int]:
+    def _add(self, device: int, instructions: list[Instruction]) -> list[int]:
         events = []
         for name, m, stage, _, _, peer, _, _ in instructions:
-            assert m is not None and stage is not None and peer is not None, "RankCheck comes before"
+            assert m is not None and stage is not None and peer is not None, "DeviceCheck runs first"
             if name == "SendActivation" or name == "SendGrad":
-                link = self._link(rank, peer)
+                link = self._link(device, peer)
                 forward = name == "SendActivation"
                 item = Item(ACTIVATION, stage + 1, m) if forward else Item(GRADIENT, stage - 1, m)
                 self.sent[link].append(item)
                 events.append(link)
             else:
-                link = self._link(peer, rank)
-                self.taken[link].append(Item(ACTIVATION if name == "RecvActivation" else GRADIENT, stage, m))
+                link = self._link(peer, device)
+                kind = ACTIVATION if name == "RecvActivation" else GRADIENT
+                self.received[link].append(Item(kind, stage, m))
                 events.append(-1 - link)
         return events
 
     def _link(self, sender: int, receiver: int) -> int:
         link = self._number.get((sender, receiver))
         if link is None:
-            link = self._number[sender, receiver] = len(self.ends)
-            self.ends.append((sender, receiver))
+            link = self._number[sender, receiver] = len(self.devices)
+            self.devices.append((sender, receiver))
             self.sent.append([])
-            self.taken.append([])
+            self.received.append([])
         return link
 
-    def _due(self, sent: list[Item], taken: list[Item]) -> Sequence[int]:
-        if not self.tagged:
-            return range(1, len(taken) + 1)
-        place = {item: k + 1 for k, item in enumerate(sent)}
-        return [place.get(item, _NEVER) for item in taken]
-
-    def run(self, room: int | None) -> _Run:
-        """Let every rank go as far as it gets when a link holds ``room`` messages; None for any number."""
-        run = _Run(self, _NEVER if room is None else room)
+    def run(self, credits: int | None) -> _Run:
+        """Run every device as far as possible with ``credits`` per link; None: no limit."""
+        run = _Run(self, _UNLIMITED if credits is None else credits)
         run.advance()
         return run
 
-    def fewest_slots(self) -> int:
-        """The least room on every link with which the program still ends; more room never makes it stop."""
+    def fewest_credits(self) -> int:
+        """Return the fewest credits per link with which the program ends. More credits never cause a deadlock."""
         if not self.messages:
             return 0
         most = 1
@@ -90,95 +81,95 @@ class Links:
             least, most = (least, middle) if self.run(middle).ended else (middle + 1, most)
         return most
 
-    # --- what can be wrong ---
-
-    def refuse(self, run: _Run, room: int | None) -> None:
-        """Raise what is wrong with a run: the first mistake that it met, else that it stands still."""
-        self._refuse_other_order(run)
-        for rank, one in enumerate(self.traffic):
-            if one.fault is not None and run.at[rank] == len(one.instructions):
-                raise one.fault
+    def check_run(self, run: _Run, credits: int | None) -> None:
+        """Raise ScheduleError for the first problem of a run."""
+        self._check_message_order(run)
+        for device, each in enumerate(self.traffic):
+            if each.error is not None and run.at[device] == len(each.instructions):
+                raise each.error
         if not run.ended:
-            raise self._standstill(run, room)
-        self._refuse_leftovers()
+            raise self._deadlock(run, credits)
+        self._check_all_received()
 
-    def _refuse_other_order(self, run: _Run) -> None:
-        """A link that delivers in order must deliver what is expected."""
-        if self.tagged:
-            return
-        for link, (sender, receiver) in enumerate(self.ends):
-            pairs = zip(self.sent[link], self.taken[link], strict=False)
-            for k, (sent, taken) in enumerate(pairs):
-                if sent != taken and k < run.took[link]:
+    def _check_message_order(self, run: _Run) -> None:
+        """Raise ScheduleError if a receive got another message than it expects."""
+        for link, (sender, receiver) in enumerate(self.devices):
+            pairs = zip(self.sent[link], self.received[link], strict=False)
+            for k, (sent, received) in enumerate(pairs):
+                if sent != received and k < run.num_received[link]:
                     sentence = (
-                        f"rank {receiver} expects the {taken} from rank {sender}, but the next message on that link "
-                        f"is the {sent}."
+                        f"device {receiver} expects the {received} from device {sender}, but the next message of "
+                        f"that link is the {sent}."
                     )
-                    raise fail(self.program.timetable, sentence, receiver, made_by(self.program, taken))
+                    op = op_of(self.program, received)
+                    raise error_at(self.program.timetable, sentence, receiver, op)
 
-    def _standstill(self, run: _Run, room: int | None) -> ScheduleError:
-        """The sentence that says which rank waits for what."""
+    def _deadlock(self, run: _Run, credits: int | None) -> ScheduleError:
+        """Return the error that lists what each device waits for."""
         stuck = [
-            (rank, one.instructions[run.at[rank]])
-            for rank, one in enumerate(self.traffic)
-            if run.at[rank] < len(one.instructions)
+            (device, each.instructions[run.at[device]])
+            for device, each in enumerate(self.traffic)
+            if run.at[device] < len(each.instructions)
         ]
-        place = "" if room is None else f" when a link holds {room} of its messages"
-        waits = ", ".join(f"rank {rank}: {instruction}" for rank, instruction in stuck)
-        rank, first = stuck[0]
+        limit = "" if credits is None else f" with link_credits {credits}"
+        waits = "; ".join(f"device {device} waits in {instruction}" for device, instruction in stuck)
+        device, first = stuck[0]
         assert first.stage is not None and first.micro_batch is not None, "only messages wait"
-        what = GRADIENT if first.name in ("SendGrad", "RecvGrad") else ACTIVATION
-        op = made_by(self.program, Item(what, first.stage, first.micro_batch))
-        return fail(self.program.timetable, f"no rank can move{place}; waiting: {waits}.", rank, op)
+        kind = GRADIENT if first.name in ("SendGrad", "RecvGrad") else ACTIVATION
+        op = op_of(self.program, Item(kind, first.stage, first.micro_batch))
+        return error_at(self.program.timetable, f"deadlock{limit} ({waits}).", device, op)
 
-    def _refuse_leftovers(self) -> None:
-        """Raise if a message is still on its way after the end."""
-        for link, (sender, receiver) in enumerate(self.ends):
-            if len(self.sent[link]) == len(self.taken[link]):
+    def _check_all_received(self) -> None:
+        """Raise ScheduleError if a message was never received."""
+        for link, (sender, receiver) in enumerate(self.devices):
+            if len(self.sent[link]) == len(self.received[link]):
                 continue
-            item = next(iter(Counter(self.sent[link]) - Counter(self.taken[link])))
-            giver = item._replace(stage=item.stage + (-1 if item.what == ACTIVATION else 1))
-            sentence = f"the {item}, which rank {sender} sends to rank {receiver}, is never received."
-            raise fail(self.program.timetable, sentence, sender, made_by(self.program, giver))
+            item = next(iter(Counter(self.sent[link]) - Counter(self.received[link])))
+            source = item._replace(stage=item.stage + (-1 if item.kind == ACTIVATION else 1))
+            sentence = f"device {sender} sends the {item} to device {receiver}, which never receives it."
+            raise error_at(self.program.timetable, sentence, sender, op_of(self.program, source))
 
 
 class _Run:
-    """Every rank sends and receives in its order, as far as it gets.
+    """Run of the sends and receives of all devices.
 
-    ``at[rank]`` counts what a rank has done, ``gave[link]`` and ``took[link]`` the messages sent and received.
+    ``at[device]`` counts the finished sends and receives, ``num_sent[link]`` and ``num_received[link]`` the messages.
     """
 
-    def __init__(self, links: Links, room: int) -> None:
-        self.links, self.room = links, room
+    def __init__(self, links: Links, credits: int) -> None:
+        self.links, self.credits = links, credits
         self.at = [0] * len(links.events)
-        self.gave = [0] * len(links.ends)
-        self.took = [0] * len(links.ends)
+        self.num_sent = [0] * len(links.devices)
+        self.num_received = [0] * len(links.devices)
 
     @property
     def ended(self) -> bool:
-        """Whether all ranks reached their end, which a rank with a fault does not."""
-        ways = zip(self.at, self.links.events, self.links.traffic, strict=True)
-        return all(at == len(events) and one.fault is None for at, events, one in ways)
+        """True if all devices reached their end. A device with an error does not."""
+        rows = zip(self.at, self.links.events, self.links.traffic, strict=True)
+        return all(at == len(events) and each.error is None for at, events, each in rows)
 
     def advance(self) -> None:
-        """Let the ranks go on. A rank that must wait goes on when the other end of the link has moved."""
-        gave, took, due, room = self.gave, self.took, self.links.due, self.room
-        waits: set[int] = set()  # events, as a link has one sender and one receiver
+        """Run all devices as far as possible. A waiting device resumes when the other end of its link has moved."""
+        num_sent, num_received, credits = self.num_sent, self.num_received, self.credits
+        waiting: set[int] = (
+            set()
+        )  # events; each identifies a device, as a link has one sender and one receiver
         runnable = list(range(len(self.at)))
         while runnable:
-            rank = runnable.pop()
-            events, at = self.links.events[rank], self.at[rank]
+            device = runnable.pop()
+            events, at = self.links.events[device], self.at[device]
             while at < len(events):
                 event = events[at]
                 sends = event >= 0
                 link = event if sends else -1 - event
-                if gave[link] - took[link] >= room if sends else gave[link] < due[link][took[link]]:
-                    waits.add(event)
+                in_flight = num_sent[link] - num_received[link]
+                if in_flight >= credits if sends else not in_flight:
+                    waiting.add(event)
                     break
-                (gave if sends else took)[link] += 1
+                (num_sent if sends else num_received)[link] += 1
                 at += 1
-                if -1 - event in waits:
-                    waits.remove(-1 - event)
-                    sender, receiver = self.links.ends[link]
+                if -1 - event in waiting:
+                    waiting.remove(-1 - event)
+                    sender, receiver = self.links.devices[link]
                     runnable.append(receiver if sends else sender)
-            self.at[rank] = at
+            self.at[device] = at

@@ -1,12 +1,12 @@
-"""Proof, before anything is launched, that a program runs to its end.
+"""Proof, before the launch, that a program runs to its end.
 
-What is refused: a computation that is missing, doubled or on the wrong device; an input that is not there; a message
-that nobody receives, or that comes in another order than it is taken; ranks that wait for each other in a cycle, also
-when a link holds only ``link_slots`` messages; a buffer that two live (stage, micro-batch) share.
+The check rejects: an op that is missing, repeated or on the wrong device; a missing input; a message that is never
+received, or received in another order than sent; a deadlock, also if a link has only ``link_credits`` credits; a buffer
+shared by two live (stage, micro-batch) pairs.
 
-The proof has two parts, as ranks only meet in their messages. If every receive gets what it asks for, each rank is
-right by itself (:mod:`.device`); and every receive gets that (:mod:`.links`). A run does not depend on which
-rank goes first, because a link has one sender and one receiver: one run stands for all.
+The proof has two parts, because devices interact only through messages. :mod:`.device` proves that each device is
+correct if every receive gets the expected message. :mod:`.links` proves that it does. A link has one sender and one
+receiver, so the result does not depend on the speed of the devices, and a single run proves all.
 """
 
 from __future__ import annotations
@@ -16,52 +16,45 @@ from dataclasses import dataclass
 from ...errors import ScheduleError
 from ..ops import FORWARD
 from ..timetables import Program
-from .device import RankCheck
+from .device import DeviceCheck
 from .links import Links
-from .timetable import check_timetable, fail
-
-__all__ = ["Report", "check", "check_timetable", "fail"]
-
-_ORDERS = ("fifo", "tagged")
+from .timetable import check_timetable
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a valid program needs.
+    """Requirements of a valid program.
 
-    ``num_buffers[d]`` are the buffers of device d. ``link_slots`` is the fewest messages that every directed link
-    must be able to hold for the program to end when senders wait for room; 0 if there are no messages.
-    ``loss_ranks`` are the devices with a last stage, ``messages`` counts the tensors sent in one step.
+    Attributes:
+        num_buffers: number of buffers of every device.
+        link_credits: fewest credits of every link with which the program ends; 0 if it has no messages.
+        loss_devices: devices that compute a loss.
+        messages: number of tensors sent in one step.
     """
 
     num_buffers: tuple[int, ...]
-    link_slots: int
-    loss_ranks: tuple[int, ...]
+    link_credits: int
+    loss_devices: tuple[int, ...]
     messages: int
 
 
-def check(program: Program, *, link_slots: int | None = None, order: str = "fifo") -> Report:
-    """Prove that ``program`` ends, or raise ScheduleError with a sentence and the grid with an arrow.
+def check(program: Program, *, link_credits: int | None = None) -> Report:
+    """Prove that ``program`` ends. Raises ScheduleError with the problem and a grid with an arrow at the op.
 
     Args:
-        link_slots: messages a directed link holds before its sender must wait; None means any number.
-        order: what a receive gets. ``"fifo"``: the next message of its link, from the sending to the receiving
-            device, on which activations and gradients come in the order in which they are sent. ``"tagged"``: any
-            message of the link, by its stage, micro-batch and kind.
+        link_credits: messages that each link holds before its sender must wait; None: no limit. Activations and
+            gradients share the link from one device to another, and arrive in the order of the sends.
     """
-    if order not in _ORDERS:
-        raise ScheduleError(f"check: order is one of the {len(_ORDERS)} {', '.join(_ORDERS)}; got {order!r}.")
-    check_timetable(program.timetable)
-    if not len(program.instructions) == len(program.num_buffers) == len(program.timetable.orders):
-        raise ScheduleError(
-            f"{program.timetable.schedule}: there are {len(program.instructions)} programs and "
-            f"{len(program.num_buffers)} numbers of buffers for {len(program.timetable.orders)} devices."
-        )
-    ranks = RankCheck(program)
-    traffic = [ranks.traffic(rank) for rank in range(len(program.instructions))]
-    links = Links(program, traffic, order == "tagged")
-    links.refuse(links.run(link_slots), link_slots)
     timetable, placement = program.timetable, program.timetable.placement
-    kind, last = placement.keeps if timetable.trains else FORWARD, placement.stages - 1
-    loss_ranks = tuple(sorted({placement.device(kind, last, pipe) for pipe in range(placement.replicas)}))
-    return Report(program.num_buffers, links.fewest_slots(), loss_ranks, links.messages)
+    check_timetable(timetable)
+    if not len(program.instructions) == len(program.num_buffers) == len(timetable.orders):
+        raise ScheduleError(
+            f"{timetable.schedule}: the program needs instructions and a number of buffers for each of "
+            f"{len(timetable.orders)} devices (got {len(program.instructions)} and {len(program.num_buffers)})."
+        )
+    devices = DeviceCheck(program)
+    links = Links(program, [devices.traffic(device) for device in range(len(program.instructions))])
+    links.check_run(links.run(link_credits), link_credits)
+    kind, last = placement.graph_kind if timetable.trains else FORWARD, placement.stages - 1
+    loss_devices = tuple(sorted({placement.device(kind, last, pipe) for pipe in range(placement.replicas)}))
+    return Report(program.num_buffers, links.fewest_credits(), loss_devices, links.messages)

@@ -1,4 +1,4 @@
-"""The grid over time that ``show`` prints."""
+"""Grid over time, the output of ``show``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from .order import order_grid
 
 LEGEND = "3 forward of micro-batch 3   3'- its backward   . waiting"
 SPLIT_LEGEND = "3' its input gradient   3\" its weight gradient"
-
-REPEATED_LEGEND = "3* its forward again, with the graph"
+REPEATED_LEGEND = "3* its repeated forward, with the graph"
 
 _MARKS = {FORWARD: "", BACKWARD: "'", BACKWARD_INPUT: "'", BACKWARD_WEIGHT: '"', RECOMPUTE: "*"}
 _COLORS = ("36", "33", "35", "32")  # one terminal colour per pipe
@@ -22,13 +21,13 @@ _MAX_UNITS_PER_OP = 12
 
 
 def time_grid(simulation: Simulation, *, labels: str = "micro-batch", color: bool = False) -> str:
-    """One line per rank over time: ``3`` a forward of micro-batch 3, ``3'-`` its backward, ``.`` waiting.
+    """Return one line per device: ``3`` is a forward of micro-batch 3, ``3'-`` its backward, ``.`` waiting.
 
-    A timetable too long to be drawn to scale, or in which nothing takes time, is drawn step by step.
+    If no op takes time, or lines would be too long, the result is the grid of steps.
 
     Args:
-        labels: ``"micro-batch"`` or ``"op"`` (``F3@1`` in full).
-        color: paint the pipes in different terminal colours.
+        labels: ``"micro-batch"``, or ``"op"`` for ``F3@1``.
+        color: give each pipe a terminal colour.
     """
     if not any(end > start for row in simulation.spans for _, start, end in row):
         return order_grid(simulation.timetable)
@@ -38,7 +37,7 @@ def time_grid(simulation: Simulation, *, labels: str = "micro-batch", color: boo
         for spans in simulation.spans
     ]
     texts = {op: str(op) if labels == "op" else _short(op) for row in cells for op, _, _ in row}
-    # Characters per unit of time: every op has room for its text and a blank.
+    # Characters per unit of time: enough for the text of every op and a blank.
     wide = max(
         (
             math.ceil((len(texts[op]) + 1) / (end - start))
@@ -54,7 +53,7 @@ def time_grid(simulation: Simulation, *, labels: str = "micro-batch", color: boo
     idle = ".".ljust(wide)
     width = len(str(len(cells) - 1))
     lines = []
-    for rank, row in enumerate(cells):
+    for device, row in enumerate(cells):
         line, at = "", 0
         for op, start, end in row:
             line += idle * (start - at)
@@ -62,12 +61,12 @@ def time_grid(simulation: Simulation, *, labels: str = "micro-batch", color: boo
                 line += _cell(op, texts[op], (end - start) * wide, simulation.timetable, color)
             at = end
         line += idle * (columns - at)
-        lines.append(f"rank {rank:>{width}}  {line}".rstrip())
+        lines.append(f"device {device:>{width}}  {line}".rstrip())
     return "\n".join(lines)
 
 
 def _cell(op: Op, text: str, width: int, timetable: Timetable, color: bool) -> str:
-    """``text`` in ``width`` characters; backwards are drawn out to their length."""
+    """Return ``text`` padded to ``width`` characters, backwards with dashes."""
     body = text if op.kind in (FORWARD, RECOMPUTE) else text.ljust(width - 1, "-")
     gap = " " * (width - len(body))
     if color:
@@ -81,14 +80,14 @@ def _short(op: Op) -> str:
 
 
 def _column(time: float, unit: float) -> int:
-    """Halves go up, unlike with round(): so an op that lasts a unit gets a column wherever it starts."""
+    """Return the nearest column. Halves round up, so an op of one unit always gets one column."""
     return math.floor(time / unit + 0.5 + 1e-6)
 
 
 def _time_unit(simulation: Simulation) -> float:
-    """The length of a column: the shortest time between two events, unless that would draw very long lines."""
+    """Return the time of a column: the shortest time between two events, unless lines would be very long."""
     spans = [(start, end) for row in simulation.spans for _, start, end in row if end > start]
-    # Times that differ by rounding only, in whatever unit they are, are one edge.
+    # Times that differ only by rounding are one edge.
     scale = simulation.makespan
     edges = sorted({0.0, *(round(t / scale, 9) for span in spans for t in span)})
     shortest = min(b - a for a, b in itertools.pairwise(edges)) * scale

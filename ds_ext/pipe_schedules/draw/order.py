@@ -1,4 +1,4 @@
-"""The device x step grid, which errors carry and which stands in for a grid over time that would be too long."""
+"""Device x step grid, for errors and for timetables too long for a grid over time."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from ..timetables import Timetable
 
 
 def order_grid(
-    timetable: Timetable, *, rank: int | None = None, step: int | None = None, around: int = 6
+    timetable: Timetable, *, device: int | None = None, step: int | None = None, around: int = 6
 ) -> str:
-    """The rank x step grid, with ``rank`` and ``step`` a window around that op with an arrow at it.
+    """Return the device x step grid, or with ``step`` a window around an op, with an arrow.
 
     Args:
-        rank, step: the op to point at, ``timetable.orders[rank][step]``; a rank alone gets the arrow at its end.
-        around: how many steps to show on each side of it.
+        device, step: position of the arrow, ``timetable.orders[device][step]``; without ``step``, the end of the row.
+        around: number of steps to show on each side of the arrow.
     """
     length = max((len(order) for order in timetable.orders), default=0)
     first, last = 0, length
     if step is not None:
         first, last = max(step - around, 0), min(step + around + 1, length)
     cell = 2 + max((len(str(op)) for order in timetable.orders for op in order[first:last]), default=4)
-    margin = len(f"rank {len(timetable.orders) - 1}  ")
+    margin = len(f"device {len(timetable.orders) - 1}  ")
     head = "step".ljust(margin) + "".join(str(i).ljust(cell) for i in range(first, last))
     lines = [head.rstrip()]
-    for r, order in enumerate(timetable.orders):
-        row = f"rank {r}".ljust(margin) + "".join(str(op).ljust(cell) for op in order[first:last])
-        if r != rank:
+    for each, order in enumerate(timetable.orders):
+        row = f"device {each}".ljust(margin) + "".join(str(op).ljust(cell) for op in order[first:last])
+        if each != device:
             lines.append(row.rstrip())
             continue
         lines.append(row.ljust(len(head)).rstrip() + "   <-- ERROR HERE")

@@ -25,7 +25,7 @@ function* unpack(text) {
 }
 
 /**
- * The computations of a rank from its text: numbers of words. A word is the time of a wait, or a computation: kind,
+ * The ops of a device from its text, the numbers of its words. A word is the time of a wait, or an op: kind,
  * how many stages and micro-batches it is from the last one of that kind, and its time.
  */
 function* computations(text, words) {
@@ -55,9 +55,9 @@ function read(data, canvas) {
     const pipe = data.pipe[op.m];
     return { ...op, pipe, visit: visits[pipe][op.stage] / visitsOf[pipe] };
   }));
-  const held = data.rows.map((_, rank) => (data.forward.includes(rank) ? [data.forward] : data.pipes).map((devices) =>
-    range(stages).filter((stage) => devices[stage] === rank).join(" ")).join(" · "));
-  const names = data.names ?? data.rows.map((_, rank) => `rank ${rank}`);
+  const held = data.rows.map((_, device) => (data.forward.includes(device) ? [data.forward] : data.pipes).map((devices) =>
+    range(stages).filter((stage) => devices[stage] === device).join(" ")).join(" · "));
+  const names = data.names ?? data.rows.map((_, device) => `device ${device}`);
   const height = rows.length <= 8 ? 30 : rows.length <= 16 ? 24 : rows.length <= 32 ? 17 : 12;
   canvas.style.height = `${TOP + rows.length * height + BOTTOM}px`;
   const marks = (data.marks ?? []).map((row) => row.map(([start, end, below, text]) => ({ start, end, below, text })));
@@ -238,7 +238,7 @@ function drawMarks(plot, write, color) {
   line(data.makespan, [], short(data.makespan), "left", 4);
 }
 
-/** The way of the chosen micro-batch through the ranks, and a frame around the chosen computation. */
+/** The path of the chosen micro-batch through the devices, and a frame around the chosen op. */
 function drawChosen(plot, color) {
   const { pen, rows, height } = plot, m = opOf(chosen).m;
   const way = [];

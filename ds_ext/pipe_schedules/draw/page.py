@@ -1,4 +1,4 @@
-"""Timetables as one self-contained HTML page: nothing is fetched, it works from a file and without a network."""
+"""Timetables as one self-contained HTML page, which needs no network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Word = float | tuple[float, ...]
 
 
 class Mark(NamedTuple):
-    """Something that took time besides the computations: told where one points at it, a bar if it is ``below`` them."""
+    """Interval besides the computations, with the text of its tooltip; drawn as a bar if it is ``below`` the row."""
 
     start: float
     end: float
@@ -29,7 +29,7 @@ class Mark(NamedTuple):
     text: str
 
 
-_ROUNDING = 1e-8  # of a time: more than the ninth digits of all before it add up to
+_ROUNDING = 1e-8  # relative; larger than the sum of the rounding errors of nine digits
 _BASE, _DIGIT, _LAST_DIGIT = 30, ord("="), ord("]")
 
 _HINT = (
@@ -46,23 +46,22 @@ def html(
     marks: Sequence[Sequence[Sequence[Mark]]] = (),
     rows: Sequence[Sequence[str]] = (),
 ) -> str:
-    """A page with the timetables under each other on one time scale.
+    """Return a page with all timetables on one time scale.
 
-    The computations are drawn by a script from a compact text, so the page stays small: one to six bytes each,
-    unless jitter makes all times different.
+    A script draws the ops from a compact text of one to six bytes per op, or more with jitter.
 
     Args:
-        table: to be shown above them: a head, then rows of equally many cells, the first of each a name.
+        table: head and rows of a table above the timetables. The first cell of a row is its name.
         notes: sentences below the table.
-        axis: what the time is; by default that it is in forwards.
-        marks: what else is to be seen in each timetable's rows, beside or below the computations.
-        rows: names of each timetable's rows; by default ``rank 0``, ``rank 1`` and so on.
+        axis: title of the time axis; by default the unit is a forward.
+        marks: further intervals, for every row of every timetable.
+        rows: names of the rows of every timetable; by default ``device 0``, ``device 1`` and so on.
 
     Raises:
-        ScheduleError: if there is no timetable.
+        ScheduleError: there is no timetable.
     """
     if not simulations:
-        raise ScheduleError("a page needs at least one timetable; got none.")
+        raise ScheduleError("page: needs at least 1 timetable (got 0).")
     names = ", ".join(dict.fromkeys(s.timetable.schedule for s in simulations))
     title = f"{names}: {heading(simulations[0].timetable)}" if len(simulations) == 1 else names
     return "\n".join(
@@ -161,7 +160,7 @@ def _data(
     marks: Sequence[Sequence[Sequence[Mark]]],
     rows: Sequence[Sequence[str]],
 ) -> str:
-    """What page.js reads; see :func:`_plot`."""
+    """Return the JSON that page.js reads; see :func:`_plot`."""
     plots = [_plot(simulation, axis) for simulation in simulations]
     for plot, listed in zip(plots, marks, strict=False):
         plot["marks"] = [[(_number(m.start), _number(m.end), m.below, m.text) for m in row] for row in listed]
@@ -172,10 +171,10 @@ def _data(
 
 
 def _plot(simulation: Simulation, axis: str | None) -> dict[str, object]:
-    """``rows`` has a text a rank: the numbers, packed, of the words that its computations and waits are.
+    """Return the data of one timetable. ``rows`` has one text per device: the packed numbers of its words.
 
-    A word is a wait, its time; or a computation: kind, how many stages and micro-batches it is from the rank's last
-    one of that kind, and its time. An order repeats itself, so there are few; the commonest have the least numbers.
+    A word is the time of a wait, or an op: kind, difference in stage and micro-batch to the last op of that kind on the
+    device, and time. Orders are repetitive, so there are few words. The most frequent ones have the smallest numbers.
     """
     timetable = simulation.timetable
     rows = [_words(spans) for spans in simulation.spans]
@@ -195,12 +194,12 @@ def _plot(simulation: Simulation, axis: str | None) -> dict[str, object]:
 
 
 def _words(spans: Sequence[tuple[Op, float, float]]) -> list[Word]:
-    """The waits and computations of a rank."""
+    """Return the waits and ops of a device as words."""
     found: list[Word] = []
     last = {kind: (0, 0) for kind in DRAWN}
     at = 0.0
     for (kind, m, stage), start, end in spans:
-        # The script adds up what it is given: rounding must not add up with it, and is no wait.
+        # The script sums up the words. Rounding errors must not accumulate, and they are not waits.
         wait = start - at
         if abs(wait) > _ROUNDING * start:
             found.append(_number(wait))
@@ -213,7 +212,7 @@ def _words(spans: Sequence[tuple[Op, float, float]]) -> list[Word]:
 
 
 def _packed(number: int) -> str:
-    """To the base 30, digits from ``=``; the last one, from ``]``, says that it is the last."""
+    """Return ``number`` to the base 30, with digits from ``=``, or from ``]`` for the last digit."""
     text = chr(_LAST_DIGIT + number % _BASE)
     while number >= _BASE:
         number //= _BASE
@@ -222,6 +221,6 @@ def _packed(number: int) -> str:
 
 
 def _number(value: float) -> float | int:
-    """``value`` to nine digits: without those that only rounding errors have; whole numbers without a point."""
+    """Return ``value`` rounded to nine digits, as an integer if it is whole."""
     rounded = float(f"{value:.9g}")
     return int(rounded) if rounded.is_integer() else rounded

@@ -1,4 +1,4 @@
-"""What the SVG picture and the HTML page share: colours, words and numbers; and the SVG picture itself."""
+"""SVG picture of a timetable, and the colours, words and numbers that it shares with the HTML page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from html import escape
 from typing import NamedTuple
 
 from ..ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
-from ..placement import Placement
 from ..simulate import Simulation
 from ..timetables import Timetable
 
@@ -23,10 +22,10 @@ WORDS = {
 class Theme(NamedTuple):
     """Colours of the light or the dark picture.
 
-    ``kinds[p]`` paints pipe p: forward, whole backward, input gradient, weight gradient; a repeated forward is painted
-    as a forward, and its number has a star. Hues tell pipes apart (blue and orange first: the pair that all kinds of
-    colour blindness keep apart), lightness the kinds, so that the picture also survives a grey printer. ``text`` is
-    written on forwards and weight gradient, ``inverse`` on the other two.
+    ``kinds[p]`` are the colours of pipe p: forward, whole backward, input gradient, weight gradient. A repeated forward
+    has the colour of a forward and a star. Pipes differ in hue, blue and orange first, which every kind of colour
+    blindness distinguishes. Kinds differ in lightness, also when printed in grey. ``text`` is the colour of labels on
+    forwards and weight gradients, ``inverse`` on the other two.
     """
 
     paper: str
@@ -72,15 +71,15 @@ DARK = Theme(
         ("#5a3453", "#e9c5e1", "#c78abb", "#885180"),
     ),
 )
-_MOST_LISTED = 16
-LATER = "a later stage on the same rank"
+_MAX_LISTED = 16
+LATER = "a later stage on the same device"
 KINDS = FORWARD + BACKWARD + BACKWARD_INPUT + BACKWARD_WEIGHT  # in the order of a palette
 DRAWN = KINDS + RECOMPUTE
 ON_DARK = (BACKWARD, BACKWARD_INPUT)
 
 
 def color_class(op: Op, timetable: Timetable) -> str:
-    """``F0``: kind and pipe; pipes beyond the palette start over."""
+    """Return kind and pipe, such as ``F0``; pipes beyond the palette reuse its colours."""
     return f"{op.kind}{timetable.pipe(op.micro_batch) % len(LIGHT.kinds)}"
 
 
@@ -93,9 +92,9 @@ def heading(timetable: Timetable) -> str:
 
 
 def numbers(simulation: Simulation) -> list[tuple[str, str]]:
-    """What a timetable costs, as (name, value)."""
+    """Return (name, value) of makespan, ideal, bubble and peak activations."""
     peaks = [f"{peak:g}" for peak in simulation.peak_activations]
-    if len(peaks) > _MOST_LISTED:
+    if len(peaks) > _MAX_LISTED:
         peaks = [f"{min(simulation.peak_activations):g} to {max(simulation.peak_activations):g}"]
     return [
         ("makespan", f"{simulation.makespan:g}"),
@@ -106,44 +105,33 @@ def numbers(simulation: Simulation) -> list[tuple[str, str]]:
 
 
 def axis_title(simulation: Simulation) -> str:
-    """Says what a unit of time is: one forward of a D-th of the model, or how many units such a forward takes."""
+    """Return the title of the time axis, with the unit of time: a forward of 1/D of the model."""
     timetable = simulation.timetable
-    ranks = timetable.placement.devices_per_pipe
-    kind = timetable.placement.keeps if timetable.trains else FORWARD
+    devices = timetable.placement.devices_per_pipe
+    kind = timetable.placement.graph_kind if timetable.trains else FORWARD
     forwards = sum(end - start for row in simulation.spans for op, start, end in row if op.kind == kind)
-    forward = f"{forwards / (timetable.micro_batches * ranks):.4g}"
-    share = "the model" if ranks == 1 else f"1/{ranks} of the model"
+    forward = f"{forwards / (timetable.micro_batches * devices):.4g}"
+    share = "the model" if devices == 1 else f"1/{devices} of the model"
     if forward == "1":
         return f"time, in forwards of {share}"
     return f"time (a forward of {share} takes {forward})"
 
 
 def kinds_of(timetable: Timetable) -> list[str]:
-    """The kinds of computation that occur, in the order of the palette."""
+    """Return the kinds of ops in the timetable, in the order of the palette."""
     found = {op.kind for order in timetable.orders for op in order}
     return [kind for kind in DRAWN if kind in found]
 
 
 def legend(kind: str) -> str:
-    """What a colour means; a repeated forward is told from a forward by its star."""
+    """Return the legend of a kind. Only the star distinguishes a repeated forward from a forward."""
     return f"{WORDS[kind]}, 3*" if kind == RECOMPUTE else WORDS[kind]
 
 
 def paints(colors: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Every kind with its colour in the palette of a pipe."""
+    """Yield every kind with its colour in the palette of a pipe."""
     yield from zip(KINDS, colors, strict=True)
     yield RECOMPUTE, colors[KINDS.index(FORWARD)]
-
-
-def visits(placement: Placement) -> dict[tuple[int, int], tuple[int, int]]:
-    """(stage, pipe) -> which visit of its device by that pipe this stage is, and how many visits there are."""
-    found: dict[tuple[int, int], tuple[int, int]] = {}
-    for pipe, devices in enumerate(placement.pipes):
-        seen = [0] * placement.num_devices
-        for stage, device in enumerate(devices):
-            found[stage, pipe] = (seen[device], devices.count(device))
-            seen[device] += 1
-    return found
 
 
 _ROW, _LEFT, _RIGHT, _TOP = 26, 64, 96, 74
@@ -151,18 +139,15 @@ _FONT = "system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif"
 
 
 def svg(simulation: Simulation) -> str:
-    """The timetable as a picture of its own: a row a rank, to scale, light or dark as the viewer prefers."""
+    """Return an SVG picture with one row per device, to scale, in the light or dark theme of the viewer."""
     columns = simulation.makespan / min(
         (end - start for row in simulation.spans for _, start, end in row if end > start), default=1.0
     )
     column = min(max(1200 / max(columns, 1), 12), 26)
-    # A few very short computations must not make a picture that nothing can open.
-    scale = (
-        min(columns * column, 12000) / (simulation.makespan or 1) or column
-    )  # nothing takes time: any scale
-    ranks = len(simulation.spans)
+    # A few very short ops must not make the picture too wide for viewers. If no op takes time, any scale will do.
+    scale = min(columns * column, 12000) / (simulation.makespan or 1) or column
     width = max(_LEFT + simulation.makespan * scale + _RIGHT, 560)
-    bottom = _TOP + ranks * _ROW
+    bottom = _TOP + len(simulation.spans) * _ROW
     name, sizes = escape(simulation.timetable.schedule), heading(simulation.timetable)
     costs = " · ".join(f"{key} {value}" for key, value in numbers(simulation))
     parts = [
@@ -202,21 +187,21 @@ def _style() -> str:
 
 
 def _rows(simulation: Simulation, scale: float) -> Iterator[str]:
-    timetable = simulation.timetable
-    visit = visits(timetable.placement)
+    timetable, placement = simulation.timetable, simulation.timetable.placement
     most = max(simulation.peak_activations, default=0) or 1
     end_x = _LEFT + simulation.makespan * scale
     yield f'<text x="{_n(end_x + 86)}" y="{_TOP - 7}" class="muted e">peak</text>'
-    for rank, spans in enumerate(simulation.spans):
-        y, peak = _TOP + rank * _ROW, simulation.peak_activations[rank]
-        yield f'<text x="{_LEFT - 10}" y="{y + 17}" class="e">rank {rank}</text>'
+    for device, spans in enumerate(simulation.spans):
+        y, peak = _TOP + device * _ROW, simulation.peak_activations[device]
+        yield f'<text x="{_LEFT - 10}" y="{y + 17}" class="e">device {device}</text>'
         yield (
             f'<rect x="{_LEFT}" y="{y + 2}" width="{_n(simulation.makespan * scale)}" height="{_ROW - 4}" '
             f'fill="url(#wait)"/>'
         )
         for op, start, end in spans:
-            where = visit[op.stage, timetable.pipe(op.micro_batch)]
-            yield _box(op, start, end, timetable, scale, y, where)
+            pipe = timetable.pipe(op.micro_batch)
+            visit = placement.visits[op.stage, pipe], placement.pipes[pipe].count(device)
+            yield _box(op, start, end, timetable, scale, y, visit)
         bar = f'<rect x="{_n(end_x + 12)}" y="{y + 9}" width="{_n(44 * peak / most)}" height="8" rx="2" '
         yield f'{bar}class="bar"/><text x="{_n(end_x + 86)}" y="{y + 17}" class="e">{peak:g}</text>'
 
@@ -243,7 +228,7 @@ def _box(
 
 
 def _marks(simulation: Simulation, scale: float, bottom: float) -> Iterator[str]:
-    """Lines at the ideal and at the end: what is between them is the bubble."""
+    """Yield lines at the ideal and at the makespan; the bubble is between them."""
     for label, time, dash in (
         (f"ideal {simulation.ideal:g}", simulation.ideal, "3 3"),
         (f"{simulation.makespan:g}", simulation.makespan, "none"),
@@ -264,7 +249,7 @@ def _axis(simulation: Simulation, scale: float, bottom: float) -> Iterator[str]:
 
 
 def nice_step(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, 20, ... (and their tenths) that is at least ``least``."""
+    """Return the smallest number of 1, 2, 5, 10, 20, ... and their tenths that is at least ``least``."""
     power = 1.0
     while power > least:
         power /= 10
@@ -290,5 +275,5 @@ def _legend(timetable: Timetable, y: float) -> Iterator[str]:
 
 
 def _n(value: float) -> str:
-    """A coordinate: two digits are finer than any screen."""
+    """Return a coordinate with two digits, which are finer than any screen."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

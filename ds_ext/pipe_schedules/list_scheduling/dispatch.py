@@ -1,15 +1,13 @@
-"""List scheduling: orders found by running, as devices take what a policy chooses from what has arrived.
+"""List scheduling: an order is found by running the step, as each device picks among its ready ops.
 
-:class:`EarliestDueDate` is list scheduling by due dates: the due date of an op is when it would start if its
-micro-batch entered at a given time and never waited. :class:`WeightsInWaits` keeps a given order of forwards and
-backwards. Both compute weight gradients, which no device waits for, when nothing else can be computed, or when the
-device has no room for another activation.
+:class:`EarliestDueDate` picks the op with the earliest due date: its start if its micro-batch entered at a given time
+and never waited. :class:`FillIdleTime` keeps a given order of forwards and backwards. Both compute a backward for the
+weights, which no other device waits for, when no other op is ready or when no further activation fits.
 
-**Deadlock.** A micro-batch is admitted as a whole, when every device has room for all its stages. What is admitted can
-then always proceed: the furthest op of the oldest admitted micro-batch has all that it needs, and its room. A planner
-may admit more than there is room for, as a device rarely holds all stages of a micro-batch at once; the orders are
-often better, but the devices can come to wait for each other, full of micro-batches that have yet to come back. Then
-there is no order, and :func:`dispatch` returns None.
+**Deadlock.** A micro-batch is admitted if every device has capacity for all its stages. An admitted micro-batch can
+then always proceed: the furthest op of the oldest one has its inputs and its capacity. A planner may admit more,
+because a device rarely keeps all stages of a micro-batch at once. The orders are often better, but the devices can
+deadlock, full of micro-batches whose backwards have not arrived. Then :func:`dispatch` returns None.
 """
 
 from __future__ import annotations
@@ -18,21 +16,22 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 
-from ..events import Admission, Policy, Run, Work, run
+from ..events import Admission, Policy, Run, Workload, run
 from ..ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Op
 
-_Due = tuple[float, str, int, int]  # due date of an op, and what decides between equal ones
-_SAME_TIME = 1e-12  # of the time; sums of the same times in another order differ by rounding
+_Priority = tuple[float, str, int, int]  # due date, then kind, stage and micro-batch to break ties
+_TOLERANCE = 1e-12  # relative; sums of the same times in another order differ by rounding
 
 
 class _Device:
-    """State of a device in both policies: live activations, and weight gradients that may run at any time."""
+    """Live activations of a device and its ready backwards for the weights; base of both policies."""
 
-    def __init__(self, room: int) -> None:
-        self.room, self.live = room, 0
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.live = capacity, 0
         self.weights: deque[Op] = deque()
 
-    def done(self, op: Op) -> None:
+    def mark_done(self, op: Op) -> None:
+        """Count the live activations."""
         if op.kind == FORWARD:
             self.live += 1
         elif op.kind != BACKWARD_INPUT:
@@ -43,116 +42,123 @@ class _Device:
 
 
 class EarliestDueDate(_Device):
-    """Takes the op with the earliest due date; without room for a forward, makes it or goes on with a backward."""
+    """Policy that computes the ready op with the earliest due date.
 
-    def __init__(self, work: Work, entries: Sequence[float], room: int) -> None:
-        super().__init__(room)
-        self.work, self.entries = work, entries
-        self.forwards: list[tuple[_Due, Op]] = []
-        self.backwards: list[tuple[_Due, Op]] = []
+    If no activation fits, it computes a backward for the weights first, or the next backward instead of a forward.
+    """
 
-    def arrive(self, op: Op) -> None:
+    def __init__(self, workload: Workload, entries: Sequence[float], capacity: int) -> None:
+        super().__init__(capacity)
+        self.workload, self.entries = workload, entries
+        self.forwards: list[tuple[_Priority, Op]] = []
+        self.backwards: list[tuple[_Priority, Op]] = []
+
+    def add_ready(self, op: Op) -> None:
+        """Record that all inputs of ``op`` have arrived."""
         if op.kind == BACKWARD_WEIGHT:
             self.weights.append(op)
             return
-        walk = self.work.walks[self.work.pipes[op.micro_batch]]
+        starts = self.workload.earliest_starts[self.workload.pipes[op.micro_batch]]
         ready = self.forwards if op.kind == FORWARD else self.backwards
-        due = self.entries[op.micro_batch] + walk[op.kind][op.stage]
+        due = self.entries[op.micro_batch] + starts[op.kind][op.stage]
         heappush(ready, ((due, op.kind, op.stage, op.micro_batch), op))
 
     def choose(self) -> Op | None:
+        """Return the op to compute now, or None to wait."""
         forwards, backwards = self.forwards, self.backwards
         if forwards and (not backwards or forwards[0] < backwards[0]):
-            if self.live < self.room:
+            if self.live < self.capacity:
                 return heappop(forwards)[1]
             if self.weights:
                 return self.weights.popleft()
         return heappop(backwards)[1] if backwards else self._weight()
 
 
-class WeightsInWaits(_Device):
-    """Takes forwards and backwards in a given order, and weight gradients where it would wait."""
+class FillIdleTime(_Device):
+    """Policy that keeps an order of forwards and backwards, and computes backwards for the weights in idle time."""
 
-    def __init__(self, order: Iterable[Op], room: int) -> None:
-        super().__init__(room)
+    def __init__(self, order: Iterable[Op], capacity: int) -> None:
+        super().__init__(capacity)
         self.order = deque(op for op in order if op.kind != BACKWARD_WEIGHT)
-        self.arrived: set[Op] = set()
+        self.ready: set[Op] = set()
 
-    def arrive(self, op: Op) -> None:
+    def add_ready(self, op: Op) -> None:
+        """Record that all inputs of ``op`` have arrived."""
         if op.kind == BACKWARD_WEIGHT:
             self.weights.append(op)
         else:
-            self.arrived.add(op)
+            self.ready.add(op)
 
     def choose(self) -> Op | None:
-        if not self.order or self.order[0] not in self.arrived or self._full(self.order[0]):
+        """Return the op to compute now, or None to wait."""
+        if not self.order or self.order[0] not in self.ready or self._full(self.order[0]):
             return self._weight()
-        self.arrived.remove(self.order[0])
+        self.ready.remove(self.order[0])
         return self.order.popleft()
 
     def _full(self, op: Op) -> bool:
-        """Return whether a weight gradient has to make room before ``op``."""
-        return op.kind == FORWARD and self.live >= self.room and bool(self.weights)
+        """Return True if a backward for the weights must free an activation before ``op``."""
+        return op.kind == FORWARD and self.live >= self.capacity and bool(self.weights)
 
 
-class RoomAdmission:
-    """Lets micro-batches in, by their entry times, as soon as every device may hold all their stages.
+class CapacityAdmission:
+    """Admission of micro-batches in the order of their entry times, while every device has capacity for their stages.
 
     Args:
-        room: stages of admitted micro-batches that a device may hold.
+        capacity: stages of admitted micro-batches per device.
     """
 
-    def __init__(self, work: Work, entries: Sequence[float], room: int) -> None:
-        first = [work.pipes.index(pipe) for pipe in range(work.placement.replicas) if pipe in work.pipes]
-        order = sorted(
-            range(work.micro_batches),
-            key=lambda m: (entries[m], m - first[work.pipes[m]], m),
-        )
-        self.work, self.room, self.waiting = work, room, deque(order)
-        self.open = [0] * work.placement.num_devices
-        self.needs = [[devices.count(d) for d in range(len(self.open))] for devices in work.placement.pipes]
-        self._blocked_on: int | None = None
+    def __init__(self, workload: Workload, entries: Sequence[float], capacity: int) -> None:
+        pipes, placement = workload.pipes, workload.placement
+        first = [pipes.index(pipe) for pipe in range(placement.replicas) if pipe in pipes]
+        order = sorted(range(workload.micro_batches), key=lambda m: (entries[m], m - first[pipes[m]], m))
+        self.workload, self.capacity, self.waiting = workload, capacity, deque(order)
+        self.used = [0] * placement.num_devices
+        self.needs = [[devices.count(d) for d in range(len(self.used))] for devices in placement.pipes]
+        self._full_device: int | None = None
 
     def admit(self) -> Iterator[Op]:
         """Yield the first ops of the micro-batches that may enter now."""
         while self.waiting:
-            needs = self.needs[self.work.pipes[self.waiting[0]]]
+            needs = self.needs[self.workload.pipes[self.waiting[0]]]
             for device, need in enumerate(needs):
-                if self.open[device] + need > self.room:
-                    self._blocked_on = device
+                if self.used[device] + need > self.capacity:
+                    self._full_device = device
                     return
-            self.open = [taken + need for taken, need in zip(self.open, needs, strict=True)]
-            yield from self.work.dependencies.entries(self.waiting.popleft())
+            self.used = [used + need for used, need in zip(self.used, needs, strict=True)]
+            yield from self.workload.dependencies.entries(self.waiting.popleft())
 
-    def done(self, device: int, op: Op) -> Iterator[Op]:
-        """Yield the same after ``device`` has computed ``op``."""
-        # What waits for its weight gradient alone can be freed at any time, and so does not count.
+    def mark_done(self, device: int, op: Op) -> Iterator[Op]:
+        """Yield the first ops of the micro-batches that may enter after ``device`` has computed ``op``."""
+        # A stage that lacks only its backward for the weights can be freed at any time, so it does not count.
         if op.kind in (BACKWARD, BACKWARD_INPUT):
-            self.open[device] -= 1
-            if device == self._blocked_on:
+            self.used[device] -= 1
+            if device == self._full_device:
                 yield from self.admit()
 
 
-def dispatch(work: Work, devices: Sequence[Policy], admission: Admission) -> Run | None:
-    """Run the step; None when the devices come to wait for each other."""
-    done = run(work, devices, admission, same_time=_SAME_TIME)
-    return done if sum(map(len, done.orders)) == work.ops else None
+def dispatch(workload: Workload, devices: Sequence[Policy], admission: Admission) -> Run | None:
+    """Run the step; return None if the devices deadlock."""
+    done = run(workload, devices, admission, tolerance=_TOLERANCE)
+    return done if sum(map(len, done.orders)) == workload.num_ops else None
 
 
-def by_due_date(work: Work, entries: Sequence[float], room: int, admitted: int) -> Run | None:
-    """List scheduling. None when the devices come to wait for each other, which ``admitted`` <= ``room`` excludes.
+def by_due_date(workload: Workload, entries: Sequence[float], capacity: int, admitted: int) -> Run | None:
+    """Run the step by due dates; return None for a deadlock, which is impossible if ``admitted`` <= ``capacity``.
 
     Args:
-        entries: when each micro-batch should enter.
-        room: stages that a device may keep for their backward.
-        admitted: stages of admitted micro-batches that a device may hold.
+        entries: target entry time of every micro-batch.
+        capacity: stages per device with live activations.
+        admitted: stages of admitted micro-batches per device.
     """
-    devices = [EarliestDueDate(work, entries, room) for _ in range(work.placement.num_devices)]
-    return dispatch(work, devices, RoomAdmission(work, entries, admitted))
+    devices = [EarliestDueDate(workload, entries, capacity) for _ in range(workload.placement.num_devices)]
+    return dispatch(workload, devices, CapacityAdmission(workload, entries, admitted))
 
 
-def fill_waits(work: Work, orders: Sequence[Iterable[Op]], room: int) -> Run | None:
-    """The given orders of forwards and backwards, with the weight gradients where a device would wait."""
-    everything = work.micro_batches * work.placement.stages
-    devices = [WeightsInWaits(order, room) for order in orders]
-    return dispatch(work, devices, RoomAdmission(work, [0.0] * work.micro_batches, everything))
+def fill_idle_time(workload: Workload, orders: Sequence[Iterable[Op]], capacity: int) -> Run | None:
+    """Run the given orders of forwards and backwards, with backwards for the weights in idle time; None: a deadlock."""
+    everything = workload.micro_batches * workload.placement.stages
+    devices = [FillIdleTime(order, capacity) for order in orders]
+    return dispatch(
+        workload, devices, CapacityAdmission(workload, [0.0] * workload.micro_batches, everything)
+    )

@@ -1,7 +1,7 @@
-"""The best order for given costs that a short search finds, and the bound that no order can beat.
+"""Search for a short order under given costs, and the lower bound of all orders on a placement.
 
-List scheduling by due dates (:mod:`.dispatch`) makes an order of every guess at when the micro-batches should enter;
-the search is over those guesses: some evenly spaced ones, then random changes of the best.
+List scheduling (:mod:`.dispatch`) turns a guess of the entry times of the micro-batches into an order. The search tries
+evenly spaced entries first, then random changes of the best guess.
 """
 
 from __future__ import annotations
@@ -13,25 +13,31 @@ from random import Random
 
 from ...errors import ScheduleError
 from ..costs import Costs
-from ..events import Run, Work
+from ..events import Run, Workload
 from ..ops import BACKWARD, FORWARD
 from ..placement import Placement
-from ..registry import Orders
-from ..simulate import in_order, peak_stages
-from ..tick_rule import slots
-from .dispatch import by_due_date, fill_waits
+from ..schedule import Orders
+from ..simulate import peak_stages, run_orders
+from ..tick_rule import ticks
+from .dispatch import by_due_date, fill_idle_time
 
-# Micro-batches of a pipe should enter this many times the work of one apart; the rest follows from what arrives.
-_SPACINGS = (0.5, 1.0, 0.25, 0.75, 1.5, 2.0)
-_MOST_OPS = 50_000  # that all runs together may take, about 0.2 s; one guess is tried at any size
-_OFTEN = 0.3  # how often a change is also one of how much is admitted
-_LITTLE = 0.01  # of a forward of one D-th of the model
-_SLACK = 1e-9  # sums of the same times in another order differ by rounding
+_SPACINGS = (
+    0.5,
+    1.0,
+    0.25,
+    0.75,
+    1.5,
+    2.0,
+)  # between the micro-batches of a pipe, in forward + backward times
+_MAX_OPS = 50_000  # of all runs, about 0.2 s; the first guess is tried at any size
+_ADMISSION_CHANGES = 0.3  # share of random changes that also change the admission limit
+_SLOW_MESSAGE = 0.01  # time of a message on slow links, in forwards of 1/D of the model
+_SLACK = 1e-9  # relative; sums of the same times in another order differ by rounding
 
 
 @dataclass(frozen=True)
 class _Guess:
-    """When each micro-batch enters, and how many stages of admitted ones a device may hold."""
+    """Entry time of every micro-batch, and the most stages of admitted micro-batches per device."""
 
     entries: tuple[float, ...]
     admitted: int
@@ -46,153 +52,169 @@ def plan(
     split: bool,
     max_activations: float,
 ) -> Orders:
-    """The order of every rank with the least time found; among equals one that bears it when messages take a little.
+    """Return the shortest orders found. Ties go to the orders least sensitive to message latency.
 
     Args:
-        schedule: its name, for errors.
-        split: whether backwards are split into input and weight gradient.
-        max_activations: most that a device keeps, in D-ths of the model for one micro-batch.
+        schedule: name of the schedule, for errors.
+        split: True to split backwards.
+        max_activations: limit of live activations per device, in units of 1/D of the model and a micro-batch.
 
     Raises:
-        ScheduleError: when that is less than one micro-batch needs.
+        ScheduleError: the limit is too low for one micro-batch.
     """
-    work = Work(placement, micro_batches, costs, split)
-    everything = placement.stages * micro_batches
-    room = math.floor(min(max_activations * placement.stages / placement.num_devices, everything) + 1e-9)
+    workload = Workload(placement, micro_batches, costs, split)
+    unit = placement.num_devices / placement.stages  # activations of one stage
+    capacity = math.floor(min(max_activations / unit, placement.stages * micro_batches) + 1e-9)
     least = max(devices.count(d) for devices in placement.pipes for d in range(placement.num_devices))
-    if room < least:
+    if capacity < least:
         raise ScheduleError(
-            f"{schedule}: max_activations {max_activations:g} has no room for one micro-batch, which needs "
-            f"{least * placement.num_devices / placement.stages:g} (D-ths of the model). Use at least that."
+            f"{schedule}: max_activations is too low for one micro-batch (got {max_activations:g}). "
+            f"Use at least {least * unit:g} (units of 1/D of the model)."
         )
-    limits = [room, room + least, room + 2 * least]
-    (best, leader), slow = _search(work, room, limits), slow_links(work)
-    if slow is None:
+    limits = [capacity, capacity + least, capacity + 2 * least]
+    best, guess = _search(workload, capacity, limits)
+    if not costs.free_messages:
         return best.orders
+    slow = with_slow_links(workload)
     if split:
-        return unhurried(work, best.orders, fill_waits(slow, best.orders, room), room)
-    return _search_unhurried(work, slow, best.orders, leader, room, limits)
+        return less_sensitive(workload, best.orders, fill_idle_time(slow, best.orders, capacity), capacity)
+    return _search_less_sensitive(workload, slow, best.orders, guess, capacity, limits)
 
 
-def _search(work: Work, room: int, limits: list[int]) -> tuple[Run, _Guess]:
-    """The best order found, and the best of the guesses."""
-    floor, random, guesses = lower_bound(work), Random(0), list(_even_guesses(work, limits))
-    best, leader, its_time, tried = _slot_rule(work, room), guesses[0], math.inf, 0
-    while best is None or best.makespan > floor * (1 + _SLACK):
-        if best is not None and tried and (tried + 1) * work.ops >= _MOST_OPS:
+def _search(workload: Workload, capacity: int, limits: list[int]) -> tuple[Run, _Guess]:
+    """Return the shortest run, and the best guess."""
+    bound, random, guesses = lower_bound(workload), Random(0), list(_even_guesses(workload, limits))
+    best, best_guess, best_time, tried = _tick_rule_run(workload, capacity), guesses[0], math.inf, 0
+    while best is None or best.makespan > bound * (1 + _SLACK):
+        if best is not None and tried and (tried + 1) * workload.num_ops >= _MAX_OPS:
             break
-        guess = guesses[tried] if tried < len(guesses) else _change(leader, work, limits, random)
-        run, tried = by_due_date(work, guess.entries, room, guess.admitted), tried + 1
+        guess = guesses[tried] if tried < len(guesses) else _change(best_guess, workload, limits, random)
+        run, tried = by_due_date(workload, guess.entries, capacity, guess.admitted), tried + 1
         if run is None:
-            continue  # more was admitted than there was room for
-        if run.makespan <= its_time:
-            leader, its_time = guess, run.makespan
+            continue  # deadlock
+        if run.makespan <= best_time:
+            best_guess, best_time = guess, run.makespan
         if best is None or _cost(run) < _cost(best):
             best = run
-    return best, leader
+    return best, best_guess
 
 
-def _search_unhurried(
-    work: Work, slow: Work, orders: Orders, leader: _Guess, room: int, limits: list[int]
+def _search_less_sensitive(
+    workload: Workload, slow: Workload, orders: Orders, best_guess: _Guess, capacity: int, limits: list[int]
 ) -> Orders:
-    """Of the orders that take no longer than ``orders``, the one that takes least when messages take a little."""
-    guesses, random, tried = [leader, *_even_guesses(work, limits)], Random(0), 0
-    most, least = _time(work, orders) * (1 + _SLACK), _time(slow, orders)
-    while tried * work.ops < _MOST_OPS // 2:
-        guess = guesses[tried] if tried < len(guesses) else _change(leader, work, limits, random)
+    """Return the orders that are shortest on slow links, among those as short as ``orders`` on free links."""
+    guesses, random, tried = [best_guess, *_even_guesses(workload, limits)], Random(0), 0
+    limit, slow_limit = _time(workload, orders) * (1 + _SLACK), _time(slow, orders)
+    while tried * workload.num_ops < _MAX_OPS // 2:
+        guess = guesses[tried] if tried < len(guesses) else _change(best_guess, workload, limits, random)
         tried += 1
-        for times in (work, slow):
-            run = by_due_date(times, guess.entries, room, guess.admitted)
-            if run is None or _cost(run)[1] > room or run.makespan > (most if times is work else least):
+        for each in (workload, slow):
+            run = by_due_date(each, guess.entries, capacity, guess.admitted)
+            if run is None or _cost(run)[1] > capacity:
                 continue
-            late = _time(slow, run.orders)
-            if late < least * (1 - _SLACK) and _time(work, run.orders) <= most:
-                orders, leader, least = run.orders, guess, late
+            if run.makespan > (limit if each is workload else slow_limit):
+                continue
+            slow_time = _time(slow, run.orders)
+            if slow_time < slow_limit * (1 - _SLACK) and _time(workload, run.orders) <= limit:
+                orders, best_guess, slow_limit = run.orders, guess, slow_time
     return orders
 
 
-def slow_links(work: Work) -> Work | None:
-    """The same with messages that take a little time, as they always do; None where links are not free.
+def with_slow_links(workload: Workload) -> Workload:
+    """Return the workload with a small message time instead of free messages.
 
-    At free links many orders take the same time, and in most of them every result is needed the moment it is there:
-    then each message delays the step.
+    On free links many orders have the same makespan. In most of them each result is needed as soon as it is computed,
+    so that real messages would delay the step.
     """
-    costs = work.costs
-    if costs.comm or any(costs.links.values()):
-        return None
-    return replace(work, costs=replace(costs, comm=_LITTLE * costs.forward))
+    costs = workload.costs
+    return replace(workload, costs=replace(costs, comm=_SLOW_MESSAGE * costs.forward))
 
 
-def unhurried(work: Work, orders: Orders, other: Run | None, room: int) -> Orders:
-    """The orders found with slow links, if with free ones they take no longer than ``orders`` and have the room."""
-    if other is None or _cost(other)[1] > room:
+def less_sensitive(workload: Workload, orders: Orders, slow_run: Run | None, capacity: int) -> Orders:
+    """Return the orders of ``slow_run`` if they fit the capacity and are as short as ``orders`` on free links."""
+    if slow_run is None or _cost(slow_run)[1] > capacity:
         return orders
-    as_given, slower = (_time(work, each) for each in (orders, other.orders))
-    return other.orders if slower <= as_given * (1 + _SLACK) else orders
+    as_short = _time(workload, slow_run.orders) <= _time(workload, orders) * (1 + _SLACK)
+    return slow_run.orders if as_short else orders
 
 
-def _time(work: Work, orders: Orders) -> float:
-    return in_order(work, orders).makespan
+def _time(workload: Workload, orders: Orders) -> float:
+    return run_orders(workload, orders).makespan
 
 
 def _cost(run: Run) -> tuple[float, int]:
     return run.makespan, max(map(peak_stages, run.orders))
 
 
-def _slot_rule(work: Work, room: int) -> Run | None:
-    """The rule of :mod:`..tick_rule`, which at equal costs is the best there is, with these costs."""
-    placement, n = work.placement, work.micro_batches
+def _tick_rule_run(workload: Workload, capacity: int) -> Run | None:
+    """Run the order of :mod:`..tick_rule`, which is optimal at equal costs; None if it exceeds the capacity."""
+    placement, n = workload.placement, workload.micro_batches
     orders = [
-        [op for _, op in slots(rank, placement, n, work.gradient)] for rank in range(placement.num_devices)
+        [op for _, op in ticks(device, placement, n, workload.gradient_kind)]
+        for device in range(placement.num_devices)
     ]
-    run = fill_waits(work, orders, room)
-    return run if run is not None and _cost(run)[1] <= room else None
+    run = fill_idle_time(workload, orders, capacity)
+    return run if run is not None and _cost(run)[1] <= capacity else None
 
 
-def _even_guesses(work: Work, limits: list[int]) -> Iterator[_Guess]:
-    """Micro-batches at equal distances; first what cannot make devices wait for each other."""
-    one = sum(work.costs.of(kind) for kind in (FORWARD, BACKWARD))
-    first = [work.pipes.index(pipe) for pipe in work.pipes]
+def _one_micro_batch(workload: Workload) -> float:
+    """Return the time of a forward and a backward of 1/D of the model."""
+    return sum(workload.costs.of(kind) for kind in (FORWARD, BACKWARD))
+
+
+def _even_guesses(workload: Workload, limits: list[int]) -> Iterator[_Guess]:
+    """Yield evenly spaced entries, first those that cannot deadlock."""
+    one = _one_micro_batch(workload)
+    first = [workload.pipes.index(pipe) for pipe in workload.pipes]
     for admitted in limits:
         for spacing in _SPACINGS:
-            entries = tuple((m - first[m]) * spacing * one for m in range(work.micro_batches))
+            entries = tuple((m - first[m]) * spacing * one for m in range(workload.micro_batches))
             yield _Guess(entries, admitted)
 
 
-def _change(guess: _Guess, work: Work, limits: list[int], random: Random) -> _Guess:
-    """One to three micro-batches enter earlier or later, and sometimes more or fewer at once."""
-    one = sum(work.costs.of(kind) for kind in (FORWARD, BACKWARD))
+def _change(guess: _Guess, workload: Workload, limits: list[int], random: Random) -> _Guess:
+    """Return a guess with one to three random entry times changed, and sometimes the admission limit."""
+    one = _one_micro_batch(workload)
     entries = list(guess.entries)
     for _ in range(random.randint(1, 3)):
         entries[random.randrange(len(entries))] += random.uniform(-one, one)
-    admitted = random.choice(limits) if random.random() < _OFTEN else guess.admitted
+    admitted = random.choice(limits) if random.random() < _ADMISSION_CHANGES else guess.admitted
     return replace(guess, entries=tuple(entries), admitted=admitted)
 
 
-def lower_bound(work: Work) -> float:
-    """Least time of any order on the placement: a device's first arrival, its work, and what must follow it."""
-    placement, work_kinds = work.placement, (FORWARD, BACKWARD)
-    counts = [work.pipes.count(pipe) for pipe in range(placement.replicas)]
-    # The way of one micro-batch, and the weight gradient that comes after it.
-    ways = [walk[work.gradient][0] for walk, count in zip(work.walks, counts, strict=True) if count]
-    bound = max(ways) + work.times[BACKWARD][0]
+def lower_bound(workload: Workload) -> float:
+    """Return a lower bound of the makespan of all orders on the placement.
+
+    For each device: the earliest arrival of a micro-batch, the work of the device, and the time back to stage 0. One
+    micro-batch alone is another bound. The largest value counts.
+    """
+    placement, kinds = workload.placement, (FORWARD, BACKWARD)
+    counts = [workload.pipes.count(pipe) for pipe in range(placement.replicas)]
+    # One micro-batch, up to its last backward for the weights.
+    last_starts = [
+        starts[workload.gradient_kind][0]
+        for starts, count in zip(workload.earliest_starts, counts, strict=True)
+        if count
+    ]
+    bound = max(last_starts) + workload.times[BACKWARD][0]
     for device in range(placement.num_devices):
-        mine = [
+        held = [
             (pipe, stage)
             for pipe, devices in enumerate(placement.pipes)
             for stage, at in enumerate(devices)
             if at == device and counts[pipe]
         ]
-        if not mine:
+        if not held:
             continue
-        busy = sum(counts[pipe] * work.times[kind][stage] for pipe, stage in mine for kind in work_kinds)
-        start = min(work.walks[pipe][FORWARD][stage] for pipe, stage in mine)
-        end = 0.0 if work.split else min(_way_home(work, pipe, stage) for pipe, stage in mine)
+        busy = sum(counts[pipe] * workload.times[kind][stage] for pipe, stage in held for kind in kinds)
+        start = min(workload.earliest_starts[pipe][FORWARD][stage] for pipe, stage in held)
+        end = 0.0 if workload.split else min(_time_to_stage_0(workload, pipe, stage) for pipe, stage in held)
         bound = max(bound, start + busy + end)
     return bound
 
 
-def _way_home(work: Work, pipe: int, stage: int) -> float:
-    """From the end of the backward at ``stage`` to the end of the backward at stage 0."""
-    walk, times = work.walks[pipe][work.gradient], work.times[work.gradient]
-    return walk[0] + times[0] - (walk[stage] + times[stage])
+def _time_to_stage_0(workload: Workload, pipe: int, stage: int) -> float:
+    """Return the time from the end of the backward at ``stage`` to the end of the backward at stage 0."""
+    starts = workload.earliest_starts[pipe][workload.gradient_kind]
+    times = workload.times[workload.gradient_kind]
+    return starts[0] + times[0] - (starts[stage] + times[stage])

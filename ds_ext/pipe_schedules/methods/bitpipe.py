@@ -1,19 +1,19 @@
 """BitPipe: two V-shaped pipes in opposite directions (arXiv 2410.19367). ::
 
-    rank 0  0 1 . 2 2 3 3 0 0'- 1 1'- . 2'- 2'- 3'- 3'- 0'- . . 1'-
-    rank 1  . 0 2 1 3 2 0 3 1 . 0'- 2'- 1'- 3'- 2'- 0'- 3'- 1'- . .
-    rank 2  . 2 0 3 1 0 2 1 3 . 2'- 0'- 3'- 1'- 0'- 2'- 1'- 3'- . .
-    rank 3  2 3 . 0 0 1 1 2 2'- 3 3'- . 0'- 0'- 1'- 1'- 2'- . . 3'-
+    device 0  0 1 . 2 2 3 3 0 0'- 1 1'- . 2'- 2'- 3'- 3'- 0'- . . 1'-
+    device 1  . 0 2 1 3 2 0 3 1 . 0'- 2'- 1'- 3'- 2'- 0'- 3'- 1'- . .
+    device 2  . 2 0 3 1 0 2 1 3 . 2'- 0'- 3'- 1'- 0'- 2'- 1'- 3'- . .
+    device 3  2 3 . 0 0 1 1 2 2'- 3 3'- . 0'- 0'- 1'- 1'- 2'- . . 3'-
 
-Micro-batches 0 and 1 take the down pipe from rank 0 to rank 3 and back, 2 and 3 the up pipe from rank 3 to rank 0
-and back.
+The down pipe (micro-batches 0 and 1) starts and ends on device 0 and turns at device 3. The up pipe (2 and 3) starts
+and ends on device 3 and turns at device 0.
 
-The order is a closed form. Micro-batches come in *basic units* of D: n = D/2 for each pipe. A device's *home* pipe
-is the one that starts nearer to it; ``k`` is how many micro-batches of its home pipe it takes before the other
-pipe's first arrives.
+Mode "unit" is a closed form of the paper's order. A *basic unit* is D micro-batches, n = D/2 per pipe. The *home* pipe
+of a device is the one whose start is nearer. ``k`` is the number of micro-batches of the home pipe that the device
+computes before the first one of the other pipe arrives.
 
-That is mode "unit". Mode "greedy" plans an order for any N and any costs (:mod:`..list_scheduling.search`); it takes
-less time and holds more activations.
+Mode "greedy" plans an order for any N and costs (:mod:`..list_scheduling.search`). It is faster and keeps more
+activations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from ..costs import Costs
 from ..list_scheduling.search import plan
 from ..ops import BACKWARD, FORWARD, Op
 from ..placement import Placement, bidirectional_v
-from ..registry import Option, Orders, check_multiple, every_rank, planned_schedule
+from ..registry import planned_schedule
+from ..schedule import Option, Orders, check_multiple, every_device
 
 
 @planned_schedule(
@@ -34,10 +35,10 @@ from ..registry import Option, Orders, check_multiple, every_rank, planned_sched
     even_devices=True,
     options={
         "mode": Option(
-            "unit", None, "unit: the closed form; greedy: any N, planned for the costs", ("unit", "greedy")
+            "unit", None, "unit: closed form; greedy: planned for the costs, any N", ("unit", "greedy")
         ),
         "max_activations": Option(
-            0.0, 0, "greedy: most activations a device keeps, in D-ths of the model; 0: 1.5 D"
+            0.0, 0, "greedy: most live activations per device, in units of 1/D of the model; 0: 1.5 D"
         ),
     },
     variants=lambda num_devices, micro_batches: [
@@ -49,23 +50,26 @@ from ..registry import Option, Orders, check_multiple, every_rank, planned_sched
 def bitpipe(
     placement: Placement, micro_batches: int, costs: Costs, mode: str, max_activations: float
 ) -> Orders:
-    """Two opposing V-shaped pipes: bubble (D-2)/(3N+D-2) at N = D, for twice the weights."""
+    """Two V-shaped pipes in opposite directions: bubble (D-2)/(3N+D-2) at N = D, twice the weights.
+
+    Raises ScheduleError if mode "unit" does not support N or an option.
+    """
     if mode == "greedy":
         most = max_activations or 1.5 * placement.num_devices
         return plan("bitpipe", placement, micro_batches, costs, split=False, max_activations=most)
     if max_activations:
         raise ScheduleError(
-            f'bitpipe: max_activations {max_activations:g} is for mode "greedy"; mode "unit" keeps at most '
-            f"{placement.num_devices} (D-ths of the model)."
+            f'bitpipe: max_activations needs mode "greedy" (got {max_activations:g} with mode "unit", which keeps at '
+            f"most {placement.num_devices}). Remove it, or set the mode."
         )
     check_multiple(
-        "bitpipe", micro_batches, placement, ' Or give it the option "mode": "greedy", for any number.'
+        "bitpipe", micro_batches, placement, ' Or set the option "mode" to "greedy", which accepts any N.'
     )
-    return every_rank(closed_form, placement, micro_batches)
+    return every_device(closed_form, placement, micro_batches)
 
 
 def closed_form(device: int, num_devices: int, micro_batches: int) -> Iterator[Op]:
-    """The order of ``device`` for N a multiple of D."""
+    """Yield the ops of ``device`` for N a multiple of D."""
     units = micro_batches // num_devices
     warmup = num_devices + num_devices // 2 + min(device, num_devices - 1 - device)
     pairs = 2 * num_devices - warmup
@@ -84,20 +88,20 @@ def closed_form(device: int, num_devices: int, micro_batches: int) -> Iterator[O
     def take(source: Iterator[Op], count: int) -> Iterator[Op]:
         return (next(source) for _ in range(count))
 
-    # Fill the pipes with the first unit.
+    # Warm-up: fill the pipes with the first unit.
     yield from take(forward, warmup)
     for _ in range(units - 1):
-        # One forward, one backward: the rest of this unit's forwards against its first backwards.
+        # Steady state: the remaining forwards of this unit alternate with its first backwards.
         for _ in range(pairs):
             yield next(forward)
             yield next(backward)
-        # The seam: this unit drains while the next one fills the devices that run dry.
+        # Seam: the next unit fills the pipes while this one drains.
         yield from take(backward, warmup - pairs + 1)
         for _ in range(pairs - 1):
             yield next(forward)
             yield next(backward)
         yield from take(forward, warmup - pairs + 1)
-    # The last unit: the remaining pairs, then drain.
+    # Last unit: the remaining pairs, then the cool-down.
     for _ in range(pairs):
         yield next(forward)
         yield next(backward)
@@ -107,10 +111,10 @@ def closed_form(device: int, num_devices: int, micro_batches: int) -> Iterator[O
 def unit_order(
     device: int, num_devices: int, micro_batches: int, unit: int, *, backward: bool
 ) -> Iterator[tuple[int, int]]:
-    """The 2D (micro-batch, stage) of one basic unit in the order that ``device`` computes them.
+    """Yield the 2D (micro-batch, stage) of one basic unit in the order of ``device``.
 
-    ``near`` is the half of the model that the direction meets first: the first half of the stages going
-    forward, the second half going backward. The other pipe runs the mirrored device.
+    ``near`` is the half of the model that comes first in the direction: the first half of the stages for forwards, the
+    second half for backwards. In the other pipe, the device is mirrored.
     """
     n = num_devices // 2
     home = 0 if device < n else 1

@@ -1,12 +1,12 @@
 """Chimera: two linear pipes in opposite directions (arXiv 2107.06925, fig. 2 and section 3.1). ::
 
-    rank 0  0 1 . 2 2'- 3 3'- . 0'- . . 1'-
-    rank 1  . 0 2 1 3 . 2'- 0'- 3'- 1'- . .
-    rank 2  . 2 0 3 1 . 0'- 2'- 1'- 3'- . .
-    rank 3  2 3 . 0 0'- 1 1'- . 2'- . . 3'-
+    device 0  0 1 . 2 2'- 3 3'- . 0'- . . 1'-
+    device 1  . 0 2 1 3 . 2'- 0'- 3'- 1'- . .
+    device 2  . 2 0 3 1 . 0'- 2'- 1'- 3'- . .
+    device 3  2 3 . 0 0'- 1 1'- . 2'- . . 3'-
 
-Micro-batches 0 and 1 take the down pipe from rank 0 to rank 3, 2 and 3 the up pipe from rank 3 to rank 0. More
-than D micro-batches are further units of D, which overlap at the seams (section 3.5, direct concatenation).
+The down pipe (micro-batches 0 and 1) runs from device 0 to device 3, the up pipe (2 and 3) from device 3 to device 0.
+With N > D, units of D micro-batches follow each other and overlap (section 3.5, direct concatenation).
 """
 
 from __future__ import annotations
@@ -21,5 +21,5 @@ from ..tick_rule import whole_order
 
 @schedule("chimera", place=bidirectional_linear, even_devices=True, micro_batches_multiple_of_devices=True)
 def chimera(device: int, num_devices: int, micro_batches: int) -> Iterator[Op]:
-    """Two opposing linear pipes: bubble 2(D-2)/(3N+2(D-2)) at N = D, for twice the weights."""
+    """Two linear pipes in opposite directions: bubble 2(D-2)/(3N+2(D-2)) at N = D, twice the weights."""
     return whole_order(device, bidirectional_linear(num_devices), micro_batches)

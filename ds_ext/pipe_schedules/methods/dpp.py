@@ -1,17 +1,17 @@
-"""DPP, dynamic pipeline parallel: every device decides at run time what it computes next.
+"""DPP, dynamic pipeline parallelism: each device chooses its next op at run time.
 
-The decision is in :mod:`..dynamic`: a device alternates forwards and backwards, and takes the first by its policy of
-those that have arrived and are admitted. This file runs the same policies under given costs, jitter included.
-``simulate`` prices the resulting timetable, and the engine takes its links and buffers from it. With free messages it
-is as fast as 1F1B and admits micro-batches earlier; late messages delay only the ops that need them::
+The policy is in :mod:`..dynamic`: a device alternates between forwards and backwards, and computes the ready op with
+the highest priority. This file runs the policies under given costs and jitter. ``simulate`` prices the resulting
+timetable; the engine uses its links and buffers. With free messages DPP takes as long as 1F1B and admits micro-batches
+earlier. A late message delays only the ops that need it::
 
-    rank 0  0 1 2 3 . . . . . . 0'- . 1'- . 2'- . 3'-
-    rank 1  . 0 1 2 3 . . . 0'- . 1'- . 2'- . 3'- . .
-    rank 2  . . 0 1 2 3 0'- . 1'- . 2'- . 3'- . . . .
-    rank 3  . . . 0 0'- 1 1'- 2 2'- 3 3'- . . . . . .
+    device 0  0 1 2 3 . . . . . . 0'- . 1'- . 2'- . 3'-
+    device 1  . 0 1 2 3 . . . 0'- . 1'- . 2'- . 3'- . .
+    device 2  . . 0 1 2 3 0'- . 1'- . 2'- . 3'- . . . .
+    device 3  . . . 0 0'- 1 1'- 2 2'- 3 3'- . . . . . .
 
-The greedy rule is that of MegatronApp's dynamic scheduler (MegaDPP). Admission, which bounds memory and excludes
-deadlocks, is new here.
+The greedy choice is that of MegatronApp's dynamic scheduler (MegaDPP). The admission rule, which bounds memory and
+prevents deadlocks, is added here.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from typing import Any
 from ...errors import ScheduleError
 from ..costs import Costs
 from ..dynamic import POLICIES, Rules
-from ..events import NoAdmission, Policy, Work
+from ..events import NoAdmission, Policy, Workload
 from ..list_scheduling.dispatch import dispatch
 from ..placement import Placement, bidirectional_v, linear, looped, v
-from ..registry import DynamicRules, Option, Orders, planned_schedule
+from ..registry import planned_schedule
+from ..schedule import DynamicRules, Option, Orders, needs_even_devices
 
 _PLACES: Mapping[str, Callable[[int, int], Placement]] = {
     "linear": lambda num_devices, chunks: linear(num_devices),
@@ -35,48 +36,43 @@ _PLACES: Mapping[str, Callable[[int, int], Placement]] = {
     "bidirectional_v": lambda num_devices, chunks: bidirectional_v(num_devices),
 }
 _OPTIONS = {
-    "placement": Option("linear", None, "where the stages live", tuple(_PLACES)),
-    "chunks": Option(2, 1, "stages a device, of the placement interleaved"),
-    "policy": Option("group", None, "which of several ready computations is taken", POLICIES),
-    "backward": Option("whole", None, "split: weight gradients fill the waits", ("whole", "split")),
-    "max_in_flight": Option(0, 0, "micro-batches that are under way at most, all pipes together; 0: 2 D"),
+    "placement": Option("linear", None, "placement of the stages", tuple(_PLACES)),
+    "chunks": Option(2, 1, "stages per device, for placement interleaved"),
+    "policy": Option("group", None, "choice among ready ops", POLICIES),
+    "backward": Option("whole", None, "split: weight gradients fill idle time", ("whole", "split")),
+    "max_in_flight": Option(0, 0, "most micro-batches in flight, summed over the pipes; 0: 2 D"),
     "max_activations": Option(
         0.0,
         0,
-        "most activations a device keeps, in D-ths of the model; 0: those of all micro-batches under way",
+        "most live activations per device, in units of 1/D of the model; 0: no limit beyond max_in_flight",
     ),
 }
 
 
 def _place(num_devices: int, placement: str, chunks: int) -> Placement:
     if placement == "bidirectional_v" and num_devices % 2:
-        ways = " or ".join(str(n) for n in (num_devices - 1, num_devices + 1) if n >= 2)
-        raise ScheduleError(
-            f"dpp: the placement bidirectional_v needs an even number of stages (pipeline_parallel_size), because "
-            f"devices work in mirrored pairs; got {num_devices}. Use {ways}, or another placement."
-        )
+        raise ScheduleError(needs_even_devices("dpp with placement bidirectional_v", num_devices))
     return _PLACES[placement](num_devices, chunks)
 
 
 def make_rules(placed: Placement, micro_batches: int, options: Mapping[str, Any]) -> Rules:
-    """Return the rules that all devices of a pipeline group share.
+    """Return the rules of a step.
 
     Args:
-        options: of the schedule, complete.
+        options: all options of the schedule.
 
     Raises:
         ScheduleError: an option has no effect, or a limit is too low for one micro-batch of every pipe.
     """
     if options["placement"] != "interleaved" and options["chunks"] != _OPTIONS["chunks"].default:
         raise ScheduleError(
-            f"dpp: chunks {options['chunks']} has no effect with the placement {options['placement']}. Leave chunks "
-            f"out, or take the placement interleaved."
+            f"dpp: chunks needs placement interleaved (got {options['chunks']} with placement "
+            f"{options['placement']}). Remove chunks, or change the placement."
         )
     in_flight = options["max_in_flight"] or 2 * placed.num_devices
     if in_flight < placed.replicas:
         raise ScheduleError(
-            f"dpp: max_in_flight {in_flight} leaves one of the {placed.replicas} pipes no micro-batch. Use at least "
-            f"{placed.replicas}."
+            f"dpp: max_in_flight must be at least the number of pipes, {placed.replicas} (got {in_flight})."
         )
     share, rest = divmod(in_flight, placed.replicas)
     credits = tuple(share + (pipe < rest) for pipe in range(placed.replicas))
@@ -86,12 +82,12 @@ def make_rules(placed: Placement, micro_batches: int, options: Mapping[str, Any]
         options["backward"] == "split",
         options["policy"],
         credits,
-        _rooms(placed, credits, options["max_activations"]),
+        _limits(placed, credits, options["max_activations"]),
     )
 
 
-def _rooms(placed: Placement, credits: tuple[int, ...], most: float) -> tuple[int, ...]:
-    """Per device how many stages of micro-batches it may keep. Raises ScheduleError for less than one of each."""
+def _limits(placed: Placement, credits: tuple[int, ...], most: float) -> tuple[int, ...]:
+    """Return the most (stage, micro-batch) pairs per device. Raises ScheduleError for less than one per stage."""
     by_credits = [
         sum(devices.count(d) * n for devices, n in zip(placed.pipes, credits, strict=True))
         for d in range(placed.num_devices)
@@ -101,18 +97,18 @@ def _rooms(placed: Placement, credits: tuple[int, ...], most: float) -> tuple[in
     least = max(map(len, placed.chunks))
     if limit < least:
         raise ScheduleError(
-            f"dpp: max_activations {most:g} has no room for one micro-batch at each of the {least} stages that a "
-            f"device holds (of all pipes). Use at least {least / share:g} (D-ths of the model)."
+            f"dpp: max_activations is too low for one micro-batch at each of the {least} stages of a device "
+            f"(got {most:g}). Use at least {least / share:g} (units of 1/D of the model)."
         )
     return tuple(min(limit, n) for n in by_credits)
 
 
 def run(rules: DynamicRules, costs: Costs) -> Orders:
-    """Return the order of every device when computations and messages take the times of ``costs``, with jitter."""
-    work = Work(rules.placement, rules.micro_batches, costs, rules.split, jittered=True)
+    """Return the order of every device under ``costs``, with jitter."""
+    workload = Workload(rules.placement, rules.micro_batches, costs, rules.split, jittered=True)
     devices: list[Policy] = [rules.device(device) for device in range(rules.placement.num_devices)]
-    done = dispatch(work, devices, NoAdmission(work))
-    assert done is not None, "admission of whole micro-batches keeps every device going"
+    done = dispatch(workload, devices, NoAdmission(workload))
+    assert done is not None, "the rules prevent deadlocks"
     return done.orders
 
 
@@ -120,5 +116,5 @@ def run(rules: DynamicRules, costs: Costs) -> Orders:
     "dpp", place=_place, options=_OPTIONS, variants=lambda num_devices, n: [], dynamic=make_rules
 )
 def dpp(placed: Placement, micro_batches: int, costs: Costs, /, **options: Any) -> Orders:
-    """Order decided at run time, by what has arrived; here as it comes out under given costs."""
+    """Each device chooses its next op at run time; the timetable is one run under given costs."""
     return run(make_rules(placed, micro_batches, options), costs)

@@ -1,12 +1,11 @@
 """DualPipeV: one V-shaped pipe whose forwards and backwards run in pairs (arXiv 2412.19437, 3.2.1, cut in half). ::
 
-    rank 0  0  1  2  0  0' 0" 1  3  1'--- 2  0'--- 4  2'--- 3  1'--- 3'--- 4  .  2'--- 4'--- 3' 3" 4' 4"
-    rank 1  .  0  0  1  1  2  0'--- 2  0'--- 3  1'--- 3  1'--- 4  2'--- 4  2'--- 3'--- 3'--- 4' 4' 4" 4"
+    device 0  0  1  2  0  0' 0" 1  3  1'--- 2  0'--- 4  2'--- 3  1'--- 3'--- 4  .  2'--- 4'--- 3' 3" 4' 4"
+    device 1  .  0  0  1  1  2  0'--- 2  0'--- 3  1'--- 3  1'--- 4  2'--- 4  2'--- 3'--- 3'--- 4' 4' 4" 4"
 
-DeepSeek's DualPipe repository describes it. Micro-batches go to the last rank and back, so the loss is on rank 0.
-On GPUs the two computations of a pair (steps 4 and 5) share a device and hide each other's messages; here they come
-one after the other. Weight gradients are apart only where nothing else could be computed. It needs at least 2D
-micro-batches.
+The steps are those of DeepSeek's DualPipe repository. The pipe turns at the last device, so the loss is on device 0. On
+GPUs the two ops of a pair (steps 4 and 5) overlap to hide messages; here they run one after the other. Backwards are
+split only where a device would otherwise be idle. N must be at least 2D.
 """
 
 from __future__ import annotations
@@ -23,14 +22,17 @@ from ..registry import schedule
 
 @schedule("dualpipev", place=v)
 def dualpipev(device: int, num_devices: int, micro_batches: int) -> Iterator[Op]:
-    """A V-shaped pipe of paired forwards and backwards, D + 1/2 activations; here to compare with."""
+    """A V-shaped pipe of paired forwards and backwards: D + 1/2 activations; for comparison.
+
+    Raises ScheduleError for fewer than 2D micro-batches.
+    """
     if micro_batches < 2 * num_devices:
         raise ScheduleError(
-            f"dualpipev needs at least {2 * num_devices} micro-batches (2D, to fill both ways); got {micro_batches}."
+            f"dualpipev: micro_batches must be at least 2D = {2 * num_devices} (got {micro_batches})."
         )
-    there, back = device, 2 * num_devices - 1 - device
-    forwards = {there: count(), back: count()}
-    backwards = {there: count(), back: count()}
+    first, second = device, 2 * num_devices - 1 - device  # the two stages of the device
+    forwards = {first: count(), second: count()}
+    backwards = {first: count(), second: count()}
     weights: deque[Op] = deque()
 
     def forward(stage: int) -> Op:
@@ -44,36 +46,36 @@ def dualpipev(device: int, num_devices: int, micro_batches: int) -> Iterator[Op]
         weights.append(op._replace(kind=BACKWARD_WEIGHT))
         return op
 
-    # Step 1: forwards on the way there.
+    # Step 1, nF0: forwards of the first stage.
     for _ in range(2 * (num_devices - 1 - device)):
-        yield forward(there)
-    # Step 2: forwards both ways.
+        yield forward(first)
+    # Step 2, nF0F1: forwards of both stages.
     for _ in range(device + 1):
-        yield forward(there)
-        yield forward(back)
-    # Step 3: the first backwards, in halves, and forwards on the way back.
+        yield forward(first)
+        yield forward(second)
+    # Step 3, nI1W1F1: split backwards and forwards of the second stage.
     for _ in range(num_devices - 1 - device):
-        yield backward_input(back)
+        yield backward_input(second)
         yield weights.popleft()
-        yield forward(back)
-    # Step 4: the main part, pairs of forward and backward.
+        yield forward(second)
+    # Step 4, nF0B1F1B0: steady state, pairs of a forward and a backward.
     for _ in range(micro_batches - 2 * num_devices + device + 1):
-        yield forward(there)
-        yield backward(back)
-        yield forward(back)
-        yield backward(there)
-    # Step 5: no more forwards on the way there.
+        yield forward(first)
+        yield backward(second)
+        yield forward(second)
+        yield backward(first)
+    # Step 5, nB1F1B0: the first stage has no more forwards.
     for _ in range(num_devices - 1 - device):
-        yield backward(back)
-        yield forward(back)
-        yield backward(there)
-    # Step 6: backwards both ways; from the middle on, only what the other ranks wait for.
+        yield backward(second)
+        yield forward(second)
+        yield backward(first)
+    # Step 6, nB1B0: backwards of both stages, split in the second half.
     for turn in range(2 * (device + 1)):
-        stage = there if turn % 2 else back
+        stage = first if turn % 2 else second
         yield backward(stage) if turn < device + 1 else backward_input(stage)
-    # Step 7: weight gradients against the last backwards.
+    # Step 7, nWB0: weight gradients alternate with the last input gradients.
     for _ in range(num_devices - 1 - device):
         yield weights.popleft()
-        yield backward_input(there)
-    # Step 8: the weight gradients that are left.
+        yield backward_input(first)
+    # Step 8, nW: the remaining weight gradients.
     yield from weights

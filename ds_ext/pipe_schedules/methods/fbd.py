@@ -1,21 +1,21 @@
-"""FBD: forwards and backwards on devices of their own (MegaFBD, "forward-backward disaggregation"). ::
+"""FBD: forwards and backwards on separate devices (MegaFBD, "forward-backward disaggregation"). ::
 
-    rank 0  0  1  2  3  .  .  .  .  .  .  .  .  .  .  .
-    rank 1  0* .  .  .  0'--- 1* 1'--- 2* 2'--- 3* 3'---
-    rank 2  .  .  .  .  .  .  .  .  .  .  .  .  .  .  .
-    rank 3  .  0* 0'--- 1* 1'--- 2* 2'--- 3* 3'--- .  .
+    device 0  0  1  2  3  .  .  .  .  .  .  .  .  .  .  .
+    device 1  0* .  .  .  0'--- 1* 1'--- 2* 2'--- 3* 3'---
+    device 2  .  .  .  .  .  .  .  .  .  .  .  .  .  .  .
+    device 3  .  0* 0'--- 1* 1'--- 2* 2'--- 3* 3'--- .  .
 
-A forward device computes without a graph and hands its output to the next forward device and to the backward device
-of the next stage. That one computes the stage again, with its graph (``0*``), and goes backward as soon as the gradient
-is there, so it never keeps more than one micro-batch. The forward of the last stage is computed by nobody: only its
-backward device needs the output. With ``k`` = ``backward_per_forward`` the forward devices serve ``k`` pipelines of
-backward devices, which are replicas of each other.
+A forward device computes without an autograd graph. It sends its output to the forward device and to the backward
+device of the next stage. A backward device repeats the forward of its stage with a graph (``0*``) and computes the
+backward as soon as the gradient arrives, so it keeps at most one micro-batch. The forward device of the last stage is
+idle in training. The forward devices serve ``k`` = ``backward_per_forward`` pipes of backward devices, which are
+replicas of each other.
 
-Stage s is on the devices (1 + k)s, its forward, and (1 + k)s + 1 ... (1 + k)s + k, its backwards. A step takes
-(P - 1)f + N/k (f + b + w) + (P - 1)(b + w), on 1 + k times as many devices as a plain pipeline of P stages. A forward
-device works f for (f + b + w) that each of its k backward devices works. So FBD pays where forward devices are weaker
-(up to (f + b + w)/(kf) times as slow, for nothing), where one rank of theirs does what TP ranks do, or where the memory
-of activations is the limit; on equal devices with memory to spare they are faster as plain pipelines.
+Device (1 + k)s computes the forwards of stage s, and devices (1 + k)s + 1 ... (1 + k)s + k its backwards. A step takes
+(P - 1)f + N/k (f + b + w) + (P - 1)(b + w) on 1 + k times the devices of a plain pipeline of P stages. While each of
+its k backward devices works f + b + w, a forward device works kf. FBD is worth its devices if forward devices are up
+to (f + b + w)/(kf) times slower, if one forward rank replaces TP ranks, or if activations limit the memory. Equal
+devices with enough memory are faster as plain pipelines.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from collections.abc import Iterator
 from ...errors import ScheduleError
 from ..ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
 from ..placement import ForwardPipe, Placement
-from ..registry import Option, schedule
+from ..registry import schedule
+from ..schedule import Option
 
 _WHOLE, _SPLIT = "whole", "split"
 _OPTIONS = {
-    "backward_per_forward": Option(1, 1, "backward pipelines that one forward pipeline serves"),
+    "backward_per_forward": Option(1, 1, "backward pipelines per forward pipeline"),
     "merge_forward_tensor_parallel": Option(
-        1, 1, "tensor-parallel ranks whose work one forward rank does; 1: none are merged"
+        1, 1, "tensor-parallel ranks that one forward rank replaces; 1: no merging"
     ),
-    "forward_slowdown": Option(1.0, 0, "time of the same work on a forward device and on a backward device"),
-    "backward": Option(_WHOLE, None, "whether backwards are split in two", (_WHOLE, _SPLIT)),
+    "forward_slowdown": Option(
+        1.0, 0, "time of a forward device relative to a backward device for the same work"
+    ),
+    "backward": Option(_WHOLE, None, "split: separate input and weight gradients", (_WHOLE, _SPLIT)),
 }
 
 
 def disaggregated(
     num_devices: int, backward_per_forward: int, merge_forward_tensor_parallel: int, forward_slowdown: float
 ) -> Placement:
-    """P stages on P forward devices and k x P backward devices. Raises ScheduleError for less than two stages."""
+    """Return P stages on P forward devices and k x P backward devices. Raises ScheduleError for one stage."""
     if num_devices < 2:
-        raise ScheduleError(
-            f"fbd needs at least 2 stages (pipeline_parallel_size), as the forward of the last one is only needed "
-            f"where its backward is; got {num_devices}. Use 2 or more, or another schedule."
-        )
+        raise ScheduleError(f"fbd: pipeline_parallel_size must be at least 2 (got {num_devices}).")
     columns = 1 + backward_per_forward
     forward, *pipes = (tuple(range(column, num_devices * columns, columns)) for column in range(columns))
     merged, slowdown = merge_forward_tensor_parallel, float(forward_slowdown)
@@ -60,21 +60,24 @@ def fbd(
     micro_batches: int,
     backward_per_forward: int,
     backward: str,
-    **of_placement: object,
+    **placement_options: object,
 ) -> Iterator[Op]:
-    """Forwards on devices of their own, which feed devices that repeat them and go backward."""
+    """Forwards and backwards on separate devices; backward devices repeat the forwards.
+
+    Raises ScheduleError if N is not a multiple of ``backward_per_forward``.
+    """
     pipes = backward_per_forward
     each, rest = divmod(micro_batches, pipes)
     if rest or not each:
-        ways = " or ".join(str(n) for n in (each * pipes, (each + 1) * pipes) if n)
+        valid = " or ".join(str(n) for n in (each * pipes, (each + 1) * pipes) if n)
         raise ScheduleError(
-            f"fbd shares the micro-batches evenly between {pipes} backward pipelines (backward_per_forward); got "
-            f"{micro_batches}. Use {ways}."
+            f"fbd: micro_batches must be a multiple of backward_per_forward, {pipes} (got {micro_batches}). "
+            f"Use {valid}."
         )
     stage, column = divmod(device, 1 + pipes)
     if column == 0:
         if stage < num_devices // (1 + pipes) - 1:
-            # Every pipeline gets its next micro-batch in turn.
+            # The micro-batches of the pipes alternate.
             yield from (Op(FORWARD, pipe * each + m, stage) for m in range(each) for pipe in range(pipes))
         return
     kinds = (RECOMPUTE, BACKWARD) if backward == _WHOLE else (RECOMPUTE, BACKWARD_INPUT, BACKWARD_WEIGHT)
@@ -83,10 +86,10 @@ def fbd(
 
 
 def most_ahead(stages: int, stage: int, spare: int = 1) -> int:
-    """Micro-batches that the forward of ``stage`` may be ahead of what the next stage's backward device has taken.
+    """Return the most outputs of ``stage`` that the backward device of the next stage has not yet received.
 
-    A bound of ``stages - 1 - stage`` costs no time when all stages are alike: the backward device of the next stage
-    ends its m-th repeated forward at 3m + 2(stages - 2 - stage) + stages, in forward times, and for the last stage not
-    to wait the forward of ``stage`` must start its m-th at 3m + stage. ``spare`` more hide the time of messages.
+    With equal stages, a bound of ``stages - 1 - stage`` does not lengthen the step. In forward times, the backward
+    device of the next stage ends its m-th repeated forward at 3m + 2(stages - 2 - stage) + stages. The last stage does
+    not wait if the m-th forward of ``stage`` starts at 3m + stage. ``spare`` more outputs hide the time of messages.
     """
     return stages - 1 - stage + spare

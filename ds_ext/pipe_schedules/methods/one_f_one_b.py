@@ -1,11 +1,11 @@
-"""1F1B, DeepSpeed's own order (PipeDream-Flush; arXiv 2104.04473, fig. 4). ::
+"""1F1B, DeepSpeed's order (PipeDream-Flush; arXiv 2104.04473, section 2.2.1 and fig. 4). ::
 
-    rank 0  0 1 2 3 . . . . . . 0'- . 1'- . 2'- . 3'-
-    rank 1  . 0 1 2 . . . . 0'- 3 1'- . 2'- . 3'- . .
-    rank 2  . . 0 1 . . 0'- 2 1'- 3 2'- . 3'- . . . .
-    rank 3  . . . 0 0'- 1 1'- 2 2'- 3 3'- . . . . . .
+    device 0  0 1 2 3 . . . . . . 0'- . 1'- . 2'- . 3'-
+    device 1  . 0 1 2 . . . . 0'- 3 1'- . 2'- . 3'- . .
+    device 2  . . 0 1 . . 0'- 2 1'- 3 2'- . 3'- . . . .
+    device 3  . . . 0 0'- 1 1'- 2 2'- 3 3'- . . . . . .
 
-As long as GPipe, with D - rank activations instead of N. Copy this file to add a schedule.
+It takes as long as GPipe and keeps D - device activations instead of N. Copy this file to add a schedule.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..registry import schedule
 
 @schedule("1f1b", place=linear)
 def one_f_one_b(device: int, num_devices: int, micro_batches: int) -> Iterator[Op]:
-    """Warm up with forwards, then one forward one backward, then drain: at most D - rank activations."""
+    """Warm-up, one forward one backward, cool-down: at most D - device activations."""
     warmup = min(num_devices - device - 1, micro_batches)
     for m in range(warmup):
         yield Op(FORWARD, m, device)

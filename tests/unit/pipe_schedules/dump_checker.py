@@ -39,14 +39,14 @@ class DumpChecker:
         self.home = {(c["stage"], c["pipe"]): c["rank"] for c in dump["chunks"]}
         self.steps = [((r, i), x) for r, order in enumerate(dump["ranks"]) for i, x in enumerate(order)]
 
-    def check(self, link_slots: int | None = None) -> None:
+    def check(self, link_credits: int | None = None) -> None:
         """Raises AssertionError, or graphlib.CycleError for a program that does not end."""
         self.check_shape()
         self.check_pipes()
         self.check_computations()
         self.check_peers()
         self.check_data()
-        self.check_ends(link_slots)
+        self.check_ends(link_credits)
 
     def check_shape(self) -> None:
         assert list(self.dump) == ["schedule", "stages", "micro_batches", "model_stages", "chunks", "ranks"]
@@ -124,7 +124,7 @@ class DumpChecker:
                 assert makes not in there
                 there |= {makes} if makes else set()
 
-    def check_ends(self, link_slots: int | None) -> None:
+    def check_ends(self, link_credits: int | None) -> None:
         sends: dict[Step, list[tuple[Step, tuple[str, int, int]]]] = defaultdict(list)
         receives: dict[Step, list[tuple[Step, tuple[str, int, int]]]] = defaultdict(list)
         before: dict[Step, set[Step]] = defaultdict(set)
@@ -143,6 +143,6 @@ class DumpChecker:
             assert [item for _, item in sent] == [item for _, item in taken], link
             for k, (step, _) in enumerate(taken):
                 before[step].add(sent[k][0])
-                if link_slots is not None and k + link_slots < len(sent):
-                    before[sent[k + link_slots][0]].add(step)
+                if link_credits is not None and k + link_credits < len(sent):
+                    before[sent[k + link_credits][0]].add(step)
         TopologicalSorter(before).prepare()

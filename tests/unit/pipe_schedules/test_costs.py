@@ -61,9 +61,7 @@ def test_a_stage_costs_its_share_and_its_factor() -> None:
     }
     assert Costs(forward=2, stages=(1, 1, 2)).durations(linear(3))["F"] == (2, 2, 4)
     assert Costs(stages=(1, 2, 3, 4)).durations(looped(2, 2))["B"] == (1, 2, 3, 4)
-    with pytest.raises(
-        ScheduleError, match=r"stages has 3 factors, but the schedule cuts the model into 4 stages"
-    ):
+    with pytest.raises(ScheduleError, match=r"stages .*4 \(got 3\)"):
         Costs(stages=(1, 1, 2)).durations(v(2))
 
 
@@ -74,9 +72,7 @@ def test_links() -> None:
 
 def test_costs_of_another_placement() -> None:
     for ends in ((0, 4), (7, 1), (-1, 0), (2, 2)):
-        with pytest.raises(
-            ScheduleError, match=rf"link {ends[0]}>{ends[1]} does not join two of the 4 ranks, .* 0 to 3"
-        ):
+        with pytest.raises(ScheduleError, match=rf"0 to 3 \(got {ends[0]}>{ends[1]}\)"):
             Costs(links={(0, 1): 1, ends: 1}).durations(linear(4))
     Costs(links={(0, 3): 1}).check_fits(v(4))
 
@@ -94,16 +90,16 @@ def test_costs_are_values() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"forward": -1}, "got f = -1"),
-        ({"backward_weight": "x"}, "got w = 'x'"),
-        ({"stages": (1, math.nan)}, r"got stages\[1\] = nan"),
-        ({"links": {(0, 1): -2}}, "got links 0>1 = -2"),
-        ({"jitter": 1.5}, "jitter must be within 0 and 1, .*; got 1.5"),
-        ({"seed": 0.5}, "seed must be an integer, .*; got 0.5"),
-        ({"seed": True}, "seed must be an integer, .*; got True"),
-        ({"forward": 1e308}, r"are 0 or within 1e-15 and 1e\+15; got f = 1e\+308\."),
-        ({"forward": True}, "got f = True"),
-        ({"backward_input": 10**6000}, "got b = thousands of digits or brackets"),
+        ({"forward": -1}, r"f .*got -1"),
+        ({"backward_weight": "x"}, "w .*got 'x'"),
+        ({"stages": (1, math.nan)}, r"stages\[1\] .*got nan"),
+        ({"links": {(0, 1): -2}}, "links 0>1 .*got -2"),
+        ({"jitter": 1.5}, "jitter .*0 and 1 .*got 1.5"),
+        ({"seed": 0.5}, "seed .*got 0.5"),
+        ({"seed": True}, "seed .*got True"),
+        ({"forward": 1e308}, r"f .*1e-15 and 1e\+15 \(got 1e\+308\)"),
+        ({"forward": True}, "f .*got True"),
+        ({"backward_input": 10**6000}, "b .*thousands of digits"),
     ],
 )
 def test_values_out_of_range(arguments: dict[str, Any], sentence: str) -> None:
@@ -156,20 +152,20 @@ def test_costs_from_a_file(tmp_path: Path) -> None:
         ("{", "not JSON"),
         (
             "[1]",
-            r"expected an object with f, b, w, comm, stages, links, jitter, seed, all optional; got \[1\]",
+            r"f, b, w, comm, stages, links, jitter, seed .*got \[1\]",
         ),
-        ('{"g": 1}', "all optional; got g"),
-        ('{"stages": 2}', "stages is a list of factors; got 2"),
-        ('{"stages": ["x"]}', r"got stages\[0\] = 'x'"),
-        ('{"links": {"0-1": 1}}', "a link is written \"0>1\" .*; got '0-1'"),
-        ('{"links": [1]}', r"a link is written .*; got \[1\]"),
-        ('{"links": {"0>1": null}}', "got links 0>1 = None"),
-        ('{"f": NaN}', "got f = nan"),
-        ('{"f": 1, "f": 2}', "'f' is given twice; give it once"),
-        ('{"links": {"0>1": 1, " 0 > 1": 2}}', "link 0>1 is given twice"),
-        ('{"links": "0>1"}', "a link is written \"0>1\" .*; got '0>1'"),
-        ('{"links": {"9999999999>1": 1}}', "a link is written"),
-        ('{"seed": true}', "seed must be an integer"),
+        ('{"g": 1}', "got g"),
+        ('{"stages": 2}', "stages .*got 2"),
+        ('{"stages": ["x"]}', r"stages\[0\] .*got 'x'"),
+        ('{"links": {"0-1": 1}}', "link .*got '0-1'"),
+        ('{"links": [1]}', r"link .*got \[1\]"),
+        ('{"links": {"0>1": null}}', "links 0>1 .*got None"),
+        ('{"f": NaN}', "f .*got nan"),
+        ('{"f": 1, "f": 2}', "'f'"),
+        ('{"links": {"0>1": 1, " 0 > 1": 2}}', "link 0>1"),
+        ('{"links": "0>1"}', "link .*got '0>1'"),
+        ('{"links": {"9999999999>1": 1}}', "link .*9999999999"),
+        ('{"seed": true}', "seed .*got True"),
         ("[" * 200_000, "nested too deeply"),
         ('{"f": ' + "[" * 5_000 + "]" * 5_000 + "}", "costs"),
     ],

@@ -11,11 +11,11 @@ from ds_ext.errors import ConfigError, ScheduleError
 from ds_ext.pipe_schedules import Op, Timetable, get_schedule, timetable
 from ds_ext.pipe_schedules.check.program import check
 from ds_ext.pipe_schedules.costs import Costs
-from ds_ext.pipe_schedules.events import NoAdmission, Work
+from ds_ext.pipe_schedules.events import NoAdmission, Workload
 from ds_ext.pipe_schedules.list_scheduling.dispatch import dispatch
 from ds_ext.pipe_schedules.lower import lower
 from ds_ext.pipe_schedules.methods.dpp import run
-from ds_ext.pipe_schedules.registry import DynamicRules
+from ds_ext.pipe_schedules.schedule import DynamicRules
 from ds_ext.pipe_schedules.simulate import peak_stages, simulate
 from tests.plans import placement_of
 from tests.selection import select
@@ -72,16 +72,16 @@ def test_links_of_random_latency_never_stop_a_step() -> None:
         made = Timetable("dpp", rules.placement, n, run(rules, costs))
         check(lower(made))
         for device, order in enumerate(made.orders):
-            assert peak_stages(order) <= rules.room(device), (seed, options)
-            assert len(order) == rules.count(device)
+            assert peak_stages(order) <= rules.max_live(device), (seed, options)
+            assert len(order) == rules.num_ops(device)
 
 
 def random_run(rules: DynamicRules, random: Random) -> list[list[Op]]:
     """Any message may be late, and any device slow: at every moment one of what can happen does, by chance."""
-    work = Work(rules.placement, rules.micro_batches, Costs(), rules.split)
+    work = Workload(rules.placement, rules.micro_batches, Costs(), rules.split)
     devices = [rules.device(device) for device in range(rules.placement.num_devices)]
     for op in NoAdmission(work).admit():
-        devices[work.dependencies.device(op)].arrive(op)
+        devices[work.dependencies.device(op)].add_ready(op)
     orders: list[list[Op]] = [[] for _ in devices]
     under_way: list[Op] = []
     computing: dict[int, Op] = {}
@@ -96,13 +96,13 @@ def random_run(rules: DynamicRules, random: Random) -> list[list[Op]]:
         event = random.choice(happens)
         if isinstance(event, Op):
             under_way.remove(event)
-            devices[work.dependencies.device(event)].arrive(event)
+            devices[work.dependencies.device(event)].add_ready(event)
             continue
         op = computing.pop(event)
-        devices[event].done(op)
+        devices[event].mark_done(op)
         for follower, at in followers(work, op):
             if at == event:
-                devices[event].arrive(follower)
+                devices[event].add_ready(follower)
             else:
                 under_way.append(follower)
 
@@ -119,7 +119,7 @@ def test_whatever_overtakes_whatever_every_label_meets_its_activation() -> None:
         # A valid order of all ranks exists: each op comes after exactly its own (stage, micro-batch)'s inputs.
         check(lower(made))
         simulate(made)
-        assert all(peak_stages(order) <= rules.room(d) for d, order in enumerate(made.orders)), (
+        assert all(peak_stages(order) <= rules.max_live(d) for d, order in enumerate(made.orders)), (
             seed,
             options,
         )
@@ -134,7 +134,7 @@ def test_the_simulation_is_the_run_of_the_policies(placement: str) -> None:
     options = {"placement": placement, "backward": "split"}
     made = DPP.timetable(4, 8, options, costs)
     rules = rules_of(4, 8, options)
-    work = Work(rules.placement, 8, costs, rules.split, jittered=True)
+    work = Workload(rules.placement, 8, costs, rules.split, jittered=True)
     live = dispatch(work, [rules.device(d) for d in range(4)], NoAdmission(work))
     assert live is not None and live.orders == made.orders
     assert simulate(made, costs).makespan == pytest.approx(live.makespan)
@@ -177,7 +177,7 @@ def test_whole_numbers_may_be_written_as_4e9() -> None:
     assert (given, type(given)) == (8, int)
     assert get_schedule("interleaved").placement(4, {"chunks": 3.0}).stages == 12
     for wrong in (4.5, float("inf"), float("nan"), "4e9", True):
-        with pytest.raises(ScheduleError, match="must be an integer of at least 0; got"):
+        with pytest.raises(ScheduleError, match=r"integer .* 0 \(got"):
             DPP.resolve_options({"max_in_flight": wrong})
 
 
@@ -186,14 +186,14 @@ def test_whole_numbers_may_be_written_as_4e9() -> None:
     [
         (
             {"max_in_flight": 1, "placement": "bidirectional_v"},
-            r"leaves one of the 2 pipes .* Use at least 2",
+            r"max_in_flight .*2 \(got 1\)",
         ),
-        ({"max_activations": 0.5}, r"max_activations 0.5 has no room .* Use at least 1 "),
+        ({"max_activations": 0.5}, r"max_activations .*got 0\.5.* 1 "),
         ({"placement": "v", "max_activations": 0.9}, r"each of the 2 stages .* Use at least 1 "),
-        ({"placement": "w"}, r"one of linear, interleaved, v, bidirectional_v; got 'w'"),
-        ({"chunks": 4}, r"chunks 4 has no effect with the placement linear"),
-        ({"follow": True}, r"has no option 'follow'"),
-        ({"max_bytes": 4_000_000_000}, r"has no option 'max_bytes'"),
+        ({"placement": "w"}, r"linear, interleaved, v, bidirectional_v .*'w'"),
+        ({"chunks": 4}, r"chunks .*4 .*linear"),
+        ({"follow": True}, r"'follow'"),
+        ({"max_bytes": 4_000_000_000}, r"'max_bytes'"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
@@ -202,7 +202,7 @@ def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
 
 
 def test_an_odd_number_of_devices_for_two_pipes() -> None:
-    with pytest.raises(ScheduleError, match=r"needs an even number of stages .*got 3. Use 2 or 4"):
+    with pytest.raises(ScheduleError, match=r"got 3.* 2 or 4"):
         DPP.placement(3, {"placement": "bidirectional_v"})
 
 

@@ -16,7 +16,7 @@ import pytest
 from ds_ext.pipe_schedules import Op, Placement, get_schedule
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.dynamic import Greedy, Rules
-from ds_ext.pipe_schedules.events import NoAdmission, Work
+from ds_ext.pipe_schedules.events import NoAdmission, Workload
 from ds_ext.pipe_schedules.placement import bidirectional_v, linear, looped, v
 from tests.timetables import followers
 
@@ -24,24 +24,24 @@ from tests.timetables import followers
 class State:
     """Devices with what they compute, and messages under way."""
 
-    def __init__(self, work: Work, devices: list[Any]) -> None:
+    def __init__(self, work: Workload, devices: list[Any]) -> None:
         self.work, self.devices = work, devices
         self.busy: list[Op | None] = [None] * len(devices)
         self.under_way: frozenset[Op] = frozenset()
         self.done = 0
 
     def choose(self) -> None:
-        """Every free device takes what its policy chooses."""
+        """Start the chosen op on every free device."""
         for device, policy in enumerate(self.devices):
             if self.busy[device] is None:
                 self.busy[device] = policy.choose()
 
     def key(self) -> object:
-        """Equal for states from which the same can happen."""
+        """Return a key that is equal for equivalent states."""
         return tuple(map(contents, self.devices)), tuple(self.busy), self.under_way
 
     def successors(self, late: bool) -> list[State]:
-        """What can happen next; if messages are not ``late`` they arrive as soon as they are sent."""
+        """Return the next states. Unless ``late``, messages arrive as soon as they are sent."""
         found = []
         for device, op in enumerate(self.busy):
             if op is None:
@@ -49,18 +49,18 @@ class State:
             after = self._copy()
             after.busy[device] = None
             after.done += 1
-            after.devices[device].done(op)
+            after.devices[device].mark_done(op)
             for follower, at in followers(self.work, op):
                 if late and at != device:
                     after.under_way |= {follower}
                 else:
-                    after.devices[at].arrive(follower)
+                    after.devices[at].add_ready(follower)
             after.choose()
             found.append(after)
         for op in self.under_way:
             after = self._copy()
             after.under_way -= {op}
-            after.devices[self.work.dependencies.device(op)].arrive(op)
+            after.devices[self.work.dependencies.device(op)].add_ready(op)
             after.choose()
             found.append(after)
         return found
@@ -73,7 +73,7 @@ class State:
 
 
 def contents(policy: Any) -> str:
-    """Everything that a policy knows, heaps as sets."""
+    """Return the state of a policy, with heaps sorted."""
     own = {
         k: sorted(x) if isinstance(x, list) and x and isinstance(x[0], tuple) else x
         for k, x in vars(policy).items()
@@ -82,18 +82,20 @@ def contents(policy: Any) -> str:
     return repr(own)
 
 
-def explore(work: Work, devices: list[Any], late: bool, check: Callable[[State], None]) -> tuple[int, bool]:
-    """(states, whether every state without a successor is the end of the step)."""
+def explore(
+    work: Workload, devices: list[Any], late: bool, check: Callable[[State], None]
+) -> tuple[int, bool]:
+    """Return the number of states, and whether every state without a successor is the end of the step."""
     first = State(work, devices)
     for op in NoAdmission(work).admit():
-        devices[work.dependencies.device(op)].arrive(op)
+        devices[work.dependencies.device(op)].add_ready(op)
     first.choose()
     seen, stack, ends = {first.key()}, [first], True
     while stack:
         state = stack.pop()
         check(state)
         following = state.successors(late)
-        ends = ends and (bool(following) or state.done == work.ops)
+        ends = ends and (bool(following) or state.done == work.num_ops)
         for after in following:
             key = after.key()
             if key not in seen:
@@ -102,13 +104,13 @@ def explore(work: Work, devices: list[Any], late: bool, check: Callable[[State],
     return len(seen), ends
 
 
-def rules_of(placement: Placement, n: int, **options: Any) -> tuple[Rules, Work]:
+def rules_of(placement: Placement, n: int, **options: Any) -> tuple[Rules, Workload]:
     method = get_schedule("dpp")
     assert method.dynamic is not None
     values = method.resolve_options(options)
     rules = method.dynamic(placement, n, values)
     assert isinstance(rules, Rules)
-    return rules, Work(placement, n, Costs(), rules.split)
+    return rules, Workload(placement, n, Costs(), rules.split)
 
 
 SMALL = [
@@ -136,14 +138,14 @@ def test_every_arrival_order_ends_within_its_memory(
     rules, work = rules_of(placement, n, max_in_flight=in_flight, **options)
 
     def within_memory(state: State) -> None:
-        assert all(sum(policy.live.values()) <= rules.room(d) for d, policy in enumerate(state.devices))
+        assert all(sum(policy.live.values()) <= rules.max_live(d) for d, policy in enumerate(state.devices))
 
     states, ends = explore(work, [rules.device(d) for d in range(placement.num_devices)], True, within_memory)
     assert ends and states > 20
 
 
 class CappedPerRank(Greedy):
-    """The rule that is not safe: every rank refuses forwards beyond a number of live chunks, and nobody admits."""
+    """Unsafe rule: every device limits its live chunks, without admission."""
 
     def __init__(self, rules: Rules, device: int, cap: int) -> None:
         super().__init__(rules, device)

@@ -1,4 +1,4 @@
-"""Timetables read back from their dumps: recorded orders, and files that are damaged."""
+"""Timetables read from dumps, valid and damaged."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def test_a_dump_is_a_timetable_file(placement: str, tmp_path: Path) -> None:
     path.write_text(json.dumps(dump(lower(made))))
     assert read_timetable(path) == made
     assert schedule_of_file(path).rules(4, 8) is None
-    with pytest.raises(ScheduleError, match=r"takes no options; got policy\. Leave them out"):
+    with pytest.raises(ScheduleError, match=r"options .*policy"):
         schedule_of_file(path).timetable(4, 8, {"policy": "depth"})
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.pop("chunks"), "there is no 'chunks'"),
+        (lambda d: d.pop("chunks"), "'chunks'"),
         (lambda d: d.update(micro_batches="4"), "micro_batches '4'"),
-        (lambda d: d["chunks"].pop(), "1 chunks are not 1 pipes of 1 stages|on 1"),
-        (lambda d: d["ranks"].pop(), "has 1 ranks, and its chunks are on 2"),
-        (lambda d: d["chunks"][0].update(rank=7), "on none of the 2 ranks"),
-        (lambda d: d["ranks"][0][1].pop("stage"), "there is no 'stage'"),
+        (lambda d: d["chunks"].pop(), "1 chunks .* 1 pipes of 1 stages|must have 1"),
+        (lambda d: d["ranks"].pop(), "ranks .*2 .*got 1"),
+        (lambda d: d["chunks"][0].update(rank=7), "rank .*0 and 1"),
+        (lambda d: d["ranks"][0][1].pop("stage"), "'stage'"),
     ],
 )
 def test_a_dump_that_is_damaged(change: Any, message: str, tmp_path: Path) -> None:
@@ -47,5 +47,5 @@ def test_a_dump_that_is_damaged(change: Any, message: str, tmp_path: Path) -> No
     with pytest.raises(ScheduleError, match=message):
         read_timetable(path)
     path.write_text("{")
-    with pytest.raises(ScheduleError, match="is no dump of a timetable"):
+    with pytest.raises(ScheduleError, match="5 keys"):
         read_timetable(path)

@@ -15,29 +15,29 @@ from ds_ext.pipe_schedules.simulate import simulate
 
 def test_labels_in_full() -> None:
     assert time_grid(simulate(timetable("1f1b", 2, 2)), labels="op").splitlines() == [
-        "rank 0  F0@0 F1@0 .    .    B0@0----- .    B1@0-----",
-        "rank 1  .    F0@1 B0@1----- F1@1 B1@1----- .    .",
+        "device 0  F0@0 F1@0 .    .    B0@0----- .    B1@0-----",
+        "device 1  .    F0@1 B0@1----- F1@1 B1@1----- .    .",
     ]
 
 
 def test_columns_are_time() -> None:
-    """Every mark stands at its start, also when durations are no multiples of each other."""
+    """Every label is at the start of its op, for any durations."""
     simulation = simulate(
         timetable("bitpipe", 4, 8), Costs(forward=1, backward_input=1.1, backward_weight=0.4, comm=0.05)
     )
     lines = time_grid(simulation, labels="op").splitlines()
-    scale = max(len(line) for line in lines) - len("rank 0  ")
+    scale = max(len(line) for line in lines) - len("device 0  ")
     for line, spans in zip(lines, simulation.spans, strict=True):
         for op, start, _ in spans:
-            column = line.index(str(op)) - len("rank 0  ")
+            column = line.index(str(op)) - len("device 0  ")
             assert abs(column / scale - start / simulation.makespan) < 0.04
 
 
 def test_split_backwards_and_free_computations() -> None:
     order = ((Op("F", 0, 0), Op("I", 0, 0), Op("W", 0, 0)),)
     made = Timetable("split", linear(1), 1, order)
-    assert time_grid(simulate(made)) == "rank 0  0  0' 0\""
-    assert time_grid(simulate(made, Costs(backward_weight=0))) == "rank 0  0  0'"
+    assert time_grid(simulate(made)) == "device 0  0  0' 0\""
+    assert time_grid(simulate(made, Costs(backward_weight=0))) == "device 0  0  0'"
     assert time_grid(simulate(made, Costs(0, 0, 0))) == order_grid(made)
 
 
@@ -52,13 +52,13 @@ def test_colors_do_not_move_anything() -> None:
     simulation = simulate(timetable("bitpipe", 4, 4))
     painted = time_grid(simulation, color=True)
     codes = set(re.findall(r"\x1b\[([\d;]*)m", painted))
-    assert codes == {"0", "36", "33", "36;7", "33;7"}  # a colour a pipe, backwards reversed
+    assert codes == {"0", "36", "33", "36;7", "33;7"}  # one colour per pipe, reversed for backwards
     assert re.sub(r"\x1b\[[\d;]*m", "", painted) == time_grid(simulation)
 
 
-def test_rank_numbers_are_aligned() -> None:
+def test_device_numbers_are_aligned() -> None:
     lines = time_grid(simulate(timetable("gpipe", 11, 1))).splitlines()
-    assert lines[0].startswith("rank  0  0") and lines[10].startswith("rank 10  .")
+    assert lines[0].startswith("device  0  0") and lines[10].startswith("device 10  .")
 
 
 def test_timetables_too_long_for_a_picture_are_drawn_step_by_step() -> None:
@@ -69,10 +69,10 @@ def test_timetables_too_long_for_a_picture_are_drawn_step_by_step() -> None:
 def test_the_window_around_an_op() -> None:
     made = timetable("gpipe", 2, 12)
     step = made.orders[1].index(Op("B", 3, 1))
-    assert order_grid(made, rank=1, step=step, around=2).splitlines() == [
-        "step    13    14    15    16    17",
-        "rank 0  B1@0  B2@0  B3@0  B4@0  B5@0",
-        "rank 1  B1@1  B2@1  B3@1  B4@1  B5@1   <-- ERROR HERE",
-        "                    ^^^^",
-        "        (steps 13..17 of 24)",
+    assert order_grid(made, device=1, step=step, around=2).splitlines() == [
+        "step      13    14    15    16    17",
+        "device 0  B1@0  B2@0  B3@0  B4@0  B5@0",
+        "device 1  B1@1  B2@1  B3@1  B4@1  B5@1   <-- ERROR HERE",
+        "                      ^^^^",
+        "          (steps 13..17 of 24)",
     ]

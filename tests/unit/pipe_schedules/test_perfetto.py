@@ -36,7 +36,7 @@ def test_ranks_and_threads_have_names() -> None:
     trace: dict[str, Any] = chrome_trace(simulate(timetable("1f1b", 2, 2)))
     names = [(e["pid"], e["name"], e["args"].get("name")) for e in events(trace, "M")]
     for rank in range(2):
-        assert (rank, "process_name", f"rank {rank}") in names
+        assert (rank, "process_name", f"device {rank}") in names
         assert (rank, "thread_name", "compute") in names
     assert trace["otherData"]["schedule"] == "1f1b" and trace["otherData"]["makespan"] == 9
 

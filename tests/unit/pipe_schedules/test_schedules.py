@@ -162,47 +162,47 @@ def test_pipes_carry_disjoint_consecutive_micro_batches() -> None:
 @pytest.mark.parametrize(
     ("name", "ranks", "micro_batches", "options", "sentence"),
     [
-        ("bitpipe", 5, 5, {}, "bitpipe needs an even number of stages .* got 5. Use 4 or 6."),
-        ("bitpipe", 1, 1, {}, "even number of stages .* got 1. Use 2."),
+        ("bitpipe", 5, 5, {}, r"pipeline_parallel_size .*got 5.* 4 or 6"),
+        ("bitpipe", 1, 1, {}, r"pipeline_parallel_size .*got 1.* 2\."),
         (
             "bitpipe",
             4,
             6,
             {},
-            "multiple of 4 .* got 6. Use 4 or 8, that is gradient_accumulation_steps 2 or 4.",
+            r"micro_batches .*4.*got 6.* 4 or 8.*gradient_accumulation_steps 2 or 4",
         ),
-        ("chimera", 3, 3, {}, "chimera needs an even number of stages .* got 3. Use 2 or 4."),
-        ("bitpipe_zb", 3, 3, {}, "bitpipe_zb needs an even number of stages .* got 3. Use 2 or 4."),
-        ("bitpipe_zb", 4, 4, {"waves": 0}, r"option waves .* at least 1; got 0"),
-        ("zb_v", 3, 4, {"max_activations": 0.5}, r"max_activations 0\.5 has no room for one micro-batch"),
+        ("chimera", 3, 3, {}, r"pipeline_parallel_size .*got 3.* 2 or 4"),
+        ("bitpipe_zb", 3, 3, {}, r"pipeline_parallel_size .*got 3.* 2 or 4"),
+        ("bitpipe_zb", 4, 4, {"waves": 0}, r"option waves .* 1 .*got 0"),
+        ("zb_v", 3, 4, {"max_activations": 0.5}, r"max_activations .*got 0\.5"),
         (
             "bitpipe",
             4,
             2,
             {},
-            "multiple of 4 .* got 2. Use 4, that is gradient_accumulation_steps 2. Or .*greedy",
+            r"4.*got 2.* 4.*gradient_accumulation_steps 2.*greedy",
         ),
-        ("bitpipe", 4, 0, {}, "at least 1 micro-batch; got 0"),
-        ("bitpipe", 4, 4, {"mode": "gready"}, "option mode .* must be one of unit, greedy; got 'gready'"),
+        ("bitpipe", 4, 0, {}, r"micro_batches .*1 .*got 0"),
+        ("bitpipe", 4, 4, {"mode": "gready"}, "option mode .*unit, greedy .*'gready'"),
         (
             "interleaved",
             3,
             4,
             {},
-            "multiple of 3 .* got 4. Use 3 or 6, that is gradient_accumulation_steps 3 or 6.",
+            r"3.*got 4.* 3 or 6.*gradient_accumulation_steps 3 or 6",
         ),
-        ("interleaved", 2, 2, {"chunks": 0}, r"option chunks .* at least 1; got 0"),
-        ("interleaved", 2, 2, {"chunks": True}, r"option chunks .* got True"),
+        ("interleaved", 2, 2, {"chunks": 0}, r"option chunks .* 1 .*got 0"),
+        ("interleaved", 2, 2, {"chunks": True}, r"option chunks .*got True"),
         (
             "interleaved",
             2,
             2,
             {"chunk": 2},
-            r"no option 'chunk' \(did you mean 'chunks'\?\); its options: chunks",
+            r"'chunk' .*'chunks'.* chunks\.",
         ),
-        ("gpipe", 2, 2, {"chunks": 2}, "gpipe has no option 'chunks'; its options: none"),
-        ("gpipe", 0, 2, {}, "at least 1 stage .* got 0"),
-        ("gpipe", 2, 0, {}, "at least 1 micro-batch; got 0"),
+        ("gpipe", 2, 2, {"chunks": 2}, "gpipe: .*'chunks'.* none"),
+        ("gpipe", 0, 2, {}, r"pipeline_parallel_size .*1 .*got 0"),
+        ("gpipe", 2, 0, {}, r"micro_batches .*1 .*got 0"),
     ],
 )
 def test_sizes_that_do_not_fit(
@@ -213,9 +213,7 @@ def test_sizes_that_do_not_fit(
 
 
 def test_unknown_names_get_the_nearest() -> None:
-    with pytest.raises(
-        ScheduleError, match=r"'bitpip' is not known \(did you mean 'bitpipe'\?\); known: 1f1b, "
-    ):
+    with pytest.raises(ScheduleError, match=r"'bitpip' .*'bitpipe'.* 1f1b, "):
         get_schedule("bitpip")
     assert get_schedule("BitPipe").name == "bitpipe"
 
@@ -228,14 +226,14 @@ def test_a_name_is_registered_by_one_module_only() -> None:
         schedule("gpipe", place=linear)(other)
 
 
-PICTURE = re.compile(r"(?:^    rank .*\n)+", re.MULTILINE)
-METHODS = sorted({one.program.__module__ for one in SCHEDULES.values()})
+PICTURE = re.compile(r"(?:^    device .*\n)+", re.MULTILINE)
+METHODS = sorted({one.generate.__module__ for one in SCHEDULES.values()})
 
 
 @pytest.mark.parametrize("module", METHODS)
 def test_the_pictures_in_the_file_are_what_show_prints(module: str) -> None:
     """The docstring has a picture of every schedule, in their order, of any size; or none at all."""
-    drawn = [one for one in SCHEDULES.values() if one.program.__module__ == module]
+    drawn = [one for one in SCHEDULES.values() if one.generate.__module__ == module]
     tree = ast.parse(Path(str(sys.modules[module].__file__)).read_text())
     found = PICTURE.findall(f"{ast.get_docstring(tree, clean=False)}\n")
     assert len(found) in (0, len(drawn))
@@ -258,10 +256,8 @@ def test_a_placement_is_for_as_many_devices_as_asked_for() -> None:
     method = get_schedule("1f1b")
     fixed = replace(method, name="fixed", place=lambda num_devices: Placement(((0, 1, 1, 0),)))
     assert fixed.placement(2).stages == 4
-    with pytest.raises(
-        ScheduleError, match=r"fixed: its placement is for 2 devices; got 4 .* Use 2, or have"
-    ):
+    with pytest.raises(ScheduleError, match=r"fixed: .* 2 .*pipeline_parallel_size 4"):
         fixed.placement(4)
     wrong = replace(method, name="wrong", place=lambda num_devices: Placement(((1 // (num_devices - 4),),)))
-    with pytest.raises(ScheduleError, match=r"^wrong: its code failed with ZeroDivisionError .* line \d+\.$"):
+    with pytest.raises(ScheduleError, match=r"^wrong: .*ZeroDivisionError .*test_schedules\.py, line \d+\.$"):
         wrong.placement(4)

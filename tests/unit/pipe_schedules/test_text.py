@@ -90,36 +90,36 @@ def test_two_pipes_from_a_header() -> None:
 @pytest.mark.parametrize(
     ("text", "where", "what"),
     [
-        ("", (1, 1), "no computation; expected a line a rank with cells such as F3@1 or 1F3"),
-        ("\n,,\n.", (1, 1), "no computation"),
+        ("", (1, 1), "F3@1 or 1F3"),
+        ("\n,,\n.", (1, 1), "F3@1 or 1F3"),
         (
             "F0@0\nF0@1, X3, B0@1",
             (2, 7),
-            "'X3' is not a computation; expected F3@1 or 1F3 (one of F, B, I, W",
+            "'X3'",
         ),
-        ("0F0,0F", (1, 5), "'0F' is not a computation"),
-        ("0F0,(0F1;0Q1)OVERLAP_F_B", (1, 5), "'0Q1' is not a computation"),
-        ("F0@0,F-1@0", (1, 6), "'F-1@0' is not a computation"),
-        ("F0@0,F0@9999999999", (1, 6), "is not a computation"),
+        ("0F0,0F", (1, 5), "'0F'"),
+        ("0F0,(0F1;0Q1)OVERLAP_F_B", (1, 5), "'0Q1'"),
+        ("F0@0,F-1@0", (1, 6), "'F-1@0'"),
+        ("F0@0,F0@9999999999", (1, 6), "F0@9999999999"),
         (
             "F0@0 F0@1\nF1@1",
             (2, 1),
-            "F1@1 is on rank 1, and stage 1 is already on rank 0; expected each stage on one",
+            "F1@1 is on device 1, but stage 1 is on device 0",
         ),
-        ("F0@0\nF0@5 F0@6", (2, 1), "no computation of stage 1; expected all stages from 0"),
+        ("F0@0\nF0@5 F0@6", (2, 1), "stage 1"),
         (
             "# timetable pipe=0\nF0@0",
             (1, 1),
-            "the header has 'pipe=0'; expected schedule=..., micro_batches=...",
+            "'pipe=0'",
         ),
-        ("# timetable pipes=0 pipes=0\nF0@0", (1, 1), "each at most once"),
-        ("# timetable schedule='a\nF0@0", (1, 1), "the header cannot be read: no closing quotation"),
-        ("\n# timetable micro_batches=0\nF0@0", (2, 1), "expected a number of at least 1"),
-        ("# timetable micro_batches=many\nF0@0", (1, 1), "expected a number of at least 1"),
-        ("# timetable pipes=0,a\nF0@0", (1, 1), "pipes=0,a: expected devices such as 0,1,1,0;1,0,0,1"),
-        ("# timetable pipes=0,1;1\nF0@0\n.", (1, 1), "every pipe has all stages; got 1 and 2 of them"),
-        ("# timetable pipes=0,1\nF0@0", (1, 1), "about 2 devices, and the text has 1 lines for ranks"),
-        ("# timetable pipes=0,999999999\nF0@0\n.", (1, 1), "about 1000000000 devices"),
+        ("# timetable pipes=0 pipes=0\nF0@0", (1, 1), "'pipes=0'"),
+        ("# timetable schedule='a\nF0@0", (1, 1), "quotation"),
+        ("\n# timetable micro_batches=0\nF0@0", (2, 1), "1 (got 0)"),
+        ("# timetable micro_batches=many\nF0@0", (1, 1), "1 (got many)"),
+        ("# timetable pipes=0,a\nF0@0", (1, 1), "(got 0,a)"),
+        ("# timetable pipes=0,1;1\nF0@0\n.", (1, 1), "(got 1 and 2)"),
+        ("# timetable pipes=0,1\nF0@0", (1, 1), "2 devices (got 1"),
+        ("# timetable pipes=0,999999999\nF0@0\n.", (1, 1), "1000000000 devices (got 2"),
     ],
 )
 def test_errors_say_where_and_what_was_expected(text: str, where: tuple[int, int], what: str) -> None:
@@ -139,9 +139,9 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 
 
 def test_what_torch_cannot_say_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="bitpipe has 2 pipes, and torch's CSV holds one"):
+    with pytest.raises(ScheduleError, match=r"bitpipe: .*got 2 "):
         torch_csv(timetable("bitpipe", 2, 2))
-    with pytest.raises(ScheduleError, match="written on one line"):
+    with pytest.raises(ScheduleError, match=r"a\\nb"):
         dumps(Timetable("a\nb", linear(1), 1, ((Op("F", 0, 0),),)))
 
 
@@ -234,16 +234,14 @@ def test_a_timetable_file_is_a_schedule_of_a_job(tmp_path: Path) -> None:
         return {"ds_ext": {"schedule": str(path), "pipeline_parallel_size": ranks}}
 
     assert timetable_of(section(4), 8) == made and placement_of(section(4)) == made.placement
-    with pytest.raises(
-        ConfigError, match=r"is for 8 micro-batches a step; got 4\. Use gradient_accumulation_steps 4\."
-    ):
+    with pytest.raises(ConfigError, match=r"micro_batches .*8 \(got 4\).*gradient_accumulation_steps 4"):
         timetable_of(section(4), 4)
-    with pytest.raises(ConfigError, match=r"is for 4 devices; got pipeline_parallel_size 2\. Use 4\."):
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size .*4 \(got 2\)"):
         placement_of(section(2))
-    with pytest.raises(ConfigError, match=r"'.*none\.txt' cannot be read: .*No such file"):
+    with pytest.raises(ConfigError, match=r"none\.txt: .*No such file"):
         placement_of(section(4, tmp_path / "none.txt"))
     file.write_text("0F0,bad")
-    with pytest.raises(ConfigError, match="line 1, column 5: 'bad' is not a computation"):
+    with pytest.raises(ConfigError, match=r"line 1, column 5: .*'bad'"):
         placement_of(section(4))
 
 
@@ -252,7 +250,9 @@ def test_errors_of_a_file_say_its_name(tmp_path: Path) -> None:
     file.write_text("F0@0 X")
     with pytest.raises(ScheduleError) as caught:
         read_timetable(file)
-    assert str(caught.value).startswith(f"timetable {file}, line 1, column 6: 'X' is not a computation")
+    assert str(caught.value).startswith(f"timetable {file}, line 1, column 6: ") and "'X'" in str(
+        caught.value
+    )
 
 
 def test_the_example_of_the_page() -> None:
@@ -270,9 +270,7 @@ def test_sizes_that_no_memory_holds_are_refused_before_they_are_checked() -> Non
     pipes = ",".join(["0"] * 300)
     cells = " ".join(f"F{0}@{stage}" for stage in range(300)) + " "
     cells += " ".join(f"B{0}@{stage}" for stage in reversed(range(300)))
-    with pytest.raises(
-        ScheduleError, match=r"300 stages of the model and 1,000,000 micro-batches make 600,000,000"
-    ):
+    with pytest.raises(ScheduleError, match=r"600,000,000 .*300 .*1,000,000"):
         loads(f"# timetable schedule=own micro_batches=1000000 pipes={pipes}\n{cells}")
 
 

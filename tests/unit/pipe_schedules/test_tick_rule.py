@@ -8,7 +8,7 @@ from ds_ext.pipe_schedules import Op, Placement, timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.placement import bidirectional_linear, bidirectional_v, linear, v
 from ds_ext.pipe_schedules.simulate import simulate
-from ds_ext.pipe_schedules.tick_rule import slots, whole_order
+from ds_ext.pipe_schedules.tick_rule import ticks, whole_order
 
 FAMILY = [
     *((linear(d)) for d in (1, 2, 5, 8)),
@@ -24,12 +24,12 @@ def test_a_device_has_one_op_a_slot_and_units_tile(placement: Placement) -> None
     units = 4
     n, unit = placement.num_devices // placement.replicas, 2 * placement.stages
     for rank in range(placement.num_devices):
-        taken = [slot for slot, _ in slots(rank, placement, units * placement.num_devices)]
+        taken = [slot for slot, _ in ticks(rank, placement, units * placement.num_devices)]
         assert len(set(taken)) == len(taken) == units * unit
         assert set(range(2 * n - 2, units * unit)) <= set(taken)
         assert max(taken) < units * unit + 2 * n - 2
         before_first_backward = min(
-            slot for slot, op in slots(rank, placement, placement.num_devices) if op.kind == "B"
+            slot for slot, op in ticks(rank, placement, placement.num_devices) if op.kind == "B"
         )
         assert len(set(range(before_first_backward)) - set(taken)) == n - 1
 

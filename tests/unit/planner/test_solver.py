@@ -12,7 +12,7 @@ from ds_ext.errors import ConfigError, ScheduleError
 from ds_ext.pipe_schedules import SCHEDULES, Op, Timetable, get_schedule
 from ds_ext.pipe_schedules.check.program import check
 from ds_ext.pipe_schedules.costs import Costs
-from ds_ext.pipe_schedules.events import Work
+from ds_ext.pipe_schedules.events import Workload
 from ds_ext.pipe_schedules.list_scheduling.search import lower_bound
 from ds_ext.pipe_schedules.lower import lower
 from ds_ext.pipe_schedules.placement import linear
@@ -86,7 +86,7 @@ def test_a_missing_solver_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> 
 def test_less_memory_costs_time(capsys: pytest.CaptureFixture[str]) -> None:
     """The bound of the placement is below the bound with the limit of activations."""
     given = get_schedule("bitpipe_zb").timetable(4, 4)
-    least = lower_bound(Work(given.placement, 4, Costs(), split=True))
+    least = lower_bound(Workload(given.placement, 4, Costs(), split=True))
     optimum = optimise(given, max_activations=2)
     assert (least, optimum.given, optimum.bound, optimum.makespan) == (12.5, 12.5, 15.5, 15.5)
     words = "bitpipe_zb --num-devices 4 --micro-batches 4 --max-activations 2"
