@@ -69,8 +69,8 @@ def build_parser(verb: str) -> argparse.ArgumentParser:
     proof = _schedule_verb(
         verbs, "check", run_check, "prove that a timetable ends; exit status 1 if it does not"
     )
-    slots = "messages that a link between two devices holds (unlimited)"
-    proof.add_argument("--link-credits", "--link-slots", type=int, metavar="K", help=slots)
+    credits = "messages that a link between two devices holds (unlimited)"
+    proof.add_argument("--link-credits", "--link-slots", type=int, metavar="K", help=credits)
 
     _schedule_verb(verbs, "dump", run_dump, "print the program of every device as JSON")
     cost = _schedule_verb(

@@ -1,4 +1,4 @@
-"""What tests of timetables share: a changed order, and the rule by which starts and ends follow from an order."""
+"""Helpers for tests of timetables: changed orders, and the times that an order implies."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def with_order(made: Timetable, rank: int, order: list[Op]) -> Timetable:
 
 
 def followers(work: Workload, op: Op) -> list[tuple[Op, int]]:
-    """The ops whose last input is the result of ``op``, each with its device: of the stage after, else of its own."""
+    """Return the ops whose last input is the result of ``op``, each with its device."""
     dependencies = work.dependencies
     return [(other, at) for other, at in dependencies.consumers(op) if dependencies.of(other)[-1][0] == op]
 
 
 def assert_keeps_time(made: Timetable, costs: Costs) -> None:
-    """Nothing starts before what it needs is there, and something always holds it up until it starts."""
+    """Check that each op starts as soon as its device is free and its inputs have arrived."""
     simulation = simulate(made, costs)
     times = costs.durations(made.placement)
     ends = {op: end for spans in simulation.spans for op, _, end in spans}

@@ -195,8 +195,8 @@ def _proven(timetable: Timetable, report: Report) -> Iterator[str]:
     yield f"ops       {sum(map(len, timetable.orders))}, each once, on the device of its stage, after its dependencies"
     yield f"messages  {report.messages}{', received in the order of each link' if report.messages else ''}"
     if report.messages:
-        slots = report.link_credits
-        yield f"links     no deadlock with room for {slots} message{'s' * (slots != 1)} per link"
+        credits = report.link_credits
+        yield f"links     no deadlock with room for {credits} message{'s' * (credits != 1)} per link"
     yield f"buffers   {' '.join(map(str, report.num_buffers))}  (per device), one micro-batch at a time in each"
     yield f"loss      device {', '.join(map(str, report.loss_devices))}"
     if not timetable.trains:

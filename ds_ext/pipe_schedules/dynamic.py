@@ -28,8 +28,8 @@ _GRADIENTS = (BACKWARD, BACKWARD_INPUT)
 
 
 @dataclass(frozen=True)
-class Rules:
-    """Rules of a step, shared by all devices of a pipeline group.
+class DynamicRules:
+    """DynamicRules of a step, shared by all devices of a pipeline group.
 
     Args:
         placement: device of every stage.
@@ -39,7 +39,7 @@ class Rules:
             before its second. ``depth`` prefers the chunk visited last. ``group`` is breadth-first within groups of D
             micro-batches, summed over the pipes.
         credits: most micro-batches in flight, per pipe.
-        limits: most (stage, micro-batch) pairs with live activations, per device.
+        max_live: most (stage, micro-batch) pairs with live activations, per device.
     """
 
     placement: Placement
@@ -47,7 +47,7 @@ class Rules:
     split: bool
     policy: str
     credits: tuple[int, ...]
-    limits: tuple[int, ...]
+    max_live: tuple[int, ...]
 
     @cached_property
     def pipes(self) -> tuple[int, ...]:
@@ -69,10 +69,6 @@ class Rules:
         """Return the number of ops of ``device`` in a step."""
         stages = [devices.count(device) for devices in self.placement.pipes]
         return sum(stages[pipe] for pipe in self.pipes) * (3 if self.split else 2)
-
-    def max_live(self, device: int) -> int:
-        """Return the most (stage, micro-batch) pairs of which ``device`` keeps activations."""
-        return self.limits[device]
 
     def priority(self, op: Op) -> tuple[int, ...]:
         """Return the sort key of a ready op among the ready forwards or backwards; the smallest goes first."""
@@ -97,11 +93,11 @@ class Greedy:
     ``live`` counts the micro-batches with live activations for every (stage, pipe) of the device.
     """
 
-    def __init__(self, rules: Rules, device: int) -> None:
+    def __init__(self, rules: DynamicRules, device: int) -> None:
         self.rules = rules
         self.live = dict.fromkeys(((c.stage, c.pipe) for c in rules.placement.chunks[device]), 0)
         # Activations that are live, or reserved for a stage that has none.
-        self._reserved, self._limit = len(self.live), rules.max_live(device)
+        self._reserved, self._limit = len(self.live), rules.max_live[device]
         self._credits = list(rules.credits)
         self._entries: list[deque[Op]] = [deque() for _ in rules.credits]
         self._forwards: list[tuple[tuple[int, ...], Op]] = []

@@ -10,10 +10,11 @@ import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import ScheduleError
 from .costs import Costs, read_costs
+from .dynamic import DynamicRules
 from .ops import Op
 from .placement import Placement
 from .timetables import Timetable
@@ -27,6 +28,7 @@ COSTS = "costs"  # the option of a planned schedule for the costs to plan for
 Generator = Callable[..., Iterator[Op]]
 Planner = Callable[..., Orders]
 Variants = Callable[[int, int], Sequence[Mapping[str, Any]]]
+Dynamic = Callable[[Placement, int, Mapping[str, Any]], DynamicRules]
 
 
 @dataclass(frozen=True)
@@ -75,40 +77,6 @@ class Option:
     def default_text(self) -> str:
         """Default as written on a command line or in a JSON."""
         return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
-
-
-class DynamicRules(Protocol):
-    """Rules of a dynamic schedule, shared by all devices of a pipeline group before a step."""
-
-    @property
-    def placement(self) -> Placement: ...
-
-    @property
-    def micro_batches(self) -> int: ...
-
-    @property
-    def split(self) -> bool:
-        """True if a backward is two ops, for the input and for the weights."""
-        ...
-
-    def device(self, device: int) -> Any:
-        """Return a new policy (:class:`.events.Policy`) of a device for one step."""
-        ...
-
-    def entry_ops(self, device: int) -> list[Op]:
-        """Return the ops of ``device`` that depend on no other op."""
-        ...
-
-    def num_ops(self, device: int) -> int:
-        """Return the number of ops of ``device`` in a step."""
-        ...
-
-    def max_live(self, device: int) -> int:
-        """Return the most (stage, micro-batch) pairs of which ``device`` keeps activations."""
-        ...
-
-
-Dynamic = Callable[[Placement, int, Mapping[str, Any]], DynamicRules]
 
 
 def defaults_only(num_devices: int, micro_batches: int) -> Sequence[Mapping[str, Any]]:

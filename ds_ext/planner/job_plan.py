@@ -19,11 +19,11 @@ from ..parallel.layout import ParallelLayout, data_parallel_size
 from ..pipe_schedules import Placement, Program, Schedule, Timetable
 from ..pipe_schedules.check.program import Report, check
 from ..pipe_schedules.costs import Costs, read_costs
+from ..pipe_schedules.dynamic import DynamicRules
 from ..pipe_schedules.lower import lower
 from ..pipe_schedules.methods.fbd import most_ahead
 from ..pipe_schedules.ops import Op
 from ..pipe_schedules.reductions import eager_reductions
-from ..pipe_schedules.schedule import DynamicRules
 from ..pipe_schedules.simulate import Simulation, simulate
 from .auto import best_schedule, choose_for_job
 from .search import Candidates

@@ -93,7 +93,9 @@ def optimise(
     if fits and makespan > given.makespan:
         found, makespan = timetable, given.makespan
     # The bound of the placement is often tighter than the bound that a short search proves.
-    work = Workload(timetable.placement, timetable.micro_batches, costs, split=bool(timetable.split_backwards))
+    work = Workload(
+        timetable.placement, timetable.micro_batches, costs, split=bool(timetable.split_backwards)
+    )
     known = lower_bound(work) if timetable.trains else 0.0
     bound = min(max(solver.best_objective_bound * problem.tick, known), makespan)
     return Optimum(found, makespan, bound, given.makespan)

@@ -17,7 +17,7 @@ from ...comm.transport import ITEM_BITS, Ticket, Transport, make_tag
 from ...errors import ConfigError
 from ...parallel.layout import ParallelLayout
 from ...pipe_schedules import Op
-from ...pipe_schedules.schedule import DynamicRules
+from ...pipe_schedules.dynamic import DynamicRules
 from ..messages import MAX_STAGES, Kind, StageMessages
 
 # Stage 0 receives no activation and the last one no gradient, so no static message has these channels.
@@ -183,7 +183,7 @@ def link_credits(layout: ParallelLayout, rules: DynamicRules) -> dict[tuple[int,
     """Return the messages that a receiver holds at most, by link: (sender, receiver) global ranks."""
     found: dict[tuple[int, int], int] = {}
     for device in range(layout.placement.num_devices):
-        peers = {peer: rules.max_live(device) + 1 for peer in senders(rules, device)}
+        peers = {peer: rules.max_live[device] + 1 for peer in senders(rules, device)}
         for data in range(layout.data_parallel_size):
             first = layout.rank(device, data, 0)
             for tensor in range(layout.tensor_parallel_size):

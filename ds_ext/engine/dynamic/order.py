@@ -9,9 +9,9 @@ from deepspeed.runtime.pipe import schedule as ds
 from ...pipe_schedules import Instruction, Op, Program
 from ...pipe_schedules.bridge import TimetableSchedule, to_pipe_instruction
 from ...pipe_schedules.dependencies import Inputs
+from ...pipe_schedules.dynamic import DynamicRules
 from ...pipe_schedules.lower import AFTER_BACKWARDS, Lowering
 from ...pipe_schedules.ops import FORWARD
-from ...pipe_schedules.schedule import DynamicRules
 from ..messages import Kind
 from .messages import Arrival, DynamicMessages
 
@@ -39,7 +39,7 @@ class DynamicSchedule(TimetableSchedule):
 
     def num_pipe_buffers(self) -> int:
         """Return enough buffers for kept activations and for the waiting inputs of admitted micro-batches."""
-        return 2 * self.rules.max_live(self.stage_id)
+        return 2 * self.rules.max_live[self.stage_id]
 
     def picture(self, instruction: ds.PipeInstruction | None) -> str:
         """Return the ops that this device has computed in the step; other devices keep their own order."""

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from ..timetables import Timetable
 
+_AROUND = 6  # steps on each side of an arrow
 
-def order_grid(
-    timetable: Timetable, *, device: int | None = None, step: int | None = None, around: int = 6
-) -> str:
+
+def order_grid(timetable: Timetable, *, device: int | None = None, step: int | None = None) -> str:
     """Return the device x step grid, or with ``step`` a window around an op, with an arrow.
 
     Args:
         device, step: position of the arrow, ``timetable.orders[device][step]``; without ``step``, the end of the row.
-        around: number of steps to show on each side of the arrow.
     """
     length = max((len(order) for order in timetable.orders), default=0)
     first, last = 0, length
     if step is not None:
-        first, last = max(step - around, 0), min(step + around + 1, length)
+        first, last = max(step - _AROUND, 0), min(step + _AROUND + 1, length)
     cell = 2 + max((len(str(op)) for order in timetable.orders for op in order[first:last]), default=4)
     margin = len(f"device {len(timetable.orders) - 1}  ")
     head = "step".ljust(margin) + "".join(str(i).ljust(cell) for i in range(first, last))

@@ -18,18 +18,15 @@ _CATEGORY = {
     RECOMPUTE: "recompute",
 }
 _COMPUTE_THREAD = 0
+_UNIT_US = 1000.0  # microseconds per unit of time of the simulation
 
 Event = dict[str, object]
 
 
-def chrome_trace(simulation: Simulation, unit_us: float = 1000.0) -> dict[str, object]:
-    """Return the simulation in the Trace Event Format (JSON object form): spans, and arrows between devices.
-
-    Args:
-        unit_us: microseconds per unit of time of the simulation.
-    """
+def chrome_trace(simulation: Simulation) -> dict[str, object]:
+    """Return the simulation in the Trace Event Format (JSON object form): spans, and arrows between devices."""
     timetable = simulation.timetable
-    events = [*_names(len(timetable.orders)), *_spans(simulation, unit_us), *_arrows(simulation, unit_us)]
+    events = [*_names(len(timetable.orders)), *_spans(simulation), *_arrows(simulation)]
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -50,7 +47,7 @@ def _names(devices: int) -> Iterator[Event]:
         yield {**process, "name": "thread_name", "args": {"name": "compute"}}
 
 
-def _spans(simulation: Simulation, unit_us: float) -> Iterator[Event]:
+def _spans(simulation: Simulation) -> Iterator[Event]:
     for device, spans in enumerate(simulation.spans):
         for op, start, end in spans:
             pipe = simulation.timetable.pipe(op.micro_batch)
@@ -58,15 +55,15 @@ def _spans(simulation: Simulation, unit_us: float) -> Iterator[Event]:
                 "name": str(op),
                 "cat": _CATEGORY[op.kind],
                 "ph": "X",
-                "ts": start * unit_us,
-                "dur": (end - start) * unit_us,
+                "ts": start * _UNIT_US,
+                "dur": (end - start) * _UNIT_US,
                 "pid": device,
                 "tid": _COMPUTE_THREAD,
                 "args": {"micro_batch": op.micro_batch, "stage": op.stage, "pipe": pipe},
             }
 
 
-def _arrows(simulation: Simulation, unit_us: float) -> Iterator[Event]:
+def _arrows(simulation: Simulation) -> Iterator[Event]:
     """Yield a flow from sender to receiver for every message: from the end of one op to the start of the other."""
     times = {op: (start, end) for spans in simulation.spans for op, start, end in spans}
     number = 0
@@ -80,5 +77,5 @@ def _arrows(simulation: Simulation, unit_us: float) -> Iterator[Event]:
                 flow = {"name": f"{need} -> {op}", "cat": "message", "id": number, "tid": _COMPUTE_THREAD}
                 # A flow belongs to the span that contains its time; a span does not contain its own end.
                 leaves = need_end - (need_end - need_start) * 1e-3
-                yield {**flow, "ph": "s", "pid": owner, "ts": leaves * unit_us}
-                yield {**flow, "ph": "f", "bp": "e", "pid": device, "ts": start * unit_us}
+                yield {**flow, "ph": "s", "pid": owner, "ts": leaves * _UNIT_US}
+                yield {**flow, "ph": "f", "bp": "e", "pid": device, "ts": start * _UNIT_US}

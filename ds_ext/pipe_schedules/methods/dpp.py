@@ -22,12 +22,12 @@ from typing import Any
 
 from ...errors import ScheduleError
 from ..costs import Costs
-from ..dynamic import POLICIES, Rules
+from ..dynamic import POLICIES, DynamicRules
 from ..events import NoAdmission, Policy, Workload
 from ..list_scheduling.dispatch import dispatch
 from ..placement import Placement, bidirectional_v, linear, looped, v
 from ..registry import planned_schedule
-from ..schedule import DynamicRules, Option, Orders, needs_even_devices
+from ..schedule import Option, Orders, needs_even_devices
 
 _PLACES: Mapping[str, Callable[[int, int], Placement]] = {
     "linear": lambda num_devices, chunks: linear(num_devices),
@@ -55,7 +55,7 @@ def _place(num_devices: int, placement: str, chunks: int) -> Placement:
     return _PLACES[placement](num_devices, chunks)
 
 
-def make_rules(placed: Placement, micro_batches: int, options: Mapping[str, Any]) -> Rules:
+def make_rules(placed: Placement, micro_batches: int, options: Mapping[str, Any]) -> DynamicRules:
     """Return the rules of a step.
 
     Args:
@@ -76,17 +76,17 @@ def make_rules(placed: Placement, micro_batches: int, options: Mapping[str, Any]
         )
     share, rest = divmod(in_flight, placed.replicas)
     credits = tuple(share + (pipe < rest) for pipe in range(placed.replicas))
-    return Rules(
+    return DynamicRules(
         placed,
         micro_batches,
         options["backward"] == "split",
         options["policy"],
         credits,
-        _limits(placed, credits, options["max_activations"]),
+        _max_live(placed, credits, options["max_activations"]),
     )
 
 
-def _limits(placed: Placement, credits: tuple[int, ...], most: float) -> tuple[int, ...]:
+def _max_live(placed: Placement, credits: tuple[int, ...], most: float) -> tuple[int, ...]:
     """Return the most (stage, micro-batch) pairs per device. Raises ScheduleError for less than one per stage."""
     by_credits = [
         sum(devices.count(d) * n for devices, n in zip(placed.pipes, credits, strict=True))

@@ -54,9 +54,9 @@ def test_verbs_of_other_packages(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("bitpipe", r"--num-devices D and --micro-batches N"),
         ("interleaved --num-devices 2 --micro-batches 2 --option chunks", r"got 'chunks'.*chunks=3"),
         ("interleaved --num-devices 2 --micro-batches 2 --option chunks=x", r"got 'x'"),
-        ("gpipe --num-devices 2 --micro-batches 2 --costs f=-1", r"costs.*f, b, w, comm"),
+        ("gpipe --num-devices 2 --micro-batches 2 --costs f=-1", r"costs.* f .*got -1"),
         ("1f1b --num-devices 99999999999 --micro-batches 1", "16,?384"),
-        ("nowhere/none.txt", "none.txt'.*No such file"),
+        ("nowhere/none.txt", "none.txt.*No such file"),
     ],
 )
 def test_wrong_requests(verb: str, arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

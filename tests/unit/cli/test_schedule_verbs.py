@@ -125,7 +125,7 @@ def test_a_file_that_deadlocks_is_printed(
     assert main([verb, str(file)]) == 2
     first, grid = capsys.readouterr().err.split("\n", 1)
     assert first.startswith(f"error: {file}: wrong: ")
-    for words in ("B0@0 needs B0@1", "F1@1 needs F1@0"):
+    for words in ("B0@0 waits for B0@1", "F1@1 waits for F1@0"):
         assert words in first
     assert re.search(r"^\w+ 0  F0@0  B0@0  F1@0  B1@0   <-- ERROR HERE\n +\^\^\^\^\n", grid, re.MULTILINE)
     assert main(["check", str(file)]) == 1

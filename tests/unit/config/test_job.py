@@ -115,21 +115,21 @@ def test_keys_and_types(section: dict[str, Any], sentence: str) -> None:
 @pytest.mark.parametrize(
     ("section", "micro_batches", "sentence"),
     [
-        ({"schedule": "bitpip"}, 4, r"'bitpip' is not known \(did you mean 'bitpipe'\?\)"),
+        ({"schedule": "bitpip"}, 4, r"'bitpip' .*'bitpipe'"),
         (
             {"schedule": "bitpipe", "pipeline_parallel_size": 3},
             4,
-            r"even number of stages .* got 3. Use 2 or 4",
+            r"pipeline_parallel_size .*got 3.* 2 or 4",
         ),
         (
             {"schedule": "bitpipe", "pipeline_parallel_size": 4},
             6,
-            r"multiple of 4 \(stages\); got 6. Use 4 or 8, that is gradient_accumulation_steps 2 or 4",
+            r"micro_batches .*4.*got 6.* 4 or 8.*gradient_accumulation_steps 2 or 4",
         ),
         (
             {"schedule": "interleaved", "pipeline_parallel_size": 2, "schedule_options": {"chunks": "2"}},
             4,
-            r"option chunks .* got '2'",
+            r"option chunks .*got '2'",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""A second opinion on timetables: it reads the JSON of ``python -m ds_ext dump`` and shares no code with ds_ext.
+"""Independent checker of the JSON of ``python -m ds_ext dump``, without code of ds_ext.
 
 Receives are matched with sends by their position on the link, and the program ends if the graph of "must come
 before" has no cycle.
@@ -31,7 +31,7 @@ Step = tuple[int, int]  # rank, position
 
 
 class DumpChecker:
-    """Asserts one by one what a valid dump fulfils."""
+    """Check of the properties of a valid dump."""
 
     def __init__(self, dump: dict[str, Any]) -> None:
         self.dump = dump
@@ -40,7 +40,7 @@ class DumpChecker:
         self.steps = [((r, i), x) for r, order in enumerate(dump["ranks"]) for i, x in enumerate(order)]
 
     def check(self, link_credits: int | None = None) -> None:
-        """Raises AssertionError, or graphlib.CycleError for a program that does not end."""
+        """Raise AssertionError for an invalid dump, or graphlib.CycleError for a deadlock."""
         self.check_shape()
         self.check_pipes()
         self.check_computations()
@@ -93,7 +93,7 @@ class DumpChecker:
                 assert (other == rank) == x["op"].startswith("Copy")
 
     def check_data(self) -> None:
-        """On every rank an input is there before the computation, and a result before it is handed on."""
+        """Check that inputs precede the computation, and results precede their sends and copies."""
         for order in self.dump["ranks"]:
             there: set[tuple[str, int, int]] = set()
             for x in order:

@@ -113,7 +113,7 @@ def test_jitter_is_even_and_depends_on_seed_and_op_alone() -> None:
     factors = [costs.factor(op) for op in ops]
     assert factors == [Costs(jitter=0.25, seed=3).factor(op) for op in ops]
     assert all(0.75 <= factor <= 1.25 for factor in factors) and len(set(factors)) == len(ops)
-    # The mean and the deviation of 4096 numbers that are uniform in [-1, 1]; five standard errors.
+    # Mean and variance of 4096 uniform numbers in [-1, 1], within five standard errors.
     u = [(factor - 1) / 0.25 for factor in factors]
     assert abs(statistics.fmean(u)) < 5 * math.sqrt(1 / 3 / 4096)
     assert abs(statistics.pvariance(u) - 1 / 3) < 5 * math.sqrt(4 / 45 / 4096)

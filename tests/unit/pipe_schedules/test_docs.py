@@ -1,4 +1,4 @@
-"""What the pages show is what the commands print, and the example of a new schedule works as printed."""
+"""Commands in README and docs print the output on the page; the example of a new schedule works."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMMAND = re.compile(r"    \$ python -m ds_ext ((?:show|check|simulate|dump) .*)
 
 
 def shown() -> Iterator[tuple[str, str, str]]:
-    """(page, command, what the page says it prints) of every command that is shown with its output."""
+    """Yield (page, command, output) of every command that a page shows with its output."""
     for page in PAGES:
         lines = page.read_text().splitlines()
         for at, line in enumerate(lines):
@@ -54,7 +54,7 @@ def test_the_example_of_a_new_schedule(tmp_path: Path) -> None:
     assert code is not None and len(code[1].splitlines()) <= 30
     file = tmp_path / "eager_1f1b.py"
     file.write_text(code[1])
-    # A process of its own: it registers a schedule.
+    # A separate process, because it registers a schedule.
     done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, check=True, cwd=ROOT)
     block = page[code.end() :].split("\n\n")[1]
     assert block.splitlines() == [f"    {line}" for line in done.stdout.splitlines()]

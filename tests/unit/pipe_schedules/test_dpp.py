@@ -1,4 +1,4 @@
-"""The policies of the order that is decided at run time, without engine: what they choose, keep, refuse and reach."""
+"""Policies of dynamic schedules, without an engine: choices, limits, errors and makespans."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ds_ext.errors import ConfigError, ScheduleError
 from ds_ext.pipe_schedules import Op, Timetable, get_schedule, timetable
 from ds_ext.pipe_schedules.check.program import check
 from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.dynamic import DynamicRules
 from ds_ext.pipe_schedules.events import NoAdmission, Workload
 from ds_ext.pipe_schedules.list_scheduling.dispatch import dispatch
 from ds_ext.pipe_schedules.lower import lower
 from ds_ext.pipe_schedules.methods.dpp import run
-from ds_ext.pipe_schedules.schedule import DynamicRules
 from ds_ext.pipe_schedules.simulate import peak_stages, simulate
 from tests.plans import placement_of
 from tests.selection import select
@@ -34,7 +34,7 @@ def rules_of(ranks: int, n: int, options: dict[str, Any]) -> DynamicRules:
 
 
 def random_case(random: Random) -> tuple[int, int, dict[str, Any]]:
-    """Sizes and options that are possible."""
+    """Generate valid sizes and options."""
     placement = random.choice(PLACEMENTS)
     ranks, n = (
         random.choice([2, 4] if placement == "bidirectional_v" else [1, 2, 3, 4]),
@@ -51,7 +51,7 @@ def random_case(random: Random) -> tuple[int, int, dict[str, Any]]:
 
 
 def test_links_of_random_latency_never_stop_a_step() -> None:
-    """Random sizes, options, latencies of links and jitter: every op once, after what it needs, within its memory."""
+    """Random sizes, options, link times and jitter: each op runs once, after its inputs, within the limits."""
     for seed in range(select([10_000], [200])[0]):
         random = Random(seed)
         ranks, n, options = random_case(random)
@@ -72,12 +72,12 @@ def test_links_of_random_latency_never_stop_a_step() -> None:
         made = Timetable("dpp", rules.placement, n, run(rules, costs))
         check(lower(made))
         for device, order in enumerate(made.orders):
-            assert peak_stages(order) <= rules.max_live(device), (seed, options)
+            assert peak_stages(order) <= rules.max_live[device], (seed, options)
             assert len(order) == rules.num_ops(device)
 
 
 def random_run(rules: DynamicRules, random: Random) -> list[list[Op]]:
-    """Any message may be late, and any device slow: at every moment one of what can happen does, by chance."""
+    """Messages and ends of ops occur in random order."""
     work = Workload(rules.placement, rules.micro_batches, Costs(), rules.split)
     devices = [rules.device(device) for device in range(rules.placement.num_devices)]
     for op in NoAdmission(work).admit():
@@ -108,7 +108,7 @@ def random_run(rules: DynamicRules, random: Random) -> list[list[Op]]:
 
 
 def test_whatever_overtakes_whatever_every_label_meets_its_activation() -> None:
-    """1,000 runs with arrivals in random order; an op never runs before the very op whose result it takes."""
+    """1,000 runs with arrivals in random order: an op never runs before its input."""
     orders = set()
     for seed in range(1000):
         random = Random(seed)
@@ -119,7 +119,7 @@ def test_whatever_overtakes_whatever_every_label_meets_its_activation() -> None:
         # A valid order of all ranks exists: each op comes after exactly its own (stage, micro-batch)'s inputs.
         check(lower(made))
         simulate(made)
-        assert all(peak_stages(order) <= rules.max_live(d) for d, order in enumerate(made.orders)), (
+        assert all(peak_stages(order) <= rules.max_live[d] for d, order in enumerate(made.orders)), (
             seed,
             options,
         )
@@ -129,7 +129,7 @@ def test_whatever_overtakes_whatever_every_label_meets_its_activation() -> None:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_simulation_is_the_run_of_the_policies(placement: str) -> None:
-    """Starts and ends that the simulator finds for the order are those at which the policies chose."""
+    """The simulator computes the starts and ends of the run of the policies."""
     costs = Costs(backward_input=1.3, backward_weight=0.8, comm=0.5, jitter=0.3, seed=4)
     options = {"placement": placement, "backward": "split"}
     made = DPP.timetable(4, 8, options, costs)
@@ -156,7 +156,7 @@ def test_the_simulation_is_the_run_of_the_policies(placement: str) -> None:
 def test_late_messages_cost_less_than_in_the_static_order(
     static: str, n: int, options: dict[str, Any], free: tuple[float, float], slow: tuple[float, float]
 ) -> None:
-    """The table of docs/dpp.md: time with free links and with messages of half a forward, static and dynamic."""
+    """Makespans of docs/dpp.md with free messages and with messages of half a forward."""
     planned = timetable(static, 4, n)
     for costs, expected in ((Costs(), free), (Costs(comm=0.5), slow)):
         found = simulate(DPP.timetable(4, n, options, costs), costs)
@@ -172,7 +172,7 @@ def test_who_waits_admits_no_more_than_max_in_flight() -> None:
 
 
 def test_whole_numbers_may_be_written_as_4e9() -> None:
-    """As JSON and command lines do; a fraction is refused."""
+    """JSON and command lines may use 4e9; fractions are rejected."""
     given = DPP.resolve_options({"max_in_flight": 8.0})["max_in_flight"]
     assert (given, type(given)) == (8, int)
     assert get_schedule("interleaved").placement(4, {"chunks": 3.0}).stages == 12
@@ -208,6 +208,6 @@ def test_an_odd_number_of_devices_for_two_pipes() -> None:
 
 def test_a_transport_that_cannot_be_polled() -> None:
     section = {"schedule": "dpp", "pipeline_parallel_size": 4, "transport": "torch"}
-    with pytest.raises(ConfigError, match=r'"ds_ext": schedule "dpp".*"torch"'):
+    with pytest.raises(ConfigError, match=r'"dpp".*"torch"'):
         placement_of({"ds_ext": section})
     assert placement_of({"ds_ext": {**section, "transport": "shm"}}).stages == 4

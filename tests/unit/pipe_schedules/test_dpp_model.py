@@ -1,4 +1,4 @@
-"""All arrival orders of small pipelines: whatever is late, every micro-batch gets through, within its memory.
+"""All arrival orders of small pipelines: every micro-batch ends, within the activation limits.
 
 The checker explores every state that the devices' policies can come to: a message may arrive, or a device end its
 computation, at any time and in any order.
@@ -15,14 +15,14 @@ import pytest
 
 from ds_ext.pipe_schedules import Op, Placement, get_schedule
 from ds_ext.pipe_schedules.costs import Costs
-from ds_ext.pipe_schedules.dynamic import Greedy, Rules
+from ds_ext.pipe_schedules.dynamic import DynamicRules, Greedy
 from ds_ext.pipe_schedules.events import NoAdmission, Workload
 from ds_ext.pipe_schedules.placement import bidirectional_v, linear, looped, v
 from tests.timetables import followers
 
 
 class State:
-    """Devices with what they compute, and messages under way."""
+    """State of the devices and of the messages in flight."""
 
     def __init__(self, work: Workload, devices: list[Any]) -> None:
         self.work, self.devices = work, devices
@@ -104,12 +104,11 @@ def explore(
     return len(seen), ends
 
 
-def rules_of(placement: Placement, n: int, **options: Any) -> tuple[Rules, Workload]:
+def rules_of(placement: Placement, n: int, **options: Any) -> tuple[DynamicRules, Workload]:
     method = get_schedule("dpp")
     assert method.dynamic is not None
     values = method.resolve_options(options)
     rules = method.dynamic(placement, n, values)
-    assert isinstance(rules, Rules)
     return rules, Workload(placement, n, Costs(), rules.split)
 
 
@@ -138,7 +137,7 @@ def test_every_arrival_order_ends_within_its_memory(
     rules, work = rules_of(placement, n, max_in_flight=in_flight, **options)
 
     def within_memory(state: State) -> None:
-        assert all(sum(policy.live.values()) <= rules.max_live(d) for d, policy in enumerate(state.devices))
+        assert all(sum(policy.live.values()) <= rules.max_live[d] for d, policy in enumerate(state.devices))
 
     states, ends = explore(work, [rules.device(d) for d in range(placement.num_devices)], True, within_memory)
     assert ends and states > 20
@@ -147,7 +146,7 @@ def test_every_arrival_order_ends_within_its_memory(
 class CappedPerRank(Greedy):
     """Unsafe rule: every device limits its live chunks, without admission."""
 
-    def __init__(self, rules: Rules, device: int, cap: int) -> None:
+    def __init__(self, rules: DynamicRules, device: int, cap: int) -> None:
         super().__init__(rules, device)
         self.cap = cap
         self._credits = [rules.micro_batches] * rules.placement.replicas
@@ -166,7 +165,7 @@ class CappedPerRank(Greedy):
     ("placement", "n", "cap"), [(v(2), 4, 2), (v(2), 5, 3), (bidirectional_v(2), 4, 2)], ids=str
 )
 def test_a_cap_on_live_chunks_of_each_rank_deadlocks(placement: Placement, n: int, cap: int) -> None:
-    """A device fills up with first chunks, whose micro-batches can only come back through its second."""
+    """A device full of first chunks deadlocks: their micro-batches need its second chunk to continue."""
     rules, work = rules_of(placement, n, policy="breadth")
     devices: Sequence[Any] = [CappedPerRank(rules, d, cap) for d in range(placement.num_devices)]
     assert not explore(work, list(devices), True, lambda state: None)[1]

@@ -1,4 +1,4 @@
-"""What may pass between stages, and that it arrives as it left."""
+"""Messages between stages arrive unchanged."""
 
 from __future__ import annotations
 

@@ -20,19 +20,19 @@ def events(trace: dict[str, Any], phase: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", ["gpipe", "interleaved", "bitpipe"])
 def test_spans_are_the_simulation(name: str) -> None:
     simulation = simulate(timetable(name, 4, 8), Costs(1, 1.2, 0.8, 0.1))
-    trace: dict[str, Any] = json.loads(json.dumps(chrome_trace(simulation, unit_us=500)))
+    trace: dict[str, Any] = json.loads(json.dumps(chrome_trace(simulation)))
     found = {event["name"]: event for event in events(trace, "X")}
     assert len(found) == sum(map(len, simulation.timetable.orders))
     for rank, spans in enumerate(simulation.spans):
         for op, start, end in spans:
             event = found[str(op)]
             assert (event["pid"], event["tid"]) == (rank, 0)
-            assert (event["ts"], event["ts"] + event["dur"]) == pytest.approx((start * 500, end * 500))
+            assert (event["ts"], event["ts"] + event["dur"]) == pytest.approx((start * 1000, end * 1000))
             pipe = simulation.timetable.pipe(op.micro_batch)
             assert event["args"] == {"micro_batch": op.micro_batch, "stage": op.stage, "pipe": pipe}
 
 
-def test_ranks_and_threads_have_names() -> None:
+def test_devices_and_threads_have_names() -> None:
     trace: dict[str, Any] = chrome_trace(simulate(timetable("1f1b", 2, 2)))
     names = [(e["pid"], e["name"], e["args"].get("name")) for e in events(trace, "M")]
     for rank in range(2):
@@ -43,7 +43,7 @@ def test_ranks_and_threads_have_names() -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "bitpipe"])
 def test_an_arrow_a_message(name: str) -> None:
-    """From inside the span of what is sent to the beginning of what needs it, on two ranks."""
+    """An arrow starts inside the span of the sender and ends at the start of the receiver's span."""
     simulation = simulate(timetable(name, 4, 4), Costs(comm=0.25))
     trace: dict[str, Any] = chrome_trace(simulation)
     spans = {event["name"]: event for event in events(trace, "X")}

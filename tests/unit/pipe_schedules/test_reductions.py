@@ -1,4 +1,4 @@
-"""When gradients of stages are reduced: after their last backward, in one order on all devices that hold them."""
+"""Eager reductions start after the last backward of a stage, in one order on all replicas."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_every_stage_once_after_its_last_backward_in_a_common_order(
 
 
 def test_bitpipe_overlaps_what_it_can() -> None:
-    """At D = 4 every device has its first stages reduced before the end of the step, the outer ones most."""
+    """At D = 4 every device starts reductions before its last op, the outer devices earliest."""
     made = get_schedule("bitpipe").timetable(4, 8)
     simulation = simulate(made)
     ends = [{op: end for op, _, end in spans} for spans in simulation.spans]

@@ -1,4 +1,4 @@
-"""The orders themselves: published tables, closed forms for time and memory, placements."""
+"""Orders of the schedules: published tables, closed forms of makespan and activations, placements."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ METHODS = sorted({one.generate.__module__ for one in SCHEDULES.values()})
 
 @pytest.mark.parametrize("module", METHODS)
 def test_the_pictures_in_the_file_are_what_show_prints(module: str) -> None:
-    """The docstring has a picture of every schedule, in their order, of any size; or none at all."""
+    """The docstring has a picture of every schedule of the file, in order, or no picture."""
     drawn = [one for one in SCHEDULES.values() if one.generate.__module__ == module]
     tree = ast.parse(Path(str(sys.modules[module].__file__)).read_text())
     found = PICTURE.findall(f"{ast.get_docstring(tree, clean=False)}\n")
@@ -252,7 +252,7 @@ def test_every_file_of_methods_registers_a_schedule_with_a_summary() -> None:
 
 
 def test_a_placement_is_for_as_many_devices_as_asked_for() -> None:
-    """The page's example for one of one's own ignores the number of ranks."""
+    """The fixed placement of docs/add_a_schedule.md supports two devices only."""
     method = get_schedule("1f1b")
     fixed = replace(method, name="fixed", place=lambda num_devices: Placement(((0, 1, 1, 0),)))
     assert fixed.placement(2).stages == 4

@@ -1,4 +1,4 @@
-"""Prices: costs, message times, what is ideal, and timetables that stand still."""
+"""Simulation: costs, message times, ideal, busy shares and deadlocks."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_spans_and_price_of_two_ranks() -> None:
 
 
 def test_costs_are_for_one_dth_of_the_model() -> None:
-    """Cutting the model into more stages changes neither the work of a device nor the unit of its memory."""
+    """The number of stages changes neither the work of a device nor the unit of activations."""
     for chunks in (1, 2, 4):
         assert simulate(timetable("interleaved", 4, 8, chunks=chunks)).ideal == 24
     assert simulate(timetable("interleaved", 1, 1, chunks=4)).peak_activations == (1,)
 
 
 def test_a_copy_on_one_device_takes_no_time() -> None:
-    """BitPipe's turn: with D = 2 a forward has 3 hand-overs, of which 2 are messages."""
+    """At the turn of BitPipe: with D = 2, a micro-batch has 3 transfers, of which 2 are messages."""
     free, slow = (simulate(timetable("bitpipe", 2, 2), Costs(comm=c)) for c in (0.0, 0.25))
     assert slow.makespan > free.makespan
     path = [span for span in slow.spans[1] if span[0] in (Op("F", 0, 1), Op("F", 0, 2))]
@@ -91,7 +91,7 @@ def test_how_busy_every_rank_is() -> None:
 
 
 def test_a_slow_link() -> None:
-    """Only the way back is slow: the gradient leaves at 4 and comes 5 later."""
+    """Only the link of the gradient is slow: sent at 4.5, received 5 later."""
     simulation = simulate(timetable("gpipe", 2, 1), Costs(comm=0.5, links={(1, 0): 5}))
     assert [(start, end) for _, start, end in simulation.spans[1]] == [(1.5, 2.5), (2.5, 4.5)]
     assert [(start, end) for _, start, end in simulation.spans[0]] == [(0, 1), (9.5, 11.5)]
@@ -102,7 +102,6 @@ def test_jitter_moves_ends_and_not_the_order() -> None:
     costs = Costs(1, 1.2, 0.8, 0.1, jitter=0.3, seed=5)
     shaken, again = simulate(made, costs), simulate(made, costs)
     assert shaken == again
-    # A message is there after its own jittered time, and never earlier.
     assert_keeps_time(made, costs)
     assert simulate(made, Costs(1, 1.2, 0.8, 0.1, jitter=0.3, seed=6)).makespan != shaken.makespan
 

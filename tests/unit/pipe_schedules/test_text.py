@@ -1,4 +1,4 @@
-"""Timetables as text: ours and that of torch.distributed.pipelining."""
+"""Timetables as text, in the format of ds_ext and of torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_what_torch_cannot_say_is_refused() -> None:
 
 
 def test_steps_are_those_in_which_everything_is_there() -> None:
-    """Split backwards too: every computation one step, after the step of all that it needs."""
+    """Each op, also of split backwards, takes one step after its inputs."""
     order = ((Op("F", 0, 0), Op("I", 0, 0), Op("W", 0, 0)), (Op("F", 0, 1), Op("B", 0, 1)))
     assert torch_csv(Timetable("mixed", linear(2), 1, order)) == "0F0,,,0I0,0W0\r\n,1F0,1B0,,\r\n"
 
@@ -170,12 +170,12 @@ def test_torch_reads_what_is_written(made: Timetable) -> None:
     assert read_by_torch(torch_csv(made)) == [list(order) for order in made.orders]
 
 
-# Not 1F1B: the table that torch 2.13 gives for it lacks a forward on the last ranks and has one too many.
+# Without 1F1B: the table of torch 2.13 lacks a forward on the last devices and has one too many.
 @pytest.mark.parametrize(
     "name", ["GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 )
 def test_what_torch_generates_is_read(name: str) -> None:
-    """Torch's own generators, without processes: each gives a valid timetable with the same computations."""
+    """The tables of torch's generators are valid timetables with the same ops."""
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
     rows = get_schedule_ops(name, 4, 8)
@@ -192,7 +192,7 @@ def test_what_torch_generates_is_read(name: str) -> None:
 
 
 def test_torchs_interleaved_is_ours() -> None:
-    """Both are Megatron's; and the whole proof of a timetable that came from a file."""
+    """Both are Megatron's order. The check accepts the timetable from the file."""
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
     rows = get_schedule_ops("Interleaved1F1B", 4, 8, num_stages_per_rank=2)
@@ -203,7 +203,7 @@ def test_torchs_interleaved_is_ours() -> None:
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 4), (2, 4), (2, 7), (3, 6), (4, 8), (4, 13)])
 def test_dualpipev_of_torch_and_of_deepspeed_is_ours(ranks: int, micro_batches: int) -> None:
-    """DeepSpeed's has whole backwards throughout."""
+    """DeepSpeed's order has only whole backwards."""
     from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, ForwardPass
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
@@ -225,7 +225,7 @@ def test_dualpipev_of_torch_and_of_deepspeed_is_ours(ranks: int, micro_batches: 
 
 
 def test_a_timetable_file_is_a_schedule_of_a_job(tmp_path: Path) -> None:
-    """It has the sizes of the file; whatever else is asked is refused with them."""
+    """It supports only the sizes of the file."""
     file = tmp_path / "mine.txt"
     made = timetable("bitpipe", 4, 8)
     file.write_text(dumps(made))
@@ -256,7 +256,7 @@ def test_errors_of_a_file_say_its_name(tmp_path: Path) -> None:
 
 
 def test_the_example_of_the_page() -> None:
-    """docs/schedules.md shows the format by a file, which runs, and is what the text around it says."""
+    """The timetable file in docs/schedules.md is valid and as described there."""
     page = (Path(__file__).parents[3] / "docs" / "schedules.md").read_text()
     section = page.split("## Timetable files")[1].split("\n## ")[0]
     block = "\n".join(line[4:] for line in section.splitlines() if line.startswith("    "))

@@ -1,4 +1,4 @@
-"""The slot rule and its schedules: Chimera, ZB-H1, ZB-V, BitPipe with a split backward; exact times, memory, ties."""
+"""The tick rule and its schedules: exact makespans and activations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAMILY = [
 
 @pytest.mark.parametrize("placement", FAMILY, ids=lambda p: f"{p.replicas}x{p.stages}on{p.num_devices}")
 def test_a_device_has_one_op_a_slot_and_units_tile(placement: Placement) -> None:
-    """The claims of the docstring: no clash; from the first unit's 2n - 2 empty slots on, no gap before the last."""
+    """The proofs of tick_rule.py: no shared ticks, and no gaps after the 2n - 2 empty ticks of the first unit."""
     units = 4
     n, unit = placement.num_devices // placement.replicas, 2 * placement.stages
     for rank in range(placement.num_devices):
@@ -67,7 +67,7 @@ RATIOS = [Costs(), Costs(1, 1.2, 0.8), Costs(1, 0.5, 1.5), Costs(2, 1, 1), Costs
 @pytest.mark.parametrize("costs", RATIOS, ids=lambda c: f"{c.forward}-{c.backward_input}-{c.backward_weight}")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
 def test_zb_h1_time_and_memory(ranks: int, costs: Costs) -> None:
-    """N of D and more."""
+    """N >= D."""
     for n in (ranks, ranks + 1, 2 * ranks, 3 * ranks + 1, 4 * ranks):
         simulation = simulate(timetable("zb_h1", ranks, n), costs)
         expected = n * (costs.forward + costs.backward_input + costs.backward_weight) + (ranks - 1) * max(

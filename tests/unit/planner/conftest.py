@@ -10,4 +10,4 @@ from ds_ext.pipe_schedules.list_scheduling import search
 @pytest.fixture(autouse=True)
 def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let planned schedules simulate few orders: worse orders, in a tenth of the time."""
-    monkeypatch.setattr(search, "_MOST_OPS", 2_000)
+    monkeypatch.setattr(search, "_MAX_OPS", 2_000)

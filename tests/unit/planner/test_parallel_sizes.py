@@ -33,7 +33,7 @@ def plan(**changes: Any) -> ClusterPlan:
 def planned() -> ClusterPlan:
     """Plan for CLUSTER."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ds_ext.pipe_schedules.list_scheduling.search._MOST_OPS", 2_000)
+        patch.setattr("ds_ext.pipe_schedules.list_scheduling.search._MAX_OPS", 2_000)
         return plan()
 
 
