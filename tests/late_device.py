@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ds_ext.comm import wire
-from ds_ext.comm.cuda.device import DeviceIdentity
+from ds_ext.comm.cuda.device import Device, DeviceIdentity
 
 WAIT_LIMIT_S = 20.0
 GARBAGE = 0xEE
@@ -83,7 +83,7 @@ class LateEvent:
             time.sleep(5e-5)
 
 
-class LateDevice:
+class LateDevice(Device):
     """See ds_ext.comm.cuda.device.Device.
 
     Args:

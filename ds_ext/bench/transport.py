@@ -226,7 +226,6 @@ def _linked_with_itself(peers: int, timeout_s: float) -> Any:
     """Return the transport of a rank whose peers are all in this process."""
     from ..comm import _native
     from ..comm.endpoints import Endpoints
-    from ..comm.links import Links
     from ..comm.native_transport import NativeTransport
 
     job, port = bytes(16), _native.Port()
@@ -237,5 +236,5 @@ def _linked_with_itself(peers: int, timeout_s: float) -> Any:
         endpoints.outgoing[peer] = _native.ShmOutgoing(*files, peer, 0, job, 1 << 20)
         link.connect(os.dup(port.fileno()))
         port.add(link)
-    links = Links(port, endpoints, dict.fromkeys(endpoints.incoming, 1))
-    return NativeTransport(links, "shm", 0, peers + 1, timeout_s)
+    max_held = dict.fromkeys(endpoints.incoming, 1)
+    return NativeTransport(port, endpoints, max_held, "shm", 0, peers + 1, timeout_s)

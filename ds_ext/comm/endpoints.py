@@ -1,17 +1,22 @@
-"""Endpoints of a rank's links, and the interface by which each kind of link makes them. Needs no torch."""
+"""Endpoints of a rank's links, and the interface for their set-up. Needs no torch."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+import select
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ds_ext.comm import _native
 
-# Unreceived bytes per link from which on send() waits: far above what a pipeline keeps in flight.
+# send() waits above this number of unreceived bytes per link, far more than a pipeline keeps in flight.
 SEND_WINDOW_BYTES = 256 << 20
 HANDSHAKE_S = 20.0  # all ranks enter a handshake right after a collective
+
+# How a peer has ended, as the native endpoints report it.
+FAILED, CLOSED = "failed: ", "has closed its transport"
 
 Pairs = Mapping[tuple[int, int], int]  # (source, destination) -> messages that the receiver may hold
 
@@ -20,7 +25,10 @@ Pairs = Mapping[tuple[int, int], int]  # (source, destination) -> messages that 
 class Endpoints:
     """Native endpoints of one rank, by peer.
 
-    ``watches`` are descriptors that become readable when the peer's process ends. The owner of this object closes them.
+    Attributes:
+        incoming: receiving endpoints.
+        outgoing: sending endpoints.
+        watches: file descriptors that become readable when the peer's process exits; closed by close().
     """
 
     incoming: dict[int, _native.Incoming] = field(default_factory=dict)
@@ -33,19 +41,44 @@ class Endpoints:
         self.outgoing |= other.outgoing
         self.watches |= other.watches
 
+    def ended_peer(self, peers: Iterable[int]) -> tuple[int, str] | None:
+        """Return a peer that will send no more messages, and how it ended; None if there is none.
+
+        A peer that closed its transport counts only if all ``peers`` have: the others may still send.
+        """
+        closed: list[tuple[int, str]] = []
+        peers = list(peers)
+        for peer in peers:
+            endpoints = [links[peer] for links in (self.incoming, self.outgoing) if peer in links]
+            reasons = filter(None, (endpoint.end_reason() for endpoint in endpoints))
+            ranked = sorted(reasons, key=lambda reason: not reason.startswith(FAILED))
+            if CLOSED in ranked[:1]:
+                closed.append((peer, CLOSED))
+            elif ranked:
+                return peer, ranked[0]
+            elif peer in self.watches and _is_readable(self.watches[peer]):
+                return peer, "has ended"
+        return closed[0] if closed and len(closed) == len(peers) else None
+
+    def abort(self, cause: str) -> None:
+        """Send the cause of this rank's failure to every peer."""
+        for endpoint in (*self.incoming.values(), *self.outgoing.values()):
+            endpoint.abort(cause)
+
     def close(self) -> None:
-        """Close all endpoints and watches."""
+        """Close all endpoints and watches. Memory in use by tensors stays valid."""
         for endpoint in (*self.incoming.values(), *self.outgoing.values()):
             endpoint.close()
         for watch in self.watches.values():
-            os.close(watch)
-        self.incoming, self.outgoing, self.watches = {}, {}, {}
+            with contextlib.suppress(OSError):
+                os.close(watch)
+        self.watches = {}
 
 
 class LinkSetup(Protocol):
     """Set-up of one rank's links of one kind: offer, prepare, connect.
 
-    All ranks do every step but close() together, and the next one only when all have succeeded.
+    All ranks do each step except close() together, and continue only if all have succeeded.
     """
 
     def offer(self) -> Any:
@@ -54,19 +87,19 @@ class LinkSetup(Protocol):
 
     @staticmethod
     def incompatibility(mine: Any, theirs: Any, same_host: bool) -> str | None:
-        """Return why ranks with these offers cannot be linked, as words that follow "the ranks"; None if they can."""
+        """Return why two ranks cannot be linked, as the end of a sentence "the ranks ..."; None if they can."""
         ...
 
     def prepare(self, pairs: Pairs) -> None:
-        """Make what the links need; errors as offer()."""
+        """Allocate the resources of the links; errors as in offer()."""
         ...
 
     def connect(self, offers: Mapping[int, Any], pairs: Pairs, timeout_s: float) -> Endpoints:
-        """Do the handshake with every peer of this rank; errors as offer(), and LinkError."""
+        """Do the handshake with every peer of this rank; errors as in offer(), and LinkError."""
         ...
 
     def close(self) -> None:
-        """Close what connect() has not handed over."""
+        """Close everything that connect() has not returned."""
         ...
 
 
@@ -78,3 +111,9 @@ def both_ways(pairs: Pairs) -> dict[tuple[int, int], int]:
 def peers_of(rank: int, pairs: Pairs) -> list[int]:
     """Return the ranks that exchange messages with a rank, in order."""
     return sorted({a + b - rank for a, b in pairs if rank in (a, b)})
+
+
+def _is_readable(file: int) -> bool:
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(0))

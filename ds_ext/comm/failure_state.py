@@ -1,11 +1,11 @@
-"""State of a transport, sound or failed, and the texts of its errors."""
+"""First failure of a transport, and the texts of its errors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeVar
 
-from ds_ext.comm.links import FAILED
+from ds_ext.comm.endpoints import FAILED
 from ds_ext.comm.transport import describe_tag
 from ds_ext.errors import PeerGone, TransportError, TransportTimeout
 
@@ -15,17 +15,17 @@ _Error = TypeVar("_Error", bound=TransportError)
 class FailureState:
     """First failure of one rank's transport.
 
-    After a failure the two sides may not agree on what was sent, so nothing is sent or received any more.
+    After a failure, the two sides may disagree on what was sent. So the transport refuses all further calls.
 
     Args:
         rank: this rank.
-        notify: sends the cause of the first failure to all peers, as "rank 1: ..." with the rank where it began.
+        notify: sends the cause of the first failure, as "rank 1: ..." with its origin, to all peers.
 
     Attributes:
-        reason: why the transport cannot be used; None while it can.
+        reason: why the transport is unusable; None while it is usable.
     """
 
-    def __init__(self, rank: int, notify: Callable[[str], None]) -> None:
+    def __init__(self, rank: int, notify: Callable[[str], None] = lambda cause: None) -> None:
         self.rank, self._notify = rank, notify
         self.reason: str | None = None
 
@@ -37,7 +37,7 @@ class FailureState:
             )
 
     def record(self, error: _Error, cause: str | None = None) -> _Error:
-        """Return the error to raise for a failure. The first one is kept, and its cause sent to the peers."""
+        """Record a failure and return its error. The cause of the first failure is sent to the peers."""
         error.rank = self.rank
         if self.reason is None:
             self.reason = f"it has failed before: {str(error).removeprefix(f'rank {self.rank}: ')}"
@@ -61,16 +61,16 @@ class FailureState:
 
         Args:
             op: "send to" or "recv from".
-            peer, tag: of the message.
-            limit_s: of the wait.
-            in_flight: as of Outgoing.
-            final: False if the caller asked for a shorter wait; the transport has then not failed.
+            peer, tag: peer and tag of the message.
+            limit_s: the limit, in seconds.
+            in_flight: result of Outgoing.in_flight(), for a send.
+            final: False if the caller set a shorter limit; the transport then stays usable.
         """
         more = f" ({in_flight[0]} messages in flight, {in_flight[2]} slots not released)" if in_flight else ""
         error = TransportTimeout(
-            f"rank {self.rank}: {op} rank {peer} of {describe_tag(tag)}: nothing moved within the limit of "
-            f"{round(limit_s, 2):g} s{more}. See what rank {peer} is doing; if it is only slow, raise "
-            "transport_options.timeout_s",
+            f"rank {self.rank}: {op} rank {peer} of {describe_tag(tag)}: no progress within the limit of "
+            f"{round(limit_s, 2):g} s{more}. Look for the first error in the output of rank {peer}. If it is only "
+            "slow, raise transport_options.timeout_s.",
             peer,
             rank=self.rank,
             op=op,
@@ -85,11 +85,11 @@ class FailureState:
         peer, how = ended
         cause = how.removeprefix(FAILED) if how.startswith(FAILED) else None
         text = (
-            f"rank {peer} {how}, which closed the connection after {waited_s:.1f} s of waiting. It has most likely "
-            f"died or failed first: look for the first error in the output of rank {peer}"
+            f"rank {peer} {how}, which closed the connection (waited {waited_s:.1f} s). It probably failed first. "
+            f"Look for the first error in the output of rank {peer}."
             if cause is None
-            else f"rank {peer} closed the connection after {waited_s:.1f} s of waiting, because it failed. What "
-            f"failed first: {cause}"
+            else f"rank {peer} closed the connection (waited {waited_s:.1f} s), because it failed. First failure: "
+            f"{cause}"
         )
         where = f"rank {self.rank}: {op} rank {peer} of {describe_tag(tag)}"
         error = PeerGone(f"{where}: {text}", peer, op=op, tag=tag, seconds=waited_s)

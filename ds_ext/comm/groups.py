@@ -17,27 +17,29 @@ from ds_ext.errors import TransportError
 _CLOSED_SIGNS = ("closed", "reset by peer", "broken pipe", "unreachable", "no route to host", "host is down")
 
 
-def new_group(ranks: list[int] | None, backend: str, timeout_s: float) -> dist.ProcessGroup | None:
-    """Create a process group of `ranks` (None: of all); None on ranks outside it.
-
-    Every rank of the world calls this, in the same order.
-
-    Raises:
-        TransportError: torch.distributed is not initialized.
-    """
+def require_initialized() -> None:
+    """Raise TransportError if torch.distributed is not initialized."""
     if not dist.is_initialized():
         raise TransportError(
-            "torch.distributed is not initialized: call deepspeed.init_distributed() first, "
-            "in processes that `deepspeed` or `torchrun` has started"
+            "torch.distributed: not initialized. Call deepspeed.init_distributed() first, in processes started by "
+            "`deepspeed` or `torchrun`."
         )
+
+
+def new_group(ranks: list[int] | None, backend: str, timeout_s: float) -> dist.ProcessGroup | None:
+    """Create a process group of `ranks` (None: all ranks). Returns None on other ranks.
+
+    A collective call of all ranks of the world.
+    """
+    require_initialized()
     group = dist.new_group(ranks, backend=backend, timeout=timedelta(seconds=timeout_s))
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def limit_waits(timeout_s: float) -> None:
-    """Give every process group of this rank the time limit, so that no collective waits longer for a silent rank.
+    """Set the time limit of all process groups of this rank.
 
-    DeepSpeed makes its groups without one, and torch's is half an hour on CPU.
+    DeepSpeed creates its groups without a limit, and torch's default is 30 minutes on CPU.
     """
     world = dist.distributed_c10d._world
     for group in list(world.pg_map):
@@ -45,9 +47,9 @@ def limit_waits(timeout_s: float) -> None:
 
 
 def watch_hosts() -> None:
-    """Start the heartbeat of connections between hosts, once a process; every rank of the world calls this.
+    """Start the heartbeat of connections between hosts; a collective call of all ranks of the world.
 
-    Ranks exchange their hosts' addresses through the rendezvous store, which needs no device.
+    Ranks exchange their hosts' addresses through the rendezvous store.
     """
     world = dist.get_world_size()
     if world == 1 or host_watch.running() is not None:
@@ -69,24 +71,24 @@ def watch_hosts() -> None:
 
 
 def wait_time(deadline: float) -> timedelta:
-    """The time left until `deadline` (of time.monotonic), as torch's Work.wait takes it."""
-    # gloo takes zero as "no limit given", so the shortest wait is a millisecond.
+    """Return the time left until `deadline` (of time.monotonic), for torch's Work.wait."""
+    # Zero means no limit to gloo.
     return timedelta(seconds=max(0.001, deadline - time.monotonic()))
 
 
 def explain(error: RuntimeError, peer: int, waited_s: float, limit_s: float) -> str:
-    """Why a transfer with rank `peer` failed and what to do, from the text of torch's error."""
+    """Return why a transfer with rank `peer` failed and what to do, from the text of torch's error."""
     text = str(error).lower()
     if any(peer in host.ranks for host in host_watch.silent_hosts()):
         return f"rank {peer} or its host has not answered for {host_watch.SILENCE_S:g} s"
     if "timed out" in text or "timeout" in text:
         return (
-            f"nothing moved within the limit of {round(limit_s, 2):g} s. See what rank {peer} is doing; "
-            "if it is only slow, raise transport_options.timeout_s"
+            f"no progress within the limit of {round(limit_s, 2):g} s. Look for the first error in the output of "
+            f"rank {peer}. If it is only slow, raise transport_options.timeout_s."
         )
     if any(sign in text for sign in _CLOSED_SIGNS):
         return (
-            f"rank {peer} closed the connection after {waited_s:.1f} s of waiting. It has most likely "
-            f"died or failed first: look for the first error in the output of rank {peer}"
+            f"rank {peer} closed the connection (waited {waited_s:.1f} s). It probably failed first. Look for the "
+            f"first error in the output of rank {peer}."
         )
     return f"failed after {waited_s:.1f} s: {error}"

@@ -1,14 +1,13 @@
-"""Heartbeat between hosts for the connections of torch.distributed: gloo's, and those of the rendezvous store.
+"""Heartbeat between hosts for the connections of gloo and of the rendezvous store.
 
-gloo and the store wait in silence for a host that is down or behind a cut cable, until their time limits. So a thread
-of each rank watches the kernel's acknowledgements. It finds this process' TCP connections to other hosts of the job,
-whoever made them and whenever. TCP keepalive makes the kernel probe an idle connection every second; the peer's kernel
-answers, also for a process that is stopped. After 2 s without an answer the thread shuts the connections to that
-address down, and the blocked or next operation on them raises in its own thread.
+A dead host or a cut cable closes no connection, so gloo and the store wait until their time limits. A thread of each
+rank therefore watches the kernel's acknowledgements on all TCP connections of this process to other hosts of the job.
+TCP keepalive makes the kernel probe an idle connection every second. The peer's kernel answers, even for a stopped
+process. After 2 s without an answer, the thread shuts down the connections to that address, and the blocked or next
+operation on them raises.
 
-TCP_USER_TIMEOUT would break connections without a thread, but also those to a process that is stopped, or merely busy,
-while its receive window is full (tcp(7)). The links of the transport "tcp" do the same check themselves
-(kernels/transport/tcp_connection.hpp).
+TCP_USER_TIMEOUT would need no thread, but it also ends connections to a stopped or busy process with a full receive
+window (tcp(7)). The native tcp links do the same check in their I/O thread (kernels/transport/tcp_connection.hpp).
 """
 
 from __future__ import annotations
@@ -31,11 +30,12 @@ from pathlib import Path
 from ds_ext.errors import PeerGone, TransportError
 
 BEAT_S, SILENCE_S = 0.5, 2.0
-# The kernel's own limit for an idle connection, should the thread be held up: 1 + 4 seconds.
+# The kernel's limit for an idle connection, if the thread is delayed: 1 + 4 s.
 _KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4}
-_PROBES_AT = 3  # of struct tcp_info (linux/tcp.h), as the offsets in the next line
+# Offsets in struct tcp_info (linux/tcp.h).
+_PROBES_AT = 3
 _UNACKED_AT, _LAST_DATA_SENT_AT, _LAST_ACK_RECV_AT, _TCP_INFO_BYTES = 24, 44, 56, 104
-_SAME_MS = 50.0  # two readings of one moment differ by the kernel's clock ticks
+_SAME_MS = 50.0  # two readings of the same time differ by clock ticks of the kernel
 _LOCAL_ADDRESS = re.compile(r"\|-- (\S+)\s+/32 host LOCAL")
 
 
@@ -44,9 +44,9 @@ class Host:
     """One host of the job.
 
     Args:
-        name: as the host calls itself.
-        addresses: of its network interfaces, without loopback.
-        ranks: of the processes on it.
+        name: host name.
+        addresses: addresses of its network interfaces, without loopback.
+        ranks: ranks on the host.
     """
 
     name: str
@@ -62,15 +62,15 @@ class Host:
 
 @dataclass
 class _Connection:
-    """One file descriptor that is a socket; ``address`` is None unless the watch is responsible for it."""
+    """Socket of this process; ``address`` is None if the watch ignores it."""
 
     inode: int
     address: str | None = None
     to_store: bool = False
     sent_at_ms: float = 0.0
     answered_at_ms: float = 0.0
-    questions: int = 0  # seen without an answer
-    late_looks: int = 0
+    unanswered: int = 0  # packets and probes since the last answer
+    late_looks: int = 0  # consecutive looks with at least two unanswered
 
 
 class HostWatch(threading.Thread):
@@ -79,13 +79,13 @@ class HostWatch(threading.Thread):
     Args:
         here: this host.
         others: the other hosts of the job.
-        store_port: of the rendezvous store, which may be on a host without ranks.
+        store_port: port of the rendezvous store, which may be on a host without ranks.
     """
 
     def __init__(self, here: Host, others: Sequence[Host], store_port: int | None) -> None:
         super().__init__(name="ds_ext-hosts", daemon=True)
         self._here, self._store_port = here, store_port
-        # An address that several hosts have (of a container bridge) leads to none of the others.
+        # An address that several hosts have (a container bridge) is not routed between hosts.
         uses = Counter(address for host in (here, *others) for address in host.addresses)
         self._hosts = {a: host for host in others for a in host.addresses if uses[a] == 1}
         self._connections: dict[int, _Connection] = {}
@@ -94,18 +94,18 @@ class HostWatch(threading.Thread):
         self.store_is_silent = False
 
     def run(self) -> None:
-        """Look every half second, for the life of the process."""
+        """Look every half second until the process exits."""
         pause = threading.Event()
         while not pause.wait(BEAT_S):
-            with contextlib.suppress(OSError):  # too many open files, for the moment
+            with contextlib.suppress(OSError):  # too many open files
                 self.look()
 
     def leave_out(self, connection: socket.socket) -> None:
-        """Leave out a connection that already has a heartbeat."""
+        """Ignore a connection that has another heartbeat."""
         self._left_out.add(os.fstat(connection.fileno()).st_ino)
 
     def addresses(self) -> set[str]:
-        """Peers' addresses of the watched connections, as of the last look."""
+        """Return the peers' addresses of the watched connections at the last look."""
         return {found.address for found in self._connections.values() if found.address is not None}
 
     def look(self) -> None:
@@ -129,7 +129,7 @@ class HostWatch(threading.Thread):
     def _find(self) -> Iterator[tuple[int, _Connection]]:
         for name in os.listdir("/proc/self/fd"):
             number = int(name)
-            with contextlib.suppress(OSError):  # closed since it was listed, or not connected yet
+            with contextlib.suppress(OSError):  # already closed, or not yet connected
                 status = os.fstat(number)
                 if not stat.S_ISSOCK(status.st_mode):
                     continue
@@ -141,10 +141,7 @@ class HostWatch(threading.Thread):
                 yield number, known
 
     def _examine(self, number: int, inode: int) -> _Connection:
-        """A socket that is new, with keepalive switched on if it is to be watched.
-
-        Raises OSError for one that is not connected.
-        """
+        """Return a new connection, with keepalive enabled if it is watched. Raises OSError if it is not connected."""
         with _borrowed(number) as borrowed:
             domain = borrowed.getsockopt(socket.SOL_SOCKET, socket.SO_DOMAIN)
             protocol = borrowed.getsockopt(socket.SOL_SOCKET, socket.SO_PROTOCOL)
@@ -163,24 +160,24 @@ class HostWatch(threading.Thread):
 
 
 def running() -> HostWatch | None:
-    """The watch of this process."""
+    """Return the watch of this process, if it runs."""
     return next((thread for thread in threading.enumerate() if isinstance(thread, HostWatch)), None)
 
 
 def silent_hosts() -> list[Host]:
-    """Return the hosts that stopped answering; empty without a watch."""
+    """Return the hosts that do not answer; empty without a watch."""
     watch = running()
     return list(dict.fromkeys(list(watch.silent.values()))) if watch is not None else []
 
 
 def store_is_silent() -> bool:
-    """Return whether the host of the rendezvous store stopped answering; False without a watch."""
+    """Return whether the host of the rendezvous store does not answer; False without a watch."""
     watch = running()
     return watch is not None and watch.store_is_silent
 
 
 def require_hosts() -> None:
-    """Raise PeerGone if a host does not answer; TransportError if it has no ranks but the rendezvous store."""
+    """Raise PeerGone for a host that does not answer, or TransportError if it has the rendezvous store and no ranks."""
     for host in silent_hosts():
         if host.ranks:
             raise PeerGone(host.silence(), host.ranks[0])
@@ -188,14 +185,14 @@ def require_hosts() -> None:
 
 
 def leave_out(connection: socket.socket) -> None:
-    """Call :meth:`HostWatch.leave_out`, if there is a watch."""
+    """Call :meth:`HostWatch.leave_out` if there is a watch."""
     watch = running()
     if watch is not None:
         watch.leave_out(connection)
 
 
 def end_connections(store_port: int) -> None:
-    """Shut down this process' TCP connections, but those of the rendezvous store, so that peers notice at once."""
+    """Shut down all TCP connections of this process except those of the rendezvous store, so that peers notice."""
     if not can_watch():
         return
     for name in os.listdir("/proc/self/fd"):
@@ -207,7 +204,7 @@ def end_connections(store_port: int) -> None:
 
 
 def start(rank: int, hosts: Sequence[Host], store_port: int | None) -> None:
-    """Start the watch of this process, if connections to other hosts can exist and be watched."""
+    """Start the watch of this process, if there are connections to other hosts and they can be watched."""
     here = next(host for host in hosts if rank in host.ranks)
     if not can_watch() or running() is not None:
         return
@@ -219,7 +216,7 @@ def start(rank: int, hosts: Sequence[Host], store_port: int | None) -> None:
 
 
 def can_watch() -> bool:
-    """Return whether the system has what the watch needs: Linux with /proc."""
+    """Return whether this is Linux with /proc and the socket options that the watch needs."""
     options = ("TCP_INFO", "SO_DOMAIN", "SO_PROTOCOL", *_KEEPALIVE)
     return (
         sys.platform == "linux"
@@ -229,7 +226,7 @@ def can_watch() -> bool:
 
 
 def own_addresses() -> list[str]:
-    """Addresses of this host's network interfaces, without loopback; empty when not known."""
+    """Return the addresses of this host's network interfaces, without loopback; empty if unknown."""
     found: list[str] = []
     with contextlib.suppress(OSError):
         found += _LOCAL_ADDRESS.findall(Path("/proc/thread-self/net/fib_trie").read_text())
@@ -240,16 +237,16 @@ def own_addresses() -> list[str]:
 
 
 def plain_address(address: str) -> str:
-    """The address as in :func:`own_addresses`: without scope, IPv4 not mapped into IPv6."""
+    """Return an address in the form of :func:`own_addresses`: without scope, IPv4 not mapped into IPv6."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     return str(getattr(parsed, "ipv4_mapped", None) or parsed)
 
 
 @contextlib.contextmanager
 def _borrowed(number: int) -> Iterator[socket.socket]:
-    """The socket of a file descriptor that others own.
+    """Wrap a file descriptor in a socket object, without ownership.
 
-    The family is that with the longest addresses. The flag keeps Python from applying ``socket.setdefaulttimeout``.
+    AF_INET6 has the longest addresses. SOCK_NONBLOCK keeps Python from applying ``socket.setdefaulttimeout``.
     """
     borrowed = socket.socket(socket.AF_INET6, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, 0, fileno=number)
     try:
@@ -259,19 +256,19 @@ def _borrowed(number: int) -> Iterator[socket.socket]:
 
 
 def _unanswered(connection: _Connection, info: bytes, now_ms: float) -> bool:
-    """Return whether the peer's kernel is silent: two questions, 2 s and two looks without an answer.
+    """Return whether the peer's kernel is silent: 2 s, two packets or probes, and two looks without an answer.
 
-    A question is data or a probe. The kernel repeats both ever more rarely if a peer answers without progress, so one
-    that is lost, or a long time since the last answer, proves nothing by itself.
+    The kernel probes a peer with a full receive window at growing intervals. So neither a single lost packet nor a long
+    time since the last answer is sufficient.
     """
     unacked, sent_ms, answered_ms = (
         struct.unpack_from("=I", info, at)[0] for at in (_UNACKED_AT, _LAST_DATA_SENT_AT, _LAST_ACK_RECV_AT)
     )
     sent_at, answered_at = now_ms - sent_ms, now_ms - answered_ms
     if abs(answered_at - connection.answered_at_ms) > _SAME_MS:
-        connection.questions, connection.answered_at_ms = 0, answered_at
+        connection.unanswered, connection.answered_at_ms = 0, answered_at
     if unacked > 0 and sent_ms < answered_ms and abs(sent_at - connection.sent_at_ms) > _SAME_MS:
-        connection.questions, connection.sent_at_ms = connection.questions + 1, sent_at
-    late = max(connection.questions, info[_PROBES_AT]) > 1
+        connection.unanswered, connection.sent_at_ms = connection.unanswered + 1, sent_at
+    late = max(connection.unanswered, info[_PROBES_AT]) > 1
     connection.late_looks = connection.late_looks + 1 if late else 0
     return connection.late_looks > 1 and answered_ms >= 1000 * SILENCE_S

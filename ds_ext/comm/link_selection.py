@@ -13,7 +13,7 @@ from ds_ext.comm.endpoints import Pairs
 
 Incompatibility = Callable[[Any, Any, bool], str | None]  # LinkSetup.incompatibility
 
-# In the order of preference. A class is a LinkSetup, made of (rank, port, node_ips).
+# Kind -> "module:class", in the order of preference. The class is a LinkSetup with arguments (rank, port, node_ips).
 KINDS: Mapping[str, str] = MappingProxyType(
     {
         "shm": "ds_ext.comm.shm_setup:ShmSetup",
@@ -24,13 +24,13 @@ KINDS: Mapping[str, str] = MappingProxyType(
 
 
 def kind_class(kind: str) -> Any:
-    """Import the class of a key of KINDS."""
+    """Return the LinkSetup of a key of KINDS."""
     module, name = KINDS[kind].split(":")
     return getattr(importlib.import_module(module), name)
 
 
 class NoLinkError(Exception):
-    """No kind of link connects two ranks that exchange messages; the text has the reason of every kind."""
+    """No kind of link works for two ranks that exchange messages. The text gives the reason for each kind."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class RankOffers:
     """Kinds of links that a rank offers to all others.
 
     Args:
-        host: equal for two processes of one host that can reach each other's unix sockets.
-        host_name: for log lines.
-        offers: by kind of link, what the peers need to connect.
-        refusals: by kind of link, why this rank cannot have it.
+        host: identity of the host, from host_id().
+        host_name: name of the host for log lines.
+        offers: kind of link -> what the peers need to connect.
+        refusals: kind of link -> why this rank cannot use it.
     """
 
     host: str
@@ -52,13 +52,13 @@ class RankOffers:
 
 @dataclass(frozen=True)
 class LinkSelection:
-    """Kind of every link, and for pairs without the preferred kind the reasons against the earlier ones."""
+    """Kind of every link, and the reasons against the preferred kinds for pairs that fall back."""
 
     kinds: Mapping[tuple[int, int], str]
     fallbacks: Mapping[tuple[int, int], tuple[str, ...]]
 
     def pairs(self, kind: str, pairs: Pairs) -> Pairs:
-        """Return the pairs that the kind serves."""
+        """Return the pairs that use the kind."""
         return {pair: held for pair, held in pairs.items() if self.kinds[pair] == kind}
 
 
@@ -68,21 +68,21 @@ def select_links(
     kinds: Mapping[str, Incompatibility],
     failed: Mapping[str, str] = MappingProxyType({}),
 ) -> LinkSelection:
-    """Select for every pair the first kind that both ranks can have.
+    """Select for every pair the first kind that both ranks can use.
 
     Args:
-        ranks: the offers of all ranks.
+        ranks: offers of all ranks.
         pairs: (source, destination) of the links.
-        kinds: in the order of preference, with their check of two offers.
-        failed: kinds that failed in an earlier handshake, with the reason.
+        kinds: kind -> check of two offers, in the order of preference.
+        failed: kind that failed in an earlier handshake -> reason.
 
     Raises:
-        NoLinkError: a pair has no kind.
+        NoLinkError: no kind works for a pair.
     """
     selected: dict[tuple[int, int], str] = {}
     fallbacks: dict[tuple[int, int], tuple[str, ...]] = {}
     for pair in pairs:
-        # Both directions of a pair get the same kind: the lower rank is always the first.
+        # Both directions must get the same kind, so the lower rank always comes first.
         low, high = sorted(pair)
         against: list[str] = []
         for kind, incompatibility in kinds.items():
@@ -103,26 +103,26 @@ def _reason_against(
 ) -> str | None:
     for rank in (low, high):
         if kind in ranks[rank].refusals:
-            return f"rank {rank} cannot: {ranks[rank].refusals[kind]}"
+            return f"rank {rank} cannot use it: {ranks[rank].refusals[kind]}"
     mine, theirs = ranks[low], ranks[high]
     reason = incompatibility(mine.offers[kind], theirs.offers[kind], mine.host == theirs.host)
-    return None if reason is None else f"rank {low} and rank {high}, which exchange messages, {reason}"
+    return None if reason is None else f"rank {low} and rank {high} {reason}"
 
 
 def describe(selection: LinkSelection, ranks: Sequence[RankOffers]) -> str:
-    """Return the number of links by kind, the host of every rank, and the reason of every fallback; a line each."""
+    """Return log lines: the number of links of each kind, the host of every rank, and the reason for every fallback."""
     counts = Counter(selection.kinds.values())
     links = ", ".join(f"{count} by {kind}" for kind, count in sorted(counts.items()))
     hosts: dict[str, list[int]] = {}
     for rank, offers in enumerate(ranks):
         hosts.setdefault(offers.host, []).append(rank)
-    where = ", ".join(f"{ranks[here[0]].host_name} has {_spans(here)}" for here in hosts.values())
+    where = ", ".join(f"{_spans(here)} on {ranks[here[0]].host_name}" for here in hosts.values())
     lines = [f"links: {links or 'none'}; {where}"]
     reasons: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for pair, against in selection.fallbacks.items():
         for reason in against:
             low, high = sorted(pair)
-            words = reason.replace(f"rank {low} and rank {high}, which exchange messages,", "the ranks")
+            words = reason.replace(f"rank {low} and rank {high}", "the ranks")
             reasons.setdefault((selection.kinds[pair], words), []).append((low, high))
     for (kind, words), pairs in reasons.items():
         shown = dict.fromkeys(f"{low}-{high}" for low, high in pairs)
@@ -132,7 +132,7 @@ def describe(selection: LinkSelection, ranks: Sequence[RankOffers]) -> str:
 
 
 def _spans(ranks: Sequence[int]) -> str:
-    """Return ranks in short form: 0-3, 8."""
+    """Return ranks as ``ranks 0-3, 8``."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:

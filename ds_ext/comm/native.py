@@ -1,4 +1,4 @@
-"""Set-up of native links: of one kind selected by name, or of the best kind for every pair ("auto")."""
+"""Set-up of native links: of one named kind, or of the best kind for every pair ("auto")."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ds_ext.comm import _native, torch_split
 from ds_ext.comm.endpoints import HANDSHAKE_S, Endpoints, LinkSetup, Pairs, both_ways
+from ds_ext.comm.groups import require_initialized
 from ds_ext.comm.link_selection import (
     KINDS,
     LinkSelection,
@@ -22,7 +23,6 @@ from ds_ext.comm.link_selection import (
     kind_class,
     select_links,
 )
-from ds_ext.comm.links import Links
 from ds_ext.comm.native_transport import NativeTransport
 from ds_ext.comm.shm_handshake import host_id
 from ds_ext.comm.spin import spin_us
@@ -35,7 +35,7 @@ _ERRORS = (TransportError, OSError, _native.LinkError)
 
 
 class _KindFailedError(Exception):
-    """The set-up of one kind of link failed on some rank; raised on all ranks."""
+    """The set-up of one kind of link failed on a rank. Raised on all ranks."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason)
@@ -50,24 +50,15 @@ def create(
     pairs: Pairs | tuple[()],
     node_ips: Sequence[str] | None = None,
 ) -> Transport:
-    """Create the transport over links of one kind; a collective call of all ranks, with the same arguments.
-
-    Args:
-        kind: a key of KINDS.
-        timeout_s: the longest wait for a peer.
-        device: of the tensors: "cpu" or "cuda".
-        pairs: (source, destination) of the links, with how many messages the receiver may hold at a time; (): every
-            rank with every other.
-        node_ips: the addresses that ranks listen at, one for each rank or one for each host.
+    """Create the transport over links of one kind, a key of KINDS; see create_transport().
 
     Raises:
-        TransportError: on all ranks, with the reason of the first that cannot.
+        TransportError: the links cannot be set up. All ranks raise the reason of the first failed rank.
     """
     try:
         return _link([kind], timeout_s, device, pairs, node_ips)
     except NoLinkError as error:
-        reason = f'"transport": "{kind}" cannot be used: {error}. Use "auto" or "torch".'
-        raise TransportError(reason) from None
+        raise TransportError(f'transport: "{kind}" cannot be used: {error}. Use "auto" or "torch".') from None
 
 
 create_shm = partial(create, "shm")
@@ -83,21 +74,21 @@ def create_auto(
     node_ips: Sequence[str] | None = None,
     polled: bool = False,
 ) -> Transport:
-    """Create links of the first possible kind for every pair, or the transport "torch" if a pair has none; as create().
+    """Create links of the first possible kind for every pair, or the transport "torch" if a pair has none.
 
-    Between GPUs it is "torch", unless arrivals are ``polled`` or ranks share a GPU.
+    Between GPUs this is "torch", unless arrivals are ``polled`` or ranks share a GPU.
     """
     to_torch = partial(torch_split.create, timeout_s=timeout_s, device=device, pairs=tuple(pairs))
     if device.type == "cuda" and not polled:
         one_gpu = _ranks_of_one_gpu(device)
         if one_gpu is None:
-            _log("transport: torch, because between GPUs nccl serves a static schedule")
+            _log("transport: torch (nccl, for a static schedule between GPUs)")
             return to_torch()
-        _log(f"ranks {', '.join(map(str, one_gpu))} share a GPU, which nccl refuses")
+        _log(f"transport: no nccl, because ranks {', '.join(map(str, one_gpu))} share a GPU")
     try:
         return _link(list(KINDS), timeout_s, device, pairs, node_ips)
     except NoLinkError as error:
-        _log(f"transport: torch, because {error}")
+        _log(f"transport: torch (no native links: {error})")
     return to_torch()
 
 
@@ -108,21 +99,15 @@ def _link(
     pairs: Pairs | tuple[()],
     node_ips: Sequence[str] | None,
 ) -> Transport:
-    """Link all pairs, without the kinds whose set-up fails.
+    """Link all pairs, without kinds whose set-up fails.
 
     Raises:
         TransportError: there is no process group, or an address in node_ips is wrong.
-        NoLinkError: no kind is left for a pair; on all ranks.
+        NoLinkError: no kind is left for a pair. Raised on all ranks.
     """
-    if not dist.is_initialized():
-        raise TransportError(
-            "torch.distributed is not initialized: call deepspeed.init_distributed() first, "
-            "in processes that `deepspeed` or `torchrun` has started"
-        )
+    require_initialized()
     if device.type not in ("cpu", "cuda"):
-        raise NoLinkError(
-            f"the tensors are on {device.type}, and native links are for those of the CPU and of CUDA"
-        )
+        raise NoLinkError(f"native links support tensors on cpu and cuda (got {device.type})")
     everyone = range(dist.get_world_size())
     if not isinstance(pairs, Mapping):
         pairs = {(a, b): DEFAULT_MAX_HELD for a in everyone for b in everyone if a != b}
@@ -147,14 +132,14 @@ def _link(
 def _for_gpu(
     transport: NativeTransport, device: torch.device, pairs: Pairs, kinds: Mapping[tuple[int, int], str]
 ) -> Transport:
-    from ds_ext.comm.cuda.device import TorchCuda
+    from ds_ext.comm.cuda.device import Device
     from ds_ext.comm.cuda.transport import GpuTransport
 
-    return GpuTransport.over(transport, TorchCuda(device), pairs, kinds)
+    return GpuTransport.over(transport, Device(device), pairs, kinds)
 
 
 def _ranks_of_one_gpu(device: torch.device) -> list[int] | None:
-    """Return ranks that share a GPU; None if none do."""
+    """Return the ranks that share a GPU; None if there are none."""
     gpus = _gather((host_id(), str(torch.cuda.get_device_properties(device).uuid)))
     shared = next((gpu for gpu in gpus if gpus.count(gpu) > 1), None)
     return None if shared is None else [rank for rank, gpu in enumerate(gpus) if gpu == shared]
@@ -171,10 +156,10 @@ class _Attempt:
         self._classes = {kind: kind_class(kind) for kind in kinds}
         self._setups: dict[str, LinkSetup] = {}
         self._port: _native.Port | None = None
-        self.kinds: Mapping[tuple[int, int], str] = {}  # of the links
+        self.kinds: Mapping[tuple[int, int], str] = {}  # kind of each link
 
     def run(self, timeout_s: float) -> NativeTransport:
-        """Return the transport; on all ranks NoLinkError, or _KindFailedError, after which another attempt may do."""
+        """Return the transport. All ranks raise NoLinkError, or _KindFailedError to attempt the other kinds."""
         ranks: list[RankOffers] = _gather(self._offers())
         if self._node_ips is not None:
             _refuse_wrong_addresses(ranks)
@@ -196,11 +181,11 @@ class _Attempt:
         name = "+".join(used)
         _log(f"transport: {name}; {describe(selection, ranks)}")
         max_held = {source: most for (source, target), most in self._pairs.items() if target == self._rank}
-        links = Links(self._port, endpoints, max_held)
-        return NativeTransport(links, name, self._rank, dist.get_world_size(), timeout_s)
+        world = dist.get_world_size()
+        return NativeTransport(self._port, endpoints, max_held, name, self._rank, world, timeout_s)
 
     def close(self) -> None:
-        """Close what the transport has not taken over."""
+        """Close everything that the transport does not own."""
         for setup in self._setups.values():
             setup.close()
 
@@ -222,18 +207,18 @@ class _Attempt:
         return RankOffers(host_id(), socket.gethostname(), offers, refusals)
 
     def _prepare(self, selection: LinkSelection) -> tuple[str, str] | None:
-        """Prepare all selected kinds. Returns the kind that failed here, and the reason; None if none did."""
+        """Prepare all selected kinds. Returns the kind that failed on this rank and the reason, else None."""
         for kind in dict.fromkeys(selection.kinds.values()):
             try:
                 self._setups[kind].prepare(selection.pairs(kind, self._pairs))
             except _ERRORS as error:
-                return kind, f"rank {self._rank} cannot: {_text(error)}"
+                return kind, f"rank {self._rank} cannot use it: {_text(error)}"
         return None
 
     def _connect(
         self, selection: LinkSelection, ranks: Sequence[RankOffers], timeout_s: float, endpoints: Endpoints
     ) -> tuple[str, str] | None:
-        """Connect all selected kinds and add their endpoints. Returns as _prepare()."""
+        """Connect all selected kinds and add their endpoints. Returns the same as _prepare()."""
         assert self._port is not None
         for kind in sorted(set(selection.kinds.values())):
             offers = {rank: each.offers[kind] for rank, each in enumerate(ranks) if kind in each.offers}
@@ -247,7 +232,7 @@ class _Attempt:
 
 
 def _refuse_wrong_addresses(ranks: Sequence[RankOffers]) -> None:
-    """Raise TransportError for an address in node_ips that a rank cannot use, whatever kinds of links serve."""
+    """Raise TransportError for an address in node_ips that a rank cannot use, even if no tcp link is needed."""
     for offers in ranks:
         if "tcp" in offers.refusals:
             raise TransportError(offers.refusals["tcp"])

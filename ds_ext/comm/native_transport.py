@@ -1,12 +1,12 @@
 """Transport over native links of any kind (kernels/README.md draws their formats).
 
 shm: each directed pair has a memory segment, made by the receiver. A sender copies a message into a slot of the
-message's size and publishes 256 bytes that describe it. The receiver's tensors lie in the slot, which is released with
-the last of them. A receiver that already holds as many messages of a link as it may copies further ones out. No
-thread takes part, and no system call unless a rank sleeps.
+segment and publishes its descriptor. The receiver's tensors use the memory of the slot, which is released with the last
+of them. If a receiver already holds the maximum number of messages of a link, it copies further ones out. There is no
+thread, and no system call unless a rank sleeps.
 
-tcp: each pair has a connection. A sender writes from the tensors into the socket, and copies what the socket does not
-take. The receiver's I/O thread reads into memory of the message's size, in which the tensors lie.
+tcp: each pair has a connection. A sender writes directly from the tensors into the socket and copies only data that the
+socket does not accept at once. The receiver's I/O thread reads into memory that the tensors then use.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from typing import TypeVar
 from torch import Tensor
 
 from ds_ext.comm import _native
+from ds_ext.comm.endpoints import Endpoints
 from ds_ext.comm.failure_state import FailureState
-from ds_ext.comm.links import Links, copies, pieces_of, views
 from ds_ext.comm.transport import ITEM_BITS, TAG_LIMIT, check_address, describe_tag
+from ds_ext.comm.wire import copies, pieces_of, views
 from ds_ext.errors import ProtocolError, TransportError
 
-SLICE_S = 0.035  # the longest sleep, so that signals and the end of a peer are noticed
-COPIED_BYTES = 4096  # up to here a copy costs less than holding a slot
+SLICE_S = 0.035  # maximum sleep, so that signals and the end of a peer are noticed
+COPIED_BYTES = 4096  # up to this size, a copy costs less than holding a slot
 SEND_ERRORS = (_native.DescriptorError, _native.LinkError, OSError, MemoryError)
 
 _Endpoint = TypeVar("_Endpoint")
 
 
 class Sent:
-    """Ticket of a message whose tensors are the sender's again: every send() that has returned."""
+    """Ticket of a send, which is done when send() returns."""
 
     def done(self) -> bool:
         """See transport.Ticket."""
@@ -60,7 +61,7 @@ class RecvTicket:
 
     @property
     def arrived(self) -> bool:
-        """Return whether the message is here, without looking for new ones."""
+        """Whether the message has arrived, without polling for new ones."""
         return self.message is not None or self.tensors is not None
 
     def done(self) -> bool:
@@ -76,7 +77,7 @@ class RecvTicket:
 
 @dataclass(eq=False)
 class _Channel:
-    """Messages that no ticket waits for, or tickets whose messages have not arrived."""
+    """Messages without a ticket, or tickets without a message."""
 
     messages: deque[_native.Message] = field(default_factory=deque)
     tickets: deque[RecvTicket] = field(default_factory=deque)
@@ -86,20 +87,31 @@ class NativeTransport:
     """Transport (see transport.py) for CPU tensors; native.py connects the ranks.
 
     Args:
-        links: of this rank.
-        name: the kinds of links in use, as "shm" or "shm+tcp".
-        rank, world_size: in the job.
-        timeout_s: the longest wait.
+        port: doorbell of this rank; it takes the messages of all incoming links.
+        links: endpoints of this rank's links; this object closes them.
+        max_held: peer -> how many of its messages this rank may hold at a time.
+        name: kinds of links in use, as "shm" or "shm+tcp".
+        rank: this rank.
+        world_size: number of ranks.
+        timeout_s: time limit of every wait, in seconds.
 
     Attributes:
-        must_be_taken: whether close() waits for a number of messages in flight to a peer.
+        must_be_taken: function (peer, number of messages in flight) -> whether close() waits for them.
     """
 
-    def __init__(self, links: Links, name: str, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        port: _native.Port,
+        links: Endpoints,
+        max_held: Mapping[int, int],
+        name: str,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+    ) -> None:
         self.name = name
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
-        self._links = links
-        self._port = links.port
+        self._links, self._port, self._max_held = links, port, max_held
         self._channels: dict[tuple[int, int], _Channel] = {}
         self._arrived: dict[_native.Message, tuple[int, int]] = {}
         self._state = FailureState(rank, links.abort)
@@ -110,16 +122,15 @@ class NativeTransport:
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Sent:
         """Copy the tensors into the link to the peer; see Transport.send."""
         link = self._link(self._links.outgoing, self.rank, peer, tag)
-        pieces, _sources = pieces_of(
-            tensors
-        )  # the copies among the sources live until the native code has read them
+        # The native code reads the memory of `_sources`, which may be copies.
+        pieces, _sources = pieces_of(tensors)
         attempt = partial(link.send, tag, pieces)
         if not self._try(attempt, peer, tag):
             self._await_credit(link, peer, tag, attempt)
         return SENT
 
     def recv(self, peer: int, tag: int) -> RecvTicket:
-        """Ask for the next message of the tag's channel; see Transport.recv."""
+        """Receive the next message of the tag's channel; see Transport.recv."""
         self._link(self._links.incoming, peer, peer, tag)
         ticket = RecvTicket(self, peer, tag)
         channel = self._channel(peer, tag)
@@ -129,13 +140,13 @@ class NativeTransport:
         return ticket
 
     def ready(self) -> list[tuple[int, int]]:
-        """Return (peer, tag) of all messages that have arrived and were not yet waited for, asked for or not."""
+        """Return (peer, tag) of all messages that have arrived and were not yet waited for."""
         self._state.check()
         self.drain()
         return list(self._arrived.values())
 
     def close(self) -> None:
-        """Wait until the peers have taken all messages, `timeout_s` in all; after a failure, close without waiting."""
+        """Wait up to `timeout_s` until the peers have taken all messages, except after a failure, and close."""
         deadline = time.monotonic() + self.timeout_s
         try:
             if self._state.reason is None:
@@ -149,32 +160,32 @@ class NativeTransport:
             self._channels.clear()
             self._arrived.clear()
 
-    # --- more than the interface asks for ---
+    # --- beyond the interface ---
 
     def wait_any(self, tickets: Sequence[RecvTicket], timeout_s: float | None = None) -> int:
-        """Wait until one of the tickets is done; return its position. TransportError as for a ticket's wait()."""
+        """Wait until one of the tickets is done, and return its position. TransportError as in Ticket.wait()."""
         if not tickets:
-            raise TransportError(f"rank {self.rank}: wait_any() needs at least one ticket")
+            raise TransportError(f"rank {self.rank}: wait_any() needs at least one ticket.")
         return self._await_arrival(tickets, timeout_s)
 
     def abort(self, cause: str) -> None:
-        """Send the cause of this rank's failure to its peers; the transport cannot be used any more."""
-        if self._state.reason is None:  # a failure of the transport itself was sent before
-            self._state.reason = f"it was given up: {cause}"
+        """Send the cause of this rank's failure to its peers. The transport is unusable afterwards."""
+        if self._state.reason is None:  # otherwise the peers already have an earlier cause
+            self._state.reason = f"it was aborted: {cause}"
             self._links.abort(f"rank {self.rank}: {cause}")
 
     def fail(self, what: str, kind: type[TransportError] = TransportError) -> TransportError:
-        """Return the error of a failure found by the user of this transport, which then cannot be used any more."""
+        """Record a failure that the caller detected and return its error. The transport is unusable afterwards."""
         return self._state.failure(what, kind)
 
     # --- receiving ---
 
     def drain(self) -> None:
-        """Take every message that has arrived, without waiting and without a system call."""
+        """Take all messages that have arrived, without waiting and without a system call."""
         try:
             messages = self._port.take()
         except (_native.DescriptorError, _native.LinkError) as error:
-            raise self._state.failure(f"a message is damaged: {error}", ProtocolError) from error
+            raise self._state.failure(f"damaged message: {error}", ProtocolError) from error
         for message in messages:
             peer, tag = message.source, message.tag
             self._arrived[message] = peer, tag
@@ -197,7 +208,7 @@ class NativeTransport:
 
     def _tensors(self, message: _native.Message, ticket: RecvTicket) -> tuple[Tensor, ...]:
         try:
-            if message.nbytes > COPIED_BYTES and message.hold(self._links.max_held[ticket.peer]):
+            if message.nbytes > COPIED_BYTES and message.hold(self._max_held[ticket.peer]):
                 return views(message)
             return copies(message)
         except _native.DescriptorError as error:
@@ -212,14 +223,13 @@ class NativeTransport:
         return channel
 
     def _match(self, channel: _Channel, peer: int) -> None:
-        """Give the channel's messages to its tickets, in order."""
+        """Assign the channel's messages to its tickets, in order."""
         while channel.messages and channel.tickets:
             message, ticket = channel.messages[0], channel.tickets[0]
             if message.tag != ticket.tag:
                 raise self._state.failure(
-                    f"expected {describe_tag(ticket.tag)} as message {message.seq} of the channel from rank {peer}, "
-                    f"got {describe_tag(message.tag)} as message {message.seq}: the two ranks use the channel in "
-                    "different orders"
+                    f"recv from rank {peer}: expected {describe_tag(ticket.tag)} as message {message.seq} of the "
+                    f"channel (got {describe_tag(message.tag)}). Use the channel in the same order on both ranks."
                 )
             ticket.message = channel.messages.popleft()
             channel.tickets.popleft()
@@ -243,9 +253,9 @@ class NativeTransport:
                 first, final = tickets[0], timeout_s is None
                 raise self._state.timeout("recv from", first.peer, first.tag, limit_s, final=final)
             arrived = self._port.wait_arrival(min(SLICE_S, limit_s - waited_s))
-            # Also while others send: a peer may have ended among their messages.
+            # Also while messages of other peers arrive.
             if not arrived or time.monotonic() - asked > SLICE_S:
-                # Asked before the next look for messages: what a peer has sent before its end still counts.
+                # Drain once more before raising, because messages sent before the end still count.
                 ended = self._links.ended_peer(dict.fromkeys(ticket.peer for ticket in tickets))
                 asked = time.monotonic()
 
@@ -255,15 +265,15 @@ class NativeTransport:
         return not self.must_be_taken(peer, link.in_flight()[0])
 
     def _send_error(self, peer: int, tag: int, error: Exception) -> TransportError:
-        """Return the error to raise for one of the native code."""
+        """Return the error to raise for an error of the native code."""
+        reason = "out of memory" if isinstance(error, MemoryError) else error
+        what = f"send to rank {peer} of {describe_tag(tag)}: {reason}"
         if isinstance(error, _native.DescriptorError):
-            return TransportError(f"rank {self.rank}: this cannot be sent to rank {peer}: {error}")
-        why = "there is no memory for it" if isinstance(error, MemoryError) else error
-        what = f"send to rank {peer} of {describe_tag(tag)}: {why}"
+            return TransportError(f"rank {self.rank}: {what}.")
         if isinstance(error, _native.LinkError):
             return self._state.failure(what, ProtocolError)
         return self._state.failure(
-            f'{what}. Give the host or the container more memory, or use "transport": "torch"'
+            f'{what}. Give the host or the container more memory, or use "transport": "torch".'
         )
 
     def _await_credit(
@@ -274,7 +284,7 @@ class NativeTransport:
         attempt: Callable[[], bool],
         limit_s: float | None = None,
     ) -> None:
-        """Wait until `attempt` succeeds. Meanwhile take messages, so that two ranks that both send make progress."""
+        """Wait until `attempt` succeeds. Take messages meanwhile, so that two ranks that both send make progress."""
         limit_s = self.timeout_s if limit_s is None else limit_s
         start = asked = time.monotonic()
         ended: tuple[int, str] | None = None
@@ -299,14 +309,14 @@ class NativeTransport:
     # --- checks ---
 
     def _link(self, links: Mapping[int, _Endpoint], source: int, peer: int, tag: int) -> _Endpoint:
-        """Return the endpoint to use, after the checks that every call begins with."""
+        """Check the arguments of a call and return its endpoint."""
         self._state.check()
         link = links.get(peer)
         if link is None or not 0 <= tag < TAG_LIMIT:
             check_address(self.rank, self.world_size, peer, tag)
             destination = peer if source == self.rank else self.rank
             raise TransportError(
-                f"rank {self.rank}: no link from rank {source} to rank {destination}; "
-                "give the pair to create_transport(pairs=...), on every rank"
+                f"rank {self.rank}: no link from rank {source} to rank {destination}. "
+                "Add the pair to create_transport(pairs=...) on every rank."
             )
         return link

@@ -1,7 +1,7 @@
 """Handshake of ranks of one host: each pair exchanges the file descriptors of its shared memory.
 
-A rank listens on a unix socket with a random name that no file has. It accepts only processes of the same user that
-show the listener's token, which travels through the process group alone. So two jobs on one host cannot mix.
+A rank listens on a unix socket with a random abstract name. It accepts only processes of the same user that send the
+listener's token, which the job's process group distributes. So two jobs on one host cannot mix.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from pathlib import Path
 from ds_ext.errors import TransportError
 
 TOKEN_BYTES = 16
-_HELLO = struct.Struct(
-    f"<{TOKEN_BYTES}sI"
-)  # the listener's or the connecting rank's token, the sender's rank
+_HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")  # token of the receiving rank, sender's rank
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-_MOST_FILES = 2
+_MAX_FILES = 2
 
 
 @dataclass(frozen=True)
@@ -37,30 +35,30 @@ class ShmOffer:
 
 @dataclass
 class PeerFiles:
-    """File descriptors received from a peer, and one that becomes readable when its process ends."""
+    """File descriptors from a peer, and one that becomes readable when its process exits."""
 
     files: list[int]
     watch: int
 
     def take_files(self) -> list[int]:
-        """Take the files over."""
+        """Return the files and give up their ownership."""
         taken, self.files = self.files, []
         return taken
 
     def take_watch(self) -> int:
-        """Take the watch over."""
+        """Return the watch and give up its ownership."""
         taken, self.watch = self.watch, -1
         return taken
 
     def close(self) -> None:
-        """Close what was not taken over."""
+        """Close the files that were not taken."""
         for file in (*self.take_files(), self.take_watch()):
             if file >= 0:
                 os.close(file)
 
 
 def host_id() -> str:
-    """Return a text that is equal for two processes that can reach each other's unix sockets."""
+    """Return the identity of this host. It is equal for processes that can reach each other's unix sockets."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts = [
@@ -97,18 +95,18 @@ def exchange_files(
     expected: Mapping[int, int],
     timeout_s: float,
 ) -> dict[int, PeerFiles]:
-    """Send every peer its files, and receive the peer's.
+    """Exchange files with every peer.
 
     Args:
-        listener: of this rank.
+        listener: listener of this rank.
         rank: this rank.
-        offers: of all peers.
-        files: by peer, the file descriptors to send; they stay open here.
-        expected: by peer, how many files it sends.
-        timeout_s: for all peers together.
+        offers: offers of all peers.
+        files: peer -> file descriptors to send; they stay open.
+        expected: peer -> number of files that it sends.
+        timeout_s: time limit for all peers together, in seconds.
 
     Raises:
-        TransportError: a peer did not connect, or failed the check. All connections are closed then.
+        TransportError: a peer did not connect or failed the check. All received files are closed.
     """
     deadline = time.monotonic() + timeout_s
     received: dict[int, PeerFiles] = {}
@@ -118,7 +116,9 @@ def exchange_files(
             open_sockets[peer] = _connect(offers[peer], rank, peer, files[peer], deadline)
         for peer in _accept(listener, rank, offers, files, expected, received, deadline):
             raise TransportError(
-                f"rank {rank}: rank {peer} of this host did not connect within {timeout_s:g} s", peer
+                f"rank {rank}: rank {peer} of this host did not connect within {timeout_s:g} s. "
+                f"Look for the first error in the output of rank {peer}.",
+                peer,
             )
         for peer, connection in open_sockets.items():
             token, _, given = _receive(connection, deadline, f"rank {rank}: rank {peer}", peer)
@@ -126,7 +126,7 @@ def exchange_files(
             received[peer].watch = _watch(connection)
             if token != listener.token or len(given) != expected[peer]:
                 raise TransportError(
-                    f"rank {rank}: the process at rank {peer}'s address is not rank {peer}", peer
+                    f"rank {rank}: wrong token from the process at rank {peer}'s address.", peer
                 )
     except (OSError, TransportError) as error:
         for peer_files in received.values():
@@ -134,7 +134,7 @@ def exchange_files(
         if isinstance(error, TransportError):
             raise
         raise TransportError(
-            f"rank {rank}: the ranks of this host cannot be connected: {error.strerror or error}"
+            f"rank {rank}: no connection to a rank of this host (got {error.strerror or error})."
         ) from error
     finally:
         for connection in open_sockets.values():
@@ -148,7 +148,7 @@ def _connect(offer: ShmOffer, rank: int, peer: int, files: Sequence[int], deadli
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         connection.connect(offer.name)
         if _credentials(connection)[1] != os.getuid():
-            raise TransportError(f"rank {rank}: rank {peer} belongs to another user", peer)
+            raise TransportError(f"rank {rank}: rank {peer} runs as another user.", peer)
         socket.send_fds(connection, [_HELLO.pack(offer.token, rank)], list(files))
     except BaseException:
         connection.close()
@@ -165,7 +165,7 @@ def _accept(
     received: dict[int, PeerFiles],
     deadline: float,
 ) -> Iterable[int]:
-    """Accept the peers of lower rank, and no other process. Returns the peers that did not connect."""
+    """Accept the peers of lower rank and reject other processes. Returns the peers that did not connect."""
     missing = {peer for peer in files if peer < rank}
     accepted: dict[int, socket.socket] = {}
     poll = select.poll()
@@ -200,7 +200,7 @@ def _identify(
     received: dict[int, PeerFiles],
     deadline: float,
 ) -> int | None:
-    """Return the rank at the other side, if it shows the token and is expected; None rejects the connection."""
+    """Return the rank of the peer if it sent the token and is expected, else None."""
     try:
         token, peer, files = _receive(connection, deadline, "an unknown process", None)
     except (OSError, TransportError):
@@ -218,13 +218,11 @@ def _receive(
     connection: socket.socket, deadline: float, who: str, peer: int | None
 ) -> tuple[bytes, int, list[int]]:
     connection.settimeout(max(0.001, deadline - time.monotonic()))
-    data, files, _, _ = socket.recv_fds(connection, _HELLO.size + 1, _MOST_FILES, socket.MSG_CMSG_CLOEXEC)
+    data, files, _, _ = socket.recv_fds(connection, _HELLO.size + 1, _MAX_FILES, socket.MSG_CMSG_CLOEXEC)
     if len(data) != _HELLO.size:
         for file in files:
             os.close(file)
-        raise TransportError(
-            f"{who} closed the connection during the handshake of the ranks of this host", peer
-        )
+        raise TransportError(f"{who} closed the connection during the shm handshake.", peer)
     token, rank = _HELLO.unpack(data)
     return token, rank, files
 
@@ -236,10 +234,10 @@ def _credentials(connection: socket.socket) -> tuple[int, int, int]:
 
 
 def _watch(connection: socket.socket) -> int:
-    """Return a descriptor that becomes readable when the peer's process ends.
+    """Return a file descriptor that becomes readable when the peer's process exits.
 
-    A process descriptor does so at once. Where the peer's process cannot be seen (another pid namespace, an old
-    kernel) it is the connection, which a forked child of the peer keeps open.
+    This is a pidfd. If the process is not visible (another pid namespace, an old kernel), it is the connection, which a
+    forked child of the peer keeps open.
     """
     process = _credentials(connection)[0]
     if process > 0 and hasattr(os, "pidfd_open"):

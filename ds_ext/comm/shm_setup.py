@@ -11,7 +11,7 @@ from ds_ext.comm.shm_handshake import PeerFiles, ShmOffer, UnixListener, exchang
 
 
 class ShmSetup:
-    """LinkSetup for ranks of one host: the segments that this rank receives from, and the handshake."""
+    """LinkSetup for ranks of one host: segments that this rank receives from, and the handshake."""
 
     def __init__(self, rank: int, port: _native.Port, node_ips: Sequence[str] | None = None) -> None:
         self._rank, self._port = rank, port
@@ -29,7 +29,7 @@ class ShmSetup:
         return None if same_host else "are on different hosts"
 
     def prepare(self, pairs: Pairs) -> None:
-        """Make a segment for every link to this rank."""
+        """Create a segment for every link to this rank."""
         for source, destination in pairs:
             if destination == self._rank:
                 link = _native.ShmIncoming(source, destination, self._listener.token)
@@ -52,7 +52,7 @@ class ShmSetup:
         return endpoints
 
     def close(self) -> None:
-        """Close what connect() has not handed over."""
+        """Close everything that connect() has not returned."""
         self._listener.close()
         for received in self._received.values():
             received.close()

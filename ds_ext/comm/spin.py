@@ -1,4 +1,4 @@
-"""Spin time: how long a rank polls for messages before it sleeps."""
+"""Spin time: time for which a rank polls for messages before it sleeps."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ from pathlib import Path, PurePosixPath
 
 from ds_ext.errors import TransportError
 
-MOST_SPIN_US = 300.0
+MAX_SPIN_US = 300.0
 SPIN_VARIABLE = "DS_EXT_SPIN_US"
-# Quota and period of a control group, by version.
+# Files with quota and period of a control group, for cgroup versions 1 and 2.
 _QUOTA_FILES_1, _QUOTA_FILES_2 = ("cpu.cfs_quota_us", "cpu.cfs_period_us"), ("cpu.max",)
 
 
 def spin_us(ranks_here: int) -> float:
-    """Return the longest time to poll before a sleep, in microseconds: 0 where ranks outnumber cores.
+    """Return the maximum spin time in microseconds: 0 if the ranks of this host outnumber its cores.
 
     Raises:
-        TransportError: DS_EXT_SPIN_US is no number.
+        TransportError: DS_EXT_SPIN_US is not a number.
     """
     given = os.environ.get(SPIN_VARIABLE)
     if given is not None:
         try:
             return max(0.0, float(given))
         except ValueError:
-            raise TransportError(f"{SPIN_VARIABLE} must be a number of microseconds; got {given!r}") from None
-    return MOST_SPIN_US if ranks_here <= usable_cores() else 0.0
+            raise TransportError(
+                f"{SPIN_VARIABLE}: must be a number of microseconds (got {given!r})."
+            ) from None
+    return MAX_SPIN_US if ranks_here <= usable_cores() else 0.0
 
 
 def usable_cores() -> float:
-    """Return the cores that this process may use, by its affinity and the CPU quotas of its control groups."""
+    """Return the number of cores that this process may use, from its affinity and the quotas of its control groups."""
     cores = float(len(os.sched_getaffinity(0)))
     try:
         groups = Path("/proc/self/cgroup").read_text()
@@ -44,8 +46,8 @@ def cpu_quotas(groups: str, root: Path) -> Iterator[float]:
 
     Args:
         groups: contents of /proc/self/cgroup; versions 1 and 2.
-        root: mount point of the control groups. A container may see only the end of a path, so missing folders are
-            skipped.
+        root: mount point of the control groups. Missing folders are skipped, because a container may see only the
+            end of a path.
     """
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -57,7 +59,7 @@ def cpu_quotas(groups: str, root: Path) -> Iterator[float]:
             try:
                 words = " ".join((base / group.relative_to("/") / file).read_text() for file in files)
                 quota, period = map(int, words.split())
-            except (OSError, ValueError):  # "max" stands for no quota
+            except (OSError, ValueError):  # "max" means no quota
                 continue
             if quota > 0:
                 yield quota / period

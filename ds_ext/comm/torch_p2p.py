@@ -1,10 +1,9 @@
-"""Messages over torch.distributed: frames of bytes over gloo on CPU, see torch_split.py for GPUs.
+"""Transport of CPU tensors over gloo. torch_split.py sends between GPUs.
 
-Both sides of a channel know the size of its next frame: that of the channel's previous message, so a message
-is one transfer while shapes stay the same. One that does not fit, as the first of a channel, is announced by
-a frame that holds its seal only, and follows in a second transfer; one that is smaller is padded. Each
-message also tells how many of the peer's have arrived here, because gloo does not tell when a send is over
-without being waited for.
+Both sides of a channel know the size of its next frame: the size of the channel's previous message. While shapes stay
+the same, a message is one transfer. A larger message, such as the first of a channel, is announced by a frame with its
+seal only and follows in a second transfer. A smaller one is padded. gloo reports the end of a send only to a waiting
+rank, so each message acknowledges the peer's messages that have arrived.
 """
 
 from __future__ import annotations
@@ -19,18 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_ext.comm import wire
+from ds_ext.comm.endpoints import SEND_WINDOW_BYTES
+from ds_ext.comm.failure_state import FailureState
 from ds_ext.comm.groups import explain, new_group, wait_time
 from ds_ext.comm.transport import ITEM_BITS, check_address, describe_tag
 from ds_ext.errors import TransportError
 
-# Unreceived bytes per peer from which on send() waits for the oldest: reached only by one-way links, whose
-# peer never tells what has arrived, and far above what a pipeline keeps under way.
-SEND_WINDOW_BYTES = 256 << 20
-
 
 @dataclass(eq=False)
 class _SendTicket:
-    """Keeps the frames alive until they have left."""
+    """Ticket of send(), which keeps the frames until they were sent."""
 
     transport: TorchTransport
     peer: int
@@ -73,7 +70,7 @@ class _Outgoing:
 
 @dataclass(eq=False)
 class _Incoming:
-    """Receiving endpoint of a channel; `transfer` is the one frame requested from gloo."""
+    """Receiving endpoint of a channel; `transfer` is the frame requested from gloo."""
 
     peer: int
     number: int
@@ -90,7 +87,7 @@ class _Link:
     sent: int = 0
     unfinished: dict[int, _SendTicket] = field(default_factory=dict)  # by link_seq, oldest first
     unfinished_bytes: int = 0
-    arrived: int = 0  # all messages of the peer with a link_seq below this are here
+    arrived: int = 0  # all messages of the peer with a lower link_seq have arrived
     arrived_ahead: set[int] = field(default_factory=set)
 
 
@@ -100,7 +97,7 @@ class TorchTransport:
     name = "torch"
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        """Use `group`, a gloo group of the whole world that nothing else uses; nothing is sent yet."""
+        """Use `group`, a gloo group of all ranks for this transport only."""
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.timeout_s = timeout_s
@@ -109,11 +106,11 @@ class TorchTransport:
         self._incoming: dict[tuple[int, int], _Incoming] = {}
         self._links: dict[int, _Link] = {}
         self._arrived: dict[_RecvTicket, None] = {}
-        self._unusable: str | None = None
+        self._state = FailureState(self.rank)
 
     @classmethod
     def create(cls, timeout_s: float) -> TorchTransport:
-        """Make the group and the transport; a collective call of all ranks of the world."""
+        """Create the group and the transport; a collective call of all ranks."""
         group = new_group(None, "gloo", timeout_s)
         assert group is not None
         return cls(group, timeout_s)
@@ -144,12 +141,13 @@ class TorchTransport:
         link.sent += 1
         link.unfinished[ticket.link_seq] = ticket
         link.unfinished_bytes += ticket.num_bytes
+        # Only reached on one-way links, whose peer sends no acknowledgements.
         while link.unfinished_bytes > SEND_WINDOW_BYTES and len(link.unfinished) > 1:
             next(iter(link.unfinished.values())).wait()
         return ticket
 
     def recv(self, peer: int, tag: int) -> _RecvTicket:
-        """Ask gloo for the channel's next frame at once, if no earlier one is awaited; see Transport.recv."""
+        """Request the channel's next frame from gloo, if no earlier one is outstanding; see Transport.recv."""
         self._check(peer, tag)
         number = tag >> ITEM_BITS
         channel = self._incoming.setdefault((peer, number), _Incoming(peer, number))
@@ -160,32 +158,32 @@ class TorchTransport:
         return ticket
 
     def ready(self) -> list[tuple[int, int]]:
-        """(peer, tag) of what was asked for, has arrived and was not yet waited for."""
+        """Return (peer, tag) of requested messages that have arrived and were not yet waited for."""
         for channel in self._incoming.values():
             self.advance(channel)
         return [(ticket.channel.peer, ticket.tag) for ticket in self._arrived]
 
     def abort(self, cause: str) -> None:
-        """Nothing: torch.distributed can tell a peer no more than that the connection is closed."""
+        """Do nothing: torch.distributed cannot send a cause."""
 
     def close(self) -> None:
-        """Wait for unfinished sends, `timeout_s` in all; a transport that has failed is just dropped."""
+        """Wait up to `timeout_s` for unfinished sends, except after a failure, and close."""
         deadline = time.monotonic() + self.timeout_s
-        if self._unusable is None:
+        if self._state.reason is None:
             for link in self._links.values():
                 for ticket in list(link.unfinished.values()):
                     ticket.wait(deadline - time.monotonic())
-        self._unusable = self._unusable or "it is closed"
+        self._state.reason = self._state.reason or "it is closed"
         self._links.clear()
         self._incoming.clear()
         self._arrived.clear()
 
     def finish_send(self, ticket: _SendTicket, timeout_s: float | None = None) -> None:
-        """Wait until the frames have left, and let go of them."""
+        """Wait until the frames were sent, and drop them."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         start = time.monotonic()
         while ticket.transfers:
-            self._refuse_if_unusable()
+            self._state.check()
             try:
                 ticket.transfers[0][0].wait(wait_time(start + limit_s))
             except RuntimeError as error:
@@ -200,15 +198,15 @@ class TorchTransport:
         """Take the channel's messages in order up to the ticket's."""
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         while ticket.tensors is None:
-            self._refuse_if_unusable()
+            self._state.check()
             self._take_frame(ticket.channel, deadline)
         self._arrived.pop(ticket, None)
         return ticket.tensors
 
     def advance(self, channel: _Incoming) -> None:
-        """Take the channel's frames that have arrived, without waiting."""
+        """Take the frames of the channel that have arrived, without waiting."""
         while channel.transfer is not None and wire.is_sealed(channel.transfer[1]):
-            self._refuse_if_unusable()
+            self._state.check()
             self._take_frame(channel, time.monotonic() + self.timeout_s)
 
     def _post(self, channel: _Incoming, num_bytes: int) -> None:
@@ -222,7 +220,7 @@ class TorchTransport:
         channel.transfer = work, frame
 
     def _take_frame(self, channel: _Incoming, deadline: float) -> None:
-        """Wait for the frame that was asked for, then ask for the next one of this or the next message."""
+        """Wait for the requested frame, then request the next frame of this message or the next one."""
         assert channel.transfer is not None
         work, frame = channel.transfer
         tag = channel.tickets[0].tag
@@ -243,7 +241,8 @@ class TorchTransport:
                 return
             tensors = wire.read(first, frame)
         except wire.DescriptorError as error:
-            raise self._broken(f"recv from rank {channel.peer} of {describe_tag(tag)}: {error}") from error
+            what = f"recv from rank {channel.peer} of {describe_tag(tag)}: {error}"
+            raise self._state.failure(what) from error
         ticket = channel.tickets.popleft()
         ticket.tensors = tensors
         self._arrived[ticket] = None
@@ -254,14 +253,14 @@ class TorchTransport:
 
     def _check_order(self, channel: _Incoming, first: wire.Descriptor, tag: int) -> None:
         if first.tag != tag or first.seq != channel.seq:
-            raise self._broken(
-                f"expected {describe_tag(tag)} as message {channel.seq} of the channel from rank "
-                f"{channel.peer}, got {describe_tag(first.tag)} as message {first.seq}: the two ranks "
-                "use the channel in different orders"
+            raise self._state.failure(
+                f"recv from rank {channel.peer}: expected {describe_tag(tag)} as message {channel.seq} of the "
+                f"channel (got {describe_tag(first.tag)} as message {first.seq}). Use the channel in the same order "
+                "on both ranks."
             )
 
     def _note_arrival(self, peer: int, first: wire.Descriptor) -> None:
-        """Count the peer's message, and let go of the sends that it acknowledges."""
+        """Count the peer's message, and drop the sends that it acknowledges."""
         link = self._links.setdefault(peer, _Link())
         link.arrived_ahead.add(first.link_seq)
         while link.arrived in link.arrived_ahead:
@@ -273,23 +272,13 @@ class TorchTransport:
             self.finish_send(link.unfinished[link_seq])
 
     def _check(self, peer: int, tag: int) -> None:
-        self._refuse_if_unusable()
+        self._state.check()
         check_address(self.rank, self.world_size, peer, tag)
-
-    def _refuse_if_unusable(self) -> None:
-        if self._unusable is not None:
-            raise TransportError(f"rank {self.rank}: the transport cannot be used: {self._unusable}")
-
-    def _broken(self, reason: str) -> TransportError:
-        """Remember the first failure: frames behind it cannot be trusted, and gloo closes its connections."""
-        if self._unusable is None:
-            self._unusable = f"it has failed before: {reason}"
-        return TransportError(f"rank {self.rank}: {reason}")
 
     def _failure(
         self, action: str, peer: int, tag: int, waited_s: float, limit_s: float, error: RuntimeError
     ) -> TransportError:
         what = f"{action} rank {peer} of {describe_tag(tag)}"
-        failure = self._broken(f"{what}: {explain(error, peer, waited_s, limit_s)}")
+        failure = self._state.failure(f"{what}: {explain(error, peer, waited_s, limit_s)}")
         failure.peer = peer
         return failure

@@ -1,8 +1,8 @@
-"""Messages between GPUs: descriptors over gloo, contents over a communicator per directed pair.
+"""Transport between GPUs over torch.distributed: descriptors over gloo, contents over a communicator per directed pair.
 
-NCCL matches by order alone and knows no tags, so a pair's contents are received in the order in which the
-descriptors say they were sent, and handed out by tag. A receive starts on the GPU when its descriptors have
-arrived and any method of the transport is called; it never has to be waited for by the host.
+NCCL has no tags and matches by order alone. So the contents of a pair are received in the order of the descriptors and
+assigned by tag. The receive starts on the GPU at the next call of the transport after the descriptors have arrived. The
+host never waits for it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Operation = Callable[..., dist.Work | None]
 
 @dataclass(eq=False)
 class _SendTicket:
-    """Keeps the contents alive until they have left."""
+    """Ticket of send(), which keeps the contents until they were sent."""
 
     header: Ticket
     transfer: tuple[dist.Work, Tensor] | None
@@ -67,8 +67,8 @@ class _RecvTicket:
 class SplitTransport:
     """Transport (see transport.py) whose contents do not pass through the host.
 
-    On CUDA a ticket's wait() orders the current stream behind the transfer, as for every NCCL operation; the
-    time limit then covers the descriptors, and the contents fall under the communicator's own.
+    On CUDA, a ticket's wait() makes the current stream wait for the transfer, as for every NCCL operation. The time
+    limit of wait() covers the descriptors; the communicator's limit covers the contents.
     """
 
     name = "torch"
@@ -79,12 +79,12 @@ class SplitTransport:
         groups: dict[tuple[int, int], dist.ProcessGroup],
         device: torch.device,
     ) -> None:
-        """Use `headers` for descriptors and `groups`, one per directed pair of this rank, for contents."""
+        """Use `headers` for descriptors, and `groups` (one per directed pair of this rank) for contents."""
         self._headers = headers
         self._groups = groups
         self._device = device
         self._sent: dict[int, int] = defaultdict(int)
-        self._asked: dict[int, int] = defaultdict(int)
+        self._requested: dict[int, int] = defaultdict(int)
         self._awaited_headers: dict[int, deque[Ticket]] = defaultdict(deque)
         self._seqs: dict[tuple[int, int, int], int] = defaultdict(int)
         self._tickets: dict[tuple[int, int], deque[_RecvTicket]] = defaultdict(deque)
@@ -100,7 +100,7 @@ class SplitTransport:
         pairs: Iterable[tuple[int, int]],
         backend: str = "nccl",
     ) -> SplitTransport:
-        """Make the groups and a first transfer on each; collective, with the same `pairs` on all ranks."""
+        """Create the groups and do a first transfer on each; a collective call, with the same `pairs` on all ranks."""
         headers = TorchTransport.create(timeout_s)
         rank = headers.rank
         groups: dict[tuple[int, int], dist.ProcessGroup] = {}
@@ -109,8 +109,8 @@ class SplitTransport:
             if group is None:
                 continue
             groups[source, destination] = group
-            # NCCL connects two ranks at their first transfer, and blocks both: done here, in the order of the
-            # list, because in a schedule two ranks that each send first would wait for each other.
+            # NCCL connects two ranks at their first transfer, which blocks both. In a schedule, two ranks that both
+            # send first would deadlock.
             token = torch.zeros(1, dtype=torch.uint8, device=device)
             if rank == source:
                 dist.send(token, destination, group=group)
@@ -119,7 +119,7 @@ class SplitTransport:
         return cls(headers, groups, device)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> _SendTicket:
-        """Send the descriptors by gloo and the contents by the pair's communicator; see Transport.send."""
+        """Send the descriptors over gloo and the contents over the pair's communicator; see Transport.send."""
         group = self._group(self._headers.rank, peer, peer, tag)
         sequence = (self._headers.rank, peer, tag >> ITEM_BITS)
         descriptors = wire.describe(
@@ -141,30 +141,30 @@ class SplitTransport:
         return ticket
 
     def recv(self, peer: int, tag: int) -> _RecvTicket:
-        """Ask for one more message of the peer; see Transport.recv."""
+        """Receive one more message of the peer; see Transport.recv."""
         self._group(peer, self._headers.rank, peer, tag)
-        header_tag = make_tag(HEADER_CHANNEL, self._asked[peer])
+        header_tag = make_tag(HEADER_CHANNEL, self._requested[peer])
         self._awaited_headers[peer].append(self._headers.recv(peer, header_tag))
-        self._asked[peer] += 1
+        self._requested[peer] += 1
         ticket = _RecvTicket(self, peer, tag)
         self._tickets[peer, tag].append(ticket)
         early = self._early[peer, tag]
         if early:
-            self._hand_over(peer, tag, *early.popleft())
+            self._assign(peer, tag, *early.popleft())
         self.take_headers(peer)
         return ticket
 
     def ready(self) -> list[tuple[int, int]]:
-        """(peer, tag) of what was asked for, has arrived and was not yet waited for."""
+        """Return (peer, tag) of requested messages that have arrived and were not yet waited for."""
         for peer in list(self._awaited_headers):
             self.take_headers(peer)
         return [(ticket.peer, ticket.tag) for ticket in self._arrived if ticket.done()]
 
     def abort(self, cause: str) -> None:
-        """Nothing: torch.distributed can tell a peer no more than that the connection is closed."""
+        """Do nothing: torch.distributed cannot send a cause."""
 
     def close(self) -> None:
-        """Wait for unfinished sends and refuse further use."""
+        """Wait for unfinished sends and close."""
         while self._unfinished:
             self._unfinished.popleft().wait()
         self._headers.close()
@@ -180,8 +180,8 @@ class SplitTransport:
             headers = self._awaited_headers[ticket.peer]
             if not headers:
                 raise TransportError(
-                    f"rank {self._headers.rank}: all messages asked for from rank {ticket.peer} have come, "
-                    f"none with {describe_tag(ticket.tag)}: the two ranks do not use the same tags"
+                    f"rank {self._headers.rank}: recv from rank {ticket.peer}: no requested message has "
+                    f"{describe_tag(ticket.tag)}. Use the same tags on both ranks."
                 )
             self._take_message(ticket.peer, headers.popleft().wait(max(0.0, deadline - time.monotonic()))[0])
         if ticket.work is not None:
@@ -207,17 +207,17 @@ class SplitTransport:
         sequence = (peer, self._headers.rank, first.tag >> ITEM_BITS)
         if first.seq != self._seqs[sequence]:
             raise TransportError(
-                f"rank {self._headers.rank}: expected message {self._seqs[sequence]} of the channel of "
-                f"{describe_tag(first.tag)} from rank {peer}, got message {first.seq}"
+                f"rank {self._headers.rank}: recv from rank {peer} of {describe_tag(first.tag)}: expected message "
+                f"{self._seqs[sequence]} of the channel (got message {first.seq})."
             )
         self._seqs[sequence] += 1
         work = None
         if first.body_bytes:
             group = self._group(peer, self._headers.rank, peer, first.tag)
             work = self._start(dist.irecv, body, peer, first.tag, group)
-        self._hand_over(peer, first.tag, tensors, work)
+        self._assign(peer, first.tag, tensors, work)
 
-    def _hand_over(self, peer: int, tag: int, tensors: tuple[Tensor, ...], work: dist.Work | None) -> None:
+    def _assign(self, peer: int, tag: int, tensors: tuple[Tensor, ...], work: dist.Work | None) -> None:
         tickets = self._tickets[peer, tag]
         if not tickets:
             self._early[peer, tag].append((tensors, work))
@@ -230,8 +230,8 @@ class SplitTransport:
         check_address(self._headers.rank, self._headers.world_size, peer, tag)
         if (source, destination) not in self._groups:
             raise TransportError(
-                f"rank {self._headers.rank}: no communicator from rank {source} to rank {destination}; "
-                "give the pair to create_transport(pairs=...), on every rank"
+                f"rank {self._headers.rank}: no communicator from rank {source} to rank {destination}. "
+                "Add the pair to create_transport(pairs=...) on every rank."
             )
         return self._groups[source, destination]
 
@@ -257,10 +257,7 @@ def create(
     pairs: Sequence[tuple[int, int]] = (),
     node_ips: Sequence[str] | None = None,
 ) -> Transport:
-    """The transport "torch" for tensors on `device`; a collective call of all ranks of the world.
-
-    Its connections are torch.distributed's, which chooses the addresses itself: `node_ips` does not matter.
-    """
+    """Create the transport "torch"; see create_transport(). torch.distributed selects addresses without `node_ips`."""
     if device.type == "cpu":
         return TorchTransport.create(timeout_s)
     return SplitTransport.create(timeout_s, device, pairs)

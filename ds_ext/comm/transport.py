@@ -1,7 +1,7 @@
-"""Interface of the transports that move tensors between pipeline ranks, its tags, and the table of transports.
+"""Interface of the transports that move tensors between ranks; tags; the table of transports.
 
-A transport knows peers (global ranks) and tags, and nothing of pipelines. Messages carry their own shapes and
-dtypes, so nothing is agreed on beforehand and shapes may change from one message to the next.
+A transport addresses peers by global rank and messages by tag, independent of pipelines. Every message contains its
+shapes and dtypes, which may change from one message to the next.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 ITEM_BITS = 16
 TAG_LIMIT = 1 << 31
-# Channels that transports of GPU tensors use themselves.
+# Channels reserved for the transport between GPUs.
 GPU_CONTROL, GPU_PIECES = (1 << 14) - 2, (1 << 14) - 1
-DEFAULT_MAX_HELD = 16  # messages of a link that a receiver may hold, where no timetable gives the number
+DEFAULT_MAX_HELD = 16  # messages of a link that a receiver may hold if no timetable sets the number
 
-# A value is "module:function"; the function takes create_transport's arguments after the name.
+# Name -> "module:function". The function takes the keyword arguments of create_transport.
 TRANSPORTS: Mapping[str, str] = MappingProxyType(
     {
         "auto": "ds_ext.comm.native:create_auto",
@@ -35,92 +35,88 @@ TRANSPORTS: Mapping[str, str] = MappingProxyType(
 
 
 class Ticket(Protocol):
-    """A transfer under way. Every ticket is to be waited for, or closed with its transport."""
+    """Transfer in progress. Wait for every ticket, or close its transport."""
 
     def done(self) -> bool:
-        """True once wait() would return at once; of a send it may become known only later."""
+        """Return whether wait() would return at once; for a send this may become true late."""
         ...
 
     def wait(self, timeout_s: float | None = None) -> tuple[Tensor, ...]:
-        """Block until the transfer is over and return the received tensors (of a send: none).
+        """Block until the transfer ends and return the received tensors; empty for a send.
 
-        Received tensors own their memory: no later message touches it. After `timeout_s` seconds (None: the
-        transport's own limit), or when the peer dies, TransportError names rank, peer, tag, seconds and
-        cause. That is the end of the transport, but for a receive over native links whose `timeout_s` was given:
-        it may be waited for again.
+        Received tensors own their memory, so no later message changes it. TransportError names rank, peer, tag,
+        seconds and cause if `timeout_s` expires (None: the transport's limit) or the peer dies. The transport is
+        unusable afterwards, except after a receive over native links with an explicit `timeout_s`: that ticket may
+        be waited for again.
         """
         ...
 
 
 class Transport(Protocol):
-    """Point-to-point messages of one rank.
+    """Point-to-point messages of one rank. Not thread-safe.
 
-    A tag is an int below 2**31: `tag >> 16` names a channel, the lower 16 bits the item. Per peer, direction
-    and channel both sides use the items in the same order (a static schedule is first-in first-out per
-    channel, and the checker proves it); between channels any order is allowed. Not thread-safe: one thread
-    per rank uses it.
+    A tag is an int below 2**31: `tag >> 16` is the channel, and the lower 16 bits are the item. Within a channel of a
+    peer and direction, both sides use the items in the same order. Between channels any order is allowed.
     """
 
     @property
     def name(self) -> str:
-        """The transport in use, as metrics show it; "auto" is none."""
+        """Name of the transport in use, for metrics; never "auto"."""
         ...
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Ticket:
         """Send tensors (at least one; any dtype, up to 8 dimensions) as one message.
 
-        The tensors may be changed as soon as this returns. It blocks only when much more than a pipeline ever keeps
-        under way is still unreceived.
+        The caller may change the tensors after the call. It blocks only if the link has no credit, which a pipeline
+        does not cause.
         """
         ...
 
     def recv(self, peer: int, tag: int) -> Ticket:
-        """Ask for the next message of the tag's channel, which must carry exactly this tag."""
+        """Receive the next message of the tag's channel. Its tag must be `tag`."""
         ...
 
     def ready(self) -> list[tuple[int, int]]:
-        """(peer, tag) of the messages that have arrived and were not yet waited for.
+        """Return (peer, tag) of all messages that have arrived and were not yet waited for.
 
-        A transport over torch.distributed sees only those whose recv() has been called.
+        Transports over torch.distributed report only messages whose recv() has been called.
         """
         ...
 
     def abort(self, cause: str) -> None:
-        """Tell the peers why this rank fails, so that their errors show it, where the transport can; never waits."""
+        """Send the cause of this rank's failure to the peers, if the transport can. Never waits."""
         ...
 
     def close(self) -> None:
-        """Wait for unfinished sends, within the time limit, and refuse further use."""
+        """Wait for unfinished sends, within the time limit. The transport is unusable afterwards."""
         ...
 
 
 def make_tag(channel: int, item: int) -> int:
-    """Return the tag of an item on a channel: `channel` below 2**15, `item` counted modulo 2**16.
+    """Return the tag of an item on a channel: `channel` below 2**15, `item` modulo 2**16.
 
     Raises:
         TransportError: the channel is out of range.
     """
     if not 0 <= channel < TAG_LIMIT >> ITEM_BITS:
-        raise TransportError(f"channel {channel} is not in 0..{(TAG_LIMIT >> ITEM_BITS) - 1}")
+        raise TransportError(f"channel: must be in 0..{(TAG_LIMIT >> ITEM_BITS) - 1} (got {channel}).")
     return channel << ITEM_BITS | item & (1 << ITEM_BITS) - 1
 
 
 def describe_tag(tag: int) -> str:
-    """Return a tag as error messages show it."""
+    """Return a tag in the form of error messages."""
     return f"tag {tag} (channel {tag >> ITEM_BITS}, item {tag & (1 << ITEM_BITS) - 1})"
 
 
 def check_address(rank: int, world_size: int, peer: int, tag: int) -> None:
-    """Raise TransportError for a peer or a tag that no message can have."""
+    """Raise TransportError for an invalid peer or tag."""
     if not 0 <= peer < world_size or peer == rank:
         raise TransportError(
-            f"rank {rank} of {world_size} cannot exchange messages with rank {peer}: "
-            "a peer is another global rank (tensors stay on their own rank by a local copy)"
+            f"rank {rank}: a peer must be another rank in 0..{world_size - 1} (got {peer}). "
+            "Copy tensors locally on the same rank."
         )
     if not 0 <= tag < TAG_LIMIT:
-        raise TransportError(
-            f"rank {rank}: tag {tag} is not in 0..{TAG_LIMIT - 1}; make tags with make_tag()"
-        )
+        raise TransportError(f"rank {rank}: a tag must be in 0..{TAG_LIMIT - 1} (got {tag}). Use make_tag().")
 
 
 def create_transport(
@@ -132,26 +128,31 @@ def create_transport(
     node_ips: Sequence[str] | None = None,
     polled: bool = False,
 ) -> Transport:
-    """Make the transport `name` on every rank of the world (a collective call).
+    """Create the transport `name`; a collective call of all ranks.
 
     Args:
         name: a key of TRANSPORTS.
-        timeout_s: the longest wait for a peer, in seconds.
-        device: where received tensors are to lie.
-        pairs: the directed pairs (source, destination) of global ranks that will be used, the same on every rank; as
-            a mapping also with how many messages the receiver may hold at a time. On GPUs each gets
-            a communicator, in shared memory a segment; left out: every rank with every other.
-        node_ips: the addresses at which ranks listen for connections of other hosts: one for each rank, or one for
-            each host in the launcher's order; None: those from which they reach MASTER_ADDR.
-        polled: "auto" must choose one that tells what has come without waiting for it.
+        timeout_s: time limit of every wait for a peer, in seconds.
+        device: device of the received tensors.
+        pairs: directed pairs (source, destination) of global ranks that exchange messages, the same on every rank;
+            empty: all pairs. The values of a mapping limit how many messages the receiver may hold at a time.
+        node_ips: addresses at which ranks listen for other hosts, one per rank or one per host in the launcher's
+            order; None: each rank's local address on the route to MASTER_ADDR.
+        polled: whether ready() must report messages before their recv(). Affects only "auto".
 
     Raises:
-        TransportError: the name is unknown or cannot be used here, or torch.distributed is not initialized.
+        TransportError: the name is unknown, the transport cannot be used, or torch.distributed is not initialized.
     """
     if name not in TRANSPORTS:
-        raise TransportError(f'transport "{name}" unknown; known: {", ".join(TRANSPORTS)}')
+        raise TransportError(f"transport: unknown (got {name!r}). Use one of {', '.join(TRANSPORTS)}.")
     module, function = TRANSPORTS[name].split(":")
-    factory = getattr(importlib.import_module(module), function)
+    try:
+        factory = getattr(importlib.import_module(module), function)
+    except ImportError as error:
+        raise TransportError(
+            f"ds_ext.comm._native: cannot be imported (got {error}). Build it with `pip install -e .` in the "
+            "checkout, which needs g++ and the headers of Python."
+        ) from error
     links = pairs if isinstance(pairs, Mapping) else dict.fromkeys(pairs, DEFAULT_MAX_HELD) or ()
     more = {"polled": polled} if name == "auto" else {}
     return factory(timeout_s=timeout_s, device=device, pairs=links, node_ips=node_ips, **more)

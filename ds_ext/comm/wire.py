@@ -1,10 +1,12 @@
-"""A message as bytes: the tensors' contents, aligned, and a 256-byte descriptor for each (kernels/README.md).
+"""Tensors as the native code sends them, and messages as frames of bytes (kernels/README.md).
+
+A frame has the tensors' contents, aligned, and a 256-byte descriptor for each:
 
     | tensor 0 | pad | tensor 1 | ... | descriptor 1 | ... | descriptor n-1 |  unused  | descriptor 0 |
     |<------------ body_bytes ------->|                                                |<-- seal ---->|
 
-Descriptor 0 ends every frame and is called its seal: bytes arrive in order, so a valid seal proves that all
-is there.
+Descriptor 0 ends every frame and is its seal. Bytes arrive in order, so a valid seal proves that the whole frame has
+arrived.
 """
 
 from __future__ import annotations
@@ -14,19 +16,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ds_ext.comm import _native
 from ds_ext.errors import TransportError
-
-try:
-    from ds_ext.comm import _native
-except ImportError as error:
-    raise TransportError(
-        f"the compiled part of ds_ext is missing or does not load ({error}). "
-        "Build it with `pip install -e .` in the checkout (this needs g++ and the headers of Python)."
-    ) from error
 
 SEAL_BYTES = _native.DESCRIPTOR_BYTES
 Descriptor = _native.Descriptor
 DescriptorError = _native.DescriptorError
+Pieces = list[tuple[int, Sequence[int], int]]  # tensors to send: (dtype code, shape, address)
 
 _DTYPES = tuple(getattr(torch, name, None) for name, _ in _native.ELEMENT_TYPES)
 CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
@@ -41,7 +37,7 @@ def dtype_of(code: int) -> torch.dtype:
     dtype = _DTYPES[code]
     if dtype is None:
         name = _native.ELEMENT_TYPES[code][0]
-        raise DescriptorError(f"the peer sends {name}, which torch {torch.__version__} does not have")
+        raise DescriptorError(f"dtype: torch {torch.__version__} does not have it (got {name} from the peer)")
     return dtype
 
 
@@ -49,48 +45,90 @@ def check_sendable(tensor: Tensor) -> None:
     """Raise TransportError for a dtype or a layout that cannot be sent."""
     if tensor.dtype not in CODES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in CODES)
-        raise TransportError(f"tensors of {tensor.dtype} cannot be sent; known: {names}")
+        raise TransportError(f"tensor: this dtype cannot be sent (got {tensor.dtype}). Use one of {names}.")
     if tensor.layout is not torch.strided:
-        raise TransportError(f"a {tensor.layout} tensor cannot be sent: make it dense with to_dense()")
+        raise TransportError(
+            f"tensor: only dense tensors can be sent (got {tensor.layout}). Call to_dense() first."
+        )
+
+
+# --- tensors and the native code ---
+
+
+def pieces_of(tensors: Sequence[Tensor]) -> tuple[Pieces, list[Tensor]]:
+    """Return CPU tensors as the native code takes them, and the tensors whose memory it reads.
+
+    The latter are copies if a tensor is strided, conjugated or negated.
+
+    Raises:
+        TransportError: a tensor has a device, layout or dtype that cannot be sent.
+    """
+    pieces: Pieces = []
+    sources: list[Tensor] = []
+    for tensor in tensors:
+        code = CODES.get(tensor.dtype)
+        if code is None or not tensor.is_cpu or tensor.layout is not torch.strided:
+            check_sendable(tensor)
+            raise TransportError(
+                f"tensor: this transport sends CPU tensors (got a tensor on {tensor.device}). "
+                'Use "transport": "torch".'
+            )
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        pieces.append((code, tensor.shape, tensor.data_ptr()))
+        sources.append(tensor)
+    return pieces, sources
+
+
+def views(message: _native.Message) -> tuple[Tensor, ...]:
+    """Return the tensors of a message in its memory, which they keep.
+
+    They are not views to autograd: each has a separate storage and version counter.
+    """
+    return tuple(
+        torch.frombuffer(message, dtype=dtype_of(code), count=count, offset=offset).resize_(shape)
+        if count
+        else torch.empty(shape, dtype=dtype_of(code))
+        for code, shape, count, offset in message.layout
+    )
+
+
+def copies(message: _native.Message) -> tuple[Tensor, ...]:
+    """Return copies of the tensors of a message, and release its memory."""
+    tensors = tuple(torch.empty(shape, dtype=dtype_of(code)) for code, shape, _, _ in message.layout)
+    message.copy_out([tensor.data_ptr() for tensor in tensors])
+    return tensors
+
+
+# --- frames ---
 
 
 def describe(
     tensors: Sequence[Tensor], *, tag: int, seq: int, link_seq: int, acknowledged: int
 ) -> list[Descriptor]:
-    """Return one descriptor per tensor, with its place in the message's body.
+    """Return one descriptor per tensor, with its offset in the body of the message.
 
     Raises:
         TransportError: the tensors cannot be sent as one message.
     """
-    descriptors: list[Descriptor] = []
-    end = 0
-    for index, tensor in enumerate(tensors):
+    for tensor in tensors:
         check_sendable(tensor)
-        descriptor = Descriptor()
-        descriptor.dtype = CODES[tensor.dtype]
-        try:
-            descriptor.shape = tuple(tensor.shape)
-        except DescriptorError as error:
-            raise TransportError(f"a tensor of shape {tuple(tensor.shape)} cannot be sent: {error}") from None
-        descriptor.tag, descriptor.index, descriptor.count = tag, index, len(tensors)
-        descriptor.seq, descriptor.link_seq, descriptor.acknowledged = seq, link_seq, acknowledged
-        descriptor.offset, descriptor.nbytes = end, tensor.nbytes
-        end = _aligned(end + tensor.nbytes)
-        descriptors.append(descriptor)
-    if not descriptors:
-        raise TransportError("a message needs at least one tensor; send an empty one as a mere signal")
+    try:
+        descriptors = _native.describe(tag, [(CODES[tensor.dtype], tensor.shape, 0) for tensor in tensors])
+    except DescriptorError as error:
+        raise TransportError(f"{error}.") from None
     for descriptor in descriptors:
-        descriptor.body_bytes = end
+        descriptor.seq, descriptor.link_seq, descriptor.acknowledged = seq, link_seq, acknowledged
     return descriptors
 
 
 def frame_bytes(first: Descriptor) -> int:
-    """The size of the smallest frame that holds the message which `first` describes."""
+    """Return the size of the smallest frame for a message, from its first descriptor."""
     return first.body_bytes + first.count * SEAL_BYTES
 
 
 def write(tensors: Sequence[Tensor], descriptors: Sequence[Descriptor], frame: Tensor) -> None:
-    """Put a whole message into `frame`: uint8 [at least frame_bytes] on the CPU."""
+    """Write a message into `frame`: uint8 [at least frame_bytes] on the CPU."""
     fill(tensors, descriptors, frame)
     table = frame.data_ptr() + descriptors[0].body_bytes
     for descriptor in descriptors[1:]:
@@ -99,42 +137,42 @@ def write(tensors: Sequence[Tensor], descriptors: Sequence[Descriptor], frame: T
 
 
 def fill(tensors: Sequence[Tensor], descriptors: Sequence[Descriptor], body: Tensor) -> None:
-    """Copy the tensors' contents to their places in `body`: uint8 [at least body_bytes], on any device."""
+    """Copy the contents of the tensors to `body`: uint8 [at least body_bytes], on any device."""
     for tensor, descriptor in zip(tensors, descriptors, strict=True):
         _alias(body, descriptor).copy_(tensor.detach())
 
 
 def seal(first: Descriptor, frame: Tensor) -> None:
-    """Put the first descriptor at the end of `frame`."""
-    _native.pack_at(first, frame.data_ptr() + len(frame) - SEAL_BYTES)
+    """Write the first descriptor at the end of `frame`."""
+    _native.pack_at(first, _seal_address(frame))
 
 
 def blank_frame(num_bytes: int) -> Tensor:
-    """A frame to receive into, uint8 [num_bytes], that is not sealed whatever its memory held before."""
+    """Return an unsealed frame to receive into: uint8 [num_bytes]."""
     frame = torch.empty(num_bytes, dtype=torch.uint8)
     frame[-SEAL_BYTES:].zero_()
     return frame
 
 
 def is_sealed(frame: Tensor) -> bool:
-    """True once all of the frame has arrived."""
-    return _native.sealed_at(frame.data_ptr() + len(frame) - SEAL_BYTES)
+    """Return whether all of the frame has arrived."""
+    return _native.sealed_at(_seal_address(frame))
 
 
 def read_seal(frame: Tensor) -> Descriptor:
-    """The first descriptor of the message in `frame`; DescriptorError if it is damaged."""
-    return _native.unpack_at(frame.data_ptr() + len(frame) - SEAL_BYTES)
+    """Return the first descriptor of the message in `frame`; DescriptorError if it is damaged."""
+    return _native.unpack_at(_seal_address(frame))
 
 
 def read(first: Descriptor, frame: Tensor) -> tuple[Tensor, ...]:
-    """The tensors of the message in `frame`, in its memory; DescriptorError if a descriptor is damaged."""
+    """Return the tensors of the message in `frame`, in its memory; DescriptorError if a descriptor is damaged."""
     table = frame.data_ptr() + first.body_bytes
     rest = [_native.unpack_at(table + position * SEAL_BYTES) for position in range(first.count - 1)]
     return view((first, *rest), frame)
 
 
 def pack_all(descriptors: Sequence[Descriptor]) -> Tensor:
-    """The descriptors alone, for a transport that sends the contents another way; uint8 [count * 256]."""
+    """Return the descriptors as bytes, for a transport that sends the contents separately; uint8 [count * 256]."""
     packed = torch.empty(len(descriptors) * SEAL_BYTES, dtype=torch.uint8)
     for position, descriptor in enumerate(descriptors):
         _native.pack_at(descriptor, packed.data_ptr() + position * SEAL_BYTES)
@@ -142,32 +180,37 @@ def pack_all(descriptors: Sequence[Descriptor]) -> Tensor:
 
 
 def unpack_all(packed: Tensor) -> tuple[Descriptor, ...]:
-    """Return the descriptors that pack_all() has packed."""
+    """Return the descriptors in bytes from pack_all()."""
     return tuple(
         _native.unpack_at(packed.data_ptr() + offset) for offset in range(0, len(packed), SEAL_BYTES)
     )
 
 
 def view(descriptors: Sequence[Descriptor], body: Tensor) -> tuple[Tensor, ...]:
-    """The described tensors in the memory of `body`: uint8 [at least body_bytes], on any device.
+    """Return the described tensors in the memory of `body`: uint8 [at least body_bytes], on any device.
 
     Raises:
-        DescriptorError: the descriptors are not those of one message, or `body` is too short.
+        DescriptorError: the descriptors belong to different messages, or `body` is too short.
     """
     first = descriptors[0]
     for index, descriptor in enumerate(descriptors):
         same = (descriptor.tag, descriptor.seq, descriptor.count, descriptor.body_bytes)
         if descriptor.index != index or same != (first.tag, first.seq, first.count, first.body_bytes):
-            raise DescriptorError(f"descriptor {index} is not of the same message as the first")
+            raise DescriptorError(f"descriptor {index} belongs to another message")
     if first.count != len(descriptors) or first.body_bytes > len(body):
         raise DescriptorError(
-            f"{first.count} tensors of {first.body_bytes} bytes announced, {len(body)} came"
+            f"message: {first.count} tensors in {first.body_bytes} bytes were announced (got {len(descriptors)} "
+            f"tensors in {len(body)} bytes)"
         )
     return tuple(_alias(body, descriptor) for descriptor in descriptors)
 
 
+def _seal_address(frame: Tensor) -> int:
+    return frame.data_ptr() + len(frame) - SEAL_BYTES
+
+
 def _alias(body: Tensor, descriptor: Descriptor) -> Tensor:
-    """Return a tensor over `body`'s memory that is no view to autograd: it has a separate version counter."""
+    """Return a tensor in the memory of `body` that is not a view to autograd: it has a separate version counter."""
     dtype = dtype_of(descriptor.dtype)
     start = (body.storage_offset() + descriptor.offset) // dtype.itemsize
     shape = descriptor.shape
@@ -175,7 +218,3 @@ def _alias(body: Tensor, descriptor: Descriptor) -> Tensor:
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
     return torch.empty(0, dtype=dtype, device=body.device).set_(body.untyped_storage(), start, shape, strides)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _native.ALIGNMENT) * _native.ALIGNMENT

@@ -10,10 +10,9 @@ namespace py = pybind11;
 using ds_ext::Descriptor;
 
 PYBIND11_MODULE(_native, m) {
-    m.doc() = "Messages between ranks: descriptors and links; kernels/README.md draws them.";
+    m.doc() = "Descriptors of messages, and links between ranks. kernels/README.md draws the formats.";
     py::register_exception<ds_ext::DescriptorError>(m, "DescriptorError", PyExc_ValueError);
     m.attr("DESCRIPTOR_BYTES") = ds_ext::kDescriptorBytes;
-    m.attr("ALIGNMENT") = ds_ext::kAlignment;
     py::list types;
     for (const auto& type : ds_ext::kElementTypes) types.append(py::make_tuple(type.name, type.bytes));
     m.attr("ELEMENT_TYPES") = py::tuple(types);
@@ -28,16 +27,10 @@ PYBIND11_MODULE(_native, m) {
     cls.def_property(
         "shape", [](const Descriptor& d) { return py::tuple(py::cast(ds_ext::shape_of(d))); }, &ds_ext::set_shape);
 
-    m.def("pack", [](const Descriptor& d) {
-        unsigned char bytes[ds_ext::kDescriptorBytes];
-        ds_ext::pack(d, bytes);
-        return py::bytes(reinterpret_cast<const char*>(bytes), sizeof bytes);
+    m.def("describe", [](std::uint32_t tag, std::vector<ds_ext::PyPiece> pieces) {
+        return ds_ext::describe(tag, ds_ext::pieces_of(pieces));
     });
-    m.def("unpack", [](std::string_view bytes) {
-        if (bytes.size() != ds_ext::kDescriptorBytes) throw ds_ext::DescriptorError("a descriptor has 256 bytes");
-        return ds_ext::unpack(reinterpret_cast<const unsigned char*>(bytes.data()));
-    });
-    // The caller vouches for 256 bytes at the address: the memory belongs to a tensor that it holds.
+    // The caller guarantees 256 valid bytes at the address.
     const auto at = [](std::uintptr_t address) { return reinterpret_cast<unsigned char*>(address); };
     m.def("pack_at", [at](const Descriptor& d, std::uintptr_t address) { ds_ext::pack(d, at(address)); });
     m.def("unpack_at", [at](std::uintptr_t address) { return ds_ext::unpack(at(address)); });

@@ -18,15 +18,15 @@
 
 namespace ds_ext {
 
-/// From here on to wake a thread takes much less time than the copy.
+/// From this size on, waking a thread takes much less time than the copy.
 inline constexpr std::uint64_t kLargeCopy = 4 << 20;
 
-/// A thread of the process that shares large copies with their sender, on another core: one core alone does not fill
-/// the memory's bandwidth.
+/// Thread that takes a share of large copies on another core, because one core does not saturate the memory bandwidth.
+/// One per process.
 class Copier : public Owned {
   public:
-    /// Copy now; the target is aligned to 64 bytes. The caller works too, and waits for no block that the thread has
-    /// not begun: on busy cores this takes as long as alone.
+    /// Copy to a target that is aligned to 64 bytes. The caller copies blocks too and never waits for a block that the
+    /// thread has not started, so busy cores cost no extra time.
     static void copy(unsigned char* target, const unsigned char* source, std::uint64_t bytes) {
         if (bytes < kLargeCopy) return copy_bytes(target, source, bytes, bytes);
         Task task{target, source, bytes};
@@ -36,22 +36,22 @@ class Copier : public Owned {
   private:
     static constexpr std::uint64_t kBlock = 256 << 10;
 
-    /// One copy, on its caller's stack.
+    /// One copy, on the caller's stack.
     struct Task {
         unsigned char* target;
         const unsigned char* source;
         std::uint64_t bytes;
-        std::uint64_t next = 0;         // offset of the next block that is not being copied
-        std::uint64_t in_progress = 0;  // blocks that are being copied
+        std::uint64_t next = 0;         // offset of the next block to copy
+        std::uint64_t in_progress = 0;  // blocks being copied
         bool all_taken() const { return next == bytes; }
     };
 
-    /// A forked child has its parent's memory, and not its threads.
+    /// Return the copier of this process. A forked child inherits the object but not its thread, so it makes a new one.
     static Copier& of_process() {
         static std::atomic<Copier*> current{nullptr};
         Copier* found = current.load(std::memory_order_acquire);
         if (found != nullptr && found->ours()) return *found;
-        auto* made = new Copier;  // lives as long as the process: its thread is never joined
+        auto* made = new Copier;  // never deleted, because its thread is never joined
         if (current.compare_exchange_strong(found, made)) return *made;
         delete made;
         return *found;
@@ -70,7 +70,7 @@ class Copier : public Owned {
         }
     }
 
-    /// Copy the next block of the task, without the lock meanwhile.
+    /// Copy the next block of the task, with the lock released during the copy.
     static void copy_block(Task& task, std::unique_lock<std::mutex>& lock) {
         const std::uint64_t at = task.next, count = std::min(kBlock, task.bytes - at);
         task.next += count;
@@ -81,13 +81,13 @@ class Copier : public Owned {
         --task.in_progress;
     }
 
-    /// Have the thread take blocks, where there is one and a core for it.
+    /// Wake the thread, if it exists and has a core to run on.
     void wake() {
         if (!started_) start();
-        if (running_ && stay_off_this_core()) given_.notify_one();
+        if (running_ && move_to_other_core()) task_added_.notify_one();
     }
 
-    /// Signals are for the threads that Python knows.
+    /// Start the thread with all signals blocked, so that Python's threads receive them.
     void start() {
         sigset_t all, before;
         sigfillset(&all);
@@ -97,17 +97,17 @@ class Copier : public Owned {
             thread_ = made.native_handle();
             made.detach();
             running_ = true;
-        } catch (const std::exception&) {  // no thread can be had: it goes without
+        } catch (const std::exception&) {  // copy without the thread
         }
         started_ = true;
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
 
-    /// A thread that is woken likes to run where its waker does, and would only take turns with it. False where there
-    /// is no other core.
-    bool stay_off_this_core() const {
+    /// Keep the thread off the caller's core, where the scheduler would otherwise tend to place it. Returns false if
+    /// there is no other core.
+    bool move_to_other_core() const {
         cpu_set_t cores;
-        if (sched_getaffinity(0, sizeof cores, &cores) != 0) return true;  // more cores than the type has room for
+        if (sched_getaffinity(0, sizeof cores, &cores) != 0) return true;  // more cores than cpu_set_t can hold
         CPU_CLR(static_cast<std::size_t>(sched_getcpu()), &cores);
         return CPU_COUNT(&cores) > 0 && pthread_setaffinity_np(thread_, sizeof cores, &cores) == 0;
     }
@@ -116,7 +116,7 @@ class Copier : public Owned {
         std::unique_lock lock(mutex_);
         while (true) {
             auto next = tasks_.end();
-            given_.wait(lock, [&] {
+            task_added_.wait(lock, [&] {
                 next = std::find_if(tasks_.begin(), tasks_.end(), [](const Task* task) { return !task->all_taken(); });
                 return next != tasks_.end();
             });
@@ -125,7 +125,7 @@ class Copier : public Owned {
     }
 
     std::mutex mutex_;
-    std::condition_variable given_;
+    std::condition_variable task_added_;
     std::list<Task*> tasks_;
     pthread_t thread_{};
     bool started_ = false, running_ = false;

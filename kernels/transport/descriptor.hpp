@@ -1,7 +1,6 @@
 #pragma once
 
-// The 256 bytes that describe one tensor of a message. Every transport sends the same bytes; kernels/README.md draws
-// them.
+// Message descriptor: 256 bytes per tensor, the same on every transport. kernels/README.md draws the format.
 
 #include <algorithm>
 #include <array>
@@ -20,16 +19,16 @@ inline constexpr std::size_t kChecksumOffset = kDescriptorBytes - 4;
 inline constexpr std::size_t kMaxDims = 8;
 inline constexpr std::uint32_t kMagic = 0x31585344;  // "DSX1" in memory
 inline constexpr std::uint16_t kVersion = 1;
-inline constexpr std::uint64_t kAlignment = 64;  // of every tensor in the body: a cache line, and torch's own choice
+inline constexpr std::uint64_t kAlignment = 64;  // of every tensor in the body: a cache line, as in torch
 inline constexpr std::uint32_t kMaxTensors = 1u << 16;
 inline constexpr std::uint64_t kMaxBodyBytes = std::uint64_t{1} << 62;
 
 struct ElementType {
-    const char* name;  // as torch calls it
+    const char* name;  // torch's name
     std::uint64_t bytes;
 };
 
-// The position is the code on the wire: append only, or raise kVersion.
+// The position is the code on the wire. Only append, or raise kVersion.
 inline constexpr std::array<ElementType, 17> kElementTypes{{
     {"bool", 1},
     {"uint8", 1},
@@ -50,7 +49,7 @@ inline constexpr std::array<ElementType, 17> kElementTypes{{
     {"float8_e5m2", 1},
 }};
 
-/// All integers are little-endian. The members are laid out without padding (checked below), so the struct is the wire.
+/// The wire format: little-endian integers without padding, as asserted below.
 struct Descriptor {
     std::uint32_t magic = kMagic;
     std::uint16_t version = kVersion;
@@ -58,16 +57,16 @@ struct Descriptor {
     std::uint16_t dtype = 0;
     std::uint16_t ndim = 0;
     std::uint32_t tag = 0;           // channel << 16 | item, below 2^31
-    std::uint32_t index = 0;         // which tensor of the message this is
+    std::uint32_t index = 0;         // of this tensor in the message
     std::uint32_t count = 1;         // tensors in the message, at least one
-    std::uint64_t seq = 0;           // messages sent before on this channel
-    std::uint64_t link_seq = 0;      // messages sent before to this peer, on any channel
-    std::uint64_t acknowledged = 0;  // messages of the peer, by link_seq from 0 on, that have all arrived here
+    std::uint64_t seq = 0;           // earlier messages on this channel
+    std::uint64_t link_seq = 0;      // earlier messages on this link, on any channel
+    std::uint64_t acknowledged = 0;  // all messages of the peer with a lower link_seq have arrived here
     std::uint64_t offset = 0;        // of this tensor in the body
     std::uint64_t nbytes = 0;        // of this tensor
-    std::uint64_t body_bytes = 0;    // of all tensors with their alignment
+    std::uint64_t body_bytes = 0;    // all tensors with their padding
     std::array<std::int64_t, kMaxDims> shape{};
-    std::uint64_t place = 0;  // of the body in a shared segment; 0 where the body travels by itself
+    std::uint64_t place = 0;  // of the body in a segment or slab; 0 if the body follows in the stream
     std::array<std::uint8_t, 108> reserved{};
     std::uint32_t checksum = 0;  // CRC-32C of all bytes before it
 };
@@ -76,23 +75,27 @@ static_assert(sizeof(Descriptor) == kDescriptorBytes && offsetof(Descriptor, che
 static_assert(offsetof(Descriptor, seq) == 24 && offsetof(Descriptor, shape) == 72);
 static_assert(offsetof(Descriptor, place) == 136);
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "the descriptor is written as it lies in memory: this needs a little-endian machine"
+#error "ds_ext needs a little-endian machine: the descriptor's memory layout is the wire format"
 #endif
 
 inline std::vector<std::int64_t> shape_of(const Descriptor& d) {
     return {d.shape.begin(), d.shape.begin() + std::min<std::size_t>(d.ndim, kMaxDims)};
 }
 
+inline void check_dimensions(std::size_t count) {
+    if (count > kMaxDims)
+        throw DescriptorError("tensor: at most " + std::to_string(kMaxDims) + " dimensions are supported (got " +
+                              std::to_string(count) + ")");
+}
+
 inline void set_shape(Descriptor& d, const std::vector<std::int64_t>& shape) {
-    if (shape.size() > kMaxDims)
-        throw DescriptorError(std::to_string(shape.size()) + " dimensions; at most " + std::to_string(kMaxDims) +
-                              " travel");
+    check_dimensions(shape.size());
     d.ndim = static_cast<std::uint16_t>(shape.size());
     d.shape.fill(0);
     std::copy(shape.begin(), shape.end(), d.shape.begin());
 }
 
-/// CRC-32C byte by byte, without its inversions.
+/// CRC-32C byte by byte, without the inversions.
 inline std::uint32_t crc_by_table(std::uint32_t crc, const unsigned char* bytes, std::size_t count) {
     static constexpr auto table = [] {
         std::array<std::uint32_t, 256> entries{};
@@ -108,7 +111,7 @@ inline std::uint32_t crc_by_table(std::uint32_t crc, const unsigned char* bytes,
 }
 
 #if defined(__x86_64__) && defined(__GNUC__)
-/// The same by the processor's own instruction.
+/// The same with the processor's instruction.
 __attribute__((target("sse4.2"))) inline std::uint32_t crc_by_processor(std::uint32_t crc, const unsigned char* bytes,
                                                                         std::size_t count) {
     std::uint64_t wide = crc;
@@ -123,7 +126,7 @@ __attribute__((target("sse4.2"))) inline std::uint32_t crc_by_processor(std::uin
 }
 #endif
 
-/// CRC-32C (Castagnoli), which finds every change within 32 neighbouring bits.
+/// CRC-32C (Castagnoli). It detects every change within 32 adjacent bits.
 inline std::uint32_t checksum(const unsigned char* bytes, std::size_t count) {
 #if defined(__x86_64__) && defined(__GNUC__)
     static const bool fast = __builtin_cpu_supports("sse4.2");
@@ -132,11 +135,17 @@ inline std::uint32_t checksum(const unsigned char* bytes, std::size_t count) {
     return ~crc_by_table(~0u, bytes, count);
 }
 
-/// Elements times element size, or DescriptorError if a dimension is negative or the product does not fit.
+/// CRC-32C of a record, over all bytes before its last member `checksum`.
+template <typename Record>
+std::uint32_t checksum_of(const Record& record) {
+    return checksum(reinterpret_cast<const unsigned char*>(&record), offsetof(Record, checksum));
+}
+
+/// Return the number of elements times the element size. Throws DescriptorError for a negative dimension or an
+/// overflow.
 inline std::uint64_t tensor_bytes(const Descriptor& d) {
     if (d.dtype >= kElementTypes.size()) throw DescriptorError("unknown dtype code " + std::to_string(d.dtype));
-    if (d.ndim > kMaxDims)
-        throw DescriptorError(std::to_string(d.ndim) + " dimensions; at most " + std::to_string(kMaxDims) + " travel");
+    check_dimensions(d.ndim);
     std::uint64_t bytes = kElementTypes[d.dtype].bytes;
     bool empty = false;
     for (std::size_t i = 0; i < kMaxDims; ++i) {
@@ -146,49 +155,46 @@ inline std::uint64_t tensor_bytes(const Descriptor& d) {
         if (i >= d.ndim) continue;
         empty = empty || extent == 0;
         const auto factor = extent == 0 ? std::uint64_t{1} : static_cast<std::uint64_t>(extent);
-        if (bytes > kMaxBodyBytes / factor) throw DescriptorError("the shape has more than 2^62 bytes");
+        if (bytes > kMaxBodyBytes / factor) throw DescriptorError("tensor of more than 2^62 bytes");
         bytes *= factor;
     }
     return empty ? 0 : bytes;
 }
 
-/// Checks every field against every other; DescriptorError says which does not hold.
+/// Throw DescriptorError unless all fields are valid and consistent.
 inline void validate(const Descriptor& d) {
-    const auto need = [](bool holds, const char* what) {
-        if (!holds) throw DescriptorError(what);
-    };
-    need(d.magic == kMagic, "the magic number is wrong: these bytes are no descriptor");
-    need(d.version == kVersion && d.size == kDescriptorBytes, "made by another version of ds_ext");
-    need(d.tag < (1u << 31), "the tag is not below 2^31");
+    const auto need = require<DescriptorError>;
+    need(d.magic == kMagic, "wrong magic number: not a descriptor");
+    need(d.version == kVersion && d.size == kDescriptorBytes, "descriptor of another version of ds_ext");
+    need(d.tag < (1u << 31), "tag not below 2^31");
     need(d.count <= kMaxTensors, "more than 65536 tensors in one message");
-    need(d.index < d.count, "the tensor's index is not below the count");
-    need(d.body_bytes <= kMaxBodyBytes, "the message has more than 2^62 bytes");
-    need(tensor_bytes(d) == d.nbytes, "shape and dtype do not give the number of bytes");
-    need(d.offset % kAlignment == 0, "the tensor is not aligned to 64 bytes");
-    need(d.offset <= d.body_bytes && d.nbytes <= d.body_bytes - d.offset, "the tensor ends behind the message");
-    for (const std::uint8_t byte : d.reserved) need(byte == 0, "a reserved byte is not zero");
+    need(d.index < d.count, "index of the tensor not below the count");
+    need(d.body_bytes <= kMaxBodyBytes, "message of more than 2^62 bytes");
+    need(tensor_bytes(d) == d.nbytes, "shape and dtype do not match the number of bytes");
+    need(d.offset % kAlignment == 0, "tensor not aligned to 64 bytes");
+    need(d.offset <= d.body_bytes && d.nbytes <= d.body_bytes - d.offset, "tensor exceeds the message");
+    for (const std::uint8_t byte : d.reserved) need(byte == 0, "reserved byte not zero");
 }
 
-/// Writes `d` to `target` (256 bytes, any alignment) with its checksum; refuses what unpack would refuse.
+/// Validate `d` and write it with its checksum to `target` (256 bytes, any alignment).
 inline void pack(Descriptor d, unsigned char* target) {
     validate(d);
+    d.checksum = checksum_of(d);
     std::memcpy(target, &d, kDescriptorBytes);
-    d.checksum = checksum(target, kChecksumOffset);
-    std::memcpy(target + kChecksumOffset, &d.checksum, sizeof d.checksum);
 }
 
-/// True if the 256 bytes at `source` carry their own checksum: false while they are still on their way.
+/// Return whether the 256 bytes at `source` have a valid checksum. They have none before all of them have arrived.
 inline bool sealed(const unsigned char* source) {
     std::uint32_t stored = 0;
     std::memcpy(&stored, source + kChecksumOffset, sizeof stored);
     return stored == checksum(source, kChecksumOffset);
 }
 
-/// Reads 256 arbitrary bytes. They are copied once before they are checked: another process may write to them.
+/// Read 256 arbitrary bytes. Copy them before checking, because another process may still write to them.
 inline Descriptor unpack(const unsigned char* source) {
     std::array<unsigned char, kDescriptorBytes> bytes{};
     std::memcpy(bytes.data(), source, kDescriptorBytes);
-    if (!sealed(bytes.data())) throw DescriptorError("the checksum is wrong: the descriptor was damaged on its way");
+    if (!sealed(bytes.data())) throw DescriptorError("the checksum is wrong: the descriptor was damaged in transit");
     Descriptor d;
     std::memcpy(&d, bytes.data(), kDescriptorBytes);
     validate(d);

@@ -7,19 +7,25 @@
 
 namespace ds_ext {
 
-/// A descriptor whose bytes or fields cannot be right. Nothing of the message it heads may be used.
+/// Invalid bytes or fields of a descriptor. The message must not be used.
 class DescriptorError : public std::runtime_error {
   public:
     using std::runtime_error::runtime_error;
 };
 
-/// What a peer has written beside descriptors and cannot be right: a segment, its counters, a frame.
+/// Invalid data of a peer other than a descriptor: a segment, its counters, a frame.
 class LinkError : public std::runtime_error {
   public:
     using std::runtime_error::runtime_error;
 };
 
-/// The error of the last system call, for `what` was wanted.
+/// Throw `Error` unless `holds`.
+template <typename Error>
+void require(bool holds, const char* what) {
+    if (!holds) throw Error(what);
+}
+
+/// Throw the error of the last system call; `what` names the operation.
 [[noreturn]] inline void throw_errno(const std::string& what) {
     throw std::system_error(errno, std::generic_category(), what);
 }

@@ -1,7 +1,6 @@
 #pragma once
 
-// One thread for the links of a rank that need one: it sleeps until a file has events or something is due. Shared
-// memory needs none.
+// I/O thread of a rank, shared by its tcp and RDMA links. It sleeps in epoll. Shared memory needs no thread.
 
 #include <pthread.h>
 #include <signal.h>
@@ -24,19 +23,19 @@
 
 namespace ds_ext {
 
-/// The thread lives while something is watched, and touches nothing of Python.
+/// The thread runs while files are watched. It never calls Python.
 class IoThread : public Owned, public std::enable_shared_from_this<IoThread> {
   public:
     using Clock = std::chrono::steady_clock;
     using Time = Clock::time_point;
 
-    /// What a link does in the thread. Neither call may throw or wait.
+    /// Callbacks of a link, called in the thread. They must not throw or block.
     class Watcher {
       public:
         virtual ~Watcher() = default;
         /// A file has these EPOLL events.
         virtual void ready(int file, std::uint32_t events) = 0;
-        /// Do what is due; returns when to be called again at the latest. Called after every round of events too.
+        /// Do periodic work. Returns the latest time of the next call. Also called after every batch of events.
         virtual Time due(Time now) = 0;
     };
 
@@ -45,7 +44,7 @@ class IoThread : public Owned, public std::enable_shared_from_this<IoThread> {
         control(EPOLL_CTL_ADD, wake_event_.number(), EPOLLIN);
     }
 
-    /// Call the watcher for the file's events from now on, until unwatch(). The first file starts the thread.
+    /// Call the watcher for the file's events until unwatch(). The first file starts the thread.
     void watch(int file, std::uint32_t events, std::shared_ptr<Watcher> watcher) {
         refuse_fork();
         const std::lock_guard<std::mutex> guard(mutex_);
@@ -59,15 +58,15 @@ class IoThread : public Owned, public std::enable_shared_from_this<IoThread> {
         }
     }
 
-    /// Other events for a watched file; any thread.
+    /// Change the events of a watched file. Thread-safe.
     void change(int file, std::uint32_t events) {
         epoll_event event{events, {.fd = file}};
         epoll_ctl(epoll_.number(), EPOLL_CTL_MOD, file, &event);
     }
 
-    /// No more calls for the file, except one that is running; any thread, before the file is closed.
+    /// Stop the calls for the file, except one that is running. Call this before closing the file. Thread-safe.
     void unwatch(int file) {
-        std::shared_ptr<Watcher> last;  // dies after the lock is gone
+        std::shared_ptr<Watcher> last;  // destroyed after the lock is released
         const std::lock_guard<std::mutex> guard(mutex_);
         const auto found = watched_.find(file);
         if (found == watched_.end()) return;
@@ -77,7 +76,7 @@ class IoThread : public Owned, public std::enable_shared_from_this<IoThread> {
         wake();
     }
 
-    /// due() of every watcher is called soon; any thread.
+    /// Have the thread call due() of every watcher soon. Thread-safe.
     void wake() {
         if (woken_.exchange(true)) return;
         const std::uint64_t one = 1;
@@ -91,7 +90,7 @@ class IoThread : public Owned, public std::enable_shared_from_this<IoThread> {
     }
 
     void start() {
-        sigset_t all, before;  // signals are for Python's threads
+        sigset_t all, before;  // Python's threads receive the signals
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
         try {

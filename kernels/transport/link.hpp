@@ -1,7 +1,7 @@
 #pragma once
 
-// The two endpoints of a link between ranks. Each kind of link derives both; what all kinds share (descriptors,
-// sequence numbers, the window, messages that hold their memory) is here and in message.hpp.
+// Endpoints of a link between ranks. Each kind of link derives both. This file and message.hpp hold the common part:
+// descriptors, sequence numbers, the send window, and messages that keep their memory.
 
 #include <atomic>
 #include <deque>
@@ -17,16 +17,16 @@
 
 namespace ds_ext {
 
-inline constexpr std::uint64_t kMaxInFlight = 4096;  // messages of a link that are sent and not taken
+inline constexpr std::uint64_t kMaxInFlight = 4096;  // messages of a link that were sent and not taken
 
-/// A message at the receiver: its descriptors, all of them checked, and its body.
+/// Message at the receiver: checked descriptors and the body.
 struct Arrival {
     std::vector<Descriptor> descriptors;
     unsigned char* address = nullptr;  // of the body, aligned to 64 bytes
-    std::shared_ptr<void> memory;      // what keeps the body, where that is not the link's own to manage
+    std::shared_ptr<void> memory;      // owner of the body, if it is not the link
 };
 
-/// Receiving endpoint. One thread takes messages; any thread may release their memory.
+/// Receiving endpoint. One thread takes messages. Any thread may release their memory.
 class Incoming : public Owned {
   public:
     explicit Incoming(std::uint32_t source) : source_(source) {}
@@ -36,31 +36,48 @@ class Incoming : public Owned {
 
     std::uint32_t source() const { return source_; }
 
-    /// Whether take() has a message or an error. Called in every poll of a waiting rank: no system call.
+    /// Return whether take() has a message or an error. Polled by a waiting rank: no system call.
     virtual bool has_message() const = 0;
-    /// The next message; has_message() holds. DescriptorError or LinkError: it is invalid, and nothing is taken.
+    /// Return the next message, after has_message(). DescriptorError or LinkError: it is invalid, and no message was
+    /// taken.
     virtual Arrival take() = 0;
-    /// The body is not used any more.
+    /// Free the body of a message.
     virtual void release(const Arrival& arrival) = 0;
-    /// Why no more messages will come, as words that follow "rank 3 ..."; empty while they may, or while some are
-    /// here.
+    /// Return why no more messages will arrive, as the end of a sentence "rank 3 ...". Empty while messages may arrive
+    /// or wait to be taken.
     virtual std::string end_reason() const = 0;
-    /// Tell the sender why this rank fails. Never throws and never waits.
+    /// Send the cause of this rank's failure to the sender. Never throws or waits.
     virtual void abort(const std::string& cause) = 0;
-    /// Tell the sender that nothing more is taken. Bodies in use stay.
+    /// Notify the sender that this endpoint takes no more messages. Bodies in use stay valid.
     virtual void close() = 0;
 
-    /// Bodies that tensors of the receiver lie in.
+    /// Number of bodies in use by tensors of the receiver.
     std::atomic<std::uint32_t>& held() { return held_; }
+
+  protected:
+    /// Read the descriptors of a message whose first one is `first`. Its body is at `place` in `room` bytes of memory;
+    /// its further descriptors follow the body.
+    static Arrival arrival_at(const Descriptor& first, unsigned char* memory, std::uint64_t room, std::uint64_t place) {
+        const std::uint64_t table = (std::uint64_t{first.count} - 1) * kDescriptorBytes;
+        require<DescriptorError>(place % kAlignment == 0 && place < room, "slot outside of the shared memory");
+        require<DescriptorError>(first.body_bytes <= room && table <= room && first.body_bytes + table <= room - place,
+                                 "message exceeds the shared memory");
+        Arrival arrival;
+        arrival.address = memory + place;
+        arrival.descriptors.push_back(first);
+        for (std::uint32_t i = 1; i < first.count; ++i)
+            arrival.descriptors.push_back(unpack(arrival.address + first.body_bytes + (i - 1) * kDescriptorBytes));
+        return arrival;
+    }
 
   private:
     std::uint32_t source_;
     std::atomic<std::uint32_t> held_{0};
 };
 
-/// Memory of one message to be sent.
+/// Memory of one message to send.
 struct Slot {
-    std::uint64_t place = 0;  // where the kind of link needs it
+    std::uint64_t place = 0;  // in a segment or slab
     std::uint64_t bytes = 0;  // of the body and the further descriptors
     unsigned char* address = nullptr;
     std::vector<Descriptor> descriptors;
@@ -69,22 +86,22 @@ struct Slot {
 /// Sending endpoint. One thread uses it.
 class Outgoing : public Owned {
   public:
-    /// `window`: unreceived bytes from which on there is no room for another message, unless it is the only one.
+    /// `window`: limit of unreceived bytes. A single message may be larger.
     explicit Outgoing(std::uint64_t window) : window_(window) {}
     Outgoing(const Outgoing&) = delete;
     Outgoing& operator=(const Outgoing&) = delete;
     virtual ~Outgoing() = default;
 
-    /// A slot for a message of these shapes; nothing while there is no room.
+    /// Return a slot for a message of these shapes; nothing without a link credit.
     std::optional<Slot> reserve(std::uint32_t tag, const std::vector<Piece>& pieces) {
         refuse_fork();
         Slot slot;
         slot.descriptors = describe(tag, pieces);
         const std::uint64_t table = (pieces.size() - 1) * kDescriptorBytes;
         slot.bytes = aligned(std::max<std::uint64_t>(slot.descriptors[0].body_bytes + table, 1));
-        if (slot.bytes > most_bytes())
-            throw DescriptorError("a message of " + std::to_string(slot.bytes) + " bytes; the link carries " +
-                                  std::to_string(most_bytes()));
+        if (slot.bytes > max_bytes())
+            throw DescriptorError("message: at most " + std::to_string(max_bytes()) + " bytes fit (got " +
+                                  std::to_string(slot.bytes) + ")");
         update_taken();
         const bool full = in_flight_.size() == kMaxInFlight;
         if (full || (in_flight_bytes_ > 0 && in_flight_bytes_ + slot.bytes > window_) || !allocate(slot))
@@ -92,7 +109,7 @@ class Outgoing : public Owned {
         return slot;
     }
 
-    /// Copy the tensors and hand the message over; the tensors are the caller's again when this returns.
+    /// Copy the tensors and publish the message. The caller may change the tensors afterwards.
     void transmit(Slot& slot, const std::vector<Piece>& pieces) {
         refuse_fork();
         numbers_.assign(slot.descriptors);
@@ -102,36 +119,37 @@ class Outgoing : public Owned {
     }
 
     struct InFlight {
-        std::uint64_t messages;  // that the receiver has not taken
-        std::uint32_t tag;       // of the oldest of them
-        std::uint64_t slots;     // that the receiver has not released, theirs included
+        std::uint64_t messages;  // not taken by the receiver
+        std::uint32_t tag;       // of the oldest one
+        std::uint64_t slots;     // not released by the receiver
     };
     InFlight in_flight() {
         update_taken();
         return {in_flight_.size(), in_flight_.empty() ? 0 : in_flight_.front().first, unreleased()};
     }
 
-    /// Whether the receiver has taken or released messages since the last reserve() or in_flight(). No system call.
+    /// Return whether the receiver has taken or released messages since the last reserve() or in_flight(). No system
+    /// call.
     virtual bool has_update() const = 0;
-    /// As of Incoming: why the receiver takes nothing any more.
+    /// Return why the receiver takes no more messages; see Incoming.
     virtual std::string end_reason() const = 0;
     virtual void abort(const std::string& cause) = 0;
-    /// Tell the receiver that nothing more comes.
+    /// Notify the receiver that no more messages follow.
     virtual void close() = 0;
 
   protected:
-    /// The largest message, with its further descriptors.
-    virtual std::uint64_t most_bytes() const { return kMaxBodyBytes; }
-    /// Allocate the memory of a slot; false while there is none.
+    /// Maximum size of a message with its further descriptors.
+    virtual std::uint64_t max_bytes() const { return kMaxBodyBytes; }
+    /// Allocate the memory of a slot. Returns false if none is free.
     virtual bool allocate(Slot& slot) = 0;
-    /// Slots that are not released; for kinds without slots, the messages in flight.
+    /// Return the number of slots not released; for links without slots, the number of messages in flight.
     virtual std::uint64_t unreleased() const { return in_flight_.size(); }
-    /// Messages that the receiver has taken, ever. LinkError when its count cannot be right.
+    /// Return the total number of messages taken by the receiver. LinkError: its count is invalid.
     virtual std::uint64_t taken() = 0;
-    /// Copy the tensors, then hand the slot over: its descriptors are complete.
+    /// Copy the tensors and publish the slot, whose descriptors are complete.
     virtual void put(Slot& slot, const std::vector<Piece>& pieces) = 0;
 
-    /// Write the tensors and the further descriptors to a slot that has an address.
+    /// Write the tensors and the further descriptors to a slot with an address.
     static void fill(const Slot& slot, const std::vector<Piece>& pieces) {
         for (std::size_t i = 0; i < pieces.size(); ++i) {
             const Descriptor& d = slot.descriptors[i];
@@ -142,13 +160,13 @@ class Outgoing : public Owned {
             pack(slot.descriptors[i], table + (i - 1) * kDescriptorBytes);
     }
 
-    /// Messages sent, ever.
-    std::uint64_t published() const { return numbers_.given(); }
+    /// Total number of messages sent.
+    std::uint64_t published() const { return numbers_.assigned(); }
 
   private:
     void update_taken() {
         const std::uint64_t taken_now = taken();
-        if (taken_now < taken_ || taken_now > published()) throw LinkError("the receiver's count of messages is wrong");
+        require<LinkError>(taken_now >= taken_ && taken_now <= published(), "wrong message count of the receiver");
         for (; taken_ != taken_now; ++taken_) {
             in_flight_bytes_ -= in_flight_.front().second;
             in_flight_.pop_front();
@@ -161,7 +179,7 @@ class Outgoing : public Owned {
     std::deque<std::pair<std::uint32_t, std::uint64_t>> in_flight_;  // (tag, bytes), oldest first
 };
 
-/// A message that was taken. Its memory goes back when this dies: with the last tensor that lies in it.
+/// Message that was taken. The destructor releases its memory, after the last tensor in it.
 class Message : public Owned {
   public:
     explicit Message(std::shared_ptr<Incoming> link) : link_(std::move(link)), arrival_(link_->take()) {}
@@ -169,17 +187,17 @@ class Message : public Owned {
     Message& operator=(const Message&) = delete;
     ~Message() { release(); }
 
-    /// Keep the memory for tensors that lie in it; false when `most` messages of the link are held already.
-    bool hold(std::uint32_t most) {
-        if (link_->held() >= most) return false;
+    /// Keep the memory for the tensors in it. Returns false if `max_held` messages of the link are held already.
+    bool hold(std::uint32_t max_held) {
+        if (link_->held() >= max_held) return false;
         ++link_->held();
         return held_ = true;
     }
 
     void release() {
-        // A forked child shares the memory, but it is not the child's to return.
-        if (returned_ || !ours()) return;
-        returned_ = true;
+        // A forked child shares the memory and must not return it.
+        if (released_ || !ours()) return;
+        released_ = true;
         if (held_) --link_->held();
         link_->release(arrival_);
         arrival_.memory.reset();
@@ -191,9 +209,9 @@ class Message : public Owned {
     std::uint64_t bytes() const { return std::max<std::uint64_t>(arrival_.descriptors[0].body_bytes, 1); }
 
   private:
-    std::shared_ptr<Incoming> link_;  // keeps the memory where that is the link's
+    std::shared_ptr<Incoming> link_;  // keeps the link's memory
     Arrival arrival_;
-    bool held_ = false, returned_ = false;
+    bool held_ = false, released_ = false;
 };
 
 }  // namespace ds_ext

@@ -1,6 +1,6 @@
 #pragma once
 
-// What Python sees of links of every kind, and of a rank's port.
+// Python bindings of links of every kind, and of a rank's port.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -11,58 +11,55 @@ namespace ds_ext {
 
 namespace py = pybind11;
 
-// Releasing the interpreter's lock costs more than a short copy.
+// Below this size, a copy takes less time than releasing the GIL.
 inline constexpr std::uint64_t kLongCopy = 64 << 10;
 
-// A tensor as Python gives it: (dtype code, shape, address of its bytes).
-using GivenPiece = std::tuple<std::uint16_t, std::vector<std::int64_t>, std::uintptr_t>;
-
-inline std::vector<Piece> pieces_of(std::vector<GivenPiece>& given) {
-    std::vector<Piece> made;
-    for (auto& [dtype, shape, address] : given)
-        made.push_back({dtype, std::move(shape), reinterpret_cast<const unsigned char*>(address)});
-    return made;
+/// Call `copy`, without the GIL if it copies many bytes.
+template <typename Copy>
+void copy_unlocked(std::uint64_t bytes, Copy copy) {
+    std::optional<py::gil_scoped_release> unlocked;
+    if (bytes >= kLongCopy) unlocked.emplace();
+    copy();
 }
 
-/// False when there is no room.
-inline bool send(Outgoing& link, std::uint32_t tag, std::vector<GivenPiece> given) {
-    const auto pieces = pieces_of(given);
+// Tensor to send, from Python: (dtype code, shape, address of its bytes).
+using PyPiece = std::tuple<std::uint16_t, std::vector<std::int64_t>, std::uintptr_t>;
+
+inline std::vector<Piece> pieces_of(std::vector<PyPiece>& tensors) {
+    std::vector<Piece> pieces;
+    for (auto& [dtype, shape, address] : tensors)
+        pieces.push_back({dtype, std::move(shape), reinterpret_cast<const unsigned char*>(address)});
+    return pieces;
+}
+
+/// Send a message. Returns false without a link credit.
+inline bool send(Outgoing& link, std::uint32_t tag, std::vector<PyPiece> tensors) {
+    const auto pieces = pieces_of(tensors);
     auto slot = link.reserve(tag, pieces);
     if (!slot) return false;
-    if (slot->bytes >= kLongCopy) {
-        const py::gil_scoped_release unlocked;
-        link.transmit(*slot, pieces);
-    } else {
-        link.transmit(*slot, pieces);
-    }
+    copy_unlocked(slot->bytes, [&] { link.transmit(*slot, pieces); });
     return true;
 }
 
-/// Of every tensor: (dtype code, shape, elements, offset in the message's memory).
+/// Return (dtype code, shape, elements, offset in the message's memory) of every tensor.
 inline py::list layout(const std::vector<Descriptor>& descriptors) {
-    py::list found;
+    py::list tensors;
     for (const Descriptor& d : descriptors)
-        found.append(py::make_tuple(d.dtype, py::tuple(py::cast(shape_of(d))), d.nbytes / kElementTypes[d.dtype].bytes,
-                                    d.offset));
-    return found;
+        tensors.append(py::make_tuple(d.dtype, py::tuple(py::cast(shape_of(d))),
+                                      d.nbytes / kElementTypes[d.dtype].bytes, d.offset));
+    return tensors;
 }
 
-/// Copy the tensors to these addresses, which have room for their bytes, and return the memory.
+/// Copy the tensors to these addresses and release the message.
 inline void copy_out(Message& message, const std::vector<std::uintptr_t>& targets) {
     const auto& descriptors = message.descriptors();
-    if (targets.size() != descriptors.size()) throw std::runtime_error("one address for each tensor");
-    const auto copy = [&] {
+    if (targets.size() != descriptors.size()) throw std::runtime_error("copy_out needs one address per tensor");
+    copy_unlocked(message.bytes(), [&] {
         for (std::size_t i = 0; i < targets.size(); ++i)
             if (descriptors[i].nbytes > 0)
                 std::memcpy(reinterpret_cast<void*>(targets[i]), message.address() + descriptors[i].offset,
                             descriptors[i].nbytes);
-    };
-    if (message.bytes() >= kLongCopy) {
-        const py::gil_scoped_release unlocked;
-        copy();
-    } else {
-        copy();
-    }
+    });
     message.release();
 }
 
@@ -77,8 +74,8 @@ inline void bind_links(py::module_& m) {
         try {
             if (raised) std::rethrow_exception(raised);
         } catch (const std::system_error& error) {
-            const auto made = py::make_tuple(error.code().value(), error.what());
-            PyErr_SetObject(PyExc_OSError, made.ptr());
+            const auto arguments = py::make_tuple(error.code().value(), error.what());
+            PyErr_SetObject(PyExc_OSError, arguments.ptr());
         }
     });
 

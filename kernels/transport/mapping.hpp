@@ -1,7 +1,6 @@
 #pragma once
 
-// Shared memory without a name: it is passed to another process as a file descriptor and is gone with the last process
-// that has it.
+// Anonymous shared memory. It is passed to another process as a file descriptor and freed after the last process.
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -18,7 +17,7 @@ namespace ds_ext {
 
 inline constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
-/// A file descriptor that closes itself.
+/// File descriptor that is closed by the destructor.
 class FileDescriptor {
   public:
     explicit FileDescriptor(int number = -1) : number_(number) {}
@@ -39,32 +38,32 @@ class FileDescriptor {
 
 class Mapping {
   public:
-    /// New memory of `bytes`, none of it taken yet. Its size is sealed: no process can truncate it under a reader.
+    /// Create a mapping of `bytes` without memory behind it. Its size is sealed, so that no process can truncate it.
     static Mapping create(std::size_t bytes) {
         FileDescriptor file(memfd());
         const bool sealed = file.number() >= 0;
         if (!sealed && (errno == EMFILE || errno == ENFILE || errno == ENOMEM)) throw_errno("memfd_create");
-        // Where memfd_create is forbidden: a file that never has a name, so nothing is left behind either.
+        // Some containers forbid memfd_create. An O_TMPFILE has no name either, so it cannot be left behind.
         if (!sealed) file = FileDescriptor(open("/dev/shm", O_TMPFILE | O_RDWR | O_EXCL | O_CLOEXEC, 0600));
-        if (file.number() < 0) throw_errno("shared memory: memfd_create and a file in /dev/shm are both refused");
+        if (file.number() < 0) throw_errno("shared memory: both memfd_create and a file in /dev/shm failed");
         if (ftruncate(file.number(), static_cast<off_t>(bytes)) != 0) throw_errno("shared memory: ftruncate");
         if (sealed && fcntl(file.number(), F_ADD_SEALS, kSeals) != 0) throw_errno("shared memory: seals");
         return Mapping(std::move(file), bytes);
     }
 
-    /// The memory behind a descriptor from another process; takes the descriptor over.
-    static Mapping attach(int number, std::size_t least_bytes) {
+    /// Map the memory of a file descriptor from another process. Takes ownership of the descriptor.
+    static Mapping attach(int number, std::size_t min_bytes) {
         FileDescriptor file(number);
         struct stat state{};
         if (fstat(file.number(), &state) != 0) throw_errno("shared memory: fstat");
         const int seals = fcntl(file.number(), F_GET_SEALS);
-        // A file in /dev/shm cannot be sealed, which is what F_SEAL_SEAL alone says.
+        // F_SEAL_SEAL alone means a file in /dev/shm, which cannot be sealed.
         if (seals >= 0 && seals != F_SEAL_SEAL && (seals & kSeals) != kSeals)
-            throw LinkError("the memory's size is not sealed");
+            throw LinkError("shared memory: its size is not sealed");
         const auto bytes = static_cast<std::size_t>(state.st_size);
-        if (bytes < least_bytes)
-            throw LinkError("the memory has " + std::to_string(bytes) + " bytes, not the " +
-                            std::to_string(least_bytes) + " of a segment");
+        if (bytes < min_bytes)
+            throw LinkError("shared memory: at least " + std::to_string(min_bytes) + " bytes are needed (got " +
+                            std::to_string(bytes) + ")");
         return Mapping(std::move(file), bytes);
     }
 
@@ -75,14 +74,14 @@ class Mapping {
         if (address_ != nullptr) munmap(address_, bytes_);
     }
 
-    /// Take memory for a range now. Without it a full host would kill the process at its first write, by SIGBUS.
+    /// Allocate the memory of a range. Otherwise a full host would kill the process by SIGBUS at its first write.
     void commit(std::size_t offset, std::size_t bytes) {
         int failed = 0;
         do failed = fallocate(file_.number(), 0, static_cast<off_t>(offset), static_cast<off_t>(bytes));
         while (failed != 0 && errno == EINTR);
-        if (failed != 0) throw_errno("no memory for " + std::to_string(bytes) + " bytes of a segment");
+        if (failed != 0) throw_errno("shared memory: no memory for " + std::to_string(bytes) + " bytes");
 #ifdef MADV_POPULATE_WRITE
-        // Only saves the page faults of the first use, so a kernel without it (before 5.14) does no harm.
+        // Only avoids page faults at the first use; kernels before 5.14 do not have it.
         madvise(address_ + offset, bytes, MADV_POPULATE_WRITE);
 #endif
     }
@@ -95,7 +94,8 @@ class Mapping {
   private:
     Mapping(FileDescriptor file, std::size_t bytes) : file_(std::move(file)), bytes_(bytes) {
         void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file_.number(), 0);
-        if (address == MAP_FAILED) throw_errno("no address space for " + std::to_string(bytes) + " bytes (ulimit -v)");
+        if (address == MAP_FAILED)
+            throw_errno("shared memory: no address space for " + std::to_string(bytes) + " bytes (see ulimit -v)");
         address_ = static_cast<unsigned char*>(address);
     }
 

@@ -16,20 +16,21 @@
 
 namespace ds_ext {
 
-/// Memory for messages, used again: fresh memory of the system costs more than the copy into it. Any thread.
+/// Pool of memory for messages, because page faults of fresh memory cost more than the copy into it. Thread-safe.
 class Pool : public Owned, public std::enable_shared_from_this<Pool> {
   public:
-    /// At least `bytes`, aligned to 64, contents undefined. Goes back with the last copy of the pointer.
+    /// Return at least `bytes` of uninitialized memory, aligned to 64 bytes. It returns to the pool with the last
+    /// pointer.
     std::shared_ptr<unsigned char> take(std::uint64_t bytes) {
         const std::uint64_t size = rounded(bytes);
         unsigned char* memory = reuse(size);
         if (memory == nullptr) {
-            // A peer may announce anything; the system would promise more than it has.
+            // A peer may announce any size, and the system overcommits.
             if (size < bytes || size > host_bytes()) throw std::bad_alloc();
             memory = static_cast<unsigned char*>(std::aligned_alloc(kAlignment, size));
             if (memory == nullptr) throw std::bad_alloc();
         }
-        return {memory, [pool = shared_from_this(), size](unsigned char* back) { pool->recycle(back, size); }};
+        return {memory, [pool = shared_from_this(), size](unsigned char* freed) { pool->recycle(freed, size); }};
     }
 
     ~Pool() {
@@ -38,13 +39,13 @@ class Pool : public Owned, public std::enable_shared_from_this<Pool> {
     }
 
   private:
-    static constexpr std::uint64_t kLeast = 4096, kSpareBytes = 256 << 20;
+    static constexpr std::uint64_t kMinBytes = 4096, kSpareBytes = 256 << 20;
 
-    /// Eight sizes between a power of two and the next, so that messages of about one size share their memory.
+    /// Round up to one of eight sizes per power of two, so that messages of similar sizes share memory.
     static std::uint64_t rounded(std::uint64_t bytes) {
-        std::uint64_t step = kLeast / 8;
+        std::uint64_t step = kMinBytes / 8;
         while (step * 16 < bytes && step < (std::uint64_t{1} << 59)) step *= 2;
-        return std::max(kLeast, (bytes + step - 1) / step * step);
+        return std::max(kMinBytes, (bytes + step - 1) / step * step);
     }
 
     static std::uint64_t host_bytes() {
@@ -64,7 +65,7 @@ class Pool : public Owned, public std::enable_shared_from_this<Pool> {
     }
 
     void recycle(unsigned char* memory, std::uint64_t size) {
-        if (!ours()) return;  // the lock may have been taken when this process was forked
+        if (!ours()) return;  // another thread may have held the lock at the fork
         {
             const std::lock_guard<std::mutex> guard(mutex_);
             if (spare_bytes_ + size <= kSpareBytes) {

@@ -9,13 +9,13 @@
 
 namespace ds_ext {
 
-/// All links of a rank, its one doorbell, and its thread for the links that need one.
+/// Links of a rank, its doorbell, and its I/O thread.
 class Port : public Owned {
   public:
     Port() : doorbell_(std::make_shared<Doorbell>(Doorbell::create())), spin_(0) {}
 
-    /// Set the longest time to poll before a sleep; 0 at first.
-    void spin(double most_us) { spin_ = Spin(most_us); }
+    /// Set the maximum spin time before a sleep; initially 0.
+    void spin(double max_us) { spin_ = Spin(max_us); }
 
     int descriptor() const { return doorbell_->descriptor(); }
     void close_descriptor() { doorbell_->close_descriptor(); }
@@ -27,21 +27,21 @@ class Port : public Owned {
         return io_;
     }
 
-    /// Everything that has arrived, by link and in the order in which it was sent.
+    /// Return all messages that have arrived, in the order of each link.
     std::vector<std::unique_ptr<Message>> take() {
-        std::vector<std::unique_ptr<Message>> found;
+        std::vector<std::unique_ptr<Message>> messages;
         for (const auto& link : links_)
-            while (link->has_message()) found.push_back(std::make_unique<Message>(link));
-        return found;
+            while (link->has_message()) messages.push_back(std::make_unique<Message>(link));
+        return messages;
     }
 
-    /// Until something has arrived, at most `seconds`; returns earlier when a peer rings for another reason.
+    /// Wait for a message, at most `seconds`; less if a peer rings for another reason. Returns whether one has arrived.
     bool wait_arrival(double seconds) {
         refuse_fork();
         return doorbell_->wait([this] { return arrived(); }, nanoseconds(seconds), spin_);
     }
 
-    /// Until the receiver of `link` has taken messages or returned slots, or something has arrived; at most `seconds`.
+    /// Wait for link credits of `link` or for a message, at most `seconds`.
     bool wait_credit(const Outgoing& link, double seconds) {
         refuse_fork();
         return doorbell_->wait([&] { return link.has_update() || arrived(); }, nanoseconds(seconds), spin_);

@@ -9,7 +9,7 @@ namespace ds_ext {
 inline void bind_rdma(py::module_& m) {
     py::register_exception<verbs::VerbsError>(m, "VerbsError", PyExc_RuntimeError);
     m.def("load_verbs", [] { verbs::Library::get(); });
-    m.attr("RDMA_FIXED_BYTES") = 2 * kRdmaBlocks * kDescriptorBytes;  // registered for every pair, beside slabs
+    m.attr("RDMA_FIXED_BYTES") = 2 * kRdmaBlocks * kDescriptorBytes;  // registered per pair, without slabs
 
     py::class_<RdmaPort, std::shared_ptr<RdmaPort>>(m, "RdmaPort")
         .def(py::init([](Port& rank, const std::string& device, std::uint8_t port, int gid_index) {

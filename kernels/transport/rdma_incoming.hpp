@@ -12,7 +12,7 @@
 
 namespace ds_ext {
 
-/// Receiving endpoint of a link over RDMA: it registers slabs that the sender writes to.
+/// Receiving endpoint of an RDMA link. It registers the slabs that the sender writes to.
 class RdmaIncoming final : public Incoming {
   public:
     RdmaIncoming(std::shared_ptr<RdmaPair> pair, std::uint64_t slab_bytes)
@@ -24,11 +24,11 @@ class RdmaIncoming final : public Incoming {
     const verbs::Region& first_slab() const { return *slabs_.front(); }
 
     void arrived(const Block& block) {
-        if (blocks_.size() >= kRdmaMessages) throw LinkError("the sender has sent more than there is room for");
+        if (blocks_.size() >= kRdmaMessages) throw LinkError("message without a link credit");
         blocks_.push_back(block);
     }
 
-    /// Register another slab: the sender has no room for its messages.
+    /// Register another slab at the sender's request.
     void enlarge(std::uint64_t bytes) {
         Notice answer;
         try {
@@ -54,24 +54,12 @@ class RdmaIncoming final : public Incoming {
         refuse_fork();
         const std::lock_guard<std::recursive_mutex> guard(pair_->mutex());
         if (!pair_->damage().empty()) throw LinkError(pair_->damage());
-        const auto need = [](bool holds, const char* what) {
-            if (!holds) throw DescriptorError(what);
-        };
-        Arrival arrival;
         const Descriptor first = unpack(blocks_.front().data());
-        const std::uint64_t number = first.place >> kSlabShift;
-        const std::uint64_t offset = first.place & ((std::uint64_t{1} << kSlabShift) - 1);
-        need(number < slabs_.size(), "the slot lies in no slab");
-        const std::uint64_t room = slabs_[number]->bytes();
-        const std::uint64_t table = (std::uint64_t{first.count} - 1) * kDescriptorBytes;
-        need(offset % kAlignment == 0 && offset < room, "the slot lies outside of its slab");
-        need(first.body_bytes <= room && table <= room && first.body_bytes + table <= room - offset,
-             "the message ends behind its slab");
-        arrival.address = slabs_[number]->address() + offset;
-        arrival.memory = slabs_[number];
-        arrival.descriptors.push_back(first);
-        for (std::uint32_t i = 1; i < first.count; ++i)
-            arrival.descriptors.push_back(unpack(arrival.address + first.body_bytes + (i - 1) * kDescriptorBytes));
+        const auto [number, offset] = split_place(first.place);
+        require<DescriptorError>(number < slabs_.size(), "slot in a slab that does not exist");
+        const auto& slab = slabs_[number];
+        Arrival arrival = arrival_at(first, slab->address(), slab->bytes(), offset);
+        arrival.memory = slab;
         order_.admit(arrival.descriptors);
         blocks_.pop_front();
         used_bytes_ += slot_bytes(first);
@@ -87,8 +75,8 @@ class RdmaIncoming final : public Incoming {
         if (receipt_due()) send_receipts();
     }
 
-    /// Report to the sender which messages were taken and which slots are released. Not after every message: only when
-    /// the sender could run short, or when this rank has nothing else to do.
+    /// Report taken messages and released slots to the sender. Called only if the sender could run out of link credits,
+    /// or if this rank is idle.
     void send_receipts() {
         const std::lock_guard<std::recursive_mutex> guard(pair_->mutex());
         while ((reported_ != order_.admitted() || !returning_.empty()) && !pair_->broken() && !closed_) {
@@ -123,7 +111,7 @@ class RdmaIncoming final : public Incoming {
         return first.body_bytes + std::uint64_t{first.count - 1} * kDescriptorBytes;
     }
 
-    /// Whether a receipt is due: much was taken or released since the last one, or half of the slabs is in use.
+    /// Return whether the sender could run out of link credits before the next receipt.
     bool receipt_due() const {
         const std::uint64_t room = slab_bytes_;
         return order_.admitted() - reported_ >= kRdmaMessages / 8 || returning_.size() >= kRdmaMessages / 16 ||
@@ -133,8 +121,8 @@ class RdmaIncoming final : public Incoming {
 
     std::shared_ptr<RdmaPair> pair_;
     std::vector<std::shared_ptr<verbs::Region>> slabs_;
-    std::deque<Block> blocks_;              // that were not taken
-    std::vector<std::uint64_t> returning_;  // slots that the sender does not know to be back
+    std::deque<Block> blocks_;              // not taken
+    std::vector<std::uint64_t> returning_;  // places of released slots, not yet reported
     SequenceCheck order_;
     std::uint64_t slab_bytes_ = 0, reported_ = 0, returned_ = 0, unreported_bytes_ = 0, used_bytes_ = 0,
                   returning_bytes_ = 0;

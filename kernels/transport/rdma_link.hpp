@@ -10,26 +10,27 @@
 
 namespace ds_ext {
 
-/// Both links of this rank with a peer, and the way to connect them.
+/// The links of this rank to and from a peer, over one queue pair.
 class RdmaLink {
   public:
-    /// `sends`, `receives`: which of the two links there are.
+    /// `sends`, `receives`: whether the link in that direction exists.
     RdmaLink(std::shared_ptr<RdmaPort> port, std::uint32_t rank, std::uint32_t peer, bool sends, bool receives,
              std::uint64_t window, std::uint64_t slab_bytes)
         : pair_(std::make_shared<RdmaPair>(std::move(port), rank, peer)) {
-        if (slab_bytes == 0 || slab_bytes % kAlignment != 0) throw LinkError("a slab has a multiple of 64 bytes");
+        if (slab_bytes == 0 || slab_bytes % kAlignment != 0)
+            throw LinkError("slab: its size must be a positive multiple of 64 bytes");
         if (receives) incoming_ = std::make_shared<RdmaIncoming>(pair_, slab_bytes);
         if (sends) outgoing_ = std::make_shared<RdmaOutgoing>(pair_, window, slab_bytes);
-        // Weak, because the endpoints keep the pair.
+        // Weak, because the endpoints own the pair.
         const std::weak_ptr<RdmaIncoming> in = incoming_;
         const std::weak_ptr<RdmaOutgoing> out = outgoing_;
         pair_->receiver().message = [in](const Block& block) {
-            const auto end = in.lock();
-            if (!end) throw LinkError("a message on a link that is not used");
-            end->arrived(block);
+            const auto receiver = in.lock();
+            if (!receiver) throw LinkError("message on a link that does not exist");
+            receiver->arrived(block);
         };
         pair_->receiver().idle = [in] {
-            if (const auto end = in.lock()) end->send_receipts();
+            if (const auto receiver = in.lock()) receiver->send_receipts();
         };
         pair_->receiver().notice = [in, out](const Notice& notice) {
             const auto receiver = in.lock();

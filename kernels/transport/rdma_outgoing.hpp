@@ -12,8 +12,8 @@
 
 namespace ds_ext {
 
-/// Sending endpoint of a link over RDMA. It has a mirror of each of the receiver's slabs, of the same size. A message
-/// lies at the same place of both, so one allocator serves both, and a released slot is free in both.
+/// Sending endpoint of an RDMA link. It has a mirror of each slab of the receiver, of the same size. A message has the
+/// same place in both, so that one allocator serves both.
 class RdmaOutgoing final : public Outgoing {
   public:
     RdmaOutgoing(std::shared_ptr<RdmaPair> pair, std::uint64_t window, std::uint64_t slab_bytes)
@@ -22,18 +22,18 @@ class RdmaOutgoing final : public Outgoing {
         pair_->add_endpoint();
     }
 
-    /// The receiver's first slab, from its greeting.
+    /// Add the receiver's first slab, from its greeting.
     void connect(const Greeting& other) {
         if (other.slab_bytes != mirror_->bytes())
-            throw LinkError("the receiver has a slab of " + std::to_string(other.slab_bytes) +
-                            " bytes, the sender one of " + std::to_string(mirror_->bytes()));
+            throw LinkError("slab: its size must be " + std::to_string(mirror_->bytes()) + " bytes (got " +
+                            std::to_string(other.slab_bytes) + " from the receiver)");
         add_slab(other.slab, other.slab_key);
     }
 
     void on_notice(const Notice& notice) {
         if (notice.kind == NoticeKind::receipt) {
             if (notice.taken < taken_ || notice.taken > published())
-                throw LinkError("the receiver's count of messages is wrong");
+                throw LinkError("wrong message count of the receiver");
             taken_ = notice.taken;
             for (std::uint32_t i = 0; i < notice.count; ++i) release(notice.places[i]);
             updated_ = true;
@@ -42,10 +42,10 @@ class RdmaOutgoing final : public Outgoing {
             updated_ = true;
         } else if (mirror_ && notice.kind == NoticeKind::refusal) {
             mirror_.reset();
-            refusal_ = "the receiver has no more memory for messages: " + text_of(notice);
+            refusal_ = "slab: the receiver has no memory: " + text_of(notice);
             updated_ = true;
         } else {
-            throw LinkError("a notice without a request");
+            throw LinkError("notice without a request");
         }
     }
 
@@ -62,7 +62,7 @@ class RdmaOutgoing final : public Outgoing {
     }
 
   protected:
-    std::uint64_t most_bytes() const override { return kMaxSlabBytes; }
+    std::uint64_t max_bytes() const override { return kMaxSlabBytes; }
     std::uint64_t unreleased() const override {
         std::uint64_t count = 0;
         for (const Slab& slab : slabs_) count += slab.allocator.allocated();
@@ -92,8 +92,8 @@ class RdmaOutgoing final : public Outgoing {
         Block block;
         pack(slot.descriptors[0], block.data());
         const std::lock_guard<std::recursive_mutex> guard(pair_->mutex());
-        const Slab& slab = slabs_[slot.place >> kSlabShift];
-        const std::uint64_t offset = slot.place & ((std::uint64_t{1} << kSlabShift) - 1);
+        const auto [number, offset] = split_place(slot.place);
+        const Slab& slab = slabs_[number];
         pair_->deliver({reinterpret_cast<std::uint64_t>(slot.address), slab.address + offset, slot.bytes,
                         slab.mirror->local_key(), slab.key},
                        block);
@@ -125,14 +125,14 @@ class RdmaOutgoing final : public Outgoing {
     }
 
     void release(std::uint64_t place) {
-        const std::uint64_t number = place >> kSlabShift;
-        if (number >= slabs_.size()) throw LinkError("a slot came back that is in no slab");
-        slabs_[number].allocator.release(place & ((std::uint64_t{1} << kSlabShift) - 1));
+        const auto [number, offset] = split_place(place);
+        require<LinkError>(number < slabs_.size(), "release of a slot in a slab that does not exist");
+        slabs_[number].allocator.release(offset);
     }
 
-    /// Request another slab, as large as all present ones or as the message that does not fit.
+    /// Request another slab, as large as all previous ones together, or as the message if that is larger.
     void request_slab(std::uint64_t message_bytes) {
-        if (mirror_) return;  // asked already
+        if (mirror_) return;  // already requested
         std::uint64_t bytes = 0, largest = 0;
         for (const Slab& slab : slabs_) {
             bytes += slab.mirror->bytes();
@@ -158,7 +158,7 @@ class RdmaOutgoing final : public Outgoing {
 
     std::shared_ptr<RdmaPair> pair_;
     std::vector<Slab> slabs_;
-    std::unique_ptr<verbs::Region> mirror_;  // of the slab that the receiver was asked for
+    std::unique_ptr<verbs::Region> mirror_;  // of the requested slab
     std::string refusal_;
     std::uint64_t taken_ = 0;
     bool updated_ = false, closed_ = false;

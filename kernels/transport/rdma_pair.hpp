@@ -1,9 +1,8 @@
 #pragma once
 
-// Two ranks that are connected by one reliable connection of RDMA (a queue pair of type RC); both links between them
-// run over it. Blocks of 256 bytes go into the other's inbox, each with an immediate number that makes a completion
-// there; bodies go to their slot before. A reliable connection keeps the order, so a block proves that its body is
-// there.
+// Reliable RDMA connection (queue pair of type RC) of two ranks, for the links in both directions. A sender writes a
+// body into its slot, then a block of 256 bytes with immediate data into the peer's inbox. A reliable connection keeps
+// the order, so the body has arrived when the block arrives.
 
 #include <arpa/inet.h>
 
@@ -22,15 +21,15 @@
 
 namespace ds_ext {
 
-inline constexpr std::uint32_t kKeptForNotices = 64;  // requests that messages leave free
+inline constexpr std::uint32_t kNoticeRequests = 64;  // send requests reserved for notices
 
 class RdmaPair : public Owned, public RdmaPort::User {
   public:
-    /// What the two links do with the notices that concern them. Called under the pair's lock.
+    /// Callbacks of the two links, called under the pair's lock.
     struct Receiver {
         std::function<void(const Block&)> message;
         std::function<void(const Notice&)> notice;
-        std::function<void()> idle;  // nothing else is to be done: say what was left unsaid
+        std::function<void()> idle;  // the rank is idle: send the receipts
     };
 
     RdmaPair(std::shared_ptr<RdmaPort> watched, std::uint32_t rank, std::uint32_t peer)
@@ -52,28 +51,28 @@ class RdmaPair : public Owned, public RdmaPort::User {
     std::recursive_mutex& mutex() { return mutex_; }
     Receiver& receiver() { return receiver_; }
 
-    /// For the peer; `slab` is where it may write bodies, `job` what both know and no other job does.
+    /// Return the greeting for the peer. `slab`: where the peer writes bodies; null if it does not send.
     std::string greeting(const verbs::Region* slab, const Token& job) const {
-        Greeting made;
-        made.source = rank_;
-        made.destination = peer_;
-        made.job = job;
-        made.queue_pair = queue_.number();
-        made.first_packet = queue_.first_packet();
-        made.gid = port_->gid();
-        made.lid = port_->lid();
-        made.mtu = static_cast<std::uint8_t>(port_->mtu());
-        made.inbox = reinterpret_cast<std::uint64_t>(inbox_.address());
-        made.inbox_key = inbox_.remote_key();
+        Greeting greeting;
+        greeting.source = rank_;
+        greeting.destination = peer_;
+        greeting.job = job;
+        greeting.queue_pair = queue_.number();
+        greeting.first_packet = queue_.first_packet();
+        greeting.gid = port_->gid();
+        greeting.lid = port_->lid();
+        greeting.mtu = static_cast<std::uint8_t>(port_->mtu());
+        greeting.inbox = reinterpret_cast<std::uint64_t>(inbox_.address());
+        greeting.inbox_key = inbox_.remote_key();
         if (slab != nullptr) {
-            made.slab = reinterpret_cast<std::uint64_t>(slab->address());
-            made.slab_bytes = slab->bytes();
-            made.slab_key = slab->remote_key();
+            greeting.slab = reinterpret_cast<std::uint64_t>(slab->address());
+            greeting.slab_bytes = slab->bytes();
+            greeting.slab_key = slab->remote_key();
         }
-        return write_greeting(made);
+        return write_greeting(greeting);
     }
 
-    /// Connect to the end that has written this greeting. From here on messages may come.
+    /// Connect to the peer that wrote this greeting. Messages may arrive from now on.
     Greeting connect(std::string_view greeting, const Token& job) {
         const Greeting other = read_greeting(greeting, {peer_, rank_, job});
         queue_.connect(other);
@@ -84,19 +83,19 @@ class RdmaPair : public Owned, public RdmaPort::User {
         return other;
     }
 
-    /// Have its events watched, until close().
+    /// Watch the events of the pair until close().
     void enter(std::weak_ptr<RdmaPort::User> self) {
         watched_->enter(this, std::move(self));
         left_ = false;
     }
 
-    /// Set the connection that carries causes of failure and closings, which a broken queue pair cannot.
+    /// Set the tcp connection that reports failures, which a broken queue pair cannot.
     void control(std::shared_ptr<TcpConnection> connection) {
         const std::lock_guard<std::recursive_mutex> guard(mutex_);
         peer_state_.control(std::move(connection));
     }
 
-    /// Look for what has come, and hand it on. Where the rank is about to sleep, have the next completion wake it.
+    /// Handle arrived blocks. If the rank is about to sleep, arm the completion queue to wake it.
     void progress() {
         const std::lock_guard<std::recursive_mutex> guard(mutex_);
         if (!ours() || !connected_) return;
@@ -105,27 +104,27 @@ class RdmaPair : public Owned, public RdmaPort::User {
         while (doorbell_->asleep() && !armed_) {
             armed_ = true;
             queue_.arm();
-            poll();  // what came before the device was asked makes no event
+            poll();  // completions before arm() make no event
         }
         send_notices();
     }
 
-    /// The rank may compute for long.
+    /// Send the receipts. Called by the I/O thread, because the rank may compute for a long time.
     void idle() override {
         const std::lock_guard<std::recursive_mutex> guard(mutex_);
         if (ours() && connected_ && !peer_state_.broken()) receiver_.idle();
     }
 
-    /// Requests that a message of this size takes.
+    /// Return the number of send requests of a message of this size.
     std::uint32_t requests(std::uint64_t bytes) const {
-        const std::uint64_t most = port_->most_bytes();
-        return static_cast<std::uint32_t>((bytes + most - 1) / most) + 1;
+        const std::uint64_t limit = port_->max_request_bytes();
+        return static_cast<std::uint32_t>((bytes + limit - 1) / limit) + 1;
     }
 
-    /// Keep room for a message's requests, until deliver() or release_requests().
+    /// Reserve the requests of a message, until deliver() or release_requests(). Returns false if too few are free.
     bool reserve_requests(std::uint32_t count) {
         const std::lock_guard<std::recursive_mutex> guard(mutex_);
-        if (free_requests() < count + kKeptForNotices) return false;
+        if (free_requests() < count + kNoticeRequests) return false;
         reserved_ += count;
         return true;
     }
@@ -134,32 +133,32 @@ class RdmaPair : public Owned, public RdmaPort::User {
         reserved_ -= count;
     }
 
-    /// Write a body, then the block that announces it. Its requests are reserved.
+    /// Write a body, then its block. Their requests are reserved.
     void deliver(const Transfer& body, const Block& block) {
         const std::lock_guard<std::recursive_mutex> guard(mutex_);
         reserved_ -= requests(body.bytes);
         for (std::uint64_t done = 0; done < body.bytes;) {
-            const std::uint64_t part = std::min(body.bytes - done, port_->most_bytes());
+            const std::uint64_t part = std::min(body.bytes - done, port_->max_request_bytes());
             write({body.from + done, body.to + done, part, body.local_key, body.remote_key}, std::nullopt);
             done += part;
         }
         send(block);
     }
 
-    /// Send a notice, at once if the device's queue has room.
+    /// Send a notice, as soon as a send request is free.
     void notify(const Notice& notice) {
         const std::lock_guard<std::recursive_mutex> guard(mutex_);
         notices_.push_back(write_notice(notice));
         send_notices();
     }
 
-    /// Why nothing more comes from the peer, as words that follow "rank 3 ..."; empty while it may.
+    /// Return how the peer has ended, as the end of a sentence "rank 3 ..."; empty while it has not.
     std::string end_reason() {
         const std::lock_guard<std::recursive_mutex> guard(mutex_);
         return peer_state_.end_reason();
     }
 
-    /// The peer has sent something invalid: LinkError in the next call.
+    /// Record invalid data of the peer. The next call throws LinkError.
     void damaged(const std::string& what) { damage_ = damage_.empty() ? what : damage_; }
     const std::string& damage() const { return damage_; }
     bool broken() const { return peer_state_.over(); }
@@ -173,7 +172,7 @@ class RdmaPair : public Owned, public RdmaPort::User {
         notify(notice);
     }
 
-    /// Close one of this rank's endpoints; the last one waits a little until the other rank has the notice.
+    /// Close one endpoint of this rank. The last one waits up to 1 s until the peer has the notice.
     void close() {
         const std::lock_guard<std::recursive_mutex> guard(mutex_);
         if (!ours() || !connected_) return;
@@ -201,7 +200,7 @@ class RdmaPair : public Owned, public RdmaPort::User {
     std::uint32_t free_requests() const { return kSendDepth - queue_.unfinished() - reserved_; }
 
     void write(const Transfer& transfer, std::optional<std::uint32_t> number) {
-        if (const int code = queue_.write(transfer, number)) fail("cannot be written to by RDMA", code);
+        if (const int code = queue_.write(transfer, number)) fail("cannot be reached by RDMA", code);
     }
 
     void send(const Block& block) {
@@ -220,21 +219,21 @@ class RdmaPair : public Owned, public RdmaPort::User {
         }
     }
 
-    /// Handle the completions that are here.
+    /// Handle all completions in the queue.
     void poll() {
         RdmaQueue::Completions found;
         int count = 0;
         do {
             count = queue_.poll(found);
-            if (count < 0) fail("has an RDMA completion queue that cannot be read", EIO);
+            if (count < 0) fail("has a completion queue that cannot be polled", EIO);
             for (int i = 0; i < count; ++i) handle(found[i]);
-            if (count > 0) armed_ = false;  // its event may have come already
+            if (count > 0) armed_ = false;  // the event may have been used
         } while (count == static_cast<int>(found.size()));
     }
 
     void handle(const verbs::Completion& completion) {
         if (completion.status != verbs::kWcSuccess) {
-            // What is flushed behind the first error says nothing about it.
+            // Requests flushed after the first error do not show its cause.
             if (completion.status != verbs::kWcWrFlushErr || !peer_state_.broken()) fail_status(completion.status);
             return;
         }
@@ -244,11 +243,11 @@ class RdmaPair : public Owned, public RdmaPort::User {
         }
         if (ntohl(completion.imm_data) != static_cast<std::uint32_t>(received_) ||
             completion.byte_len != kDescriptorBytes)
-            return damaged("a block is missing or comes twice");
+            return damaged("block missing or repeated");
         Block block;
         std::memcpy(block.data(), inbox_.address() + received_ % kRdmaBlocks * kDescriptorBytes, block.size());
         ++received_;
-        if (const int code = queue_.post_receive()) fail("sends more than its RDMA device takes", code);
+        if (const int code = queue_.post_receive()) fail("has a receive queue that cannot be refilled", code);
         try {
             if (is_notice(block))
                 on_notice(read_notice(block));
@@ -270,8 +269,8 @@ class RdmaPair : public Owned, public RdmaPort::User {
     }
 
     void fail_status(std::uint32_t status) {
-        const char* words = verbs::Library::get().wc_status_str(status);
-        fail("cannot be reached by RDMA from " + port_->name() + " any more (" + words + ")", 0);
+        const char* text = verbs::Library::get().wc_status_str(status);
+        fail("cannot be reached by RDMA from " + port_->name() + " (" + text + ")", 0);
     }
 
     void fail(const std::string& what, int code) {
@@ -288,9 +287,9 @@ class RdmaPair : public Owned, public RdmaPort::User {
     std::uint64_t other_inbox_ = 0;
     std::uint32_t other_inbox_key_ = 0;
 
-    std::recursive_mutex mutex_;  // slots come back from any thread
+    std::recursive_mutex mutex_;  // any thread may release slots
     Receiver receiver_;
-    std::deque<Block> notices_;  // that wait for room in the device's queue
+    std::deque<Block> notices_;  // waiting for a free send request
     std::uint64_t sent_ = 0, received_ = 0;
     std::uint32_t reserved_ = 0, open_endpoints_ = 0;
     bool connected_ = false, armed_ = false, left_ = true;

@@ -9,27 +9,27 @@
 
 namespace ds_ext {
 
-/// State of the peer of a pair: alive, failed or closed. It also holds the tcp connection that carries causes of
-/// failure, which a broken queue pair cannot. Used under the pair's lock.
+/// State of the peer of a pair: alive, failed or closed. It owns the tcp connection that reports failures, which a
+/// broken queue pair cannot. Requires the pair's lock.
 class RdmaPeerState {
   public:
     explicit RdmaPeerState(std::uint32_t peer) : peer_(peer) {}
 
-    /// Set the connection that carries causes of failure.
+    /// Set the connection that reports failures.
     void control(std::shared_ptr<TcpConnection> connection) { control_ = std::move(connection); }
 
-    /// The peer has sent the cause of its failure.
+    /// Record the cause of the peer's failure.
     void set_cause(std::string cause) {
         if (cause_.empty()) cause_ = std::move(cause);
     }
-    /// The peer has closed its endpoints.
+    /// Record that the peer has closed its endpoints.
     void set_closed() { closed_ = true; }
 
-    /// The queue pair is broken: no more goes through it. False where that is known, or to be expected.
+    /// Record that the queue pair is broken. Returns false if it was broken or closed before.
     bool fail(const std::string& what, int code) {
         if (over()) return false;
         failure_ = code == 0 ? what : what + " (" + std::strerror(code) + ")";
-        // A peer that only receives sees no error.
+        // A peer that only receives would see no error.
         if (control_ && !aborted_) control_->abort("rank " + std::to_string(peer_) + " " + failure_);
         return true;
     }
@@ -44,7 +44,7 @@ class RdmaPeerState {
         if (control_) control_->close();
     }
 
-    /// Why nothing more comes from the peer, as words that follow "rank 3 ..."; empty while it may.
+    /// Return how the peer has ended, as the end of a sentence "rank 3 ..."; empty while it has not.
     std::string end_reason() const {
         if (!cause_.empty()) return "failed: " + cause_;
         if (closed_) return "has closed its transport";
@@ -52,7 +52,6 @@ class RdmaPeerState {
         return reason.empty() ? failure_ : reason;
     }
     bool broken() const { return !failure_.empty(); }
-    bool closed() const { return closed_; }
     bool over() const { return broken() || closed_; }
 
   private:

@@ -12,7 +12,7 @@
 
 namespace ds_ext {
 
-/// An opened port of a device whose events wake a rank. The I/O thread watches it while a link uses it.
+/// Open port of a device whose events wake a rank. The I/O thread watches it while a link uses it.
 class RdmaPort : public Owned, public std::enable_shared_from_this<RdmaPort> {
   public:
     RdmaPort(std::shared_ptr<Doorbell> doorbell, std::shared_ptr<IoThread> io, const verbs::PortChoice& choice)
@@ -21,7 +21,7 @@ class RdmaPort : public Owned, public std::enable_shared_from_this<RdmaPort> {
     const std::shared_ptr<Doorbell>& doorbell() const { return doorbell_; }
     const std::shared_ptr<verbs::OpenPort>& open() const { return open_; }
 
-    /// What uses the port.
+    /// Link that uses the port.
     class User {
       public:
         virtual ~User() = default;
@@ -55,7 +55,7 @@ class RdmaPort : public Owned, public std::enable_shared_from_this<RdmaPort> {
             if (file == open_->events())
                 open_->take_events();
             else
-                open_->take_device_events();  // a link learns of them from its own completions
+                open_->take_device_events();  // links detect failures by their completions
             doorbell_->ring();
         }
         IoThread::Time due(IoThread::Time now) override {

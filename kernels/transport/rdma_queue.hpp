@@ -1,6 +1,6 @@
 #pragma once
 
-// A queue pair of type RC with its completion queue, and the count of its requests.
+// Queue pair of type RC with its completion queue and a count of its requests.
 
 #include <arpa/inet.h>
 
@@ -16,19 +16,19 @@
 
 namespace ds_ext {
 
-inline constexpr std::uint32_t kSendDepth = 1024;  // requests that the device has not completed
-// After this many tries an answer is missing for good. 7 would be for ever on some devices.
+inline constexpr std::uint32_t kSendDepth = 1024;  // maximum number of incomplete send requests
+// Retries before a write fails. 7 means unlimited retries on some devices.
 inline constexpr std::uint8_t kRetries = 6, kAnswerTimeout = 16;  // 4.096 us * 2^16 = 268 ms each
-inline constexpr int kOnlySolicited = 1;                          // events for the peer's writes, not for this rank's
+inline constexpr int kOnlySolicited = 1;                          // events for the peer's writes only
 inline constexpr std::uint8_t kWaitForReceiver = 7, kReceiverDelay = 12;
 
-/// A range of registered memory that is written to the peer's.
+/// Write from registered memory to registered memory of the peer.
 struct Transfer {
     std::uint64_t from = 0, to = 0, bytes = 0;
     std::uint32_t local_key = 0, remote_key = 0;
 };
 
-/// Not thread-safe. What libibverbs returns from posting is returned: 0, or an error number.
+/// Not thread-safe. Functions that post a request return the result of libibverbs: 0 or an error number.
 class RdmaQueue : public Owned {
   public:
     using Completions = std::array<verbs::Completion, 16>;
@@ -62,7 +62,7 @@ class RdmaQueue : public Owned {
     std::uint32_t number() const { return pair_->qp_num; }
     std::uint32_t first_packet() const { return first_packet_; }
 
-    /// Connect: from here on both sides may write.
+    /// Connect to the peer's queue pair. Both sides may write afterwards.
     void connect(const Greeting& other) {
         verbs::QueuePairAttributes to{};
         to.qp_state = verbs::kQpsRtr;
@@ -83,14 +83,14 @@ class RdmaQueue : public Owned {
                           verbs::kQpMaxQpRdAtomic);
     }
 
-    /// Have a receive ready for one more block.
+    /// Post a receive for one block.
     int post_receive() {
         verbs::ReceiveRequest request{};
         verbs::ReceiveRequest* bad = nullptr;
         return pair_->context->ops.post_recv(pair_, &request, &bad);
     }
 
-    /// With a number the write makes a completion on both sides.
+    /// Post a write. With immediate data `number` it makes a completion on both sides.
     int write(const Transfer& transfer, std::optional<std::uint32_t> number) {
         verbs::ScatterEntry entry{transfer.from, static_cast<std::uint32_t>(transfer.bytes), transfer.local_key};
         verbs::SendRequest request{};
@@ -106,12 +106,12 @@ class RdmaQueue : public Owned {
         return pair_->context->ops.post_send(pair_, &request, &bad);
     }
 
-    /// What is complete; how many, or a negative number for an error.
+    /// Poll for completions. Returns their number, negative for an error.
     int poll(Completions& found) { return done_->context->ops.poll_cq(done_, found.size(), found.data()); }
-    /// Have the next block that comes make an event.
+    /// Request an event for the next block.
     void arm() { done_->context->ops.req_notify_cq(done_, kOnlySolicited); }
 
-    /// The request of a completion, and with it all before, are done.
+    /// Record a completed request, which completes all earlier ones too.
     void complete(const verbs::Completion& completion) { completed_ = completion.wr_id; }
     std::uint32_t unfinished() const { return static_cast<std::uint32_t>(posted_ - completed_); }
 
@@ -129,22 +129,21 @@ class RdmaQueue : public Owned {
     void modify(verbs::QueuePairAttributes& attributes, int mask) {
         const int code = verbs::Library::get().modify_qp(pair_, &attributes, mask);
         if (code != 0)
-            verbs::fail(port_->name() + ": its queue pair does not reach state " + std::to_string(attributes.qp_state),
-                        code);
+            verbs::fail(port_->name() + ": queue pair to state " + std::to_string(attributes.qp_state), code);
     }
 
-    /// The route to the peer: by its LID in an InfiniBand subnet, by its GID elsewhere.
+    /// Return the route to the peer: by LID within an InfiniBand subnet, else by GID.
     verbs::AddressVector route(const Greeting& other) const {
-        verbs::AddressVector way{};
-        way.port_num = port_->port();
-        way.dlid = other.lid;
+        verbs::AddressVector route{};
+        route.port_num = port_->port();
+        route.dlid = other.lid;
         const bool same_subnet = std::memcmp(port_->gid().raw, other.gid.raw, 8) == 0;
-        if (port_->lid() != 0 && other.lid != 0 && same_subnet) return way;
-        way.is_global = 1;
-        way.grh.dgid = other.gid;
-        way.grh.sgid_index = static_cast<std::uint8_t>(port_->gid_index());
-        way.grh.hop_limit = 64;
-        return way;
+        if (port_->lid() != 0 && other.lid != 0 && same_subnet) return route;
+        route.is_global = 1;
+        route.grh.dgid = other.gid;
+        route.grh.sgid_index = static_cast<std::uint8_t>(port_->gid_index());
+        route.grh.hop_limit = 64;
+        return route;
     }
 
     void release() {

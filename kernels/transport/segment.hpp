@@ -1,7 +1,7 @@
 #pragma once
 
-// The memory that one sender and one receiver share; kernels/README.md draws its layout. The receiver makes it. Nothing
-// in it is a pointer or a lock, and neither side believes what the other wrote before it has checked it.
+// Memory shared by one sender and one receiver, made by the receiver. kernels/README.md draws its layout. It contains
+// no pointers and no locks. Each side checks the other's data before use.
 
 #include <array>
 #include <atomic>
@@ -15,8 +15,8 @@
 
 namespace ds_ext {
 
-inline constexpr std::uint64_t kRingEntries = kMaxInFlight;  // also of slots not released
-// Address space only: memory is taken when it is used for the first time.
+inline constexpr std::uint64_t kRingEntries = kMaxInFlight;  // also the limit of slots not released
+// Address space only: memory is allocated at the first use.
 inline constexpr std::uint64_t kSegmentBytes = std::uint64_t{64} << 30;
 inline constexpr std::uint64_t kCountersOffset = 4096, kRingOffset = 8192;
 inline constexpr std::uint64_t kReturnsOffset = kRingOffset + kRingEntries * kDescriptorBytes;
@@ -26,11 +26,11 @@ static_assert(kReturnsEnd <= kSlotsOffset);
 
 using Token = std::array<std::uint8_t, 16>;
 
-/// Who meets whom in a segment; both sides know it from elsewhere.
+/// Ranks of a link and the token of their job. Both sides know them from the process group.
 struct Address {
     std::uint32_t source = 0;
     std::uint32_t destination = 0;
-    Token job{};  // random, another one for every transport that is made
+    Token job{};  // random, new for every transport
 };
 
 struct Superblock {
@@ -46,7 +46,7 @@ struct Superblock {
 };
 static_assert(sizeof(Superblock) == 64);
 
-/// Why a side fails, for the other to show. Written once.
+/// Cause of a side's failure, for the error of the other side. Written once.
 struct Cause {
     std::atomic<std::uint32_t> bytes;
     char text[kCauseBytes];
@@ -59,60 +59,57 @@ struct Cause {
     }
 };
 
-/// What both sides write, each line by one side only.
+/// Counters of both sides. Each cache line is written by one side only.
 struct Counters {
-    alignas(128) std::atomic<std::uint64_t> published;  // sender: messages in the ring, ever
+    alignas(128) std::atomic<std::uint64_t> published;  // by the sender: total messages put into the ring
     std::atomic<std::uint32_t> sender_closed;
-    alignas(128) std::atomic<std::uint64_t> taken;  // receiver: messages read from the ring, ever
+    alignas(128) std::atomic<std::uint64_t> taken;  // by the receiver: total messages read from the ring
     std::atomic<std::uint32_t> receiver_closed;
-    alignas(128) std::atomic<std::uint64_t> returned;  // receiver: slots in the ring of returns, ever
+    alignas(128) std::atomic<std::uint64_t> returned;  // by the receiver: total slots put into the ring of returns
     alignas(128) Cause sender_cause;
     alignas(128) Cause receiver_cause;
 };
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free && sizeof(Counters) <= 4096);
 
-/// Why a side sends and takes nothing more, as words that follow "rank 3 ..."; empty while it does.
-inline std::string reason_of(const Cause& cause, const std::atomic<std::uint32_t>& closed) {
+/// Return how a side has ended, as the end of a sentence "rank 3 ..."; empty while it has not.
+inline std::string end_reason_of(const Cause& cause, const std::atomic<std::uint32_t>& closed) {
     const auto bytes = cause.bytes.load(std::memory_order_acquire);
-    if (bytes != 0) return "failed: " + shown(cause.text, bytes);
+    if (bytes != 0) return "failed: " + printable(cause.text, bytes);
     return closed.load(std::memory_order_acquire) != 0 ? "has closed its transport" : "";
 }
 
 class Segment {
   public:
-    /// The receiver's side: a new segment.
+    /// Create a segment, at the receiver.
     static Segment create(const Address& address) {
-        Segment made(Mapping::create(kSegmentBytes));
-        made.memory_.commit(0, kReturnsEnd);
+        Segment segment(Mapping::create(kSegmentBytes));
+        segment.memory_.commit(0, kReturnsEnd);
         Superblock block;
         block.source = address.source;
         block.destination = address.destination;
         block.job = address.job;
-        block.checksum = checksum(reinterpret_cast<const unsigned char*>(&block), offsetof(Superblock, checksum));
-        std::memcpy(made.memory_.address(), &block, sizeof block);
-        return made;
+        block.checksum = checksum_of(block);
+        std::memcpy(segment.memory_.address(), &block, sizeof block);
+        return segment;
     }
 
-    /// The sender's side, from a descriptor that the receiver passed, which this takes over.
+    /// Attach to a segment, at the sender. Takes ownership of the file descriptor.
     static Segment attach(int descriptor, const Address& address) {
-        Segment found(Mapping::attach(descriptor, kSlotsOffset));
+        Segment segment(Mapping::attach(descriptor, kSlotsOffset));
         Superblock block;
-        std::memcpy(&block, found.memory_.address(), sizeof block);
-        const auto need = [](bool holds, const char* what) {
-            if (!holds) throw LinkError(what);
-        };
+        std::memcpy(&block, segment.memory_.address(), sizeof block);
+        const auto need = require<LinkError>;
         const Superblock ours;
-        need(block.magic == ours.magic, "this memory is no segment of ds_ext");
-        need(block.byte_order == ours.byte_order, "the segment has another byte order");
-        need(block.major == ours.major, "the segment was made by another version of ds_ext");
-        const auto* bytes = reinterpret_cast<const unsigned char*>(&block);
-        need(block.checksum == checksum(bytes, offsetof(Superblock, checksum)), "the superblock is damaged");
-        need(block.bytes == found.memory_.bytes() && block.slots_offset == kSlotsOffset &&
+        need(block.magic == ours.magic, "wrong magic number: not a segment of ds_ext");
+        need(block.byte_order == ours.byte_order, "segment of another byte order");
+        need(block.major == ours.major, "segment of another version of ds_ext");
+        need(block.checksum == checksum_of(block), "wrong checksum of the superblock");
+        need(block.bytes == segment.memory_.bytes() && block.slots_offset == kSlotsOffset &&
                  block.ring_entries == kRingEntries,
-             "the segment has other sizes than its superblock says");
+             "wrong sizes in the superblock");
         need(block.source == address.source && block.destination == address.destination && block.job == address.job,
-             "the segment belongs to other ranks or another job");
-        return found;
+             "segment of other ranks or another job");
+        return segment;
     }
 
     Counters& counters() const { return *reinterpret_cast<Counters*>(memory_.address() + kCountersOffset); }

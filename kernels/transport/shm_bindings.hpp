@@ -7,10 +7,10 @@
 namespace ds_ext {
 
 inline Address address_of(std::uint32_t source, std::uint32_t destination, std::string_view job) {
-    Address made{source, destination, {}};
-    if (job.size() != made.job.size()) throw LinkError("a job's token has 16 bytes");
-    std::memcpy(made.job.data(), job.data(), job.size());
-    return made;
+    Address address{source, destination, {}};
+    if (job.size() != address.job.size()) throw LinkError("job token: must have 16 bytes");
+    std::memcpy(address.job.data(), job.data(), job.size());
+    return address;
 }
 
 inline void bind_shm(py::module_& m) {

@@ -15,7 +15,7 @@ class ShmIncoming final : public Incoming {
   public:
     explicit ShmIncoming(const Address& address) : Incoming(address.source), segment_(Segment::create(address)) {}
 
-    /// The other process' doorbell is known only after the segment was passed to it.
+    /// Attach the sender's doorbell, after the segment was passed to the sender.
     void connect(int doorbell) {
         doorbell_ = std::make_unique<Doorbell>(Doorbell::attach(doorbell));
         doorbell_->close_descriptor();
@@ -32,21 +32,9 @@ class ShmIncoming final : public Incoming {
         refuse_fork();
         Counters& counters = segment_.counters();
         if (counters.published.load(std::memory_order_acquire) - taken() > kRingEntries)
-            throw LinkError("the sender's count of messages is wrong");
-        const auto need = [](bool holds, const char* what) {
-            if (!holds) throw DescriptorError(what);
-        };
-        Arrival arrival;
+            throw LinkError("wrong message count of the sender");
         const Descriptor first = unpack(segment_.entry(taken()));
-        const std::uint64_t room = segment_.slot_bytes();
-        const std::uint64_t table = (std::uint64_t{first.count} - 1) * kDescriptorBytes;
-        need(first.place % kAlignment == 0 && first.place < room, "the slot lies outside of the segment");
-        need(first.body_bytes <= room && table <= room && first.body_bytes + table <= room - first.place,
-             "the message ends behind the segment");
-        arrival.address = segment_.slots() + first.place;
-        arrival.descriptors.push_back(first);
-        for (std::uint32_t i = 1; i < first.count; ++i)
-            arrival.descriptors.push_back(unpack(arrival.address + first.body_bytes + (i - 1) * kDescriptorBytes));
+        Arrival arrival = arrival_at(first, segment_.slots(), segment_.slot_bytes(), first.place);
         order_.admit(arrival.descriptors);
         counters.taken.store(taken(), std::memory_order_release);
         if (doorbell_) doorbell_->ring();
@@ -54,7 +42,7 @@ class ShmIncoming final : public Incoming {
     }
 
     void release(const Arrival& arrival) override {
-        const std::lock_guard<std::mutex> guard(returning_);
+        const std::lock_guard<std::mutex> guard(release_mutex_);
         segment_.returned(returned_).store(arrival.descriptors[0].place, std::memory_order_relaxed);
         segment_.counters().returned.store(++returned_, std::memory_order_release);
         if (doorbell_) doorbell_->ring();
@@ -62,7 +50,7 @@ class ShmIncoming final : public Incoming {
 
     std::string end_reason() const override {
         if (has_message()) return {};
-        return reason_of(segment_.counters().sender_cause, segment_.counters().sender_closed);
+        return end_reason_of(segment_.counters().sender_cause, segment_.counters().sender_closed);
     }
 
     void abort(const std::string& cause) override {
@@ -84,7 +72,7 @@ class ShmIncoming final : public Incoming {
     std::unique_ptr<Doorbell> doorbell_;
     SequenceCheck order_;
     std::uint64_t returned_ = 0;
-    std::mutex returning_;
+    std::mutex release_mutex_;
 };
 
 }  // namespace ds_ext

@@ -25,7 +25,7 @@ class ShmOutgoing final : public Outgoing {
     }
 
     std::string end_reason() const override {
-        return reason_of(segment_.counters().receiver_cause, segment_.counters().receiver_closed);
+        return end_reason_of(segment_.counters().receiver_cause, segment_.counters().receiver_closed);
     }
 
     void abort(const std::string& cause) override {
@@ -41,7 +41,7 @@ class ShmOutgoing final : public Outgoing {
     }
 
   protected:
-    std::uint64_t most_bytes() const override { return segment_.slot_bytes(); }
+    std::uint64_t max_bytes() const override { return segment_.slot_bytes(); }
     std::uint64_t unreleased() const override { return allocator_.allocated(); }
 
     bool allocate(Slot& slot) override {
@@ -68,13 +68,13 @@ class ShmOutgoing final : public Outgoing {
         doorbell_.ring();
     }
 
-    /// Also frees the slots that the receiver has returned. Its counts are checked.
+    /// Check the receiver's counters and free the slots that it has returned.
     std::uint64_t taken() override {
         Counters& counters = segment_.counters();
         taken_ = counters.taken.load(std::memory_order_acquire);
         const auto returned = counters.returned.load(std::memory_order_acquire);
         if (returned < returned_ || returned - returned_ > allocator_.allocated())
-            throw LinkError("the receiver's count of slots is wrong");
+            throw LinkError("wrong slot count of the receiver");
         for (; returned_ != returned; ++returned_)
             allocator_.release(segment_.returned(returned_).load(std::memory_order_relaxed));
         return taken_;

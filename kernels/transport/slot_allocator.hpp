@@ -8,13 +8,13 @@
 
 namespace ds_ext {
 
-/// Allocator of a segment's slots, kept by the sender. A slot is as large as its message. It gets the lowest free place
-/// that is large enough, so that warm memory is used again and the segment stays small.
+/// Allocator of the slots of a segment or slab, at the sender. First fit from the start, so that warm memory is reused
+/// and a segment stays small.
 class SlotAllocator {
   public:
     explicit SlotAllocator(std::uint64_t bytes) { free_[0] = bytes; }
 
-    /// The place of a new slot; nothing when no gap is large enough.
+    /// Return the place of a new slot; nothing if no gap is large enough.
     std::optional<std::uint64_t> allocate(std::uint64_t bytes) {
         for (auto gap = free_.begin(); gap != free_.end(); ++gap) {
             if (gap->second < bytes) continue;
@@ -27,10 +27,10 @@ class SlotAllocator {
         return std::nullopt;
     }
 
-    /// Free a slot, and join it with the gaps beside it. LinkError: it is not allocated.
+    /// Free a slot and merge it with adjacent gaps. LinkError: it is not allocated.
     void release(std::uint64_t place) {
         const auto slot = allocated_.find(place);
-        if (slot == allocated_.end()) throw LinkError("the receiver released a slot that is not allocated");
+        if (slot == allocated_.end()) throw LinkError("release of a slot that is not allocated");
         auto [begin, bytes] = *slot;
         allocated_.erase(slot);
         auto next = free_.lower_bound(begin);

@@ -1,7 +1,7 @@
 #pragma once
 
-// A tcp connection of two ranks. The I/O thread receives and sends control frames; the rank's own thread takes messages
-// that have arrived, and writes messages.
+// Tcp connection of two ranks. The I/O thread receives, and sends control frames. The rank's main thread takes and
+// writes messages.
 
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -24,7 +24,7 @@ class TcpConnection final : public IoThread::Watcher,
                             public Owned,
                             public std::enable_shared_from_this<TcpConnection> {
   public:
-    /// `socket`: connected, and both sides have proven who they are; taken over. `window`: the sender's.
+    /// `socket`: connected, after the handshake; this takes ownership. `window`: limit of unreceived bytes.
     TcpConnection(int socket, std::shared_ptr<Doorbell> doorbell, std::shared_ptr<IoThread> io, std::uint64_t window,
                   bool receives)
         : socket_(socket),
@@ -40,13 +40,13 @@ class TcpConnection final : public IoThread::Watcher,
     }
     ~TcpConnection() override = default;
 
-    /// After the constructor, which cannot: the thread shares the object.
+    /// Start the I/O. The constructor cannot, because the thread shares ownership.
     void start() {
         last_sent_ = last_check_ = IoThread::Clock::now();
         io_->watch(socket_.number(), TcpOutbox::kReading, shared_from_this());
     }
 
-    // --- the receiving side, for the rank's thread ---
+    // --- receiving, called by the main thread ---
 
     bool has_message() const {
         return arrived_.load(std::memory_order_acquire) != taken_.load(std::memory_order_relaxed) ||
@@ -64,14 +64,14 @@ class TcpConnection final : public IoThread::Watcher,
         }
         unreported_bytes_ += arrival.descriptors[0].body_bytes;
         taken_.fetch_add(1, std::memory_order_release);
-        if (unreported_bytes_ >= window_ / 4) {  // the sender may wait for it
+        if (unreported_bytes_ >= window_ / 4) {  // the sender may wait for link credits
             unreported_bytes_ = 0;
             io_->wake();
         }
         return arrival;
     }
 
-    // --- the sending side, for the rank's thread ---
+    // --- sending, called by the main thread ---
 
     std::uint64_t taken() const { return peer_taken_.load(std::memory_order_acquire); }
     std::uint64_t window() const { return window_; }
@@ -81,7 +81,7 @@ class TcpConnection final : public IoThread::Watcher,
     // --- both ---
 
     std::string end_reason() const {
-        if (!ours()) return {};  // the lock was perhaps taken when this process was forked
+        if (!ours()) return {};  // another thread may have held the lock at the fork
         const std::lock_guard<std::mutex> guard(arriving_);
         if (!cause_.empty()) return "failed: " + cause_;
         return queue_.empty() ? end_reason_ : std::string{};
@@ -91,14 +91,14 @@ class TcpConnection final : public IoThread::Watcher,
         if (ours()) send_control(ControlKind::cause, cause);
     }
 
-    /// Say goodbye after all that was sent; the thread does the rest.
+    /// Send `bye` after all messages. The I/O thread completes the closing.
     void close() {
         if (!ours() || closing_.exchange(true)) return;
         send_control(ControlKind::bye);
         io_->wake();
     }
 
-    // --- the I/O thread ---
+    // --- called by the I/O thread ---
 
     void ready(int, std::uint32_t events) override {
         if (events & EPOLLOUT) outbox_.resume();
@@ -111,20 +111,20 @@ class TcpConnection final : public IoThread::Watcher,
         if (now - last_check_ >= kBeat) check_silence(now);
         if (closing_.load()) return end_of_closing(now);
         const bool waiting = arrived_.load(std::memory_order_acquire) != taken_now;
-        ack_wait_ = waiting ? std::min(ack_wait_ * 2, kMostAckWait) : kLeastAckWait;
+        ack_wait_ = waiting ? std::min(ack_wait_ * 2, kMaxAckWait) : kMinAckWait;
         const auto beat = last_sent_.load() + kBeat;
         return waiting ? std::min(now + ack_wait_, beat) : beat;
     }
 
     void message(Arrival arrival) override {
-        if (!receives_) throw LinkError("a message on a link that is not used");
+        if (!receives_) throw LinkError("message on a link that does not exist");
         {
             const std::lock_guard<std::mutex> guard(arriving_);
             const auto acknowledged = arrival.descriptors[0].acknowledged;
             queue_.push_back(std::move(arrival));
             update_peer_taken(acknowledged);
         }
-        ack_wait_ = kLeastAckWait;
+        ack_wait_ = kMinAckWait;
         arrived_.fetch_add(1, std::memory_order_release);
         doorbell_->ring();
     }
@@ -138,20 +138,20 @@ class TcpConnection final : public IoThread::Watcher,
             else if (kind == ControlKind::bye)
                 end_reason_ = "has closed its transport";
             else if (kind != ControlKind::alive && kind != ControlKind::cause)
-                throw LinkError("an unknown control frame");
+                throw LinkError("unknown control frame");
         }
         doorbell_->ring();
     }
 
-    /// Messages taken here, for the descriptors that go the other way.
+    /// Messages taken here, for the descriptors of outgoing messages.
     std::uint64_t taken_here() const { return taken_.load(std::memory_order_relaxed); }
 
   private:
-    static constexpr std::chrono::milliseconds kBeat{500}, kSilence{2000}, kLinger{2000}, kLeastAckWait{5},
-        kMostAckWait{80};
-    static constexpr std::size_t kTurnBytes = 16 << 20;  // received before other connections have their turn
+    static constexpr std::chrono::milliseconds kBeat{500}, kSilence{2000}, kLinger{2000}, kMinAckWait{5},
+        kMaxAckWait{80};
+    static constexpr std::size_t kTurnBytes = 16 << 20;  // received before other connections get a turn
 
-    /// Never throws: a frame that cannot be sent for lack of memory ends the connection, which the peer notices.
+    /// Send a control frame. Without memory for it, end the connection, so that the peer notices.
     void send_control(ControlKind kind, const std::string& text = {}) noexcept {
         reported_ = taken_.load(std::memory_order_acquire);
         last_sent_ = IoThread::Clock::now();
@@ -164,7 +164,7 @@ class TcpConnection final : public IoThread::Watcher,
         }
     }
 
-    // The lock `arriving_` is held.
+    // Requires the lock `arriving_`.
     void update_peer_taken(std::uint64_t taken) {
         if (taken <= peer_taken_.load(std::memory_order_relaxed)) return;
         peer_taken_.store(taken, std::memory_order_release);
@@ -173,33 +173,33 @@ class TcpConnection final : public IoThread::Watcher,
     void receive() {
         try {
             for (std::size_t turn = 0; turn < kTurnBytes;) {
-                iovec spaces[2];
+                iovec buffers[2];
                 msghdr message{};
-                message.msg_iov = spaces;
-                message.msg_iovlen = static_cast<std::size_t>(reader_.spaces(spaces));
+                message.msg_iov = buffers;
+                message.msg_iovlen = static_cast<std::size_t>(reader_.buffers(buffers));
                 const ssize_t count = recvmsg(socket_.number(), &message, MSG_DONTWAIT);
                 if (count < 0 && errno == EINTR) continue;
                 if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
                 if (count <= 0) return ended("has ended");
                 turn += static_cast<std::size_t>(count);
-                reader_.got(static_cast<std::size_t>(count), *this);
+                reader_.parse(static_cast<std::size_t>(count), *this);
             }
         } catch (const std::bad_alloc&) {
-            damage("there is no memory for a message that arrives");
+            damage("no memory for a received message");
         } catch (const std::exception& error) {
             damage(error.what());
         }
     }
 
-    /// A connection whose host answers nothing, by its kernel: a process that is merely stopped is not meant.
+    /// End the connection if the peer's kernel does not answer. A stopped process is not affected.
     void check_silence(IoThread::Time now) {
         last_check_ = now;
         tcp_info info{};
         socklen_t bytes = sizeof info;
         if (getsockopt(socket_.number(), IPPROTO_TCP, TCP_INFO, &info, &bytes) != 0) return;
-        // Probes of a full window become rare, so that one that is lost says nothing.
-        const bool asked = info.tcpi_unacked > 0 || info.tcpi_probes > 1;
-        const auto silent = std::chrono::milliseconds(asked ? info.tcpi_last_ack_recv : 0);
+        // A single probe proves nothing: probes of a full window become rare, and one may be lost.
+        const bool probed = info.tcpi_unacked > 0 || info.tcpi_probes > 1;
+        const auto silent = std::chrono::milliseconds(probed ? info.tcpi_last_ack_recv : 0);
         if (silent_before_ && silent >= kSilence - kBeat) ended("or its host has not answered for 2 s");
         silent_before_ = silent >= kSilence - 2 * kBeat;
     }
@@ -210,11 +210,11 @@ class TcpConnection final : public IoThread::Watcher,
             damage_ = what;
         }
         damaged_.store(true, std::memory_order_release);
-        send_control(ControlKind::cause, "it was sent what cannot be right: " + what);
-        ended("has sent what cannot be right");
+        send_control(ControlKind::cause, "it received invalid data: " + what);
+        ended("has sent invalid data");
     }
 
-    /// Nothing more is read or written.
+    /// Stop reading and writing.
     void ended(const char* reason) {
         {
             const std::lock_guard<std::mutex> guard(arriving_);
@@ -228,9 +228,9 @@ class TcpConnection final : public IoThread::Watcher,
     IoThread::Time end_of_closing(IoThread::Time now) {
         if (closed_at_ == IoThread::Time{}) closed_at_ = now;
         if (!shut_) shut_ = outbox_.finish();
-        // What the peer still sends is read: its kernel would drop what is on its way to it otherwise.
-        if (now - closed_at_ >= kLinger) ended("was left");
-        return shut_ ? closed_at_ + kLinger : now + kLeastAckWait;
+        // Keep reading: unread data would make the kernel reset the connection and drop data in flight to the peer.
+        if (now - closed_at_ >= kLinger) ended("was disconnected");
+        return shut_ ? closed_at_ + kLinger : now + kMinAckWait;
     }
 
     PrivateFile socket_;
@@ -239,10 +239,10 @@ class TcpConnection final : public IoThread::Watcher,
     const std::uint64_t window_;
     const bool receives_;
     std::shared_ptr<Pool> pool_;
-    FrameReader reader_;  // the I/O thread's, as the next line
+    FrameReader reader_;  // used by the I/O thread only, like the next three lines
 
     IoThread::Time last_check_{}, closed_at_{};
-    std::chrono::milliseconds ack_wait_{kLeastAckWait};
+    std::chrono::milliseconds ack_wait_{kMinAckWait};
     bool silent_before_ = false, shut_ = false;
 
     mutable std::mutex arriving_;
@@ -250,7 +250,7 @@ class TcpConnection final : public IoThread::Watcher,
     std::string cause_, end_reason_, damage_;
     std::atomic<std::uint64_t> arrived_{0}, taken_{0}, peer_taken_{0};
     std::atomic<bool> damaged_{false}, closing_{false};
-    std::uint64_t unreported_bytes_ = 0;  // the rank's thread's
+    std::uint64_t unreported_bytes_ = 0;  // used by the main thread only
 
     TcpOutbox outbox_;
     std::atomic<std::uint64_t> reported_{0};

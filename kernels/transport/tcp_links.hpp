@@ -9,7 +9,7 @@
 
 namespace ds_ext {
 
-/// Receiving endpoint over a connection.
+/// Receiving endpoint of a tcp link.
 class TcpIncoming final : public Incoming {
   public:
     TcpIncoming(std::shared_ptr<TcpConnection> connection, std::uint32_t source)
@@ -27,7 +27,7 @@ class TcpIncoming final : public Incoming {
     std::shared_ptr<TcpConnection> connection_;
 };
 
-/// Sending endpoint over a connection.
+/// Sending endpoint of a tcp link.
 class TcpOutgoing final : public Outgoing {
   public:
     explicit TcpOutgoing(std::shared_ptr<TcpConnection> connection)
@@ -43,7 +43,7 @@ class TcpOutgoing final : public Outgoing {
     bool allocate(Slot&) override { return true; }
     std::uint64_t taken() override { return seen_ = connection_->taken(); }
 
-    /// Straight from the tensors: what the socket takes at once needs no memory of ours.
+    /// Write directly from the tensors. Only data that the socket does not accept at once are copied.
     void put(Slot& slot, const std::vector<Piece>& pieces) override {
         static constexpr unsigned char zeros[kAlignment] = {};
         slot.descriptors[0].acknowledged = connection_->taken_here();

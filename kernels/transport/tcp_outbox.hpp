@@ -1,6 +1,6 @@
 #pragma once
 
-// What goes out over a tcp connection: whoever has something sends what the socket takes at once, and the I/O thread
+// Outgoing data of a tcp connection. The writing thread sends what the socket accepts at once, and the I/O thread sends
 // the rest.
 
 #include <sys/socket.h>
@@ -21,17 +21,16 @@
 
 namespace ds_ext {
 
-/// Any thread may write. Where a write throws bad_alloc the connection is over: the peer could not tell what is
-/// missing.
+/// Thread-safe. A write that throws bad_alloc ends the connection, because the stream is incomplete.
 class TcpOutbox : public Owned {
   public:
-    static constexpr std::uint32_t kReading = EPOLLIN | EPOLLRDHUP;  // events while nothing waits to be sent
+    static constexpr std::uint32_t kReading = EPOLLIN | EPOLLRDHUP;  // events while no data wait to be sent
 
-    /// `socket` is watched by `io` and outlives this.
+    /// `socket` is watched by `io` and outlives this object.
     TcpOutbox(int socket, std::shared_ptr<IoThread> io, std::shared_ptr<Pool> pool)
         : socket_(socket), io_(std::move(io)), pool_(std::move(pool)) {}
 
-    /// Send these parts, which are the caller's again afterwards.
+    /// Send these parts. The caller may change their memory afterwards.
     void write(std::vector<iovec>& parts) {
         if (!ours()) return;  // asked before the lock, which was perhaps taken when this process was forked
         try {
@@ -42,13 +41,13 @@ class TcpOutbox : public Owned {
         }
     }
 
-    /// The socket takes more.
+    /// Continue sending: the socket accepts more.
     void resume() {
         std::unique_lock<std::mutex> lock(mutex_);
         if (!flushing_ && !broken_) flush(lock);
     }
 
-    /// When everything is sent, tell the peer that nothing follows; whether that is done.
+    /// Shut down the sending side after all data. Returns whether that is done.
     bool finish() {
         const std::lock_guard<std::mutex> guard(mutex_);
         if (broken_) return true;
@@ -57,7 +56,7 @@ class TcpOutbox : public Owned {
         return broken_ = true;
     }
 
-    /// Nothing more is sent, or received.
+    /// Stop sending and receiving.
     void stop() {
         const std::lock_guard<std::mutex> guard(mutex_);
         broken_ = true;
@@ -103,7 +102,7 @@ class TcpOutbox : public Owned {
         return chunk;
     }
 
-    /// Send until the socket takes no more; what it did not take stays in `parts`.
+    /// Send until the socket accepts no more. The rest stays in `parts`.
     void send_now(std::vector<iovec>& parts) {
         std::size_t first = 0;
         while (first < parts.size()) {
@@ -126,13 +125,13 @@ class TcpOutbox : public Owned {
         parts.erase(parts.begin(), parts.begin() + static_cast<std::ptrdiff_t>(first));
     }
 
-    /// The reader notices the end of the connection, behind what has arrived before it, which still counts.
+    /// End the connection. The reader still receives data that arrived before the end.
     void fail() {
         broken_ = true;
         shutdown(socket_, SHUT_RDWR);
     }
 
-    /// Send what is kept until the socket takes no more.
+    /// Send waiting data until the socket accepts no more.
     void flush(std::unique_lock<std::mutex>& lock) {
         flushing_ = true;
         std::vector<iovec> parts;

@@ -1,9 +1,9 @@
 #pragma once
 
-// libibverbs, loaded at run time: what is built here runs on hosts with and without it, and needs no header of it. The
-// types below are the binary interface IBVERBS_1.1, which has not changed since 2008, as far as it is used here:
-// members behind the last one that is used are left out where the library makes the object. tests/rdma/abi_check.cpp
-// compares each offset and each constant with the header of rdma-core.
+// libibverbs, loaded at run time, so that the build needs no header and runs on hosts without the library. The types
+// below are the used part of the binary interface IBVERBS_1.1, which has not changed since 2008. If the library
+// allocates an object, unused members at its end are omitted. tests/rdma/abi_check.cpp compares each offset and
+// constant with the header of rdma-core.
 
 #include <dlfcn.h>
 #include <pthread.h>
@@ -24,7 +24,7 @@ struct ReceiveRequest;
 struct Device;
 struct Domain;
 
-/// The entries of ibv_context_ops that the inline functions of the header call.
+/// Entries of ibv_context_ops that the inline functions of the header call.
 struct Operations {
     void* unused_before_poll[11];
     int (*poll_cq)(CompletionQueue*, int, Completion*);
@@ -75,7 +75,7 @@ struct alignas(8) Gid {
     std::uint8_t raw[16];
 };
 
-/// Much longer than any version's ibv_port_attr, of which only the beginning is read.
+/// Larger than ibv_port_attr of any version, whose first members are read.
 struct PortAttributes {
     std::uint32_t state, max_mtu, active_mtu;
     std::int32_t gid_tbl_len;
@@ -152,31 +152,26 @@ struct AsyncEvent {
     std::uint32_t event_type;
 };
 
-// Constants, by their names in the header without IBV_.
-inline constexpr std::uint32_t kQptRc = 2, kQpsInit = 1, kQpsRtr = 2, kQpsRts = 3, kQpsErr = 6;
+// Constants, named as in the header without IBV_.
+inline constexpr std::uint32_t kQptRc = 2, kQpsInit = 1, kQpsRtr = 2, kQpsRts = 3;
 inline constexpr int kQpState = 1 << 0, kQpAccessFlags = 1 << 3, kQpPkeyIndex = 1 << 4, kQpPort = 1 << 5,
                      kQpAv = 1 << 7, kQpPathMtu = 1 << 8, kQpTimeout = 1 << 9, kQpRetryCnt = 1 << 10,
                      kQpRnrRetry = 1 << 11, kQpRqPsn = 1 << 12, kQpMaxQpRdAtomic = 1 << 13, kQpMinRnrTimer = 1 << 15,
                      kQpSqPsn = 1 << 16, kQpMaxDestRdAtomic = 1 << 17, kQpDestQpn = 1 << 20;
 inline constexpr int kAccessLocalWrite = 1, kAccessRemoteWrite = 2;
 inline constexpr std::uint32_t kWrRdmaWrite = 0, kWrRdmaWriteWithImm = 1, kSendSignaled = 2, kSendSolicited = 4;
-inline constexpr std::uint32_t kWcSuccess = 0, kWcWrFlushErr = 5, kWcRemAccessErr = 10, kWcRetryExcErr = 12,
-                               kWcRnrRetryExcErr = 13;
-inline constexpr std::uint32_t kWcRecvRdmaWithImm = 129, kWcWithImm = 2;
-inline constexpr std::uint32_t kPortActive = 4;
-inline constexpr std::uint32_t kEventQpFatal = 1, kEventQpAccessErr = 3, kEventDeviceFatal = 8, kEventPortActive = 9,
-                               kEventPortErr = 10;
+inline constexpr std::uint32_t kWcSuccess = 0, kWcWrFlushErr = 5, kWcRecvRdmaWithImm = 129, kPortActive = 4;
 
-/// RDMA cannot be used here, or a call of libibverbs has failed.
+/// RDMA cannot be used on this host, or a call of libibverbs has failed.
 class VerbsError : public std::runtime_error {
   public:
     using std::runtime_error::runtime_error;
 };
 
-/// The functions of libibverbs. DS_EXT_IBVERBS names another file than the system's.
+/// Functions of libibverbs. DS_EXT_IBVERBS overrides the file.
 class Library {
   public:
-    /// The library, loaded at the first call and kept. VerbsError if it is not there or too old.
+    /// Return the library, which the first call loads. VerbsError: it is missing or too old.
     static const Library& get() {
         static const Library library;
         return library;
@@ -208,18 +203,18 @@ class Library {
 
   private:
     Library() {
-        const char* given = std::getenv("DS_EXT_IBVERBS");
-        const std::string name = given != nullptr && *given != '\0' ? given : "libibverbs.so.1";
+        const char* file = std::getenv("DS_EXT_IBVERBS");
+        const std::string name = file != nullptr && *file != '\0' ? file : "libibverbs.so.1";
         void* handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
         if (handle == nullptr) {
-            const char* why = dlerror();
-            throw VerbsError(std::string("libibverbs cannot be loaded (") + (why != nullptr ? why : name.c_str()) +
-                             "): install rdma-core (Debian, Ubuntu: apt install libibverbs1 ibverbs-providers)");
+            const char* error = dlerror();
+            throw VerbsError("libibverbs: cannot be loaded (" + (error != nullptr ? error : name) +
+                             "). Install rdma-core (Debian, Ubuntu: apt install libibverbs1 ibverbs-providers)");
         }
         const auto find = [&](auto& function, const char* symbol) {
-            void* found = dlsym(handle, symbol);
-            if (found == nullptr) throw VerbsError(name + " has no " + symbol);
-            function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(found);
+            void* address = dlsym(handle, symbol);
+            if (address == nullptr) throw VerbsError(name + ": no symbol " + symbol + ". Install a newer rdma-core");
+            function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(address);
         };
         find(get_device_list, "ibv_get_device_list");
         find(free_device_list, "ibv_free_device_list");

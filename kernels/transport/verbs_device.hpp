@@ -1,6 +1,6 @@
 #pragma once
 
-// An opened RDMA device, and memory that it may read and write.
+// Open RDMA device, and memory registered with it.
 
 #include <fcntl.h>
 #include <sys/resource.h>
@@ -17,44 +17,44 @@
 
 namespace ds_ext::verbs {
 
-/// Raises VerbsError for what a call of libibverbs left in errno, or returned.
+/// Throw VerbsError for an error number of libibverbs; `what` names the object and the operation.
 [[noreturn]] inline void fail(const std::string& what, int code) {
-    std::string text = what + ": " + std::strerror(code);
+    std::string text = what + " failed: " + std::strerror(code);
     if (code == ENOMEM || code == EAGAIN) {
         rlimit limit{};
         getrlimit(RLIMIT_MEMLOCK, &limit);
-        text += ". The memory that this process may lock is ";
+        text += " (locked memory of this process: ";
         text += limit.rlim_cur == RLIM_INFINITY ? "unlimited" : std::to_string(limit.rlim_cur >> 10) + " KiB";
-        text += ": raise it with `ulimit -l unlimited`, or memlock in /etc/security/limits.conf";
+        text += "). Raise the limit with `ulimit -l unlimited`, or memlock in /etc/security/limits.conf";
     }
     throw VerbsError(text);
 }
 
-/// Which port of which device, and by which of its addresses.
+/// Port of a device, and the index of its GID.
 struct PortChoice {
     std::string device;
     std::uint8_t port = 1;
     int gid_index = 0;
 };
 
-/// One opened port, with the channel of its events. All links of a rank share it. A forked child has the same files
-/// open, so it must not undo anything.
+/// Open port with its event channel, shared by all links of a rank. A forked child shares the open files, so it must
+/// not release them.
 class OpenPort : public Owned {
   public:
     explicit OpenPort(const PortChoice& choice) : choice_(choice) {
         open(choice.device);
         const Library& lib = Library::get();
-        if (lib.query_port(context_.get(), choice.port, &attributes_) != 0) fail(name() + ": its port", errno);
+        if (lib.query_port(context_.get(), choice.port, &attributes_) != 0) fail(name() + ": query of the port", errno);
         if (attributes_.state != kPortActive)
-            throw VerbsError(name() + " is not active: its cable or its link is down");
+            throw VerbsError(name() + ": not active. Check the cable and the state of the link");
         if (lib.query_gid(context_.get(), choice.port, choice.gid_index, &gid_) != 0)
-            fail(name() + " has no GID " + std::to_string(choice.gid_index), errno);
+            fail(name() + ": query of GID " + std::to_string(choice.gid_index), errno);
         domain_.reset(lib.alloc_pd(context_.get()));
         if (!domain_) fail(name() + ": protection domain", errno);
         channel_.reset(lib.create_comp_channel(context_.get()));
         if (!channel_) fail(name() + ": event channel", errno);
         for (const int number : {channel_->fd, context_->async_fd})
-            if (fcntl(number, F_SETFL, fcntl(number, F_GETFL) | O_NONBLOCK) != 0) fail(name() + ": its events", errno);
+            if (fcntl(number, F_SETFL, fcntl(number, F_GETFL) | O_NONBLOCK) != 0) fail(name() + ": O_NONBLOCK", errno);
     }
 
     OpenPort(const OpenPort&) = delete;
@@ -72,56 +72,42 @@ class OpenPort : public Owned {
     const Gid& gid() const { return gid_; }
     std::uint16_t lid() const { return attributes_.lid; }
     std::uint32_t mtu() const { return attributes_.active_mtu; }
-    std::uint64_t most_bytes() const { return attributes_.max_msg_sz; }
+    std::uint64_t max_request_bytes() const { return attributes_.max_msg_sz; }
     Context* context() const { return context_.get(); }
     Domain* domain() const { return domain_.get(); }
     Channel* channel() const { return channel_.get(); }
     int events() const { return channel_->fd; }
     int device_events() const { return context_->async_fd; }
 
-    /// Takes the completion events that are here; false when there was none. Any thread.
-    bool take_events() const {
+    /// Acknowledge the completion events. Thread-safe.
+    void take_events() const {
         const Library& lib = Library::get();
-        bool any = false;
         CompletionQueue* queue = nullptr;
         void* context = nullptr;
-        while (lib.get_cq_event(channel_.get(), &queue, &context) == 0) {
-            lib.ack_cq_events(queue, 1);
-            any = true;
-        }
-        return any;
+        while (lib.get_cq_event(channel_.get(), &queue, &context) == 0) lib.ack_cq_events(queue, 1);
     }
 
-    /// Takes what the device reports of itself; the words of the last that matters, empty if none does. Any thread.
-    std::string take_device_events() const {
+    /// Acknowledge the asynchronous events of the device. Thread-safe.
+    void take_device_events() const {
         const Library& lib = Library::get();
         AsyncEvent event{};
-        std::string found;
-        while (lib.get_async_event(context_.get(), &event) == 0) {
-            if (event.event_type == kEventDeviceFatal) found = "the RDMA device " + choice_.device + " has failed";
-            if (event.event_type == kEventPortErr) found = "the link of " + name() + " went down";
-            lib.ack_async_event(&event);
-        }
-        return found;
+        while (lib.get_async_event(context_.get(), &event) == 0) lib.ack_async_event(&event);
     }
 
   private:
-    void open(const std::string& wanted) {
+    void open(const std::string& device) {
         const Library& lib = Library::get();
         int count = 0;
         const std::unique_ptr<Device*, void (*)(Device**)> list(lib.get_device_list(&count), lib.free_device_list);
-        if (!list) fail("the RDMA devices cannot be listed", errno);
+        if (!list) fail("list of RDMA devices", errno);
         for (int i = 0; i < count; ++i) {
-            if (wanted != lib.get_device_name(list.get()[i])) continue;
+            if (device != lib.get_device_name(list.get()[i])) continue;
             context_.reset(lib.open_device(list.get()[i]));
-            if (!context_) fail("the RDMA device " + wanted + " cannot be opened (see /dev/infiniband)", errno);
+            if (!context_) fail(device + ": opening the RDMA device (see /dev/infiniband)", errno);
             return;
         }
-        throw VerbsError("there is no RDMA device " + wanted +
-                         (count == 0
-                              ? ", nor any other that libibverbs has a provider for (Debian, Ubuntu: apt install "
-                                "ibverbs-providers)"
-                              : ""));
+        throw VerbsError(device + ": libibverbs does not list this RDMA device (got " + std::to_string(count) +
+                         " devices). Install its provider (Debian, Ubuntu: apt install ibverbs-providers)");
     }
 
     template <auto Member>
@@ -140,8 +126,7 @@ class OpenPort : public Owned {
     Gid gid_{};
 };
 
-/// Registered memory: it stays where it is, in this process and, being shared memory, in its forked children too, so
-/// that a fork cannot take the pages away from the device.
+/// Registered memory. It is shared memory, so that a fork does not move its pages (copy on write) away from the device.
 class Region : public Owned {
   public:
     Region(std::shared_ptr<OpenPort> port, std::size_t bytes, int access)
@@ -150,7 +135,7 @@ class Region : public Owned {
         memory_.close_descriptor();
         region_ = Library::get().reg_mr(port_->domain(), memory_.address(), bytes, access);
         if (region_ == nullptr)
-            fail(std::to_string(bytes >> 10) + " KiB cannot be registered with " + port_->name(), errno);
+            fail(port_->name() + ": registration of " + std::to_string(bytes >> 10) + " KiB", errno);
     }
     Region(const Region&) = delete;
     Region& operator=(const Region&) = delete;

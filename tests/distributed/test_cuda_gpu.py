@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_ext.comm.cuda import trial as cuda_trial
-from ds_ext.comm.cuda.device import TorchCuda
+from ds_ext.comm.cuda.device import Device
 from ds_ext.comm.cuda.header import Route
 from tests.distributed.test_cuda import traffic
 from tests.distributed.test_parity import reference
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch see
 LATE_CYCLES = 2_000_000  # about a millisecond
 
 
-class LateCuda(TorchCuda):
+class LateCuda(Device):
     """The GPU, with work that is late; what tests need beside it as in tests/late_device.py."""
 
     def tensor(self, contents: Tensor) -> Tensor:

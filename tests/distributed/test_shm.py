@@ -122,7 +122,7 @@ def stopped(rank: int, kind: str) -> list[str]:
 def test_a_stopped_rank_is_waited_for_within_the_limit(ranks2: RankPool, kind: str) -> None:
     first, second = ranks2.run(stopped, kind)[0]
     assert first == "0"
-    assert second.startswith("rank 0: recv from rank 1 of tag 1 (channel 0, item 1): nothing moved within")
+    assert second.startswith("rank 0: recv from rank 1 of tag 1 (channel 0, item 1): no progress within")
 
 
 def closed(rank: int, kind: str) -> str:

@@ -282,7 +282,7 @@ def time_limit(rank: int, kind: str) -> tuple[str, str, float]:
 def test_time_limit_names_everything(ranks2: RankPool, kind: str) -> None:
     first, second, elapsed_s = ranks2.run(time_limit, kind)[0]
     assert first.startswith(
-        "rank 0: recv from rank 1 of tag 131079 (channel 2, item 7): nothing moved within the limit of"
+        "rank 0: recv from rank 1 of tag 131079 (channel 2, item 7): no progress within the limit of"
     )
     assert "0.5 s" in first and "timeout_s" in first and 0.4 < elapsed_s < TIMEOUT_S
     assert "cannot be used: it has failed before: recv from rank 1" in second

@@ -103,17 +103,17 @@ void frames(const std::shared_ptr<Pool>& pool) {
     FrameReader reader(pool);
     Count sink;
     for (std::size_t at = 0; at < stream.size();) {
-        iovec spaces[2];
-        const int parts = reader.spaces(spaces);
+        iovec buffers[2];
+        const int parts = reader.buffers(buffers);
         std::size_t put = 0;
         const std::size_t limit = std::min<std::size_t>(stream.size() - at, 1 + draw() % 700);
         for (int i = 0; i < parts && put < limit; ++i) {
-            const std::size_t count = std::min(limit - put, spaces[i].iov_len);
-            std::memcpy(spaces[i].iov_base, stream.data() + at + put, count);
+            const std::size_t count = std::min(limit - put, buffers[i].iov_len);
+            std::memcpy(buffers[i].iov_base, stream.data() + at + put, count);
             put += count;
         }
         at += put;
-        reader.got(put, sink);
+        reader.parse(put, sink);
     }
 }
 

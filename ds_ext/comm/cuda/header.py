@@ -1,7 +1,7 @@
-"""Header of a message between GPUs, whose contents may travel separately.
+"""Header of a message between GPUs. The contents of GPU tensors may be sent separately.
 
-The first tensor of a message is its header: the route of the contents of GPU tensors, and which of the message's
-tensors these are. The second holds their descriptors. CPU tensors follow unchanged.
+The first tensor of a message is the header: the route of the contents, and which tensors are on the GPU. The second one
+holds the descriptors of the GPU tensors. CPU tensors follow unchanged.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _HEADER = struct.Struct("<Bqqq")
 class Route(IntEnum):
     """Route of the contents of GPU tensors."""
 
-    NONE = 0  # there are no contents
-    DIRECT = 1  # place: slab, place in it, event
+    NONE = 0  # no contents
+    DIRECT = 1  # place: slab, offset, event
     STAGED = 2  # place: number of the body
 
 
@@ -32,10 +32,10 @@ class Header:
     """Header of one message.
 
     Args:
-        route: of the contents.
-        place: of the contents; three numbers.
-        on_gpu: for every tensor of the message, whether it is on the GPU.
-        descriptors: of the GPU tensors.
+        route: route of the contents.
+        place: location of the contents, three numbers that depend on the route.
+        on_gpu: whether each tensor of the message is on the GPU.
+        descriptors: descriptors of the GPU tensors.
     """
 
     route: Route
@@ -50,24 +50,24 @@ class Header:
 
     @property
     def body_bytes(self) -> int:
-        """Bytes of the contents."""
+        """Size of the contents in bytes."""
         return self.descriptors[0].body_bytes if self.descriptors else 0
 
     def join(self, body: Tensor, host: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the message's tensors, in order; LinkError or DescriptorError if they do not fit the header."""
+        """Return the tensors of the message in order; LinkError or DescriptorError if they do not match the header."""
         count = sum(self.on_gpu)
         if count != len(self.descriptors) or len(self.on_gpu) - count != len(host):
-            raise _native.LinkError("the header of a message does not fit its tensors")
-        mine = iter(wire.view(self.descriptors, body) if self.descriptors else ())
-        others = iter(host)
-        return tuple(next(mine if on_gpu else others) for on_gpu in self.on_gpu)
+            raise _native.LinkError("the header does not match the tensors of its message")
+        gpu_tensors = iter(wire.view(self.descriptors, body) if self.descriptors else ())
+        host_tensors = iter(host)
+        return tuple(next(gpu_tensors if on_gpu else host_tensors) for on_gpu in self.on_gpu)
 
 
 def unpack(tensors: Sequence[Tensor]) -> tuple[Header, Sequence[Tensor]]:
-    """Return the header of a message, and its CPU tensors; LinkError or DescriptorError if the header is invalid."""
+    """Return the header of a message and its CPU tensors; LinkError or DescriptorError if the header is invalid."""
     data = tensors[0].numpy().tobytes()
     if len(data) < _HEADER.size or data[0] > max(Route) or any(flag > 1 for flag in data[_HEADER.size :]):
-        raise _native.LinkError("a message has no header")
+        raise _native.LinkError("message without a valid header")
     route, *place = _HEADER.unpack_from(data)
     on_gpu = [bool(flag) for flag in data[_HEADER.size :]]
     descriptors = wire.unpack_all(tensors[1]) if any(on_gpu) and len(tensors) > 1 else ()

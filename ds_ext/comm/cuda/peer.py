@@ -19,16 +19,18 @@ class Peer:
     """Messages to and from one peer.
 
     Args:
-        host: carries descriptors, control messages and staged contents.
-        rank: of the peer.
-        device: this rank's GPU.
-        direct_held: how many messages the peer may hold at a time, if it is on the same host.
+        host: transport of descriptors, control messages and staged contents.
+        rank: rank of the peer.
+        device: GPU of this rank.
+        direct_held: number of messages that a peer on the same host may hold at a time; None: another host.
 
     Attributes:
-        posted: the tickets of its next control message and its next piece.
-        waiting: messages that are not sent yet, in order: (event to wait for, tensors, tag).
-        bodies, sent_pieces: how many were sent through the host.
-        sent, last: number of messages sent, and number of the last one that is no control message.
+        posted: tickets of the next control message and the next piece.
+        waiting: messages to send, in order: (event to wait for, tensors, tag).
+        bodies: number of bodies sent through the host.
+        sent_pieces: number of pieces sent through the host.
+        sent: number of messages sent.
+        last: number of the last message sent that is not a control message.
     """
 
     def __init__(self, host: NativeTransport, rank: int, device: Device, direct_held: int | None) -> None:
@@ -42,7 +44,7 @@ class Peer:
         self.sent_pieces = self.sent = self.last = 0
 
     def take(self, channel: int) -> tuple[Tensor, ...] | None:
-        """Return the next control message, or piece; None if it has not arrived."""
+        """Return the next control message or piece; None if it has not arrived."""
         ticket = self.posted[channel]
         if not ticket.arrived:
             return None

@@ -1,15 +1,15 @@
-"""The direct route between two GPUs of a host: the sender writes into memory of the receiver's GPU.
+"""Direct route between two GPUs of a host: the sender writes into memory of the receiver's GPU.
 
     sender                                               receiver
-    message does not fit: request(bytes), events ->      make a slab, or refuse with the reason
+    no free slot: request(bytes), events        ->       allocate a slab, or refuse with the reason
     map the slab                                <-       slab, events
     copy to a free slot, record event e
-    message: slab, place, e                     ->       current stream waits for e; tensors lie in the slot
-                                                         ... the last of them is dropped: record release r
+    message: slab, place, e                     ->       current stream waits for e; tensors use the slot
+                                                         ... after the last tensor is dropped: record release r
     a copy to that slot waits for r             <-       freed: places, r
 
-Only streams wait. No cycle can come of it, because every event that one waits for was recorded before. An event is used
-again after _RING messages; a wait for it then covers a later message as well, which is more than needed and right.
+Only streams wait, and every event is recorded before a stream waits for it, so that there is no deadlock. An event is
+reused after _RING messages. A wait for it may then include a later message, which is safe.
 """
 
 from __future__ import annotations
@@ -26,24 +26,23 @@ from ds_ext.errors import TransportError
 
 _MIN_SLOT_BYTES = 512
 _RING = 32
-_SPARE = 2  # slots beyond the messages that the receiver may hold: one is filled while another's release is under way
-# torch shares the block of memory that a tensor lies in: up to here with other tensors.
-_MIN_SLAB_BYTES = 2 << 20
+_SPARE = 2  # extra slots: one being filled, one being released
+_MIN_SLAB_BYTES = 2 << 20  # torch would share smaller blocks with other tensors
 _MAX_SLAB_BYTES = 1 << 30
 _MAX_SLABS = 8
 
-Control = Mapping[str, Any]  # message of control between two ranks, as JSON
+Control = Mapping[str, Any]  # control message, as JSON
 
 
 class SlabAllocator:
-    """Allocator of a slab's slots, kept by the sender, with the fence behind which each free slot may be written.
+    """Allocator of a slab's slots, at the sender. A free slot may be written after its fence.
 
-    A fence is the number of a release of the receiver, or 0. Of free slots of one size, the one released first is
-    reused first: its fence has most likely passed.
+    A fence is the number of a release of the receiver, or 0. Among free slots of one size, the one released first is
+    reused first, because its fence has most likely passed.
 
     Args:
-        num_bytes: of the slab.
-        fence: of all its memory at first.
+        num_bytes: size of the slab.
+        fence: initial fence of the whole slab.
     """
 
     def __init__(self, num_bytes: int, fence: int = 0) -> None:
@@ -53,10 +52,10 @@ class SlabAllocator:
         self._allocated: dict[int, int] = {}  # place -> size
 
     def allocate(self, num_bytes: int) -> tuple[int, int] | None:
-        """Return (place, fence) of a slot; None while there is no room."""
+        """Return (place, fence) of a slot; None if none is free."""
         size = slot_bytes(num_bytes)
         if not self._allocated and self._uncut + size > self.num_bytes and not self._free.get(size):
-            # Messages have another size now: cut anew.
+            # The messages have a new size: divide the slab again.
             self._uncut, self._fence = 0, self._latest
             self._free.clear()
         if self._uncut + size <= self.num_bytes:
@@ -73,29 +72,32 @@ class SlabAllocator:
         """Free a slot that the receiver has released; LinkError if it is not allocated."""
         size = self._allocated.pop(place, None)
         if size is None or fence < self._latest:
-            raise _native.LinkError(f"slot {place} was released, but is not allocated")
+            raise _native.LinkError(f"release of slot {place}, which is not allocated")
         self._latest = fence
         self._free.setdefault(size, deque()).append((place, fence))
 
     def capacity(self, num_bytes: int) -> int:
-        """Return how many messages of that size fit when all slots are free."""
+        """Return the number of messages of that size that fit if all slots are free."""
         size = slot_bytes(num_bytes)
         cut = len(self._free.get(size, ())) + sum(each == size for each in self._allocated.values())
         return cut + (self.num_bytes - self._uncut) // size
 
 
 def slot_bytes(num_bytes: int) -> int:
-    """Return the size of a message's slot: eight sizes between a power of two and the next, multiples of 64."""
+    """Return the size of a message's slot: one of eight sizes per power of two, a multiple of 64."""
     step = max(_MIN_SLOT_BYTES // 8, 1 << max(0, (num_bytes - 1).bit_length() - 4))
     return max(_MIN_SLOT_BYTES, -(-num_bytes // step) * step)
 
 
 class DirectSender:
-    """Sending endpoint of a directed pair. It has slabs once the receiver has granted them.
+    """Sending endpoint of a directed pair.
 
     Args:
-        device: of this rank.
-        max_held: how many messages the receiver may hold at a time.
+        device: GPU of this rank.
+        max_held: number of messages that the receiver may hold at a time.
+
+    Attributes:
+        refused: why the receiver granted no slab; None if it has not refused.
     """
 
     def __init__(self, device: Device, max_held: int) -> None:
@@ -108,7 +110,7 @@ class DirectSender:
         self.refused: str | None = None
 
     def send(self, body: Tensor) -> tuple[int, int, int] | None:
-        """Copy a body of the current stream to the receiver. Returns (slab, place, event); None without room."""
+        """Copy a body of the current stream to the receiver. Returns (slab, place, event); None if no slot is free."""
         for index, (slab, allocator) in enumerate(self._slabs):
             slot = allocator.allocate(len(body))
             if slot is not None:
@@ -120,7 +122,7 @@ class DirectSender:
         device, event = self._device, self._sent % _RING
         device.follow(device.outward, device.current())
         if fence > self._passed:
-            # Releases are recorded in order: what waits for one has waited for all before.
+            # Releases are recorded in order, so waiting for one includes all earlier ones.
             device.wait(device.outward, self._released[fence % _RING])
             self._passed = fence
         device.copy(target, body, device.outward)
@@ -130,7 +132,7 @@ class DirectSender:
         return event
 
     def request_slab(self, num_bytes: int) -> Control | None:
-        """Return the request to the receiver when there was no room; None if it would not help, or was sent already."""
+        """Return a request for another slab; None if it would not help or was already sent."""
         known = sum(allocator.capacity(num_bytes) for _, allocator in self._slabs)
         if self._requested or self.refused or known >= self._slots or len(self._slabs) == _MAX_SLABS:
             return None
@@ -138,15 +140,14 @@ class DirectSender:
         if size > _MAX_SLAB_BYTES:
             return None
         self._requested = True
-        wanted = max(_MIN_SLAB_BYTES, min(size * self._slots, _MAX_SLAB_BYTES // size * size))
         return {
-            "request": wanted,
+            "request": max(_MIN_SLAB_BYTES, min(size * self._slots, _MAX_SLAB_BYTES // size * size)),
             "device": self._device.identity(),
             "events": [] if self._slabs else [self._device.share_event(event) for event in self._filled],
         }
 
     def on_answer(self, answer: Control) -> None:
-        """Handle the receiver's answer; afterwards ``refused`` may hold why the direct route is closed."""
+        """Handle the receiver's answer."""
         self._requested = False
         self.refused = answer.get("refused")
         if self.refused:
@@ -157,7 +158,7 @@ class DirectSender:
                 self._device.open_event(answer["device"], event) for event in answer["events"]
             ]
         except (RuntimeError, TransportError) as error:
-            self.refused = f"its memory cannot be opened: {error}"
+            self.refused = f"GPU memory of the receiver cannot be opened: {error}"
             return
         self._slabs.append((slab, SlabAllocator(answer["bytes"], answer["fence"])))
 
@@ -165,7 +166,7 @@ class DirectSender:
         """Free slots that the receiver has released; LinkError if they are not allocated."""
         for slab, place in control["freed"]:
             if not 0 <= slab < len(self._slabs):
-                raise _native.LinkError(f"a slot of slab {slab} was released, but there is no such slab")
+                raise _native.LinkError(f"release of a slot in slab {slab}, which does not exist")
             self._slabs[slab][1].release(place, control["fence"])
 
 
@@ -182,7 +183,7 @@ class DirectReceiver:
         self._releases = 0
 
     def grant(self, request: Control) -> Control:
-        """Return the answer to a sender that requests a slab."""
+        """Return the answer to a request for a slab."""
         device = self._device
         reason = device.incompatibility(request["device"])
         if reason is not None:
@@ -196,7 +197,7 @@ class DirectReceiver:
         except (RuntimeError, TransportError) as error:
             return {"refused": str(error)}
         self._slabs.append(slab)
-        # The memory may have been this rank's until now: what is queued for it comes first.
+        # Queued work of this rank may still use the memory.
         fence = self._release([device.current()])
         return {
             "slab": shared,
@@ -207,23 +208,23 @@ class DirectReceiver:
         }
 
     def take(self, slab: int, place: int, event: int, num_bytes: int) -> Tensor:
-        """Return the body of a message, for the work of the current stream; LinkError for an invalid place."""
+        """Return the body of a message, for use on the current stream; LinkError for an invalid place."""
         fits = slab < len(self._slabs) and 0 <= place <= len(self._slabs[slab]) - num_bytes
         if not fits or event >= len(self._filled) or (slab, place) in self._in_use:
-            raise _native.LinkError(f"a message names place {place} of slab {slab}, where none can be")
+            raise _native.LinkError(f"invalid place {place} in slab {slab}")
         stream = self._device.current()
         self._device.wait(stream, self._filled[event])
         self._in_use.add((slab, place))
-        # Called by the thread that drops the last tensor, so the slot is only noted.
+        # Any thread may drop the last tensor, so the callback only records the slot.
         returned = self._returned
         return self._device.part_of(
             self._slabs[slab], place, num_bytes, lambda: returned.append((slab, place, stream))
         )
 
     def freed(self) -> Control | None:
-        """Return the report of slots without a tensor in them, or None.
+        """Return the report of slots without tensors, or None if there are none.
 
-        As in torch's allocator, memory is free behind what its stream has queued by now.
+        As in torch's allocator, the memory is free after the work queued on its stream so far.
         """
         places: list[tuple[int, int]] = []
         streams: list[Stream] = []
@@ -236,7 +237,7 @@ class DirectReceiver:
         return {"freed": places, "fence": self._release(streams)} if places else None
 
     def _release(self, streams: list[Stream]) -> int:
-        """Record that these streams are done with what they used until now. Returns the number of the release."""
+        """Record a release after the present work of these streams. Returns its number."""
         self._releases += 1
         for stream in streams:
             self._device.follow(self._device.releases, stream)

@@ -1,7 +1,7 @@
-"""The staged route between GPUs, through the memory of their hosts: in pieces, so that the copies of a message overlap.
+"""Staged route between GPUs, through host memory, in pieces so that the copies of a message overlap.
 
-A piece is sent when its copy to the host is over, which only the host can see. The rank polls for that whenever it uses
-the transport; meanwhile a thread does.
+A piece is sent after its copy to the host. The rank checks for finished copies whenever it uses the transport, and a
+thread checks at other times.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ds_ext.comm import _native
 from ds_ext.comm.cuda.device import Device, Event
 
 PIECE_BYTES = 4 << 20
-_PIECE = struct.Struct("<QQQ")  # number of the body, its bytes, where the piece begins
+_PIECE = struct.Struct("<QQQ")  # number of the body, bytes of the body, offset of the piece
 
 
 def pieces(device: Device, body: Tensor, number: int) -> Iterator[tuple[Event, tuple[Tensor, Tensor]]]:
-    """Copy a body, which the current stream makes, to the host: each piece, as a message, and when it is there."""
+    """Copy a body of the current stream to the host. Yields (event after the copy, message) for each piece."""
     pinned = device.pinned(len(body))
     device.follow(device.outward, device.current())
     for begin in range(0, len(body), PIECE_BYTES):
@@ -36,7 +36,7 @@ def pieces(device: Device, body: Tensor, number: int) -> Iterator[tuple[Event, t
 
 
 def packed(data: bytes) -> Tensor:
-    """Bytes as a tensor."""
+    """Return bytes as a tensor."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
@@ -44,27 +44,27 @@ def packed(data: bytes) -> Tensor:
 class _Body:
     memory: Tensor
     arrived: int = 0
-    event: Event = None  # once all of it is under way to the GPU
+    event: Event = None  # recorded after the copy of the last piece
 
 
 class StagedReceiver:
-    """Bodies of one peer on their way from the host to the GPU."""
+    """Bodies of one peer that are being copied from the host to the GPU."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._bodies: dict[int, _Body] = {}
 
     def add(self, header: Tensor, piece: Tensor) -> None:
-        """Copy a piece that has arrived. LinkError: it does not continue its body."""
+        """Copy a received piece to the GPU; LinkError if it is invalid or not the next one of its body."""
         if header.nbytes != _PIECE.size or piece.dtype != torch.uint8 or piece.dim() != 1:
-            raise _native.LinkError("a piece of a message is invalid")
+            raise _native.LinkError("invalid piece of a message")
         number, total, begin = _PIECE.unpack(header.numpy().tobytes())
         device = self._device
         body = self._bodies.get(number)
         if body is None:
             body = self._bodies[number] = _Body(device.empty(total, device.inward))
         if begin != body.arrived or begin + len(piece) > len(body.memory):
-            raise _native.LinkError("a piece of a message is missing or comes twice")
+            raise _native.LinkError("piece of a message missing or repeated")
         pinned = device.pinned(len(piece))
         pinned.copy_(piece)
         device.copy(body.memory[begin : begin + len(piece)], pinned, device.inward)
@@ -74,23 +74,26 @@ class StagedReceiver:
             device.record(body.event, device.inward)
 
     def take(self, number: int) -> Tensor:
-        """A whole body, for the work of the current stream. LinkError: it is not here."""
+        """Return a complete body, for use on the current stream; LinkError if it is incomplete."""
         body = self._bodies.pop(number, None)
         if body is None or body.event is None:
-            raise _native.LinkError("a message comes before its contents")
+            raise _native.LinkError("message before its contents")
         stream = self._device.current()
         self._device.wait(stream, body.event)
-        # The memory is that of the inward stream, and will be dropped while the current one still reads it.
+        # The memory belongs to the inward stream and may be dropped while the current stream still reads it.
         self._device.keep(body.memory, stream)
         return body.memory
 
 
 class Publisher:
-    """The thread that sends pieces while the rank does something else; it begins with the first of them.
+    """Thread that sends pieces while the rank does other work. It starts with the first piece.
 
     Args:
-        device: makes the thread wait for an event.
-        publish: sends what can be sent; it may raise, and ``error`` is what it raised.
+        device: GPU of this rank.
+        publish: function that sends all messages that are ready.
+
+    Attributes:
+        error: the error that ended the thread, for the next call of the rank.
     """
 
     def __init__(self, device: Device, publish: Callable[[], None]) -> None:
@@ -100,14 +103,14 @@ class Publisher:
         self.error: Exception | None = None
 
     def watch(self, event: Event) -> None:
-        """Publish when the event is over."""
+        """Call ``publish`` after the event."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="ds_ext-gpu", daemon=True)
             self._thread.start()
         self._events.put(event)
 
     def close(self) -> None:
-        """End the thread, whose events are over or do not matter any more."""
+        """End the thread."""
         if self._thread is not None:
             self._events.put(None)
             self._thread.join(1.0)
@@ -117,5 +120,5 @@ class Publisher:
             for event in iter(self._events.get, None):
                 self._device.finish(event)
                 self._publish()
-        except Exception as error:  # the rank raises it at its next call
+        except Exception as error:
             self.error = error

@@ -1,8 +1,7 @@
-"""Transport between GPUs: descriptors over native links, contents past the host where possible.
+"""Transport between GPUs: descriptors over native links, contents directly between GPUs if possible.
 
-Ranks of one host whose GPUs reach each other write into each other's memory (slabs.py). Other ranks, and messages
-without a free slot, copy through the memory of the hosts (staging.py). The host never waits for a stream, and work
-queued right after a message's arrival can use it.
+Ranks of one host with peer access write into each other's GPU memory (slabs.py). Other ranks, and messages without a
+free slot, copy through host memory (staging.py). The host never waits for a stream.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from ds_ext.errors import ProtocolError, TransportError, TransportTimeout
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.0002  # between two polls of copies to the host
+_POLL_S = 0.0002  # interval between polls of copies to the host
 _ERRORS = (_native.LinkError, _native.DescriptorError, KeyError, IndexError, TypeError, AttributeError)
 
 
 @dataclass(eq=False)
 class GpuTicket:
-    """Ticket of recv(); see transport.Ticket. The current stream may use the tensors; the host has not waited."""
+    """Ticket of recv(); see transport.Ticket. Work queued on the current stream may use the tensors."""
 
     transport: GpuTransport
     host: RecvTicket
@@ -53,16 +52,16 @@ class GpuTicket:
 
 
 class GpuTransport:
-    """Transport (see transport.py) for GPU tensors. A message may also hold CPU tensors, which stay on the CPU.
+    """Transport (see transport.py) for GPU tensors. A message may also contain CPU tensors, which stay on the CPU.
 
     Args:
-        host: between the same ranks, for CPU tensors; taken over.
-        device: this rank's GPU.
-        peers: the ranks that this one has links with, in both directions.
-        direct: for the peers on the same host, how many messages each may hold at a time.
+        host: transport of CPU tensors between the same ranks; this object closes it.
+        device: GPU of this rank.
+        peers: ranks with links to and from this rank.
+        direct: peer on the same host -> number of messages that it may hold at a time.
 
     Attributes:
-        counts: messages sent, by the route of their contents.
+        counts: route -> number of messages sent.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class GpuTransport:
         self.rank, self.world_size = host.rank, host.world_size
         self._host, self._device = host, device
         self._peers = {peer: Peer(host, peer, device, direct.get(peer)) for peer in peers}
-        # Of the rank's thread during every call, and of the publisher between them.
+        # Held by the main thread during every call; the publisher takes it between calls.
         self._lock = threading.RLock()
         self._publisher = Publisher(device, self._publish)
         self.counts = dict.fromkeys(Route, 0)
@@ -82,7 +81,7 @@ class GpuTransport:
     def over(
         cls, host: NativeTransport, device: Device, pairs: Pairs, kinds: Mapping[tuple[int, int], str]
     ) -> GpuTransport:
-        """Build the transport over links in both directions, of these kinds; ``pairs`` as in transport.py."""
+        """Create the transport over links in both directions; ``kinds`` gives the kind of each link."""
         mine = {peer: held for (rank, peer), held in pairs.items() if rank == host.rank}
         direct = {peer: held for peer, held in mine.items() if kinds[host.rank, peer] == "shm"}
         return cls(host, device, list(mine), direct)
@@ -90,34 +89,36 @@ class GpuTransport:
     # --- the interface ---
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Sent:
-        """Send tensors as they are behind what the current stream has queued by now; see Transport.send."""
+        """Send tensors after the present work of the current stream; see Transport.send."""
         with self._lock:
             self.progress()
             to = self._peers.get(peer)
             if to is None:
-                return self._host.send(tensors, peer, tag)  # which raises
-            self._refuse_own(tag)
+                return self._host.send(tensors, peer, tag)  # raises the error
+            self._refuse_reserved(tag)
             on_gpu = [self._device.owns(tensor) for tensor in tensors]
-            ours = [tensor for tensor, mine in zip(tensors, on_gpu, strict=True) if mine]
-            others = [tensor for tensor, mine in zip(tensors, on_gpu, strict=True) if not mine]
-            self._check_host(others, tag, needed=not ours)
-            known = wire.describe(ours, tag=tag, seq=0, link_seq=0, acknowledged=0) if ours else []
-            route, place = self._start_contents(to, self._device.pack(ours, known))
+            gpu_tensors = [tensor for tensor, on in zip(tensors, on_gpu, strict=True) if on]
+            others = [tensor for tensor, on in zip(tensors, on_gpu, strict=True) if not on]
+            self._check_host(others, tag, needed=not gpu_tensors)
+            descriptors: list[wire.Descriptor] = []
+            if gpu_tensors:
+                descriptors = wire.describe(gpu_tensors, tag=tag, seq=0, link_seq=0, acknowledged=0)
+            route, place = self._start_contents(to, self._device.pack(gpu_tensors, descriptors))
             if to.waiting:
                 others = [tensor.clone() for tensor in others]
-            to.waiting.append((None, (*Header(route, place, on_gpu, known).pack(), *others), tag))
+            to.waiting.append((None, (*Header(route, place, on_gpu, descriptors).pack(), *others), tag))
             self.counts[route] += 1
             self._publish()
         return SENT
 
     def recv(self, peer: int, tag: int) -> GpuTicket:
-        """Ask for the next message of the tag's channel; see Transport.recv."""
+        """Receive the next message of the tag's channel; see Transport.recv."""
         with self._lock:
-            self._refuse_own(tag)
+            self._refuse_reserved(tag)
             return GpuTicket(self, self._host.recv(peer, tag))
 
     def ready(self) -> list[tuple[int, int]]:
-        """Return (peer, tag) of all messages that have arrived and were not yet waited for, asked for or not."""
+        """Return (peer, tag) of all messages that have arrived and were not yet waited for."""
         with self._lock:
             self.progress()
             return [
@@ -127,7 +128,7 @@ class GpuTransport:
             ]
 
     def abort(self, cause: str) -> None:
-        """Send the cause of this rank's failure to its peers; the transport cannot be used any more."""
+        """Send the cause of this rank's failure to its peers. The transport is unusable afterwards."""
         held = self._lock.acquire(timeout=1.0)
         try:
             self._host.abort(cause)
@@ -136,7 +137,7 @@ class GpuTransport:
                 self._lock.release()
 
     def close(self) -> None:
-        """Send what is still to be copied, and wait until the peers have taken all; `timeout_s` for each of both."""
+        """Send all staged messages and wait until the peers have taken them; up to `timeout_s` for each step."""
         try:
             self._flush()
         finally:
@@ -146,10 +147,10 @@ class GpuTransport:
                 self._host.close()
             self._publisher.close()
 
-    # --- more than the interface asks for ---
+    # --- beyond the interface ---
 
     def wait_any(self, tickets: Sequence[GpuTicket], timeout_s: float | None = None) -> int:
-        """Wait until one of the tickets is done; return its position. TransportError as for a ticket's wait()."""
+        """Wait until one of the tickets is done, and return its position; errors as in Ticket.wait()."""
         with self._lock:
             begin = time.monotonic()
             limit_s = self.timeout_s if timeout_s is None else timeout_s
@@ -159,7 +160,7 @@ class GpuTransport:
                 for position, ticket in enumerate(tickets):
                     if ticket.tensors is not None or ticket.host.arrived:
                         return position
-                # Control messages are answered meanwhile: the peers may wait for that.
+                # Answer control messages meanwhile, because the peers may wait for the answers.
                 awaited = [ticket.host for ticket in tickets]
                 awaited += [ticket for peer in peers for ticket in peer.posted.values()]
                 waited_s = time.monotonic() - begin
@@ -170,7 +171,7 @@ class GpuTransport:
                     left_s = None if timeout_s is None else max(0.0, timeout_s - waited_s)
                     self._host.wait_any(awaited, left_s)
 
-    # --- what tickets and the thread call ---
+    # --- called by tickets and the thread ---
 
     def finish_recv(self, ticket: GpuTicket, timeout_s: float | None = None) -> tuple[Tensor, ...]:
         """Wait for the ticket's message and return its tensors."""
@@ -181,7 +182,7 @@ class GpuTransport:
         return ticket.tensors
 
     def progress(self) -> None:
-        """Take and answer what has arrived, and send what can be sent, without waiting."""
+        """Take and answer arrived messages, and send messages that are ready, without waiting."""
         with self._lock:
             if self._publisher.error is not None:
                 raise self._publisher.error
@@ -202,7 +203,7 @@ class GpuTransport:
     # --- sending ---
 
     def _start_contents(self, to: Peer, body: Tensor) -> tuple[Route, tuple[int, int, int]]:
-        """Start to send a body. Returns its route and place."""
+        """Start sending a body. Returns its route and place."""
         if not len(body):
             return Route.NONE, (0, 0, 0)
         if to.direct is not None:
@@ -220,17 +221,17 @@ class GpuTransport:
         return Route.STAGED, (to.bodies - 1, 0, 0)
 
     def _check_host(self, tensors: Sequence[Tensor], tag: int, needed: bool) -> None:
-        """Refuse what the links would refuse, before anything of the message is under way."""
+        """Raise the errors of the links before any part of the message is sent."""
         elsewhere = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
         if elsewhere is not None:
             raise TransportError(
-                f"rank {self.rank} cannot send a tensor that lies on {elsewhere}: move it first"
+                f"rank {self.rank}: tensors must be on this rank's GPU or the CPU (got {elsewhere}). Move the tensor."
             )
         if tensors or needed:
             wire.describe(tensors, tag=tag, seq=0, link_seq=0, acknowledged=0)
 
     def _publish(self) -> None:
-        """Send what is on the host by now, to every peer in order."""
+        """Send the messages whose copies to the host are finished, in order per peer."""
         with self._lock:
             for peer in self._peers.values():
                 while peer.waiting and (peer.waiting[0][0] is None or self._device.done(peer.waiting[0][0])):
@@ -247,14 +248,14 @@ class GpuTransport:
                 return
             if time.monotonic() > deadline:
                 raise TransportTimeout(
-                    f"rank {self.rank}: the copies of messages to rank {waiting[0]} did not end within the limit of "
-                    f"{self.timeout_s:g} s: the GPU is still busy with what comes before them",
+                    f"rank {self.rank}: copies of messages to rank {waiting[0]} were not finished within the limit of "
+                    f"{self.timeout_s:g} s. The GPU is busy with earlier work: raise transport_options.timeout_s.",
                     waiting[0],
                 )
             time.sleep(_POLL_S)
 
     def _must_be_taken(self, peer: int, in_flight: int) -> bool:
-        """Return whether close() waits for the messages in flight to a peer: not for control messages alone."""
+        """Return whether close() waits for the messages in flight to a peer. It does not for control messages only."""
         return self._peers[peer].last > self._peers[peer].sent - in_flight
 
     # --- receiving ---
@@ -273,10 +274,10 @@ class GpuTransport:
         except _ERRORS as error:
             raise self._damaged(source, error) from error
 
-    def _refuse_own(self, tag: int) -> None:
+    def _refuse_reserved(self, tag: int) -> None:
         if tag >> ITEM_BITS in (GPU_CONTROL, GPU_PIECES):
             raise TransportError(
-                f"rank {self.rank}: {describe_tag(tag)}: that channel is the transport's own"
+                f"rank {self.rank}: channel reserved by the transport (got {describe_tag(tag)})."
             )
 
     def _on_control(self, peer: Peer, control: Control) -> None:
@@ -285,14 +286,14 @@ class GpuTransport:
             peer.send_control(peer.slabs.grant(control))
             return
         if peer.direct is None:
-            raise _native.LinkError("an answer without a request")
+            raise _native.LinkError("answer without a request")
         if "freed" in control:
             peer.direct.on_freed(control)
             return
         peer.direct.on_answer(control)
         if peer.direct.refused:
             logger.info(
-                "rank %d: contents for rank %d go through the host's memory, because %s",
+                "rank %d: contents for rank %d are staged in host memory: %s",
                 self.rank,
                 peer.rank,
                 peer.direct.refused,
@@ -300,5 +301,5 @@ class GpuTransport:
 
     def _damaged(self, source: int, error: Exception) -> TransportError:
         return self._host.fail(
-            f"a message of rank {source} is damaged: {type(error).__name__}: {error}", ProtocolError
+            f"damaged message of rank {source}: {type(error).__name__}: {error}", ProtocolError
         )

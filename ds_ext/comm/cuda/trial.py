@@ -1,7 +1,7 @@
-"""Trial of this host's GPUs for the transport: memory and events of one process used by another.
+"""Trial of this host's GPUs for the transport: one process uses memory and events of another.
 
-The other process runs this file as ``python -m ds_ext.comm.cuda.trial MODULE:FUNCTION TEXT``, where FUNCTION(TEXT)
-makes its Device, and speaks with this one in lines of JSON.
+The other process runs ``python -m ds_ext.comm.cuda.trial MODULE:FUNCTION TEXT``, where FUNCTION(TEXT) returns its
+Device. The two processes exchange lines of JSON.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_ext.comm.cuda.device import Device, TorchCuda
+from ds_ext.comm.cuda.device import Device
 from ds_ext.comm.cuda.slabs import DirectReceiver, DirectSender
 from ds_ext.errors import TransportError
 
 TRIAL_BYTES = 4 << 20
-TRIAL_LIMIT_S = 90.0  # another process that imports torch
+TRIAL_LIMIT_S = 90.0  # includes the import of torch by the other process
 _STEP_S = 0.001
 
 
 def make_device(maker: str, text: str) -> Device:
-    """The Device that MODULE:FUNCTION makes of the text."""
+    """Return FUNCTION(text) for ``maker`` MODULE:FUNCTION."""
     module, function = maker.split(":")
     return getattr(importlib.import_module(module), function)(text)
 
 
 def torch_cuda(index: str) -> Device:
-    """The GPU with a number."""
-    return TorchCuda(torch.device("cuda", int(index)))
+    """Return the Device of the GPU with an index."""
+    return Device(torch.device("cuda", int(index)))
 
 
 def try_direct(maker: str, text: str) -> int:
-    """Let another process send to this one as transports do; the bytes that came.
+    """Receive a message of another process over the direct route. Returns its bytes.
 
     Raises:
-        TransportError: why that is not possible.
+        TransportError: the direct route does not work.
     """
     command = [sys.executable, "-m", "ds_ext.comm.cuda.trial", maker, text]
     with subprocess.Popen(
@@ -74,11 +74,11 @@ def _receive(device: Device, other: subprocess.Popen[str]) -> None:
     device.copy(found, body, device.current())
     _finish(device)
     if not torch.equal(found, _pattern()):
-        raise TransportError("what another process has written arrives with other bytes")
+        raise TransportError("wrong contents of a message from another process")
 
 
 def _send(device: Device) -> None:
-    """The other process."""
+    """Send the message, in the other process."""
     sender = DirectSender(device, 1)
     print(json.dumps(sender.request_slab(TRIAL_BYTES)), flush=True)
     sender.on_answer(json.loads(input()))
@@ -89,7 +89,7 @@ def _send(device: Device) -> None:
     source.copy_(_pattern())
     device.copy(body, source, device.current())
     print(json.dumps({"place": sender.send(body)}), flush=True)
-    sys.stdin.read()  # until the memory is not needed any more
+    sys.stdin.read()  # keep the memory until the receiver ends this process
 
 
 def _pattern() -> Tensor:
@@ -102,7 +102,7 @@ def _finish(device: Device) -> None:
     deadline = time.monotonic() + TRIAL_LIMIT_S
     while not device.done(event):
         if time.monotonic() > deadline:
-            raise TransportError(f"the copy did not end within {TRIAL_LIMIT_S:g} s")
+            raise TransportError(f"the copy was not finished within {TRIAL_LIMIT_S:g} s")
         time.sleep(_STEP_S)
 
 
@@ -110,17 +110,17 @@ def _read_line(other: subprocess.Popen[str]) -> dict[str, Any]:
     assert other.stdout is not None and other.stderr is not None
     line = other.stdout.readline()
     if not line:
-        last = (other.stderr.read().strip().splitlines() or ["it was ended after the time limit"])[-1]
+        last = (other.stderr.read().strip().splitlines() or [f"no answer within {TRIAL_LIMIT_S:g} s"])[-1]
         raise TransportError(f"the other process failed: {last}")
     return json.loads(line)
 
 
 def findings() -> Iterator[tuple[str, str, str]]:
-    """(subject, what was found, what to do about it or "") for each GPU and pair; nothing without one."""
+    """Yield (subject, finding, fix or "") for each GPU and pair of GPUs."""
     count = torch.cuda.device_count()
     for index in range(count):
-        known = torch.cuda.get_device_properties(index)
-        yield f"GPU {index}", f"{known.name}, {known.total_memory >> 30} GiB", ""
+        properties = torch.cuda.get_device_properties(index)
+        yield f"GPU {index}", f"{properties.name}, {properties.total_memory >> 30} GiB", ""
     without = [
         f"{a}-{b}"
         for a in range(count)
@@ -131,7 +131,7 @@ def findings() -> Iterator[tuple[str, str, str]]:
         yield (
             "GPU peer access",
             f"not between {', '.join(without)}",
-            "between these, messages of shm are copied through the host's memory; nccl may be faster",
+            "shm messages between these are staged in host memory; nccl may be faster",
         )
     if count:
         try:
@@ -141,7 +141,7 @@ def findings() -> Iterator[tuple[str, str, str]]:
             yield (
                 "GPU memory",
                 f"cannot be written by another process: {error}",
-                "messages of shm are copied through the host's memory; in a container give --ipc=host",
+                "shm messages are staged in host memory; start containers with --ipc=host",
             )
 
 

@@ -1,7 +1,4 @@
-"""RDMA devices of this host as the kernel shows them, and the port and address that a rank uses.
-
-Reads sysfs only, so it needs no library, no rights and no torch.
-"""
+"""RDMA devices of this host, from sysfs, and the selection of a rank's port and GID. Needs no library and no torch."""
 
 from __future__ import annotations
 
@@ -18,10 +15,10 @@ from ds_ext.errors import TransportError
 INFINIBAND, ETHERNET = "InfiniBand", "Ethernet"
 ROCE_V2 = "RoCE v2"
 DEVICE_VARIABLE, GID_VARIABLE = "DS_EXT_RDMA_DEV", "DS_EXT_RDMA_GID_INDEX"
-NCCL_GID_VARIABLE = "NCCL_IB_GID_INDEX"  # clusters set it already
+NCCL_GID_VARIABLE = "NCCL_IB_GID_INDEX"  # many clusters set it
 ACTIVE = "ACTIVE"
 _EMPTY = ":0000:0000:0000:0000"
-_MOST_HOLES = 64
+_MAX_HOLES = 64
 _CAP_IPC_LOCK = 14
 _SYSFS = Path("/sys")
 
@@ -30,7 +27,7 @@ IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclass(frozen=True)
 class Gid:
-    """One address of a port: its number, its value and its type."""
+    """Entry of a port's GID table: index, value and type."""
 
     index: int
     value: ipaddress.IPv6Address
@@ -38,13 +35,13 @@ class Gid:
 
     @property
     def ip(self) -> IpAddress:
-        """The IP address that it stands for; of RoCE GIDs made from IPv4 that one."""
+        """IP address of a RoCE GID."""
         return self.value.ipv4_mapped or self.value
 
 
 @dataclass(frozen=True)
 class DevicePort:
-    """One port of one device; ``gids`` without the empty ones."""
+    """Port of a device, with its non-empty GIDs."""
 
     device: str
     port: int
@@ -55,18 +52,18 @@ class DevicePort:
 
     @property
     def name(self) -> str:
-        """``mlx5_0 port 1``, as all messages call it."""
+        """Name for messages, as ``mlx5_0 port 1``."""
         return f"{self.device} port {self.port}"
 
     @property
     def usable_gids(self) -> tuple[Gid, ...]:
-        """GIDs by which a connection can be made: RoCE v2 ones of an Ethernet port."""
+        """GIDs that can be used for a connection: all of InfiniBand, RoCE v2 of Ethernet."""
         return tuple(gid for gid in self.gids if self.link_layer == INFINIBAND or gid.kind == ROCE_V2)
 
 
 @dataclass(frozen=True)
 class PortChoice:
-    """The port and GID of a rank."""
+    """Selected port and GID of a rank."""
 
     device: str
     port: int
@@ -75,12 +72,12 @@ class PortChoice:
 
     @property
     def name(self) -> str:
-        """Same as DevicePort.name."""
+        """Name for messages, as ``mlx5_0 port 1``."""
         return f"{self.device} port {self.port}"
 
 
 def device_ports(sysfs: Path = _SYSFS) -> list[DevicePort]:
-    """All ports of all RDMA devices of this host, by name."""
+    """Return all ports of all RDMA devices of this host, sorted by name."""
     return [
         _read_port(port) for port in sorted(sysfs.glob("class/infiniband/*/ports/*")) if port.name.isdecimal()
     ]
@@ -93,31 +90,34 @@ def choose_port(
     must_match: bool = False,
     environment: Mapping[str, str] = os.environ,
 ) -> PortChoice:
-    """The port and GID that a rank with this IP address uses.
+    """Select the port and GID of a rank.
 
-    In this order: what DS_EXT_RDMA_DEV (``mlx5_0`` or ``mlx5_0:1``) and DS_EXT_RDMA_GID_INDEX say; the port that has
-    the address; the first active port.
+    The order of preference is: DS_EXT_RDMA_DEV (``mlx5_0`` or ``mlx5_0:1``) and DS_EXT_RDMA_GID_INDEX; the port that
+    has the address; the first active port.
 
     Args:
-        ports: of this host.
-        address: numeric; of the interface that the ranks reach each other by.
-        must_match: the user has given the address, so another port is an error.
+        ports: ports of this host.
+        address: numeric address of the rank; None: unknown.
+        must_match: whether the user set the address, so that another port is an error.
+        environment: environment variables.
 
     Raises:
-        TransportError: why there is none.
+        TransportError: no port can be used.
     """
     if not ports:
-        raise TransportError("this host has no RDMA device (/sys/class/infiniband is empty)")
+        raise TransportError("RDMA: no device on this host (/sys/class/infiniband is empty)")
     wanted = environment.get(DEVICE_VARIABLE)
     allowed = [port for port in ports if wanted in (None, "", port.device, f"{port.device}:{port.port}")]
     if not allowed:
-        raise TransportError(f"{DEVICE_VARIABLE} is {wanted!r}; this host has {_names(ports)}")
+        raise TransportError(
+            f"{DEVICE_VARIABLE}: no such device (got {wanted!r}). Use one of {_names(ports)}"
+        )
     active = [port for port in allowed if port.state == ACTIVE and port.usable_gids]
     if not active:
         states = ", ".join(
             f"{p.name} is {p.state}" if p.state != ACTIVE else f"{p.name} has no RoCE v2 GID" for p in allowed
         )
-        raise TransportError(f"no RDMA port can be used: {states}")
+        raise TransportError(f"RDMA: no usable port: {states}")
     for port in active:
         for gid in port.usable_gids:
             if address is not None and gid.ip == ipaddress.ip_address(address):
@@ -125,28 +125,28 @@ def choose_port(
     if must_match and not wanted and all(port.link_layer == ETHERNET for port in active):
         known = ", ".join(f"{gid.ip} ({port.name})" for port in active for gid in port.usable_gids)
         raise TransportError(
-            f"{address} is the address of no RDMA device; those of this host are {known}. "
-            f"Give one of them in node_ips, or the device in {DEVICE_VARIABLE}"
+            f"node_ips: not an address of an RDMA device (got {address}). Use one of {known}, or set "
+            f"{DEVICE_VARIABLE}"
         )
     return _chosen(active[0], _best(active[0]), environment)
 
 
 def _best(port: DevicePort) -> Gid:
-    """An IPv4 address rather than IPv6, a routable one rather than one of the link."""
+    """Return the preferred GID: IPv4 before IPv6, routable before link-local."""
     return min(port.usable_gids, key=lambda gid: (gid.ip.version, gid.ip.is_link_local, gid.index))
 
 
 def _chosen(port: DevicePort, gid: Gid, environment: Mapping[str, str]) -> PortChoice:
     for variable in (GID_VARIABLE, NCCL_GID_VARIABLE):
-        given = environment.get(variable)
-        if not given:
+        index = environment.get(variable)
+        if not index:
             continue
         known = [each.index for each in port.gids]
-        if given.isdecimal() and int(given) in known:
-            return PortChoice(port.device, port.port, int(given), port.link_layer)
-        if variable == GID_VARIABLE:  # the other one is meant for another program, and only a hint
+        if index.isdecimal() and int(index) in known:
+            return PortChoice(port.device, port.port, int(index), port.link_layer)
+        if variable == GID_VARIABLE:  # NCCL's variable is only a hint
             raise TransportError(
-                f"{variable} is {given!r}; {port.name} has the GIDs {', '.join(map(str, known))}"
+                f"{variable}: {port.name} has no such GID (got {index!r}). Use one of {', '.join(map(str, known))}"
             )
     return PortChoice(port.device, port.port, gid.index, port.link_layer)
 
@@ -169,13 +169,13 @@ def _read_port(folder: Path) -> DevicePort:
 
 
 def _read_gids(folder: Path) -> Iterator[Gid]:
-    # An address gets the lowest free entry, so only removed ones leave holes. A table may have a thousand entries.
+    # A table may have a thousand entries, but new addresses use the lowest free one, so holes are rare.
     empty = 0
     for index in sorted(int(name) for name in os.listdir(folder / "gids") if name.isdecimal()):
         text = _text(f"{folder}/gids/{index}")
-        if text.endswith(_EMPTY):  # the subnet before it may be set
+        if text.endswith(_EMPTY):  # an empty entry may have a subnet prefix
             empty += 1
-            if empty == _MOST_HOLES:
+            if empty == _MAX_HOLES:
                 return
             continue
         with contextlib.suppress(ValueError):
@@ -184,7 +184,7 @@ def _read_gids(folder: Path) -> Iterator[Gid]:
 
 
 def _text(file: Path | str) -> str:
-    """ "" for what is not there: the kernel refuses to read the attributes of an empty GID."""
+    """Return the contents of a file; empty if it cannot be read, like the attributes of an empty GID."""
     try:
         with open(file) as opened:
             return opened.read().strip()
@@ -193,7 +193,7 @@ def _text(file: Path | str) -> str:
 
 
 def lockable_bytes() -> float:
-    """Return how much memory this process may lock, registered memory included. Raises its soft limit if it may."""
+    """Raise the soft limit on locked memory to the hard limit, and return it in bytes."""
     if _has_capability(_CAP_IPC_LOCK):
         return float("inf")
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -203,18 +203,18 @@ def lockable_bytes() -> float:
 
 
 def require_lockable(needed: int) -> None:
-    """Refuse to begin what the limit on locked memory would stop. Raises TransportError with the remedy."""
-    room = lockable_bytes()
-    if needed > room:
+    """Raise TransportError if this process may not lock the needed bytes."""
+    limit = lockable_bytes()
+    if needed > limit:
         raise TransportError(
-            f"RDMA needs {needed / 2**20:.1f} MiB of locked memory at first, and this process may lock "
-            f"{room / 2**20:.1f} MiB. {MEMLOCK_REMEDY}"
+            f"locked memory: RDMA needs {needed / 2**20:.1f} MiB (got a limit of {limit / 2**20:.1f} MiB). "
+            f"{MEMLOCK_REMEDY}"
         )
 
 
 MEMLOCK_REMEDY = (
-    "Raise it: `ulimit -l unlimited` in the shell that starts the job, memlock in /etc/security/limits.conf, "
-    "LimitMEMLOCK=infinity in a systemd unit, or `docker run --ulimit memlock=-1`"
+    "Raise the limit with `ulimit -l unlimited` in the shell that starts the job, memlock in "
+    "/etc/security/limits.conf, LimitMEMLOCK=infinity in a systemd unit, or `docker run --ulimit memlock=-1`"
 )
 
 

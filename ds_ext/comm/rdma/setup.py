@@ -1,7 +1,7 @@
 """Set-up of one rank's RDMA links. Needs no torch.
 
-Two ranks first connect over tcp and exchange their greetings: queue pair, address, keys. That connection stays: it
-carries the causes of failures, which a broken queue pair cannot.
+Two ranks first connect over tcp and exchange greetings: queue pair, addresses, keys. The tcp connection stays open to
+report failures, which a broken queue pair cannot.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from ds_ext.comm.tcp.address import own_address
 from ds_ext.comm.tcp.connect import PeerConnection, TcpListener, TcpOffer, connect_peers
 from ds_ext.errors import TransportError
 
-# Of a link at first, at both endpoints; more is added when messages need it.
-SLAB_BYTES = 8 << 20
-CONTROL_WINDOW_BYTES = 1 << 20  # of a connection that carries no message
+SLAB_BYTES = 8 << 20  # initial size at both endpoints of a link; it grows with the messages
+CONTROL_WINDOW_BYTES = 1 << 20  # unused, because the control connection transfers no messages
 _READY = b"\1"
 
 
 @dataclass(frozen=True)
 class RdmaOffer:
-    """Address of a rank, and the kind of network of its RDMA port."""
+    """Address of a rank and network type of its RDMA port."""
 
     tcp: TcpOffer
     link_layer: str
@@ -38,10 +37,11 @@ class RdmaSetup:
 
     Args:
         rank: this rank.
-        port: its doorbell and its thread.
-        node_ips: one address for each rank or each host, which chooses the device too; None: what reaches MASTER_ADDR.
-        slab_bytes: registered for each link at first; the same on all ranks.
-        window_bytes: unreceived bytes of a link from which on a send waits.
+        port: doorbell and I/O thread of this rank.
+        node_ips: one address per rank or host, which also selects the device; None: the local address on the route
+            to MASTER_ADDR.
+        slab_bytes: initial registered memory per link, the same on all ranks.
+        window_bytes: limit of unreceived bytes of a link.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RdmaSetup:
         self._links: dict[int, _native.RdmaLink] = {}
 
     def offer(self) -> RdmaOffer:
-        """Open the device and listen; return the address."""
+        """Open the device, start listening and return the address."""
         address = own_address(self._rank, int(os.environ.get("WORLD_SIZE", "1")), self._node_ips)
         choice = self._open(address)
         self._listener = TcpListener(address)
@@ -69,15 +69,11 @@ class RdmaSetup:
     def incompatibility(mine: RdmaOffer, theirs: RdmaOffer, same_host: bool) -> str | None:
         """See LinkSetup.incompatibility."""
         if mine.link_layer != theirs.link_layer:
-            return f"have RDMA devices of different networks, {mine.link_layer} and {theirs.link_layer}"
+            return f"have RDMA devices of different network types ({mine.link_layer}, {theirs.link_layer})"
         return None
 
     def prepare(self, pairs: Pairs) -> None:
-        """Register the memory of the links.
-
-        Raises:
-            TransportError: it cannot be registered.
-        """
+        """Register the memory of the links; TransportError if this fails."""
         assert self._device is not None and self._listener is not None
         peers, rank = peers_of(self._rank, pairs), self._rank
         endpoints = sum(rank in pair for pair in pairs)
@@ -97,7 +93,7 @@ class RdmaSetup:
             raise TransportError(str(error)) from None
 
     def connect(self, offers: Mapping[int, RdmaOffer], pairs: Pairs, timeout_s: float) -> Endpoints:
-        """Exchange greetings with all peers, and wait until they expect messages."""
+        """Exchange greetings with all peers, and wait until they are ready."""
         assert self._device is not None and self._listener is not None
         deadline = time.monotonic() + timeout_s
         peers = {peer: offers[peer].tcp for peer in self._links}
@@ -126,7 +122,7 @@ class RdmaSetup:
         return endpoints
 
     def close(self) -> None:
-        """Close what connect() has not handed over."""
+        """Close everything that connect() has not returned."""
         if self._listener is not None:
             self._listener.close()
         self._links.clear()
@@ -144,7 +140,7 @@ class RdmaSetup:
         return {peer: link.greeting(self._job(peer, offers)) for peer, link in self._links.items()}
 
     def _job(self, peer: int, offers: Mapping[int, RdmaOffer]) -> bytes:
-        """Return the secret of the pair: the token of the higher rank."""
+        """Return the job token of the pair: the token of the higher rank."""
         return offers[max(peer, self._rank)].tcp.token
 
     def _connect_pair(self, peer: int, link: _native.RdmaLink, greeting: bytes, job: bytes) -> None:
@@ -152,17 +148,19 @@ class RdmaSetup:
             link.connect(greeting, job)
         except (_native.VerbsError, _native.LinkError) as error:
             raise TransportError(
-                f"rank {self._rank}: rank {peer} cannot be connected by RDMA: {error}", peer
+                f"rank {self._rank}: no RDMA connection to rank {peer}: {error}.", peer
             ) from None
 
     def _await_ready(self, peer: int, connection: PeerConnection, deadline: float) -> None:
         connection.socket.settimeout(max(0.001, deadline - time.monotonic()))
-        why = "it closed the connection; look for the first error in its output"
+        problem = "connection closed"
         try:
             if connection.socket.recv(len(_READY)) == _READY:
                 return
         except OSError as error:
-            why = error.strerror or str(error)
+            problem = error.strerror or str(error)
         raise TransportError(
-            f"rank {self._rank}: rank {peer} has not connected its side of the RDMA link: {why}", peer
+            f"rank {self._rank}: rank {peer} has not connected its side of the RDMA link (got {problem}). Look for "
+            f"the first error in the output of rank {peer}.",
+            peer,
         )

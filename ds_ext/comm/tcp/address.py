@@ -1,4 +1,4 @@
-"""Address at which a rank listens: from node_ips, or the one from which it reaches MASTER_ADDR."""
+"""Address at which a rank listens: from node_ips, or the local address on the route to MASTER_ADDR."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ds_ext.errors import ConfigError, TransportError
 
-_ANYWHERE = ("192.0.2.1", "2001:db8::1")  # unassigned (RFC 5737, 3849): shows which interface leads outside
+_OUTSIDE = ("192.0.2.1", "2001:db8::1")  # unassigned (RFC 5737, 3849), routed by the default interface
 
 
 def own_address(rank: int, world_size: int, node_ips: Sequence[str] | None) -> str:
@@ -20,7 +20,7 @@ def own_address(rank: int, world_size: int, node_ips: Sequence[str] | None) -> s
         node_ips: None, or one address for each rank, or one for each host in the launcher's order.
 
     Raises:
-        ConfigError: the number of addresses fits neither ranks nor hosts; the same on every rank.
+        ConfigError: the number of addresses matches neither ranks nor hosts. Raised on all ranks.
         TransportError: this host does not have the address.
     """
     if node_ips is None:
@@ -28,17 +28,17 @@ def own_address(rank: int, world_size: int, node_ips: Sequence[str] | None) -> s
     hosts, host = _hosts(world_size), _host_of(rank, world_size)
     if len(node_ips) not in (world_size, hosts):
         raise ConfigError(
-            f'"transport_options": "node_ips" has {len(node_ips)} addresses; give one for each of the {world_size} '
-            f"ranks, or one for each of the {hosts} hosts."
+            f"ds_ext.transport_options.node_ips: needs one address for each of the {world_size} ranks or {hosts} hosts "
+            f"(got {len(node_ips)})."
         )
-    given = node_ips[rank if len(node_ips) == world_size else host]
+    address = node_ips[rank if len(node_ips) == world_size else host]
     try:
-        with listening(given):
-            return given
+        with listening(address):
+            return address
     except OSError as error:
         raise TransportError(
-            f'"transport_options": "node_ips" gives rank {rank} (host {host}, {socket.gethostname()}) the address '
-            f"{given}, which it cannot use ({error.strerror}). From there MASTER_ADDR is reached by "
+            f"ds_ext.transport_options.node_ips: rank {rank} cannot listen at its address on host {host} "
+            f"{socket.gethostname()} (got {address}: {error.strerror}). Its address on the route to MASTER_ADDR is "
             f"{_address_towards_master()}."
         ) from None
 
@@ -46,33 +46,33 @@ def own_address(rank: int, world_size: int, node_ips: Sequence[str] | None) -> s
 def listening(address: str) -> socket.socket:
     """Return a socket that listens at a free port of the address. Raises OSError."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        made.bind((address, 0))
-        made.listen(512)
+        listener.bind((address, 0))
+        listener.listen(512)
     except OSError:
-        made.close()
+        listener.close()
         raise
-    return made
+    return listener
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether only the host itself reaches the address."""
+    """Return whether an address is a loopback address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def _address_towards_master() -> str:
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     found = _address_towards(master) or "127.0.0.1"
-    # On its own host a name often stands for 127.0.1.1, which means nothing to the other hosts.
+    # A host's name often resolves to 127.0.1.1 on the host itself, which other hosts cannot reach.
     if is_loopback(found) and _hosts(int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-        outside = (_address_towards(address) for address in _ANYWHERE)
+        outside = (_address_towards(address) for address in _OUTSIDE)
         found = next((address for address in outside if address), found)
     return found
 
 
 def _address_towards(name: str) -> str | None:
-    """The local address of packets to a host; nothing is sent."""
+    """Return the local address on the route to a host. Sends no packet."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:

@@ -1,7 +1,4 @@
-"""Connections between the ranks of any hosts: each rank connects to the higher ones, and listens for the lower ones.
-
-The handshake over a connection is in handshake.py.
-"""
+"""Tcp connections between ranks: each rank connects to higher ranks and accepts lower ranks (handshake.py)."""
 
 from __future__ import annotations
 
@@ -17,13 +14,13 @@ from ds_ext.comm.tcp.handshake import Handshake, initiate, respond
 from ds_ext.errors import TransportError
 
 TOKEN_BYTES = 16
-_HANDSHAKE_S = 5.0  # limit for a process that has connected and not yet proven its rank
-_MAX_UNPROVEN = 256
+_HANDSHAKE_S = 5.0  # limit of the handshake with an unauthenticated process
+_MAX_UNAUTHENTICATED = 256
 
 
 @dataclass(frozen=True)
 class TcpOffer:
-    """Address of a rank, and its secret token."""
+    """Address and secret token of a rank."""
 
     address: str
     port: int
@@ -32,7 +29,7 @@ class TcpOffer:
 
 @dataclass
 class PeerConnection:
-    """Connection to a peer after the handshake, and the peer's note."""
+    """Authenticated connection to a peer, and the peer's note."""
 
     socket: socket.socket
     note: bytes
@@ -62,9 +59,9 @@ class _Pending:
 
     socket: socket.socket
     handshake: Handshake
-    peer: int | None  # None: a process that has not yet proven its rank
+    peer: int | None  # None: unauthenticated
     deadline: float
-    wanted: int = 0
+    needed: int = 0
     received: bytearray = field(default_factory=bytearray)
 
 
@@ -78,14 +75,14 @@ def connect_peers(
     """Connect to every peer.
 
     Args:
-        listener: of this rank.
+        listener: listener of this rank.
         rank: this rank.
-        offers: of all peers.
-        notes: by peer, up to 4096 bytes for it.
-        timeout_s: for all peers together.
+        offers: offers of all peers.
+        notes: peer -> up to 4096 bytes for it.
+        timeout_s: time limit for all peers together, in seconds.
 
     Raises:
-        TransportError: a peer cannot be reached, did not connect, or refuses. All connections are closed then.
+        TransportError: a peer cannot be reached, did not connect, or refused. All connections are closed.
     """
     connecting = _Connecting(listener, rank, offers, notes, time.monotonic() + timeout_s)
     try:
@@ -102,8 +99,8 @@ def connect_peers(
         rejected = f"; rejected: {', '.join(connecting.rejected[-3:])}" if connecting.rejected else ""
         raise TransportError(
             f"rank {rank} (listening at {listener.offer().address}): rank {missing[0]} ({offers[missing[0]].address}) "
-            f"did not connect within {timeout_s:g} s{rejected}. Both must reach each other's address; "
-            "transport_options.node_ips chooses others",
+            f"did not connect within {timeout_s:g} s{rejected}. Both must reach each other's address. Select other "
+            "addresses with transport_options.node_ips.",
             missing[0],
         )
     return connecting.connected
@@ -138,7 +135,7 @@ class _Connecting:
                 else:
                     self._read(key.data)
             for pending in [pending for pending in self._pending if pending.deadline < time.monotonic()]:
-                self._drop(pending, "silent for too long")
+                self._drop(pending, "silent until the time limit")
 
     def close(self) -> None:
         for pending in list(self._pending):
@@ -155,9 +152,9 @@ class _Connecting:
             )
         except OSError as error:
             raise TransportError(
-                f"rank {self._rank} (listening at {self._listener.offer().address}) cannot reach rank {peer} at "
-                f"{offer.address} port {offer.port}: {error.strerror or error}. Is there a firewall between them? "
-                "transport_options.node_ips chooses other addresses",
+                f"rank {self._rank} (listening at {self._listener.offer().address}): cannot reach rank {peer} at "
+                f"{offer.address} port {offer.port} (got {error.strerror or error}). Check the firewall, or select "
+                "other addresses with transport_options.node_ips.",
                 peer,
             ) from None
 
@@ -166,7 +163,7 @@ class _Connecting:
             connection, address = self._listener.socket.accept()
         except OSError:
             return
-        if len(self._pending) >= _MAX_UNPROVEN + len(self._notes):
+        if len(self._pending) >= _MAX_UNAUTHENTICATED + len(self._notes):
             connection.close()
             return
         handshake = self._respond(connection, str(address[0]))
@@ -183,21 +180,21 @@ class _Connecting:
 
     def _read(self, pending: _Pending) -> None:
         try:
-            data = pending.socket.recv(pending.wanted - len(pending.received), socket.MSG_DONTWAIT)
+            data = pending.socket.recv(pending.needed - len(pending.received), socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except OSError as error:
             return self._drop(pending, error.strerror or str(error))
         if not data:
-            return self._drop(pending, "it closed the connection")
+            return self._drop(pending, "the process closed the connection")
         pending.received += data
-        if len(pending.received) == pending.wanted:
+        if len(pending.received) == pending.needed:
             self._advance(pending, bytes(pending.received))
 
     def _advance(self, pending: _Pending, data: bytes | None) -> None:
         pending.received.clear()
         try:
-            pending.wanted = next(pending.handshake) if data is None else pending.handshake.send(data)
+            pending.needed = next(pending.handshake) if data is None else pending.handshake.send(data)
         except StopIteration as end:
             peer, note = end.value
             self.missing.discard(peer)
@@ -206,13 +203,13 @@ class _Connecting:
             self._drop(pending, str(error))
 
     def _drop(self, pending: _Pending, reason: str) -> None:
-        """End a connection: an unknown process is only noted, a peer is a failure."""
+        """Close a connection. Raises TransportError for a peer; an unknown process is only recorded."""
         self._forget(pending).close()
         if pending.peer is None:
             self.rejected.append(f"an unknown process ({reason})")
             return
         raise TransportError(
-            f"rank {self._rank}: handshake with rank {pending.peer} failed: {reason}", pending.peer
+            f"rank {self._rank}: handshake with rank {pending.peer} failed: {reason}.", pending.peer
         )
 
     def _forget(self, pending: _Pending) -> socket.socket:
@@ -235,6 +232,6 @@ class _Connecting:
         )
 
     def _key(self, peer: int) -> bytes:
-        """Return the secret of two ranks of the job: their tokens."""
+        """Return the HMAC key of this rank and a peer: their tokens, the lower rank's first."""
         tokens = {peer: self._offers[peer].token, self._rank: self._listener.token}
         return tokens[min(tokens)] + tokens[max(tokens)]

@@ -12,7 +12,7 @@ from ds_ext.comm.tcp.connect import PeerConnection, TcpListener, TcpOffer, conne
 
 
 class TcpSetup:
-    """LinkSetup for ranks of any hosts: a listener, and a connection to each peer for both directions."""
+    """LinkSetup for ranks of any hosts: a listener, and one connection per peer for both directions."""
 
     def __init__(self, rank: int, port: _native.Port, node_ips: Sequence[str] | None = None) -> None:
         self._rank, self._port = rank, port
@@ -21,7 +21,7 @@ class TcpSetup:
         self._connected: dict[int, PeerConnection] = {}
 
     def offer(self) -> TcpOffer:
-        """Listen, and return the address."""
+        """Start listening and return the address."""
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self._listener = TcpListener(own_address(self._rank, world_size, self._node_ips))
         return self._listener.offer()
@@ -32,8 +32,8 @@ class TcpSetup:
         for address in (mine.address, theirs.address):
             if is_loopback(address) and not same_host:
                 return (
-                    f"are on different hosts, and one listens at {address}: give the hosts' addresses as "
-                    "transport_options.node_ips"
+                    f"are on different hosts, and one listens at {address}. Set transport_options.node_ips to the "
+                    "hosts' addresses"
                 )
         if (":" in mine.address) != (":" in theirs.address):
             return f"have an IPv4 and an IPv6 address ({mine.address}, {theirs.address})"
@@ -60,7 +60,7 @@ class TcpSetup:
         return endpoints
 
     def close(self) -> None:
-        """Close what connect() has not handed over."""
+        """Close everything that connect() has not returned."""
         if self._listener is not None:
             self._listener.close()
         for connected in self._connected.values():

@@ -1,4 +1,4 @@
-"""Cores that a rank may use: its affinity, the quotas of its control groups, and the other ranks of its host."""
+"""Cores that a rank may use: affinity, quotas of control groups, and other ranks of the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def test_every_group_up_to_the_root_may_have_a_quota(tmp_path: Path) -> None:
+def test_quotas_of_all_groups_up_to_the_root(tmp_path: Path) -> None:
     write(tmp_path / "jobs" / "cpu.max", "150000 100000\n")
     write(tmp_path / "jobs" / "mine" / "cpu.max", "max 100000\n")
     assert list(cpu_quotas("0::/jobs/mine\n", tmp_path)) == [1.5]
@@ -26,7 +26,7 @@ def test_every_group_up_to_the_root_may_have_a_quota(tmp_path: Path) -> None:
 
 def test_quotas_of_version_1(tmp_path: Path) -> None:
     groups = "5:memory:/docker/x\n4:cpu,cpuacct:/docker/x\n"
-    write(tmp_path / "cpu" / "cpu.cfs_quota_us", "50000\n")  # a container sees its own group as the root
+    write(tmp_path / "cpu" / "cpu.cfs_quota_us", "50000\n")  # the root is the container's group
     write(tmp_path / "cpu" / "cpu.cfs_period_us", "100000\n")
     assert list(cpu_quotas(groups, tmp_path)) == [0.5]
     write(tmp_path / "cpu" / "cpu.cfs_quota_us", "-1\n")

@@ -1,7 +1,7 @@
-"""The sleep and wake protocol of kernels/transport/doorbell.hpp, in every order in which two ranks' steps can happen.
+"""Model check of the sleep and wake protocol in kernels/transport/doorbell.hpp, over all interleavings of two ranks.
 
-Stores wait in a buffer until the processor lets others see them, as on x86; a fence empties it. The steps are read from
-the source, so that a change of their order there is judged here.
+Stores wait in a store buffer, as on x86, and a fence drains it. The steps are parsed from the source, so a change of
+their order there is checked here.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import pytest
 SOURCE = (Path(__file__).parents[3] / "kernels" / "transport" / "doorbell.hpp").read_text()
 STEPS = {
     "fence": r"atomic_thread_fence\(std::memory_order_seq_cst\)",
-    "if awake": r"face_->asleep\.load\(.*\) == 0\) return",
-    "ring": r"face_->rings\.fetch_add\(1",
+    "if awake": r"page_->asleep\.load\(.*\) == 0\) return",
+    "ring": r"page_->rings\.fetch_add\(1",
     "wake": r"FUTEX_WAKE,",
-    "see rings": r"seen = face_->rings\.load",
-    "asleep": r"face_->asleep\.store\(1",
+    "see rings": r"seen = page_->rings\.load",
+    "asleep": r"page_->asleep\.store\(1",
     "look": r"if \(!arrived\(\)",
     "sleep": r"FUTEX_WAIT,",
-    "awake": r"face_->asleep\.store\(0",
+    "awake": r"page_->asleep\.store\(0",
 }
 
 
 def steps(function: str) -> tuple[str, ...]:
-    """The steps of a function of the doorbell, in the order of the source; of wait() those after the short look."""
+    """Return the steps of a function in the order of the source; for wait(), the steps after the spin."""
     body = SOURCE[re.search(rf"\b(void|bool) {function}\(", SOURCE).start() :]  # pyright: ignore[reportOptionalMemberAccess]
     body = body[: body.index("\n    }\n")]
     body = body[max(body.find("const std::uint32_t seen"), 0) :]
@@ -37,26 +37,26 @@ def steps(function: str) -> tuple[str, ...]:
 
 
 RING, WAIT = steps("ring"), steps("wait")
-MESSAGES = 3  # that the ringer stores, one after the other
+MESSAGES = 3  # stored by the ringer in sequence
 
 
 class State(NamedTuple):
-    """Of the memory that both see, and of both."""
+    """State of the shared memory and of both ranks."""
 
     stored: int = 0  # messages
     asleep: int = 0
     rings: int = 0
-    ringer: int = 0  # its next step: that of the message ringer // (steps + 1)
-    ringer_buffer: tuple[int, ...] = ()  # values of `stored` that others do not see yet
+    ringer: int = 0  # next step of the ringer, for message ringer // (steps + 1)
+    ringer_buffer: tuple[int, ...] = ()  # store buffer: values of `stored`
     waiter: int = 0
-    waiter_buffer: tuple[int, ...] = ()  # values of `asleep`
+    waiter_buffer: tuple[int, ...] = ()  # store buffer: values of `asleep`
     taken: int = 0
     seen: int = 0
     sleeping: bool = False
 
 
 def next_states(s: State, ring: tuple[str, ...], wait: tuple[str, ...]) -> Iterator[State]:
-    """Whatever can happen next: a step of either, or the oldest store of a buffer becomes visible."""
+    """Yield all next states: a step of either rank, or the oldest store of a buffer becomes visible."""
     if s.ringer_buffer:
         yield s._replace(stored=s.ringer_buffer[0], ringer_buffer=s.ringer_buffer[1:])
     if s.waiter_buffer:
@@ -79,7 +79,7 @@ def _ringer(s: State, ring: tuple[str, ...]) -> Iterator[State]:
         yield over if s.asleep == 0 else after
     elif step == "wake":
         yield after._replace(sleeping=False)
-    elif not s.ringer_buffer:  # a fence and an atomic addition wait for the buffer
+    elif not s.ringer_buffer:  # a fence or an atomic addition drains the buffer first
         yield after._replace(rings=s.rings + 1) if step == "ring" else after
 
 
@@ -88,7 +88,7 @@ def _waiter(s: State, wait: tuple[str, ...]) -> Iterator[State]:
         return
     step = wait[s.waiter] if s.waiter < len(wait) else "again"
     after = s._replace(waiter=s.waiter + 1)
-    if step == "again":  # takes what is there, and waits for the next
+    if step == "again":  # take the stored messages and wait for the next one
         yield s._replace(waiter=0, taken=s.stored)
     elif step == "see rings":
         yield after._replace(seen=s.rings)
@@ -97,14 +97,14 @@ def _waiter(s: State, wait: tuple[str, ...]) -> Iterator[State]:
     elif step == "look":
         yield after._replace(waiter=wait.index("awake")) if s.stored != s.taken else after
     elif step == "sleep":
-        # A system call; the kernel compares and sleeps in one step.
+        # The kernel compares and sleeps atomically.
         yield after._replace(sleeping=s.rings == s.seen)
     elif not s.waiter_buffer:
         yield after
 
 
-def asleep_for_ever(ring: tuple[str, ...], wait: tuple[str, ...]) -> tuple[int, State | None]:
-    """How many states there are, and one in which nothing can happen although a message was not taken."""
+def lost_wake_up(ring: tuple[str, ...], wait: tuple[str, ...]) -> tuple[int, State | None]:
+    """Return the number of states, and a state without a next one in which a message was not taken."""
     first = State()
     known, left = {first}, [first]
     while left:
@@ -119,13 +119,13 @@ def asleep_for_ever(ring: tuple[str, ...], wait: tuple[str, ...]) -> tuple[int, 
     return len(known), None
 
 
-def test_the_steps_are_those_of_the_source() -> None:
+def test_steps_of_the_source() -> None:
     assert RING == ("fence", "if awake", "ring", "wake")
     assert WAIT == ("see rings", "asleep", "fence", "look", "sleep", "awake")
 
 
 def test_no_order_of_steps_loses_a_wake_up() -> None:
-    count, lost = asleep_for_ever(RING, WAIT)
+    count, lost = lost_wake_up(RING, WAIT)
     assert lost is None and count > 300
 
 
@@ -138,13 +138,12 @@ def without(words: tuple[str, ...], word: str) -> tuple[str, ...]:
     [
         (without(RING, "fence"), WAIT),
         (RING, without(WAIT, "fence")),
-        (without(RING, "ring"), WAIT),  # the sleeper would not notice a ring that comes before it sleeps
+        (without(RING, "ring"), WAIT),  # a ring before the sleep would be lost
         (without(RING, "wake"), WAIT),
         (RING, ("asleep", "fence", "look", "see rings", "sleep", "awake")),
         (RING, ("see rings", "look", "asleep", "fence", "sleep", "awake")),
     ],
 )
-def test_every_part_is_needed(ring: tuple[str, ...], wait: tuple[str, ...]) -> None:
-    """Without it there is an order in which a rank sleeps although a message lies there."""
-    lost = asleep_for_ever(ring, wait)[1]
+def test_every_step_is_necessary(ring: tuple[str, ...], wait: tuple[str, ...]) -> None:
+    lost = lost_wake_up(ring, wait)[1]
     assert lost is not None and lost.sleeping and lost.stored > lost.taken

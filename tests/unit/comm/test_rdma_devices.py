@@ -1,4 +1,4 @@
-"""Which RDMA port and address a rank uses, from trees of files as the kernel shows them."""
+"""Selection of a rank's RDMA port and GID, from copies of sysfs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add_port(
 
 
 def roce(address: str, interface: str) -> list[GidRow]:
-    """The table of a RoCE port: each address as v1 and as v2, the link-local one first, empty ones behind."""
+    """Return the GID table of a RoCE port: link-local and IPv4 address, each as v1 and v2, then an empty entry."""
     a, b, c, d = map(int, address.split("."))
     mapped = f"0000:0000:0000:0000:0000:ffff:{a:02x}{b:02x}:{c:02x}{d:02x}"
     local = "fe80:0000:0000:0000:0202:c9ff:fe00:0001"
@@ -48,7 +48,7 @@ def roce(address: str, interface: str) -> list[GidRow]:
 
 
 @pytest.fixture
-def two_cards(tmp_path: Path) -> Path:
+def two_devices(tmp_path: Path) -> Path:
     add_port(tmp_path, "mlx5_0", roce("10.0.0.1", "eth0"))
     add_port(tmp_path, "mlx5_1", roce("10.0.1.1", "eth1"))
     return tmp_path
@@ -61,35 +61,31 @@ def chosen(
     return choice.device, choice.port, choice.gid_index
 
 
-def test_the_address_chooses_device_and_gid(two_cards: Path) -> None:
-    assert chosen(two_cards, "10.0.1.1") == ("mlx5_1", 1, 3)
-    assert chosen(two_cards, "10.0.0.1") == ("mlx5_0", 1, 3)
-    # Any other address, as that of a second network for starting jobs: the first device by its IPv4 address.
-    assert chosen(two_cards, "192.168.0.7") == chosen(two_cards, None) == ("mlx5_0", 1, 3)
+def test_selection_by_address(two_devices: Path) -> None:
+    assert chosen(two_devices, "10.0.1.1") == ("mlx5_1", 1, 3)
+    assert chosen(two_devices, "10.0.0.1") == ("mlx5_0", 1, 3)
+    # An address of another network selects the IPv4 GID of the first device.
+    assert chosen(two_devices, "192.168.0.7") == chosen(two_devices, None) == ("mlx5_0", 1, 3)
 
 
-def test_an_address_that_the_user_gave_must_be_a_devices(two_cards: Path) -> None:
-    with pytest.raises(TransportError) as raised:
-        chosen(two_cards, "192.168.0.7", must_match=True)
-    assert "192.168.0.7" in str(raised.value) and "10.0.1.1 (mlx5_1 port 1)" in str(raised.value)
-    assert chosen(two_cards, "192.168.0.7", {"DS_EXT_RDMA_DEV": "mlx5_1"}, must_match=True) == (
-        "mlx5_1",
-        1,
-        3,
-    )
+def test_given_address_must_belong_to_a_device(two_devices: Path) -> None:
+    with pytest.raises(TransportError, match=r"192\.168\.0\.7.* 10\.0\.1\.1 \(mlx5_1 port 1\)"):
+        chosen(two_devices, "192.168.0.7", must_match=True)
+    environment = {"DS_EXT_RDMA_DEV": "mlx5_1"}
+    assert chosen(two_devices, "192.168.0.7", environment, must_match=True) == ("mlx5_1", 1, 3)
 
 
-def test_the_environment_overrides(two_cards: Path) -> None:
-    assert chosen(two_cards, None, {"DS_EXT_RDMA_DEV": "mlx5_1:1"}) == ("mlx5_1", 1, 3)
-    assert chosen(two_cards, None, {"DS_EXT_RDMA_GID_INDEX": "1"}) == ("mlx5_0", 1, 1)
-    assert chosen(two_cards, None, {"NCCL_IB_GID_INDEX": "2"}) == ("mlx5_0", 1, 2)
-    assert chosen(two_cards, None, {"NCCL_IB_GID_INDEX": "77"}) == ("mlx5_0", 1, 3)
-    for variable, value, words in (
+def test_environment_overrides(two_devices: Path) -> None:
+    assert chosen(two_devices, None, {"DS_EXT_RDMA_DEV": "mlx5_1:1"}) == ("mlx5_1", 1, 3)
+    assert chosen(two_devices, None, {"DS_EXT_RDMA_GID_INDEX": "1"}) == ("mlx5_0", 1, 1)
+    assert chosen(two_devices, None, {"NCCL_IB_GID_INDEX": "2"}) == ("mlx5_0", 1, 2)
+    assert chosen(two_devices, None, {"NCCL_IB_GID_INDEX": "77"}) == ("mlx5_0", 1, 3)
+    for variable, value, known in (
         ("DS_EXT_RDMA_DEV", "mlx4_0", "mlx5_0:1, mlx5_1:1"),
-        ("DS_EXT_RDMA_GID_INDEX", "77", "has the GIDs 0, 1, 2, 3"),
+        ("DS_EXT_RDMA_GID_INDEX", "77", "0, 1, 2, 3"),
     ):
-        with pytest.raises(TransportError, match=words):
-            chosen(two_cards, None, {variable: value})
+        with pytest.raises(TransportError, match=f"{variable}.*{value}.*{known}"):
+            chosen(two_devices, None, {variable: value})
 
 
 def test_ipv6_addresses(tmp_path: Path) -> None:
@@ -106,25 +102,25 @@ def test_infiniband_needs_no_ip_address(tmp_path: Path) -> None:
     assert (first.state, second.lid, second.name) == ("INIT", 42, "mlx5_0 port 2")
 
 
-def test_ports_that_cannot_be_used(tmp_path: Path) -> None:
-    with pytest.raises(TransportError, match="this host has no RDMA device"):
+def test_unusable_ports(tmp_path: Path) -> None:
+    with pytest.raises(TransportError):
         chosen(tmp_path, None)
     add_port(tmp_path, "mlx5_0", roce("10.0.0.1", "eth0"), state="1: DOWN")
     add_port(tmp_path, "mlx5_1", [row for row in roce("10.0.1.1", "eth1") if row[1] == "IB/RoCE v1"])
-    with pytest.raises(TransportError, match="mlx5_0 port 1 is DOWN, mlx5_1 port 1 has no RoCE v2 GID"):
+    with pytest.raises(TransportError, match=r"mlx5_0 port 1 .*DOWN.*mlx5_1 port 1 .*RoCE v2"):
         chosen(tmp_path, "10.0.0.1")
 
 
-def test_the_limit_on_locked_memory() -> None:
+def test_limit_on_locked_memory() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     expected = float("inf") if hard == resource.RLIM_INFINITY else hard
-    assert lockable_bytes() in (expected, float("inf"))  # without limit where the process has the right
+    assert lockable_bytes() in (expected, float("inf"))  # unlimited with CAP_IPC_LOCK
 
 
-def test_without_libibverbs_the_module_loads_and_it_says_what_to_install() -> None:
+def test_module_loads_without_libibverbs() -> None:
     script = (
         "from ds_ext.comm import _native\n"
-        "assert 'ibverbs' not in open('/proc/self/maps').read(), 'it is linked'\n"
+        "assert 'ibverbs' not in open('/proc/self/maps').read()\n"
         "try: _native.load_verbs()\n"
         "except _native.VerbsError as error: print(error)"
     )
@@ -133,10 +129,10 @@ def test_without_libibverbs_the_module_loads_and_it_says_what_to_install() -> No
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=root, env=environment, capture_output=True, text=True
     )
-    assert "libibverbs cannot be loaded" in done.stdout and "install rdma-core" in done.stdout, done
+    assert "/nonexistent/libibverbs.so" in done.stdout and "rdma-core" in done.stdout, done
 
 
-def test_holes_in_the_table(tmp_path: Path) -> None:
+def test_holes_in_the_gid_table(tmp_path: Path) -> None:
     empty = ("fe80:0000:0000:0000:0000:0000:0000:0000", "", "")
     add_port(
         tmp_path, "mlx5_0", [empty] * 20 + [row for row in roce("10.0.0.1", "eth0") if row[1] == "RoCE v2"]

@@ -1,4 +1,4 @@
-"""Handshake of ranks of one host: only processes with the job's token, and a failure leaves nothing open."""
+"""Handshake of ranks of one host: check of the job token, and clean-up after a failure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HELLO = struct.Struct("<16sI")
 
 
 def open_files() -> set[str]:
-    """What this process has open, without what other tests close in between."""
+    """Return the open files of this process."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -42,7 +42,7 @@ def ranks(count: int) -> Iterator[tuple[list[UnixListener], list[ShmOffer]]]:
 def exchange_all(
     listeners: list[UnixListener], offers: list[ShmOffer], timeout_s: float = 30.0
 ) -> list[dict[int, PeerFiles] | str]:
-    """Every rank in a thread of its own hands to each peer a pipe end on which its number can be read."""
+    """Run every rank in a thread. It sends each peer a pipe from which its rank can be read."""
     results: list[dict[int, PeerFiles] | str] = [""] * len(listeners)
 
     def one(rank: int) -> None:
@@ -80,13 +80,13 @@ def intrude(offer: ShmOffer, hello: bytes) -> socket.socket:
     return connection
 
 
-def test_unknown_processes_are_rejected_and_the_ranks_connect() -> None:
+def test_unknown_processes_are_rejected() -> None:
     with ranks(3) as (listeners, offers):
         token = offers[2].token
         wrong = [
-            HELLO.pack(secrets.token_bytes(16), 0),  # another job's token
-            HELLO.pack(offers[1].token, 0),  # another rank's
-            HELLO.pack(token, 7),  # no rank that is waited for
+            HELLO.pack(secrets.token_bytes(16), 0),  # token of another job
+            HELLO.pack(offers[1].token, 0),  # token of another rank
+            HELLO.pack(token, 7),  # unexpected rank
             token[:5],
             b"GET / HTTP/1.1",
         ]
@@ -105,34 +105,32 @@ def test_unknown_processes_are_rejected_and_the_ranks_connect() -> None:
         silent.close()
 
 
-def test_a_handshake_that_fails_leaves_no_file_open() -> None:
+def test_failed_handshake_leaves_no_file_open() -> None:
     before = open_files()
     with ranks(3) as (listeners, offers):
         # Rank 0 has a wrong token for rank 1. Rank 2 may have connected to both before.
         stranger = ShmOffer(offers[1].name, secrets.token_bytes(16))
         first, second, third = exchange_all(listeners, [offers[0], stranger, offers[2]], timeout_s=2.0)
-        assert "closed the connection" in str(first) and "did not connect within 2 s" in str(second)
+        assert "rank 1" in str(first) and "rank 0" in str(second) and " 2 s" in str(second)
         for received in third.values() if isinstance(third, dict) else ():
             received.close()
         del listeners, offers
     assert open_files() <= before
 
 
-def test_a_rank_that_is_gone_is_an_error() -> None:
+def test_exited_rank_is_an_error() -> None:
     with ranks(2) as (listeners, offers):
         listeners[1].close()
-        with pytest.raises(TransportError, match="cannot be connected: Connection refused"):
+        with pytest.raises(TransportError, match="Connection refused"):
             exchange_files(listeners[0], 0, dict(enumerate(offers)), {1: []}, {1: 0}, 5.0)
 
 
-def test_ranks_that_outnumber_the_cores_do_not_look_before_they_sleep(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_spin_if_ranks_outnumber_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SPIN_VARIABLE, raising=False)
     monkeypatch.setattr(spin, "usable_cores", lambda: 2.0)
     assert spin_us(1) == spin_us(2) > 0 and spin_us(3) == 0
     monkeypatch.setenv(SPIN_VARIABLE, "7.5")
     assert spin_us(1) == spin_us(10_000) == 7.5
     monkeypatch.setenv(SPIN_VARIABLE, "often")
-    with pytest.raises(TransportError, match="DS_EXT_SPIN_US must be a number of microseconds; got 'often'"):
+    with pytest.raises(TransportError, match=r"DS_EXT_SPIN_US.*'often'"):
         spin_us(1)

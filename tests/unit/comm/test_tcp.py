@@ -1,9 +1,8 @@
-"""tcp links within one process: every byte that a peer could send wrong, and what the I/O thread takes and leaves."""
+"""Tcp links within one process: invalid data of a peer, and the end of a peer."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import socket
 import struct
@@ -16,15 +15,15 @@ import torch
 
 from ds_ext.comm import _native
 from ds_ext.comm.endpoints import Endpoints
-from ds_ext.comm.links import Links
 from ds_ext.comm.native_transport import COPIED_BYTES, NativeTransport
 from ds_ext.errors import PeerGone, ProtocolError, TransportError, TransportTimeout
 from tests.crc32c import crc32c
-from tests.links import both_send_first, held
+from tests.links import both_send_first, held, in_child, pack, unpack
+from tests.selection import EVERYTHING
 
 WINDOW = 64 << 20
-LARGE = COPIED_BYTES // 4 + 1  # floats that are used where they arrive
-CONTROL = struct.Struct("<4sHHIIQII")  # magic, version, kind, bytes, 0, taken, the text's checksum, checksum
+LARGE = COPIED_BYTES // 4 + 1  # floats of the smallest message that is not copied out
+CONTROL = struct.Struct("<4sHHIIQII")  # magic, version, kind, bytes, 0, taken, checksum of the text, checksum
 
 
 def connected() -> tuple[socket.socket, socket.socket]:
@@ -34,16 +33,16 @@ def connected() -> tuple[socket.socket, socket.socket]:
 
 
 def over(end: socket.socket, rank: int, window: int = WINDOW, timeout_s: float = 30.0) -> NativeTransport:
-    """The transport of a rank whose only peer is at the other end of the connection."""
+    """Return the transport of a rank over one side of a connection."""
     port, peer = _native.Port(), 1 - rank
     connection = _native.TcpConnection(end.detach(), port, window, True)
-    ends = Endpoints({peer: _native.TcpIncoming(connection, peer)}, {peer: _native.TcpOutgoing(connection)})
-    port.add(ends.incoming[peer])
-    return NativeTransport(Links(port, ends, {peer: 4}), "tcp", rank, 2, timeout_s)
+    links = Endpoints({peer: _native.TcpIncoming(connection, peer)}, {peer: _native.TcpOutgoing(connection)})
+    port.add(links.incoming[peer])
+    return NativeTransport(port, links, {peer: 4}, "tcp", rank, 2, timeout_s)
 
 
 class Pair:
-    """Two endpoints in this process."""
+    """Ranks 0 and 1 in this process."""
 
     def __init__(self, window: int = WINDOW, timeout_s: float = 30.0) -> None:
         left, right = connected()
@@ -56,19 +55,19 @@ class Pair:
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    made = Pair()
-    yield made
-    made.close()
+    ranks = Pair()
+    yield ranks
+    ranks.close()
 
 
 class Raw:
-    """A rank, and a peer that is a plain socket: it sends whatever a test likes."""
+    """Rank 1, and a plain socket in place of rank 0."""
 
     def __init__(self) -> None:
         self.socket, other = connected()
         self.rank = over(other, 1)
 
-    def says(self, data: bytes | bytearray) -> None:
+    def send(self, data: bytes | bytearray) -> None:
         self.socket.sendall(data)
 
     def __enter__(self) -> Raw:
@@ -79,7 +78,7 @@ class Raw:
 
 
 def frame(*tensors: torch.Tensor, tag: int = 5, **fields: int) -> bytes:
-    """A message as it travels, with other values in the fields of its first descriptor."""
+    """Return the bytes of a message, after setting fields of its first descriptor."""
     left, right = connected()
     with right:
         sender = over(left, 0)
@@ -90,17 +89,17 @@ def frame(*tensors: torch.Tensor, tag: int = 5, **fields: int) -> bytes:
             data += right.recv(size - len(data))
         del sender
     if fields:
-        first = _native.unpack(bytes(data[:256]))
+        first = unpack(bytes(data[:256]))
         for name, value in fields.items():
             setattr(first, name, value)
-        data[:256] = _native.pack(first)
+        data[:256] = pack(first)
     return bytes(data)
 
 
 # --- messages ---
 
 
-def test_tensors_lie_in_memory_of_their_own(pair: Pair) -> None:
+def test_received_tensors_own_their_memory(pair: Pair) -> None:
     kept: list[torch.Tensor] = []
     for step in range(6):
         for source, target, peer in ((pair.left, pair.right, 1), (pair.right, pair.left, 0)):
@@ -120,9 +119,9 @@ def test_tensors_lie_in_memory_of_their_own(pair: Pair) -> None:
     assert [int(tensor) for tensor in pair.right.recv(0, 9).wait()] == list(range(700))
 
 
-@pytest.mark.parametrize("messages", [20, 2000])
-def test_two_ranks_that_both_send_first_do_not_block_each_other(messages: int) -> None:
-    """More bytes than the window and than the sockets hold."""
+@pytest.mark.parametrize("messages", [10, 2100])
+def test_ranks_that_both_send_first_do_not_deadlock(messages: int) -> None:
+    """Both send more bytes than fit into the window and the sockets."""
     pair = Pair(window=8 << 20 if messages < 100 else 8 << 10)
     sums = both_send_first(pair.left, pair.right, messages)
     assert sums == dict.fromkeys((0, 1), messages * (messages - 1) // 2)
@@ -131,50 +130,49 @@ def test_two_ranks_that_both_send_first_do_not_block_each_other(messages: int) -
 
 def test_a_full_window_waits_for_the_receiver() -> None:
     pair = Pair(window=1 << 20, timeout_s=0.3)
-    pair.left.send([torch.zeros(4 << 20, dtype=torch.uint8)], 1, 0)  # a single one may be larger
-    with pytest.raises(TransportTimeout, match=r"send to rank 1 of tag 1 .* 0.3 s \(1 messages") as caught:
+    pair.left.send([torch.zeros(4 << 20, dtype=torch.uint8)], 1, 0)  # a single message may be larger
+    with pytest.raises(TransportTimeout) as caught:
         pair.left.send([torch.zeros(1)], 1, 1)
     error = caught.value
     found = (error.rank, error.peer, error.op, error.tag, error.seconds, error.credits)
     assert found == (0, 1, "send to", 1, 0.3, 1)
 
 
-# --- what a peer may say ---
+# --- invalid data ---
 
 
-def test_each_changed_byte_of_a_descriptor_is_refused() -> None:
-    """Of the first and of the last; bytes of the body are the kernel's to check."""
-    right = frame(torch.arange(6.0), torch.tensor([True, False]))
-    for position in range(512):
-        wrong = bytearray(right)
+def test_changed_byte_of_a_descriptor_is_refused() -> None:
+    valid = frame(torch.arange(6.0), torch.tensor([True, False]))
+    for position in range(0, 512, 1 if EVERYTHING else 5):
+        wrong = bytearray(valid)
         wrong[position] ^= 1 << position % 8
         with Raw() as raw:
-            raw.says(wrong)
-            with pytest.raises(ProtocolError, match="rank 1: a message is damaged: "):
+            raw.send(wrong)
+            with pytest.raises(ProtocolError):
                 raw.rank.recv(0, 5).wait()
 
 
 @pytest.mark.parametrize(
-    ("fields", "what"),
+    ("fields", "problem"),
     [
-        ({"link_seq": 1}, "missing or comes twice"),
-        ({"seq": 1}, "missing or comes twice"),
-        ({"place": 64}, "a place in a segment"),
-        ({"index": 1}, "out of order"),
-        ({"count": 3}, "these bytes are no frame"),
-        ({"body_bytes": 1 << 60}, "no memory"),
+        ({"link_seq": 1}, "missing"),
+        ({"seq": 1}, "missing"),
+        ({"place": 64}, "place"),
+        ({"index": 1}, "order"),
+        ({"count": 3}, "frame"),
+        ({"body_bytes": 1 << 60}, "memory"),
     ],
 )
-def test_a_descriptor_with_a_right_checksum_must_still_fit(fields: dict[str, int], what: str) -> None:
+def test_wrong_descriptor_with_a_valid_checksum_is_refused(fields: dict[str, int], problem: str) -> None:
     with Raw() as raw:
         tensors = [torch.ones(4)] if "body_bytes" in fields else [torch.ones(4), torch.zeros(3)]
-        raw.says(frame(*tensors, **fields))
-        with pytest.raises(ProtocolError, match=what):
+        raw.send(frame(*tensors, **fields))
+        with pytest.raises(ProtocolError, match=problem):
             raw.rank.recv(0, 5).wait()
 
 
 def control(kind: int, text: bytes = b"") -> bytes:
-    """A control frame: the rank's own, with another kind and text."""
+    """Return a control frame."""
     body = [b"DSXC", 1, kind, len(text), 0, 0, crc32c(text)]
     packed = CONTROL.pack(*body, 0)[:-4]
     return packed + struct.pack("<I", crc32c(packed)) + text
@@ -183,9 +181,9 @@ def control(kind: int, text: bytes = b"") -> bytes:
 def test_control_frames() -> None:
     with Raw() as raw:  # in single bytes
         for byte in control(1) + frame(torch.arange(3.0)) + control(2, b"out of\nmemory"):
-            raw.says(bytes([byte]))
+            raw.send(bytes([byte]))
         assert raw.rank.recv(0, 5).wait()[0].tolist() == [0, 1, 2]
-        with pytest.raises(PeerGone, match=r"because it failed\. What failed first: out of memory") as caught:
+        with pytest.raises(PeerGone) as caught:
             raw.rank.recv(0, 6).wait()
         assert caught.value.cause == "out of memory"
     good = control(2, b"text")
@@ -193,47 +191,46 @@ def test_control_frames() -> None:
         wrong = bytearray(good)
         wrong[position] ^= 0x10
         with Raw() as raw:
-            raw.says(wrong + bytes(600))
+            raw.send(wrong + bytes(600))
             with pytest.raises(ProtocolError):
                 raw.rank.recv(0, 5).wait()
     with Raw() as raw:
-        raw.says(control(9))
-        with pytest.raises(ProtocolError, match="unknown control frame"):
+        raw.send(control(9))
+        with pytest.raises(ProtocolError):
             raw.rank.recv(0, 5).wait()
 
 
 # --- the end of a peer ---
 
 
-def test_a_closed_connection_is_noticed_at_once_and_what_was_sent_counts() -> None:
+def test_messages_before_the_end_of_a_peer_are_received() -> None:
     with Raw() as raw:
-        raw.says(frame(torch.ones(2)) + frame(torch.ones(2))[:100])
+        raw.send(frame(torch.ones(2)) + frame(torch.ones(2))[:100])
         time.sleep(0.05)
         ticket = raw.rank.recv(0, 5)
         raw.socket.close()
         assert ticket.wait()[0].tolist() == [1, 1]
         start = time.monotonic()
-        with pytest.raises(
-            PeerGone, match=r"rank 1: recv from rank 0 of tag 6 .* rank 0 has ended"
-        ) as caught:
+        with pytest.raises(PeerGone) as caught:
             raw.rank.recv(0, 6).wait()
-        assert time.monotonic() - start < 10 and caught.value.peer == 0
+        assert time.monotonic() - start < 10
+        assert (caught.value.rank, caught.value.peer, caught.value.tag) == (1, 0, 6)
     pair = Pair()
     pair.left.send([torch.ones(LARGE)], 1, 0)
     waiting = threading.Thread(target=pair.left.close)
     waiting.start()
     assert pair.right.recv(0, 0).wait()[0].sum() == LARGE
     waiting.join(60)
-    with pytest.raises(PeerGone, match="rank 0 has closed its transport"):
+    with pytest.raises(PeerGone):
         pair.right.recv(0, 1).wait()
 
 
 def test_the_first_cause_reaches_the_peer(pair: Pair) -> None:
     pair.left.abort("ValueError: the loss is not a number")
-    with pytest.raises(PeerGone, match="What failed first: rank 0: ValueError: the loss is not") as caught:
+    with pytest.raises(PeerGone) as caught:
         pair.right.recv(0, 0).wait()
     assert caught.value.cause == "rank 0: ValueError: the loss is not a number"
-    with pytest.raises(TransportError, match="it was given up"):
+    with pytest.raises(TransportError):
         pair.left.send([torch.ones(1)], 1, 0)
 
 
@@ -245,24 +242,18 @@ def open_sockets() -> int:
     return found
 
 
-def test_a_forked_child_keeps_no_connection_open(pair: Pair) -> None:
+def test_forked_child_keeps_no_connection_open(pair: Pair) -> None:
     pair.left.send([torch.arange(float(LARGE))], 1, 0)
-    (received,) = pair.right.recv(0, 0).wait()
+    received = list(pair.right.recv(0, 0).wait())
     before = open_sockets()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            closed = open_sockets() <= before - 2
-            right = received[5].item() == 5.0
-            del received
-            gc.collect()
-            try:
-                pair.left.send([torch.ones(1)], 1, 1)
-            except RuntimeError as error:
-                code = 0 if right and closed and "forked" in str(error) else 2
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def worker() -> tuple[bool, float]:
+        closed = open_sockets() <= before - 2
+        value = received.pop()[5].item()
+        with pytest.raises(RuntimeError):
+            pair.left.send([torch.ones(1)], 1, 1)
+        return closed, value
+
+    assert in_child(worker) == (True, 5.0)
     pair.left.send([torch.full((LARGE,), -1.0)], 1, 1)
-    assert pair.right.recv(0, 1).wait()[0][0].item() == -1 and received[5].item() == 5.0
+    assert pair.right.recv(0, 1).wait()[0][0].item() == -1 and received[0][5].item() == 5.0
