@@ -1,12 +1,12 @@
-"""A GPU without a GPU, for the protocol of ds_ext/comm/cuda_*.py: streams that are late, memory that is used again.
+"""Emulated GPU for the tests of ds_ext/comm/cuda/: streams with random delays, and reuse of dropped memory.
 
-Each stream is a thread that does its work in order, some of it late, by seed. Dropped memory is overwritten when its
-stream comes to that, as if the next owner wrote to it. Slabs and shared events are files, so ranks are real processes.
-Whatever the transport forgets to wait for gives wrong bytes here.
+Each stream is a thread that does its work in order, with random delays. Dropped memory is overwritten on its stream, as
+if the next owner wrote to it. Slabs and shared events are files, so ranks are real processes. A missing wait in the
+transport causes wrong bytes.
 
     device = LateDevice(folder, seed=1)          # the same folder on both ranks
-    tensor = device.tensor(torch.arange(5))      # lies there; its contents come later
-    result = device.read(tensor)                 # by the current stream, later; result() waits and gives the contents
+    tensor = device.tensor(torch.arange(5))      # its contents are written later
+    result = device.read(tensor)                 # queued on the current stream; result() waits for the contents
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ GARBAGE = 0xEE
 
 
 class _Array(np.ndarray):
-    """Memory whose end is noticed."""
+    """Memory with a finalizer."""
 
 
 class LateStream:
-    """A thread that does what it is given, in order."""
+    """Thread that does its work in order, with random delays."""
 
     def __init__(self, name: str, seed: int, late_s: float) -> None:
         self.name = name
@@ -57,7 +57,7 @@ class LateStream:
 
 
 class InlineStream:
-    """The same without delay: work is over when it is given."""
+    """Stream without delay: put() does the work."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -67,7 +67,7 @@ class InlineStream:
 
 
 class LateEvent:
-    """How often it was recorded, and the last of these that was reached."""
+    """Event: number of records, and the last record that was reached."""
 
     def __init__(self, counts: np.ndarray, theirs: bool) -> None:
         self.counts, self.theirs = counts, theirs
@@ -79,20 +79,20 @@ class LateEvent:
         deadline = time.monotonic() + WAIT_LIMIT_S
         while not self.reached(record):
             if time.monotonic() > deadline:
-                os._exit(3)  # a stream that waits for ever; the test says that the rank died
+                os._exit(3)  # deadlock; the test reports that the rank died
             time.sleep(5e-5)
 
 
 class LateDevice(Device):
-    """See ds_ext.comm.cuda.device.Device.
+    """Emulated Device.
 
     Args:
-        folder: of the shared files, the same on all ranks.
-        seed: of the delays.
-        late_s: the longest delay of a piece of work.
-        slow: the name of a stream that is later than the others.
-        skip: what to leave out, as self.left_out() names it.
-        reachable: False: other ranks cannot use its memory.
+        folder: folder of the shared files, the same on all ranks.
+        seed: seed of the delays.
+        late_s: maximum delay of a piece of work, in seconds.
+        slow: name of a stream with four times the delay.
+        skip: name of a step to skip, as in left_out().
+        reachable: whether other ranks can use its memory.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class LateDevice(Device):
     # --- for tests ---
 
     def tensor(self, contents: Tensor) -> Tensor:
-        """A tensor here, which the current stream fills."""
+        """Return a tensor on this device, which the current stream fills."""
         memory, source = self.empty(contents.nbytes, self.current()), contents.contiguous()
         data = source.view(-1).view(torch.uint8).numpy()
         raw = self._raw(memory)
@@ -135,7 +135,7 @@ class LateDevice(Device):
         self.current().put(lambda: raw.fill(value))
 
     def read(self, tensor: Tensor) -> Callable[[], bytes]:
-        """Read a tensor on the current stream, which does not keep it."""
+        """Read a tensor on the current stream, without keeping it."""
         raw, found, over = self._raw(tensor.view(-1).view(torch.uint8)), [], threading.Event()
 
         def work() -> None:
@@ -145,7 +145,7 @@ class LateDevice(Device):
         self.current().put(work)
 
         def result() -> bytes:
-            assert over.wait(WAIT_LIMIT_S), "the current stream stands still"
+            assert over.wait(WAIT_LIMIT_S), "the current stream is stuck"
             return found[0]
 
         return result
@@ -228,7 +228,7 @@ class LateDevice(Device):
         path = self._new_file(num_bytes)
         memory = self.open_slab({}, str(path))
         raw = self._raw(memory)
-        self.current().put(lambda: raw.fill(GARBAGE))  # what its last owner still does
+        self.current().put(lambda: raw.fill(GARBAGE))  # pending work of the last owner
         return memory, str(path)
 
     def open_slab(self, owner: DeviceIdentity, shared: Any) -> Tensor:
@@ -239,7 +239,7 @@ class LateDevice(Device):
     def part_of(self, slab: Tensor, place: int, num_bytes: int, returned: Callable[[], None]) -> Tensor:
         return self._owned(self._raw(slab[place : place + num_bytes]), returned)
 
-    # --- how ---
+    # --- implementation ---
 
     def _owned(self, memory: np.ndarray, dropped: Callable[[], None]) -> Tensor:
         array = memory.view(_Array)
@@ -254,7 +254,7 @@ class LateDevice(Device):
         stream.put(lambda: block.fill(GARBAGE))
 
     def _raw(self, tensor: Tensor) -> np.ndarray:
-        """The memory of a flat tensor; of one that lies here without keeping it."""
+        """Return the memory of a flat tensor, without keeping memory of this device."""
         for block in self._blocks:
             if _within(block, tensor):
                 begin = tensor.data_ptr() - block.ctypes.data
@@ -282,7 +282,7 @@ class LateDevice(Device):
 
 
 class InlineDevice(LateDevice):
-    """A GPU whose work is over at once: numbers with a fraction lie there, and all others on the host."""
+    """Emulated GPU without delays. Floating-point tensors are on the GPU, all others on the host."""
 
     def _stream(self, name: str, seed: int, late_s: float) -> Any:
         return InlineStream(name)
@@ -308,5 +308,5 @@ def _within(block: np.ndarray, tensor: Tensor) -> bool:
 
 
 def at(folder: str) -> LateDevice:
-    """A device whose shared files are in a folder."""
+    """Return a device with shared files in a folder."""
     return LateDevice(Path(folder), os.getpid())

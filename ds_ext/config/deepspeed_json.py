@@ -1,6 +1,6 @@
-"""DeepSpeed's part of the JSON: our own refusals, precision and ZeRO stage. Pure.
+"""DeepSpeed's part of the JSON: settings that ds_ext refuses, precision and ZeRO stage. Needs no torch.
 
-Whether the installed DeepSpeed accepts the keys is decided in :mod:`.deepspeed_check`, which imports it.
+:mod:`.deepspeed_check` asks the installed DeepSpeed whether it accepts the keys.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import ConfigError
 
-# Section -> the package that rank 0 imports for it, and its name for pip.
+# Section -> package that rank 0 imports for it, and its name for pip.
 _MONITORS = {
     "tensorboard": ("tensorboard", "tensorboard"),
     "wandb": ("wandb", "wandb"),
@@ -23,7 +23,7 @@ _SWITCHED = ("bf16", "bfloat16", "fp16", *_MONITORS)
 _OBJECTS = ("optimizer", "optimizer.params", "scheduler", "scheduler.params", "zero_optimization", *_SWITCHED)
 _MAY_BE_NULL = ("optimizer.params", "scheduler.params", "bf16")
 
-# Switches of DeepSpeed's forward and handlers, which this engine replaces -> what to do instead.
+# Settings of DeepSpeed's forward and handlers, which this engine replaces -> alternative.
 _UNAPPLIED = {
     "torch_autocast.enabled": 'For half precision set "bf16": {"enabled": true}',
     "fp16.auto_cast": "The first layer casts its inputs",
@@ -32,15 +32,16 @@ _UNAPPLIED = {
     "wall_clock_breakdown": 'Set "trace" in the "ds_ext" section',
 }
 
-# At this difflib ratio "gradient_clip" is a typo of "gradient_clipping", and "comment" is not one of "comet".
+# With this difflib ratio, "gradient_clip" is a typo of "gradient_clipping", and "comment" is not one of "comet".
 RESEMBLES = 0.84
 
 
 def check_deepspeed_keys(config: Mapping[str, Any], ours: Collection[str]) -> None:
-    """Raise ConfigError for a misplaced or misspelt section of ours, or settings that a pipeline cannot use.
+    """Raise ConfigError for misplaced or misspelled keys of ds_ext, and for settings that a pipeline cannot use.
 
     Args:
-        ours: keys of the "ds_ext" section that are mistakes at the top level.
+        config: the DeepSpeed JSON.
+        ours: keys of the "ds_ext" section that must not be at the top level.
     """
     for key, value in config.items():
         if key in ours:
@@ -51,30 +52,30 @@ def check_deepspeed_keys(config: Mapping[str, Any], ours: Collection[str]) -> No
         value = _value(config, path, {})
         old_form = isinstance(value, bool) and path == "zero_optimization"
         if not (isinstance(value, Mapping) or (value is None and path in _MAY_BE_NULL) or old_form):
-            raise ConfigError(f"{path}: not an object (got {value!r}). Write {{...}} or leave it out.")
+            raise ConfigError(f"{path}: must be an object (got {value!r}). Use {{...}} or omit it.")
     for path in [f"{name}.enabled" for name in _SWITCHED]:
         value = _value(config, path, False)
         if not isinstance(value, bool) and value != "auto":
-            raise ConfigError(f"{path}: not a switch (got {value!r}). Use true or false.")
+            raise ConfigError(f"{path}: must be true or false (got {value!r}).")
     stage = _value(config, "zero_optimization.stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, "0", "1"):
         raise ConfigError(
-            f"zero_optimization.stage: pipelines support 0 and 1, as gradients of several micro-batches are in "
-            f'flight (got {stage!r}). Use {{"stage": 1}}, which shards the optimizer states.'
+            f"zero_optimization.stage: pipelines support only 0 and 1, because the gradients of several micro-batches "
+            f'are in flight (got {stage!r}). Use {{"stage": 1}}, which shards the optimizer states.'
         )
     if _is_enabled(config, "bf16") and _is_enabled(config, "fp16"):
-        raise ConfigError("bf16.enabled, fp16.enabled: both set by the JSON or flags (got true). Choose one.")
+        raise ConfigError("bf16.enabled, fp16.enabled: both are set (got true). Set only one.")
     for path, instead in _UNAPPLIED.items():
         if _value(config, path, False) is True:
-            raise ConfigError(f"{path}: has no effect in this engine (got true). Leave it out. {instead}.")
+            raise ConfigError(f"{path}: has no effect in this engine (got true). Omit it. {instead}.")
 
 
 def refuse_duplicate_keys(text: str, name: str) -> None:
-    """Raise ConfigError when an object of a valid JSON has a key twice: only the last would count.
+    """Raise ConfigError if an object of a valid JSON has a key twice, of which JSON readers use only the last.
 
     Args:
         text: the JSON.
-        name: its file, for the error.
+        name: name of its file, for errors.
     """
 
     def check(pairs: list[tuple[str, Any]]) -> None:
@@ -83,8 +84,8 @@ def refuse_duplicate_keys(text: str, name: str) -> None:
             if keys.count(key) > 1:
                 lines = [str(n) for n, line in enumerate(text.splitlines(), 1) if f'"{key}"' in line]
                 raise ConfigError(
-                    f"{name}: an object has the key {key!r} twice, and only the last would count (got it on lines "
-                    f"{', '.join(lines)}). Remove one of the two."
+                    f"{name}: key {key!r} appears twice in one object (got it on lines {', '.join(lines)}). Remove "
+                    "one of the two."
                 )
 
     json.loads(text, object_pairs_hook=check)
@@ -96,7 +97,7 @@ def require_monitors(config: Mapping[str, Any]) -> None:
         if not _is_enabled(config, section):
             continue
         found = importlib.util.find_spec(package)
-        if found is None or found.origin is None:  # a folder of that name, as wandb makes, is a package too
+        if found is None or found.origin is None:  # a folder such as ./wandb is a namespace package
             raise ConfigError(
                 f'{section}: the package {package!r} is not installed on the host of rank 0 (got "enabled": true). '
                 f"Install it with `pip install {requirement}`, or remove the section."
@@ -104,11 +105,12 @@ def require_monitors(config: Mapping[str, Any]) -> None:
 
 
 def half_through_zero(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``config``, with ZeRO stage 1 where it asks for fp16 or bf16 without ZeRO.
+    """Return ``config``, with ZeRO stage 1 if it sets fp16 or bf16 without ZeRO.
 
-    DeepSpeed's fp16 optimizers without ZeRO divide a pipeline's gradients by a loss scale that was never applied, and
-    its bf16 optimizer sums them in bf16. Stage 1 is the same arithmetic with the optimizer's states spread over the
-    data-parallel ranks. Optimizers that stage 0 takes are taken here too. Who asks for sums in bf16 gets them.
+    Without ZeRO, DeepSpeed's fp16 optimizers divide a pipeline's gradients by a loss scale that was never applied, and
+    its bf16 optimizer accumulates gradients in bf16. Stage 1 has the same arithmetic as stage 0, with the optimizer
+    states sharded over the data-parallel ranks. All optimizers of stage 0 stay accepted. An explicit
+    ``grad_accum_dtype`` bf16 stays unchanged.
     """
     zero, types = config.get("zero_optimization"), config.get("data_types")
     in_bf16 = isinstance(types, Mapping) and types.get("grad_accum_dtype") == "bf16"
@@ -120,10 +122,10 @@ def half_through_zero(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fp32_sums_of_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``config``, with gradients of bf16 summed in fp32, over micro-batches and ranks, unless it is set.
+    """Return ``config``, with bf16 gradients accumulated and reduced in fp32, unless it sets the dtypes.
 
-    DeepSpeed would sum them in bf16: of 1,000 micro-batches most would be lost to rounding, and results would depend
-    on the sizes of the job.
+    DeepSpeed's default is bf16. Over 1,000 micro-batches, most of the sum would be lost to rounding, and results would
+    depend on the sizes of the job.
     """
     made, types, zero = dict(config), config.get("data_types") or {}, config.get("zero_optimization")
     if precision(config) != "bf16":
@@ -140,7 +142,7 @@ def fp32_sums_of_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def zero_stage(config: Mapping[str, Any]) -> int:
-    """Return ZeRO's stage; from 1 on, optimizer states are spread over data-parallel ranks."""
+    """Return the ZeRO stage; from stage 1, optimizer states are sharded over the data-parallel ranks."""
     zero = config.get("zero_optimization")
     return int(
         zero.get("stage", 0) if isinstance(zero, Mapping) else zero or 0
@@ -148,14 +150,14 @@ def zero_stage(config: Mapping[str, Any]) -> int:
 
 
 def precision(config: Mapping[str, Any]) -> str:
-    """Return bf16, fp16 or fp32, as the JSON's sections of these names set it."""
+    """Return bf16, fp16 or fp32, from the sections of these names."""
     name = precision_section(config) or "fp32"
     return "bf16" if name == "bfloat16" else name
 
 
 def precision_section(config: Mapping[str, Any]) -> str | None:
     """Return the name of the section that enables half precision; None for fp32."""
-    bf16 = "bfloat16" if config.get("bf16") is None else "bf16"  # as DeepSpeed reads the two names
+    bf16 = "bfloat16" if config.get("bf16") is None else "bf16"  # DeepSpeed's rule for the two names
     return next((name for name in (bf16, "fp16") if _is_enabled(config, name)), None)
 
 

@@ -1,14 +1,11 @@
-"""The ``"ds_ext"`` section of a DeepSpeed JSON: its keys, their types, and every check across fields.
-
-Pure: no torch, no processes. All errors are ConfigError with one sentence that gives the numbers and the way
-out.
-"""
+"""Keys, types and checks of the ``"ds_ext"`` section of a DeepSpeed JSON. Needs no torch."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +24,7 @@ AUTO = "auto"  # the schedule that the planner chooses
 
 
 class DsExtConfig(Section):
-    """Everything of ours in the DeepSpeed JSON."""
+    """The ``"ds_ext"`` section of a DeepSpeed JSON."""
 
     schedule: str = "1f1b"
     pipeline_parallel_size: int = Field(default=1, ge=1)
@@ -45,12 +42,12 @@ class DsExtConfig(Section):
 
 
 def _keys(section: type[Section]) -> list[str]:
-    """Return the keys of a section as the JSON has them."""
+    """Return the keys of a section as they are spelled in the JSON."""
     return [field.alias or name for name, field in section.model_fields.items()]
 
 
 def import_own_schedules(job: JobConfig) -> None:
-    """Import the modules of the key "import", also from the JSON's folder.
+    """Import the modules of the key "import"; the search path includes the folder of the JSON.
 
     Raises:
         ConfigError: a module does not exist or fails.
@@ -62,19 +59,25 @@ def import_own_schedules(job: JobConfig) -> None:
 
 
 def named_schedule(name: str) -> Schedule:
-    """The schedule of that name, or of the timetable file at that path. Raises ConfigError."""
+    """Return the schedule of a name or of a timetable file. Raises ConfigError."""
     try:
         return schedule_of_file(name) if is_timetable_file(name) else get_schedule(name)
     except ScheduleError as error:
-        also = "" if is_timetable_file(name) else ' In a job also "auto", or the path of a timetable file.'
+        also = (
+            "" if is_timetable_file(name) else ' A job also accepts "auto" or the path of a timetable file.'
+        )
         raise ConfigError(f"{error}{also}") from None
 
 
 @dataclass(frozen=True)
 class JobConfig:
-    """A whole DeepSpeed JSON: the dict for DeepSpeed, and our validated section of it.
+    """DeepSpeed JSON with its validated ``"ds_ext"`` section.
 
-    ``flags`` says which keys a flag filled in, for errors: "train_batch_size" -> "--global-batch-size 48".
+    Attributes:
+        deepspeed: the whole JSON.
+        ds_ext: the validated section.
+        path: file of the JSON; None: it was given as a dict.
+        flags: key -> the flag that set it, for errors, as "train_batch_size" -> "--global-batch-size 48".
     """
 
     deepspeed: dict[str, Any]
@@ -88,13 +91,13 @@ class JobConfig:
         notes = []
         if self.ds_ext.sequence_parallel and self.ds_ext.tensor_parallel_size == 1:
             notes.append(
-                "sequence_parallel has no effect with tensor_parallel_size 1: a rank has all tokens of its samples"
+                "ds_ext.sequence_parallel: no effect with tensor_parallel_size 1, because a rank has all tokens"
             )
         return notes
 
 
 def require_section(job: JobConfig) -> None:
-    """Raise ConfigError for a JSON without our section: it would train without a pipeline."""
+    """Raise ConfigError for a JSON without a "ds_ext" section, which would train without a pipeline."""
     if "ds_ext" not in job.deepspeed:
         raise ConfigError(
             f'"ds_ext": missing in {f"the JSON {job.path}" if job.path else "the configuration"}. Add '
@@ -108,14 +111,14 @@ def load_config(source: str | Path | Mapping[str, Any]) -> JobConfig:
     config = dict(source) if isinstance(source, Mapping) else _read(Path(source))
     section = config.get("ds_ext", {})
     if not isinstance(section, Mapping):
-        raise ConfigError(f'"ds_ext" must be an object such as {{"schedule": "bitpipe"}}; got {section!r}.')
+        raise ConfigError(f'ds_ext: must be an object such as {{"schedule": "bitpipe"}} (got {section!r}).')
     check_deepspeed_keys(config, set(_keys(DsExtConfig)) - {"train"})
     settings = parse_section(section)
     return JobConfig(config, settings, path)
 
 
 def parse_section(section: Mapping[str, Any]) -> DsExtConfig:
-    """Validate the ``"ds_ext"`` section. Raises ConfigError that names the key, and the nearest for a typo."""
+    """Validate the ``"ds_ext"`` section. Raises ConfigError with the key, and the nearest known key for a typo."""
     try:
         valid = DsExtConfig.model_validate(section)
     except ValidationError as error:
@@ -129,15 +132,13 @@ def _read(path: Path) -> dict[str, Any]:
         text = path.read_text()
         config = json.loads(text)
     except FileNotFoundError:
-        raise ConfigError(
-            f"the DeepSpeed JSON {str(path)!r} does not exist. The examples are in configs/."
-        ) from None
+        raise ConfigError(f"{path}: no such file. See configs/ for examples of a DeepSpeed JSON.") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the DeepSpeed JSON {str(path)!r} cannot be read: {error}.") from None
+        raise ConfigError(f"{path}: cannot be read (got {error}).") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}: line {error.lineno}, column {error.colno}: {error.msg}.") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"{path} must hold a JSON object; got {type(config).__name__}.")
+        raise ConfigError(f"{path}: must contain a JSON object (got {type(config).__name__}).")
     refuse_duplicate_keys(text, str(path))
     return config
 
@@ -145,22 +146,15 @@ def _read(path: Path) -> dict[str, Any]:
 def _explain(error: ValidationError) -> str:
     first = error.errors()[0]
     *outer, last = map(str, first["loc"])
-    key = ".".join((*outer, last))
+    key = ".".join(("ds_ext", *outer, last))
     if first["type"] == "extra_forbidden":
-        section = functools.reduce(getattr, outer, DsExtConfig())
-        known = _keys(type(section))
+        known = _keys(type(functools.reduce(getattr, outer, DsExtConfig())))
         near = difflib.get_close_matches(last, known, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        where = ".".join(("ds_ext", *outer))
-        return f'"{where}" has no key {last!r}{hint}; its keys: {", ".join(known)}.'
+        fix = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}."
+        return f"{key}: unknown key (got {first['input']!r}). {fix}"
+    problem = re.sub(r"^\w+ should ", "must ", first["msg"].removeprefix("Value error, "))
     if first["type"] == "model_type":
-        return f'"ds_ext": {key} must be an object; got {first["input"]!r}.'
-    said = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "string_pattern_mismatch":
-        said = 'Input should be as "10:20", "100:" or ":50"'
-    must = (
-        f"{key} must{said.removeprefix('Input should')}"
-        if said.startswith("Input should")
-        else f"{key}: {said}"
-    )
-    return f'"ds_ext": {must}; got {first["input"]!r}.'
+        problem = "must be an object"
+    elif first["type"] == "string_pattern_mismatch":
+        problem = 'must be like "10:20", "100:" or ":50"'
+    return f"{key}: {problem} (got {first['input']!r})."

@@ -1,4 +1,4 @@
-"""Objects inside the ``"ds_ext"`` section: transport_options, fbd and trace. Pure Python, no torch."""
+"""Objects inside the ``"ds_ext"`` section: transport_options, fbd and trace. Needs no torch."""
 
 from __future__ import annotations
 

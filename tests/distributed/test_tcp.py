@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -134,12 +135,8 @@ def silent(rank: int, hosts: tuple[str, str]) -> tuple[str, float]:
 def test_addresses_that_are_given_and_a_host_that_is_silent(ranks4: RankPool, hosts: tuple[str, str]) -> None:
     for name, wrong, few in ranks4.run(by_given_addresses, hosts):
         assert name == "tcp"
-        assert "gives rank 0 (host 0, " in wrong and "the address 10.77.0.2, which it cannot use" in wrong
-        assert "From there MASTER_ADDR is reached by fd77::1" in wrong
-        assert (
-            '"node_ips" has 3 addresses; give one for each of the 4 ranks, or one for each of the 2 hosts'
-            in few
-        )
+        assert re.search(r"node_ips: rank 0 .* host 0 .*10\.77\.0\.2.* MASTER_ADDR is fd77::1", wrong)
+        assert re.search(r"node_ips: .* 4 ranks or 2 hosts \(got 3\)", few)
     text, elapsed_s = ranks4.run(silent, hosts)[0]
     assert (
         text.startswith("rank 0: recv from rank 2 of tag 1") and "its host has not answered for 2 s" in text

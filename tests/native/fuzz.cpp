@@ -1,5 +1,5 @@
-// Changes good input of every native parser at random, for so many seconds: what it refuses it must refuse by its own
-// errors, and what it accepts must be sound. The sanitizers see the rest.
+// Fuzzer of all native parsers: random changes of valid input, for a number of seconds. A parser must throw its own
+// errors or return valid results. The sanitizers detect everything else.
 
 #include <chrono>
 #include <cstdio>
@@ -41,7 +41,7 @@ void change(Bytes& bytes) {
     }
 }
 
-/// With a right checksum, so that the checks behind it are reached.
+/// Set a valid checksum, so that the checks after it are reached.
 void seal(unsigned char* bytes, std::size_t checksum_at) {
     const std::uint32_t right = checksum(bytes, checksum_at);
     std::memcpy(bytes + checksum_at, &right, sizeof right);
@@ -93,7 +93,7 @@ void frames(const std::shared_ptr<Pool>& pool) {
                 pack_control(static_cast<ControlKind>(draw() % 5), draw(), std::string(draw() % 40, 'x'));
             next.insert(next.end(), text.begin(), text.end());
         }
-        if (draw() % 3 == 0) {  // one field, with a right checksum
+        if (draw() % 3 == 0) {  // one field, with a valid checksum
             next[draw() % kChecksumOffset] ^= static_cast<unsigned char>(draw());
             seal(next.data(), kChecksumOffset);
         }
@@ -131,12 +131,12 @@ void superblock(Segment& segment, const Address& address) {
     Segment::attach(dup(segment.memory().descriptor()), address);
     if (std::memcmp(bytes.data(), &good, offsetof(Superblock, checksum)) != 0) {
         const auto* found = reinterpret_cast<const Superblock*>(bytes.data());
-        if (found->minor == good.minor) std::abort();  // only another minor version is let in
+        if (found->minor == good.minor) std::abort();  // only another minor version is accepted
     }
 }
 
-/// Both endpoints of a segment, whose control part and descriptors are changed at random: what is taken all the same
-/// lies inside of it, and the sender's book stays whole.
+/// Both endpoints of a segment with random changes of its counters and descriptors. Messages that are still taken must
+/// be inside the segment, and the allocator must stay consistent.
 class Shared {
   public:
     Shared() : incoming_(address_), file_(dup(incoming_.descriptor())) {
@@ -149,7 +149,7 @@ class Shared {
     Shared& operator=(const Shared&) = delete;
     ~Shared() { munmap(memory_, kSlotsOffset + kSlots); }
 
-    /// Until an end refuses what it finds: then the link is over.
+    /// Run until an endpoint throws.
     [[noreturn]] void run() {
         while (true) {
             send();
@@ -173,7 +173,7 @@ class Shared {
         if (auto slot = outgoing_->reserve(5 << 16, pieces)) outgoing_->transmit(*slot, pieces);
     }
 
-    /// A number of the control part, or a byte of a descriptor, in the ring or in a slot, with a right checksum or not.
+    /// Change a counter, or a byte of a descriptor in the ring or in a slot, with or without a valid checksum.
     void spoil() {
         const auto small = [] { return draw() % 2 ? draw() % 64 : draw(); };
         const std::uint64_t value = small();
@@ -268,7 +268,7 @@ int main(int count, char** words) {
         } catch (const LinkError&) {
             ++refused;
         } catch (const std::bad_alloc&) {
-            ++refused;  // a body that no host has memory for
+            ++refused;  // a body larger than the memory of the host
         }
     }
     std::printf("%llu inputs, %llu refused\n", static_cast<unsigned long long>(tries),

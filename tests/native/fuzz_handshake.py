@@ -1,4 +1,4 @@
-"""Fuzz the tcp handshake: random data to a rank that waits for its peers; the two ranks must still connect.
+"""Fuzz the tcp handshake: send random data to a listening rank. The two ranks must still connect.
 
 python -m tests.native.fuzz_handshake SECONDS
 """
@@ -17,7 +17,7 @@ from tests.unit.comm.test_tcp_handshake import hello, proof
 
 
 def intrude(offer: TcpOffer, draw: random.Random) -> None:
-    """Connect once: send a good beginning with changes, or noise; in pieces, or closed too early."""
+    """Connect once and send a changed handshake or random data, in two parts."""
     words = bytearray(draw.choice([hello(0, 1), hello(0, 1) + proof(bytes(48)), draw.randbytes(60)]))
     for _ in range(draw.randrange(4)):
         words[draw.randrange(len(words))] = draw.randrange(256)
@@ -31,7 +31,7 @@ def intrude(offer: TcpOffer, draw: random.Random) -> None:
 
 
 def one_handshake(draw: random.Random, intruders: int) -> bool:
-    """Let rank 1 wait, intruders connect, and then rank 0. Returns whether the two ranks are connected."""
+    """Connect intruders to rank 1, then rank 0. Returns whether the two ranks are connected."""
     listeners = [TcpListener("127.0.0.1") for _ in range(2)]
     offers = {rank: listener.offer() for rank, listener in enumerate(listeners)}
     found: list[dict[int, PeerConnection]] = []

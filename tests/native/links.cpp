@@ -1,5 +1,5 @@
-// Both endpoints of links in one process, each in a thread of its own, for the thread sanitizer, which sees one process
-// only. Every message is compared. Exit status 0: all were right.
+// Both endpoints of links in one process, each in a separate thread, for the thread sanitizer. Every message is
+// compared. Exit status 0: all messages were right.
 
 #include <arpa/inet.h>
 
@@ -27,7 +27,7 @@ struct Endpoint {
 
 constexpr std::uint64_t kWindow = 4 << 20;
 
-/// How many numbers a message has: some are so large that a thread shares their copy.
+/// Return the number of elements of a message. Some messages are large enough for the copier thread.
 int count_of(int message) {
     return 1 + message * 37 % 50000 + (message % 20 == 0 ? static_cast<int>(kLargeCopy) / 4 : 0);
 }
@@ -75,7 +75,7 @@ void link_by_tcp(Endpoint& left, Endpoint& right) {
     }
 }
 
-/// Send and receive as many messages as the peer does, with lifetimes of any length.
+/// Send and receive the same number of messages as the peer, with random lifetimes.
 void exchange(Endpoint& endpoint, int messages, unsigned seed) {
     std::mt19937 draw(seed);
     std::vector<std::unique_ptr<Message>> kept;
@@ -102,7 +102,7 @@ void exchange(Endpoint& endpoint, int messages, unsigned seed) {
             const std::vector<Piece> pieces{{4, {count}, reinterpret_cast<unsigned char*>(data.data())}};
             if (auto slot = endpoint.outgoing->reserve(7, pieces)) {
                 endpoint.outgoing->transmit(*slot, pieces);
-                std::fill(data.begin(), data.end(), -1);  // the sender's again
+                std::fill(data.begin(), data.end(), -1);  // the sender may change it
                 ++sent;
             } else {
                 endpoint.port.wait_credit(*endpoint.outgoing, 0.02);

@@ -1,4 +1,4 @@
-"""A pytest plugin (-p tests.native.sanitized) that takes the native module from the folder DS_EXT_NATIVE_DIR."""
+"""Pytest plugin (-p tests.native.sanitized) that loads the native module from the folder DS_EXT_NATIVE_DIR."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JSON: every mistake gets one sentence with the numbers and the way out."""
+"""Validation of the DeepSpeed JSON and its "ds_ext" section."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.json"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_the_examples_are_valid(path: Path) -> None:
+def test_examples_are_valid(path: Path) -> None:
     job = load_config(path)
     sizes = batch_sizes(job.deepspeed, placement_of(job).replicas, 1)
     assert make_job_plan(job).timetable.micro_batches == sizes.micro_batches
@@ -34,15 +34,12 @@ def test_the_examples_are_valid(path: Path) -> None:
 
 def test_defaults() -> None:
     job = load_config({"train_batch_size": 4})
-    assert (job.ds_ext.schedule, job.ds_ext.pipeline_parallel_size, job.ds_ext.tensor_parallel_size) == (
-        "1f1b",
-        1,
-        1,
-    )
-    assert (job.ds_ext.transport, job.ds_ext.transport_options.timeout_s) == ("auto", 120)
+    section = job.ds_ext
+    assert (section.schedule, section.pipeline_parallel_size, section.tensor_parallel_size) == ("1f1b", 1, 1)
+    assert (section.transport, section.transport_options.timeout_s) == ("auto", 120)
 
 
-def test_the_whole_section_is_accepted_with_the_values_that_mean_off() -> None:
+def test_section_with_all_keys() -> None:
     section = {
         "schedule": "bitpipe",
         "pipeline_parallel_size": 4,
@@ -65,75 +62,54 @@ def test_the_whole_section_is_accepted_with_the_values_that_mean_off() -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "sentence"),
+    ("section", "key", "got"),
     [
-        (
-            {"schedules": "bitpipe"},
-            r"no key 'schedules' \(did you mean 'schedule'\?\); its keys: schedule, pipeline_paral",
-        ),
-        ({"xyzzy": 1}, r"no key 'xyzzy'; its keys: schedule, "),
-        (
-            {"transport_options": {"timeout": 1}},
-            r"\"ds_ext.transport_options\" has no key 'timeout' \(did you mean 'timeout_s'\?\)",
-        ),
-        (
-            {"transport_options": {"timeout_s": 0}},
-            r"transport_options.timeout_s must .* greater than 0; got 0",
-        ),
-        (
-            {"transport_options": {"node_ips": ["10.0.0.1", "node7"]}},
-            r"transport_options.node_ips: .*'node7'",
-        ),
-        (
-            {"fbd": {"backwards_per_forward": 1}},
-            r"\"ds_ext.fbd\" has no key 'backwards_per_forward' \(did you mean 'backward_per",
-        ),
-        (
-            {"fbd": {"backward_per_forward": True}},
-            r"fbd.backward_per_forward must .* valid integer; got True",
-        ),
-        ({"fbd": None}, r"fbd must be an object; got None"),
-        ({"trace": {"dir": "t", "steps": "20:10"}}, r"trace.steps.*'20:10'"),
-        ({"trace": {"dir": "t", "steps": "10-20"}}, r"trace.steps must be as .10:20"),
-        ({"trace": {"dir": ""}}, r"trace.dir: String should have at least 1 character"),
-        ({"pipeline_parallel_size": 0}, r"pipeline_parallel_size must .* greater than or equal to 1; got 0"),
-        ({"pipeline_parallel_size": "4"}, r"pipeline_parallel_size must .* valid integer; got '4'"),
-        ({"pipeline_parallel_size": True}, r"pipeline_parallel_size must .* valid integer; got True"),
-        ({"tensor_parallel_size": 1.5}, r"tensor_parallel_size must .* valid integer; got 1.5"),
-        (
-            {"transport": "carrier pigeon"},
-            r"transport must .*'auto', 'shm', .* or 'torch'; got 'carrier pigeon'",
-        ),
-        ({"train": 3}, r"train must .* valid dictionary; got 3"),
+        ({"schedules": "bitpipe"}, "schedules", "'bitpipe'.* schedule\\?"),
+        ({"xyzzy": 1}, "xyzzy", "1.* schedule, pipeline_parallel_size"),
+        ({"transport_options": {"timeout": 1}}, "transport_options.timeout", "1.* timeout_s\\?"),
+        ({"transport_options": {"timeout_s": 0}}, "transport_options.timeout_s", "0"),
+        ({"transport_options": {"node_ips": ["10.0.0.1", "node7"]}}, "transport_options.node_ips", ".*node7"),
+        ({"fbd": {"backwards_per_forward": 1}}, "fbd.backwards_per_forward", "1.* backward_per_forward\\?"),
+        ({"fbd": {"backward_per_forward": True}}, "fbd.backward_per_forward", "True"),
+        ({"fbd": None}, "fbd", "None"),
+        ({"trace": {"dir": "t", "steps": "20:10"}}, "trace.steps", "'20:10'"),
+        ({"trace": {"dir": "t", "steps": "10-20"}}, "trace.steps", "'10-20'"),
+        ({"trace": {"dir": ""}}, "trace.dir", "''"),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size", "0"),
+        ({"pipeline_parallel_size": "4"}, "pipeline_parallel_size", "'4'"),
+        ({"pipeline_parallel_size": True}, "pipeline_parallel_size", "True"),
+        ({"tensor_parallel_size": 1.5}, "tensor_parallel_size", "1.5"),
+        ({"transport": "carrier pigeon"}, "transport", "'carrier pigeon'"),
+        ({"train": 3}, "train", "3"),
     ],
 )
-def test_keys_and_types(section: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+def test_keys_and_types(section: dict[str, Any], key: str, got: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^ds_ext\.{key}: .*\(got {got}"):
         load_config({"ds_ext": section})
 
 
 @pytest.mark.parametrize(
     ("section", "micro_batches", "sentence"),
     [
-        ({"schedule": "bitpip"}, 4, r"'bitpip' .*'bitpipe'"),
+        ({"schedule": "bitpip"}, 4, r"'bitpip' is not known \(did you mean 'bitpipe'\?\)"),
         (
             {"schedule": "bitpipe", "pipeline_parallel_size": 3},
             4,
-            r"pipeline_parallel_size .*got 3.* 2 or 4",
+            r"even number of stages .* got 3. Use 2 or 4",
         ),
         (
             {"schedule": "bitpipe", "pipeline_parallel_size": 4},
             6,
-            r"micro_batches .*4.*got 6.* 4 or 8.*gradient_accumulation_steps 2 or 4",
+            r"multiple of 4 \(stages\); got 6. Use 4 or 8, that is gradient_accumulation_steps 2 or 4",
         ),
         (
             {"schedule": "interleaved", "pipeline_parallel_size": 2, "schedule_options": {"chunks": "2"}},
             4,
-            r"option chunks .*got '2'",
+            r"option chunks .* got '2'",
         ),
     ],
 )
-def test_schedules_that_do_not_fit(section: dict[str, Any], micro_batches: int, sentence: str) -> None:
+def test_inapplicable_schedules(section: dict[str, Any], micro_batches: int, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         timetable_of({"ds_ext": section}, micro_batches)
 
@@ -147,7 +123,7 @@ def test_merged_forward_ranks_and_sequence_parallelism() -> None:
     }
     placement_of({"ds_ext": fbd})
     merged = {"ds_ext": fbd | {"fbd": {"merge_forward_tensor_parallel": True}}}
-    with pytest.raises(ConfigError, match=r"^sequence_parallel: .*merge_forward_tensor_parallel"):
+    with pytest.raises(ConfigError, match="sequence_parallel"):
         placement_of(merged)
 
 
@@ -155,8 +131,8 @@ def test_merged_forward_ranks_and_sequence_parallelism() -> None:
 def test_zero_beyond_stage_one(stage: object) -> None:
     with pytest.raises(ConfigError, match=rf'^zero_optimization\.stage: .*got {stage!r}.*{{"stage": 1}}'):
         load_config({"zero_optimization": {"stage": stage}})
-    for fine in (0, 1, "0", "1"):
-        load_config({"zero_optimization": {"stage": fine}})
+    for valid in (0, 1, "0", "1"):
+        load_config({"zero_optimization": {"stage": valid}})
 
 
 @pytest.mark.parametrize(
@@ -168,7 +144,7 @@ def test_zero_beyond_stage_one(stage: object) -> None:
         ("pipeline_parallel_size", '"ds_ext"'),
     ],
 )
-def test_our_keys_beside_our_section(key: str, fix: str) -> None:
+def test_misplaced_keys(key: str, fix: str) -> None:
     with pytest.raises(ConfigError, match=f"^{key}: .*got 7.*{fix}"):
         load_config({key: 7})
 
@@ -176,7 +152,7 @@ def test_our_keys_beside_our_section(key: str, fix: str) -> None:
 @pytest.mark.parametrize(
     "key", ["comment", "_comment", "my_lab", "model", "train", "data", "run_name", "notes"]
 )
-def test_sections_of_the_users_own_stay(key: str) -> None:
+def test_unknown_top_level_keys_are_kept(key: str) -> None:
     assert load_config({key: 1, "ds_ext": {}}).deepspeed[key] == 1
 
 
@@ -187,23 +163,23 @@ def test_two_precisions() -> None:
 
 
 def test_files(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.json' does not exist. The examples are in configs/"):
+    with pytest.raises(ConfigError, match=r"nowhere\.json: .*configs/"):
         load_config(tmp_path / "nowhere.json")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=f"^{tmp_path}: "):
         load_config(tmp_path)
     broken = tmp_path / "broken.json"
     broken.write_text('{\n  "a": 1,\n}')
     with pytest.raises(ConfigError, match=r"broken\.json: line 3, column 1"):
         load_config(broken)
     broken.write_text("[1]")
-    with pytest.raises(ConfigError, match="must hold a JSON object; got list"):
+    with pytest.raises(ConfigError, match=r"broken\.json: .*got list"):
         load_config(broken)
-    with pytest.raises(ConfigError, match='"ds_ext" must be an object'):
+    with pytest.raises(ConfigError, match=r"^ds_ext: .*got 'bitpipe'"):
         load_config({"ds_ext": "bitpipe"})
 
 
-def test_a_key_that_stands_twice(tmp_path: Path) -> None:
-    """Only the last would count, at any depth; the same key in another object, in a list or in a string is none."""
+def test_duplicate_key(tmp_path: Path) -> None:
+    """A duplicate is found at any depth. Equal keys of different objects and text in strings are not duplicates."""
     path = tmp_path / "twice.json"
     path.write_text('{\n "optimizer": {"params": {\n  "lr": 1,\n  "lr": 2}}}')
     with pytest.raises(ConfigError, match=r"twice\.json: .*'lr'.* 3, 4"):
@@ -229,7 +205,7 @@ def test_half_precision_goes_through_zero(name: str) -> None:
         assert half_through_zero(config) == config
 
 
-def test_gradients_of_bf16_are_summed_in_fp32_unless_the_json_says_otherwise() -> None:
+def test_bf16_gradients_are_accumulated_in_fp32_by_default() -> None:
     bf16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
     in_fp32 = {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
     assert fp32_sums_of_bf16(bf16) == bf16 | in_fp32
@@ -241,7 +217,7 @@ def test_gradients_of_bf16_are_summed_in_fp32_unless_the_json_says_otherwise() -
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "found"),
     [
         ({"bf16": True}, r"^bf16: .*got True"),
         ({"fp16": None}, r"^fp16: .*got None"),
@@ -252,12 +228,12 @@ def test_gradients_of_bf16_are_summed_in_fp32_unless_the_json_says_otherwise() -
         ({"scheduler": {"params": [1]}}, r"^scheduler\.params: .*got \[1\]"),
     ],
 )
-def test_sections_of_another_type(config: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_sections_of_a_wrong_type(config: dict[str, Any], found: str) -> None:
+    with pytest.raises(ConfigError, match=found):
         load_config(config)
 
 
-def test_forms_of_sections_that_deepspeed_takes() -> None:
+def test_alternative_forms_of_sections() -> None:
     load_config({"bf16": None, "zero_optimization": True, "optimizer": {"type": "AdamW", "params": None}})
     load_config({"bf16": {"enabled": "auto"}})
     assert [zero_stage({"zero_optimization": z}) for z in (True, False, {}, {"stage": "1"})] == [1, 0, 0, 1]
@@ -282,7 +258,7 @@ def test_forms_of_sections_that_deepspeed_takes() -> None:
     ],
 )
 def test_keys_without_effect_are_refused(section: dict, key: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{key}: has no effect"):
+    with pytest.raises(ConfigError, match=f"^{key}: "):
         load_config({"train_batch_size": 4, **section})
 
 
