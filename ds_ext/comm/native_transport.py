@@ -61,7 +61,7 @@ class RecvTicket:
 
     @property
     def arrived(self) -> bool:
-        """Whether the message has arrived, without polling for new ones."""
+        """Return whether the message has arrived, without polling for new ones."""
         return self.message is not None or self.tensors is not None
 
     def done(self) -> bool:

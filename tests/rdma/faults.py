@@ -1,4 +1,4 @@
-"""What must end with an error, in time and on both sides; run as scenarios.py is."""
+"""Failures that must be errors in time on both sides, run like scenarios.py."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ds_ext.errors import TransportError
 from tests.rdma.peer import UINT8, Context, Peer, PeerGone
 from tests.rdma.scenarios import netem
 
-NOTICED_S = 2.0  # a dead peer is noticed within this time
-SLACK_S = 1.5  # for an emulated processor that is shared with others
+NOTICED_S = 2.0  # time limit to detect a dead peer
+SLACK_S = 1.5  # for a shared, emulated processor
 
 
 def killed_receiver(context: Context) -> None:
-    """kill -9 of a peer that receives: the sender is told within two seconds, with a forked child of it alive."""
+    """kill -9 of a receiver: the sender fails within two seconds, although a forked child is still running."""
     _killed(context, victim=1, victim_sends=False)
 
 
 def killed_sender(context: Context) -> None:
-    """kill -9 of a peer that sends: the receiver is told within two seconds."""
+    """kill -9 of a sender: the receiver fails within two seconds."""
     _killed(context, victim=0, victim_sends=True)
 
 
@@ -64,7 +64,7 @@ def _killed(context: Context, victim: int, victim_sends: bool) -> None:
 
 
 def late_peer(context: Context) -> None:
-    """One side connects two seconds after the other, and then works; one that never comes is an error in time."""
+    """A peer that connects two seconds late works. A missing peer is an error within the time limit."""
     peer = context.peer(delay_s=2.0 * context.rank)
     peer.send(1, [(UINT8, [100], 0)])
     peer.compare(peer.recv(), [(UINT8, [100], 0)])
@@ -80,7 +80,7 @@ def late_peer(context: Context) -> None:
 
 
 class _OtherVersion(RdmaSetup):
-    """Greets as another version would."""
+    """Send greetings of another version."""
 
     def _greetings(self, offers: Any) -> dict[int, bytes]:
         greetings = super()._greetings(offers)
@@ -88,7 +88,7 @@ class _OtherVersion(RdmaSetup):
 
 
 def wrong_version(context: Context) -> None:
-    """Both sides refuse, and one says which versions met."""
+    """Both sides fail, and one error has both versions."""
     error = _refusal(lambda: context.peer(setup=_OtherVersion if context.rank else RdmaSetup))
     expected = "has not connected its side" if context.rank else "this rank has version 1 (got version 9"
     assert expected in error, error
@@ -103,15 +103,15 @@ def _refusal(action: Callable[[], object]) -> str:
 
 
 def small_memlock(context: Context) -> None:
-    """An ordinary user's limit on locked memory: refused at set-up with the remedy; refused later on both sides."""
+    """With an ordinary user's limit on locked memory, set-up fails with the remedy."""
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
     os.setuid(65534)
     error = _refusal(lambda: context.peer())
-    assert "needs 2.5 MiB of locked memory" in error and "ulimit -l unlimited" in error, error
+    assert "2.5 MiB" in error and "ulimit -l unlimited" in error, error
 
 
 def memlock_later(context: Context) -> None:
-    """Enough for the set-up, too little for a large message: that one is an error, and says why."""
+    """With enough locked memory for set-up but not for a large message, only that message fails."""
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (8 << 20, 8 << 20))
     os.setuid(65534)
     peer = context.peer()
@@ -126,7 +126,7 @@ def memlock_later(context: Context) -> None:
 
 
 def aborted(context: Context) -> None:
-    """The first cause reaches a peer that only waits."""
+    """The cause of a failure reaches a waiting peer."""
     peer = context.peer()
     if peer.rank == 0:
         peer.outgoing.abort("ValueError: of the first rank")
@@ -134,14 +134,14 @@ def aborted(context: Context) -> None:
         return
     try:
         peer.recv()
-        raise AssertionError("it came")
+        raise AssertionError("a message arrived")
     except PeerGone as error:
         assert str(error) == "failed: ValueError: of the first rank", error
     peer.line.put(None)
 
 
 def damaged_greetings(context: Context) -> None:
-    """Each changed byte of a greeting is refused, and so is another job's."""
+    """Every changed byte of a greeting is refused, and so is the greeting of another job."""
     if context.rank:
         return
     choice = choose_port(device_ports(), context.addresses[0])
@@ -164,11 +164,11 @@ def _refused_greeting(link: _native.RdmaLink, greeting: bytes, job: bytes) -> No
         link.connect(greeting, job)
     except _native.LinkError:
         return
-    raise AssertionError("it was believed")
+    raise AssertionError("accepted")
 
 
 def heavy_loss(context: Context) -> None:
-    """Three of a hundred: small messages pass; large ones pass, or end with an error on both sides."""
+    """With 3 % packet loss, messages pass or both sides fail."""
     netem("loss 3%")
     try:
         peer = context.peer()
@@ -184,7 +184,7 @@ def heavy_loss(context: Context) -> None:
 
 
 def _flood(peer: Peer) -> str | None:
-    """One way, so that the receiver learns of a failure only by being told. What ended it, if so."""
+    """Send in one direction, so that the receiver sees no error of its queue. Returns the error, or None."""
     sizes = [10_000] * 30 + [1 << 20] * 10
     try:
         for number, size in enumerate(sizes):
@@ -199,7 +199,7 @@ def _flood(peer: Peer) -> str | None:
 
 
 def link_down(context: Context) -> None:
-    """The cable is pulled: both sides end with an error, and in time."""
+    """After the cable is unplugged, both sides fail in time."""
     peer = context.peer()
     peer.send(0, [(UINT8, [1000], 0)])
     peer.compare(peer.recv(), [(UINT8, [1000], 0)])
@@ -221,5 +221,5 @@ def link_down(context: Context) -> None:
         assert ("not answered" if peer.rank else "cannot be reached") in str(error), error
     finally:
         if peer.rank == 0:
-            time.sleep(5.0)  # the other side is told nothing until it has noticed
+            time.sleep(5.0)  # until the other side has failed without this connection
             subprocess.run(["ip", "link", "set", "eth0", "up"], check=True)

@@ -1,13 +1,13 @@
 #!/bin/bash
-# A small Linux in an emulator, whose kernel has a software RDMA device: the way to run real verbs on a host that has
-# no RDMA hardware. It needs no root, no KVM and, but for the first time, no network.
+# Emulated Linux with a software RDMA device, to run verbs on a host without RDMA hardware. It needs no root and no KVM,
+# and a network only for the first build.
 #
-#   guest.sh build                  make the guest from Debian's packages, once; prints why it cannot
-#   guest.sh run SCRIPT [QEMU...]   boot it and run SCRIPT in it; what the guest prints comes out; 0 if SCRIPT ended with 0
+#   guest.sh build                  build the guest from Debian's packages, once; prints the reason if this fails
+#   guest.sh run SCRIPT [QEMU...]   boot it, run SCRIPT in it and print the output; exit status 0 if that of SCRIPT is 0
 #
-# In the guest the host's files are where they are on the host, and what is written to them is lost with it. So the
-# project's own Python and built module run unchanged. DS_EXT_GUEST_CACHE says where the guest is kept,
-# DS_EXT_GUEST_ENV="A=1 B=2" what the script finds in its environment, DS_EXT_GUEST_LIMIT_S when to give up.
+# The guest sees the host's files at the same paths; its changes are dropped. So the project's Python and native module
+# run unchanged. DS_EXT_GUEST_CACHE: folder of the guest. DS_EXT_GUEST_ENV="A=1 B=2": environment of the script.
+# DS_EXT_GUEST_LIMIT_S: time limit in seconds.
 set -euo pipefail
 here=$(dirname "$(realpath "$0")")
 cache=${DS_EXT_GUEST_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/ds_ext/rdma_guest}
@@ -15,7 +15,7 @@ packages=(libibverbs1 librdmacm1 ibverbs-providers python3-pyverbs libibverbs-de
 modules=(virtio_pci virtio_net 9pnet_virtio 9p overlay crc32_generic ib_uverbs rdma_ucm rdma_rxe dummy sch_netem)
 
 say_missing() {
-  echo "the guest cannot be made: $1" >&2
+  echo "the guest cannot be built: $1" >&2
   exit 3
 }
 

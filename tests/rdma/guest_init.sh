@@ -1,13 +1,13 @@
 #!/bin/busybox sh
-# The first and only program of the guest: mounts the host's files below a layer in memory, loads the software RDMA
-# device and runs the script that the kernel's command line names.
+# Init program of the guest: mount the host's files under a writable layer in memory, load the software RDMA device and
+# run the script from the kernel's command line.
 /bin/busybox --install -s /bin
 ln -s /bin/busybox /sbin/modprobe
 export PATH=/bin:/sbin
 mount -t devtmpfs dev /dev
 mount -t proc proc /proc
 mount -t sysfs sys /sys
-# crc32_generic comes before rdma_rxe, which otherwise waits for it in vain.
+# crc32_generic must be loaded before rdma_rxe, which cannot load it.
 for module in virtio_pci 9pnet_virtio 9p overlay virtio_net crc32_generic ib_uverbs rdma_ucm rdma_rxe dummy sch_netem; do
   modprobe $module
 done

@@ -1,4 +1,4 @@
-"""One of two ranks in the guest, linked by the project's own RDMA links. Needs no torch, which loads slowly there."""
+"""One of two ranks in the guest, over native RDMA links. Needs no torch, whose import is slow there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UINT8 = next(code for code, (name, _) in enumerate(_native.ELEMENT_TYPES) if nam
 
 
 class Line:
-    """A connection by which the two sides of a scenario agree, beside what is tested."""
+    """Connection over which the two sides of a scenario synchronize."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -51,21 +51,21 @@ class Line:
 
 
 class Pool:
-    """Random bytes that both sides have: a message is a range of them, so the receiver knows what must come."""
+    """Random bytes, equal on both sides. A message is a range of them, so the receiver can compare it."""
 
     def __init__(self) -> None:
         self.memory = bytearray(random.Random(7).randbytes(POOL_BYTES // 8) * 8)
-        # No period, so that a wrong offset is a wrong content.
+        # Not periodic, so that a wrong offset gives wrong contents.
         self.view = memoryview(self.memory)
         self.view.cast("I")[::16] = memoryview(array("I", range(0, POOL_BYTES, 64)))
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
 
-Range = tuple[int, Sequence[int], int]  # of a tensor: dtype code, shape, where its bytes begin in the pool
+Range = tuple[int, Sequence[int], int]  # tensor: dtype code, shape, offset in the pool
 
 
 class Peer:
-    """A rank, 0 or 1, connected to the other."""
+    """Rank 0 or 1, connected to the other one."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Peer:
         return self.outgoing.send(tag, pieces)
 
     def send(self, tag: int, tensors: Sequence[Range], limit_s: float = LIMIT_S) -> None:
-        """Waits for room; what arrives meanwhile is kept. PeerGone or TimeoutError."""
+        """Send after waiting for a link credit, and keep messages that arrive meanwhile; PeerGone or TimeoutError."""
         deadline = time.monotonic() + limit_s
         while not self.try_send(tag, tensors):
             self._check(self.outgoing, deadline, "send")
@@ -125,7 +125,7 @@ class Peer:
             raise TimeoutError(what)
 
     def compare(self, message: _native.Message, tensors: Sequence[Range]) -> None:
-        """Every byte, and the shapes."""
+        """Assert that the shapes and all bytes are equal."""
         layout = message.layout
         assert len(layout) == len(tensors), (layout, tensors)
         body = memoryview(message)
@@ -142,7 +142,7 @@ class Peer:
             assert body[offset : offset + size] == self.pool.view[at : at + size], f"{size} bytes differ"
 
     def settle(self, limit_s: float = LIMIT_S) -> None:
-        """Until the other side has taken everything."""
+        """Wait until the other side has taken all messages."""
         deadline = time.monotonic() + limit_s
         while self.outgoing.in_flight()[0]:
             self._check(self.outgoing, deadline, "settle")
@@ -156,7 +156,7 @@ class Peer:
 
 
 class Context:
-    """What a scenario gets: its rank, the line to the other side, addresses of both, and shared random bytes."""
+    """Arguments of a scenario: rank, line to the other side, addresses of both, and the pool."""
 
     def __init__(self, rank: int, line: Line, addresses: Sequence[str], pool: Pool) -> None:
         self.rank, self.line, self.addresses, self.pool = rank, line, addresses, pool
@@ -166,7 +166,7 @@ class Context:
 
 
 class PeerGone(Exception):
-    """What gone() has told."""
+    """The peer has ended, with its end_reason()."""
 
 
 def open_files() -> int:

@@ -1,4 +1,4 @@
-"""A rank written against kernels/README.md alone, with pyverbs: what our module writes must be what is drawn there."""
+"""Independent rank with pyverbs, written from kernels/README.md alone, to check that the native code matches it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KIND_RECEIPT = 1
 
 
 def pyverbs() -> Any:
-    """The package of the distribution, without the others beside it."""
+    """Import the distribution's package without its other packages."""
     place = "/run/pyverbs"
     os.makedirs(place, exist_ok=True)
     if not os.path.islink(f"{place}/pyverbs"):
@@ -35,7 +35,7 @@ def pyverbs() -> Any:
 
 
 def crc32c(data: bytes) -> int:
-    """Bit by bit, as its definition says."""
+    """Return CRC-32C bit by bit, from its definition."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte
@@ -49,7 +49,7 @@ def sealed(block: bytes) -> bytes:
 
 
 class PyverbsPeer:
-    """Rank 1, connected to rank 0 of our module."""
+    """Rank 1, connected to rank 0 with the native code."""
 
     def __init__(self, line: Line, address: str, slab_bytes: int) -> None:
         pyverbs()

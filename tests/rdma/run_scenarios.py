@@ -1,11 +1,11 @@
-"""Runs scenarios in the guest: `one` forks both ranks for each; `two NUMBER` forks one, the other guest has the other.
+"""Run scenarios in the guest: `one` forks both ranks; `two NUMBER` forks one rank, and another guest has the other.
 
-Prints a line per scenario, which test_rdma.py reads.
+Prints a line per scenario, which test_rdma.py parses.
 """
 
 from __future__ import annotations
 
-import encodings.idna  # noqa: F401 - found only by root, and needed after that is given up
+import encodings.idna  # noqa: F401 - needed after setuid, when it cannot be found
 import os
 import signal
 import socket
@@ -33,7 +33,7 @@ def main() -> int:
     table = ONE_GUEST if sys.argv[1] == "one" else TWO_GUESTS
     chosen = [each for each in table if not wanted or each.__name__ in wanted.split(",")]
     failed = 0
-    print(flush=True)  # the firmware left the console in the middle of a line
+    print(flush=True)  # the firmware leaves the console in the middle of a line
     for scenario in chosen:
         began = time.monotonic()
         if sys.argv[1] == "one":
@@ -48,7 +48,6 @@ def main() -> int:
             line = Line(_other_guest(rank))
             children = [_start(scenario, Context(rank, line, BETWEEN, pool))]
             line.connection.close()
-        # A scenario that kills a rank wants that end for it.
         fine = {0, -signal.SIGKILL} if "killed" in scenario.__name__ else {0}
         ends = [_end(child) for child in children]
         word = "passed" if set(ends) <= fine and 0 in ends + [0] * (len(ends) == 1) else f"FAILED {ends}"

@@ -1,4 +1,4 @@
-"""What the two ranks do in the guest; each function is run by both, in processes of their own (run_scenarios.py)."""
+"""Scenarios of two ranks in the guest. Each rank calls the function in a separate process (run_scenarios.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.rdma.peer import UINT8, Context, Range, open_files
 
 
 def all_types(context: Context) -> None:
-    """Every dtype, 0 to 8 dimensions, empty tensors, tuples, messages larger than the slab: bitwise equal."""
+    """Messages with every dtype, 0 to 8 dimensions, empty tensors, several tensors, or more than a slab are equal."""
     peer = context.peer()
     messages = list(_assorted())
     for tag, tensors in enumerate(messages):
@@ -42,7 +42,7 @@ def _assorted() -> Iterator[list[Range]]:
 
 
 def random_order(context: Context, count: int = 5_000, most: int = 1 << 16) -> None:
-    """10,000 messages, both ways at once, with random channels, sizes and lives: every byte compared."""
+    """10,000 messages in both directions at once, with random channels, sizes and lifetimes, are equal."""
     peer = context.peer()
     script, others = _script(peer.rank, count, most), _script(peer.other, count, most)
     expected = {rank_tag: tensors for rank_tag, tensors in others}
@@ -70,7 +70,7 @@ def random_order(context: Context, count: int = 5_000, most: int = 1 << 16) -> N
 
 
 def _script(rank: int, count: int, most: int) -> list[tuple[tuple[int, int], list[Range]]]:
-    """What a rank sends: ((tag, number on its channel), tensors)."""
+    """Return the messages of a rank: ((tag, number on its channel), tensors)."""
     chance = random.Random(100 + rank)
     channels = [0] * 8
     made = []
@@ -84,16 +84,16 @@ def _script(rank: int, count: int, most: int) -> list[tuple[tuple[int, int], lis
 
 
 def no_credits(context: Context) -> None:
-    """A receiver that takes nothing: the sender waits, and nothing is lost."""
+    """If the receiver takes no messages, the sender waits, and no message is lost."""
     peer = context.peer(window_bytes=1 << 20)
     if peer.rank == 0:
         sent = 0
         while peer.try_send(sent, [(UINT8, [10], sent)]):
             sent += 1
-        assert sent == 256, sent  # the book of slots is full
+        assert sent == 256, sent  # the limit of slots
         try:
             peer.send(sent, [(UINT8, [10], 0)], limit_s=0.3)
-            raise AssertionError("there was room")
+            raise AssertionError("a message was sent without a link credit")
         except TimeoutError:
             pass
         peer.line.put(sent)
@@ -117,7 +117,7 @@ def no_credits(context: Context) -> None:
 
 
 def many_links(context: Context) -> None:
-    """Opened and closed often: no file, no thread and no memory stays."""
+    """Links that are opened and closed leave no file, no thread and no memory."""
     files = memory = 0
     for cycle in range(10):
         peer = context.peer()
@@ -142,7 +142,7 @@ def _mapped_kib() -> int:
 
 
 def forked_child(context: Context) -> None:
-    """A data loader's worker inherits everything, and its end changes nothing."""
+    """The exit of a forked child, such as a data loader's worker, does not affect the links."""
     peer = context.peer()
     for round_ in range(5):
         child = os.fork()
@@ -155,20 +155,20 @@ def forked_child(context: Context) -> None:
 
 
 def itself(context: Context) -> None:
-    """What `doctor` does, and what the device says of itself."""
+    """The trial of `doctor` works, and the device has the expected address."""
     if context.rank:
         return
     choice = choose_port(device_ports(), context.addresses[0], must_match=True)
     assert try_rdma(choice.device, choice.port, choice.gid_index) == 1 << 20
     try:
         choose_port(device_ports(), "10.77.0.1", must_match=True)
-        raise AssertionError("another host's address was taken")
+        raise AssertionError("the address of another host was accepted")
     except TransportError as error:
         assert context.addresses[0] in str(error), error
 
 
 def chosen(context: Context) -> None:
-    """`auto` takes shared memory within a host, and between hosts RDMA, or where a device is missing tcp."""
+    """`auto` selects shm within a host, and between hosts rdma, or tcp without a device."""
     os.environ["MASTER_ADDR"] = context.addresses[0]
     port = _native.Port()
     classes = {kind: kind_class(kind) for kind in KINDS}
@@ -191,7 +191,7 @@ def chosen(context: Context) -> None:
 
 
 def with_pyverbs(context: Context) -> None:
-    """Our module and a rank that was written with pyverbs against the drawings of the format, both ways."""
+    """The native code and an independent rank with pyverbs exchange messages in both directions."""
     if context.rank == 1:
         return _pyverbs_side(context)
     peer = context.peer()
@@ -206,7 +206,7 @@ def with_pyverbs(context: Context) -> None:
     deadline = time.monotonic() + 10
     while peer.outgoing.in_flight() != (0, 0, 0) and time.monotonic() < deadline:
         peer.port.wait_credit(peer.outgoing, 0.03)
-    assert peer.outgoing.in_flight() == (0, 0, 0), "slots that pyverbs gave back"
+    assert peer.outgoing.in_flight() == (0, 0, 0)
     first = peer.recv()
     assert first.tag == 3 << 16 | 1
     peer.compare(first, [(float32, [4, 25], 100)])
@@ -217,7 +217,7 @@ def with_pyverbs(context: Context) -> None:
         peer._check(peer.incoming, deadline, "recv")
     try:
         peer.port.take()
-        raise AssertionError("a damaged descriptor was taken")
+        raise AssertionError("a damaged descriptor was accepted")
     except _native.DescriptorError as error:
         assert "checksum" in str(error), error
     context.line.exchange(None)
@@ -257,7 +257,7 @@ def _pyverbs_side(context: Context) -> None:
 
 
 def slight_loss(context: Context) -> None:
-    """One packet of a thousand is lost: everything passes."""
+    """With 0.1 % packet loss, all messages pass."""
     netem("loss 0.1%")
     try:
         random_order(context, count=600, most=1 << 20)

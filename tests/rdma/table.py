@@ -1,4 +1,4 @@
-"""Which scenarios run where."""
+"""Scenarios that run within one guest and between two guests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""RDMA over real verbs: in one emulated guest between two processes, and between two guests (`make test-rdma`).
+"""RDMA over software RoCE: between two processes in one emulated guest, and between two guests (`make test-rdma`).
 
-The scenarios are in scenarios.py and faults.py. Where no guest can be made or started, all is skipped and the reason
-printed.
+The scenarios are in scenarios.py and faults.py. All tests are skipped if no guest can be built or started.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ CACHE = Path(
     os.environ.get("DS_EXT_GUEST_CACHE")
     or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds_ext/rdma_guest"
 )
-LIMIT_S = int(os.environ.get("DS_EXT_GUEST_LIMIT_S", "240"))  # of a busy host; an idle one needs a quarter
+LIMIT_S = int(os.environ.get("DS_EXT_GUEST_LIMIT_S", "240"))  # an idle host needs a quarter
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("DS_EXT_TEST_RDMA") != "1",
@@ -37,14 +36,14 @@ pytestmark = pytest.mark.skipif(
 
 @functools.cache
 def missing() -> str | None:
-    """Make the guest if there is none; why that is not possible here."""
+    """Build the guest if necessary. Returns why this is not possible, else None."""
     done = subprocess.run([GUEST, "build"], capture_output=True, text=True, timeout=500)
     assert done.returncode in (0, 3), done.stderr
     return done.stderr.strip().splitlines()[-1] if done.returncode else None
 
 
 def guest() -> None:
-    """Skip where no guest can be made."""
+    """Skip the test if no guest can be built."""
     if reason := missing():
         pytest.skip(reason)
 
@@ -68,7 +67,7 @@ def boot(role: str, *machine: str) -> subprocess.Popen[str]:
 
 @functools.cache
 def outputs() -> dict[str, str]:
-    """What the guests printed, by role; all three run at the same time."""
+    """Return role -> output of the guest. All three guests run at the same time."""
     guest()
     with tempfile.TemporaryDirectory() as folder:
         cable = f"addr.type=unix,addr.path={folder}/cable"
@@ -83,7 +82,7 @@ def outputs() -> dict[str, str]:
 
 
 def _await(path: Path) -> None:
-    """The second guest's end of the cable needs the first's."""
+    """Wait for the first guest's socket, to which the second one connects."""
     subprocess.run(
         ["sh", "-c", f'for i in $(seq 300); do [ -S "{path}" ] && exit; sleep 0.1; done'], check=True
     )
@@ -92,7 +91,7 @@ def _await(path: Path) -> None:
 def check(role: str, name: str) -> None:
     text = outputs()[role]
     if "GUEST STARTED" not in text:
-        pytest.skip(f"the guest does not start; its last words: {text.strip()[-200:] or 'none'}")
+        pytest.skip(f"the guest does not start; its output: {text.strip()[-200:] or 'none'}")
     found = re.search(rf"^SCENARIO {name} (\w+).*$", text, re.MULTILINE)
     assert found is not None and found[1] == "passed", f"guest {role}:\n{text[-6000:]}"
     print(found[0])
@@ -109,8 +108,8 @@ def test_between_two_guests(name: str) -> None:
     check("1", name)
 
 
-def test_our_declarations_are_those_of_the_header() -> None:
-    """verbs.hpp is written by hand, so that building needs no header; here is one to compare it with."""
+def test_declarations_match_the_header() -> None:
+    """verbs.hpp is written by hand, so that the build needs no header. Compare it with the one of rdma-core."""
     guest()
     compiler = shutil.which("g++") or sysconfig.get_config_var("CXX")
     include = [f"-I{CACHE}/userland/usr/include", f"-I{ROOT}/kernels/transport"]

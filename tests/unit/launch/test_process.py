@@ -155,7 +155,7 @@ def test_an_error_reported_by_rank_0_is_not_repeated() -> None:
 
 
 def test_errors_of_lost_peers() -> None:
-    assert lost_peer(TransportError("rank 0: recv from rank 1: nothing moved", peer=1))
+    assert lost_peer(TransportError("rank 0: recv from rank 1: no progress", peer=1))
     assert not lost_peer(TransportError("rank 0: two ranks use the channel in different orders"))
     assert not lost_peer(ConnectionError("Connection reset by peer"))
     assert not lost_peer(RuntimeError("the connection of layers 1 and 2 timed out"))
