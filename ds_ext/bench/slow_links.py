@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..comm.transport import ITEM_BITS, Ticket
-from ..engine.dynamic.messages import is_counted
+from ..engine.dynamic.messages import is_numbered
 from ..engine.messages import MAX_STAGES, Kind
 from ..pipe_schedules.ops import BACKWARD, FORWARD, Op
 from .emulated import sleep_until
@@ -99,7 +99,7 @@ def slow_down(engine: Any, delay: Delay, least_s: float) -> None:
 
 def _waiting_op(tensors: Sequence[Tensor], tag: int) -> Op:
     """Return the op that waits for a message of the engine."""
-    if is_counted(tag):
+    if is_numbered(tag):
         kind, stage, micro_batch = tensors[0][:3].tolist()
     else:
         (kind, stage), micro_batch = divmod(tag >> ITEM_BITS, MAX_STAGES), tag & (1 << ITEM_BITS) - 1

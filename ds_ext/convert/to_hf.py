@@ -18,7 +18,7 @@ from ..engine.checkpoint.file import read_plain
 from ..engine.checkpoint.folder import LATEST, MANIFEST, check_contents, open_checkpoint
 from ..engine.checkpoint.reader import CheckpointReader
 from ..engine.checkpoint.save import STATE_FILE
-from ..engine.checkpoint.states import Held, Shape
+from ..engine.checkpoint.states import LocalParameter, Shape
 from ..errors import ConfigError
 from ..models.bert import BertConfig
 from ..models.config import TransformerConfig
@@ -65,7 +65,7 @@ def to_hf(source: Path, output: Path, tokenizer: Path | None, heads: int | None,
         name, record = parameters[weight.name]
         # This shape is not sharded, so that the reader joins all shards and omits padding.
         shape = Shape(weight.shape, weight.shape, None)
-        held = Held(name, nn.Parameter(torch.empty(0)), weight.layer, weight.key, shape)
+        held = LocalParameter(name, nn.Parameter(torch.empty(0)), weight.layer, weight.key, shape)
         return reader.weight(held, 0, math.prod(record["shape"])).view(weight.shape)
 
     with _new_folder(output) as folder:

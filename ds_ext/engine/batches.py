@@ -1,9 +1,9 @@
-"""Micro-batches of a step: where they come from and what form they have.
+"""Sources of micro-batches, and checks of their form.
 
-A rank asks for a micro-batch by its global id whenever its schedule needs it; nothing calls next() at compute time.
-From a data set (:class:`MicroBatches`) step t takes the samples t*G .. t*G+G-1 of the data set's own (seeded, shuffled)
-order, and micro-batch j of the step holds the consecutive samples j*b .. j*b+b-1 of them. G is the global batch, b the
-micro-batch size. A user's iterator yields the micro-batches of one data-parallel rank (:class:`IteratorBatches`).
+A rank fetches a micro-batch by its global id when its schedule needs it. With a dataset (:class:`MicroBatches`), step t
+takes samples t*G .. t*G+G-1 of the dataset's seeded, shuffled order. Micro-batch j of the step holds the consecutive
+samples j*b .. j*b+b-1 of the step. G is the global batch size, b the micro-batch size. A user's iterator yields the
+micro-batches of one data-parallel rank (:class:`IteratorBatches`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from ..errors import ConfigError
 from ..pipe_schedules import Program
 
-_SHOWN = 6  # keys of a dictionary in an error
+_MAX_SHOWN = 6  # keys or types in an error
 
 
 @runtime_checkable
@@ -31,15 +31,16 @@ class Batches(Protocol):
         ...
 
     def advance(self, micro_batches: int) -> None:
-        """End the current step; it had that many micro-batches over all pipeline groups."""
+        """End the current step, which had this number of micro-batches over all pipeline groups."""
         ...
 
 
 @runtime_checkable
 class Resumable(Protocol):
-    """Batches whose position the engine's checkpoints keep.
+    """Batches whose position is part of the engine's checkpoints.
 
-    Micro-batches have global ids, so the state is the same on all ranks: numbers, texts, tensors, lists, dictionaries.
+    The state is the same on all ranks, because micro-batches have global ids. It consists of numbers, strings, tensors,
+    lists and dictionaries.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -47,20 +48,20 @@ class Resumable(Protocol):
         ...
 
     def load_state_dict(self, state: Any, /) -> None:
-        """Continue at a position, also in a job with another batch size."""
+        """Continue at a position, which a job with another batch size may have saved."""
         ...
 
 
 class IteratorBatches:
-    """Batches of a user's iterator, which yields the micro-batches of this data-parallel rank in order.
+    """Batches of a user's iterator over the micro-batches of this data-parallel rank.
 
-    A step takes ``gradient_accumulation_steps`` of them, as in DeepSpeed; the two pipes of a bidirectional schedule
-    are two data-parallel ranks. Ranks ask in the order of their schedule, so what is pulled early is kept until
-    its turn. Only ranks that hold a first or a last stage pull at all.
+    As in DeepSpeed, a step takes ``gradient_accumulation_steps`` micro-batches, and the two pipes of a bidirectional
+    schedule are two data-parallel ranks. A schedule may need micro-batches in another order, so those pulled early are
+    kept. Only ranks that hold a first or a last stage pull.
 
     Args:
-        iterator: yields (inputs, labels).
-        data_parallel_rank: DeepSpeed's, replicas included.
+        iterator: yields (inputs, labels) in order.
+        data_parallel_rank: DeepSpeed's data-parallel rank, replicas included.
         count: micro-batches of this data-parallel rank per step.
     """
 
@@ -69,23 +70,23 @@ class IteratorBatches:
         self._pulled: list[Any] = []
 
     def get(self, micro_batch: int) -> Any:
-        """Pull up to ``micro_batch``. Raises ConfigError when the data ends early or belongs to another rank."""
+        """Pull up to ``micro_batch``. Raises ConfigError if the data ends early or belongs to another rank."""
         owner, index = divmod(micro_batch, self.count)
         if owner != self.rank:
             raise ConfigError(
-                f"data_iter yields the micro-batches of data-parallel rank {self.rank}, and this schedule needs one "
-                f"of rank {owner} here too (inputs of one pipe, labels of the other). Give training_data to "
-                f"initialize(), or train_batch() an object with get(micro_batch) and advance(micro_batches)."
+                f"data_iter: this schedule needs micro-batches of several data-parallel ranks on one rank, the inputs "
+                f"of one pipe and the labels of the other (got rank {owner}, data_iter yields those of rank "
+                f"{self.rank}). Pass training_data to initialize(), or pass train_batch() an object with "
+                f"get(micro_batch) and advance(micro_batches)."
             )
         while len(self._pulled) <= index:
             try:
-                # As DeepSpeed does with inputs: the iterator may fill the same memory again.
-                self._pulled.append(tree_map_only(Tensor, _own, next(self.iterator)))
+                # The iterator may reuse its memory. DeepSpeed clones inputs for the same reason.
+                self._pulled.append(tree_map_only(Tensor, _clone_pageable, next(self.iterator)))
             except StopIteration:
                 raise ConfigError(
-                    f"data_iter ended after {len(self._pulled)} micro-batches of this step; a step takes {self.count} "
-                    f"(gradient_accumulation_steps) per data-parallel rank. Wrap it in "
-                    f"deepspeed.utils.RepeatingLoader, or stop one step earlier."
+                    f"data_iter: ended within a step, which takes {self.count} micro-batches per data-parallel rank "
+                    f"(got {len(self._pulled)}). Wrap it in deepspeed.utils.RepeatingLoader, or train one step less."
                 ) from None
         return self._pulled[index]
 
@@ -94,16 +95,16 @@ class IteratorBatches:
         self._pulled.clear()
 
 
-def _own(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor in pageable CPU memory; a loader does not reuse any other."""
+def _clone_pageable(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor in pageable CPU memory. Loaders do not reuse other memory."""
     return tensor if tensor.device.type != "cpu" or tensor.is_pinned() else tensor.clone()
 
 
-# --- from a data set ---
+# --- from a dataset ---
 
 
 class MapDataset(Protocol):
-    """Data set with samples by index."""
+    """Dataset with samples by index."""
 
     def __len__(self) -> int: ...
 
@@ -111,9 +112,9 @@ class MapDataset(Protocol):
 
 
 def stack_samples(samples: Sequence[Any]) -> Any:
-    """Stack tensors in a new first dimension, in tuples, lists and dictionaries; numbers become tensors.
+    """Stack tensors in a new first dimension, also within tuples, lists and dictionaries; numbers become tensors.
 
-    Raises ConfigError for samples that differ in shape or are neither of these.
+    Raises ConfigError for samples of different shapes or other types.
     """
     first = samples[0]
     if isinstance(first, torch.Tensor):
@@ -121,7 +122,7 @@ def stack_samples(samples: Sequence[Any]) -> Any:
         if len(shapes) > 1:
             raise ConfigError(
                 f"training_data: the samples of a micro-batch must have one shape (got "
-                f"{' and '.join(map(str, shapes))}). Give initialize() a collate_fn that pads them and returns "
+                f"{' and '.join(map(str, shapes))}). Pass initialize() a collate_fn that pads them and returns "
                 f"(inputs, labels)."
             )
         return torch.stack(list(samples))
@@ -134,20 +135,20 @@ def stack_samples(samples: Sequence[Any]) -> Any:
         return torch.as_tensor(samples)
     except (TypeError, ValueError, RuntimeError):
         raise ConfigError(
-            f"training_data: samples must hold tensors or numbers (got {type(first).__name__}). Give initialize() a "
+            f"training_data: samples must contain tensors or numbers (got {type(first).__name__}). Pass initialize() a "
             f"collate_fn that returns (inputs, labels) as tensors."
         ) from None
 
 
 class MicroBatches:
-    """Micro-batches of the current step by id, and the position that a checkpoint keeps.
+    """Micro-batches of a dataset.
 
     Args:
-        dataset: samples by index, in the order in which they are to be seen.
+        dataset: samples by index, in training order.
         micro_batch_size: b, samples of one micro-batch.
-        consumed_samples: samples of all steps that are done; the position.
-        collate: list of samples to a batch; by default tensors are stacked in a new first dimension.
-        repeat: begin again at sample 0 after the last one instead of refusing.
+        consumed_samples: samples of all completed steps.
+        collate: function from a list of samples to a batch; None: :func:`stack_samples`.
+        repeat: continue at sample 0 after the last sample instead of raising an error.
 
     Raises:
         ConfigError: a number is out of range.
@@ -163,8 +164,8 @@ class MicroBatches:
     ) -> None:
         if micro_batch_size < 1 or consumed_samples < 0:
             raise ConfigError(
-                "micro_batch_size must be at least 1, consumed_samples at least 0; got "
-                f"{micro_batch_size} and {consumed_samples}."
+                f"micro_batch_size and consumed_samples: must be at least 1 and 0 (got {micro_batch_size} and "
+                f"{consumed_samples})."
             )
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
@@ -173,26 +174,24 @@ class MicroBatches:
         self._collate = collate or stack_samples
 
     def get(self, micro_batch: int) -> Any:
-        """Return the collated micro-batch with that global id of the current step.
-
-        For `GPTDataset` that is (inputs_BS, labels_BS), int64.
+        """Return a collated micro-batch of the current step by its global id.
 
         Raises:
-            ConfigError: the dataset ends before that micro-batch does.
+            ConfigError: the dataset ends before the end of the micro-batch.
         """
         first = self.consumed_samples + micro_batch * self.micro_batch_size
         indices = range(first, first + self.micro_batch_size)
         length = len(self.dataset)
         if (not self.repeat and indices.stop > length) or length == 0:
             raise ConfigError(
-                f"the dataset has {length} samples, micro-batch {micro_batch} of this step needs samples {first} "
-                f"to {indices[-1]} ({self.consumed_samples} are consumed). Train fewer steps, use a smaller batch, "
-                f"or give more data."
+                f"dataset: micro-batch {micro_batch} of this step needs samples {first} to {indices[-1]}, after "
+                f"{self.consumed_samples} consumed samples (got {length} samples). Train fewer steps, use a smaller "
+                f"batch, or use more data."
             )
         return self._collate([self.dataset[index % length] for index in indices])
 
     def advance(self, micro_batches: int) -> None:
-        """End the current step; it had that many micro-batches over the whole data-parallel world."""
+        """End the current step, which had this number of micro-batches over all pipeline groups."""
         self.consumed_samples += micro_batches * self.micro_batch_size
 
     def state_dict(self) -> dict[str, int]:
@@ -200,17 +199,19 @@ class MicroBatches:
         return {"consumed_samples": self.consumed_samples}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at a saved position; the batch sizes may differ from those of the saving run.
+        """Continue at a saved position. Batch sizes may differ from the saving run's.
 
         Raises ConfigError for a negative position.
         """
         consumed_samples = state["consumed_samples"]
         if consumed_samples < 0:
-            raise ConfigError(f"consumed_samples must be at least 0; the saved state has {consumed_samples}")
+            raise ConfigError(
+                f"consumed_samples: must be at least 0 in a saved state (got {consumed_samples})."
+            )
         self.consumed_samples = consumed_samples
 
 
-# --- form: a pair (inputs, labels), each a tensor or a tuple of tensors; labels may be None ---
+# --- form: a pair (inputs, labels) of a tensor or a tuple of tensors each; labels may be None ---
 
 
 def require_pair(batch: Any, source: Batches) -> tuple[Any, Any]:
@@ -218,10 +219,10 @@ def require_pair(batch: Any, source: Batches) -> tuple[Any, Any]:
 
     Args:
         batch: result of ``source.get()``.
-        source: named in the error.
+        source: source of the batch, named in the error.
 
     Raises:
-        ConfigError: it is not a tuple or list of two.
+        ConfigError: the batch is not a tuple or list of two elements.
     """
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
@@ -232,7 +233,7 @@ def require_pair(batch: Any, source: Batches) -> tuple[Any, Any]:
 
 def _require_tensors(value: Any, part: str, source: Batches) -> None:
     parts = value if isinstance(value, tuple | list) else (value,)
-    if not parts or not all(torch.is_tensor(one) for one in parts):
+    if not parts or not all(map(torch.is_tensor, parts)):
         raise ConfigError(
             f"{_name(source)}: the {part} of a micro-batch must be a tensor or a tuple of tensors (got "
             f"{describe(value)}). {_fix(source, value)}"
@@ -240,10 +241,10 @@ def _require_tensors(value: Any, part: str, source: Batches) -> None:
 
 
 class StepData:
-    """Micro-batches of a pipeline group in one step; each is fetched once.
+    """Micro-batches of a pipeline group in one step. Each is fetched once.
 
     Args:
-        source: has the micro-batches of all pipeline groups.
+        source: source of the micro-batches of all pipeline groups.
         first_id: id of this group's first micro-batch in ``source``.
     """
 
@@ -252,7 +253,7 @@ class StepData:
         self._fetched: dict[int, tuple[Any, Any]] = {}
 
     def get(self, micro_batch: int) -> tuple[Any, Any]:
-        """Return (inputs, labels); a rank that holds both ends of a pipe asks twice. Raises ConfigError."""
+        """Return (inputs, labels). Raises ConfigError for a batch that is not a pair."""
         if micro_batch not in self._fetched:
             batch = self.source.get(self.first_id + micro_batch)
             self._fetched[micro_batch] = require_pair(batch, self.source)
@@ -260,15 +261,16 @@ class StepData:
 
 
 def check_first_batch(data: StepData, program: Program, device: int, abort: Callable[[str], None]) -> None:
-    """Fetch and check what ``device`` loads first, and raise one error on all ranks; a collective call of all ranks.
+    """Fetch and check the first micro-batch of ``device`` at every stage. All ranks must call this together.
 
     Args:
-        data: of the step that begins.
-        program: of the step that begins.
-        abort: reports an error of the data set itself to the peers.
+        data: micro-batches of the coming step.
+        program: program of the coming step.
+        device: device of this rank.
+        abort: function that reports an exception of the dataset to the peers.
 
     Raises:
-        ConfigError: data that is missing or has another form. On every rank.
+        ConfigError: on all ranks, if data is missing or has the wrong form on one.
     """
     loads: dict[int, int] = {}
     for instruction in program.instructions[device]:
@@ -286,7 +288,7 @@ def check_first_batch(data: StepData, program: Program, device: int, abort: Call
                 _require_tensors(labels, "labels", data.source)
     except ConfigError as error:
         problem = str(error)
-    except Exception as error:  # of the data set itself: this rank shows its traceback
+    except Exception as error:  # of the dataset; this rank prints the traceback
         failure = error
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
@@ -296,23 +298,24 @@ def check_first_batch(data: StepData, program: Program, device: int, abort: Call
         raise failure
     if first is not None:
         error = ConfigError(first)
-        error.reported_by = 0  # every rank has it
+        error.reported_by = 0
         raise error
 
 
 def describe(value: Any) -> str:
-    """Return the type of a batch and what is in it, in a few words."""
+    """Return the type and content of a batch, for errors."""
     if isinstance(value, Tensor):
         return f"one tensor of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):
-        keys = ", ".join(map(repr, list(value)[:_SHOWN])) + (", ..." if len(value) > _SHOWN else "")
-        return f"a {type(value).__name__} with the keys {keys}"
+        return f"a {type(value).__name__} with the keys {_listed([repr(key) for key in value])}"
     if isinstance(value, tuple | list):
-        types = ", ".join(type(one).__name__ for one in value[:_SHOWN]) + (
-            ", ..." if len(value) > _SHOWN else ""
-        )
-        return f"a {type(value).__name__} of {len(value)}: {types or 'nothing'}"
+        types = _listed([type(element).__name__ for element in value])
+        return f"a {type(value).__name__} of {len(value)}{types and f': {types}'}"
     return f"a {type(value).__name__}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join([*names[:_MAX_SHOWN], *(["..."] if len(names) > _MAX_SHOWN else [])])
 
 
 def _name(source: Batches) -> str:
@@ -328,7 +331,7 @@ def _fix(source: Batches, batch: Any) -> str:
     else:
         pair = "(inputs, labels)"
     if isinstance(source, MicroBatches):
-        return f"Give initialize() a collate_fn that returns {pair}."
+        return f"Pass initialize() a collate_fn that returns {pair}."
     if isinstance(source, IteratorBatches):
-        return f"Let data_iter yield pairs: give its DataLoader a collate_fn that returns {pair}."
+        return f"data_iter must yield pairs: pass its DataLoader a collate_fn that returns {pair}."
     return f"Return {pair}."

@@ -1,4 +1,4 @@
-"""Clock of a rank's computations in a step, which measures the bubble."""
+"""Clock of a rank's computations in a step, by which the bubble is measured."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ from collections.abc import Callable
 
 import torch
 
-Reading = float | torch.cuda.Event  # seconds of the clock; on CUDA an event on the current stream
+Reading = float | torch.cuda.Event  # seconds of the clock; on CUDA, an event on the current stream
 
 
 class BusyClock:
-    """Sums the time of computations in a step and the time from its start to the last of them.
+    """Times of the computations in a step. ``with busy: ...`` times one computation.
 
-    ``with busy: ...`` is a computation.
-
-    On CUDA the times are events on the current stream, read once after the step, so that nothing waits in the
-    loop.
+    On CUDA the times are events on the current stream. They are read once after the step, so that the host never waits
+    within it.
 
     Args:
-        device: of the computations.
-        clock: seconds of this host, that never go back.
+        device: device of the computations.
+        clock: monotonic clock of this host, in seconds.
 
     Attributes:
-        started: reading of the start of the step.
-        spans: readings of (begin, end) of its computations so far.
+        started: reading at the start of the step.
+        spans: readings at (begin, end) of the computations of the step so far.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -34,7 +32,7 @@ class BusyClock:
         self._begin: Reading = 0.0
 
     def start_step(self) -> None:
-        """Start a step now."""
+        """Start a step."""
         self.started, self.spans = self.now(), []
 
     def __enter__(self) -> None:
@@ -44,7 +42,7 @@ class BusyClock:
         self.spans.append((self._begin, self.now()))
 
     def read(self) -> tuple[float, float]:
-        """Return (seconds computed, seconds from the start of the step to the end of the last computation)."""
+        """Return (seconds of computation, seconds from the start of the step to the end of the last computation)."""
         if not self.spans:
             return 0.0, 0.0
         if self.on_cuda:
@@ -53,7 +51,7 @@ class BusyClock:
         return busy, _seconds(self.started, self.spans[-1][1])
 
     def now(self) -> Reading:
-        """Return a reading of the present."""
+        """Return a reading of the current time."""
         if not self.on_cuda:
             return self.clock()
         event = torch.cuda.Event(enable_timing=True)

@@ -1,10 +1,10 @@
-"""Engine that runs any lowered timetable, instruction by instruction. It compares no schedule's name.
+"""Engine that runs the program of any timetable. It does not depend on the name of a schedule.
 
-It differs from DeepSpeed's PipelineEngine in four points. Tensors, losses and gradients live in the buffer that an
-instruction names. Micro-batches are fetched by id. Messages carry their shapes and go to any peer without blocking.
-Checkpoints fit any schedule and sizes. Everything else (optimizer, ZeRO-1, learning rate, monitors) is the parent's.
+It differs from DeepSpeed's PipelineEngine in four points. Tensors, losses and gradients belong to the buffer of an
+instruction. Micro-batches are fetched by id. Messages carry their shapes and go to any peer without blocking.
+Checkpoints fit any schedule and sizes. Everything else (optimizer, ZeRO-1, learning rate, monitors) is inherited.
 
-Read it from top to bottom: construction, the step loop, a handler per instruction, data, train_batch and eval_batch,
+The file has this order: construction, step loop, one handler per instruction, data, train_batch and eval_batch,
 checkpoints, failures.
 """
 
@@ -55,7 +55,7 @@ from .checkpoint.together import by_rank_0
 from .checkpoint.trial import try_folder
 from .dynamic import messages as dynamic
 from .dynamic.order import DynamicSchedule, decided_steps
-from .grad_sync import DynamicReduction, EagerReduction, Gradients, clip_grad_norm, why_not_eager
+from .grad_sync import EagerReduction, Gradients, clip_grad_norm, why_not_eager
 from .loss_watch import LossWatch
 from .messages import Kind, StageMessages, link_credits, pack
 from .module import PipelineModule
@@ -65,40 +65,41 @@ from .tracing.recorder import Tracer
 logger = logging.getLogger(__name__)
 
 _RECEIVES = {ds.RecvActivation: Kind.ACTIVATION, ds.RecvGrad: Kind.GRADIENT}
-_NOTHING = nullcontext()
+_NO_CONTEXT = nullcontext()
 
 
 class PipelineEngine(DeepSpeedPipelineEngine):
-    """Trains a :class:`ds_ext.PipelineModule`; made by :func:`ds_ext.initialize`.
+    """Engine of a :class:`ds_ext.PipelineModule`, created by :func:`ds_ext.initialize`.
 
     Attributes:
-        plan: job plan; the source of timetable, program, simulation, reductions and rules.
-        schedule: schedule of a training step; ``running`` is that of the present or last step or evaluation.
+        plan: job plan, with timetable, program, simulation, reductions and rules.
+        schedule: schedule of a training step.
+        running: schedule of the current or last step or evaluation.
         pipe_buffers: storage of the live (stage, micro-batch) pairs, by buffer id.
-        transport: moves the messages between stages.
+        transport: transport of the messages between stages.
         batches: source of the training micro-batches; None without data.
         busy: clock of this rank's computations.
         gradients: gradients of this rank's parameters.
-        reduction: their eager reduction; None where they are reduced after the last backward.
-        tracer: records the timeline; None without traces.
-        loss_watch: counts steps whose loss is not finite.
-        activity: what the engine does at present, for errors.
-        bubble_measured: share of the last step in which an average rank did not compute; None before it.
-        deferred_share: share of the trained elements whose gradients the first step deferred; None before it, and for
-            schedules with whole backwards.
+        reduction: eager reduction of the gradients; None: they are reduced after the last backward.
+        tracer: recorder of the timeline; None without traces.
+        loss_watch: counter of consecutive steps with a non-finite loss or gradient.
+        activity: current activity, for errors.
+        bubble_measured: share of the last step in which an average rank did not compute; None before the first step.
+        deferred_share: share of the trained elements whose gradients the first step deferred; None before that step,
+            and for schedules with whole backwards.
     """
 
     module: PipelineModule
-    # Also read by the parent's constructor.
+    # The parent's constructor reads these.
     batches: Batches | None = None
     activity = "setting up"
 
     # --- construction ---
 
     def __init__(self, **kwargs: Any) -> None:
-        # The parent's first positional argument is has_bool_tensors: keywords only.
+        # Keywords only: the parent's first positional argument is has_bool_tensors.
         super().__init__(**kwargs)
-        # DeepSpeed would cut activations into slices over tensor-parallel ranks; ours travel whole.
+        # DeepSpeed would send slices of the activations per tensor-parallel rank.
         self.is_pipe_partitioned = self.is_grad_partitioned = False
         self.plan, self.layout = self.module.plan, self.module.layout
         self.last_stage = self.layout.placement.stages - 1
@@ -106,11 +107,11 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self._inference_schedules: dict[int, TimetableSchedule] = {}
         self.pipe_buffers: list[Buffer] = []
         self._forward = StageForward(self.module)
-        self._deferral: DeferralReport | None = None  # until the first step is over
+        self._deferral: DeferralReport | None = None  # of the first step only
         self.deferred_share: float | None = None
         if self.plan.timetable.split_backwards:
             self._deferral = DeferralReport(self.module, self.plan.timetable.schedule)
-        self._checked_batches: set[bool] = set()  # of the first training step, and of the first evaluation
+        self._checked_modes: set[bool] = set()  # training (True) and evaluation (False) with checked batches
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._compute_loss = True
         self._kept_outputs: dict[int, Any] | None = None
@@ -140,15 +141,16 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             )
         self.reduction = self._make_reduction() if eager else None
         self.use_transport(transport)
-        # DeepSpeed's default scale of fp16, 0, is dynamic: it skips steps to find one.
+        # DeepSpeed's default, 0, is a dynamic loss scale, which skips steps.
         deepspeed_json = self.plan.job.deepspeed
-        seeks_scale = precision(deepspeed_json) == "fp16" and not deepspeed_json["fp16"].get("loss_scale")
-        held = parameters_of(self.module, self.layout.tensor_parallel_size).values()
-        self.loss_watch = LossWatch(held, self.gradients, settings.max_nonfinite_losses, seeks_scale)
+        dynamic_scale = precision(deepspeed_json) == "fp16" and not deepspeed_json["fp16"].get("loss_scale")
+        parameters = parameters_of(self.module, self.layout.tensor_parallel_size).values()
+        limit = settings.max_nonfinite_losses
+        self.loss_watch = LossWatch(parameters, self.gradients, limit, dynamic_scale)
 
     @property
     def bubble_simulated(self) -> float:
-        """Share of a simulated step in which an average device does not compute."""
+        """Share of the simulated step in which an average device does not compute."""
         return self.plan.simulation.bubble
 
     def _make_schedule(self) -> TimetableSchedule:
@@ -166,17 +168,17 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         return self._inference_schedules[micro_batches]
 
     def _links(self) -> dict[tuple[int, int], int]:
-        """Return the messages that a receiver holds at most, by (sender, receiver), of all schedules that will run."""
-        found = link_credits(self.layout, [self.plan.program, self._inference_schedule(1).program])
+        """Return the credits of every link, by (sender, receiver), for training and evaluation."""
+        credits = link_credits(self.layout, [self.plan.program, self._inference_schedule(1).program])
         if self.plan.rules is not None:
-            for link, held in dynamic.link_credits(self.layout, self.plan.rules).items():
-                found[link] = max(held, found.get(link, 0))
-        return found
+            for link, messages in dynamic.link_credits(self.layout, self.plan.rules).items():
+                credits[link] = max(messages, credits.get(link, 0))
+        return credits
 
     def use_transport(self, transport: Transport) -> None:
-        """Exchange the messages between stages over another transport from the next step on.
+        """Exchange the messages between stages over another transport, from the next step on.
 
-        Raises ConfigError for one that cannot report arrivals, where the order is decided at run time.
+        Raises ConfigError if the order is decided at run time and the transport cannot report arrivals.
         """
         count = None if self.tracer is None else self.tracer.count
         self.transport = transport
@@ -190,30 +192,28 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self._messages = self._static_messages
 
     def _reduces_eagerly(self) -> bool:
-        """Return whether the JSON asks for eager reductions and they can be made."""
+        """Return whether the JSON enables eager reductions and the engine supports them."""
         if not self.plan.settings.eager_gradient_sync:
             return False
         reason = why_not_eager(self)
         if reason is not None:
-            logger.debug("gradients are reduced after the last backward: %s", reason)
+            logger.debug("eager_gradient_sync: no effect, because %s", reason)
         return reason is None
 
     def _make_reduction(self) -> EagerReduction:
         device = self.module.device_index
-        starts, dtype = self.plan.reductions[device], self.communication_data_type
-        if self.plan.rules is None:
-            return EagerReduction(self.gradients, self.module, starts, dtype, self.tracer)
-        ops = self.plan.timetable.orders[device]
-        return DynamicReduction(self.gradients, self.module, starts, dtype, self.tracer, ops)
+        order = [stage for stages in self.plan.reductions[device].values() for stage in stages]
+        ops, dtype = self.plan.timetable.orders[device], self.communication_data_type
+        return EagerReduction(self.gradients, self.module, order, ops, dtype, self.tracer)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the number of micro-batches between steps; the timetable is made and proven anew.
+        """Change the number of micro-batches between steps, with a new timetable.
 
-        Raises ConfigError, and changes nothing, when the schedule cannot have that many.
+        Raises ConfigError without any change if the schedule does not support the number.
         """
         steps, rest = divmod(train_batch_size, self.micro_batch_size * self.dp_world_size)
         plan = None if rest or steps < 1 else self._resized_plan(steps)
-        super().set_train_batch_size(train_batch_size)  # refuses what does not divide
+        super().set_train_batch_size(train_batch_size)  # raises ValueError if there is a remainder
         assert plan is not None
         self.plan = plan
         self.schedule = self._make_schedule()
@@ -231,7 +231,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         return self.schedule
 
     def _exec_schedule(self, pipe_schedule: TimetableSchedule) -> None:
-        """Run the instructions in order; receives are posted some instructions before they are needed."""
+        """Run the instructions in order. Post receives some instructions ahead."""
         self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
         self.running = pipe_schedule
         if isinstance(pipe_schedule, DynamicSchedule):
@@ -266,12 +266,12 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self.pipe_buffers += [Buffer() for _ in range(num_buffers - len(self.pipe_buffers))]
 
     def execute(self, instruction: ds.PipeInstruction) -> None:
-        """Call the handler of an instruction. An error gets a note with the place in the timetable."""
+        """Call the handler of an instruction. An exception gets a note with the position in the timetable."""
         handler = self._INSTRUCTION_MAP[type(instruction)]
         tracer = self.tracer if self.tracer and self.tracer.active else None
         begin = 0.0 if tracer is None else tracer.now()
         try:
-            if profiler._is_profiler_enabled:  # naming costs as much as some handlers do
+            if profiler._is_profiler_enabled:  # the label takes as long as some handlers
                 with record_function(instruction.label):
                     handler(self, **instruction.kwargs)
             else:
@@ -300,7 +300,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         buffer, number = self.pipe_buffers[buffer_id], self._data.first_id + micro_batch
         assert buffer.inputs is not None
         splits = (stage, micro_batch) in self.running.program.timetable.split_backwards
-        with self.busy, deferrable() if splits else _NOTHING:
+        with self.busy, deferrable() if splits else _NO_CONTEXT:
             outputs = self._forward(stage, buffer.inputs, self.global_steps, number)
             if stage == self.last_stage:
                 self._end_of_pipe(buffer, micro_batch, outputs)
@@ -309,7 +309,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             buffer.inputs = None
 
     def _end_of_pipe(self, buffer: Buffer, micro_batch: int, outputs: Any) -> None:
-        """Keep the outputs and the loss of a micro-batch, as the caller of the step asks."""
+        """Store the outputs and the loss of a micro-batch, as requested by the caller of the step."""
         labels, buffer.labels = buffer.labels, None
         if self._kept_outputs is not None:
             self._kept_outputs[micro_batch] = outputs
@@ -322,7 +322,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
     def _exec_backward_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:
         with self.busy, self.gradients.accumulating():
             self._backward(buffer_id, stage)
-        self._reduce_after(stage, micro_batch)
+        self._count_backward(stage)
 
     def _exec_backward_input(self, buffer_id: int, stage: int, micro_batch: int) -> None:
         later = self.pipe_buffers[buffer_id].weights = WeightGradients()
@@ -337,7 +337,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             self._deferral.add(later)
         with self.busy, self.gradients.accumulating():
             later.compute()
-        self._reduce_after(stage, micro_batch)
+        self._count_backward(stage)
 
     def _backward(self, buffer_id: int, stage: int) -> None:
         buffer = self.pipe_buffers[buffer_id]
@@ -382,7 +382,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
 
     def _exec_optimizer_step(self) -> None:
         if self.gradient_clipping() == 0 and not isinstance(self.optimizer, DeepSpeedOptimizer):
-            self.clip_fp32_gradients()  # DeepSpeed does not measure the norm then
+            self.clip_fp32_gradients()  # without clipping, DeepSpeed does not measure the norm
         super()._exec_optimizer_step()
 
     _INSTRUCTION_MAP: ClassVar[dict[type[ds.PipeInstruction], Callable[..., None]]] = {
@@ -404,17 +404,17 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         ds.OptimizerStep: _exec_optimizer_step,
     }
 
-    def _reduce_after(self, stage: int, micro_batch: int) -> None:
+    def _count_backward(self, stage: int) -> None:
         if self.reduction is not None:
-            self.reduction.after(stage, micro_batch)
+            self.reduction.after_backward(stage)
 
     def _scale(self, loss: Tensor) -> Tensor:
-        """Average over micro-batches (the reduction averages over ranks) and apply the fp16 loss scale."""
+        """Divide by the number of micro-batches and apply the fp16 loss scale. The reduction averages over ranks."""
         loss = loss / self.gradient_accumulation_steps()
         return self.optimizer.scale_if_loss(loss) if isinstance(self.optimizer, DeepSpeedOptimizer) else loss
 
     def clip_fp32_gradients(self) -> None:
-        """Clip by a norm that counts every parameter of the model once; see grad_sync.py."""
+        """Clip with a norm that counts every parameter of the model once; see grad_sync.py."""
         self._global_grad_norm = clip_grad_norm(
             self.module.parameters(),
             self.gradient_clipping(),
@@ -425,18 +425,18 @@ class PipelineEngine(DeepSpeedPipelineEngine):
     # --- data ---
 
     def _build_data_iter(self, dataset: Any) -> None:
-        # Called by the parent's constructor when initialize() got training_data.
+        # The parent's constructor calls this if initialize() got training_data.
         self.batches = MicroBatches(dataset, self.micro_batch_size, collate=self.collate_fn, repeat=True)
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Take micro-batches from a loader; see set_dataiterator."""
+        """Take micro-batches from a loader; see :meth:`set_dataiterator`."""
         self.set_dataiterator(iter(loader))
 
     def set_dataiterator(self, iterator: Iterator[Any] | Batches | None) -> None:
-        """Take micro-batches by id from Batches, or from an iterator over this data-parallel rank's in order.
+        """Take micro-batches by id from Batches, or in order from an iterator.
 
-        An iterator yields (inputs, labels), gradient_accumulation_steps of them a step, on every rank that
-        holds a first or a last stage. The data-parallel rank is ``engine.mpu.get_data_parallel_rank()``.
+        An iterator yields the (inputs, labels) of this data-parallel rank, ``engine.mpu.get_data_parallel_rank()``:
+        gradient_accumulation_steps micro-batches per step. Ranks that hold a first or a last stage read it.
         """
         if iterator is None or iterator is not getattr(self.batches, "iterator", None):
             self.batches = self._as_batches(iterator, self.micro_batches)
@@ -446,18 +446,18 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             return source
         if not isinstance(source, Iterator):
             raise ConfigError(
-                f"micro-batches come from an iterator, and a {type(source).__name__} is none: give iter(...) of it "
-                f"once and keep that, or each step would begin at its first sample."
+                f"data_iter: must be an iterator, because a loader would restart in every step (got "
+                f"{type(source).__name__}). Create one with iter(...) and pass it to every step."
             )
         return IteratorBatches(source, self.mpu.get_data_parallel_rank(), micro_batches)
 
     def _load_step(self, trains: bool) -> None:
-        """Prepare the data of a step; check them before the first training step and the first evaluation."""
+        """Prepare the data of a step. Check it before the first training step and before the first evaluation."""
         assert self.batches is not None
         self._data = StepData(self.batches, self.module.data_index * self.running.micro_batches)
-        if trains not in self._checked_batches:
+        if trains not in self._checked_modes:
             check_first_batch(self._data, self.running.program, self.running.stage_id, self.transport.abort)
-            self._checked_batches.add(trains)
+            self._checked_modes.add(trains)
 
     def _to_device(self, batch: Any) -> tuple[Tensor, ...]:
         return tuple(t.to(self.device, non_blocking=True).detach() for t in pack(batch, "the data"))
@@ -465,19 +465,19 @@ class PipelineEngine(DeepSpeedPipelineEngine):
     # --- train_batch and eval_batch ---
 
     def train_batch(self, data_iter: Iterator[Any] | Batches | None = None) -> Tensor:
-        """Take one optimizer step over N micro-batches a pipeline group.
+        """Take one optimizer step over N micro-batches per pipeline group.
 
         Returns the mean loss of all micro-batches, on every rank.
 
         Raises:
-            ConfigError: there are no data.
-            NonFiniteLoss: the loss was not finite in ``max_nonfinite_losses`` steps in a row.
+            ConfigError: there is no data.
+            NonFiniteLoss: the loss was not finite in ``max_nonfinite_losses`` consecutive steps.
         """
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         if self.batches is None:
             raise ConfigError(
-                "train_batch() has no data: give training_data to initialize(), or data_iter to train_batch()."
+                "data_iter: train_batch() has no data (got None). Pass training_data to initialize(), or data_iter."
             )
         step, skipped = self.global_steps + 1, self.skipped_steps
         with self._in_activity(f"step {step}"):
@@ -499,21 +499,22 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Compute forwards only, without dropout. Returns the mean loss, on every rank.
+        """Run forwards only, without dropout. Returns the mean loss, on every rank.
 
         Args:
-            data_iter: as for train_batch.
+            data_iter: source of the micro-batches, as for :meth:`train_batch`.
             return_logits: return (loss, {micro-batch: outputs}), with the outputs of the last stages on this rank.
-            compute_loss: False leaves the loss out (None).
-            reduce_output, bcast_loss: as DeepSpeed's; the loss is always the mean, and returned on all ranks.
-            num_micro_batches: per data-parallel rank; the training number by default.
+            compute_loss: compute the loss; False: the loss is None.
+            reduce_output: must be "avg", DeepSpeed's default.
+            bcast_loss: ignored; all ranks get the loss.
+            num_micro_batches: micro-batches per data-parallel rank; None: as in training.
 
         Raises:
-            ConfigError: for another reduce_output than "avg".
+            ConfigError: ``reduce_output`` is not "avg".
         """
         if reduce_output != "avg":
             raise ConfigError(
-                f'reduce_output must be "avg"; got {reduce_output!r}. For outputs of single micro-batches use '
+                f'reduce_output: must be "avg" (got {reduce_output!r}). For the outputs of single micro-batches, use '
                 f"return_logits=True."
             )
         num_micro_batches = num_micro_batches or self.micro_batches
@@ -534,58 +535,61 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             self.batches.advance(self.running.micro_batches * self.layout.data_parallel_size)
         finally:
             self.batches, self._kept_outputs = train_batches, None
-            for module, training in modes:  # a user may have put some to sleep
+            for module, training in modes:  # the user may have some in evaluation mode
                 module.training = training
         if loss is not None and self.global_rank == 0 and self.monitor.enabled:
             self.monitor.write_events([("Train/Samples/eval_loss", loss.item(), self.global_samples)])
         return (loss, outputs) if return_logits else loss
 
     def _aggregate_total_loss(self) -> Tensor:
-        """Return the mean over all micro-batches of all groups, on every rank; also measure the bubble."""
+        """Return the mean loss of all micro-batches of all groups, on every rank. Also measure the bubble."""
         busy_s, span_s = self.busy.read()
-        numbers = [float(self._loss_sum), busy_s, span_s, *self._shared_numbers()]
-        row = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, row)
-        table = torch.stack(rows)
+        table = self._gather_rows([float(self._loss_sum), busy_s, span_s, *self._shared_numbers()])
         losses, busy, spans = table[:, :3].unbind(1)
         self._take_shared_numbers(table[:, 3:])
         self.bubble_measured = 1 - float(busy.mean() / spans.max().clamp(min=1e-9))
         return (losses.sum() / (self._loss_copies() * self.running.micro_batches)).float()
 
+    def _gather_rows(self, numbers: list[float]) -> Tensor:
+        """Return the numbers of all ranks, one row per rank. All ranks must call this together."""
+        row = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, row)
+        return torch.stack(rows)
+
     def _loss_copies(self) -> int:
-        """Return the ranks with the loss of a micro-batch: all tensor-parallel ranks of a last stage compute it."""
+        """Return the number of ranks that compute the loss of a micro-batch, summed over data-parallel ranks."""
         return self.layout.tensor_parallel_size * self.layout.data_parallel_size
 
     def _shared_numbers(self) -> list[float]:
-        """Return numbers of this rank that all ranks get with the loss."""
+        """Return the numbers of this rank that are gathered together with the loss."""
         return []
 
     def _take_shared_numbers(self, rows: Tensor) -> None:
-        """Take the shared numbers of all ranks, a row each."""
+        """Store the shared numbers of all ranks, one row per rank."""
 
     # --- checkpoints ---
 
     @property
     def in_checkpoints(self) -> bool:
-        """True where checkpoints contain this rank's weights; False where they are another rank's."""
+        """True if this rank writes and reads checkpoints; False if another rank does so for its weights."""
         return True
 
     @property
     def first_in_checkpoints(self) -> int:
-        """Rank that writes everything that is the same on all ranks."""
+        """Rank that writes the values that are equal on all ranks."""
         return 0
 
     def weights_loaded(self) -> None:
-        """Do what follows on all ranks after a checkpoint was loaded; nothing here."""
+        """Hook for subclasses, called on all ranks after a checkpoint was loaded."""
 
     def try_checkpoint_folder(self, save_dir: str | os.PathLike[str]) -> None:
-        """Find out before the first step whether checkpoints can be saved to ``save_dir``; a call of all ranks.
+        """Check that checkpoints can be saved to ``save_dir``. All ranks must call this together.
 
-        Every rank writes a small file, and rank 0 reads them and compares the free room with one checkpoint's size.
-        Raises ConfigError, the same on every rank.
+        Every rank writes a small file. Rank 0 reads the files and compares the free space with a checkpoint's size.
+        Raises the same ConfigError on all ranks.
         """
-        with self._in_activity(f"trying the folder {save_dir}"):
+        with self._in_activity(f"checking the folder {save_dir}"):
             try_folder(self, Path(save_dir))
 
     def save_checkpoint(
@@ -596,10 +600,10 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write ``save_dir/tag`` (by default ``global_step<N>``); arguments and result are DeepSpeed's.
+        """Write ``save_dir/tag`` (None: ``global_step<N>``). Arguments and result are DeepSpeed's.
 
-        The checkpoint gets its name when all of it is on the disk: a run that is killed leaves the last one whole.
-        Raises what :func:`.checkpoint.save.save_checkpoint` does.
+        The checkpoint gets its name when it is complete on disk, so a killed run keeps the last complete one.
+        Raises the errors of :func:`.checkpoint.save.save_checkpoint`.
         """
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         with self._in_activity(f"saving the checkpoint {tag}"):
@@ -618,16 +622,16 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load ``load_dir/tag`` (by default the current one), whatever schedule and sizes it was written under.
+        """Load ``load_dir/tag`` (None: the current checkpoint), written with any schedule and sizes.
 
-        Arguments and result are DeepSpeed's: (path, client state); (None, None) when there is no checkpoint and no tag
-        is given. Raises what :func:`.checkpoint.load.load_checkpoint` does, and ConfigError for a ``custom_load_fn``.
+        Arguments and result are DeepSpeed's: (path, client state), or (None, None) without a tag and a checkpoint.
+        Raises the errors of :func:`.checkpoint.load.load_checkpoint`, and ConfigError for a ``custom_load_fn``.
         """
         if custom_load_fn is not None:
-            raise ConfigError("custom_load_fn must be None: weights are read from the layers' files.")
+            raise ConfigError("custom_load_fn: must be None. The layer files contain the weights.")
         with self._in_activity(f"loading a checkpoint from {load_dir}"):
             if tag is None and not by_rank_0(lambda: has_checkpoint(Path(load_dir))):
-                logger.warning("there is no checkpoint in %s", load_dir)
+                logger.warning("%s: no checkpoint", load_dir)
                 return None, None
             path, client_state = load_checkpoint(
                 self,
@@ -645,10 +649,10 @@ class PipelineEngine(DeepSpeedPipelineEngine):
 
     @contextmanager
     def _in_activity(self, activity: str) -> Iterator[None]:
-        """Add ``activity`` to the first line of an error about a rank that is gone or silent.
+        """Context that adds ``activity`` to the first line of an error about a lost or silent rank.
 
         Args:
-            activity: such as ``step 4``; an instruction that fails puts its own name before it.
+            activity: for example ``step 4``; a failed instruction adds its label.
         """
         self.activity = activity
         try:
@@ -656,18 +660,18 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             yield
         except Exception as error:
             if lost_peer(error):
-                first, more = first_line(error), str(error).splitlines()[1:]
+                first, other_lines = first_line(error), str(error).splitlines()[1:]
                 context = "; ".join(filter(None, [self.activity, self._describe_ranks(first)]))
-                error.args = ("\n".join([f"{first} ({context})", *more]),)
+                error.args = ("\n".join([f"{first} ({context})", *other_lines]),)
             raise
 
     def _describe_ranks(self, text: str) -> str:
-        """Return the roles of the ranks that an error names; empty where their numbers are enough."""
+        """Return the roles of the ranks named in an error; empty if ranks have no roles."""
         return ""
 
-    def _where(self, instruction: ds.PipeInstruction, how: str) -> str:
-        """Return the rank x step grid with an arrow at the computation that ``instruction`` belongs to."""
+    def _where(self, instruction: ds.PipeInstruction, verb: str) -> str:
+        """Return the timetable with an arrow at the computation that ``instruction`` belongs to."""
         return (
-            f"rank {self.global_rank} (device {self.module.device_index} of its pipeline) {how} in {self.activity}:\n"
+            f"rank {self.global_rank} (device {self.module.device_index} of its pipeline) {verb} in {self.activity}:\n"
             f"{self.running.picture(instruction)}"
         )

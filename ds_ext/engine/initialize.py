@@ -1,4 +1,4 @@
-"""``ds_ext.initialize``: the same arguments and result as ``deepspeed.initialize``."""
+"""``ds_ext.initialize``, with the arguments and the result of ``deepspeed.initialize``."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def check_precision(job: JobConfig) -> None:
     """Raise ConfigError if the device of this rank does not support the precision of the job.
 
-    Uses no process group, so that every rank can call it before there is one.
+    Needs no process group.
     """
     wanted, accelerator = precision(job.deepspeed), get_accelerator()
     if wanted == "fp32":
         return
-    # To answer, an accelerator may allocate on its current device: select the device that DeepSpeed will select.
+    # The query may allocate on the current device, so select the one that DeepSpeed will use.
     accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     supports = {"bf16": accelerator.is_bf16_supported, "fp16": accelerator.is_fp16_supported}
     if supports[wanted]():
@@ -66,26 +66,26 @@ def check_precision(job: JobConfig) -> None:
 
 
 def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> None:
-    """Start the process group: nccl on CUDA, gloo on CPU. Does nothing when it runs already.
+    """Start the process group, nccl on CUDA and gloo on CPU, unless it exists.
 
-    First all ranks compare versions, source code and ``facts``. On CPU DeepSpeed would compile a shared-memory op
-    first, which only its inference uses: half a minute, and a compiler, for nothing.
+    Before, all ranks compare versions, source code and ``facts``.
 
     Args:
-        timeout_s: how long to wait for the other ranks, in seconds.
-        facts: what else must be the same on all ranks, as text by key.
+        timeout_s: time limit for the other ranks, in seconds.
+        facts: key -> further value that must be equal on all ranks.
 
     Raises:
-        ConfigError: ranks differ, one of them has failed, or the port is taken.
-        TransportError: a rank did not come in time.
+        ConfigError: ranks differ, a rank failed, or the port is in use.
+        TransportError: a rank did not join in time.
     """
     if get_accelerator().device_name() == "cpu":
+        # DeepSpeed would compile an op for 30 s that only its inference uses.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(threads_of_rank())
     if not dist.is_initialized():
         try:
-            # Rank 0 serves the store as long as the roll call lives; the process group shares it.
+            # Rank 0 may serve the store. Keep the roll call until the process group shares the store.
             call = meet(rank(), world_size(), timeout_s)
             if call is not None:
                 call.answer({**code_facts(), **(facts or {})}, timeout_s)
@@ -98,22 +98,19 @@ def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> No
             if "EADDRINUSE" not in str(error):
                 raise
             raise ConfigError(
-                f"port {os.environ.get('MASTER_PORT')} is taken on this host, perhaps by another job: give "
-                f"the launcher --master_port with a free one."
+                f"MASTER_PORT: already in use on this host (got {os.environ.get('MASTER_PORT')}). Stop the other job, "
+                f"or pass the launcher another --master_port."
             ) from None
     watch_hosts()
     os.environ.setdefault("LOCAL_RANK", "0")
 
 
 def threads_of_rank() -> int:
-    """Number of threads for torch on CPU: the usable cores, divided by the ranks that share them.
-
-    Ranks that each take all cores slow each other down several times over.
-    """
+    """Return the number of torch's CPU threads: the usable cores divided by the ranks that share them."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
-    with contextlib.suppress(OSError):  # the launcher has ended
+    with contextlib.suppress(OSError):  # the launcher may have exited
         if os.sched_getaffinity(0) != os.sched_getaffinity(os.getppid()):
-            ranks = 1  # the launcher has pinned this rank to its own cores
+            ranks = 1  # the launcher pinned this rank to separate cores
     return max(1, int(usable_cores() // ranks))
 
 
@@ -134,25 +131,25 @@ def initialize(
 ) -> tuple[PipelineEngine, Any, Any, Any]:
     """Build the engine for a :class:`ds_ext.PipelineModule`.
 
-    Returns ``(engine, optimizer, training_dataloader, lr_scheduler)`` as ``deepspeed.initialize`` does;
-    ``training_dataloader`` is None: micro-batches of ``training_data`` are fetched by id, in order, epoch after epoch.
+    Returns ``(engine, optimizer, training_dataloader, lr_scheduler)`` as ``deepspeed.initialize`` does, but
+    ``training_dataloader`` is None, because the engine fetches the micro-batches of ``training_data`` by id.
 
     Args:
-        config: may be left out; else the JSON that the PipelineModule was given.
+        config: DeepSpeed JSON of the PipelineModule; None: the module's.
 
     Raises:
-        ConfigError: the model is not ours, ``config`` is another JSON than its, DeepSpeed refuses the JSON, the device
-            does not support its precision, ``training_data`` has no samples by index, or ranks differ.
+        ConfigError: the model is not a ds_ext.PipelineModule, ``config`` is not its JSON, DeepSpeed rejects the JSON,
+            the device does not support the precision, ``training_data`` has no samples by index, or ranks differ.
     """
     if not isinstance(model, PipelineModule):
         raise ConfigError(
-            f"ds_ext.initialize needs a ds_ext.PipelineModule; got {type(model).__name__}. Build it from the "
-            f"same list of layers: ds_ext.PipelineModule(layers, config, loss_fn=...)."
+            f"model: must be a ds_ext.PipelineModule (got {type(model).__name__}). Build it from the same list of "
+            f"layers: ds_ext.PipelineModule(layers, config, loss_fn=...)."
         )
     init_distributed()
     with one_refusal():
         if mpu is not None or mesh_param is not None:
-            raise ConfigError("mpu and mesh_param must be None: the PipelineModule brings its own grid.")
+            raise ConfigError("mpu, mesh_param: must be None. The PipelineModule has its own grid.")
         for source in (config, config_params, getattr(args, "deepspeed_config", None)):
             if source is not None:
                 _require_same_json(source, model.plan)
@@ -169,9 +166,9 @@ def initialize(
         gradient_accumulation_steps=sizes.gradient_accumulation_steps,
         train_batch_size=sizes.train_batch_size,
     )
-    # Also for the collectives of the constructors below.
+    # The constructors below communicate.
     limit_waits(model.plan.settings.transport_options.timeout_s)
-    model_parameters = None if model_parameters is None else [_with_list(one) for one in model_parameters]
+    model_parameters = None if model_parameters is None else [_with_list(group) for group in model_parameters]
     compare(
         {
             **code_facts(),
@@ -203,14 +200,12 @@ def initialize(
 
 
 def _make_engine(model: PipelineModule, config: Mapping[str, Any], **kwargs: Any) -> PipelineEngine:
-    """Return the engine of this rank's role.
+    """Return the engine for this rank's role.
 
     Args:
-        config: DeepSpeed's JSON, complete.
-        **kwargs: other arguments of the engine.
-
-    Raises:
-        ConfigError: something in the JSON does not go with forward ranks.
+        model: module of this rank.
+        config: DeepSpeed's JSON with all batch sizes.
+        **kwargs: further arguments of the engine.
     """
 
     def make_config(role_config: Mapping[str, Any]) -> DeepSpeedConfig:
@@ -221,19 +216,19 @@ def _make_engine(model: PipelineModule, config: Mapping[str, Any], **kwargs: Any
         return PipelineEngine(model=model, config=config, config_class=make_config(config), **kwargs)
     if layout.role(dist.get_rank()) != FORWARD_ROLE:
         return BackwardEngine(model=model, config=config, config_class=make_config(config), **kwargs)
-    ours = {key: value for key, value in config.items() if key not in _NOT_ON_FORWARD_RANKS}
-    ours["gradient_accumulation_steps"] *= layout.placement.replicas
+    forward_config = {key: value for key, value in config.items() if key not in _NOT_ON_FORWARD_RANKS}
+    forward_config["gradient_accumulation_steps"] *= layout.placement.replicas
     return ForwardEngine(
         dtype=_DTYPES[precision(config)],
         model=model,
-        config=ours,
-        config_class=make_config(ours),
+        config=forward_config,
+        config_class=make_config(forward_config),
         **{**kwargs, "optimizer": None, "model_parameters": None, "lr_scheduler": None},
     )
 
 
 def _with_list(group: Any) -> Any:
-    """Return a parameter, or a parameter group whose parameters can be read more than once."""
+    """Return a parameter, or a parameter group whose iterator of parameters is replaced by a list."""
     if not isinstance(group, Mapping):
         return group
     parameters = group["params"]
@@ -241,53 +236,54 @@ def _with_list(group: Any) -> Any:
 
 
 def _require_samples_by_index(training_data: Any) -> None:
-    """Refuse training data whose samples cannot be fetched by index in any order."""
+    """Raise ConfigError for training data without samples, or without samples by index."""
+    if training_data is None:
+        return
     has_both = all(hasattr(type(training_data), name) for name in ("__len__", "__getitem__"))
-    iterable = isinstance(training_data, torch.utils.data.IterableDataset)
-    if training_data is not None and has_both and not iterable and len(training_data) == 0:
-        raise ConfigError("training_data: it has no samples (got a length of 0). Give at least one.")
-    if training_data is not None and (iterable or not has_both):
+    if not has_both or isinstance(training_data, torch.utils.data.IterableDataset):
         raise ConfigError(
-            f"training_data: it needs __len__ and __getitem__, as each rank fetches samples by index (got "
-            f"{type(training_data).__name__}). For a stream make one iterator and pass it to every step: "
+            f"training_data: needs __len__ and __getitem__, because each rank fetches samples by index (got "
+            f"{type(training_data).__name__}). For a stream, create one iterator and pass it to every step: "
             f"iterator = iter(loader); engine.train_batch(data_iter=iterator)."
         )
+    if len(training_data) == 0:
+        raise ConfigError("training_data: must have at least one sample (got a length of 0).")
 
 
 def _require_same_json(config: str | Mapping[str, Any], plan: JobPlan) -> None:
-    """Refuse another JSON than that of the PipelineModule; only the "ds_ext" section may be missing."""
+    """Raise ConfigError unless ``config`` is the JSON of the PipelineModule. Its "ds_ext" section may be missing."""
     theirs = load_config(config).deepspeed
     ours, theirs = _flat(plan.job.deepspeed, "ds_ext" in theirs), _flat(theirs, True)
     for key in sorted({*ours, *theirs}):
         if ours.get(key) != theirs.get(key):
             raise ConfigError(
-                f"{key}: PipelineModule and initialize() were given different JSONs (got {ours.get(key)!r} and "
-                f"{theirs.get(key)!r}). Give both the same, or leave config out of initialize()."
+                f"{key}: PipelineModule and initialize() must get the same JSON (got {ours.get(key)!r} and "
+                f"{theirs.get(key)!r}). Pass the same JSON to both, or omit config in initialize()."
             )
 
 
 def _flat(config: Mapping[str, Any], with_section: bool) -> dict[str, Any]:
-    """Return a JSON with the keys of our section as ``ds_ext.key``, without the defaults of the scripts' flags."""
+    """Return a JSON with the keys of the "ds_ext" section as ``ds_ext.key``, without its ``train`` section."""
     section = config.get("ds_ext", {}) if with_section else {}
     ours = {f"ds_ext.{key}": value for key, value in section.items() if key != "train"}
     return {key: value for key, value in config.items() if key != "ds_ext"} | ours
 
 
 def _require_parameters(model: PipelineModule) -> None:
-    """Raise ConfigError on all ranks if one has no trainable parameter; DeepSpeed would refuse it while others wait."""
+    """Raise ConfigError on all ranks if one has no trainable parameter; DeepSpeed would raise it on that rank only."""
     trained = [stage for stage in model.stages if model.stage_parameters(stage)]
     counts: list[int | None] = [None] * dist.get_world_size()
     torch.distributed.all_gather_object(counts, len(trained))
     empty = [rank for rank, count in enumerate(counts) if count == 0]
     if empty:
         raise ConfigError(
-            f"rank{'s' if len(empty) > 1 else ''} {', '.join(map(str, empty))} would hold no trainable parameter: give "
-            f"partition_method boundaries that leave every rank some, or use fewer stages."
+            f"partition_method: every rank needs a trainable parameter (got none on rank{'s' * (len(empty) > 1)} "
+            f"{', '.join(map(str, empty))}). Use other boundaries, or fewer stages."
         )
 
 
 def _without_config(args: Any) -> Any:
-    """Return the caller's arguments without the JSON's path, as the engine gets the dict instead of the file."""
+    """Return the caller's arguments without the path of the JSON, because the engine gets its content."""
     if getattr(args, "deepspeed_config", None) is None:
         return args
     args = copy.copy(args)
@@ -296,10 +292,10 @@ def _without_config(args: Any) -> Any:
 
 
 def weight_decay_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Return parameter groups for an optimizer: matrices decay by its setting, vectors (biases, norms) not at all.
+    """Return parameter groups for an optimizer: matrices with weight decay, vectors (biases, norms) without.
 
-    The convention of GPT-2's, BERT's and Megatron's training. Groups that would be empty are left out; ranks that hold
-    the same stages get the same groups in the same order, as ZeRO needs them.
+    This is the convention of GPT-2, BERT and Megatron. Empty groups are omitted. Replicas get the same groups in the
+    same order, as ZeRO requires.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [

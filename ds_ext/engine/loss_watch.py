@@ -1,4 +1,4 @@
-"""Steps whose loss or gradients are not finite: training stops after some in a row and names the first gradient."""
+"""Detection of non-finite losses and gradients: too many consecutive steps with one stop the training."""
 
 from __future__ import annotations
 
@@ -12,39 +12,41 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import NonFiniteLoss
-from .checkpoint.states import Held
+from .checkpoint.states import LocalParameter
 from .grad_sync import Gradients
 
 logger = logging.getLogger(__name__)
 
 
 class LossWatch:
-    """Count of steps in a row whose loss is not finite, or which the optimizer skipped for gradients that are not.
+    """Counter of consecutive steps with a non-finite loss, or which the optimizer skipped for a non-finite gradient.
 
     Args:
-        held: parameters of this rank.
-        gradients: of this rank.
-        limit: how many of them end the training; 0: any number goes on.
-        seeks_scale: a skipped step looks for a loss scale of fp16 and does not count.
+        parameters: parameters of this rank.
+        gradients: gradients of this rank.
+        limit: number of consecutive steps that stops the training; 0: never.
+        dynamic_scale: fp16 skips steps to find its loss scale, so skipped steps do not count.
 
     Attributes:
-        in_a_row: such steps up to the last step.
+        in_a_row: number of consecutive steps so far.
     """
 
-    def __init__(self, held: Iterable[Held], gradients: Gradients, limit: int, seeks_scale: bool) -> None:
-        self.gradients, self.limit, self.seeks_scale = gradients, limit, seeks_scale
+    def __init__(
+        self, parameters: Iterable[LocalParameter], gradients: Gradients, limit: int, dynamic_scale: bool
+    ) -> None:
+        self.gradients, self.limit, self.dynamic_scale = gradients, limit, dynamic_scale
         self.in_a_row = 0
         self._named = [
-            (one.layer, one.name, one.parameter)
-            for one in held
-            if one.parameter.requires_grad and one.parameter.numel() > 0
+            (local.layer, local.name, local.parameter)
+            for local in parameters
+            if local.parameter.requires_grad and local.parameter.numel() > 0
         ]
-        # A bad gradient spoils the weights, and the loss only a step later.
+        # Two steps: a non-finite gradient changes the weights first, and the loss of the next step.
         self._largest: deque[tuple[int, list[tuple[int, str]], list[Tensor]]] = deque(maxlen=2)
         self._first: tuple[int, int, str] | None = None
 
     def before_reduction(self, step: int) -> None:
-        """Keep the largest element of every gradient of this rank, on the device, before they are reduced."""
+        """Store the largest element of every gradient of this rank, on the device, before the reduction."""
         found = [
             ((layer, name), gradient)
             for layer, name, parameter in self._named
@@ -57,16 +59,17 @@ class LossWatch:
             self._largest.append((step, list(names), list(largest)))
 
     def loss(self, step: int, loss: float, skipped: bool) -> None:
-        """Count the loss of a step, the same on all ranks; a collective call.
+        """Check the loss of a step. All ranks must call this together.
 
         Args:
-            step: from 1.
-            skipped: the optimizer found a gradient that was not finite, and left the weights as they were.
+            step: number of the step, from 1.
+            loss: loss of the step, equal on all ranks.
+            skipped: the optimizer found a non-finite gradient and did not change the weights.
 
         Raises:
-            NonFiniteLoss: it was the ``limit``-th such step in a row. The same error on every rank.
+            NonFiniteLoss: on all ranks, after ``limit`` consecutive steps.
         """
-        if skipped and self.seeks_scale:
+        if skipped and self.dynamic_scale:
             self._largest.clear()
             return
         if math.isfinite(loss) and not skipped:
@@ -76,35 +79,34 @@ class LossWatch:
         if self.in_a_row == 1:
             self._first = self._first_bad_gradient()
             if dist.get_rank() == 0:
-                effect = "the weights stay as they are" if skipped else "the weights changed"
+                effect = "step skipped" if skipped else "weights updated"
                 logger.warning("step %d: loss %s, %s. %s", step, loss, effect, _described(self._first))
         if self.in_a_row == self.limit:
             error = NonFiniteLoss(
-                f"loss or gradients: not finite in {self.limit} steps in a row, {step - self.limit + 1} to {step} (the "
-                f"last loss is {loss}). "
-                f"{_described(self._first)} Lower the learning rate, clip gradients or check the data; "
-                f'"ds_ext": {{"max_nonfinite_losses": N}} sets the limit, 0 for none.',
+                f"loss or gradients: not finite in {self.limit} consecutive steps, {step - self.limit + 1} to {step} "
+                f"(got loss {loss} in the last one). {_described(self._first)} Lower the learning rate, clip "
+                f'gradients or check the data. "ds_ext": {{"max_nonfinite_losses": N}} sets the limit; 0: no limit.',
                 self._first,
             )
             error.reported_by = 0
             raise error
 
     def _first_bad_gradient(self) -> tuple[int, int, str] | None:
-        """Return (step, rank, parameter) of the earliest step, and in it of the last layer, as backwards run."""
+        """Return (step, rank, parameter): the earliest step, and its last layer, whose backward runs first."""
         bad = [
             (-step, layer, name, dist.get_rank())
             for step, names, largest in self._largest
             for (layer, name), value in zip(names, torch.stack(largest).isfinite().tolist(), strict=True)
             if not value
         ]
-        everyone: list[tuple[int, int, str, int] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, max(bad, default=None))
-        found = max((one for one in everyone if one is not None), default=None)
-        return None if found is None else (-found[0], found[3], found[2])
+        all_ranks: list[tuple[int, int, str, int] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(all_ranks, max(bad, default=None))
+        first = max((of_rank for of_rank in all_ranks if of_rank is not None), default=None)
+        return None if first is None else (-first[0], first[3], first[2])
 
 
 def _described(first: tuple[int, int, str] | None) -> str:
     if first is None:
         return "All gradients were finite."
     step, rank, parameter = first
-    return f"First gradient that was not finite: {parameter} on rank {rank} in step {step}."
+    return f"First non-finite gradient: {parameter} on rank {rank} in step {step}."

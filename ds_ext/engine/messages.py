@@ -1,4 +1,4 @@
-"""Messages between stages, by device and (stage, micro-batch): contents, links, sends and receives."""
+"""Messages between stages: sends and receives by device and (stage, micro-batch), link credits, packing."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..errors import ConfigError
 from ..parallel.layout import ParallelLayout
 from ..pipe_schedules import Program
 
-_ONE_TUPLE = torch.Size([0] * 8)  # a shape that no layer gives
+_ONE_TUPLE = torch.Size([0] * 8)  # a shape that no layer returns
 MAX_STAGES = 1 << 14  # a tag has 15 bits for the channel, one of them for the kind
-_SPARE = 1  # the next message may be there before the tensors of the last one are gone
+_SPARE = 1  # a message may arrive before the tensors of the previous one are freed
 
 
 class Kind(IntEnum):
-    """Content of a message; together with the receiving stage it is the transport's channel."""
+    """Kind of a message. Kind and receiving stage form the transport's channel."""
 
     ACTIVATION = 0
     GRADIENT = 1
@@ -32,9 +32,9 @@ class StageMessages:
 
     Args:
         transport: moves tensors by (global rank, tag).
-        layout: maps devices of this rank's pipeline to global ranks.
-        rank: this global rank.
-        count: called with the tensors of every message sent or received.
+        layout: global ranks of the devices.
+        rank: global rank of this process.
+        count: called with the tensors of every message that is sent or received.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class StageMessages:
         self._peers: dict[int, tuple[int, ...]] = {}
 
     def post(self, kind: Kind, stage: int, micro_batch: int, device: int) -> None:
-        """Ask for a message early, so that it can travel while this rank computes."""
+        """Post the receive of a message early, so that its transfer overlaps with computation."""
         tag = _tag(kind, stage, micro_batch)
         self._tickets[tag] = self.transport.recv(self.global_rank(device), tag)
 
     def receive(self, kind: Kind, stage: int, micro_batch: int) -> tuple[Tensor, ...]:
-        """Wait for a message that was posted."""
+        """Wait for a message whose receive was posted. Returns its tensors."""
         tensors = self._tickets.pop(_tag(kind, stage, micro_batch)).wait()
         if self._count is not None:
             self._count(tensors)
@@ -76,7 +76,7 @@ class StageMessages:
             self.transport.send(tensors, rank, tag)
 
     def global_rank(self, device: int) -> int:
-        """Return the rank of ``device`` that this one exchanges messages with."""
+        """Return the rank of ``device`` with which this rank exchanges messages."""
         return self.layout.rank(device, self._data, self._tensor)
 
 
@@ -88,46 +88,46 @@ def _tag(kind: Kind, stage: int, micro_batch: int) -> int:
 
 
 def link_credits(layout: ParallelLayout, programs: Iterable[Program]) -> dict[tuple[int, int], int]:
-    """Return the messages that a receiver holds at most, and one more, by link: (sender, receiver) global ranks.
+    """Return the credits of every link, by (sender, receiver) global ranks; the same on all ranks.
 
-    The same on all ranks. An activation is held until the last backward of its micro-batch, which may be that of the
-    weights; a gradient too.
+    They are the maximum number of messages that the receiver holds at a time, plus one. A receiver holds activations
+    and gradients until the last op of their (stage, micro-batch).
     """
     programs = list(programs)
-    most: Counter[tuple[int, int]] = Counter()
+    peak: Counter[tuple[int, int]] = Counter()
     for program in programs:
         for device in range(len(program.instructions)):
-            for sender, held in _held(program, device).items():
-                most[sender, device] = max(most[sender, device], held)
+            for sender, messages in _peak_messages(program, device).items():
+                peak[sender, device] = max(peak[sender, device], messages)
     device_of = layout.coordinates
     return {
-        (source, target): most[device_of(source)[0], device_of(target)[0]] + _SPARE
+        (source, target): peak[device_of(source)[0], device_of(target)[0]] + _SPARE
         for source, target in _pairs(layout, programs)
     }
 
 
-def _held(program: Program, device: int) -> Counter[int]:
-    """Sending device -> most of its messages that live on ``device`` at a time."""
+def _peak_messages(program: Program, device: int) -> Counter[int]:
+    """Return a dict of sending device -> maximum number of its messages that live on ``device`` at a time."""
     instructions = program.instructions[device]
-    last = {(i.stage, i.micro_batch): at for at, i in enumerate(instructions) if i.op is not None}
-    held: dict[tuple[int | None, int | None], list[int]] = {}
+    last_op = {(i.stage, i.micro_batch): index for index, i in enumerate(instructions) if i.op is not None}
+    senders: dict[tuple[int | None, int | None], list[int]] = {}
     live: Counter[int] = Counter()
-    most: Counter[int] = Counter()
-    for at, instruction in enumerate(instructions):
+    peak: Counter[int] = Counter()
+    for index, instruction in enumerate(instructions):
         pair = instruction.stage, instruction.micro_batch
         if instruction.name.startswith("Recv"):
             assert instruction.peer is not None
-            held.setdefault(pair, []).append(instruction.peer)
+            senders.setdefault(pair, []).append(instruction.peer)
             live[instruction.peer] += 1
-            most[instruction.peer] = max(most[instruction.peer], live[instruction.peer])
-        elif last.get(pair) == at:
-            for sender in held.pop(pair, ()):
+            peak[instruction.peer] = max(peak[instruction.peer], live[instruction.peer])
+        elif last_op.get(pair) == index:
+            for sender in senders.pop(pair, ()):
                 live[sender] -= 1
-    return most
+    return peak
 
 
 def _pairs(layout: ParallelLayout, programs: Iterable[Program]) -> list[tuple[int, int]]:
-    """Return (sender, receiver) global ranks of every link that the programs use; the same list on all ranks."""
+    """Return the (sender, receiver) global ranks of every link that the programs use; the same on all ranks."""
     links = {
         (device, instruction.peer)
         for program in programs
@@ -141,32 +141,31 @@ def _pairs(layout: ParallelLayout, programs: Iterable[Program]) -> list[tuple[in
         for data in range(layout.data_parallel_size)
         for tensor in range(layout.tensor_parallel_size)
     ]
-    return list(dict.fromkeys(pairs))  # a merged forward rank stands for several
+    return list(dict.fromkeys(pairs))  # a merged forward rank appears once per tensor-parallel index
 
 
-# --- contents ---
+# --- packing ---
 
 
-def pack(value: Any, giver: str) -> tuple[Tensor, ...]:
+def pack(value: Any, source: str) -> tuple[Tensor, ...]:
     """Return the output of a layer, a tensor or a tuple of tensors, as the tensors of a message.
 
-    An empty tensor behind it marks a tuple of one tensor. Raises ConfigError for anything else.
+    An empty tensor at the end marks a tuple of one tensor. Raises ConfigError for other values and names ``source``.
     """
     if torch.is_tensor(value):
         return (value,)
     if not isinstance(value, (tuple, list)) or not value or not all(map(torch.is_tensor, value)):
-        inside = (
-            f" of {', '.join(type(v).__name__ for v in value)}" if isinstance(value, (tuple, list)) else ""
-        )
+        elements = value if isinstance(value, (tuple, list)) else ()
+        types = ", ".join(type(element).__name__ for element in elements)
         raise ConfigError(
-            f"{giver} gives a {type(value).__name__}{inside}. What passes between stages must be a tensor or a "
-            f"tuple of tensors: return those, and rebuild the rest in the next layer."
+            f"{source}: must return a tensor or a tuple of tensors (got a {type(value).__name__}"
+            f"{types and f' of {types}'}). Return only tensors, and rebuild other values in the next layer."
         )
     return (*value, value[0].new_empty(_ONE_TUPLE, dtype=torch.bool)) if len(value) == 1 else (*value,)
 
 
 def unpack(tensors: Iterable[Tensor]) -> Any:
-    """Reverse pack(): layers take one tensor bare, and several as a tuple."""
+    """Return the value that :func:`pack` packed."""
     tensors = tuple(tensors)
     if len(tensors) == 2 and tensors[1].shape == _ONE_TUPLE:
         return tensors[:1]

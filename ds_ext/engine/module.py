@@ -1,8 +1,8 @@
-"""A DeepSpeed PipelineModule that holds several stages on a rank.
+"""DeepSpeed PipelineModule with several stages per rank.
 
-DeepSpeed's module builds one contiguous range of layers. Ours is cut into the placement's stages and builds
-every stage that the placement puts on this rank, always in ascending order, so that ranks that hold the same
-stages have the same parameters in the same order (gradient buckets and ZeRO partitions match by position).
+DeepSpeed's module builds one contiguous range of layers. This one builds every stage that the placement assigns to the
+rank, in ascending order. Replicas then have the same parameters in the same order, because gradient buckets and ZeRO
+partitions match by position.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..parallel.fbd import FORWARD_ROLE
 from ..parallel.layout import ParallelLayout
 from ..pipe_schedules.ops import BACKWARD, FORWARD
 from ..planner.job_plan import JobPlan, make_job_plan
-from .fbd.grid import grid_of_role, on_hosts
+from .grid import FoldedTopology, grid_of_role, on_hosts
 from .ties import (
     find_shared,
     index_shared,
@@ -38,46 +38,45 @@ from .ties import (
     require_whole_ties,
     tied_weights,
 )
-from .topology import FoldedTopology
 
 logger = logging.getLogger(__name__)
 
-# Arguments of DeepSpeed's PipelineModule that would change nothing -> what to use.
-_INSTEAD = {
-    "num_stages": 'the "ds_ext" section says pipeline_parallel_size and schedule, and they make the stages',
-    "topology": 'the "ds_ext" section says the sizes',
-    "activation_checkpoint_func": "layers are recomputed by torch.utils.checkpoint; a layer may call another in itself",
+# Arguments of DeepSpeed's PipelineModule without effect here -> fix.
+_REPLACEMENTS = {
+    "num_stages": 'Set pipeline_parallel_size and schedule in the "ds_ext" section.',
+    "topology": 'Set the sizes in the "ds_ext" section.',
+    "activation_checkpoint_func": "torch.utils.checkpoint recomputes layers; call another function in the layer.",
 }
 
 
 class Clock(Protocol):
-    """Step and micro-batch of the next forward; layers draw their dropout masks from it."""
+    """Step and micro-batch of the next forward, for layers that draw random numbers."""
 
     def set(self, step: int, micro_batch: int) -> None:
-        """Set the step and the global micro-batch of the forwards that follow."""
+        """Set the step and the global micro-batch of the next forwards."""
         ...
 
 
 class PipelineModule(DeepSpeedPipelineModule):
-    """Layers cut into the stages of a schedule's placement.
+    """Layers divided into the stages of a schedule's placement.
 
     Takes the arguments of :class:`deepspeed.pipe.PipelineModule`, except that the number of stages and the
-    topology come from the ``"ds_ext"`` section of ``config``.
+    topology follow from the ``"ds_ext"`` section of ``config``.
 
     Args:
         layers: LayerSpecs, TiedLayerSpecs, modules or functions; the output of each is the input of the next.
-        config: the DeepSpeed JSON (path or dict), or the plan built from it.
+        config: DeepSpeed JSON (path or dict), or the job plan built from it.
         loss_fn: ``loss_fn(outputs, labels) -> scalar``, the mean over the micro-batch.
-        clock: its set(step, global micro-batch) is called before each forward and each recompute.
-        partition_method: as DeepSpeed's: ``uniform``, ``parameters`` or ``type:<regex>``; or the boundaries
-            themselves, ``[0, 3, 5, ...]``: stage s holds the layers ``boundaries[s]`` to ``boundaries[s + 1]``.
-        seed_layers: seed before each layer is built, by its global index, so that start weights depend neither on
-            the schedule nor on the sizes. (DeepSpeed's default is False.)
-        seed_fn: called with the seed; torch.manual_seed by default.
-        **kwargs: passed on to DeepSpeed's PipelineModule.
+        clock: receives the step and the global micro-batch before each forward and each recomputation.
+        partition_method: DeepSpeed's ``uniform``, ``parameters`` or ``type:<regex>``; or the boundaries, ``[0, 3, 5,
+            ...]``: stage s holds the layers ``boundaries[s]`` to ``boundaries[s + 1] - 1``.
+        seed_layers: seed the generator before each layer is built, by the global index of the layer. Initial weights
+            then depend neither on the schedule nor on the sizes. (DeepSpeed's default is False.)
+        seed_fn: called with the seed; None: torch.manual_seed.
+        **kwargs: further arguments of DeepSpeed's PipelineModule.
 
     Raises:
-        ConfigError: there is no config, the world does not fit the sizes, there are fewer layers than stages, a tied
+        ConfigError: ``config`` is missing, the world does not fit the sizes, there are fewer layers than stages, a tied
             layer trains more than its tied weights, or layers share parameters in a way that depends on the schedule.
     """
 
@@ -93,21 +92,21 @@ class PipelineModule(DeepSpeedPipelineModule):
         seed_fn: Callable[[int], Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        for key in ("num_stages", "topology", "activation_checkpoint_func"):
+        for key, replacement in _REPLACEMENTS.items():
             if kwargs.get(key) is not None:
-                raise ConfigError(f"PipelineModule takes no {key}: {_INSTEAD[key]}.")
+                raise ConfigError(f"{key}: PipelineModule of ds_ext does not use it. {replacement}")
         if config is None:
             raise ConfigError(
-                'config: PipelineModule needs the DeepSpeed JSON, whose "ds_ext" section has the schedule and the '
-                "sizes (got None). Pass its path or dict: ds_ext.PipelineModule(layers, config, loss_fn=...)."
+                'config: PipelineModule needs the DeepSpeed JSON with the "ds_ext" section (got None). Pass its path or'
+                " dict: ds_ext.PipelineModule(layers, config, loss_fn=...)."
             )
         plan = config if isinstance(config, JobPlan) else _plan(config)
         settings, placement = plan.settings, plan.layout.placement
         layers = list(layers)
         if len(layers) < placement.stages:
             raise ConfigError(
-                f"layers: {plan.schedule.name} cuts {placement.stages} stages for {placement.devices_per_pipe} devices "
-                f"(got {len(layers)} layers). Use at least {placement.stages} layers or a smaller "
+                f"layers: {plan.schedule.name} has {placement.stages} stages on {placement.devices_per_pipe} devices "
+                f"(got {len(layers)} layers). Use at least {placement.stages} layers, or a smaller "
                 f"pipeline_parallel_size."
             )
         require_visible_parameters(layers, loss_fn)
@@ -117,7 +116,7 @@ class PipelineModule(DeepSpeedPipelineModule):
                 **setting_facts(settings.model_dump(exclude={"train"}), "ds_ext."),
                 **file_facts({"ds_ext.schedule": settings.schedule, **settings.schedule_options}),
                 **setting_facts({"partition_method": partition_method, **seeds}, "PipelineModule."),
-                "PipelineModule.layers": checksum(_kind(layer).encode() for layer in layers),
+                "PipelineModule.layers": checksum(_description(layer).encode() for layer in layers),
             }
         )
         layout = on_hosts(plan.layout, settings.fbd.forward_hosts)
@@ -125,7 +124,7 @@ class PipelineModule(DeepSpeedPipelineModule):
         self.role = layout.role(dist.get_rank())
         device, data_index, _ = layout.coordinates(dist.get_rank())
         self.device_index, self.data_index = device, data_index
-        with _parent_prints_to_log(), grid_of_role(layout), torch.random.fork_rng(enabled=seed_layers):
+        with _logged_prints(), grid_of_role(layout), torch.random.fork_rng(enabled=seed_layers):
             super().__init__(
                 layers=layers,
                 topology=FoldedTopology(layout, self.role),
@@ -135,8 +134,8 @@ class PipelineModule(DeepSpeedPipelineModule):
                 seed_fn=seed_fn or _seed,
                 **kwargs,
             )
-        # DeepSpeed numbers the ranks of a model copy by global rank, which a fold reverses for mirrored devices.
-        # Ranks that hold the same stages need the same number: DeepSpeed's norms and file names go by it.
+        # DeepSpeed numbers the ranks of a model copy by global rank, and mirrored devices run in reverse order.
+        # Its norms and file names use this number, so replicas need the same one.
         coordinate = self.topology().get_coord(dist.get_rank())
         self.mpu().ds_model_rank = coordinate.pipe * self.mpu().model_parallel_size + getattr(
             coordinate, "model", 0
@@ -150,23 +149,23 @@ class PipelineModule(DeepSpeedPipelineModule):
     # --- building ---
 
     def _partition_layers(self, method: str | Sequence[int] = "parameters") -> None:
-        """Cut the layers into the placement's stages (the parent cuts them into the grid's pipe size)."""
+        """Divide the layers into the placement's stages; the parent uses the pipe size of the grid."""
         self.num_stages = self.layout.placement.stages
         if isinstance(method, str):
             super()._partition_layers(method)
-            self.parts = [int(part) for part in self.parts]  # the parent's are numpy's, which seeds refuse
+            self.parts = [int(part) for part in self.parts]  # from numpy integers, which are no valid seeds
         else:
             self.parts = list(method)
             if len(method) != self.num_stages + 1 or self.parts[0] != 0 or self.parts[-1] != self._num_layers:
                 raise ConfigError(
-                    f"the partition {self.parts} must be {self.num_stages + 1} boundaries from 0 to "
-                    f"{self._num_layers} (layers) for {self.num_stages} stages."
+                    f"partition_method: {self.num_stages} stages need {self.num_stages + 1} boundaries from 0 to the "
+                    f"number of layers, {self._num_layers} (got {self.parts}). Use uniform, or other boundaries."
                 )
         empty = [stage for stage in range(self.num_stages) if self.parts[stage] >= self.parts[stage + 1]]
         if empty:
             raise ConfigError(
-                f"partition_method {method!r} leaves stage {empty[0]} of {self.num_stages} without a layer. Use "
-                f'partition_method="uniform" or fewer stages.'
+                f"partition_method: stage {empty[0]} of {self.num_stages} has no layer (got {method!r}). Use uniform, "
+                f"or fewer stages."
             )
         self.stages = self.layout.placement.stages_of(self.device_index)
 
@@ -179,13 +178,13 @@ class PipelineModule(DeepSpeedPipelineModule):
         self._activate(self.stages[0])
 
     def stage_owner(self, layer_idx: int) -> int:
-        """DeepSpeed's (folded) pipeline coordinate that holds ``layer_idx``; ties are found through it."""
+        """Return the folded pipeline coordinate that holds a layer. DeepSpeed finds ties by it."""
         kind = FORWARD if self.role == FORWARD_ROLE else BACKWARD
         device = self.layout.placement.device(kind, super().stage_owner(layer_idx), 0)
         return self.topology().folded_stage(device)
 
     def _index_tied_modules(self) -> dict[str, Any]:
-        """Only ties that cross ranks need communication; a V placement has both ends on one rank."""
+        """Return the ties that need communication; in a V placement both ends are on one rank."""
         require_whole_ties(self)
         self.shared = find_shared(self)
         if self.role is not None:
@@ -211,17 +210,17 @@ class PipelineModule(DeepSpeedPipelineModule):
     # --- running ---
 
     def forward_stage(self, stage: int, inputs: Any, step: int, micro_batch: int) -> Any:
-        """Run the layers of one stage.
+        """Return the output of the layers of one stage.
 
         Args:
-            stage: a stage that this rank holds.
-            inputs: a tensor or a tuple of tensors.
+            stage: stage that this rank holds.
+            inputs: tensor or tuple of tensors.
             step, micro_batch: global ids, for layers that draw random numbers.
         """
         layers, interval = self.stage_funcs[stage], self.activation_checkpoint_interval
 
         def run(start: int, stop: int, x: Any) -> Any:
-            # A recompute calls this again in the backward, when the clock has moved on.
+            # Recomputation calls this in the backward, when the clock is at another micro-batch.
             if self.clock is not None:
                 self.clock.set(step, micro_batch)
             for layer in layers[start:stop]:
@@ -239,31 +238,31 @@ class PipelineModule(DeepSpeedPipelineModule):
         return inputs
 
     def stage_parameters(self, stage: int) -> list[torch.nn.Parameter]:
-        """The trainable parameters that the layers of one stage use; a shared one is in every stage that uses it."""
+        """Return the trainable parameters of one stage. A shared parameter belongs to every stage that uses it."""
         found: dict[int, torch.nn.Parameter] = {}
         for layer in self.stage_modules(stage).values():
             found.update({id(p): p for p in layer.parameters() if p.requires_grad})
         return list(found.values())
 
     def stage_modules(self, stage: int) -> dict[int, torch.nn.Module]:
-        """Index -> module of the layers of one stage; functions are left out."""
+        """Return a dict of layer index -> module of one stage, without layers that are functions."""
         found: dict[int, torch.nn.Module] = {}
         for index, layer in enumerate(self.stage_funcs[stage], start=self.parts[stage]):
             spec = self._layer_specs[index]
-            # With a forward_fn, or compiled, a tied layer is a function over the tied module.
+            # A tied layer with a forward_fn, or compiled, is a function of the tied module.
             module = self.tied_modules[spec.key] if isinstance(spec, TiedLayerSpec) else layer
             if isinstance(module, torch.nn.Module):
                 found[index] = module
         return found
 
-    # --- the parent knows one range of layers, the active one ---
+    # --- the parent handles one range of layers at a time ---
 
     def _activate(self, stage: int) -> None:
         self.forward_funcs = self.stage_funcs[stage]
         self._set_bounds(self.parts[stage], self.parts[stage + 1])
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """torch.compile every layer that this rank holds."""
+        """Compile every layer of this rank with torch.compile."""
         for stage in self.stages:
             self._activate(stage)
             super().compile(*args, **kwargs)
@@ -274,14 +273,16 @@ def _plan(config: str | Mapping[str, Any]) -> JobPlan:
     job = load_config(config)
     require_section(job)
     if not dist.is_initialized():
-        raise ConfigError("PipelineModule needs the process group: call ds_ext.init_distributed() before it.")
+        raise ConfigError(
+            "PipelineModule: needs a process group (got none). Call ds_ext.init_distributed() first."
+        )
     return make_job_plan(job, dist.get_world_size())
 
 
-def _kind(layer: Any) -> str:
-    """The class and sizes of a layer, as far as they are known before it is built."""
-    kind = getattr(layer, "typename", type(layer))
-    name = f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', kind)}"
+def _description(layer: Any) -> str:
+    """Return the class of a layer and the sizes that are available before it is built."""
+    layer_class = getattr(layer, "typename", type(layer))
+    name = f"{getattr(layer_class, '__module__', '')}.{getattr(layer_class, '__qualname__', layer_class)}"
     if isinstance(layer, LayerSpec):
         return f"{name} {as_text([layer.module_args, layer.module_kwargs])};"
     if isinstance(layer, torch.nn.Module):
@@ -294,8 +295,8 @@ def _seed(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def _parent_prints_to_log() -> Iterator[None]:
-    """DeepSpeed's module prints its partition; keep standard output for the caller."""
+def _logged_prints() -> Iterator[None]:
+    """Context in which printed lines are logged instead, because DeepSpeed's module prints its partition."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         yield

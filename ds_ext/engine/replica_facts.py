@@ -1,4 +1,4 @@
-"""Facts that replicas compare before the first step: parameters of stages with their options, and the data set."""
+"""Facts for the roll call: optimizer, parameters of every stage with their options, and training data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .module import PipelineModule
 
 
 def optimizer_facts(optimizer: Any) -> Facts:
-    """Return class and defaults of an optimizer that the caller made; groups may differ by stage."""
+    """Return the class and the defaults of the caller's optimizer. Its groups may differ by stage."""
     if optimizer is None:
         return {}
     defaults = getattr(optimizer, "defaults", {})
@@ -25,18 +25,18 @@ def optimizer_facts(optimizer: Any) -> Facts:
 
 
 def stage_facts(model: PipelineModule, groups: Iterable[Any]) -> Facts:
-    """Return the shapes, types and optimizer options of the parameters of every stage that this rank holds.
+    """Return a checksum of the shapes, dtypes and optimizer options of the parameters of every stage of this rank.
 
     Args:
-        groups: parameters, or parameter groups as an optimizer takes them.
+        model: module with the stages.
+        groups: parameters, or parameter groups of an optimizer.
     """
     options: dict[int, str] = {}
     for group in groups:
         if isinstance(group, Mapping):
-            numbers = as_text(
-                {key: value for key, value in group.items() if isinstance(value, (int, float, str, tuple))}
-            )
-            options |= {id(parameter): numbers for parameter in group["params"]}
+            values = {k: value for k, value in group.items() if isinstance(value, (int, float, str, tuple))}
+            text = as_text(values)
+            options |= {id(parameter): text for parameter in group["params"]}
     _, _, tensor = model.layout.coordinates(model.global_rank)
     place = f", tensor-parallel rank {tensor}" if model.layout.tensor_parallel_size > 1 else ""
     role = f"{model.role} rank of " if model.role else ""
@@ -50,15 +50,15 @@ def stage_facts(model: PipelineModule, groups: Iterable[Any]) -> Facts:
 
 
 def data_facts(model: PipelineModule, data: Any) -> Facts:
-    """Return kind, length and first sample of ``training_data``, on ranks that read it.
+    """Return type, length and checksum of the first sample of ``training_data``, on ranks that read it.
 
-    A sample that differs when it is read again (it is augmented at random) is left out.
+    The checksum is omitted if reading the sample twice gives different values, as random augmentation does.
     """
     ends = {0, model.layout.placement.stages - 1}
     if data is None or not ends & set(model.stages) or not hasattr(data, "__len__"):
         return {}
     found = {"training_data": f"{type(data).__name__} of {len(data)} samples"}
-    with contextlib.suppress(Exception), _equal_random_numbers():  # errors are those of the first step
+    with contextlib.suppress(Exception), _kept_generators():  # the first step reports errors
         first, again = _bytes_of(lambda: data[0]), _bytes_of(lambda: data[0])
         if first == again:
             found["training_data: first sample"] = checksum([first])
@@ -66,8 +66,8 @@ def data_facts(model: PipelineModule, data: Any) -> Facts:
 
 
 @contextlib.contextmanager
-def _equal_random_numbers() -> Iterator[None]:
-    """Seed the global generators alike on all ranks, and give them their states back afterwards."""
+def _kept_generators() -> Iterator[None]:
+    """Context after which the global random generators have their previous states."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -78,14 +78,17 @@ def _equal_random_numbers() -> Iterator[None]:
 
 
 def _bytes_of(read: Callable[[], Any]) -> bytes:
-    """The numbers of what ``read()`` gives. Texts and objects may be a host's own: paths, addresses."""
+    """Return the numbers in the result of ``read()``, with seeded generators.
+
+    Strings and objects are ignored, because they may differ between hosts (paths, addresses).
+    """
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
     parts = []
     for leaf in tree_leaves(read()):
         if isinstance(leaf, torch.Tensor):
-            # A view keeps the whole data set in memory: its own elements alone are copied.
+            # Copy only the elements of the leaf: a view's storage may be the whole dataset.
             parts.append(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.hasobject:
             parts.append(leaf.tobytes())

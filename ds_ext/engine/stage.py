@@ -1,4 +1,4 @@
-"""Compute of one stage for one micro-batch: its buffer, forward, loss and backward."""
+"""Computation of one stage for one micro-batch: buffer, forward, loss and backward."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .module import PipelineModule
 
 logger = logging.getLogger(__name__)
 
-# How torch refuses to write to a tensor whose gradient it is to give.
-_WRITES_TO_LEAF = "leaf Variable that requires grad"
-# How torch and its layers refuse inputs of another precision than their weights.
-_OTHER_DTYPE = re.compile(r"dtype|scalar type|should be the same")
-_WORTH_SPLITTING = 0.5  # share of the deferred elements
-_NAMED = 4  # parameters in a message
+_LEAF_ERROR = "leaf Variable that requires grad"  # torch's error for an in-place operation on a leaf
+_DTYPE_ERROR = re.compile(
+    r"dtype|scalar type|should be the same"
+)  # torch's errors for inputs of another dtype
+_MIN_DEFERRED = 0.5  # share of the elements; below, the log warns
+_MAX_NAMES = 4  # parameters in a log line
 
 
 @dataclass(slots=True)
@@ -34,12 +34,12 @@ class Buffer:
     """Storage of one live (stage, micro-batch).
 
     Attributes:
-        inputs: inputs of the stage; leaves of its graph.
+        inputs: inputs of the stage, the leaves of its graph.
         labels: labels of the micro-batch; last stage only.
         outputs: outputs of the stage, with their graph.
         loss: loss of the micro-batch, with its graph; last stage only.
         grads: gradients of the outputs.
-        weights: weight gradients that a split backward has left to compute.
+        weights: deferred weight gradients of a split backward.
     """
 
     inputs: tuple[Tensor, ...] | None = None
@@ -50,18 +50,18 @@ class Buffer:
     weights: WeightGradients | None = None
 
     def set_inputs(self, tensors: tuple[Tensor, ...]) -> None:
-        """Make ``tensors`` the start of the stage's graph, where training needs one."""
+        """Set the inputs. In training, they become the leaves of the stage's graph."""
         trains = torch.is_grad_enabled()
         self.inputs = tuple(t.requires_grad_(trains and _differentiable(t)) for t in tensors)
 
     def take_input_grads(self) -> tuple[Tensor, ...]:
-        """Return and drop the gradients of the inputs that can have one; zeros for an input without use."""
+        """Return the gradients of the differentiable inputs, zeros for an unused input, and drop the inputs."""
         assert self.inputs is not None
         inputs, self.inputs = self.inputs, None
         return tuple(_take_grad(t) for t in inputs if _differentiable(t))
 
     def backward(self, scale: Callable[[Tensor], Tensor]) -> None:
-        """Go back through the graph from the scaled loss, or from the gradients of the outputs; drop the graph."""
+        """Run the backward from the scaled loss, or from the gradients of the outputs, and drop the graph."""
         roots: list[tuple[Tensor, Tensor | None]]
         if self.loss is not None:
             roots = [(scale(self.loss), None)]
@@ -79,58 +79,56 @@ def _differentiable(tensor: Tensor) -> bool:
 
 
 def _take_grad(tensor: Tensor) -> Tensor:
-    # A split backward keeps the tensor for the weight gradients, so its gradient is removed from it.
+    # Remove the gradient: a split backward keeps the tensor for the weight gradients.
     grad, tensor.grad = tensor.grad, None
     return torch.zeros_like(tensor) if grad is None else grad
 
 
 class StageForward:
-    """Forward of this rank's stages.
-
-    Args:
-        module: holds the stages.
-    """
+    """Forward of this rank's stages."""
 
     def __init__(self, module: PipelineModule) -> None:
         self._module = module
-        self._writing_stages: set[int] = set()  # those that begin with an operation in place
+        self._in_place_stages: set[int] = set()  # stages that begin with an in-place operation
 
     def __call__(self, stage: int, inputs: tuple[Tensor, ...], step: int, micro_batch: int) -> Any:
         """Return the outputs of a stage.
 
         Args:
+            stage: stage that this rank holds.
+            inputs: inputs of the stage.
             step, micro_batch: global ids, for layers that draw random numbers.
 
         Raises:
-            ConfigError: the inputs of the first stage have another precision than its weights.
+            ConfigError: the inputs of the first stage have another dtype than its weights.
         """
-        # Inputs are leaves, and torch refuses to write to a leaf: a stage that does gets them behind an identity.
-        if stage not in self._writing_stages:
+        # Inputs are leaves, on which torch does not allow in-place operations. An identity hides the leaves.
+        if stage not in self._in_place_stages:
             try:
                 return self._module.forward_stage(stage, unpack(inputs), step, micro_batch)
             except RuntimeError as error:
-                if _WRITES_TO_LEAF not in str(error):
-                    self._refuse_dtypes(error, stage, inputs)
+                if _LEAF_ERROR not in str(error):
+                    self._check_input_dtypes(error, stage, inputs)
                     raise
-                self._writing_stages.add(stage)
-        return self._module.forward_stage(stage, unpack(map(_enter, inputs)), step, micro_batch)
+                self._in_place_stages.add(stage)
+        return self._module.forward_stage(stage, unpack(map(_non_leaf, inputs)), step, micro_batch)
 
-    def _refuse_dtypes(self, error: RuntimeError, stage: int, inputs: tuple[Tensor, ...]) -> None:
-        """Raise ConfigError where the model failed because its inputs have another precision."""
-        if stage != 0 or not _OTHER_DTYPE.search(str(error)):
+    def _check_input_dtypes(self, error: RuntimeError, stage: int, inputs: tuple[Tensor, ...]) -> None:
+        """Raise ConfigError if the first stage failed because its inputs have another dtype than its weights."""
+        if stage != 0 or not _DTYPE_ERROR.search(str(error)):
             return
-        received = {t.dtype for t in inputs if t.is_floating_point()}
-        weights = {p.dtype for p in self._module.stage_parameters(0) if p.is_floating_point()}
-        if weights and received - weights:
-            theirs, ours = (", ".join(sorted(map(str, kinds))) for kinds in (received, weights))
+        inputs_in = {t.dtype for t in inputs if t.is_floating_point()}
+        weights_in = {p.dtype for p in self._module.stage_parameters(0) if p.is_floating_point()}
+        if weights_in and inputs_in - weights_in:
+            got, expected = (", ".join(sorted(map(str, dtypes))) for dtypes in (inputs_in, weights_in))
             raise ConfigError(
-                f"inputs: the first stage computes in {ours} (got inputs of {theirs}). Cast them with "
-                f"inputs.to({ours}) in the first layer, in the data set or in collate_fn."
+                f"inputs: the first stage computes in {expected} (got inputs of {got}). Cast them with "
+                f"inputs.to({expected}) in the first layer, in the dataset or in collate_fn."
             ) from error
 
 
-class _Enter(torch.autograd.Function):
-    """Identity on the same memory, whose result is no leaf."""
+class _NonLeaf(torch.autograd.Function):
+    """Identity on the same memory. Its result is not a leaf."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -141,44 +139,45 @@ class _Enter(torch.autograd.Function):
         return grads[0]
 
 
-def _enter(tensor: Tensor) -> Tensor:
-    return _Enter.apply(tensor) if tensor.requires_grad else tensor
+def _non_leaf(tensor: Tensor) -> Tensor:
+    return _NonLeaf.apply(tensor) if tensor.requires_grad else tensor
 
 
 def loss_of(loss_fn: Callable[..., Any] | None, outputs: Any, labels: tuple[Tensor, ...] | None) -> Tensor:
-    """Return the loss of a micro-batch; without a loss function the outputs are the loss, as in DeepSpeed.
+    """Return the loss of a micro-batch. Without a loss function the outputs are the loss, as in DeepSpeed.
 
     Raises:
-        ConfigError: the loss is not one number, or has no gradient in training.
+        ConfigError: the loss is not a single number, or has no gradient in training.
     """
     loss = outputs if loss_fn is None else loss_fn(outputs, None if labels is None else unpack(labels))
     if isinstance(loss, int | float):
         raise ConfigError(
-            f"loss_fn: it must return a tensor, which has a gradient (got the {type(loss).__name__} {loss}). Return "
-            f"the loss itself, without .item() or float()."
+            f"loss_fn: must return a tensor with a gradient (got the {type(loss).__name__} {loss}). Remove .item() or "
+            f"float()."
         )
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else None
+        is_tensor = isinstance(loss, Tensor)
+        got = f"tensor of shape {tuple(loss.shape)}" if is_tensor else type(loss).__name__
         raise ConfigError(
-            f"the loss of a micro-batch must be one number; loss_fn (or, without one, the last layer) gives "
-            f"{shape or f'a {type(loss).__name__}'}. Take its mean."
+            f"loss_fn (or the last layer without one): must return a single number per micro-batch (got a {got}). "
+            f"Return the mean."
         )
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise ConfigError(
-            "loss_fn: its loss has no gradient (got a tensor without grad_fn). Compute it from the outputs, "
+            "loss_fn: the loss must have a gradient (got a tensor without grad_fn). Compute it from the outputs, "
             "without detach() or torch.no_grad()."
         )
     return loss.reshape(())
 
 
 class DeferralReport:
-    """Weight gradients that the split backwards of the first step deferred; rank 0 logs them once.
+    """Log of the share of weight gradients that the split backwards of the first step deferred.
 
-    A schedule that splits backwards gains by them alone; other gradients are computed with the input gradient.
+    Only deferred gradients make a split backward faster. All others are computed with the input gradient.
 
     Args:
-        module: its layers are made able to defer.
-        schedule: name, for the log.
+        module: module whose layers are made able to defer.
+        schedule: name of the schedule, for the log.
     """
 
     def __init__(self, module: PipelineModule, schedule: str) -> None:
@@ -187,11 +186,11 @@ class DeferralReport:
         self._watch = DeferralWatch(module.parameters())
 
     def add(self, later: WeightGradients) -> None:
-        """Record what a first half deferred; call it before ``later.compute()``."""
+        """Record the gradients in ``later``. Call this before ``later.compute()``."""
         self._watch.add(later)
 
     def finish(self) -> float:
-        """Log and return the share of the deferred elements; a collective call of all ranks."""
+        """Return the share of deferred elements, and log it on rank 0. All ranks must call this together."""
         self._watch.close()
         named = (
             (f"{name} of layer {index} ({type(layer).__name__})", parameter)
@@ -207,17 +206,11 @@ class DeferralReport:
         return total.share
 
     def _log(self, total: Deferral) -> None:
-        percent, at_once = 100 * total.share, ", ".join(total.largest_at_once[:_NAMED]) or "none"
-        if total.share >= _WORTH_SPLITTING:
-            logger.info(
-                "%s: deferred weight gradients: %.1f%%, at once: %s", self._schedule, percent, at_once
-            )
-            return
-        logger.warning(
-            "%s: deferred weight gradients: %.1f%% of the elements, so splitting backwards gains little. Computed "
-            "with the input gradient: %s. In these layers use nn.Linear, nn.Embedding or "
-            "ds_ext.tensor_parallel.linear (docs/schedules.md).",
-            self._schedule,
-            percent,
-            at_once,
-        )
+        line = "%s: deferred weight gradients: %.1f%% of the elements; not deferred: %s"
+        names = ", ".join(total.largest_at_once[:_MAX_NAMES]) or "none"
+        values = self._schedule, 100 * total.share, names
+        if total.share >= _MIN_DEFERRED:
+            logger.info(line, *values)
+        else:
+            fix = "Use nn.Linear, nn.Embedding or ds_ext.tensor_parallel.linear in these layers (docs/schedules.md)."
+            logger.warning(f"{line}. Splitting backwards gains little. {fix}", *values)

@@ -1,8 +1,8 @@
-"""Parameters that several layers share: by a TiedLayerSpec, or because two layers hold the same object.
+"""Parameters of several layers: tied by a TiedLayerSpec, or shared as one object.
 
-DeepSpeed sums the gradients of tied layers over the ranks that hold them. A parameter object that two layers of the
-list share is one parameter only where both layers are on one rank; elsewhere each rank has its own copy. So identities
-are compared over the whole list, and shared parameters are tied as DeepSpeed ties layers.
+DeepSpeed sums the gradients of tied layers over the ranks that hold them. Two layers that share a parameter object have
+one parameter if they are on one rank, and otherwise a copy on each rank. The functions here compare objects over the
+whole layer list, and tie shared parameters as DeepSpeed ties layers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..parallel.layout import ParallelLayout
-from .topology import FoldedTopology
+from .grid import FoldedTopology
 
 
 class LayeredModule(Protocol):
-    """PipelineModule, as far as its ties depend on it."""
+    """Attributes of PipelineModule that its ties depend on."""
 
     @property
     def layout(self) -> ParallelLayout: ...
@@ -52,11 +52,11 @@ class LayeredModule(Protocol):
 
 @dataclass(frozen=True)
 class SharedParameter:
-    """Parameter that several layers hold as one object.
+    """Parameter that several layers share as one object.
 
     Attributes:
-        parameter: this process's object; every process has one, whether its stages use it or not.
-        places: index in the whole model of each layer that holds it -> its name in that layer.
+        parameter: object in this process. Every process has one, even if its stages do not use it.
+        places: global index of each layer with the parameter -> name of the parameter in that layer.
     """
 
     parameter: Tensor
@@ -64,12 +64,12 @@ class SharedParameter:
 
     @property
     def layer(self) -> int:
-        """Index of the first layer that holds it; checkpoints name it by this layer."""
+        """Index of the first layer with the parameter, part of its name in checkpoints."""
         return min(self.places)
 
     @property
     def key(self) -> str:
-        """Name in the first layer."""
+        """Name of the parameter in the first layer."""
         return self.places[self.layer]
 
 
@@ -77,12 +77,10 @@ class SharedParameter:
 
 
 def require_visible_parameters(layers: Sequence[Any], loss_fn: Any) -> None:
-    """Refuse functions that hold trainable parameters: no optimizer would train these.
+    """Raise ConfigError for a function with trainable parameters, which no optimizer would train.
 
-    A method of a module is refused as a layer. As a loss it need not use the module's parameters.
-
-    Raises:
-        ConfigError: names the function and the module.
+    This includes a module's method as a layer. A module's method is accepted as a loss, because it may not use the
+    parameters.
     """
     functions: list[tuple[str, Any]] = []
     for index, layer in enumerate(layers):
@@ -99,9 +97,9 @@ def require_visible_parameters(layers: Sequence[Any], loss_fn: Any) -> None:
             trained = [owner] if isinstance(owner, nn.Parameter) else list(owner.parameters())
             if any(parameter.requires_grad for parameter in trained):
                 raise ConfigError(
-                    f"{place}: refers to an object with trainable parameters (got {type(owner).__name__}), which a "
-                    f"function does not train. Give the nn.Module itself as the layer; for a weight of another layer "
-                    f"use deepspeed.pipe.TiedLayerSpec with a forward_fn; read plain settings into a variable first."
+                    f"{place}: parameters in functions are not trained (got a reference to {type(owner).__name__}). "
+                    f"Use the nn.Module itself as the layer. For a weight of another layer, use "
+                    f"deepspeed.pipe.TiedLayerSpec with a forward_fn. Copy settings of the module to variables."
                 )
 
 
@@ -110,7 +108,7 @@ def _name(function: Any) -> str:
 
 
 def _references(function: Any) -> Iterator[nn.Module | nn.Parameter]:
-    """Modules and parameters that a function, method, partial or callable object refers to."""
+    """Yield the modules and parameters that a function, method, partial or callable object refers to."""
     if isinstance(function, nn.Module | nn.Parameter):
         yield function
     elif isinstance(function, MethodType):
@@ -133,9 +131,9 @@ def _references(function: Any) -> Iterator[nn.Module | nn.Parameter]:
 
 
 def tied_weights(layer: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
-    """Parameters of a tied layer that ``names`` give, each once, in the layer's order.
+    """Return the parameters of a tied layer called ``names``, each once, in the layer's order.
 
-    A name may be dotted, and may be a property that returns a parameter of the layer.
+    A name may contain dots, and may be that of a property.
     """
     named = {id(_attribute(layer, name)) for name in names}
     return [parameter for parameter in layer.parameters() if id(parameter) in named]
@@ -149,30 +147,30 @@ def _attribute(layer: nn.Module, name: str) -> Any:
 
 
 def require_whole_ties(module: LayeredModule) -> None:
-    """Refuse a tied layer that trains more than its tied weights; a collective call of all ranks.
+    """Refuse a tied layer that trains more than its tied weights. All ranks must call this together.
 
-    DeepSpeed sums the gradients of ``tied_weight_attr`` only. Where two places are on two ranks, the others become
-    two different parameters; where they are on one rank (a V placement) they are one. The model would depend on the
-    schedule, and a checkpoint, which keeps a tied layer once, would lose one of the two.
+    DeepSpeed sums only the gradients of ``tied_weight_attr``. Any other parameter is one parameter if both ends of the
+    tie are on one rank (a V placement), and two otherwise. The model would depend on the schedule, and a checkpoint
+    stores a tied layer only once.
 
     Args:
-        module: its layers are built, not yet indexed.
+        module: module with built layers, before ties are indexed.
 
     Raises:
-        ConfigError: names the tie and the parameters. On every rank.
+        ConfigError: on all ranks; it names the tie and the parameters.
     """
     places: dict[str, list[TiedLayerSpec]] = {}
     for spec in module._layer_specs:
         if isinstance(spec, TiedLayerSpec):
             places.setdefault(spec.key, []).append(spec)
-    several = {key: specs for key, specs in places.items() if len(specs) > 1}
-    if several:
-        _raise_first(_gather(next(_faults(module, several), None)))
+    ties = {key: specs for key, specs in places.items() if len(specs) > 1}
+    if ties:
+        _raise_first(_gather(next(_faults(module, ties), None)))
 
 
-def _faults(module: LayeredModule, several: dict[str, list[TiedLayerSpec]]) -> Iterator[str]:
+def _faults(module: LayeredModule, ties: dict[str, list[TiedLayerSpec]]) -> Iterator[str]:
     """Yield the faults of the tied layers on this rank."""
-    for key, specs in several.items():
+    for key, specs in ties.items():
         if key not in module.tied_modules:
             continue
         layer = module.tied_modules[key]
@@ -182,28 +180,28 @@ def _faults(module: LayeredModule, several: dict[str, list[TiedLayerSpec]]) -> I
         unknown = [name for name in names if id(_attribute(layer, name)) not in ids]
         if unknown:
             yield (
-                f"tied_weight_attr of the tied layer {key!r} names {', '.join(unknown)}, and {type(layer).__name__} "
-                f"has the parameters {', '.join(known) or '(none)'}."
+                f"tied_weight_attr: must name parameters of the tied layer {key!r} (got {', '.join(unknown)}; "
+                f"{type(layer).__name__} has {', '.join(known) or 'no parameters'})."
             )
-        # A weight that one place does not name is not tied.
+        # Only weights that every spec names are tied.
         tied = set.intersection(
             *({id(p) for p in tied_weights(layer, spec.tied_weight_attr)} for spec in specs)
         )
         free = [name for name, p in layer.named_parameters() if p.requires_grad and id(p) not in tied]
         if free:
-            every = [name for name, p in layer.named_parameters() if p.requires_grad or id(p) in tied]
+            all_names = [name for name, p in layer.named_parameters() if p.requires_grad or id(p) in tied]
             yield (
-                f"the tied layer {key!r} ({type(layer).__name__}) trains {', '.join(free)} besides its tied weights, "
-                f"so its {len(specs)} places would share it under some schedules only. Tie all of it with "
-                f"tied_weight_attr={every} in each TiedLayerSpec, build the layer without it (nn.Linear: bias=False), "
-                f"or move it into a separate layer."
+                f"tied_weight_attr: all trained parameters of the tied layer {key!r} must be tied, or some schedules "
+                f"would share them and others not (got {', '.join(free)} of {type(layer).__name__} untied). Set "
+                f"tied_weight_attr={all_names} in all {len(specs)} TiedLayerSpecs, build the layer without them "
+                f"(nn.Linear: bias=False), or move them to a separate layer."
             )
 
 
 def index_tied_modules(module: LayeredModule) -> dict[str, Any]:
-    """Return DeepSpeed's table of the tied modules whose gradients are summed over ranks: those of the backward pipes.
+    """Return DeepSpeed's table of the tied modules of the backward pipes, whose gradients are summed over ranks.
 
-    Forward ranks get the weights of both ends from their backward ranks. Every rank makes all groups.
+    Forward ranks receive the weights of both ends. Every rank creates all process groups.
     """
     layers: dict[str, list[int]] = {}
     for index, layer in enumerate(module._layer_specs):
@@ -233,7 +231,7 @@ def _tie(module: LayeredModule, key: str, ranks: list[int], group: Any) -> dict[
     layer: Any = module.tied_modules[key]
     if module.global_rank != ranks[0]:
         for parameter in layer.parameters():
-            parameter.ds_pipe_replicated = True  # a norm counts the first one
+            parameter.ds_pipe_replicated = True  # a norm counts the parameter of the first rank
     return {
         "ranks": ranks,
         "group": group,
@@ -242,20 +240,20 @@ def _tie(module: LayeredModule, key: str, ranks: list[int], group: Any) -> dict[
     }
 
 
-# --- one object in several layers ---
+# --- one parameter object in several layers ---
 
 
 def find_shared(module: LayeredModule) -> list[SharedParameter]:
-    """Return the parameters that several layers share by identity; a collective call of all ranks.
+    """Return the parameters that several layers share as one object. All ranks must call this together.
 
-    Every process has all modules of the layer list and all arguments of its LayerSpecs, so all find the same
-    candidates. Only ranks that build a layer know whether it holds the parameters of its arguments; they exchange it.
+    Every process has the modules of the layer list and the arguments of its LayerSpecs, so that all processes find the
+    same candidates. Whether a layer uses a candidate is visible only to ranks that build the layer.
 
     Args:
-        module: its layers are built, not yet indexed.
+        module: module with built layers, before ties are indexed.
 
     Raises:
-        ConfigError: a sharing that would depend on the schedule. On every rank.
+        ConfigError: on all ranks, if the sharing would depend on the schedule.
     """
     listed: dict[int, tuple[Tensor, set[int]]] = {}
     for index, spec in enumerate(module._layer_specs):
@@ -263,31 +261,31 @@ def find_shared(module: LayeredModule) -> list[SharedParameter]:
             listed.setdefault(id(tensor), (tensor, set()))[1].add(index)
     candidates = [tensor for tensor, indices in listed.values() if len(indices) > 1]
     numbers = {id(tensor): number for number, tensor in enumerate(candidates)}
-    held: dict[int, dict[int, str]] = {}
+    used: dict[int, dict[int, str]] = {}
     others: dict[int, dict[int, str]] = {}
     for index, layer in _built(module):
         for name, tensor in _named_tensors(layer):
             if id(tensor) in numbers:
-                held.setdefault(numbers[id(tensor)], {}).setdefault(index, name)
+                used.setdefault(numbers[id(tensor)], {}).setdefault(index, name)
             elif isinstance(tensor, nn.Parameter) and tensor.requires_grad:
                 others.setdefault(id(tensor), {}).setdefault(index, name)
-    # A LayerSpec may find a parameter elsewhere (a global, say): ranks that build one of its layers cannot see that.
-    unseen = [p for p in others.values() if len(p) > 1 and not _is_one_tie(module, p)]
-    unseen += _unregistered(module, listed)
-    fault = next((_refusal(module, places) for places in unseen), None)
-    found = _gather((len(candidates), held, fault))
-    _raise_first([fault for *_, fault in found])
-    counts = [count for count, *_ in found]
+    # A layer may take a shared parameter from a global, for example. Ranks that build one layer of it cannot see that.
+    invisible = [p for p in others.values() if len(p) > 1 and not _is_one_tie(module, p)]
+    invisible += _unregistered(module, listed)
+    fault = next((_refusal(module, places) for places in invisible), None)
+    all_ranks = _gather((len(candidates), used, fault))
+    _raise_first([fault for *_, fault in all_ranks])
+    counts = [count for count, *_ in all_ranks]
     if len(set(counts)) > 1:
         raise ConfigError(
-            f"layers: the ranks share different numbers of parameters between layers (got "
-            f"{', '.join(map(str, counts))} on ranks 0 to {len(counts) - 1}). Build the same layers on every rank."
+            f"layers: all ranks must share the same parameters between layers (got {', '.join(map(str, counts))} on "
+            f"ranks 0 to {len(counts) - 1}). Build the same layers on every rank."
         )
     shared = []
     for number, tensor in enumerate(candidates):
-        places = {i: name for _, theirs, _ in found for i, name in theirs.get(number, {}).items()}
+        places = {i: name for _, used, _ in all_ranks for i, name in used.get(number, {}).items()}
         if len(places) < 2 or _is_one_tie(module, places):
-            continue  # the layers copied what they were given, or a TiedLayerSpec ties them
+            continue  # the layers copied their arguments, or a TiedLayerSpec ties them
         if not isinstance(tensor, nn.Parameter) or any(_is_tied(module, index) for index in places):
             raise ConfigError(_refusal(module, places))
         shared.append(SharedParameter(tensor, dict(sorted(places.items()))))
@@ -297,26 +295,25 @@ def find_shared(module: LayeredModule) -> list[SharedParameter]:
 def _unregistered(
     module: LayeredModule, listed: Mapping[int, tuple[Tensor, set[int]]]
 ) -> Iterator[dict[int, str]]:
-    """Yield the places of parameters that a layer keeps in a list or dictionary, and another layer registers."""
+    """Yield the places of each parameter that one layer has in a list or dictionary, and another layer registers."""
     for index, layer in _built(module):
-        own = {id(parameter) for parameter in layer.parameters()}
-        for name, held in (
-            (f"{type(one).__name__}.{key}", v) for one in layer.modules() for key, v in vars(one).items()
-        ):
-            if not isinstance(held, list | tuple | dict):
+        registered = {id(parameter) for parameter in layer.parameters()}
+        attributes = [(submodule, *item) for submodule in layer.modules() for item in vars(submodule).items()]
+        for submodule, key, container in attributes:
+            if not isinstance(container, list | tuple | dict):
                 continue
-            for value in held.values() if isinstance(held, dict) else held:
+            for value in container.values() if isinstance(container, dict) else container:
                 for tensor in _listed(value) if isinstance(value, nn.Module | nn.Parameter) else ():
                     others = listed.get(id(tensor), (tensor, set[int]()))[1] - {index}
-                    if tensor.requires_grad and id(tensor) not in own and others:
-                        yield {index: name, min(others): "a parameter"}
+                    if tensor.requires_grad and id(tensor) not in registered and others:
+                        yield {index: f"{type(submodule).__name__}.{key}", min(others): "a parameter"}
 
 
 def index_shared(module: LayeredModule) -> dict[str, Any]:
-    """Return DeepSpeed's table entries for the shared parameters that several ranks hold; makes their groups.
+    """Return entries of DeepSpeed's table for the parameters shared between ranks, and create their process groups.
 
-    One entry for all parameters of the same ranks. A rank of the group sums their gradients, the first one broadcasts
-    their start values and counts them in a norm.
+    Parameters on the same ranks have one entry. The ranks of a group sum the gradients. The first rank broadcasts the
+    initial values and counts the parameters in norms.
     """
     by_ranks: dict[tuple[tuple[int, ...], ...], list[SharedParameter]] = {}
     for shared in module.shared:
@@ -328,7 +325,7 @@ def index_shared(module: LayeredModule) -> dict[str, Any]:
             if module.global_rank in ranks:
                 tensors = nn.ParameterList([shared.parameter for shared in members])
                 for tensor in tensors:
-                    tensor.ds_pipe_replicated = module.global_rank != ranks[0]  # a norm counts the first one
+                    tensor.ds_pipe_replicated = module.global_rank != ranks[0]
                 found[f"shared {members[0].layer}.{members[0].key}"] = {
                     "ranks": list(ranks),
                     "group": group,
@@ -339,7 +336,7 @@ def index_shared(module: LayeredModule) -> dict[str, Any]:
 
 
 def _rank_groups(module: LayeredModule, places: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-    """Groups of ranks that hold all of ``places`` together; empty where every rank of a place holds all of them."""
+    """Return the groups of ranks that together hold all ``places``; none if each rank holds all places or no place."""
     if module.role is not None:
         stages = sorted({_stage_of(module, index) for index in places})
         return tuple(map(tuple, _tie_ranks(module.layout, stages))) if len(stages) > 1 else ()
@@ -360,7 +357,7 @@ def _stage_of(module: LayeredModule, index: int) -> int:
 
 
 def _listed(value: Any) -> Iterator[Tensor]:
-    """Parameters, and buffers that change or are saved, of what the layer list holds of a layer before it is built."""
+    """Yield the parameters and the saved floating-point buffers in an entry of the layer list, before it is built."""
     if isinstance(value, LayerSpec):
         for argument in (*value.module_args, *value.module_kwargs.values()):
             yield from _listed(argument)
@@ -377,7 +374,7 @@ def _listed(value: Any) -> Iterator[Tensor]:
 
 
 def _named_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters by each of their names, and buffers with state: those that are saved and are floating-point."""
+    """Yield (name, tensor) of parameters, under each of their names, and of saved floating-point buffers."""
     yield from layer.named_parameters(remove_duplicate=False)
     for prefix, module in layer.named_modules():
         for name, buffer in module._buffers.items():
@@ -390,7 +387,7 @@ def _named_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _built(module: LayeredModule) -> Iterator[tuple[int, nn.Module]]:
-    """Index and layer of what this rank has built."""
+    """Yield (index, layer) of the layers of this rank."""
     for stage in module.stages:
         yield from module.stage_modules(stage).items()
 
@@ -400,7 +397,7 @@ def _is_tied(module: LayeredModule, index: int) -> bool:
 
 
 def _is_one_tie(module: LayeredModule, places: Iterable[int]) -> bool:
-    """Return whether one TiedLayerSpec key has all of ``places``."""
+    """Return whether one TiedLayerSpec key ties all ``places``."""
     specs = [module._layer_specs[index] for index in places]
     return all(isinstance(spec, TiedLayerSpec) for spec in specs) and len({spec.key for spec in specs}) == 1
 
@@ -408,25 +405,23 @@ def _is_one_tie(module: LayeredModule, places: Iterable[int]) -> bool:
 def _refusal(module: LayeredModule, places: Mapping[int, str]) -> str:
     specs = {index: module._layer_specs[index] for index in places}
     types = {i: s.typename if isinstance(s, LayerSpec) else type(s) for i, s in specs.items()}
-    named = ", ".join(
-        f"{name} of layer {index} ({types[index].__name__})" for index, name in sorted(places.items())
-    )
+    names = [f"{name} of layer {index} ({types[index].__name__})" for index, name in sorted(places.items())]
     return (
-        f"layers: several layers share one tensor in a way that would depend on the schedule (got {named}). Share it "
-        f"by deepspeed.pipe.TiedLayerSpec with one key in all of these layers, give each layer its own, or register a "
-        f"constant buffer with persistent=False."
+        f"layers: several layers share one tensor in a way that would depend on the schedule (got {', '.join(names)}). "
+        f"Use deepspeed.pipe.TiedLayerSpec with one key in all of these layers, use a separate tensor in each layer, "
+        f"or register a constant buffer with persistent=False."
     )
 
 
 def _gather(value: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
+    all_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, value)
+    return all_ranks
 
 
 def _raise_first(faults: Iterable[str | None]) -> None:
     fault = next((fault for fault in faults if fault is not None), None)
     if fault is not None:
         error = ConfigError(fault)
-        error.reported_by = 0  # every rank has it
+        error.reported_by = 0
         raise error

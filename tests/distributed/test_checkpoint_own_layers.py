@@ -75,7 +75,7 @@ def own_part(
     batches = own_batches(4)
     losses = [float(engine.train_batch(batches)) for _ in range(steps)]
     engine.save_checkpoint(folder)
-    with pytest.raises(ConfigError, match="'engine' is or holds something else"):
+    with pytest.raises(ConfigError, match="^engine: "):
         engine.save_checkpoint(folder, client_state={"fine": [1], "engine": Counting})
     engine.transport.close()
     return losses, [int(layer.count) for layer in engine.module.modules() if isinstance(layer, Counting)]
@@ -211,7 +211,7 @@ def test_position_and_extra_states_are_loaded_and_what_cannot_be_saved_ends_all_
     torch.testing.assert_close(first["resumed"]["bitpipe"], everything, rtol=0, atol=0)
     assert first["said"] == second["said"]
     assert "Remembering.get_extra_state() of layer 3 (_extra_state)" in first["said"][0]
-    assert "2.weight/momentum_buffer is of type torch.complex128" in first["said"][1]
+    assert "2.weight/momentum_buffer: " in first["said"][1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step4", "latest"]
 
 
@@ -238,5 +238,5 @@ def test_a_rank_that_cannot_write_leaves_the_last_checkpoint(ranks: Ranks, tmp_p
     said = ranks(2).run(save_without_room, str(tmp_path))
     assert said[0] == said[1]
     assert "'global_step2' was not saved: rank 1: File too large" in said[0] and "layer_0" in said[0]
-    assert "The last whole one is global_step1" in said[0]
+    assert "is global_step1." in said[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step1", "latest"]

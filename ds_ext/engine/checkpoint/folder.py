@@ -1,12 +1,12 @@
-"""The folder of a checkpoint: what is in it, whether that is whole, and how it becomes the current one. Pure.
+"""Folders of checkpoints: atomic writing, and checks of completeness. Needs no torch.
 
-    DIR/latest                     the name of the current checkpoint
-    DIR/step_20/ds_ext.json        the manifest: every other file with its size and checksum; written last
-    DIR/.step_30.tmp-3f9a01c2/     one that is being written, or whose writer was killed
-    DIR/.step_20.old-77b0e4d1/     one that is being replaced by a new one of the same name
+    DIR/latest                     name of the current checkpoint
+    DIR/step_20/ds_ext.json        manifest: size and checksum of every other file; written last
+    DIR/.step_30.tmp-3f9a01c2/     checkpoint that is being written, or whose writer was killed
+    DIR/.step_20.old-77b0e4d1/     checkpoint that is being replaced by a new one with its name
 
-A checkpoint is written into a folder of a temporary name, which is renamed when everything in it is on the disk;
-then ``latest`` is replaced. Killed at any moment, ``latest`` names a whole checkpoint.
+A checkpoint is written to a folder with a temporary name. The folder is renamed when all files are on disk, and then
+``latest`` is replaced. ``latest`` names a complete checkpoint even if the writer is killed.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ LATEST = "latest"
 _VERSION = 1
 _SCRATCH = re.compile(r"\.(?P<tag>.+)\.(?P<kind>tmp|old)-[0-9a-f]{8}")
 _BLOCK_BYTES = 1 << 24
+_WRONG_CHECKSUM = "damaged file: the checksum is not that of the written data"
 
 
 class CheckedFile:
-    """A new file that counts and checksums what is written to it, and is on the disk when it is closed.
+    """New file with size and checksum, synchronized to disk when it is closed.
 
         with CheckedFile(path) as file:
             file.write(data)
-        file.record  # {"bytes": ..., "crc32": ...}, as the manifest keeps it
+        file.record  # {"bytes": ..., "crc32": ...}, for the manifest
 
     Raises:
-        OSError: of opening, writing or closing, with the name of the file.
+        OSError: opening, writing or closing failed; contains the name of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,7 +52,7 @@ class CheckedFile:
         return self
 
     def write(self, data: bytes | memoryview) -> None:
-        """Write and count data. Raises OSError with the name of the file."""
+        """Write data. Raises OSError with the name of the file."""
         try:
             self._file.write(data)
         except OSError as error:
@@ -76,78 +77,78 @@ class CheckedFile:
 
 
 def open_checkpoint(folder: Path, tag: str | None = None) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint ``tag`` of ``folder`` (by default the current one) and its manifest.
+    """Return the folder and the manifest of the checkpoint ``tag``, or of the current one without ``tag``.
 
-    Every file that the manifest lists is there in its full size; their contents are not read.
+    Checks that every file exists and has its size, without reading the contents.
 
     Raises:
-        ConfigError: there is no checkpoint, or none of that name.
-        CheckpointError: the checkpoint is not whole; names the file at fault and the checkpoints that are good.
+        ConfigError: the checkpoint does not exist.
+        CheckpointError: the checkpoint is incomplete; names the damaged file and the complete checkpoints.
     """
-    named = tag or current_tag(folder)
-    checkpoint = _locate(folder, named)
+    name = tag or current_tag(folder)
+    checkpoint = _locate(folder, name)
     if checkpoint is None:
-        source = (
-            f"{folder} has no checkpoint {named!r}"
-            if tag
-            else f"{folder}: 'latest' names {named!r}, which is not there"
-        )
-        raise ConfigError(f"{source}. {_good_ones(folder)}")
+        origin = "" if tag else f" in {LATEST!r}"
+        raise ConfigError(f"{folder}: no such checkpoint (got {name!r}{origin}). {_alternatives(folder)}")
     try:
         manifest = _read_manifest(checkpoint)
         _check_sizes(checkpoint, manifest)
     except CheckpointError as error:
-        raise CheckpointError(f"{error} {_good_ones(folder, but=checkpoint.name)}") from None
+        raise CheckpointError(f"{error} {_alternatives(folder, excluded=checkpoint.name)}") from None
     return checkpoint, manifest
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Return whether there is a current checkpoint, good or damaged."""
+    """Return whether the folder has a current checkpoint, even a damaged one."""
     return (folder / LATEST).is_file()
 
 
 def current_tag(folder: Path) -> str:
-    """Return the name in ``latest``. Raises ConfigError when there is no such file, or no name in it."""
+    """Return the name in ``latest``. Raises ConfigError if the file is missing or contains no name."""
     try:
         tag = (folder / LATEST).read_text(errors="replace").strip()
     except OSError:
         if (folder / MANIFEST).is_file():
             raise ConfigError(
-                f"{folder} is one checkpoint, and a folder of checkpoints is needed: give {folder.parent}, and write "
-                f"{folder.name!r} into {folder.parent / LATEST} if it is not the last."
+                f"{folder}: is one checkpoint, not a folder of checkpoints. Use {folder.parent}, and write "
+                f"{folder.name!r} to {folder.parent / LATEST} unless it is the last one."
             ) from None
         raise ConfigError(
-            f"{folder}: there is no checkpoint (no file '{LATEST}' in it). Leave --load out to start from the "
-            f"beginning."
+            f"{folder}: no checkpoint (the file {LATEST!r} is missing). Omit --load to start a new run."
         ) from None
     if not _is_name(tag):
-        raise ConfigError(f"{folder / LATEST} names no checkpoint, but {tag!r}. {_good_ones(folder)}")
+        raise ConfigError(
+            f"{folder / LATEST}: must contain the name of a checkpoint (got {tag!r}). {_alternatives(folder)}"
+        )
     return tag
 
 
 def check_contents(checkpoint: Path, manifest: Mapping[str, Any], share: int = 0, shares: int = 1) -> None:
-    """Read every ``shares``-th file, and compare its checksum with the manifest's.
+    """Compare the checksums of files with the manifest.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        manifest: manifest of the checkpoint.
+        share, shares: check every ``shares``-th file from index ``share``, so that ranks divide the files.
 
     Raises:
-        CheckpointError: names the damaged file and the checkpoints that are good.
+        CheckpointError: names the damaged file and the complete checkpoints.
     """
     for name in sorted(manifest["files"])[share::shares]:
-        found = 0
+        checksum, problem = 0, _WRONG_CHECKSUM
         try:
             with (checkpoint / name).open("rb") as file:
                 while block := file.read(_BLOCK_BYTES):
-                    found = zlib.crc32(block, found)
+                    checksum = zlib.crc32(block, checksum)
         except OSError as error:
-            found, why = None, f"cannot be read ({error.strerror})"
-        else:
-            why = "is damaged: its checksum is not the one it was written with"
-        if found != manifest["files"][name]["crc32"]:
-            others = _good_ones(checkpoint.parent, but=checkpoint.name)
-            raise CheckpointError(f"{checkpoint / name} {why}. {others}")
+            checksum, problem = None, f"cannot be read (got {error.strerror})"
+        if checksum != manifest["files"][name]["crc32"]:
+            others = _alternatives(checkpoint.parent, excluded=checkpoint.name)
+            raise CheckpointError(f"{checkpoint / name}: {problem}. {others}")
 
 
 def good_checkpoints(folder: Path) -> list[str]:
-    """The names of the checkpoints whose files are all there in full size, the newest last."""
+    """Return the names of the complete checkpoints, whose files have their sizes; the newest is the last."""
     found = []
     for manifest in folder.glob(f"*/{MANIFEST}"):
         if _is_name(manifest.parent.name):
@@ -159,16 +160,16 @@ def good_checkpoints(folder: Path) -> list[str]:
     return [name for _, name in sorted(found)]
 
 
-def _good_ones(folder: Path, but: str = "") -> str:
+def _alternatives(folder: Path, excluded: str = "") -> str:
     """Return the fix for a checkpoint that cannot be loaded."""
-    good = [name for name in good_checkpoints(folder) if name != but]
-    if not good:
-        return "There is no other checkpoint here: leave --load out to start from the beginning."
-    return f"Write the name of one that is whole into {folder / LATEST}: {', '.join(good)}."
+    complete = [name for name in good_checkpoints(folder) if name != excluded]
+    if not complete:
+        return "There is no other checkpoint. Omit --load to start a new run."
+    return f"Write the name of a complete checkpoint to {folder / LATEST}: {', '.join(complete)}."
 
 
 def _locate(folder: Path, tag: str) -> Path | None:
-    """The folder of a checkpoint. A kill may have left it under the name that it had while it was replaced."""
+    """Return the folder of a checkpoint. After a kill it may still have its temporary name."""
     replaced = [path for path in _scratch(folder, "old") if path.name.startswith(f".{tag}.old-")]
     return next((path for path in (folder / tag, *replaced) if path.is_dir()), None)
 
@@ -179,16 +180,16 @@ def _read_manifest(checkpoint: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text())
         if not isinstance(manifest, dict) or manifest.get("version") != _VERSION:
             raise CheckpointError(
-                f"{path} is none of a checkpoint that this version can load (it needs version {_VERSION})."
+                f"{path}: this version of ds_ext loads only checkpoints of version {_VERSION}."
             )
         if manifest.pop("crc32", None) != _checksum(manifest):
-            raise CheckpointError(f"{path} is damaged: its checksum is not the one it was written with.")
+            raise CheckpointError(f"{path}: {_WRONG_CHECKSUM}.")
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path} is missing: {checkpoint} was not written to its end, or not by ds_ext."
+            f"{path}: missing, because the checkpoint is incomplete or was not written by ds_ext."
         ) from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: it cannot be read ({error}).") from None
+        raise CheckpointError(f"{path}: cannot be read (got {error}).") from None
     return manifest
 
 
@@ -198,11 +199,11 @@ def _check_sizes(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
             size = (checkpoint / name).stat().st_size
         except OSError:
             raise CheckpointError(
-                f"{checkpoint / name} is missing. (With several hosts, all must see one file system.)"
+                f"{checkpoint / name}: missing. All hosts must share one file system."
             ) from None
         if size != record["bytes"]:
             raise CheckpointError(
-                f"{checkpoint / name} is damaged: it has {size} bytes, and was written with {record['bytes']}."
+                f"{checkpoint / name}: damaged file, which was written with {record['bytes']} bytes (got {size})."
             )
 
 
@@ -210,16 +211,16 @@ def _check_sizes(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def start_writing(folder: Path, tag: str) -> Path:
-    """Make the folder to write the checkpoint ``tag`` into, and remove what killed writers have left.
+    """Create the folder for writing the checkpoint ``tag``, and clean up after killed writers.
 
     Raises:
-        ConfigError: ``tag`` is no name of a folder.
-        OSError: the folder cannot be made.
+        ConfigError: ``tag`` is not a valid name.
+        OSError: the folder cannot be created.
     """
     if not _is_name(tag):
         raise ConfigError(
-            f"a checkpoint's tag is the name of a folder: without '/', not '{LATEST}', and with no dot at its start; "
-            f"got {tag!r}."
+            f"tag: must be the name of a folder, without '/' or a leading dot, and not {LATEST!r} (got {tag!r}). "
+            f"Use for example step_10."
         )
     folder.mkdir(parents=True, exist_ok=True)
     for path in _scratch(folder, "old"):
@@ -228,7 +229,7 @@ def start_writing(folder: Path, tag: str) -> Path:
         if (folder / match["tag"]).exists():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            path.rename(folder / match["tag"])  # killed before the new one was in its place
+            path.rename(folder / match["tag"])  # the writer was killed between two renames
     for path in _scratch(folder, "tmp"):
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
     written = folder / _scratch_name(tag, "tmp")
@@ -237,12 +238,12 @@ def start_writing(folder: Path, tag: str) -> Path:
 
 
 def publish(written: Path, tag: str, manifest: Mapping[str, Any], make_current: bool = True) -> Path:
-    """Give the folder ``written`` its manifest and its name, and make it the current checkpoint.
+    """Write the manifest, rename the folder ``written``, and make it the current checkpoint.
 
-    All files in it must be on the disk. Returns the checkpoint's folder.
+    All its files must be on disk. Returns the folder of the checkpoint.
 
     Raises:
-        OSError: something cannot be written; what was current still is.
+        OSError: a file cannot be written; the current checkpoint is unchanged.
     """
     folder, checkpoint = written.parent, written.parent / tag
     whole = {"version": _VERSION, **manifest}
@@ -266,7 +267,7 @@ def publish(written: Path, tag: str, manifest: Mapping[str, Any], make_current: 
 
 
 def _scratch(folder: Path, kind: str) -> Iterator[Path]:
-    """Our own temporary files and folders in ``folder``."""
+    """Yield the temporary files and folders of this module in ``folder``."""
     for path in folder.iterdir() if folder.is_dir() else ():
         match = _SCRATCH.fullmatch(path.name)
         if match is not None and match["kind"] == kind:
@@ -282,7 +283,7 @@ def _is_name(tag: str) -> bool:
 
 
 def _sync(folder: Path) -> None:
-    """Renames in a folder are on the disk when the folder is."""
+    """Synchronize a folder, and with it the renames in it, to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Loads a checkpoint into a job of any schedule and sizes; checkpoint.py says what is in one."""
+"""Loading of checkpoints into a job of any schedule and sizes. See save.py for their content."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..batches import Resumable
 from .file import read_plain
 from .folder import check_contents, open_checkpoint
 from .reader import CheckpointReader
-from .save import COUNTERS, DATA_POSITION, NOT_THE_CALLERS, STATE_FILE
+from .save import COUNTERS, DATA_POSITION, RESERVED_KEYS, STATE_FILE
 from .states import (
     Checkpointed,
-    Held,
+    LocalParameter,
     OptimizerStates,
     buffers_of,
     extra_states_of,
@@ -39,171 +39,179 @@ def load_checkpoint(
     with_scheduler: bool = True,
     with_counters: bool = True,
 ) -> tuple[Path, dict[str, Any]]:
-    """Load a checkpoint into this job's sizes; a collective call of all ranks.
+    """Load a checkpoint. All ranks must call this together.
 
     Args:
-        engine: an initialized engine.
-        folder, tag: the checkpoint ``folder/tag``; the current one without ``tag``.
-        strict: refuse a checkpoint that lacks parameters of the model, or has others.
-        with_optimizer: load the optimizer's states and settings.
-        with_scheduler: load the learning-rate scheduler's state.
+        engine: initialized engine.
+        folder, tag: ``folder/tag`` is the path of the checkpoint; without ``tag``, load the current one.
+        strict: raise an error if the checkpoint and the model have different parameters.
+        with_optimizer: load the states and settings of the optimizer.
+        with_scheduler: load the state of the learning-rate scheduler.
         with_counters: load the loss scale, the counters of steps and samples, and the position in the data.
 
     Returns:
-        The checkpoint's folder and the client's state.
+        Folder of the checkpoint, and the client state.
 
     Raises:
-        ConfigError: there is no such checkpoint.
-        CheckpointError: it is not whole, or does not fit the model or the optimizer. On every rank; then
-            nothing has been changed.
+        ConfigError: the checkpoint does not exist.
+        CheckpointError: on all ranks, before any change, if the checkpoint is incomplete or does not fit the model or
+            the optimizer.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     with_optimizer = with_optimizer and engine.in_checkpoints
-    held = parameters_of(engine.module, engine.layout.tensor_parallel_size) if engine.in_checkpoints else {}
+    tensor_ranks = engine.layout.tensor_parallel_size
+    parameters = parameters_of(engine.module, tensor_ranks) if engine.in_checkpoints else {}
     states = OptimizerStates(engine.optimizer)
 
-    # All ranks load one, also while another job writes here.
+    # All ranks load the same checkpoint, even if another job writes to the folder.
     chosen: str = by_rank_0(lambda: open_checkpoint(folder, tag)[0].name)
 
-    def examine() -> tuple[str, dict[str, Any], dict[str, Any]]:
+    def check() -> tuple[str, dict[str, Any], dict[str, Any]]:
         checkpoint, manifest = open_checkpoint(folder, chosen)
         check_contents(checkpoint, manifest, rank, world)
         state = read_plain(checkpoint / STATE_FILE)
-        _check_fit(engine, held, states, checkpoint, manifest, strict, with_optimizer)
+        _check_fit(engine, parameters, states, checkpoint, manifest, strict, with_optimizer)
         if with_scheduler:
             _check_scheduler(engine, checkpoint, state)
         return str(checkpoint), manifest, state
 
-    name, manifest, state = _examined(examine, held, strict)
+    name, manifest, state = _checked(check, parameters, strict)
     reader = CheckpointReader(Path(name), manifest, engine.mpu.get_slice_parallel_rank())
     if engine.in_checkpoints:
         with torch.no_grad():
-            _load_weights(engine, states, held, reader, manifest)
+            _load_weights(engine, states, parameters, reader, manifest)
             if with_optimizer:
-                _load_states(states, held, reader, manifest)
+                _load_states(states, parameters, reader, manifest)
     if with_counters:
         _load_counters(engine, state)
     if with_scheduler and engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
-    dist.barrier()  # no rank trains, or fails, while another still reads
-    return Path(name), {key: value for key, value in state.items() if key not in NOT_THE_CALLERS}
+    dist.barrier()  # no rank may train, or fail, while another one reads
+    return Path(name), {key: value for key, value in state.items() if key not in RESERVED_KEYS}
 
 
-def _examined(
-    examine: Callable[[], tuple[str, dict[str, Any], dict[str, Any]]], held: Mapping[str, Held], strict: bool
+def _checked(
+    check: Callable[[], tuple[str, dict[str, Any], dict[str, Any]]],
+    parameters: Mapping[str, LocalParameter],
+    strict: bool,
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Return the result of ``examine()``, when it succeeds on all ranks and they need all parameters together."""
-    found: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+    """Return the result of ``check()`` if it succeeds on all ranks, and if the model has all saved parameters."""
+    results: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
 
-    def names() -> list[str]:
-        found.append(examine())
-        return list(held)
+    def check_and_name_parameters() -> list[str]:
+        results.append(check())
+        return list(parameters)
 
-    wanted = {name for part in together(names) for name in part}
-    checkpoint, manifest, state = found[0]
-    others = sorted(set(manifest["parameters"]) - wanted)
-    if strict and others:
+    model_names = {name for names in together(check_and_name_parameters) for name in names}
+    checkpoint, manifest, state = results[0]
+    unknown = sorted(set(manifest["parameters"]) - model_names)
+    if strict and unknown:
         raise CheckpointError(
-            f"{checkpoint} has {len(others)} parameters that the model has not: {', '.join(others[:4])}"
-            f"{', ...' if len(others) > 4 else ''}. Give the model the sizes of that run."
+            f"{checkpoint}: contains {len(unknown)} parameters that the model does not have (got "
+            f"{', '.join(unknown[:4])}{', ...' if len(unknown) > 4 else ''}). Use the model sizes of that run."
         )
     return checkpoint, manifest, state
 
 
 def _check_fit(
     engine: Checkpointed,
-    held: Mapping[str, Held],
+    parameters: Mapping[str, LocalParameter],
     states: OptimizerStates,
     checkpoint: Path,
     manifest: Mapping[str, Any],
     strict: bool,
     with_optimizer: bool,
 ) -> None:
-    """Raise CheckpointError unless the checkpoint has what this rank needs, in the same sizes."""
-    job, parameters = manifest["job"], manifest["parameters"]
+    """Raise CheckpointError unless the checkpoint contains this rank's parameters and states with the same shapes."""
+    job, saved = manifest["job"], manifest["parameters"]
     if strict and job["layers"] != engine.module._num_layers:
         raise CheckpointError(
-            f"{checkpoint} is of a model of {job['layers']} layers (those of the pipeline: embeddings and head count); "
-            f"this one has {engine.module._num_layers}. Give the model the sizes of that run."
+            f"{checkpoint}: the model has {engine.module._num_layers} pipeline layers, embeddings and head included "
+            f"(got {job['layers']} in the checkpoint). Use the model sizes of that run."
         )
-    for name, one in held.items():
-        if name not in parameters:
+    for name, local in parameters.items():
+        if name not in saved:
             if strict:
                 raise CheckpointError(
-                    f"{checkpoint} has no parameter {name}, which the model has. Give the model the sizes and layers "
+                    f"{checkpoint}: does not contain the parameter {name} of the model. Use the model sizes and layers "
                     f"of that run."
                 )
-        elif tuple(parameters[name]["shape"]) != one.shape.full:
-            theirs, ours = (
-                " x ".join(map(str, shape)) for shape in (parameters[name]["shape"], one.shape.full)
+        elif tuple(saved[name]["shape"]) != local.shape.full:
+            got, expected = (
+                " x ".join(map(str, shape)) for shape in (saved[name]["shape"], local.shape.full)
             )
             raise CheckpointError(
-                f"{name} is {theirs} in {checkpoint} and {ours} in the model. Give the model the sizes of that run."
+                f"{name}: the model has the shape {expected} (got {got} in {checkpoint}). Use the model sizes of that "
+                f"run."
             )
     if with_optimizer and job["optimizer"] is not None and job["optimizer"] != states.name:
         raise CheckpointError(
-            f"{checkpoint} has the states of the optimizer {job['optimizer']}; this job has {states.name}. Use that "
-            f"one, or load with load_optimizer_states=False."
+            f"{checkpoint}: this job has the optimizer {states.name} (got states of {job['optimizer']}). Use that "
+            f"optimizer, or load with load_optimizer_states=False."
         )
 
 
 def _check_scheduler(engine: Checkpointed, checkpoint: Path, state: Mapping[str, Any]) -> None:
-    ours = None if engine.lr_scheduler is None else type(engine.lr_scheduler).__name__
-    theirs = state["lr_scheduler_class"]
-    if None not in (ours, theirs) and ours != theirs:
+    expected = None if engine.lr_scheduler is None else type(engine.lr_scheduler).__name__
+    got = state["lr_scheduler_class"]
+    if None not in (expected, got) and expected != got:
         raise CheckpointError(
-            f"{checkpoint} has the state of the learning-rate scheduler {theirs}; this job has {ours}. Use that one, "
-            f"or load with load_lr_scheduler_states=False."
+            f"{checkpoint}: this job has the learning-rate scheduler {expected} (got the state of {got}). Use that "
+            f"scheduler, or load with load_lr_scheduler_states=False."
         )
 
 
 def _load_weights(
     engine: Checkpointed,
     states: OptimizerStates,
-    held: Mapping[str, Held],
+    parameters: Mapping[str, LocalParameter],
     reader: CheckpointReader,
     manifest: Mapping[str, Any],
 ) -> None:
-    """Weights, master weights, buffers and extra states of this rank."""
+    """Load weights, master weights, buffers and extra states of this rank."""
     fragments = states.fragments()
-    spread = {id(p) for _, members in states.groups() for p in members} if states.partitioned else set()
-    for name, one in held.items():
+    partitioned = {id(p) for _, members in states.groups() for p in members} if states.partitioned else set()
+    for name, local in parameters.items():
+        parameter = local.parameter
         if name not in manifest["parameters"]:
             continue
-        if id(one.parameter) not in spread:
-            one.parameter.copy_(reader.weight(one, 0, one.parameter.numel()).view_as(one.parameter))
-        elif (fragment := fragments.get(id(one.parameter))) is not None:
+        if id(parameter) not in partitioned:
+            parameter.copy_(reader.weight(local, 0, parameter.numel()).view_as(parameter))
+        elif (fragment := fragments.get(id(parameter))) is not None:
             assert fragment.master is not None
-            fragment.master.copy_(reader.weight(one, fragment.start, fragment.numel))
+            fragment.master.copy_(reader.weight(local, fragment.start, fragment.numel))
     states.weights_changed()
-    same_cut = reader.tensor_ranks == engine.layout.tensor_parallel_size
+    same_size = reader.tensor_ranks == engine.layout.tensor_parallel_size
     for index, (_, layer) in layers_of(engine.module).items():
         for key, buffer in buffers_of(layer):
-            saved = reader.other(index, key, same_cut)
+            saved = reader.other(index, key, same_size)
             if saved is not None:
                 buffer.copy_(saved)
         for key, owner in extra_states_of(layer).items():
-            saved = reader.other(index, key, same_cut)
+            saved = reader.other(index, key, same_size)
             if saved is not None:
-                # A copy: what the module keeps must not be the file's memory.
+                # Copy: tensors of the file are memory-mapped.
                 owner.set_extra_state(copy.deepcopy(saved))
 
 
 def _load_states(
-    states: OptimizerStates, held: Mapping[str, Held], reader: CheckpointReader, manifest: Mapping[str, Any]
+    states: OptimizerStates,
+    parameters: Mapping[str, LocalParameter],
+    reader: CheckpointReader,
+    manifest: Mapping[str, Any],
 ) -> None:
-    """The optimizer's states and the numbers of its parameter groups."""
-    parameters, fragments = manifest["parameters"], states.fragments()
+    """Load the states of the optimizer and the numeric settings of its parameter groups."""
+    saved, fragments = manifest["parameters"], states.fragments()
     states.clear()
-    for name, one in held.items():
-        fragment = fragments.get(id(one.parameter))
-        if fragment is not None and name in parameters:
-            tensors = reader.states(one, fragment.start, fragment.numel)
-            states.write(fragment, tensors, parameters[name]["values"])
-    names = {id(one.parameter): name for name, one in held.items()}
+    for name, local in parameters.items():
+        fragment = fragments.get(id(local.parameter))
+        if fragment is not None and name in saved:
+            tensors = reader.states(local, fragment.start, fragment.numel)
+            states.write(fragment, tensors, saved[name]["values"])
+    names = {id(local.parameter): name for name, local in parameters.items()}
     for group, members in states.groups():
-        known = [names[id(p)] for p in members if names.get(id(p)) in parameters]
-        numbers = next((n for n in (parameters[name]["group"] for name in known) if n is not None), None)
+        saved_names = [names[id(p)] for p in members if names.get(id(p)) in saved]
+        numbers = next((n for n in (saved[name]["group"] for name in saved_names) if n is not None), None)
         if numbers is not None:
             set_numbers(group, numbers)
 
@@ -212,12 +220,12 @@ def _load_counters(engine: Checkpointed, state: Mapping[str, Any]) -> None:
     for key in COUNTERS:
         setattr(engine, key, state[key])
     kind, position = state.get(DATA_POSITION) or (None, None)
-    # That of other batches means something else.
+    # Another class of batches may define its position differently.
     if isinstance(engine.batches, Resumable) and kind == type(engine.batches).__name__:
         engine.batches.load_state_dict(position)
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if getattr(scaler, "dynamic", False):
-        # Its settings (window, minimum) are the JSON's.
+        # The JSON sets window and minimum.
         for key, value in state["loss_scale"].items():
             if hasattr(scaler, key):
                 setattr(scaler, key, value)

@@ -1,4 +1,4 @@
-"""Reads weights and optimizer states for this rank's sizes out of a checkpoint that was written under any."""
+"""Reader of weights and optimizer states for this rank, from a checkpoint of any schedule and sizes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from .file import TensorFile, layer_file, read_plain
-from .states import MASTER, Held, Shape
+from .states import MASTER, LocalParameter, Shape
 
-# Gives elements start .. start + numel of a tensor-parallel shard of the checkpoint, flat.
+# (shard, start, numel) -> elements of a flattened tensor-parallel shard of the checkpoint
 _ReadShard = Callable[[int, int, int], Tensor]
 
 
 class CheckpointReader:
-    """One checkpoint, for one rank.
+    """Reader of a checkpoint for one rank.
 
     Args:
-        folder: of the checkpoint.
-        manifest: its manifest.
-        tensor_rank: this rank's place in its tensor-parallel group.
+        folder: folder of the checkpoint.
+        manifest: manifest of the checkpoint.
+        tensor_rank: this rank's tensor-parallel rank.
     """
 
     def __init__(self, folder: Path, manifest: Mapping[str, Any], tensor_rank: int) -> None:
@@ -36,82 +36,84 @@ class CheckpointReader:
         )
         self._file = cache(lambda name: TensorFile(folder / name))
 
-    def weight(self, held: Held, start: int, numel: int) -> Tensor:
-        """Elements of a weight as this rank cuts it, flat, in the best precision that there is."""
-        record = self._parameters[held.name]
+    def weight(self, local: LocalParameter, start: int, numel: int) -> Tensor:
+        """Return elements of this rank's flattened shard of a weight, from the master weights if present."""
+        record = self._parameters[local.name]
         if MASTER in record["states"]:
-            return self.state(held, MASTER, start, numel)
+            return self.state(local, MASTER, start, numel)
 
         def read(shard: int, first: int, count: int) -> Tensor:
             return self._layer(record["layer"], shard)[record["key"]].view(-1)[first : first + count]
 
-        return self._part(held, read, start, numel)
+        return self._part(local, read, start, numel)
 
-    def states(self, held: Held, start: int, numel: int) -> dict[str, Tensor]:
-        """Elements of all of a parameter's optimizer states but the master weights, by the optimizer's names."""
-        keys = [key for key in self._parameters[held.name]["states"] if key != MASTER]
-        return {key: self.state(held, key, start, numel) for key in keys}
+    def states(self, local: LocalParameter, start: int, numel: int) -> dict[str, Tensor]:
+        """Return elements of all optimizer states of a parameter by name, without the master weights."""
+        keys = [key for key in self._parameters[local.name]["states"] if key != MASTER]
+        return {key: self.state(local, key, start, numel) for key in keys}
 
-    def state(self, held: Held, key: str, start: int, numel: int) -> Tensor:
-        """Elements of one state, flat; zeros where no rank had one."""
-        fragments = self._parameters[held.name]["fragments"]
+    def state(self, local: LocalParameter, key: str, start: int, numel: int) -> Tensor:
+        """Return elements of one flattened state, zeros if no rank had the state."""
+        fragments = self._parameters[local.name]["fragments"]
 
         def read(shard: int, first: int, count: int) -> Tensor:
-            out = torch.zeros(count)
+            elements = torch.zeros(count)
             for name, begin, length in fragments[str(shard)]:
                 low, high = max(first, begin), min(first + count, begin + length)
                 if low < high:
-                    found = self._file(name).read(f"{held.name}/{key}", low - begin, high - low)
-                    out = out.to(found.dtype)
-                    out[low - first : high - first] = found
-            return out
+                    part = self._file(name).read(f"{local.name}/{key}", low - begin, high - low)
+                    elements = elements.to(part.dtype)
+                    elements[low - first : high - first] = part
+            return elements
 
-        return self._part(held, read, start, numel)
+        return self._part(local, read, start, numel)
 
-    def other(self, layer: int, key: str, same_cut: bool) -> Any:
-        """A layer's buffer or extra state, as this rank had it; rank 0's under other tensor-parallel sizes.
+    def other(self, layer: int, key: str, same_size: bool) -> Any:
+        """Return a buffer or an extra state of a layer; None if the checkpoint does not contain it.
 
-        None if the checkpoint has none.
+        Args:
+            layer: global index of the layer.
+            key: key in the layer's ``state_dict()``.
+            same_size: the tensor-parallel size is that of the checkpoint; otherwise, return the value of its rank 0.
         """
-        shard = self._tensor_rank if same_cut else 0
-        known = layer_file(layer, shard, self.tensor_ranks) in self._files
-        return self._layer(layer, shard).get(key) if known else None
+        shard = self._tensor_rank if same_size else 0
+        exists = layer_file(layer, shard, self.tensor_ranks) in self._files
+        return self._layer(layer, shard).get(key) if exists else None
 
-    def _part(self, held: Held, read: _ReadShard, start: int, numel: int) -> Tensor:
-        """Elements ``start`` to ``start + numel`` of this rank's shard, from the shards of the checkpoint."""
-        record, ours = self._parameters[held.name], held.shape
-        theirs = Shape(tuple(record["shape"]), tuple(record["shard"]), record["dim"])
-        if ours == theirs:
-            # Cut alike: no more is read than is asked for.
-            return read(self._tensor_rank if ours.dim is not None else 0, start, numel)
-        whole = self._window(ours, theirs, read)
-        return whole.reshape(-1)[start : start + numel]
+    def _part(self, local: LocalParameter, read: _ReadShard, start: int, numel: int) -> Tensor:
+        """Return elements of this rank's flattened shard, from the shards of the checkpoint."""
+        record, target = self._parameters[local.name], local.shape
+        saved = Shape(tuple(record["shape"]), tuple(record["shard"]), record["dim"])
+        if target == saved:
+            # Equal shards: read only these elements.
+            return read(self._tensor_rank if target.dim is not None else 0, start, numel)
+        return self._reshard(target, saved, read).reshape(-1)[start : start + numel]
 
-    def _window(self, ours: Shape, theirs: Shape, read: _ReadShard) -> Tensor:
-        """This rank's whole shard, padding included, out of the shards that overlap it."""
+    def _reshard(self, target: Shape, saved: Shape, read: _ReadShard) -> Tensor:
+        """Return this rank's shard, with padding, from the saved shards that overlap with it."""
 
         def shard(number: int) -> Tensor:
-            return read(number, 0, math.prod(theirs.shard)).view(theirs.shard)
+            return read(number, 0, math.prod(saved.shard)).view(saved.shard)
 
-        dim = ours.dim if ours.dim is not None else theirs.dim
-        assert dim is not None, "two parameters of one size that are cut nowhere are cut alike"
-        length = ours.shard[dim]
-        first = self._tensor_rank * length if ours.dim is not None else 0
-        last = min(first + length, ours.full[dim])  # behind it is padding
+        dim = target.dim if target.dim is not None else saved.dim
+        assert dim is not None, "replicated parameters of one shape have equal shards"
+        length = target.shard[dim]
+        first = self._tensor_rank * length if target.dim is not None else 0
+        last = min(first + length, target.full[dim])  # the rest is padding
         if first >= last:
-            return torch.zeros(ours.shard)
-        if theirs.dim == dim:
-            each = theirs.shard[dim]
-            numbers = range(first // each, -(-last // each))
-            read_from = numbers[0] * each
+            return torch.zeros(target.shard)
+        if saved.dim == dim:
+            saved_length = saved.shard[dim]
+            numbers = range(first // saved_length, -(-last // saved_length))
+            offset = numbers[0] * saved_length
         else:
-            numbers, read_from = range(1 if theirs.dim is None else self.tensor_ranks), 0
-        joined = torch.cat([shard(n) for n in numbers], theirs.dim or 0)
-        found = joined.narrow(dim, first - read_from, last - first)
-        if theirs.dim is not None and theirs.dim != dim:
-            found = found.narrow(theirs.dim, 0, ours.full[theirs.dim])
+            numbers, offset = range(1 if saved.dim is None else self.tensor_ranks), 0
+        joined = torch.cat([shard(number) for number in numbers], saved.dim or 0)
+        unpadded = joined.narrow(dim, first - offset, last - first)
+        if saved.dim is not None and saved.dim != dim:
+            unpadded = unpadded.narrow(saved.dim, 0, target.full[saved.dim])
         if last - first == length:
-            return found
-        window = torch.zeros(ours.shard, dtype=found.dtype)
-        window.narrow(dim, 0, last - first).copy_(found)
-        return window
+            return unpadded
+        padded = torch.zeros(target.shard, dtype=unpadded.dtype)
+        padded.narrow(dim, 0, last - first).copy_(unpadded)
+        return padded

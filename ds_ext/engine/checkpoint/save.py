@@ -1,14 +1,14 @@
-"""Checkpoints that are written under any schedule and sizes, and loaded under any other.
+"""Saving of checkpoints, which any other schedule and sizes can load.
 
     step_20/
-      ds_ext.json                          the manifest: files, and of each parameter its cut and where its parts are
-      mp_rank_00_model_states.pt           counters, learning-rate scheduler, loss scale, the caller's state
-      layer_03-model_states.pt             DeepSpeed's: a layer's weights as they are computed with, a file a shard
-      optimizer_rank_02.safetensors        the optimizer's states and fp32 master weights that rank 2 has
+      ds_ext.json                          manifest: files, and shape and fragments of each parameter
+      mp_rank_00_model_states.pt           counters, learning-rate scheduler, loss scale, client state
+      layer_03-model_states.pt             DeepSpeed's format: a layer's weights in model precision, one file per shard
+      optimizer_rank_02.safetensors        optimizer states and fp32 master weights of rank 2
 
-Each rank writes what it holds, and replicas (of BitPipe, data parallelism, tied and unsharded parameters) are written
-once. Nothing is gathered: the manifest says which elements of which parameter are where, and a loading rank
-reads those that it needs (checkpoint_reader.py).
+Each rank writes its own parameters and states. Of replicas (BitPipe, data parallelism, tied and unsharded parameters)
+one is written. Nothing is gathered. The manifest maps the elements of each parameter to files, and a loading rank reads
+only the elements that it needs (reader.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .folder import publish, start_writing
 from .states import (
     MASTER,
     Checkpointed,
-    Held,
+    LocalParameter,
     OptimizerStates,
     extra_states_of,
     layers_of,
@@ -42,7 +42,7 @@ from .together import by_rank_0, together
 STATE_FILE = "mp_rank_00_model_states.pt"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 DATA_POSITION = "data_position"
-NOT_THE_CALLERS = (
+RESERVED_KEYS = (
     *COUNTERS,
     *(
         "module",
@@ -66,18 +66,18 @@ def save_checkpoint(
     make_current: bool,
     with_frozen: bool,
 ) -> None:
-    """Write a checkpoint; a collective call of all ranks.
+    """Write a checkpoint. All ranks must call this together.
 
     Args:
-        engine: an initialized engine.
-        folder, tag: the checkpoint becomes ``folder/tag``.
-        client_state: what the caller wants back: numbers, texts, tensors, and lists and dictionaries of them.
-        make_current: write the tag into ``folder/latest``.
-        with_frozen: write parameters that are not trained too.
+        engine: initialized engine.
+        folder, tag: ``folder/tag`` is the path of the checkpoint.
+        client_state: values that loading returns: numbers, strings, tensors, and lists and dictionaries of them.
+        make_current: write the tag to ``folder/latest``.
+        with_frozen: also write parameters that are not trained.
 
     Raises:
-        ConfigError: the tag or the client's state cannot be saved.
-        CheckpointError: a rank could not write; the last good checkpoint is as it was. On every rank.
+        ConfigError: the tag or the client state cannot be saved.
+        CheckpointError: on all ranks, if one could not write. The last complete checkpoint is unchanged.
     """
     folder = folder.absolute()
     written: str = by_rank_0(lambda: str(start_writing(folder, tag)), tag)
@@ -93,21 +93,21 @@ def _write_part(
     """Write the files of this rank. Returns its part of the manifest."""
     if not written.is_dir():
         raise CheckpointError(
-            f"rank {dist.get_rank()} does not see {written}, which rank 0 has made: all hosts need one file system for "
-            f"checkpoints."
+            f"{written}: created by rank 0, but rank {dist.get_rank()} cannot see it. Use a file system that all hosts "
+            f"share."
         )
     files: dict[str, dict[str, int]] = {}
     if not engine.in_checkpoints:
         return {"files": files, "fragments": {}, "parameters": {}, "job": None}
     if dist.get_rank() == engine.first_in_checkpoints:
         files[STATE_FILE] = write_plain(written / STATE_FILE, _state_of(engine, client_state))
-    held = parameters_of(engine.module, engine.layout.tensor_parallel_size)
+    parameters = parameters_of(engine.module, engine.layout.tensor_parallel_size)
     if not with_frozen:
-        held = {name: one for name, one in held.items() if one.parameter.requires_grad}
+        parameters = {name: local for name, local in parameters.items() if local.parameter.requires_grad}
     if engine.mpu.get_data_parallel_rank() == 0:
-        files |= _write_layers(engine, written, held)
+        files |= _write_layers(engine, written, parameters)
     states = OptimizerStates(engine.optimizer)
-    tensors, fragments = _optimizer_part(engine, states, held)
+    tensors, fragments = _optimizer_part(engine, states, parameters)
     if tensors:
         name = f"optimizer_rank_{dist.get_rank():02d}.safetensors"
         files[name] = write_tensors(written / name, tensors)
@@ -116,30 +116,32 @@ def _write_part(
     groups = [(numbers_of(group), {id(p) for p in members}) for group, members in states.groups()]
     described = {
         name: {
-            "shape": list(one.shape.full),
-            "shard": list(one.shape.shard),
-            "dim": one.shape.dim,
-            "layer": one.layer,
-            "key": one.key,
-            "group": next((numbers for numbers, members in groups if id(one.parameter) in members), None),
+            "shape": list(local.shape.full),
+            "shard": list(local.shape.shard),
+            "dim": local.shape.dim,
+            "layer": local.layer,
+            "key": local.key,
+            "group": next((numbers for numbers, members in groups if id(local.parameter) in members), None),
         }
-        for name, one in held.items()
+        for name, local in parameters.items()
     }
     return {"files": files, "fragments": fragments, "parameters": described, "job": describe_job(engine)}
 
 
-def _write_layers(engine: Checkpointed, written: Path, held: Mapping[str, Held]) -> dict[str, dict[str, int]]:
-    """Write DeepSpeed's files: the weights and buffers of each layer of this rank."""
-    files, kept = {}, {id(one.parameter) for one in held.values()}
+def _write_layers(
+    engine: Checkpointed, written: Path, parameters: Mapping[str, LocalParameter]
+) -> dict[str, dict[str, int]]:
+    """Write the weights and buffers of each layer of this rank, in DeepSpeed's files."""
+    files, written_ids = {}, {id(local.parameter) for local in parameters.values()}
     tensor_ranks, tensor_rank = engine.layout.tensor_parallel_size, engine.mpu.get_slice_parallel_rank()
     for index, (_, layer) in layers_of(engine.module).items():
         if _first_holder(engine.module, index):
             name = layer_file(index, tensor_rank, tensor_ranks)
             state = {
-                # A view would bring its whole flat partition with it.
+                # Clone: a view would be saved with its whole flat partition.
                 key: value.detach().cpu().clone() if isinstance(value, Tensor) else value
                 for key, value in layer.state_dict(keep_vars=True).items()
-                if not isinstance(value, torch.nn.Parameter) or id(value) in kept
+                if not isinstance(value, torch.nn.Parameter) or id(value) in written_ids
             }
             _require_plain_extra_states(index, layer, state)
             files[name] = write_plain(written / name, state)
@@ -150,49 +152,47 @@ def _require_plain_extra_states(index: int, layer: torch.nn.Module, state: Mappi
     for key, owner in extra_states_of(layer).items():
         if key in state and not is_plain(state[key]):
             raise CheckpointError(
-                f"{type(owner).__name__}.get_extra_state() of layer {index} ({key}) gives a "
-                f"{type(state[key]).__name__} that is or holds something else than numbers, texts, tensors, and lists "
-                f"and dictionaries of them, which alone are read without running code. Return those, or a uint8 tensor "
-                f"of bytes."
+                f"{type(owner).__name__}.get_extra_state() of layer {index} ({key}): must return numbers, strings, "
+                f"tensors, or lists and dictionaries of them, because loading other values can run code (got "
+                f"{type(state[key]).__name__}). Return these, or a uint8 tensor of bytes."
             )
 
 
 def _first_holder(module: PipelineModule, index: int) -> bool:
-    """Return whether this rank writes the layer ``index``; a tied layer is written by the rank of its first place."""
+    """Return whether this rank writes layer ``index``. The rank of the first place writes a tied layer."""
     return any(module.parts[stage] <= index < module.parts[stage + 1] for stage in module.stages)
 
 
 def _optimizer_part(
-    engine: Checkpointed, states: OptimizerStates, held: Mapping[str, Held]
+    engine: Checkpointed, states: OptimizerStates, parameters: Mapping[str, LocalParameter]
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Return the optimizer's tensors that this rank writes, by "parameter/state", and their places."""
+    """Return the tensors of the optimizer that this rank writes, by "parameter/state", and their fragments."""
     tensors: dict[str, Tensor] = {}
-    found: dict[str, dict[str, Any]] = {}
+    described: dict[str, dict[str, Any]] = {}
     if not states.partitioned and engine.mpu.get_data_parallel_rank() != 0:
-        return tensors, found
+        return tensors, described
     fragments, tensor_rank = states.fragments(), engine.mpu.get_slice_parallel_rank()
-    for name, one in held.items():
-        fragment = fragments.get(id(one.parameter))
-        replica = getattr(one.parameter, "ds_pipe_replicated", False) or (
-            one.shape.dim is None and tensor_rank > 0
-        )
-        if fragment is None or replica:
+    for name, local in parameters.items():
+        parameter, sharded = local.parameter, local.shape.dim is not None
+        fragment = fragments.get(id(parameter))
+        is_replica = getattr(parameter, "ds_pipe_replicated", False) or (tensor_rank > 0 and not sharded)
+        if fragment is None or is_replica:
             continue
-        own, values = states.read(fragment)
-        if fragment.master is not None and one.parameter.dtype != fragment.master.dtype:
-            own[MASTER] = fragment.master
-        tensors |= {f"{name}/{key}": tensor for key, tensor in own.items()}
-        found[name] = {
-            "shard": tensor_rank if one.shape.dim is not None else 0,
+        state_tensors, values = states.read(fragment)
+        if fragment.master is not None and parameter.dtype != fragment.master.dtype:
+            state_tensors[MASTER] = fragment.master
+        tensors |= {f"{name}/{key}": tensor for key, tensor in state_tensors.items()}
+        described[name] = {
+            "shard": tensor_rank if sharded else 0,
             "range": [fragment.start, fragment.numel],
-            "states": sorted(own),
+            "states": sorted(state_tensors),
             "values": values,
         }
-    return tensors, found
+    return tensors, described
 
 
 def _manifest(engine: Checkpointed, parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the parts of all ranks as one manifest; see open_checkpoint()."""
+    """Return the manifest from the parts of all ranks."""
     parameters: dict[str, dict[str, Any]] = {}
     for part in parts:
         for name, described in part["parameters"].items():
@@ -226,11 +226,11 @@ def describe_job(engine: Checkpointed) -> dict[str, Any]:
 
 
 def _state_of(engine: Checkpointed, client_state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return counters and all else that is the same on all ranks, under DeepSpeed's names where they exist."""
-    taken = sorted(set(client_state) & set(NOT_THE_CALLERS))
-    if taken:
+    """Return the values that are equal on all ranks, with DeepSpeed's keys if it has them."""
+    reserved = sorted(set(client_state) & set(RESERVED_KEYS))
+    if reserved:
         raise ConfigError(
-            f"client_state cannot have the keys {', '.join(taken)}, which are the engine's own."
+            f"client_state: the engine uses these keys (got {', '.join(reserved)}). Rename them."
         )
     scaler, scheduler = getattr(engine.optimizer, "loss_scaler", None), engine.lr_scheduler
     batches = engine.batches
@@ -244,6 +244,6 @@ def _state_of(engine: Checkpointed, client_state: Mapping[str, Any]) -> dict[str
         "loss_scale": {key: getattr(scaler, key) for key in _LOSS_SCALE if hasattr(scaler, key)},
         DATA_POSITION: position,
         "dp_world_size": engine.dp_world_size,
-        "mp_world_size": 1,  # to DeepSpeed's loader, how many of these files there are
+        "mp_world_size": 1,  # for DeepSpeed's loader: number of these files
         **client_state,
     }

@@ -1,9 +1,9 @@
-"""Parameters and optimizer states of a rank, under names that depend neither on the schedule nor on the sizes.
+"""Parameters and optimizer states of a rank, with names that depend neither on the schedule nor on the sizes.
 
-A parameter's name is its module's: the index of its layer in the whole model and its name there, or
-``tied_modules.KEY`` and its name. The optimizer's states of a rank are *fragments*: a range of the elements of a
-parameter's tensor-parallel shard, the whole shard without ZeRO. DeepSpeed's ZeRO-1 and bf16 optimizers keep in each
-parameter's ``_hp_mapping`` their range and its place in their flat partition.
+The name of a parameter consists of the global index of its layer, or ``tied_modules.KEY``, and its name in the layer.
+A rank holds optimizer states of *fragments*: ranges of the tensor-parallel shard of a parameter. Without ZeRO a
+fragment is the whole shard. DeepSpeed's ZeRO-1 and bf16 optimizers store the range, and its offset in their flat
+partition, in ``_hp_mapping`` of the parameter.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ...tensor_parallel import shard_dim, unpadded_size
 from ..batches import Batches
 from ..module import PipelineModule
 
-MASTER = "fp32"  # DeepSpeed's name of a master weight in its universal checkpoints
-_EXTRA = "_extra_state"  # torch's name in a state_dict()
+MASTER = "fp32"  # DeepSpeed's name of master weights in universal checkpoints
+_EXTRA = "_extra_state"  # torch's key in a state_dict()
 
 
 class Checkpointed(Protocol):
-    """Engine, as far as checkpoints read and change it. Objects of DeepSpeed's and torch's are Any."""
+    """Attributes of the engine that checkpoints read and change. Objects of DeepSpeed and torch are Any."""
 
     plan: JobPlan
     module: PipelineModule
@@ -46,23 +46,23 @@ class Checkpointed(Protocol):
 
     @property
     def in_checkpoints(self) -> bool:
-        """True where this rank's weights are written and read; False where they are another rank's."""
+        """True if this rank writes and reads checkpoints; False if another rank does so for its weights."""
         ...
 
     @property
     def first_in_checkpoints(self) -> int:
-        """Rank that writes the counters and everything else that is the same on all ranks."""
+        """Rank that writes the counters and the other values that are equal on all ranks."""
         ...
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Cut of a parameter over tensor-parallel ranks.
+    """Shape of a parameter and of its tensor-parallel shards.
 
     Attributes:
-        full: sizes of the whole parameter, without padding.
-        shard: sizes of one rank's shard, padding included; shards concatenate along ``dim``.
-        dim: the dimension that is cut; None for a parameter that every rank holds whole.
+        full: shape of the full parameter, without padding.
+        shard: shape of one rank's shard, with padding; shards concatenate along ``dim``.
+        dim: sharded dimension; None for a replicated parameter.
     """
 
     full: tuple[int, ...]
@@ -71,12 +71,12 @@ class Shape:
 
     @classmethod
     def of(cls, name: str, parameter: Tensor, ranks: int) -> Shape:
-        """Return the shape of a parameter; raises CheckpointError for a shard without the dimension of its cut."""
+        """Return the shape of a parameter. Raises CheckpointError for a shard without ``partition_dim``."""
         dim, full = shard_dim(parameter), list(parameter.shape)
         if dim is None and ranks > 1 and getattr(parameter, "model_parallel", False):
             raise CheckpointError(
-                f"parameter {name} is marked model_parallel and does not say along which dimension it is cut: set its "
-                f"attribute partition_dim, so that its shards can be put together under other sizes."
+                f"parameter {name}: a model_parallel parameter needs its sharded dimension (got no partition_dim). Set "
+                f"the attribute partition_dim, so that other sizes can concatenate the shards."
             )
         if dim is not None:
             full[dim] = unpadded_size(parameter, full[dim] * ranks)
@@ -84,12 +84,15 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Held:
-    """A parameter of this rank.
+class LocalParameter:
+    """Parameter of this rank.
 
     Attributes:
-        layer: index of the (first) layer that holds it; layer files are named by it.
-        key: its name in that layer.
+        name: name in checkpoints.
+        parameter: parameter of the module.
+        layer: global index of its layer, or of the first one that shares it; part of the layer file's name.
+        key: name in that layer.
+        shape: shape of the full parameter and of its shards.
     """
 
     name: str
@@ -100,7 +103,7 @@ class Held:
 
 
 def layers_of(module: PipelineModule) -> dict[int, tuple[str, nn.Module]]:
-    """Index -> (name in the whole module, layer) of this rank's layers; a tied one once, at the index of its first."""
+    """Return a dict of global index -> (prefix of names, layer). A tied layer has the index of its first place."""
     first_ties: dict[str, int] = {}
     for index, spec in enumerate(module._layer_specs):
         if isinstance(spec, TiedLayerSpec):
@@ -116,30 +119,31 @@ def layers_of(module: PipelineModule) -> dict[int, tuple[str, nn.Module]]:
     return dict(sorted(found.items()))
 
 
-def parameters_of(module: PipelineModule, tensor_ranks: int) -> dict[str, Held]:
-    """All parameters that this rank holds, frozen ones too, by name; one that layers share has its first layer's."""
-    found: dict[str, Held] = {}
+def parameters_of(module: PipelineModule, tensor_ranks: int) -> dict[str, LocalParameter]:
+    """Return all parameters of this rank by name, including frozen ones. A shared one is named by its first layer."""
+    found: dict[str, LocalParameter] = {}
     seen: set[int] = set()
     first = {id(shared.parameter): (shared.layer, shared.key) for shared in module.shared}
     for index, (prefix, layer) in layers_of(module).items():
         for key, parameter in layer.named_parameters():
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                at, key_there = first.get(id(parameter), (index, key))
-                name = f"{at}.{key_there}" if id(parameter) in first else f"{prefix}.{key}"
-                found[name] = Held(name, parameter, at, key_there, Shape.of(name, parameter, tensor_ranks))
+                first_layer, first_key = first.get(id(parameter), (index, key))
+                name = f"{first_layer}.{first_key}" if id(parameter) in first else f"{prefix}.{key}"
+                shape = Shape.of(name, parameter, tensor_ranks)
+                found[name] = LocalParameter(name, parameter, first_layer, first_key, shape)
     return found
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """A range of a parameter whose optimizer states this rank holds.
+    """Range of a parameter whose optimizer states this rank holds.
 
     Attributes:
-        start, numel: the range, in elements of the parameter (of its shard).
-        owner: what the optimizer takes for its parameter: a flat partition, or the parameter itself.
-        offset: where the range starts in ``owner``.
-        master: the range's master weights when they are not the parameter itself, flat; writing changes them.
+        start, numel: range in the flattened shard of the parameter.
+        owner: parameter of the optimizer: a flat partition, or the model's parameter.
+        offset: start of the range in ``owner``.
+        master: flat view of the range's master weights; None if the parameter is its own master weight.
     """
 
     start: int
@@ -149,43 +153,43 @@ class Fragment:
     master: Tensor | None
 
     def part(self, state: Tensor) -> Tensor:
-        """The range of a state that is as large as ``owner``: a flat view."""
+        """Return a flat view of the range in a state with the size of ``owner``."""
         return state.view(-1)[self.offset : self.offset + self.numel]
 
 
 class OptimizerStates:
-    """The states of any optimizer that the engine can have, by parameter.
+    """States of the engine's optimizer, by parameter.
 
     Args:
-        optimizer: the engine's; None has no states.
+        optimizer: optimizer of the engine; None: no states.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        # DeepSpeed wraps an object around the optimizer to spread its states.
+        # DeepSpeed's ZeRO and bf16 optimizers wrap the user's optimizer.
         self.wrapper: Any = optimizer if isinstance(optimizer, ZeROOptimizer) else None
         self.base: Any = optimizer if self.wrapper is None else self.wrapper.optimizer
 
     @property
     def name(self) -> str | None:
-        """The optimizer's class (states of one class do not fit another); None without an optimizer."""
+        """Class of the optimizer, which states must match; None without an optimizer."""
         return None if self.base is None else type(self.base).__name__
 
     @property
     def partitioned(self) -> bool:
-        """True where each data-parallel rank holds a part of the states."""
+        """True if each data-parallel rank holds a part of the states."""
         return self.wrapper is not None
 
     def groups(self) -> list[tuple[dict[str, Any], list[nn.Parameter]]]:
-        """(settings, the model's parameters) of each parameter group of this rank."""
+        """Return (settings, model parameters) of each parameter group of this rank."""
         if self.base is None:
             return []
         if self.wrapper is None:
             return [(group, group["params"]) for group in self.base.param_groups]
-        of_the_model = getattr(self.wrapper, "bf16_groups", None) or self.wrapper.bit16_groups
-        return list(zip(self.base.param_groups, of_the_model, strict=True))
+        model_groups = getattr(self.wrapper, "bf16_groups", None) or self.wrapper.bit16_groups
+        return list(zip(self.base.param_groups, model_groups, strict=True))
 
     def fragments(self) -> dict[int, Fragment]:
-        """The fragments of this rank by ``id`` of the parameter."""
+        """Return a dict of ``id`` of a model parameter -> fragment on this rank."""
         found = {}
         for group, parameters in self.groups():
             for parameter in parameters:
@@ -199,10 +203,10 @@ class OptimizerStates:
         return found
 
     def read(self, fragment: Fragment) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The fragment's states with a number for each element (flat views), and those with one for all.
+        """Return the states of a fragment: those with a value per element as flat views, and those with one value.
 
         Raises:
-            CheckpointError: a state is of neither kind.
+            CheckpointError: a state has another size.
         """
         tensors: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
@@ -216,20 +220,20 @@ class OptimizerStates:
                 values[key] = state
             else:
                 raise CheckpointError(
-                    f"{self.name} keeps a state {key!r} that has neither one number for each element of a parameter "
-                    f"nor one for all of it, so it cannot be cut for other sizes. Use another optimizer."
+                    f"optimizer: a state needs one value per element of a parameter, or a single value, to fit other "
+                    f"sizes (got {key!r} of {self.name}). Use another optimizer."
                 )
         return tensors, values
 
     def clear(self) -> None:
-        """Forget all states, as of an optimizer that has not taken a step."""
+        """Remove all states, as before the first step."""
         if self.base is not None:
             self.base.state.clear()
         if self.wrapper is not None:
             self.wrapper._hp_optimizer_states_linked = False
 
     def write(self, fragment: Fragment, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Set the states of a fragment; the rest of its owner's are zero until they are set."""
+        """Set the states of a fragment. Other elements of a new state are zero."""
         if not tensors and not values:
             return
         state = self.base.state[fragment.owner]
@@ -244,20 +248,19 @@ class OptimizerStates:
         if not isinstance(value, dict):
             return value
         group = next(g for g in self.base.param_groups if any(p is fragment.owner for p in g["params"]))
-        on_device = group.get("capturable") or group.get(
-            "fused"
-        )  # torch keeps single numbers on the host otherwise
+        # Otherwise torch keeps single values on the host.
+        on_device = group.get("capturable") or group.get("fused")
         device = fragment.owner.device if on_device else "cpu"
         return torch.full(value["shape"], value["value"], dtype=getattr(torch, value["dtype"]), device=device)
 
     def weights_changed(self) -> None:
-        """Copy the master weights to the model; collective over data-parallel ranks."""
+        """Copy the master weights to the model. All data-parallel ranks must call this together."""
         if self.wrapper is not None:
             self.wrapper.update_lp_params()
 
 
 def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a parameter group that are numbers (lr, betas, ...); the others say how it is computed."""
+    """Return the numeric settings of a parameter group (lr, betas, ...)."""
 
     def number(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)
@@ -276,26 +279,26 @@ def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_numbers(group: dict[str, Any], numbers: Mapping[str, Any]) -> None:
-    """Give a parameter group the settings that :func:`numbers_of` found."""
+    """Set the numeric settings of a parameter group, as returned by :func:`numbers_of`."""
     for key, value in numbers.items():
-        ours = group.get(key)
-        if isinstance(ours, Tensor):
-            ours.fill_(value)
+        present = group.get(key)
+        if isinstance(present, Tensor):
+            present.fill_(value)
         else:
-            group[key] = tuple(value) if isinstance(ours, tuple) else value
+            group[key] = tuple(value) if isinstance(present, tuple) else value
 
 
 def buffers_of(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The persistent buffers of a layer, by name."""
+    """Yield (name, buffer) of the persistent buffers of a layer."""
     parameters, state = dict(layer.named_parameters(remove_duplicate=False)), layer.state_dict(keep_vars=True)
-    others = extra_states_of(layer)
+    extra_states = extra_states_of(layer)
     for key, value in state.items():
-        if key not in parameters and key not in others and isinstance(value, Tensor):
+        if key not in parameters and key not in extra_states and isinstance(value, Tensor):
             yield key, value
 
 
 def extra_states_of(layer: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a layer that have a ``get_extra_state()``, by the name that ``state_dict()`` gives its result."""
+    """Return a dict of key in ``state_dict()`` -> module with a ``get_extra_state()``."""
     return {
         f"{name}.{_EXTRA}" if name else _EXTRA: module
         for name, module in layer.named_modules()

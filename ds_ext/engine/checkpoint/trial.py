@@ -1,4 +1,4 @@
-"""Trial of a checkpoint folder before the first step, instead of an error at the first save."""
+"""Check of a checkpoint folder before the first step, to avoid an error at the first save."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _MASTER_BYTES, _STATE_BYTES = 4, 4  # master weights and optimizer states are fp
 
 
 def try_folder(engine: Checkpointed, folder: Path) -> None:
-    """Write a small file from every rank and read it back on rank 0; a collective call of all ranks.
+    """Write a small file on every rank and read it on rank 0. All ranks must call this together.
 
     Raises:
-        ConfigError: a rank cannot write there, hosts do not share the folder, or one checkpoint has no room in it.
-            The same error on every rank.
+        ConfigError: on all ranks, if one cannot write, hosts do not share the folder, or the free space is too small
+            for a checkpoint.
     """
     try:
         written = Path(by_rank_0(lambda: str(start_writing(folder.absolute(), _TAG)), _TAG))
@@ -35,39 +35,40 @@ def try_folder(engine: Checkpointed, folder: Path) -> None:
             if dist.get_rank() == 0:
                 shutil.rmtree(written, ignore_errors=True)
     except (CheckpointError, ConfigError) as error:
-        refusal = ConfigError(f"checkpoints cannot be saved to {folder}: {error}")
-        refusal.reported_by = 0
-        raise refusal from None
+        reported = ConfigError(f"checkpoints cannot be saved to {folder}: {error}")
+        reported.reported_by = 0
+        raise reported from None
 
 
 def checkpoint_bytes(engine: Checkpointed) -> int:
-    """Return how many bytes of weights and optimizer states this rank adds to a checkpoint, sharded or not.
+    """Return the bytes of the weights and optimizer states for which this rank counts in a checkpoint.
 
-    Replicas count once. Optimizer states are counted by name and options: two for Adam, one for Lion and momentum.
+    Replicas count once. The number of states follows from the optimizer: two for Adam, one for Lion and momentum.
     """
     if not engine.in_checkpoints or engine.mpu.get_data_parallel_rank() != 0:
         return 0
     states = OptimizerStates(engine.optimizer)
     groups = [
-        (_states(states.name or "", group), {id(p) for p in members}) for group, members in states.groups()
+        (_num_states(states.name or "", group), {id(p) for p in members})
+        for group, members in states.groups()
     ]
     first, total = engine.mpu.get_slice_parallel_rank() == 0, 0
-    for held in parameters_of(engine.module, engine.layout.tensor_parallel_size).values():
-        parameter = held.parameter
+    for local in parameters_of(engine.module, engine.layout.tensor_parallel_size).values():
+        parameter = local.parameter
         if getattr(parameter, "ds_pipe_replicated", False):
             continue
         total += parameter.numel() * parameter.element_size()
-        if first or held.shape.dim is not None:
+        if first or local.shape.dim is not None:
             master = _MASTER_BYTES * (parameter.element_size() < _MASTER_BYTES)
-            each = next(
+            per_element = next(
                 (count * _STATE_BYTES + master for count, members in groups if id(parameter) in members), 0
             )
-            total += parameter.numel() * each
+            total += parameter.numel() * per_element
     return total
 
 
-def _states(optimizer: str, group: Mapping[str, Any]) -> int:
-    """Number of states that an optimizer keeps of each element of a parameter group, at least."""
+def _num_states(optimizer: str, group: Mapping[str, Any]) -> int:
+    """Return the minimum number of states of an optimizer per element of a parameter group."""
     if any(name in optimizer.lower() for name in ("lion", "adagrad", "rmsprop")):
         return 1
     return 2 if "betas" in group else int(bool(group.get("momentum")))
@@ -78,7 +79,7 @@ def _write(written: Path, engine: Checkpointed) -> int:
     rank = dist.get_rank()
     if not written.is_dir():
         raise CheckpointError(
-            f"rank {rank} (host {socket.gethostname()}) does not see a folder that rank 0 made there. Save to a file "
+            f"rank {rank} (host {socket.gethostname()}) cannot see a folder that rank 0 created there. Use a file "
             f"system that all hosts share."
         )
     (written / f"rank_{rank}").write_text(str(rank))
@@ -90,10 +91,10 @@ def _read(written: Path, needed: int) -> None:
         path = written / f"rank_{rank}"
         if not path.is_file() or path.read_text() != str(rank):
             raise CheckpointError(
-                f"rank 0 does not see what rank {rank} wrote there. Save to a file system that all hosts share."
+                f"rank 0 cannot see a file that rank {rank} wrote there. Use a file system that all hosts share."
             )
     free = shutil.disk_usage(written).free
     if free < needed:
         raise CheckpointError(
-            f"one checkpoint takes {needed:,} bytes, and {free:,} are free. Free {needed - free:,} more."
+            f"a checkpoint needs {needed:,} bytes (got {free:,} free bytes). Free {needed - free:,} more."
         )

@@ -1,4 +1,4 @@
-"""Order decided at run time: each op is chosen from the arrivals and the admitted micro-batches."""
+"""Order decided at run time: a policy chooses each op from the arrivals and the admitted micro-batches."""
 
 from __future__ import annotations
 
@@ -15,63 +15,63 @@ from ...pipe_schedules.ops import FORWARD
 from ..messages import Kind
 from .messages import Arrival, DynamicMessages
 
-_SHOWN = 12  # ops in an error
+_MAX_SHOWN = 12  # ops in an error
 
 
 class DynamicSchedule(TimetableSchedule):
-    """Schedule of one rank whose ops are chosen while it runs; see :func:`decided_steps`.
+    """Schedule of one rank whose ops are chosen at run time; see :func:`decided_steps`.
 
     Args:
-        program: a run of the same rules under the costs of the JSON: links and sizes.
-        stage_id: the device inside the pipeline group.
+        program: program of a simulated step, for links and sizes.
+        stage_id: device of this rank.
         rules: runtime scheduling rules.
 
     Attributes:
-        ran: ops of the present or last step so far.
+        executed: ops of the current or last step so far.
     """
 
-    lookahead = 0  # an instruction is executed before the next one is asked for
+    lookahead = 0  # execute an instruction before the next op is chosen
 
     def __init__(self, program: Program, stage_id: int, rules: DynamicRules) -> None:
         super().__init__(program, stage_id)
         self.rules = rules
-        self.ran: list[Op] = []
+        self.executed: list[Op] = []
 
     def num_pipe_buffers(self) -> int:
-        """Return enough buffers for kept activations and for the waiting inputs of admitted micro-batches."""
+        """Return the number of buffers for the live activations and the waiting inputs of admitted micro-batches."""
         return 2 * self.rules.max_live[self.stage_id]
 
     def picture(self, instruction: ds.PipeInstruction | None) -> str:
-        """Return the ops that this device has computed in the step; other devices keep their own order."""
-        left = len(self.ran) - _SHOWN
-        ran = " ".join(map(str, self.ran[-_SHOWN:])) or "nothing"
-        before = f"({left} more) " if left > 0 else ""
+        """Return the last ops of this device in the step. The order of other devices is unknown here."""
+        omitted = len(self.executed) - _MAX_SHOWN
+        ops = " ".join(map(str, self.executed[-_MAX_SHOWN:])) or "nothing"
+        before = f"({omitted} more) " if omitted > 0 else ""
         arrow = "   <-- ERROR HERE" if instruction is not None else ""
         total = self.rules.num_ops(self.stage_id)
-        return f"rank {self.stage_id}  {before}{ran}{arrow}   ({len(self.ran)} of {total} decided)"
+        return f"rank {self.stage_id}  {before}{ops}{arrow}   ({len(self.executed)} of {total} decided)"
 
 
 def decided_steps(schedule: DynamicSchedule, messages: DynamicMessages) -> Iterator[list[ds.PipeInstruction]]:
-    """Yield the instructions of each op as soon as it is chosen; the caller executes them before the next.
+    """Yield the instructions of one op after the other. The caller executes them before it takes the next.
 
     Raises:
-        TransportError: no message arrives in time, or a peer is gone.
+        TransportError: no message arrived in time, or a peer is gone.
     """
     lowering = Lowering(schedule.stage_id, schedule.program.timetable)
-    schedule.ran = []
+    schedule.executed = []
     try:
         for op in _chosen(schedule, messages) if messages.decides else _received(schedule, messages):
-            schedule.ran.append(op)
+            schedule.executed.append(op)
             yield list(map(to_pipe_instruction, lowering.add(op)))
     except Exception as error:
-        error.add_note(f"while it waited for work:\n{schedule.picture(None)}")
+        error.add_note(f"while waiting for the next op:\n{schedule.picture(None)}")
         messages.transport.abort(f"{type(error).__name__}: {error}")
         raise
     yield [to_pipe_instruction(Instruction(name)) for name in AFTER_BACKWARDS]
 
 
 def _chosen(schedule: DynamicSchedule, messages: DynamicMessages) -> Iterator[Op]:
-    """Yield the ops that this rank chooses; the caller computes each before it asks for the next."""
+    """Yield the ops that this rank chooses. The caller computes each op before it takes the next."""
     rules, device = schedule.rules, schedule.stage_id
     dependencies = schedule.program.timetable.dependencies
     policy, inputs = rules.device(device), Inputs(dependencies)

@@ -1,4 +1,4 @@
-"""Engine of a backward rank (FBD): DeepSpeed's with all it has, which also sends weights and credits."""
+"""Engine of a backward rank (FBD), which also sends weights and credits to forward ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from deepspeed.runtime.pipe import schedule as ds
 
+from ...comm.transport import make_tag
 from ...pipe_schedules.bridge import SyncWeights
 from ...pipe_schedules.ops import FORWARD
 from ..engine import PipelineEngine
@@ -16,16 +17,16 @@ from .weights import WeightLink, weights_in_order
 
 
 class BackwardEngine(RoleEngine):
-    """Repeats the forwards of its stage with their graphs, goes backward, steps, and sends the weights."""
+    """Engine that repeats the forwards with their graphs, runs backwards and the optimizer, and sends the weights."""
 
     def _make_weight_link(self) -> WeightLink | None:
         if self._pipe != 0:
-            return None  # the replicas have the same weights
+            return None  # pipe 0 sends the weights
         peers = self.layout.peers(self.global_rank, self.layout.placement.device(FORWARD, self._stage, 0))
         return WeightLink(self.transport, weights_in_order(self.module), peers, 1, self._stage)
 
     def sync_weights(self) -> None:
-        """Send the weights, even if they were sent before."""
+        """Send the weights, even if this version was sent before."""
         if self._weights is not None:
             self._weights.version = -1
             self._weights.send(self._version)
@@ -42,7 +43,7 @@ class BackwardEngine(RoleEngine):
         super()._exec_recv_activations(buffer_id, stage, micro_batch, peer)
         (rank,) = self.layout.peers(self.global_rank, peer)
         credit = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        self.transport.send([credit], rank, self._credit_tag(stage, micro_batch))
+        self.transport.send([credit], rank, make_tag(stage, micro_batch))
 
     def _shared_numbers(self) -> list[float]:
         norm = self.get_global_grad_norm()

@@ -1,4 +1,4 @@
-"""Engine of a forward rank (FBD): forwards without a graph, for backward ranks and in evaluations."""
+"""Engine of a forward rank (FBD), which runs forwards without a graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime.pipe import schedule as ds
 from torch import Tensor
 
-from ...comm.transport import Ticket
+from ...comm.transport import Ticket, make_tag
 from ...errors import ScheduleError
 from ...pipe_schedules.bridge import SyncWeights, TimetableSchedule
 from ...pipe_schedules.methods.fbd import most_ahead
@@ -22,13 +22,18 @@ from .weights import WeightLink, weights_in_order
 
 
 class ForwardEngine(RoleEngine):
-    """Computes forwards for the backward ranks, and evaluations; has neither gradients nor an optimizer."""
+    """Engine without gradients and optimizer. It runs the forwards of training and evaluation.
+
+    Args:
+        dtype: dtype of the weights.
+        **kwargs: arguments of :class:`PipelineEngine`.
+    """
 
     def __init__(self, *, dtype: torch.dtype, **kwargs: Any) -> None:
         kwargs["model"].to(dtype)
-        self._outstanding: dict[int, deque[Ticket]] = {}
+        self._credits: dict[int, deque[Ticket]] = {}  # rank -> credits that it has not sent yet
         super().__init__(**kwargs)
-        # DeepSpeed counts the micro-batches of the whole forward pipeline; everything else those of a backward one.
+        # DeepSpeed counts the micro-batches of a forward pipeline. All other code counts those of a backward pipeline.
         self.micro_batches //= self.layout.placement.replicas
         for parameter in self.module.parameters():
             parameter.requires_grad_(False)
@@ -42,19 +47,19 @@ class ForwardEngine(RoleEngine):
         )
 
     def sync_weights(self) -> None:
-        """Take the weights that the backward ranks send."""
+        """Receive the weights from the backward ranks."""
         assert self._weights is not None
         self._weights.version = -1
         self._weights.expect()
         self._weights.settle()
 
     def _exec_sync_weights(self, stage: int, peer: int) -> None:
-        """End the step: wait until all outputs are taken, and ask for the new weights."""
+        """End the step: wait until the backward ranks have received all outputs, and post the new weights' receive."""
         assert self._weights is not None
-        for tickets in self._outstanding.values():
+        for tickets in self._credits.values():
             while tickets:
                 tickets.popleft().wait()
-        # The last stage has computed nothing: it waits for the whole step, which may take longer than a message.
+        # The last stage computes nothing. It waits for a whole step, which may exceed the limit of a message.
         idle = stage == self.last_stage
         self._weights.expect(self._step_limit_s if idle else None)
         if idle:
@@ -64,7 +69,7 @@ class ForwardEngine(RoleEngine):
         self.micro_steps += self.micro_batches
 
     def train_batch(self, data_iter: Iterator[Any] | Batches | None = None) -> Tensor:
-        """Take a step as PipelineEngine does. The weights travel beside the loss and are in place on return."""
+        """Run a step as PipelineEngine does. On return, the new weights have been received."""
         loss = super().train_batch(data_iter)
         assert self._weights is not None
         with self._in_activity(self.activity):
@@ -78,38 +83,37 @@ class ForwardEngine(RoleEngine):
         expected = self.global_steps - self.skipped_steps
         if self._weights.version != expected:
             raise ScheduleError(
-                f"rank {self.global_rank} would compute step {self.global_steps} with version "
-                f"{self._weights.version} of its weights instead of {expected}."
+                f"rank {self.global_rank}: step {self.global_steps} needs version {expected} of the weights (got "
+                f"{self._weights.version})."
             )
         with torch.no_grad():
             super()._exec_schedule(pipe_schedule)
 
     def _exec_send_activations(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
-        """Send outputs; to a backward device only after it has taken enough of the earlier ones."""
+        """Send outputs. A backward device must have received enough of the earlier ones."""
         if peer in self.layout.placement.forward_devices:
             super()._exec_send_activations(buffer_id, stage, micro_batch, peer)
             return
-        room = most_ahead(self.layout.placement.stages, stage)
+        limit = most_ahead(self.layout.placement.stages, stage)
         ranks = self.layout.peers(self.global_rank, peer)
         for rank in ranks:
-            tickets = self._outstanding.setdefault(rank, deque())
-            while len(tickets) >= room:
+            tickets = self._credits.setdefault(rank, deque())
+            while len(tickets) >= limit:
                 tickets.popleft().wait()
         super()._exec_send_activations(buffer_id, stage, micro_batch, peer)
         for rank in ranks:
-            tag = self._credit_tag(stage + 1, micro_batch)
-            self._outstanding[rank].append(self.transport.recv(rank, tag))
+            self._credits[rank].append(self.transport.recv(rank, make_tag(stage + 1, micro_batch)))
 
     def _resized_plan(self, gradient_accumulation_steps: int) -> JobPlan:
         return super()._resized_plan(gradient_accumulation_steps // self.layout.placement.replicas)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the batch size as the backward ranks do. Raises ValueError where they refuse."""
+        """Change the batch size. Raises ValueError if the backward ranks do not support it."""
         per_step = self.micro_batch_size * self.dp_world_size * self.layout.placement.replicas
         if train_batch_size % per_step:
             raise ValueError(
-                f"the train batch size must be a multiple of {per_step}, a micro-batch for each of all backward "
-                f"pipelines; got {train_batch_size}."
+                f"train_batch_size: must be a multiple of {per_step}, one micro-batch per backward pipeline (got "
+                f"{train_batch_size})."
             )
         super().set_train_batch_size(train_batch_size)
         self.micro_batches = self.gradient_accumulation_steps() // self.layout.placement.replicas
@@ -117,28 +121,25 @@ class ForwardEngine(RoleEngine):
             self.batches = self._as_batches(self.batches.iterator, self.micro_batches)
 
     def _reduces_eagerly(self) -> bool:
-        return False  # there is no gradient
+        return False  # no gradients
 
     def _as_batches(self, source: Iterator[Any] | Batches | None, micro_batches: int) -> Batches | None:
-        if source is None or isinstance(source, Batches):
-            return source
-        # An iterator yields what all backward pipelines of the group take, one pipeline after the other.
-        count = micro_batches * self.layout.placement.replicas
-        return IteratorBatches(source, self.mpu.get_data_parallel_rank(), count)
+        # An iterator yields the micro-batches of all backward pipelines of the group, one pipeline after the other.
+        return super()._as_batches(source, micro_batches * self.layout.placement.replicas)
 
-    # --- numbers of the optimizer ---
+    # --- values of the optimizer ---
 
     def _shared_numbers(self) -> list[float]:
         return [0.0] * 4
 
     def _take_shared_numbers(self, rows: Tensor) -> None:
         super()._take_shared_numbers(rows)
-        self.skipped_steps = int(self._optimizer_numbers["skipped_steps"])
-        self._global_grad_norm = self._optimizer_numbers["grad_norm"]
+        self.skipped_steps = int(self._optimizer_values["skipped_steps"])
+        self._global_grad_norm = self._optimizer_values["grad_norm"]
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of the backward ranks' first parameter group in their last step."""
-        return [self._optimizer_numbers.get("lr", 0.0)]
+        """Return the learning rate of the backward ranks' first parameter group in the last step."""
+        return [self._optimizer_values.get("lr", 0.0)]
 
     _INSTRUCTION_MAP: ClassVar[dict[type[ds.PipeInstruction], Callable[..., None]]] = {
         **PipelineEngine._INSTRUCTION_MAP,

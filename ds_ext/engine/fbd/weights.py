@@ -1,8 +1,9 @@
-"""New weights, sent from backward ranks to the forward ranks that compute with them.
+"""Transfer of new weights from backward to forward ranks.
 
-A message per sync holds the version (steps that changed the weights) and the number of pieces that follow: none when
-nothing has changed. A piece is some parameters of the stage, flattened, in the model's precision; both sides derive its
-parameters from the shapes. A merged forward rank gets the shards of all tensor-parallel ranks and joins them.
+Every transfer starts with a header: the version, which is the number of steps that changed the weights, and the number
+of pieces that follow, 0 for an unchanged version. A piece consists of flattened parameters of one dtype. Both ends
+derive the parameters of a piece from the shapes. A merged forward rank receives the shards of all tensor-parallel ranks
+and concatenates them.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from ..checkpoint.states import buffers_of, layers_of
 from ..module import PipelineModule
 
 _PIECE_BYTES = 32 << 20
-# More than this is received at once, as a sender may have to wait for room.
+# Larger weights are received immediately, because their sender may wait for link credits or memory.
 LAZY_BYTES = 128 << 20
-Shaped = tuple[int, torch.Size, torch.dtype]  # place of the parameter, shape of its shard
+Shaped = tuple[int, torch.Size, torch.dtype]  # index of the parameter, shape of its shard, dtype
 
 
 class WeightLink:
-    """One end of the link.
+    """One end of a link for weights.
 
     Args:
-        transport: moves messages by (rank, tag).
-        parameters: of this rank, and its buffers, in the same order on both ends.
-        peers: the other end: the backward ranks whose shards make this rank's weights, or the forward rank.
-        shards: into how many pieces a sender's tensor-parallel group cuts what this rank has whole; 1: none.
-        stage: of the weights.
+        transport: transport of the messages.
+        parameters: parameters and buffers of this rank, in the same order on both ends.
+        peers: backward ranks whose shards form this rank's weights; on a backward rank, the forward rank.
+        shards: number of shards per weight of this rank; 1: it has the same shards as its peer.
+        stage: stage of the weights.
     """
 
     def __init__(
@@ -47,100 +48,100 @@ class WeightLink:
         self.transport, self.parameters, self.peers = transport, list(parameters), tuple(peers)
         self.shards, self.stage = shards, stage
         self.version = -1
-        self._syncs = self._pieces_moved = 0
-        self._expected: list[Ticket] | None = None
+        self._num_headers = self._num_pieces = 0
+        self._posted: list[Ticket] | None = None
 
-    # --- the backward side ---
+    # --- backward rank ---
 
     def send(self, version: int) -> None:
-        """Send all weights as ``version``; only its number when it is the one that was sent last."""
+        """Send all weights as ``version``, or only the header if this version was sent last."""
         pieces = self._pieces() if version != self.version else []
         header = torch.tensor([version, len(pieces)], dtype=torch.int64, device=self._device)
         (peer,) = self.peers
-        self.transport.send([header], peer, self._tag(2 * self._syncs))
-        self._syncs += 1
+        self.transport.send([header], peer, self._header_tag())
         for piece in pieces:
             flat = _flatten_dense_tensors([self.parameters[i].detach() for i, _, _ in piece])
-            self.transport.send([flat], peer, self._tag(2 * self._pieces_moved + 1))
-            self._pieces_moved += 1
+            self.transport.send([flat], peer, self._piece_tag())
         self.version = version
 
-    # --- the forward side ---
+    # --- forward rank ---
 
     def expect(self, limit_s: float | None = None) -> None:
-        """Ask for the next version; receive it now, as settle() does, if it is so large that its sender might wait."""
+        """Post the receive of the next version. Large weights are received immediately, within ``limit_s``."""
         self.settle()
-        self._expected = [self.transport.recv(peer, self._tag(2 * self._syncs)) for peer in self.peers]
-        self._syncs += 1
+        tag = self._header_tag()
+        self._posted = [self.transport.recv(peer, tag) for peer in self.peers]
         if sum(p.numel() * p.element_size() for p in self.parameters) > LAZY_BYTES * self.shards:
             self.settle(limit_s)
 
     def settle(self, limit_s: float | None = None) -> None:
-        """Wait for the version that was asked for, if one was, and put it in place.
+        """Wait for the version whose receive was posted, if any, and copy it to the parameters.
 
         Args:
-            limit_s: how long its first message may take; None: as long as any message.
+            limit_s: time limit of the first message; None: as for any message.
 
         Raises:
-            TransportError: it does not come, or the senders have different ones, or older ones.
+            TransportError: the version did not arrive, is older than the present one, or differs between senders.
         """
-        if self._expected is None:
+        if self._posted is None:
             return
-        headers = [ticket.wait(limit_s)[0].tolist() for ticket in self._expected]
-        self._expected = None
+        headers = [ticket.wait(limit_s)[0].tolist() for ticket in self._posted]
+        self._posted = None
         version, count = headers[0]
         if any(header != headers[0] for header in headers) or version < self.version:
             raise TransportError(
-                f"the backward ranks {', '.join(map(str, self.peers))} sent the versions "
-                f"{', '.join(str(v) for v, _ in headers)} of the weights of stage {self.stage}; this forward rank has "
-                f"version {self.version}, and they must agree on that or a later one."
+                f"weights of stage {self.stage}: the versions must be equal and at least {self.version} (got "
+                f"{', '.join(str(v) for v, _ in headers)} from the backward ranks {', '.join(map(str, self.peers))})."
             )
         with torch.no_grad():
             for piece in self._pieces()[:count]:
-                item = 2 * self._pieces_moved + 1
-                tickets = [self.transport.recv(peer, self._tag(item)) for peer in self.peers]
-                self._pieces_moved += 1
-                self._place(piece, [ticket.wait()[0] for ticket in tickets])
+                tag = self._piece_tag()
+                tickets = [self.transport.recv(peer, tag) for peer in self.peers]
+                self._copy(piece, [ticket.wait()[0] for ticket in tickets])
         self.version = version
 
-    def _place(self, piece: list[Shaped], flats: list[Tensor]) -> None:
-        """Copy a piece, of which every sender has its shard."""
-        at = 0
+    def _copy(self, piece: list[Shaped], flats: list[Tensor]) -> None:
+        """Copy the senders' shards of a piece to the parameters."""
+        start = 0
         for index, shape, _ in piece:
-            parameter, end = self.parameters[index], at + shape.numel()
+            parameter, end = self.parameters[index], start + shape.numel()
             dim = shard_dim(parameter)
-            shards = [flat[at:end].view(shape) for flat in flats]
+            shards = [flat[start:end].view(shape) for flat in flats]
             if len(shards) > 1 and dim is not None:
                 torch.cat(shards, dim, out=parameter.data)
             else:
                 parameter.copy_(shards[0])
-            at = end
+            start = end
 
-    # --- what both sides know ---
+    # --- both ---
 
     @property
     def _device(self) -> torch.device:
         return self.parameters[0].device if self.parameters else torch.device("cpu")
 
-    def _tag(self, item: int) -> int:
-        # Versions and pieces are two channels: each has its own order.
-        return make_tag(2 * self.stage + item % 2, item // 2)
+    def _header_tag(self) -> int:
+        self._num_headers += 1
+        return make_tag(2 * self.stage, self._num_headers - 1)
+
+    def _piece_tag(self) -> int:
+        self._num_pieces += 1
+        return make_tag(2 * self.stage + 1, self._num_pieces - 1)
 
     def _pieces(self) -> list[list[Shaped]]:
-        """Return the parameters by message: at most 32 MiB of one precision each."""
+        """Return the parameters of every piece: at most 32 MiB of one dtype, or a single parameter."""
         pieces: list[list[Shaped]] = []
-        room, last = 0, None
-        for index, shape, kind in self._shapes():
-            size = shape.numel() * kind.itemsize
-            if kind != last or room < size:
+        bytes_left, last_dtype = 0, None
+        for index, shape, dtype in self._shapes():
+            num_bytes = shape.numel() * dtype.itemsize
+            if dtype != last_dtype or bytes_left < num_bytes:
                 pieces.append([])
-                room, last = _PIECE_BYTES, kind
-            pieces[-1].append((index, shape, kind))
-            room -= size
+                bytes_left, last_dtype = _PIECE_BYTES, dtype
+            pieces[-1].append((index, shape, dtype))
+            bytes_left -= num_bytes
         return pieces
 
     def _shapes(self) -> Iterator[Shaped]:
-        """Yield every parameter's shape as the senders have it."""
+        """Yield index, shape on the senders, and dtype of every parameter."""
         for index, parameter in enumerate(self.parameters):
             shape, dim = list(parameter.shape), shard_dim(parameter)
             if dim is not None:
@@ -149,10 +150,10 @@ class WeightLink:
 
 
 def weights_in_order(module: PipelineModule) -> list[Tensor]:
-    """The parameters and persistent buffers of a rank's stage; the same order on all ranks that hold it.
+    """Return the parameters and persistent buffers of a rank's stage, in the same order on all ranks that hold it.
 
-    Buffers too, as a layer may change them (running means), and a checkpoint brings others. One that is not changed in
-    place, but replaced, is not followed.
+    Layers may change buffers (running means), and checkpoints contain them. A buffer must be changed in place: a new
+    tensor under its name is not sent.
     """
     parameters = [parameter for _, parameter in module.named_parameters()]
     return parameters + [buffer for _, layer in layers_of(module).values() for _, buffer in buffers_of(layer)]

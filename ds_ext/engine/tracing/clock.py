@@ -1,4 +1,4 @@
-"""Times of a rank's trace: readings of its BusyClock in microseconds, and its clock compared with rank 0's."""
+"""Times of a rank's trace: conversion of readings to microseconds, and comparison of clocks with rank 0's."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ...observe.trace.clock import Comparison, compare
 from ...observe.trace.file import CLOCK, metadata
 from ..busy import BusyClock, Reading
 
-_ROUNDS, _MOST_ROUNDS = 8, 64  # exchanges with a rank: more than the first number only until they agree
-_AGREED_S = 40e-6
-_COMPARE_EVERY_S = 30.0
-_COMPARE_SHARE = 0.005  # of the time, at most
+_MIN_EXCHANGES, _MAX_EXCHANGES = 8, 64  # with each rank
+_MAX_ERROR_S = 40e-6  # above, more exchanges than the minimum
+_MIN_INTERVAL_S = 30.0  # between comparisons
+_MAX_SHARE = 0.005  # of the time is spent on comparisons
 
 
 class Times:
-    """Readings of a BusyClock as microseconds since now, on this rank's clock.
+    """Conversion of a BusyClock's readings to microseconds since the creation of this object.
 
     Attributes:
-        opened: seconds of the clock at which they begin.
+        opened: reading of the host's clock at the creation, in seconds.
     """
 
     def __init__(self, busy: BusyClock) -> None:
@@ -32,11 +32,11 @@ class Times:
         self._anchor_us = 0.0
 
     def host_s(self) -> float:
-        """Return the seconds since the opening."""
+        """Return the seconds since the creation."""
         return self._busy.clock() - self.opened
 
     def settle(self) -> None:
-        """Wait for the events so far and match the device's time with the host's clock; nothing to do on CPU."""
+        """Wait for the CUDA events so far, and match the device's time with the host's clock. No effect on CPU."""
         if self._busy.on_cuda:
             torch.cuda.synchronize()
             anchor = self._busy.now()
@@ -46,7 +46,7 @@ class Times:
             self._anchor_us = 1e6 * self.host_s()
 
     def us(self, reading: Reading, *, settled: bool = True) -> float:
-        """Return the time of a reading from before :meth:`settle`; of a later one with ``settled=False``."""
+        """Return the microseconds of a reading before the last :meth:`settle`, or of any with ``settled=False``."""
         if not isinstance(reading, torch.cuda.Event):
             return 1e6 * (reading - self.opened)
         if not settled:
@@ -56,57 +56,64 @@ class Times:
 
 
 class Clocks:
-    """Comparisons of the ranks' clocks with rank 0's, over a process group for them."""
+    """Comparisons of the ranks' clocks with rank 0's.
+
+    Args:
+        group: process group used only for the comparisons.
+        times: clock of this rank.
+    """
 
     def __init__(self, group: ProcessGroup, times: Times) -> None:
         self._group, self._times = group, times
-        self._steps_left, self._took_s, self._step_s = 1.0, 0.0, 0.0
+        self._steps_left, self._duration_s, self._step_s = 1.0, 0.0, 0.0
 
     def due(self, step_s: float) -> bool:
-        """Return whether to compare the clocks after a step of ``step_s`` seconds; the same on every rank."""
+        """Return whether to compare the clocks after a step of ``step_s`` seconds; equal on all ranks."""
         self._step_s = step_s
         self._steps_left -= 1
         return self._steps_left < 1
 
     def compare(self) -> Comparison | None:
         """Exchange times with rank 0, one rank after the other. Returns None on rank 0, the reference."""
-        interval_s = max(_COMPARE_EVERY_S, self._took_s / _COMPARE_SHARE)
+        interval_s = max(_MIN_INTERVAL_S, self._duration_s / _MAX_SHARE)
         steps = float(max(1, math.ceil(interval_s / self._step_s))) if self._step_s else 1.0
-        began = self._times.host_s()
+        begin_s = self._times.host_s()
         if dist.get_rank() != 0:
             return self._ask()
         for peer in range(1, dist.get_world_size()):
             self._answer(peer, steps)
-        self._steps_left, self._took_s = steps, self._times.host_s() - began
+        self._steps_left, self._duration_s = steps, self._times.host_s() - begin_s
         return None
 
     def _answer(self, peer: int, steps: float) -> None:
-        more, answer = torch.ones(1), torch.empty(2, dtype=torch.float64)
+        asks, answer = torch.ones(1), torch.empty(2, dtype=torch.float64)
         while True:
-            dist.recv(more, peer, group=self._group)
-            if not more:
+            dist.recv(asks, peer, group=self._group)
+            if not asks:
                 break
             answer[0], answer[1] = self._times.host_s(), steps
             dist.send(answer, peer, group=self._group)
 
     def _ask(self) -> Comparison:
-        more, answer = torch.ones(1), torch.empty(2, dtype=torch.float64)
-        rounds: list[tuple[float, float, float]] = []
-        while len(rounds) < _ROUNDS or (len(rounds) < _MOST_ROUNDS and compare(rounds).error_s > _AGREED_S):
+        asks, answer = torch.ones(1), torch.empty(2, dtype=torch.float64)
+        exchanges: list[tuple[float, float, float]] = []
+        while len(exchanges) < _MIN_EXCHANGES or (
+            len(exchanges) < _MAX_EXCHANGES and compare(exchanges).error_s > _MAX_ERROR_S
+        ):
             sent = self._times.host_s()
-            dist.send(more, 0, group=self._group)
+            dist.send(asks, 0, group=self._group)
             dist.recv(answer, 0, group=self._group)
-            rounds.append((sent, float(answer[0]), self._times.host_s()))
+            exchanges.append((sent, float(answer[0]), self._times.host_s()))
         dist.send(torch.zeros(1), 0, group=self._group)
-        self._steps_left = float(answer[1])  # rank 0 decides for all
-        return compare(rounds)
+        self._steps_left = float(answer[1])  # equal on all ranks
+        return compare(exchanges)
 
 
-def clock_event(rank: int, found: Comparison) -> str:
-    """Return the event that records a comparison, as text."""
+def clock_event(rank: int, comparison: Comparison) -> str:
+    """Return the JSON text of the event that records a comparison."""
     values = {
-        "at_us": round(1e6 * found.at_s, 3),
-        "offset_us": round(1e6 * found.offset_s, 3),
-        "error_us": round(1e6 * found.error_s, 3),
+        "at_us": round(1e6 * comparison.at_s, 3),
+        "offset_us": round(1e6 * comparison.offset_s, 3),
+        "error_us": round(1e6 * comparison.error_s, 3),
     }
     return metadata(CLOCK, rank, values)

@@ -1,7 +1,7 @@
-"""Timeline of a rank while its engine runs: times of computations, messages, waits and reductions.
+"""Recorder of a rank's timeline: computations, messages, waits and reductions.
 
-Executing an instruction appends a tuple; tuples become text between steps, or once a second. On CUDA the times are
-events on the streams, read after the step.
+The engine appends a tuple per instruction. Tuples are converted to text between steps, or once a second. On CUDA the
+times are events on the streams, read after the step.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from .clock import Clocks, Times, clock_event
 
 logger = logging.getLogger(__name__)
 
-_FLUSH_S = 1.0  # on CPU: what a killed run loses at most
+_FLUSH_S = 1.0  # on CPU; a killed run loses at most this
 
 
 @dataclass
 class _Reduction:
-    """Asynchronous reduction; ``end`` is None until it is known."""
+    """Asynchronous reduction. ``end`` is None until it ends."""
 
     stage: int | None
     size_bytes: int
@@ -53,20 +53,20 @@ class _Reduction:
 
 
 class Tracer:
-    """Records and writes the timeline of one rank. Files are made at the first step that is traced.
+    """Recorder of the timeline of one rank. The first traced step creates the files.
 
     Args:
-        options: settings of traces; they have a folder.
-        rank: this global rank.
-        layout: of the whole world.
+        options: options of ``trace`` in the JSON, with a folder.
+        rank: global rank of this process.
+        layout: ranks of the whole world.
         busy: clock of this rank's computations.
         transport: name of the transport.
-        eager: gradients are reduced beside computations.
-        timeout_s: longest wait for another rank, in seconds.
+        eager: reductions overlap with computation.
+        timeout_s: limit of every wait for another rank, in seconds.
 
     Attributes:
-        active: whether the present step is traced.
-        times: readings as microseconds; None before the first step that is traced.
+        active: whether the current step is traced.
+        times: conversion of readings to microseconds; None before the first traced step.
     """
 
     def __init__(
@@ -98,30 +98,30 @@ class Tracer:
     # --- called by the engine ---
 
     def now(self) -> Reading:
-        """Return a reading of the present."""
+        """Return a reading of the current time."""
         return self.busy.now()
 
     def start_step(self, step: int, timetable: Timetable) -> None:
-        """Start the step numbered ``step``, from 1; every rank calls it in front of every step."""
+        """Start step number ``step``, from 1. All ranks must call this before every step."""
         self.active = self.first <= step <= self.last and not self._ended
         if not self.active:
             return
         if self.times is None:
             self._open(step, timetable)
-        self._step, self._moved_bytes = step, 0  # an evaluation has moved some, too
+        self._step, self._moved_bytes = step, 0  # discard the bytes of an evaluation
         try:
             self._write_timetable(timetable)
-        except ConfigError as error:  # a full disk must not end a run
+        except ConfigError as error:  # a full disk must not stop the run
             logger.warning("%s", error)
 
     def count(self, tensors: Sequence[Tensor]) -> None:
-        """Count the bytes of a message that the present instruction sends or receives."""
+        """Count the bytes of a message that the current instruction sends or receives."""
         self._moved_bytes = sum(tensor.nbytes for tensor in tensors)
 
     def executed(self, instruction: ds.PipeInstruction, begin: Reading) -> None:
         """Record ``instruction``, whose handler began at ``begin`` and has returned."""
         source: Instruction = instruction.source
-        # The same readings as in the measured bubble.
+        # Computations have the readings from which the bubble is measured.
         span = self.busy.spans[-1] if source.name in COMPUTE else (begin, self.now())
         self._executed.append((source, *span, self._moved_bytes))
         self._moved_bytes = 0
@@ -129,15 +129,15 @@ class Tracer:
             self._flush()
 
     def reducing(self, stage: int | None, tensor: Tensor, begin: Reading, work: Work) -> None:
-        """Record that the reduction of a stage's gradients (None: tied ones) has begun; its end is noted later."""
+        """Record the start of a reduction of a stage's gradients (None: tied ones), and later its end."""
         if self.active:
             reduction = _Reduction(stage, tensor.nbytes, begin)
             self._reductions.append(reduction)
-            # On CUDA the callback runs at once, with a stream that waits for the reduction.
+            # On CUDA the callback runs immediately, on a stream that waits for the reduction.
             work.get_future().add_done_callback(lambda _: setattr(reduction, "end", self.now()))
 
     def end_step(self) -> None:
-        """End the step; its loss is known on all ranks."""
+        """End the step, after all ranks have its loss."""
         if not self.active:
             return
         assert self.times is not None and self._clocks is not None and self._timetable is not None
@@ -160,7 +160,7 @@ class Tracer:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Record everything inside as one span, between two steps that are traced."""
+        """Context that records an evaluation between two traced steps as one span."""
         begin = self.now()
         yield
         if self.times is not None and not self._ended:
@@ -169,8 +169,8 @@ class Tracer:
             self._append([self._text.evaluation(*times)])
 
     def failed(self, instruction: ds.PipeInstruction) -> None:
-        """Keep what there is of a step that ``instruction`` ends."""
-        with contextlib.suppress(Exception):  # the instruction's error is the one to report
+        """Write the incomplete step after a failure of ``instruction``, and close the file."""
+        with contextlib.suppress(Exception):  # report only the error of the instruction
             self._flush()
             assert self.times is not None
             at_us = self.times.us(self.now(), settled=False)
@@ -178,7 +178,7 @@ class Tracer:
             self._close()
 
     def finish(self) -> None:
-        """Compare the clocks a last time and close the file; every rank calls it. Nothing is traced afterwards."""
+        """Compare the clocks a last time and close the file. All ranks must call this together."""
         if self.times is not None and not self._ended:
             self._compare()
         self._close()
@@ -186,7 +186,7 @@ class Tracer:
     # --- files ---
 
     def _open(self, step: int, timetable: Timetable) -> None:
-        """Make the files, all or none. Raises ConfigError."""
+        """Create the files of all ranks. Raises ConfigError on all ranks if one cannot be created."""
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
         assert isinstance(group, dist.ProcessGroup)
         name = [f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"]
@@ -212,7 +212,7 @@ class Tracer:
         self._compare()
 
     def _describe(self, run: str, step: int, timetable: Timetable) -> dict[str, Any]:
-        """Return the header of the file: what readers need to know of the run."""
+        """Return the description of the run for the header of the file."""
         device, data, tensor = self.layout.coordinates(self.rank)
         return {
             "run": run,
@@ -232,7 +232,7 @@ class Tracer:
         }
 
     def _write_timetable(self, timetable: Timetable) -> None:
-        """Rank 0 writes the timetable, and another one when the number of micro-batches has changed."""
+        """Write the timetable on rank 0, and again if the number of micro-batches has changed."""
         first, changed = self._timetable is None, timetable is not self._timetable
         self._timetable = timetable
         if changed and self.rank == 0:
@@ -240,9 +240,9 @@ class Tracer:
 
     def _compare(self) -> None:
         assert self._clocks is not None
-        found = self._clocks.compare()
-        if found is not None:
-            self._append([clock_event(self.rank, found)])
+        comparison = self._clocks.compare()
+        if comparison is not None:
+            self._append([clock_event(self.rank, comparison)])
 
     def _flush(self) -> None:
         """Write the instructions executed so far."""
@@ -251,20 +251,20 @@ class Tracer:
         us = self.times.us
         self._append(
             [
-                self._text.instruction(source, us(b), us(e), n, self._step)
-                for source, b, e, n in self._executed
+                self._text.instruction(source, us(begin), us(end), moved_bytes, self._step)
+                for source, begin, end, moved_bytes in self._executed
             ]
         )
         self._executed.clear()
         self._flushed_s = self.busy.clock()
 
     def _append(self, lines: Sequence[str]) -> None:
-        """Write lines. A full disk does not end a run: the trace of this rank ends there, with a warning."""
+        """Write lines. A full disk ends the trace of this rank with a warning, and the run continues."""
         try:
             if self._file is not None:
                 self._file.append(lines)
         except OSError as error:
-            logger.warning("%s: no more of it is written: %s", self._file and self._file.path, error.strerror)
+            logger.warning("%s: trace ends here: %s", self._file and self._file.path, error.strerror)
             self._file = None
 
     def _close(self) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_ext.engine.checkpoint.file import _NAMES, TensorFile, write_tensors
+from ds_ext.engine.checkpoint.file import _DTYPE_NAMES, TensorFile, write_tensors
 from ds_ext.errors import CheckpointError
 
 
-@pytest.mark.parametrize("dtype", _NAMES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("dtype", _DTYPE_NAMES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_every_type_is_read_as_it_was_written(tmp_path: Path, dtype: torch.dtype) -> None:
     numbers = torch.tensor([[0.0, 1.0, 2.0], [3.0, 1.0, 6.0]])
     tensors = {"one": numbers.to(dtype), "other": torch.ones(5)}
@@ -27,6 +27,6 @@ def test_every_type_is_read_as_it_was_written(tmp_path: Path, dtype: torch.dtype
 
 def test_a_type_that_the_format_lacks_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     tensors = {"fine": torch.ones(3), "0.weight/m": torch.ones(3, dtype=torch.complex128)}
-    with pytest.raises(CheckpointError, match=r"0\.weight/m is of type torch\.complex128"):
+    with pytest.raises(CheckpointError, match=r"^0\.weight/m: .*torch\.complex128"):
         write_tensors(tmp_path / "file", tensors)
     assert not (tmp_path / "file").exists()

@@ -51,17 +51,20 @@ def test_the_last_one_is_current_and_leaves_nothing_beside_it(tmp_path: Path) ->
 
 
 DAMAGE = {
-    "missing": (lambda path: (path / "b").unlink(), "b is missing"),
+    "missing": (lambda path: (path / "b").unlink(), "b: missing"),
     "half": (
         lambda path: (path / "b").write_text("wei"),
-        "b is damaged: it has 3 bytes, and was written with 8",
+        "b: damaged file, which was written with 8 bytes (got 3)",
     ),
-    "no manifest": (lambda path: (path / MANIFEST).unlink(), f"{MANIFEST} is missing"),
-    "half a manifest": (lambda path: (path / MANIFEST).write_text('{"version"'), f"{MANIFEST} is damaged"),
-    "another manifest": (lambda path: (path / MANIFEST).write_text("[1]"), f"{MANIFEST} is none of"),
+    "no manifest": (lambda path: (path / MANIFEST).unlink(), f"{MANIFEST}: missing"),
+    "half a manifest": (
+        lambda path: (path / MANIFEST).write_text('{"version"'),
+        f"{MANIFEST}: cannot be read",
+    ),
+    "another manifest": (lambda path: (path / MANIFEST).write_text("[1]"), f"{MANIFEST}: this version"),
     "changed manifest": (
         lambda path: (path / MANIFEST).write_text((path / MANIFEST).read_text().replace('"b"', '"c"')),
-        f"{MANIFEST} is damaged: its checksum",
+        f"{MANIFEST}: damaged",
     ),
 }
 
@@ -75,12 +78,12 @@ def test_damage_is_named_with_the_checkpoints_that_are_whole(tmp_path: Path, dam
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(tmp_path)
     assert f"{tmp_path / 'step_3'}/{words}" in str(caught.value)
-    assert str(caught.value).endswith(f"into {tmp_path / 'latest'}: step_1, step_2.")
+    assert str(caught.value).endswith(f" {tmp_path / 'latest'}: step_1, step_2.")
     with pytest.raises(ConfigError, match=f"--load {tmp_path}: .*step_3/"):
         require_checkpoint(str(tmp_path))
     shutil.rmtree(tmp_path / "step_1")
     (tmp_path / "step_2" / "a").unlink()
-    with pytest.raises(CheckpointError, match="no other checkpoint here: leave --load out"):
+    with pytest.raises(CheckpointError, match="no other checkpoint"):
         open_checkpoint(tmp_path)
 
 
@@ -89,7 +92,7 @@ def test_a_changed_byte_is_found_by_the_rank_that_reads_the_file(tmp_path: Path)
     (made / "b").write_text("weightsB")
     checkpoint, manifest = open_checkpoint(tmp_path)
     check_contents(checkpoint, manifest, share=0, shares=2)
-    with pytest.raises(CheckpointError, match="step_1/b is damaged: its checksum"):
+    with pytest.raises(CheckpointError, match="step_1/b: damaged"):
         check_contents(checkpoint, manifest, share=1, shares=2)
 
 
@@ -98,8 +101,8 @@ def test_what_latest_names_must_be_there(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
     write(tmp_path, "step_1")
     for text, words in (
-        ("step_9\n", "'step_9', which is not there"),
-        ("", "names no checkpoint"),
+        ("step_9\n", "'step_9' in 'latest'"),
+        ("", "got ''"),
         ("../x", "'../x'"),
     ):
         (tmp_path / "latest").write_text(text)

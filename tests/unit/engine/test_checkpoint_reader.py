@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ds_ext.engine.checkpoint.file import layer_file, write_plain, write_tensors
 from ds_ext.engine.checkpoint.reader import CheckpointReader
-from ds_ext.engine.checkpoint.states import Held, Shape
+from ds_ext.engine.checkpoint.states import LocalParameter, Shape
 
 ROWS, COLUMNS = 10, 12
 FULL = torch.arange(float(ROWS * COLUMNS)).view(ROWS, COLUMNS)
@@ -53,7 +53,7 @@ def test_every_cut_is_read_under_every_other(tmp_path: Path, dim: int | None, ra
     for to_dim, to_ranks in CUTS:
         for rank, expected in enumerate(cut(to_dim, to_ranks)):
             shape = Shape((ROWS, COLUMNS), tuple(expected.shape), to_dim)
-            held = Held("0.weight", nn.Parameter(torch.zeros(0)), 0, "weight", shape)
+            held = LocalParameter("0.weight", nn.Parameter(torch.zeros(0)), 0, "weight", shape)
             reader = CheckpointReader(tmp_path, manifest, rank)
             flat = expected.reshape(-1)
             for start, stop in itertools.combinations((0, 5, 17, flat.numel()), 2):

@@ -92,7 +92,7 @@ def test_versions_that_do_not_fit_are_refused() -> None:
     forward.expect()
     for version, link in enumerate(backward):
         link.send(version)
-    with pytest.raises(TransportError, match=r"ranks 1, 2 sent the versions 0, 1 of the weights of stage 3"):
+    with pytest.raises(TransportError, match=r"^weights of stage 3: .*got 0, 1 from .*ranks 1, 2"):
         forward.settle()
     forward, (one,), _ = links(1)
     for version in (5, 4):
@@ -100,5 +100,5 @@ def test_versions_that_do_not_fit_are_refused() -> None:
         one.send(version)
         if version == 5:
             forward.settle()
-    with pytest.raises(TransportError, match="this forward rank has version 5"):
+    with pytest.raises(TransportError, match=r"at least 5 \(got 4"):
         forward.settle()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 
-from ds_ext.engine.topology import FoldedTopology
+from ds_ext.engine.grid import FoldedTopology
 from ds_ext.errors import ConfigError
 from ds_ext.parallel.layout import ParallelLayout, data_parallel_size
 from ds_ext.pipe_schedules.placement import bidirectional_v, linear

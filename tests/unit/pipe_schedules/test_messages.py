@@ -30,10 +30,10 @@ def test_a_list_becomes_a_tuple() -> None:
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ({"hidden": X}, "stage 3 gives a dict. What passes"),
-        ((X, None), "stage 3 gives a tuple of Tensor, NoneType. What passes"),
-        ((), "stage 3 gives a tuple of "),
-        (None, "stage 3 gives a NoneType"),
+        ({"hidden": X}, "stage 3: must return a tensor or a tuple of tensors (got a dict)"),
+        ((X, None), "(got a tuple of Tensor, NoneType)"),
+        ((), "(got a tuple)"),
+        (None, "(got a NoneType)"),
     ],
 )
 def test_anything_else_is_refused_by_name(value: Any, says: str) -> None:
