@@ -50,7 +50,7 @@ def main() -> int:
     import ds_ext
     from ds_ext.data.meta import read_meta
     from ds_ext.engine import check_precision, init_distributed, on_hosts, weight_decay_groups
-    from ds_ext.models.bert import bert_layer_specs, bert_loss
+    from ds_ext.models.bert import BertLoss, bert_layer_specs
     from ds_ext.tensor_parallel import DropoutClock, create_tensor_parallel
 
     settings = plan.job.ds_ext
@@ -62,7 +62,7 @@ def main() -> int:
     model = ds_ext.PipelineModule(
         bert_layer_specs(config, tp, clock),
         plan,
-        loss_fn=bert_loss(config, tp),
+        loss_fn=BertLoss(config, tp),
         clock=clock,
         partition_method=boundaries,
     )

@@ -9,7 +9,7 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
-from ds_ext.models.bert import BertConfig, bert_layer_specs, bert_loss
+from ds_ext.models.bert import BertConfig, BertLoss, bert_layer_specs
 from ds_ext.tensor_parallel import IGNORE_INDEX, DropoutClock, TensorParallel
 from tests.reference import ReferenceRun
 
@@ -82,7 +82,7 @@ def train_bert_reference(
 ) -> ReferenceRun:
     """One process, SGD, the micro-batches of a step one after the other, their gradients averaged."""
     tp, clock = TensorParallel(), DropoutClock()
-    model, loss_fn = BertChain(config, tp, clock), bert_loss(config, tp)
+    model, loss_fn = BertChain(config, tp, clock), BertLoss(config, tp)
     update = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
     losses, norms = [], []
     for step, micro_batches in enumerate(batches):

@@ -46,12 +46,10 @@ from ..pipe_schedules.lower import lower
 from ..planner.job_plan import JobPlan
 from ..tensor_parallel import WeightGradients, deferrable, deferring
 from .batches import Batches, IteratorBatches, MicroBatches, StepData, check_first_batch
-from .busy import BusyClock
 from .checkpoint.folder import has_checkpoint
 from .checkpoint.load import load_checkpoint
 from .checkpoint.save import save_checkpoint
 from .checkpoint.states import parameters_of
-from .checkpoint.together import by_rank_0
 from .checkpoint.trial import try_folder
 from .dynamic import messages as dynamic
 from .dynamic.order import DynamicSchedule, decided_steps
@@ -60,6 +58,8 @@ from .loss_watch import LossWatch
 from .messages import Kind, StageMessages, link_credits, pack
 from .module import PipelineModule
 from .stage import Buffer, DeferralReport, StageForward, loss_of
+from .together import by_rank_0
+from .tracing.clock import BusyClock
 from .tracing.recorder import Tracer
 
 logger = logging.getLogger(__name__)

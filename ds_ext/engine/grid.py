@@ -16,13 +16,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import deepspeed.runtime.pipe.module as deepspeed_module
-import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 
 from ..comm import host_watch
 from ..parallel.fbd import BACKWARD_ROLE, FORWARD_ROLE, DisaggregatedLayout, place_by_hosts
 from ..parallel.layout import ParallelLayout
+from .together import together
 
 
 class FoldedTopology(ProcessTopology):
@@ -122,8 +122,7 @@ def on_hosts(layout: ParallelLayout, forward_hosts: Sequence[str] | None) -> Par
     """
     if forward_hosts is None or not isinstance(layout, DisaggregatedLayout):
         return layout
-    hosts: list[Any] = [None] * dist.get_world_size()
-    torch.distributed.all_gather_object(hosts, (socket.gethostname(), host_watch.own_addresses()))
+    hosts = together(lambda: (socket.gethostname(), host_watch.own_addresses()))
     names, addresses = zip(*hosts, strict=True)
     return place_by_hosts(layout, names, forward_hosts, addresses)
 

@@ -38,6 +38,7 @@ from .fbd.backward import BackwardEngine
 from .fbd.forward import ForwardEngine
 from .module import PipelineModule
 from .replica_facts import data_facts, optimizer_facts, stage_facts
+from .together import together
 
 _NOT_ON_FORWARD_RANKS = ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16", "bfloat16")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -272,9 +273,7 @@ def _flat(config: Mapping[str, Any], with_section: bool) -> dict[str, Any]:
 def _require_parameters(model: PipelineModule) -> None:
     """Raise ConfigError on all ranks if one has no trainable parameter; DeepSpeed would raise it on that rank only."""
     trained = [stage for stage in model.stages if model.stage_parameters(stage)]
-    counts: list[int | None] = [None] * dist.get_world_size()
-    torch.distributed.all_gather_object(counts, len(trained))
-    empty = [rank for rank, count in enumerate(counts) if count == 0]
+    empty = [rank for rank, count in enumerate(together(lambda: len(trained))) if count == 0]
     if empty:
         raise ConfigError(
             f"partition_method: every rank needs a trainable parameter (got none on rank{'s' * (len(empty) > 1)} "

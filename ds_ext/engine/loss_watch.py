@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import NonFiniteLoss
 from .checkpoint.states import LocalParameter
 from .grad_sync import Gradients
+from .together import together
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +100,7 @@ class LossWatch:
             for (layer, name), value in zip(names, torch.stack(largest).isfinite().tolist(), strict=True)
             if not value
         ]
-        all_ranks: list[tuple[int, int, str, int] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(all_ranks, max(bad, default=None))
+        all_ranks = together(lambda: max(bad, default=None))
         first = max((of_rank for of_rank in all_ranks if of_rank is not None), default=None)
         return None if first is None else (-first[0], first[3], first[2])
 

@@ -18,6 +18,7 @@ from ..errors import ConfigError
 from ..tensor_parallel import Deferral, DeferralWatch, WeightGradients, backward, let_defer
 from .messages import unpack
 from .module import PipelineModule
+from .together import together
 
 logger = logging.getLogger(__name__)
 
@@ -198,9 +199,7 @@ class DeferralReport:
             for index, layer in self._module.stage_modules(stage).items()
             for name, parameter in layer.named_parameters()
         )
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, self._watch.deferral(named))
-        total: Deferral = functools.reduce(operator.add, found)
+        total: Deferral = functools.reduce(operator.add, together(lambda: self._watch.deferral(named)))
         if dist.get_rank() == 0:
             self._log(total)
         return total.share

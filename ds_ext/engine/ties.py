@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 from ..parallel.layout import ParallelLayout
 from .grid import FoldedTopology
+from .together import together
 
 
 class LayeredModule(Protocol):
@@ -165,11 +166,11 @@ def require_whole_ties(module: LayeredModule) -> None:
             places.setdefault(spec.key, []).append(spec)
     ties = {key: specs for key, specs in places.items() if len(specs) > 1}
     if ties:
-        _raise_first(_gather(next(_faults(module, ties), None)))
+        together(lambda: _check_ties(module, ties))
 
 
-def _faults(module: LayeredModule, ties: dict[str, list[TiedLayerSpec]]) -> Iterator[str]:
-    """Yield the faults of the tied layers on this rank."""
+def _check_ties(module: LayeredModule, ties: dict[str, list[TiedLayerSpec]]) -> None:
+    """Raise ConfigError for a tied layer on this rank that trains more than its tied weights."""
     for key, specs in ties.items():
         if key not in module.tied_modules:
             continue
@@ -179,7 +180,7 @@ def _faults(module: LayeredModule, ties: dict[str, list[TiedLayerSpec]]) -> Iter
         names = sorted({name for spec in specs for name in spec.tied_weight_attr})
         unknown = [name for name in names if id(_attribute(layer, name)) not in ids]
         if unknown:
-            yield (
+            raise ConfigError(
                 f"tied_weight_attr: must name parameters of the tied layer {key!r} (got {', '.join(unknown)}; "
                 f"{type(layer).__name__} has {', '.join(known) or 'no parameters'})."
             )
@@ -190,7 +191,7 @@ def _faults(module: LayeredModule, ties: dict[str, list[TiedLayerSpec]]) -> Iter
         free = [name for name, p in layer.named_parameters() if p.requires_grad and id(p) not in tied]
         if free:
             all_names = [name for name, p in layer.named_parameters() if p.requires_grad or id(p) in tied]
-            yield (
+            raise ConfigError(
                 f"tied_weight_attr: all trained parameters of the tied layer {key!r} must be tied, or some schedules "
                 f"would share them and others not (got {', '.join(free)} of {type(layer).__name__} untied). Set "
                 f"tied_weight_attr={all_names} in all {len(specs)} TiedLayerSpecs, build the layer without them "
@@ -261,21 +262,25 @@ def find_shared(module: LayeredModule) -> list[SharedParameter]:
             listed.setdefault(id(tensor), (tensor, set()))[1].add(index)
     candidates = [tensor for tensor, indices in listed.values() if len(indices) > 1]
     numbers = {id(tensor): number for number, tensor in enumerate(candidates)}
-    used: dict[int, dict[int, str]] = {}
-    others: dict[int, dict[int, str]] = {}
-    for index, layer in _built(module):
-        for name, tensor in _named_tensors(layer):
-            if id(tensor) in numbers:
-                used.setdefault(numbers[id(tensor)], {}).setdefault(index, name)
-            elif isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-                others.setdefault(id(tensor), {}).setdefault(index, name)
-    # A layer may take a shared parameter from a global, for example. Ranks that build one layer of it cannot see that.
-    invisible = [p for p in others.values() if len(p) > 1 and not _is_one_tie(module, p)]
-    invisible += _unregistered(module, listed)
-    fault = next((_refusal(module, places) for places in invisible), None)
-    all_ranks = _gather((len(candidates), used, fault))
-    _raise_first([fault for *_, fault in all_ranks])
-    counts = [count for count, *_ in all_ranks]
+
+    def places_on_this_rank() -> tuple[int, dict[int, dict[int, str]]]:
+        used: dict[int, dict[int, str]] = {}
+        others: dict[int, dict[int, str]] = {}
+        for index, layer in _built(module):
+            for name, tensor in _named_tensors(layer):
+                if id(tensor) in numbers:
+                    used.setdefault(numbers[id(tensor)], {}).setdefault(index, name)
+                elif isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                    others.setdefault(id(tensor), {}).setdefault(index, name)
+        # A layer may take a shared parameter from a global, for example. A rank with one such layer cannot see that.
+        invisible = [p for p in others.values() if len(p) > 1 and not _is_one_tie(module, p)]
+        invisible += _unregistered(module, listed)
+        if invisible:
+            raise ConfigError(_refusal(module, invisible[0]))
+        return len(candidates), used
+
+    all_ranks = together(places_on_this_rank)
+    counts = [count for count, _ in all_ranks]
     if len(set(counts)) > 1:
         raise ConfigError(
             f"layers: all ranks must share the same parameters between layers (got {', '.join(map(str, counts))} on "
@@ -283,7 +288,7 @@ def find_shared(module: LayeredModule) -> list[SharedParameter]:
         )
     shared = []
     for number, tensor in enumerate(candidates):
-        places = {i: name for _, used, _ in all_ranks for i, name in used.get(number, {}).items()}
+        places = {i: name for _, used in all_ranks for i, name in used.get(number, {}).items()}
         if len(places) < 2 or _is_one_tie(module, places):
             continue  # the layers copied their arguments, or a TiedLayerSpec ties them
         if not isinstance(tensor, nn.Parameter) or any(_is_tied(module, index) for index in places):
@@ -411,17 +416,3 @@ def _refusal(module: LayeredModule, places: Mapping[int, str]) -> str:
         f"Use deepspeed.pipe.TiedLayerSpec with one key in all of these layers, use a separate tensor in each layer, "
         f"or register a constant buffer with persistent=False."
     )
-
-
-def _gather(value: Any) -> list[Any]:
-    all_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(all_ranks, value)
-    return all_ranks
-
-
-def _raise_first(faults: Iterable[str | None]) -> None:
-    fault = next((fault for fault in faults if fault is not None), None)
-    if fault is not None:
-        error = ConfigError(fault)
-        error.reported_by = 0
-        raise error

@@ -31,21 +31,19 @@ from ds_ext.errors import ConfigError
 from ds_ext.models.bert_layers import BertHeads, BertLayer
 from ds_ext.models.config import TransformerConfig
 from ds_ext.models.gpt import GPTEmbedding, check_positions
-from ds_ext.models.layers import LayerNorm, hidden_dropout
+from ds_ext.models.layers import BEFORE_THE_FIRST_LAYER, LayerNorm, embedding_table, hidden_dropout
 from ds_ext.tensor_parallel import (
     IGNORE_INDEX,
     DropoutClock,
     TensorParallel,
     embedding,
     enter_tensor_parallel,
-    keyed_normal,
     linear,
     shared_parameters,
     vocab_parallel_cross_entropy,
 )
 from ds_ext.tensor_parallel.layers import sharded_parameter
 
-_BEFORE_THE_FIRST_LAYER = -1
 TOKEN_TYPES = 2
 
 
@@ -78,10 +76,10 @@ class BertEmbedding(nn.Module):
         super().__init__()
         # With sequence parallelism this rank holds one slice of the tokens.
         self.tp = tp if config.sequence_parallel else TensorParallel()
-        self.position_embeddings = _table(config, config.positions, "position_embeddings.weight")
-        self.token_type_embeddings = _table(config, TOKEN_TYPES, "tokentype_embeddings.weight")
+        self.position_embeddings = embedding_table(config, config.positions, "position_embeddings.weight")
+        self.token_type_embeddings = embedding_table(config, TOKEN_TYPES, "tokentype_embeddings.weight")
         self.layernorm = LayerNorm(config, tp)
-        self.dropout = hidden_dropout(config, _BEFORE_THE_FIRST_LAYER, "embedding_output", tp, clock)
+        self.dropout = hidden_dropout(config, BEFORE_THE_FIRST_LAYER, "embedding_output", tp, clock)
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Map (hidden_BSD, types_BS, mask_BS) to (hidden_BSD, mask_BS).
@@ -195,9 +193,8 @@ class BertLoss:
 
     def reset(self) -> None:
         """Reset the accumulated terms."""
-        self._sums: Tensor | None = (
-            None  # number of micro-batches, sum of masked-word losses, sum of sentence-order losses
-        )
+        # Number of micro-batches, sum of masked-word losses, sum of sentence-order losses.
+        self._sums: Tensor | None = None
 
     def mean_parts(self, device: torch.device) -> tuple[float, float]:
         """Return the mean (masked-word loss, sentence-order loss) over all ranks. All ranks must call this together."""
@@ -207,15 +204,3 @@ class BertLoss:
             dist.all_reduce(sums)
         count, words, order = sums.tolist()
         return words / max(count, 1), order / max(count, 1)
-
-
-def bert_loss(config: BertConfig, tp: TensorParallel) -> BertLoss:
-    """Return the loss function of the last stage."""
-    return BertLoss(config, tp)
-
-
-def _table(config: TransformerConfig, rows: int, name: str) -> nn.Parameter:
-    """Return an embedding table of ``rows`` rows. Its initial values depend only on its name and the seed."""
-    table_RD = torch.empty(rows, config.hidden_size, dtype=torch.float32, device="cpu")
-    keyed_normal(config.init_std, config.seed, _BEFORE_THE_FIRST_LAYER, name)(table_RD)
-    return nn.Parameter(table_RD.to(torch.get_default_dtype()))

@@ -17,13 +17,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from ds_ext.errors import ConfigError
 from ds_ext.models.config import TransformerConfig
-from ds_ext.models.layers import LayerNorm, TransformerLayer, hidden_dropout
+from ds_ext.models.layers import (
+    BEFORE_THE_FIRST_LAYER,
+    LayerNorm,
+    TransformerLayer,
+    embedding_table,
+    hidden_dropout,
+)
 from ds_ext.models.te import TransformerEngineLayer, check_transformer_engine
 from ds_ext.tensor_parallel import (
     IGNORE_INDEX,
@@ -36,8 +41,6 @@ from ds_ext.tensor_parallel import (
     shared_parameters,
     vocab_parallel_cross_entropy,
 )
-
-_BEFORE_THE_FIRST_LAYER = -1
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class GPTEmbedding(nn.Module):
 
     def __init__(self, config: TransformerConfig, tp: TensorParallel) -> None:
         super().__init__()
-        normal = keyed_normal(config.init_std, config.seed, _BEFORE_THE_FIRST_LAYER, "word_embeddings.weight")
+        normal = keyed_normal(config.init_std, config.seed, BEFORE_THE_FIRST_LAYER, "word_embeddings.weight")
 
         def fill(full_VD: Tensor) -> None:
             normal(full_VD[: config.vocab_size])
@@ -86,11 +89,8 @@ class GPTPositionEmbedding(nn.Module):
         super().__init__()
         # With sequence parallelism this rank holds one slice of the tokens.
         self.tp = tp if config.sequence_parallel else TensorParallel()
-        table_PD = torch.empty(config.positions, config.hidden_size, dtype=torch.float32, device="cpu")
-        name = "position_embeddings.weight"
-        keyed_normal(config.init_std, config.seed, _BEFORE_THE_FIRST_LAYER, name)(table_PD)
-        self.weight = nn.Parameter(table_PD.to(torch.get_default_dtype()))
-        self.dropout = hidden_dropout(config, _BEFORE_THE_FIRST_LAYER, "embedding_output", tp, clock)
+        self.weight = embedding_table(config, config.positions, "position_embeddings.weight")
+        self.dropout = hidden_dropout(config, BEFORE_THE_FIRST_LAYER, "embedding_output", tp, clock)
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
         """Map hidden_BSD to hidden_BSD, with sequence parallelism for this rank's slice of the tokens.

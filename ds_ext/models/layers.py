@@ -29,6 +29,8 @@ from ds_ext.tensor_parallel import (
     shared_parameters,
 )
 
+BEFORE_THE_FIRST_LAYER = -1  # number of the embeddings in the keys of random numbers
+
 
 class SelfAttention(nn.Module):
     """Causal self-attention over this rank's heads.
@@ -168,6 +170,13 @@ def hidden_dropout(
     """Return a dropout between tensor-parallel layers: one mask for all ranks, or one per rank if tokens are sliced."""
     shard = tp.rank if config.sequence_parallel else 0
     return KeyedDropout(config.hidden_dropout, config.seed, layer, site, clock, shard)
+
+
+def embedding_table(config: TransformerConfig, rows: int, name: str) -> nn.Parameter:
+    """Return an embedding table of ``rows`` rows. Its initial values depend only on its name and the seed."""
+    table_RD = torch.empty(rows, config.hidden_size, dtype=torch.float32, device="cpu")
+    keyed_normal(config.init_std, config.seed, BEFORE_THE_FIRST_LAYER, name)(table_RD)
+    return nn.Parameter(table_RD.to(torch.get_default_dtype()))
 
 
 def _weight_init(config: TransformerConfig, layer: int, name: str) -> InitMethod:

@@ -13,16 +13,12 @@ from ds_ext.tensor_parallel.layers import (
 from ds_ext.tensor_parallel.loss import IGNORE_INDEX, vocab_parallel_cross_entropy
 from ds_ext.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
-    gather_from_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    scatter_to_tensor_model_parallel_region,
-)
-from ds_ext.tensor_parallel.random import DropoutClock, KeyedDropout, keyed_normal, keyed_rng, mix_key
-from ds_ext.tensor_parallel.sequence import (
     gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     shared_parameters,
 )
+from ds_ext.tensor_parallel.random import DropoutClock, KeyedDropout, keyed_normal, keyed_rng, mix_key
 from ds_ext.tensor_parallel.weight_gradients import (
     Deferral,
     DeferralWatch,
@@ -55,7 +51,6 @@ __all__ = [
     "embedding",
     "enter_tensor_parallel",
     "gather_from_sequence_parallel_region",
-    "gather_from_tensor_model_parallel_region",
     "keyed_normal",
     "keyed_rng",
     "let_defer",
@@ -63,7 +58,6 @@ __all__ = [
     "mix_key",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
-    "scatter_to_tensor_model_parallel_region",
     "shard_dim",
     "shared_parameters",
     "unpadded_size",

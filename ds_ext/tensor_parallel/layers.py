@@ -19,12 +19,8 @@ from torch import Tensor, nn
 from ds_ext.tensor_parallel.group import TensorParallel
 from ds_ext.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
-    gather_from_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    scatter_to_tensor_model_parallel_region,
-)
-from ds_ext.tensor_parallel.sequence import (
     gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     shared_parameters,
 )
@@ -42,7 +38,6 @@ class ColumnParallelLinear(nn.Module):
         output_size: output features of the full layer.
         tp: position of this rank in its group.
         bias: add a bias, which starts at zero.
-        gather_output: return all output features instead of this rank's slice.
         sequence_parallel: take this rank's slice of the tokens and return all tokens.
         init: function that fills the full (output_size, input_size) weight.
 
@@ -56,7 +51,6 @@ class ColumnParallelLinear(nn.Module):
         output_size: int,
         tp: TensorParallel,
         bias: bool = True,
-        gather_output: bool = False,
         sequence_parallel: bool = False,
         *,
         init: InitMethod,
@@ -64,18 +58,16 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         tp.shard_size(output_size, "output_size")
         self.tp = tp
-        self.gather_output = gather_output
         self.sequence_parallel = sequence_parallel
         self.weight = sharded_parameter((output_size, input_size), 0, tp, init)
         self.bias = sharded_parameter((output_size,), 0, tp, nn.init.zeros_) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (..., input_size), equal on all ranks, to (..., output_size / size), or to all features if gathered.
+        """Map (..., input_size), equal on all ranks, to (..., output_size / size).
 
         With sequence parallelism the input is (B, S / size, input_size).
         """
-        y = linear(enter_tensor_parallel(x, self.tp, self.sequence_parallel), self.weight, self.bias)
-        return gather_from_tensor_model_parallel_region(y, self.tp) if self.gather_output else y
+        return linear(enter_tensor_parallel(x, self.tp, self.sequence_parallel), self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -86,7 +78,6 @@ class RowParallelLinear(nn.Module):
         output_size: output features of the full layer.
         tp: position of this rank in its group.
         bias: add a replicated bias once, after the sum over the group; it starts at zero.
-        input_is_parallel: take this rank's slice of the input features instead of all features.
         sequence_parallel: return this rank's slice of the tokens.
         init: function that fills the full (output_size, input_size) weight.
 
@@ -100,7 +91,6 @@ class RowParallelLinear(nn.Module):
         output_size: int,
         tp: TensorParallel,
         bias: bool = True,
-        input_is_parallel: bool = True,
         sequence_parallel: bool = False,
         *,
         init: InitMethod,
@@ -108,18 +98,15 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         tp.shard_size(input_size, "input_size")
         self.tp = tp
-        self.input_is_parallel = input_is_parallel
         self.sequence_parallel = sequence_parallel
         self.weight = sharded_parameter((output_size, input_size), 1, tp, init)
         self.bias = nn.Parameter(torch.zeros(output_size, device="cpu")) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (..., input_size / size), or (..., input_size) if not sharded, to (..., output_size) on all ranks.
+        """Map (..., input_size / size) to (..., output_size) on all ranks.
 
         With sequence parallelism the output is (B, S / size, output_size).
         """
-        if not self.input_is_parallel:
-            x = scatter_to_tensor_model_parallel_region(x, self.tp)
         y = leave_tensor_parallel(linear(x, self.weight), self.tp, self.sequence_parallel)
         if self.bias is None:
             return y

@@ -1,12 +1,24 @@
-"""Four conjugate pairs of collectives for tensor parallelism (Shoeybi et al. 2019, section 3).
+"""Collectives of tensor and sequence parallelism as differentiable functions.
 
-    name          forward                       backward
-    copy_to       identity                      all-reduce
-    reduce_from   all-reduce                    identity
-    scatter_to    slice of the last dimension   all-gather of the last dimension
-    gather_from   all-gather                    slice
+    name                forward                                 backward
+    copy_to             identity                                all-reduce
+    reduce_from         all-reduce                              identity
+    gather              all-gather of the tokens                reduce-scatter
+    reduce_scatter      reduce-scatter of the partial sums      all-gather
+    shared_parameters   identity                                all-reduce
 
-In a group of one rank every function returns its input. No function modifies its input.
+The first two are those of tensor parallelism (Shoeybi et al. 2019, section 3). In a group of one rank every function
+returns its input. No function modifies its input.
+
+With sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2) each rank holds a slice of the
+tokens between sharded layers. Tokens are dimension 1: (B, S / size, ...) on a rank holds tokens rank * S / size
+onwards of (B, S, ...). An all-reduce equals a reduce-scatter plus an all-gather, so sequence parallelism sends as much
+as tensor parallelism alone. Norms, dropout and residuals are computed, stored and sent to the next stage once instead
+of on every rank.
+
+Parameters applied to a slice of the tokens (norms, biases after a reduce-scatter, positions) are replicated, and each
+rank computes the gradient from its own tokens. ``shared_parameters`` sums these gradients in every backward. Thus the
+engine, ZeRO and the gradient norm need no special case.
 """
 
 from __future__ import annotations
@@ -19,6 +31,8 @@ from torch import Tensor
 
 from ds_ext.tensor_parallel.group import TensorParallel
 
+_TOKENS = 1
+
 
 def copy_to_tensor_model_parallel_region(x: Tensor, tp: TensorParallel) -> Tensor:
     """Pass a replicated tensor of any shape to sharded weights. Its gradient is summed over the group."""
@@ -30,18 +44,23 @@ def reduce_from_tensor_model_parallel_region(x: Tensor, tp: TensorParallel) -> T
     return x if tp.size == 1 else _ReduceFrom.apply(x, tp)
 
 
-def scatter_to_tensor_model_parallel_region(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Return this rank's slice of the last dimension: (..., n) to (..., n / size).
+def gather_from_sequence_parallel_region(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Gather all tokens for sharded weights: (B, S / size, ...) to (B, S, ...). The gradient is reduce-scattered."""
+    return x if tp.size == 1 else _Gather.apply(x, tp)
+
+
+def reduce_scatter_to_sequence_parallel_region(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Sum partial results and return this rank's slice of the tokens: (B, S, ...) to (B, S / size, ...).
 
     Raises:
-        ConfigError: if the last dimension is not a multiple of the group size.
+        ConfigError: if the number of tokens is not a multiple of the group size.
     """
-    return x if tp.size == 1 else _ScatterTo.apply(x, tp)
+    return x if tp.size == 1 else _ReduceScatter.apply(x, tp)
 
 
-def gather_from_tensor_model_parallel_region(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Concatenate the slices of all ranks along the last dimension: (..., n / size) to (..., n)."""
-    return x if tp.size == 1 else _GatherFrom.apply(x, tp)
+def shared_parameters(tp: TensorParallel, *parameters: Tensor) -> tuple[Tensor, ...]:
+    """Return replicated parameters for a slice of the tokens. One all-reduce sums their gradients over the group."""
+    return parameters if tp.size == 1 else _Shared.apply(tp, *parameters)
 
 
 def _all_reduce(x: Tensor, tp: TensorParallel) -> Tensor:
@@ -51,15 +70,19 @@ def _all_reduce(x: Tensor, tp: TensorParallel) -> Tensor:
     return total
 
 
-def _all_gather_last(x: Tensor, tp: TensorParallel) -> Tensor:
+def _all_gather(x: Tensor, tp: TensorParallel) -> Tensor:
     x = x.contiguous()
-    shards = [torch.empty_like(x) for _ in range(tp.size)]
-    dist.all_gather(shards, x, group=tp.group)
-    return torch.cat(shards, dim=-1)
+    slices = [torch.empty_like(x) for _ in range(tp.size)]
+    dist.all_gather(slices, x, group=tp.group)
+    return torch.cat(slices, dim=_TOKENS)
 
 
-def _slice_last(x: Tensor, tp: TensorParallel) -> Tensor:
-    return tp.shard(x, x.dim() - 1).contiguous()
+def _reduce_scatter(x: Tensor, tp: TensorParallel) -> Tensor:
+    tp.shard_size(x.size(_TOKENS), "number of tokens with sequence_parallel")
+    slices = [part.contiguous() for part in x.chunk(tp.size, dim=_TOKENS)]
+    reduced = torch.empty_like(slices[0])
+    dist.reduce_scatter(reduced, slices, group=tp.group)
+    return reduced
 
 
 class _CopyTo(torch.autograd.Function):
@@ -83,23 +106,37 @@ class _ReduceFrom(torch.autograd.Function):
         return grads[0], None
 
 
-class _ScatterTo(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
-        return _slice_last(x, tp)
+        return _all_gather(x, tp)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _all_gather_last(grads[0], ctx.tp), None
+        return _reduce_scatter(grads[0], ctx.tp), None
 
 
-class _GatherFrom(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
-        return _all_gather_last(x, tp)
+        return _reduce_scatter(x, tp)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _slice_last(grads[0], ctx.tp), None
+        return _all_gather(grads[0], ctx.tp), None
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tp: TensorParallel, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.tp = tp
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        total = torch.cat([grad.reshape(-1) for grad in grads])
+        dist.all_reduce(total, group=ctx.tp.group)
+        parts = total.split([grad.numel() for grad in grads])
+        return None, *(part.view_as(grad) for part, grad in zip(parts, grads, strict=True))

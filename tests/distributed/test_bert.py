@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ds_ext.engine import PipelineModule, initialize
-from ds_ext.models.bert import BertConfig, bert_layer_specs, bert_loss
+from ds_ext.models.bert import BertConfig, BertLoss, bert_layer_specs
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.tensor_parallel import DropoutClock, create_tensor_parallel
 from tests.bert_runs import random_bert_batches, train_bert_reference
@@ -65,7 +65,7 @@ def train(
     module = PipelineModule(
         bert_layer_specs(model, tensor, clock),
         config,
-        loss_fn=bert_loss(model, tensor),
+        loss_fn=BertLoss(model, tensor),
         clock=clock,
         partition_method="type:BertLayer",
     )

@@ -75,7 +75,7 @@ def own_part(
     batches = own_batches(4)
     losses = [float(engine.train_batch(batches)) for _ in range(steps)]
     engine.save_checkpoint(folder)
-    with pytest.raises(ConfigError, match="^engine: "):
+    with pytest.raises(ConfigError, match=r"^engine: "):
         engine.save_checkpoint(folder, client_state={"fine": [1], "engine": Counting})
     engine.transport.close()
     return losses, [int(layer.count) for layer in engine.module.modules() if isinstance(layer, Counting)]

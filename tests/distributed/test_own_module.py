@@ -148,7 +148,7 @@ def build_wrongly(rank: int, what: str) -> str:
     ("what", "says"),
     [
         ("few layers", "4 stages on 2 devices (got 3 layers)"),
-        ("boundaries", "5 boundaries from 0 to 4"),
+        ("boundaries", "4 stages need 5 boundaries"),
         ("empty", "partition_method: stage 1 of 4"),
         ("no data", "data_iter: "),
         ("plain module", "model: must be a ds_ext.PipelineModule (got Linear)"),

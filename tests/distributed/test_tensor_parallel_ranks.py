@@ -23,10 +23,8 @@ from ds_ext.tensor_parallel import (
     TensorParallel,
     VocabParallelEmbedding,
     copy_to_tensor_model_parallel_region,
-    gather_from_tensor_model_parallel_region,
     keyed_normal,
     reduce_from_tensor_model_parallel_region,
-    scatter_to_tensor_model_parallel_region,
     shard_dim,
     vocab_parallel_cross_entropy,
 )
@@ -70,9 +68,7 @@ def assert_same_gradients(sharded: nn.Module, full: nn.Module, tp: TensorParalle
 
 def mappings_do_what_their_table_says(rank: int) -> None:
     tp = world(rank)
-    last = 2 * tp.size
-    full = random(3, last).detach()
-    own = slice(2 * rank, 2 * rank + 2)
+    full = random(3, 2 * tp.size).detach()
     total = tp.size * (tp.size + 1) / 2  # of the factors rank + 1
 
     def run(mapping: Callable[[Tensor, TensorParallel], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,39 +88,24 @@ def mappings_do_what_their_table_says(rank: int) -> None:
     torch.testing.assert_close(y, full * total)
     torch.testing.assert_close(grad, y * (rank + 1))
 
-    y, grad = run(scatter_to_tensor_model_parallel_region, full)
-    assert torch.equal(y, full[:, own])
-    factors = (torch.arange(last) // 2 + 1).float()
-    torch.testing.assert_close(grad, full * factors)
-
-    y, grad = run(gather_from_tensor_model_parallel_region, full[:, own])
-    assert torch.equal(y, full)
-    torch.testing.assert_close(grad, full[:, own] * (rank + 1))
-
 
 def layers_equal_one_rank(rank: int) -> None:
     tp = world(rank)
     inits = [keyed_normal(0.3, name) for name in ("a", "b", "e")]
     embed, embed_one = (VocabParallelEmbedding(40, 16, t, init=inits[2]) for t in (tp, ONE))
-    for gather in (False, True):
-        column, column_one = (
-            ColumnParallelLinear(16, 24, t, gather_output=gather, init=inits[0]) for t in (tp, ONE)
-        )
-        row, row_one = (
-            RowParallelLinear(24, 8, t, input_is_parallel=not gather, init=inits[1]) for t in (tp, ONE)
-        )
-        ids = torch.randint(40, (3, 7), generator=torch.Generator().manual_seed(1))
-        weights = random(3, 7, 8, seed=2).detach()
-        outputs = []
-        for first, second, third in ((embed, column, row), (embed_one, column_one, row_one)):
-            first.zero_grad()
-            y = third(torch.tanh(second(first(ids))))
-            (y * weights).sum().backward()
-            outputs.append(y.detach())
-        torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
-        assert_same_on_all_ranks(outputs[0], tp, "output")
-        sharded, full = nn.ModuleList([embed, column, row]), nn.ModuleList([embed_one, column_one, row_one])
-        assert_same_gradients(sharded, full, tp)
+    column, column_one = (ColumnParallelLinear(16, 24, t, init=inits[0]) for t in (tp, ONE))
+    row, row_one = (RowParallelLinear(24, 8, t, init=inits[1]) for t in (tp, ONE))
+    ids = torch.randint(40, (3, 7), generator=torch.Generator().manual_seed(1))
+    weights = random(3, 7, 8, seed=2).detach()
+    outputs = []
+    for first, second, third in ((embed, column, row), (embed_one, column_one, row_one)):
+        y = third(torch.tanh(second(first(ids))))
+        (y * weights).sum().backward()
+        outputs.append(y.detach())
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
+    assert_same_on_all_ranks(outputs[0], tp, "output")
+    sharded, full = nn.ModuleList([embed, column, row]), nn.ModuleList([embed_one, column_one, row_one])
+    assert_same_gradients(sharded, full, tp)
 
 
 def cross_entropy_equals_one_rank(rank: int, vocab_size: int, padded: int, dtype: torch.dtype) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ...errors import CheckpointError
 from ..batches import Resumable
+from ..together import by_rank_0, together
 from .file import read_plain
 from .folder import check_contents, open_checkpoint
 from .reader import CheckpointReader
@@ -26,7 +27,6 @@ from .states import (
     parameters_of,
     set_numbers,
 )
-from .together import by_rank_0, together
 
 
 def load_checkpoint(

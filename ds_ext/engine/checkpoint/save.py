@@ -25,6 +25,7 @@ from ...config.deepspeed_json import precision, zero_stage
 from ...errors import CheckpointError, ConfigError
 from ..batches import Resumable
 from ..module import PipelineModule
+from ..together import by_rank_0, together
 from .file import is_plain, layer_file, write_plain, write_tensors
 from .folder import publish, start_writing
 from .states import (
@@ -37,7 +38,6 @@ from .states import (
     numbers_of,
     parameters_of,
 )
-from .together import by_rank_0, together
 
 STATE_FILE = "mp_rank_00_model_states.pt"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")

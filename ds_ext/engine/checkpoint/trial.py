@@ -11,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ...errors import CheckpointError, ConfigError
+from ..together import by_rank_0, together
 from .folder import start_writing
 from .states import Checkpointed, OptimizerStates, parameters_of
-from .together import by_rank_0, together
 
 _TAG = "trial"
 _MASTER_BYTES, _STATE_BYTES = 4, 4  # master weights and optimizer states are fp32

@@ -34,8 +34,7 @@ from ...observe.trace.file import TraceFile, write_timetable
 from ...parallel.layout import ParallelLayout
 from ...pipe_schedules import Instruction, Timetable
 from ...pipe_schedules.ops import COMPUTE
-from ..busy import BusyClock, Reading
-from .clock import Clocks, Times, clock_event
+from .clock import BusyClock, Clocks, Reading, Times, clock_event
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor
 
 from ds_ext.errors import ConfigError
-from ds_ext.models.bert import BertConfig, bert_layer_specs, bert_loss
+from ds_ext.models.bert import BertConfig, BertLoss, bert_layer_specs
 from ds_ext.tensor_parallel import IGNORE_INDEX, DropoutClock, KeyedDropout, TensorParallel
 from ds_ext.training.arguments import parse
 from tests.bert_runs import Batch, BertChain, random_bert_batches
@@ -41,7 +41,7 @@ def gradients(config: BertConfig, step: int = 0, micro_batch: int = 0) -> dict[s
     clock = DropoutClock(step, micro_batch)
     model = BertChain(config, ONE, clock)
     inputs, labels = one_batch(config)
-    loss = bert_loss(config, ONE)(model(inputs), labels)
+    loss = BertLoss(config, ONE)(model(inputs), labels)
     # Run the forward of another micro-batch in between, as a pipeline does.
     clock.set(step + 1, micro_batch + 1)
     loss.backward()
@@ -95,7 +95,7 @@ def test_forward_and_backward_equal_a_plain_bert() -> None:
     torch.testing.assert_close(logits_BSV, expected_BSV, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(order_B2, expected_B2, rtol=1e-5, atol=1e-5)
 
-    loss = bert_loss(PLAIN, ONE)((logits_BSV, order_B2), labels)
+    loss = BertLoss(PLAIN, ONE)((logits_BSV, order_B2), labels)
     words = F.cross_entropy(expected_BSV[..., : PLAIN.vocab_size].flatten(0, 1), labels[0].flatten())
     expected = words + F.cross_entropy(expected_B2, labels[1])
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -106,7 +106,7 @@ def test_forward_and_backward_equal_a_plain_bert() -> None:
 
 
 def test_both_terms_of_the_loss_accumulate_until_reset() -> None:
-    loss_fn, words, order = bert_loss(PLAIN, ONE), [], []
+    loss_fn, words, order = BertLoss(PLAIN, ONE), [], []
     loss_fn(BertChain(PLAIN, ONE, DropoutClock())(one_batch(PLAIN)[0]), one_batch(PLAIN)[1])
     loss_fn.reset()
     for seed in (1, 2):
@@ -133,16 +133,14 @@ def test_without_the_sentence_head_the_output_is_words_only() -> None:
     # Initial weights depend only on their names, so the words equal those of the model with both heads.
     assert torch.equal(outputs[0], BertChain(PLAIN, ONE, DropoutClock())(inputs)[0])
     expected = F.cross_entropy(outputs[0][..., : config.vocab_size].flatten(0, 1), labels[0].flatten())
-    assert bert_loss(config, ONE)(outputs, labels).item() == pytest.approx(expected.item(), rel=1e-5)
+    assert BertLoss(config, ONE)(outputs, labels).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_a_micro_batch_without_masked_words_has_a_loss() -> None:
     inputs, (labels_BS, swapped_B) = one_batch(PLAIN)
     model = BertChain(PLAIN, ONE, DropoutClock())
     logits_BSV, order_B2 = model(inputs)
-    loss = bert_loss(PLAIN, ONE)(
-        (logits_BSV, order_B2), (torch.full_like(labels_BS, IGNORE_INDEX), swapped_B)
-    )
+    loss = BertLoss(PLAIN, ONE)((logits_BSV, order_B2), (torch.full_like(labels_BS, IGNORE_INDEX), swapped_B))
     assert loss.item() == pytest.approx(F.cross_entropy(order_B2, swapped_B).item())
 
 

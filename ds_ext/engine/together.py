@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...errors import CheckpointError, ConfigError, DsExtError
-from .folder import good_checkpoints
+from ..errors import CheckpointError, ConfigError, DsExtError
+from .checkpoint.folder import good_checkpoints
 
 
 def together(function: Callable[[], Any], tag: str = "", written: Path | None = None) -> list[Any]:
