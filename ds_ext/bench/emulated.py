@@ -39,9 +39,9 @@ def set_exact_timers() -> None:
 
 def sleep_until(moment: float) -> None:
     """Wait until ``moment`` of time.perf_counter, which all processes of a host share."""
-    left = moment - time.perf_counter() - _SPIN_S
-    if left > 0:
-        time.sleep(left)
+    sleep_s = moment - time.perf_counter() - _SPIN_S
+    if sleep_s > 0:
+        time.sleep(sleep_s)
     while time.perf_counter() < moment:
         pass
 
@@ -72,7 +72,7 @@ class EmulatedDevice:
 
     Args:
         costs: times in milliseconds, jitter included.
-        placement: cuts the model into stages.
+        placement: placement of the stages.
 
     Attributes:
         split_backwards: (stage, micro-batch) of split backwards, whose halves draw jitter separately.
@@ -136,10 +136,10 @@ class EmulatedDevice:
         self._wait(op, self.last_end if follows else time.perf_counter())
 
     def _wait(self, op: Op, start: float) -> None:
-        takes_ms = self._durations[op.kind][op.stage] * self.costs.factor(self._in_timetable(op))
-        sleep_until(start + takes_ms / 1000)
+        duration_ms = self._durations[op.kind][op.stage] * self.costs.factor(self._in_timetable(op))
+        sleep_until(start + duration_ms / 1000)
         self.last_end, self._last = time.perf_counter(), op
-        self.computed_ms += takes_ms
+        self.computed_ms += duration_ms
 
     def _in_timetable(self, op: Op) -> Op:
         """Return the op of the timetable that a pass belongs to: a whole backward, or the pass itself."""
@@ -154,7 +154,7 @@ class EmulatedLayer(nn.Module):
     A real device would write the other rows, which takes the host's processor no time.
 
     Args:
-        stage: of the model; sets the initial weights.
+        stage: stage of the model; determines the initial weights.
         device: waits for the passes.
     """
 
@@ -195,7 +195,7 @@ class _Whole:
 
 
 class _Head(torch.autograd.Function):
-    """Rows for the linear layer. The backward writes their gradient into the whole one."""
+    """Rows for the linear layer. The backward writes their gradient to the gradient of all rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, whole: _Whole) -> Tensor:

@@ -54,31 +54,35 @@ def measure(args: argparse.Namespace) -> Report:
         raise ConfigError(
             f"--transports: unknown name (got {args.transports!r}). Use any of {', '.join(TRANSPORTS)}."
         )
-    ours = [name if way == "auto" else name + _OVER + way for name in schedules for way in transports]
+    ours = [
+        name if transport == "auto" else name + _OVER + transport
+        for name in schedules
+        for transport in transports
+    ]
     job = Job(build, args.num_devices, _LIMIT_S, args.micro_batches)
     items: list[dict[str, Any]] = []
     rows: list[tuple[str, ...]] = [("engine", "us/instruction", "best", "instructions", "us/message")]
     for name, run in take_turns([*ours, RIVAL], job, 1 + args.repeats).items():
-        spent: list[Spent] = [answers[0] for answers in run.rounds[1:]]
-        times = [one.us_per_instruction for one in spent]
+        costs: list[EngineCost] = [answers[0] for answers in run.rounds[1:]]
+        times = [cost.us_per_instruction for cost in costs]
         params = {
             "stages": args.num_devices,
             "micro_batches": args.micro_batches,
-            "instructions": spent[0].instructions,
-            "messages": spent[0].messages,
-            "us_per_message": statistics.median(one.us_per_message for one in spent),
+            "instructions": costs[0].instructions,
+            "messages": costs[0].messages,
+            "us_per_message": statistics.median(cost.us_per_message for cost in costs),
         }
         items.append(json_item(name, params, times, "us per instruction"))
         figures = (f"{value:.1f}" for value in (statistics.median(times), min(times)))
-        rows.append((name, *figures, str(spent[0].instructions), f"{params['us_per_message']:.1f}"))
+        rows.append((name, *figures, str(costs[0].instructions), f"{params['us_per_message']:.1f}"))
     return Report(items, f"{args.num_devices} devices, {args.micro_batches} micro-batches", table(rows))
 
 
 # --- on a rank ---
 
 
-class Spent(NamedTuple):
-    """Microseconds of processor time on one rank, and what one step of it executes."""
+class EngineCost(NamedTuple):
+    """Microseconds of processor time on one rank, and numbers of its instructions and messages per step."""
 
     us_per_instruction: float
     us_per_message: float
@@ -126,14 +130,14 @@ class _CountedTicket:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredEngine:
     """Engine of this rank.
 
     Args:
         step: trains one step.
         passes: (layer, True if it ends in the loss) of every forward of this rank.
-        instructions: of one step of this rank.
-        messages: of one step of this rank, sent or received.
+        instructions: number of instructions of this rank per step.
+        messages: number of messages that this rank sends or receives per step.
         watch: counts the transport's calls.
     """
 
@@ -144,7 +148,7 @@ class Measured:
     messages: int
     watch: Stopwatch
 
-    def run(self) -> Spent:
+    def run(self) -> EngineCost:
         """Run some steps, then their layers alone."""
         self.watch.seconds = 0.0
         start = time.thread_time()
@@ -153,7 +157,7 @@ class Measured:
         whole_s, transport_s = time.thread_time() - start, self.watch.seconds
         engine_us = 1e6 * ((whole_s - transport_s) / STEPS - self._layers_s())
         message_us = 1e6 * transport_s / STEPS / max(self.messages, 1)
-        return Spent(engine_us / self.instructions, message_us, self.instructions, self.messages)
+        return EngineCost(engine_us / self.instructions, message_us, self.instructions, self.messages)
 
     def _layers_s(self) -> float:
         """Run the forwards and backwards of a step without an engine. Returns their seconds."""
@@ -174,7 +178,7 @@ class Measured:
         return seconds
 
 
-def build(name: str, job: Job) -> Measured:
+def build(name: str, job: Job) -> MeasuredEngine:
     """Build the engine called ``name``: DeepSpeed's, or ours with a schedule over a transport."""
     if name == RIVAL:
         return _deepspeed_1f1b(job)
@@ -193,7 +197,7 @@ def _workload(stages: int, micro_batches: int) -> Any:
     return Workload(layers, make_batches(micro_batches, rows=1))
 
 
-def _ours(name: str, transport: str, job: Job) -> Measured:
+def _ours(name: str, transport: str, job: Job) -> MeasuredEngine:
     timetable = get_schedule(name).timetable(job.num_ranks, job.micro_batches)
     workload = _workload(timetable.placement.stages, job.micro_batches)
     engine, step = workload.in_ours(job, timetable, transport=transport)
@@ -205,10 +209,10 @@ def _ours(name: str, transport: str, job: Job) -> Measured:
     order = timetable.orders[module.device_index]
     passes = [(layers[op.stage], op.stage == last) for op in order if op.kind == FORWARD]
     messages = sum(instruction.peer is not None for instruction in program)
-    return Measured(step, timetable, passes, len(program), messages, watch)
+    return MeasuredEngine(step, timetable, passes, len(program), messages, watch)
 
 
-def _deepspeed_1f1b(job: Job) -> Measured:
+def _deepspeed_1f1b(job: Job) -> MeasuredEngine:
     from deepspeed.runtime.pipe import p2p
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
@@ -220,4 +224,4 @@ def _deepspeed_1f1b(job: Job) -> Measured:
     program = [instruction for step in steps for instruction in step]
     messages = sum(type(instruction).__name__.startswith(("Send", "Recv")) for instruction in program)
     passes = [(engine.module.forward_funcs[0], engine.is_last_stage())] * job.micro_batches
-    return Measured(step, timetable, passes, len(program), messages, watch)
+    return MeasuredEngine(step, timetable, passes, len(program), messages, watch)

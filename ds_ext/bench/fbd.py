@@ -106,10 +106,10 @@ def _times(names: list[str], steps: int, costs: Costs) -> dict[str, list[float]]
     sizes = dict.fromkeys((CASES[name].ranks, CASES[name].micro_batches) for name in names)
     with processors_awake():
         for size in sizes:
-            alike = [name for name in names if (CASES[name].ranks, CASES[name].micro_batches) == size]
+            same_size = [name for name in names if (CASES[name].ranks, CASES[name].micro_batches) == size]
             ranks, micro_batches = size
             job = Job(build, ranks, _LIMIT_S, micro_batches, costs)
-            for name, run in take_turns(alike, job, 1 + steps).items():
+            for name, run in take_turns(same_size, job, 1 + steps).items():
                 by_rank = (zip(*answers, strict=True) for answers in run.rounds[1:])
                 times[name] = [1000 * (max(ends) - min(starts)) for starts, ends in by_rank]
     return times

@@ -28,7 +28,7 @@ end_with_parent()
 
 
 def end_with_server() -> None:
-    """Tie a rank to the server that forked it; a stopped rank runs no code that could notice the end.
+    """End a rank with the server that forked it. A stopped rank cannot notice that end itself.
 
     The rank gets a process group to itself, because the kernel hangs up a group with stopped members when its shell
     ends.
@@ -41,7 +41,7 @@ def rank_main(rank: int, name: str, job: Job, port: int, pipe: Connection, log: 
     """Build the engine, then run it once for every message on ``pipe``.
 
     Args:
-        port: of the store that the ranks join through.
+        port: port of the store through which the ranks join.
         log: file for the rank's output.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the benchmark, and that ends the ranks

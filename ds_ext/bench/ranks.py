@@ -48,7 +48,7 @@ class Run:
 
     Attributes:
         timetable: order of its ops, if it has one.
-        rounds: for each round, the answers of all ranks.
+        rounds: answers of all ranks in each round.
         error: one line; None for an engine that did not fail.
     """
 
@@ -58,10 +58,10 @@ class Run:
 
 
 def take_turns(names: Sequence[str], job: Job, rounds: int, *, keep_going: bool = False) -> dict[str, Run]:
-    """Start all engines, then run each once per round, so that disturbances of the host reach all alike.
+    """Start all engines, then run each once per round, so that disturbances of the host affect all engines.
 
     Args:
-        names: of the engines, for ``job.build``.
+        names: names of the engines, for ``job.build``.
         keep_going: leave out an engine that failed, and note its error.
 
     Raises:
@@ -100,7 +100,7 @@ def processors_awake() -> Iterator[None]:
 
     The host of a virtual machine lends an idle processor to others, and it comes back with cold caches: after 20 ms
     of sleep, 50 us of work can take 1000. Devices that compute never pay this, so layers that wait must not either. A
-    process of the lowest scheduling class spins on every processor, and runs only when nothing else wants to.
+    process of the lowest scheduling class spins on every processor, and runs only on an otherwise idle one.
     """
     usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "SCHED_IDLE") else []
     code = [_SPINNER.format(cpu=cpu, parent=os.getpid()) for cpu in usable]
@@ -130,7 +130,7 @@ class _RankGroup:
     """Ranks of one engine.
 
     Args:
-        folder: for the ranks' output.
+        folder: folder for the ranks' output.
     """
 
     def __init__(self, name: str, job: Job, folder: Path) -> None:
@@ -166,7 +166,9 @@ class _RankGroup:
             # The pipe of a dead rank is broken; _collect reports the rank.
             with contextlib.suppress(BrokenPipeError):
                 pipe.send(None)
-        answers = self._collect(2 * self._job.timeout_s)  # the engine's own error comes first and says more
+        answers = self._collect(
+            2 * self._job.timeout_s
+        )  # longer than the engine's limit, whose error has more details
         self._signal(signal.SIGSTOP)
         return answers
 

@@ -55,7 +55,7 @@ class Workload:
     """Model, batches and optimizer that all engines of a benchmark share.
 
     Args:
-        layers: of the model.
+        layers: specs of the model's layers.
         batches: (inputs, labels) of every micro-batch.
     """
 
@@ -120,8 +120,8 @@ class Workload:
 class Emulated:
     """Engine of this rank with layers that wait.
 
-    A step that follows other engines' steps begins with cold caches, so only every second one counts. Each of these
-    draws jitter anew, equal for all engines: with one draw alone, the luck of an order can be twice its gain.
+    A step that follows other engines' steps begins with cold caches, so only every second step counts. Each of these
+    draws new jitter, equal for all engines, because a single draw can favour an order by more than its gain.
     """
 
     step: Step

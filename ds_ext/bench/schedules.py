@@ -44,7 +44,7 @@ RIVALS = (
     "torch_zbv",
     "torch_dualpipev",
 )
-VARIANTS = ("bitpipe:mode=greedy",)  # measured by default besides all schedules
+VARIANTS = ("bitpipe:mode=greedy",)  # measured by default in addition to all schedules
 _WAIT_S, _LIMIT_FACTOR = 30.0, 40.0  # the time limit: 30 s and 40 times the work of N + D micro-batches
 _HEAD = (
     "schedule",
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--forward-ms", 20.0, "MS", "forward of 1/D of the model")
     parser.add_argument("--input-gradient-ms", type=float, metavar="MS", help="default: --forward-ms")
     parser.add_argument("--weight-gradient-ms", type=float, metavar="MS", help="default: --forward-ms")
-    add_number(parser, "--jitter", 0.0, "S", "scale each time by 1 - S to 1 + S, drawn anew every step")
+    add_number(parser, "--jitter", 0.0, "S", "scale each time by 1 - S to 1 + S, new in every step")
     add_number(parser, "--link-ms", 0.0, "MS", "delay of messages of our engines; plans ignore it")
     add_number(parser, "--message-kb", 4.0, "KB", "size of an activation")
     schedules = "NAME[:OPTION=VALUE], or none (default: all that support the sizes)"
@@ -174,10 +174,10 @@ class Result:
     """Measurements of one engine.
 
     Attributes:
-        simulation: of the last step; None if the engine did not start.
+        simulation: simulation of the last step; None if the engine did not start.
         times_ms: duration of every step after the first.
         simulated_ms: simulated duration of the same steps.
-        losses: of all steps.
+        losses: losses of all steps.
         error: reason of a failure, in one line.
     """
 
@@ -228,12 +228,12 @@ def as_json(results: Sequence[Result], params: dict[str, Any]) -> list[dict[str,
     """Return the items of ``--json``; an engine that failed has "error" in its params, and null for its times."""
     items = []
     for result in results:
-        own: dict[str, Any] = dict(params)
+        item_params: dict[str, Any] = dict(params)
         if result.simulation is not None:
-            own["simulated"] = statistics.median(result.simulated_ms or [result.simulation.makespan])
-            own["ideal"] = result.simulation.ideal
-        own |= {"losses": result.losses} if result.error is None else {"error": result.error}
-        items.append(json_item(result.name, own, result.measured_ms, "ms"))
+            item_params["simulated"] = statistics.median(result.simulated_ms or [result.simulation.makespan])
+            item_params["ideal"] = result.simulation.ideal
+        item_params |= {"losses": result.losses} if result.error is None else {"error": result.error}
+        items.append(json_item(result.name, item_params, result.measured_ms, "ms"))
     return items
 
 
@@ -248,13 +248,13 @@ def _row(result: Result) -> tuple[str, ...]:
     if simulation is None:
         return (result.name, "failed", *[""] * 6)
     ideal, simulated = simulation.ideal, statistics.median(result.simulated_ms or [simulation.makespan])
-    expected, price = (f"{simulated:.1f}", f"{ideal:.1f}"), f"{simulated / ideal:.3f}"
+    expected, expected_ratio = (f"{simulated:.1f}", f"{ideal:.1f}"), f"{simulated / ideal:.3f}"
     if not times:
-        return (result.name, "failed", "", *expected, "", price, "")
+        return (result.name, "failed", "", *expected, "", expected_ratio, "")
     best, median = min(times), statistics.median(times)
-    ratio = min(time / own for time, own in zip(times, result.simulated_ms, strict=True))
+    ratio = min(time / expected_ms for time, expected_ms in zip(times, result.simulated_ms, strict=True))
     measured = f"{best:.1f}", f"{median:.1f}"
-    return (result.name, *measured, *expected, f"{best / ideal:.3f}", price, f"{ratio:.3f}")
+    return (result.name, *measured, *expected, f"{best / ideal:.3f}", expected_ratio, f"{ratio:.3f}")
 
 
 def _params(job: Job) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class SlowLinks:
     Args:
         inner: moves the messages.
         rank: this global rank.
-        delay: of every message; a whole backward stands for either kind of backward.
+        delay: function that returns the delay of a message; BACKWARD stands for any kind of backward.
         least_s: shortest delay. A message that is not in flight yet is not due earlier.
     """
 
@@ -42,7 +42,7 @@ class SlowLinks:
         self.ready, self.abort, self.close = inner.ready, inner.abort, inner.close
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Ticket:
-        """Send at once; the receiver sees the message when it is due."""
+        """Send immediately. The receiver gets the message when it is due."""
         due = time.perf_counter() + self._delay(self.rank, peer, _waiting_op(tensors, tag))
         return self.inner.send((*tensors, torch.tensor(due, dtype=torch.float64)), peer, tag)
 

@@ -65,7 +65,7 @@ def measure(args: argparse.Namespace) -> Report:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingEngine:
     """Engine of this rank; ``step()`` trains one step."""
 
     step: Callable[[], float]
@@ -81,7 +81,7 @@ class Trained:
         return start, time.perf_counter()
 
 
-def build(name: str, job: Job) -> Trained:
+def build(name: str, job: Job) -> TrainingEngine:
     """Build the engine called ``name``: DeepSpeed's, or ours with the schedule of that name."""
     import torch
 
@@ -115,4 +115,4 @@ def build(name: str, job: Job) -> Trained:
         _, step = workload.in_deepspeeds(job.num_ranks)
     else:
         _, step = workload.in_ours(job, timetable, clock)
-    return Trained(step, timetable)
+    return TrainingEngine(step, timetable)

@@ -21,14 +21,14 @@ from .ranks import take_turns
 
 SUMMARY = "time of a message between two ranks of this host, by transport, gloo and memcpy"
 SIZES = (4, 1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
-WAYS = ("shm", "tcp", "torch", "gloo", "memcpy")
+METHODS = ("shm", "tcp", "torch", "gloo", "memcpy")
 IDLE = {"idle_shm": "shm", "idle_tcp": "tcp"}
 PEERS = 8  # of the rank that calls ready()
 _LIMIT_S = 120.0
-_TURN_BYTES = 96 << 20  # moved in a measurement, within the fewest and the most turns
-_FEWEST, _MOST = 4, 200
+_TURN_BYTES = 96 << 20  # moved in a measurement, within the limits of turns
+_MIN_TURNS, _MAX_TURNS = 4, 200
 
-Times = dict[tuple[str, int], list[float]]  # (way, bytes) -> seconds one way; other figures have 0 bytes
+Times = dict[tuple[str, int], list[float]]  # (method, bytes) -> seconds one way; other figures have 0 bytes
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ def measure(args: argparse.Namespace) -> Report:
         raise ConfigError(f"--idle: must be 0 to {_LIMIT_S / 4:g} seconds (got {args.idle:g}).")
     sizes = _sizes(args.sizes)
     job = ExchangeJob(build, 2, _LIMIT_S, sizes=sizes, idle_s=args.idle)
-    found: Times = defaultdict(list)
+    times: Times = defaultdict(list)
     for answers in take_turns(["transport"], job, 1 + args.repeats)["transport"].rounds[1:]:
         for key, seconds in answers[0].items():
-            found[key] += seconds
-    return Report(_items(found), "2 ranks; us one way, median (best)", _text(found, sizes))
+            times[key] += seconds
+    return Report(_items(times), "2 ranks; us one way, median (best)", _text(times, sizes))
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -76,23 +76,23 @@ def _sizes(text: str) -> tuple[int, ...]:
     return sizes
 
 
-def _items(found: Times) -> list[dict[str, Any]]:
+def _items(times: Times) -> list[dict[str, Any]]:
     items = []
-    for (name, size), seconds in found.items():
+    for (name, size), seconds in times.items():
         params: dict[str, Any] = {"peers": PEERS} if name == "ready" else {}
-        if name in WAYS:
+        if name in METHODS:
             params = {"bytes": size, "gb_per_s": size / statistics.median(seconds) / 1e9}
         unit, scale = ("% of a core", 100) if name in IDLE else ("us", 1e6)
         items.append(json_item(name, params, [scale * value for value in seconds], unit))
     return items
 
 
-def _text(found: Times, sizes: tuple[int, ...]) -> str:
+def _text(times: Times, sizes: tuple[int, ...]) -> str:
     head = [("", *map(_size, sizes))]
-    rows = [(name, *(_median_and_best(found[name, size]) for size in sizes)) for name in WAYS]
-    lines = [table(head + rows), f"ready   {_median_and_best(found['ready', 0])}"]
+    rows = [(name, *(_median_and_best(times[name, size]) for size in sizes)) for name in METHODS]
+    lines = [table(head + rows), f"ready   {_median_and_best(times['ready', 0])}"]
     for name, kind in IDLE.items():
-        if shares := found.get((name, 0)):
+        if shares := times.get((name, 0)):
             lines.append(f"idle    {100 * max(shares):.2f} % of a core at most, over {kind}")
     return "\n".join(lines)
 
@@ -127,7 +127,7 @@ class Exchange:
         self._rank, self._peer = dist.get_rank(), 1 - dist.get_rank()
         # All transports send the same warm memory.
         self._sources = {size: torch.ones(size, dtype=torch.uint8) for size in job.sizes}
-        self._ways: dict[str, Callable[[Any], float]] = {
+        self._methods: dict[str, Callable[[Any], float]] = {
             "shm": partial(self._through, shm),
             "tcp": partial(self._through, tcp),
             "torch": partial(self._through, torch_transport),
@@ -138,29 +138,29 @@ class Exchange:
         self._with_peers = _linked_with_itself(PEERS, job.timeout_s)
 
     def run(self) -> Times:
-        """Return the seconds of each turn, by way and size, as this rank measured them.
+        """Return the seconds of each turn, by method and size, as this rank measured them.
 
         One turn before them warms up: it allocates the memory.
         """
         import torch.distributed as dist
 
-        found: Times = {}
+        times: Times = {}
         for size, tensor in self._sources.items():
-            turns = max(_FEWEST, min(_MOST, _TURN_BYTES // size))
-            for name, measure in self._ways.items():
+            turns = max(_MIN_TURNS, min(_MAX_TURNS, _TURN_BYTES // size))
+            for name, measure in self._methods.items():
                 measure(tensor)
                 dist.barrier()
-                found[name, size] = [measure(tensor) for _ in range(turns)]
+                times[name, size] = [measure(tensor) for _ in range(turns)]
             dist.barrier()
             if self._rank == 0:
                 target = tensor.clone()
                 copy = partial(target.copy_, tensor)
-                found["memcpy", size] = [_seconds(copy) for _ in range(1 + turns)][1:]
+                times["memcpy", size] = [_seconds(copy) for _ in range(1 + turns)][1:]
         for name, transport in self._waiting.items():
-            found[name, 0] = [self._idle(transport)]
+            times[name, 0] = [self._idle(transport)]
         if self._rank == 0:
-            found["ready", 0] = [_seconds(self._with_peers.ready) for _ in range(_MOST)]
-        return found
+            times["ready", 0] = [_seconds(self._with_peers.ready) for _ in range(_MAX_TURNS)]
+        return times
 
     def _idle(self, transport: Any) -> float:
         """Return the busiest thread's share of a core while this rank waits for a message."""
@@ -215,11 +215,11 @@ def _seconds(action: Callable[[], Any]) -> float:
 
 def _thread_seconds() -> dict[str, float]:
     """Return the processor time of each thread of this process since its start."""
-    found = {}
+    seconds = {}
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):  # it has just ended
-            found[thread] = int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
-    return found
+            seconds[thread] = int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
+    return seconds
 
 
 def _linked_with_itself(peers: int, timeout_s: float) -> Any:

@@ -170,7 +170,7 @@ def _next_command(config: TransformerConfig, output: Path, tokenizer: Path | Non
         "--hidden-dropout": config.hidden_dropout,
         "--attention-dropout": config.attention_dropout,
     }
-    words = [
+    command = [
         "deepspeed",
         "--num_gpus",
         "RANKS",
@@ -178,8 +178,8 @@ def _next_command(config: TransformerConfig, output: Path, tokenizer: Path | Non
         "--deepspeed_config",
         "JSON",
     ]
-    words += [str(word) for flag in flags.items() for word in flag]
+    command += [str(word) for flag in flags.items() for word in flag]
     if isinstance(config, BertConfig) and config.order_classes is None:
-        words.append("--bert-no-binary-head")
+        command.append("--bert-no-binary-head")
     prepare = shlex.join(["python", "-m", "ds_ext", "prepare", "--tokenizer", str(tokenizer or "TOKENIZER")])
-    return f"{shlex.join(words)} --data-path DATA\n      after: {prepare} --source TEXT --output DATA"
+    return f"{shlex.join(command)} --data-path DATA\n      after: {prepare} --source TEXT --output DATA"

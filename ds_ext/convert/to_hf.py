@@ -63,10 +63,10 @@ def to_hf(source: Path, output: Path, tokenizer: Path | None, heads: int | None,
 
     def read(weight: Counterpart) -> Tensor:
         name, record = parameters[weight.name]
-        # This shape is not sharded, so that the reader joins all shards and omits padding.
+        # A shape without shards makes the reader join all shards and omit padding.
         shape = Shape(weight.shape, weight.shape, None)
-        held = LocalParameter(name, nn.Parameter(torch.empty(0)), weight.layer, weight.key, shape)
-        return reader.weight(held, 0, math.prod(record["shape"])).view(weight.shape)
+        full = LocalParameter(name, nn.Parameter(torch.empty(0)), weight.layer, weight.key, shape)
+        return reader.weight(full, 0, math.prod(record["shape"])).view(weight.shape)
 
     with _new_folder(output) as folder:
         index: dict[str, str] = {}

@@ -32,11 +32,11 @@ def tokenizer_of(path: Path | None, state: Mapping[str, Any]) -> Tokenizer | Non
                 f"{path}). Use the folder of the training data."
             )
         return tokenizer
-    words = state.get("data_path")
-    if not isinstance(words, list) or fingerprint is None:
+    data_path = state.get("data_path")
+    if not isinstance(data_path, list) or fingerprint is None:
         return None
     try:
-        _, prefixes = parse_data_path([str(word) for word in words])
+        _, prefixes = parse_data_path([str(word) for word in data_path])
         candidates = [load_tokenizer(prefix.parent) for prefix in prefixes[:1]]
     except ConfigError:
         return None

@@ -189,11 +189,11 @@ def _by_last_stage(module: PipelineModule, order: Sequence[int]) -> dict[int | N
     for stage in order:
         for parameter in module.stage_parameters(stage):
             last[id(parameter)] = None if id(parameter) in tied else stage
-    found: dict[int | None, list[nn.Parameter]] = {stage: [] for stage in (None, *order)}
+    by_stage: dict[int | None, list[nn.Parameter]] = {stage: [] for stage in (None, *order)}
     for parameter in module.parameters():
         if parameter.requires_grad:
-            found[last.get(id(parameter))].append(parameter)
-    return found
+            by_stage[last.get(id(parameter))].append(parameter)
+    return by_stage
 
 
 @contextmanager

@@ -49,19 +49,19 @@ def check_precision(job: JobConfig) -> None:
 
     Needs no process group.
     """
-    wanted, accelerator = precision(job.deepspeed), get_accelerator()
-    if wanted == "fp32":
+    dtype, accelerator = precision(job.deepspeed), get_accelerator()
+    if dtype == "fp32":
         return
     # The query may allocate on the current device, so select the one that DeepSpeed will use.
     accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     supports = {"bf16": accelerator.is_bf16_supported, "fp16": accelerator.is_fp16_supported}
-    if supports[wanted]():
+    if supports[dtype]():
         return
-    other = "fp16" if wanted == "bf16" else "bf16"
+    other = "fp16" if dtype == "bf16" else "bf16"
     half = f'"{other}": {{"enabled": true}} or ' if supports[other]() else ""
     key = f"{precision_section(job.deepspeed)}.enabled"
     raise ConfigError(
-        f"{job.flags.get(key, key)}: the device {accelerator.device_name()} of this host does not support {wanted} "
+        f"{job.flags.get(key, key)}: the device {accelerator.device_name()} of this host does not support {dtype} "
         f"(got true). Use {half}fp32, which needs no section."
     )
 
@@ -253,21 +253,21 @@ def _require_samples_by_index(training_data: Any) -> None:
 
 def _require_same_json(config: str | Mapping[str, Any], plan: JobPlan) -> None:
     """Raise ConfigError unless ``config`` is the JSON of the PipelineModule. Its "ds_ext" section may be missing."""
-    theirs = load_config(config).deepspeed
-    ours, theirs = _flat(plan.job.deepspeed, "ds_ext" in theirs), _flat(theirs, True)
-    for key in sorted({*ours, *theirs}):
-        if ours.get(key) != theirs.get(key):
+    given_json = load_config(config).deepspeed
+    module_json, given_json = _flat(plan.job.deepspeed, "ds_ext" in given_json), _flat(given_json, True)
+    for key in sorted({*module_json, *given_json}):
+        if module_json.get(key) != given_json.get(key):
             raise ConfigError(
-                f"{key}: PipelineModule and initialize() must get the same JSON (got {ours.get(key)!r} and "
-                f"{theirs.get(key)!r}). Pass the same JSON to both, or omit config in initialize()."
+                f"{key}: PipelineModule and initialize() must get the same JSON (got {module_json.get(key)!r} and "
+                f"{given_json.get(key)!r}). Pass the same JSON to both, or omit config in initialize()."
             )
 
 
 def _flat(config: Mapping[str, Any], with_section: bool) -> dict[str, Any]:
     """Return a JSON with the keys of the "ds_ext" section as ``ds_ext.key``, without its ``train`` section."""
     section = config.get("ds_ext", {}) if with_section else {}
-    ours = {f"ds_ext.{key}": value for key, value in section.items() if key != "train"}
-    return {key: value for key, value in config.items() if key != "ds_ext"} | ours
+    flat_section = {f"ds_ext.{key}": value for key, value in section.items() if key != "train"}
+    return {key: value for key, value in config.items() if key != "ds_ext"} | flat_section
 
 
 def _require_parameters(model: PipelineModule) -> None:

@@ -48,13 +48,13 @@ class LossWatch:
 
     def before_reduction(self, step: int) -> None:
         """Store the largest element of every gradient of this rank, on the device, before the reduction."""
-        found = [
+        named_gradients = [
             ((layer, name), gradient)
             for layer, name, parameter in self._named
             if (gradient := self.gradients.of(parameter)) is not None
         ]
-        if found:
-            names, gradients = zip(*found, strict=True)
+        if named_gradients:
+            names, gradients = zip(*named_gradients, strict=True)
             dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
             largest = torch._foreach_norm(dense, torch.inf)  # pyright: ignore[reportPrivateImportUsage]
             self._largest.append((step, list(names), list(largest)))

@@ -239,21 +239,21 @@ class PipelineModule(DeepSpeedPipelineModule):
 
     def stage_parameters(self, stage: int) -> list[torch.nn.Parameter]:
         """Return the trainable parameters of one stage. A shared parameter belongs to every stage that uses it."""
-        found: dict[int, torch.nn.Parameter] = {}
+        parameters: dict[int, torch.nn.Parameter] = {}
         for layer in self.stage_modules(stage).values():
-            found.update({id(p): p for p in layer.parameters() if p.requires_grad})
-        return list(found.values())
+            parameters.update({id(p): p for p in layer.parameters() if p.requires_grad})
+        return list(parameters.values())
 
     def stage_modules(self, stage: int) -> dict[int, torch.nn.Module]:
         """Return a dict of layer index -> module of one stage, without layers that are functions."""
-        found: dict[int, torch.nn.Module] = {}
+        modules: dict[int, torch.nn.Module] = {}
         for index, layer in enumerate(self.stage_funcs[stage], start=self.parts[stage]):
             spec = self._layer_specs[index]
             # A tied layer with a forward_fn, or compiled, is a function of the tied module.
             module = self.tied_modules[spec.key] if isinstance(spec, TiedLayerSpec) else layer
             if isinstance(module, torch.nn.Module):
-                found[index] = module
-        return found
+                modules[index] = module
+        return modules
 
     # --- the parent handles one range of layers at a time ---
 

@@ -40,13 +40,13 @@ def stage_facts(model: PipelineModule, groups: Iterable[Any]) -> Facts:
     _, _, tensor = model.layout.coordinates(model.global_rank)
     place = f", tensor-parallel rank {tensor}" if model.layout.tensor_parallel_size > 1 else ""
     role = f"{model.role} rank of " if model.role else ""
-    found = {}
+    facts = {}
     for stage in model.stages:
         parameters = model.stage_parameters(stage)
-        found[f"{role}stage {stage}{place}: parameters"] = checksum(
+        facts[f"{role}stage {stage}{place}: parameters"] = checksum(
             f"{tuple(p.shape)} {p.dtype} {options.get(id(p))};".encode() for p in parameters
         )
-    return found
+    return facts
 
 
 def data_facts(model: PipelineModule, data: Any) -> Facts:
@@ -57,12 +57,12 @@ def data_facts(model: PipelineModule, data: Any) -> Facts:
     ends = {0, model.layout.placement.stages - 1}
     if data is None or not ends & set(model.stages) or not hasattr(data, "__len__"):
         return {}
-    found = {"training_data": f"{type(data).__name__} of {len(data)} samples"}
+    facts = {"training_data": f"{type(data).__name__} of {len(data)} samples"}
     with contextlib.suppress(Exception), _kept_generators():  # the first step reports errors
         first, again = _bytes_of(lambda: data[0]), _bytes_of(lambda: data[0])
         if first == again:
-            found["training_data: first sample"] = checksum([first])
-    return found
+            facts["training_data: first sample"] = checksum([first])
+    return facts
 
 
 @contextlib.contextmanager

@@ -175,25 +175,25 @@ def _check_ties(module: LayeredModule, ties: dict[str, list[TiedLayerSpec]]) -> 
         if key not in module.tied_modules:
             continue
         layer = module.tied_modules[key]
-        known = dict(layer.named_parameters(remove_duplicate=False))
-        ids = {id(parameter) for parameter in known.values()}
+        parameters = dict(layer.named_parameters(remove_duplicate=False))
+        ids = {id(parameter) for parameter in parameters.values()}
         names = sorted({name for spec in specs for name in spec.tied_weight_attr})
         unknown = [name for name in names if id(_attribute(layer, name)) not in ids]
         if unknown:
             raise ConfigError(
                 f"tied_weight_attr: must name parameters of the tied layer {key!r} (got {', '.join(unknown)}; "
-                f"{type(layer).__name__} has {', '.join(known) or 'no parameters'})."
+                f"{type(layer).__name__} has {', '.join(parameters) or 'no parameters'})."
             )
         # Only weights that every spec names are tied.
         tied = set.intersection(
             *({id(p) for p in tied_weights(layer, spec.tied_weight_attr)} for spec in specs)
         )
-        free = [name for name, p in layer.named_parameters() if p.requires_grad and id(p) not in tied]
-        if free:
+        untied = [name for name, p in layer.named_parameters() if p.requires_grad and id(p) not in tied]
+        if untied:
             all_names = [name for name, p in layer.named_parameters() if p.requires_grad or id(p) in tied]
             raise ConfigError(
                 f"tied_weight_attr: all trained parameters of the tied layer {key!r} must be tied, or some schedules "
-                f"would share them and others not (got {', '.join(free)} of {type(layer).__name__} untied). Set "
+                f"would share them and others not (got {', '.join(untied)} of {type(layer).__name__} untied). Set "
                 f"tied_weight_attr={all_names} in all {len(specs)} TiedLayerSpecs, build the layer without them "
                 f"(nn.Linear: bias=False), or move them to a separate layer."
             )
@@ -208,7 +208,7 @@ def index_tied_modules(module: LayeredModule) -> dict[str, Any]:
     for index, layer in enumerate(module._layer_specs):
         if isinstance(layer, TiedLayerSpec):
             layers.setdefault(layer.key, []).append(index)
-    found: dict[str, Any] = {}
+    ties: dict[str, Any] = {}
     for key in sorted(layers):
         stages = sorted({_stage_of(module, index) for index in layers[key]})
         if len(stages) < 2:
@@ -216,8 +216,8 @@ def index_tied_modules(module: LayeredModule) -> dict[str, Any]:
         for ranks in _tie_ranks(module.layout, stages):
             group = dist.new_group(ranks=ranks)
             if module.global_rank in ranks:
-                found[key] = _tie(module, key, ranks, group)
-    return found
+                ties[key] = _tie(module, key, ranks, group)
+    return ties
 
 
 def _tie_ranks(layout: ParallelLayout, stages: Sequence[int]) -> Iterator[list[int]]:
@@ -323,7 +323,7 @@ def index_shared(module: LayeredModule) -> dict[str, Any]:
     by_ranks: dict[tuple[tuple[int, ...], ...], list[SharedParameter]] = {}
     for shared in module.shared:
         by_ranks.setdefault(_rank_groups(module, shared.places), []).append(shared)
-    found: dict[str, Any] = {}
+    ties: dict[str, Any] = {}
     for groups, members in by_ranks.items():
         for ranks in groups:
             group = dist.new_group(ranks=ranks)
@@ -331,13 +331,13 @@ def index_shared(module: LayeredModule) -> dict[str, Any]:
                 tensors = nn.ParameterList([shared.parameter for shared in members])
                 for tensor in tensors:
                     tensor.ds_pipe_replicated = module.global_rank != ranks[0]
-                found[f"shared {members[0].layer}.{members[0].key}"] = {
+                ties[f"shared {members[0].layer}.{members[0].key}"] = {
                     "ranks": list(ranks),
                     "group": group,
                     "weight_attr": [str(number) for number in range(len(members))],
                     "module": tensors,
                 }
-    return found
+    return ties
 
 
 def _rank_groups(module: LayeredModule, places: Iterable[int]) -> tuple[tuple[int, ...], ...]:

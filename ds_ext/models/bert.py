@@ -126,9 +126,9 @@ def embed_words(embedding: GPTEmbedding, inputs: tuple[Tensor, Tensor, Tensor]) 
 def word_logits(embedding: GPTEmbedding, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Apply the language model head: (words_BSD, order_B2) to (logits_BSV, order_B2), this rank's logits."""
     words_BSD, *order = inputs
-    words = embedding.word_embeddings
-    words_BSD = enter_tensor_parallel(words_BSD, words.tp, words.sequence_parallel)
-    return linear(words_BSD, words.weight), *order
+    table = embedding.word_embeddings
+    words_BSD = enter_tensor_parallel(words_BSD, table.tp, table.sequence_parallel)
+    return linear(words_BSD, table.weight), *order
 
 
 def bert_layer_specs(config: BertConfig, tp: TensorParallel, clock: DropoutClock) -> list[LayerSpec]:
@@ -182,8 +182,8 @@ class BertLoss:
         logits_BSV, *order = outputs
         labels_BS, *swapped = labels
         loss_BS = vocab_parallel_cross_entropy(logits_BSV, labels_BS, self._tp, self._vocab_size)
-        words = loss_BS.sum() / (labels_BS != IGNORE_INDEX).sum().clamp(min=1)
-        loss, parts = words, [torch.ones_like(words), words.detach(), torch.zeros_like(words)]
+        loss = loss_BS.sum() / (labels_BS != IGNORE_INDEX).sum().clamp(min=1)
+        parts = [torch.ones_like(loss), loss.detach(), torch.zeros_like(loss)]
         for order_B2, swapped_B in zip(order, swapped, strict=True):
             order_loss = F.cross_entropy(order_B2.float(), swapped_B)
             loss, parts[2] = loss + order_loss, order_loss.detach()

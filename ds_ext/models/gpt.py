@@ -115,8 +115,8 @@ def check_positions(tokens: int, positions: int) -> None:
 
 def output_logits(embedding: GPTEmbedding, hidden_BSD: Tensor) -> Tensor:
     """Apply the language model head, which uses the tied word embeddings: hidden_BSD to this rank's logits_BSV."""
-    words = embedding.word_embeddings
-    return linear(enter_tensor_parallel(hidden_BSD, words.tp, words.sequence_parallel), words.weight)
+    table = embedding.word_embeddings
+    return linear(enter_tensor_parallel(hidden_BSD, table.tp, table.sequence_parallel), table.weight)
 
 
 def gpt_layer_specs(config: TransformerConfig, tp: TensorParallel, clock: DropoutClock) -> list[LayerSpec]:

@@ -122,7 +122,7 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int = -1) -> Tensor:
 
 
 def _is_trained(weight: Tensor) -> bool:
-    """Return whether a weight is a trained parameter. A tensor computed from one must pass its gradient on at once."""
+    """Return whether a weight is a trained parameter. Other tensors must pass their gradients on immediately."""
     return weight.is_leaf and weight.requires_grad
 
 

@@ -149,15 +149,15 @@ def check_contents(checkpoint: Path, manifest: Mapping[str, Any], share: int = 0
 
 def good_checkpoints(folder: Path) -> list[str]:
     """Return the names of the complete checkpoints, whose files have their sizes; the newest is the last."""
-    found = []
+    complete = []
     for manifest in folder.glob(f"*/{MANIFEST}"):
         if _is_name(manifest.parent.name):
             try:
                 _check_sizes(manifest.parent, _read_manifest(manifest.parent))
-                found.append((manifest.stat().st_mtime_ns, manifest.parent.name))
+                complete.append((manifest.stat().st_mtime_ns, manifest.parent.name))
             except (CheckpointError, OSError):
                 continue
-    return [name for _, name in sorted(found)]
+    return [name for _, name in sorted(complete)]
 
 
 def _alternatives(folder: Path, excluded: str = "") -> str:
@@ -246,9 +246,9 @@ def publish(written: Path, tag: str, manifest: Mapping[str, Any], make_current: 
         OSError: a file cannot be written; the current checkpoint is unchanged.
     """
     folder, checkpoint = written.parent, written.parent / tag
-    whole = {"version": _VERSION, **manifest}
+    content = {"version": _VERSION, **manifest}
     with CheckedFile(written / MANIFEST) as file:
-        file.write(json.dumps({"crc32": _checksum(whole), **whole}).encode())
+        file.write(json.dumps({"crc32": _checksum(content), **content}).encode())
     _sync(written)
     replaced = folder / _scratch_name(tag, "old") if checkpoint.exists() else None
     if replaced is not None:

@@ -200,11 +200,11 @@ def _manifest(engine: Checkpointed, parts: list[dict[str, Any]]) -> dict[str, An
             parameters.setdefault(name, {**described, "states": [], "values": {}, "fragments": fragments})
     for part in parts:
         for name, fragment in part["fragments"].items():
-            whole = parameters[name]
-            whole["values"] |= fragment["values"]
-            whole["states"] = sorted({*whole["states"], *fragment["states"]})
+            parameter = parameters[name]
+            parameter["values"] |= fragment["values"]
+            parameter["states"] = sorted({*parameter["states"], *fragment["states"]})
             if fragment["states"]:
-                whole["fragments"][str(fragment["shard"])].append([fragment["file"], *fragment["range"]])
+                parameter["fragments"][str(fragment["shard"])].append([fragment["file"], *fragment["range"]])
     files = {name: record for part in parts for name, record in part["files"].items()}
     job = next(part["job"] for part in parts if part["job"] is not None)
     return {"job": job, "files": files, "parameters": parameters}

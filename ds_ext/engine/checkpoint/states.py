@@ -108,20 +108,20 @@ def layers_of(module: PipelineModule) -> dict[int, tuple[str, nn.Module]]:
     for index, spec in enumerate(module._layer_specs):
         if isinstance(spec, TiedLayerSpec):
             first_ties.setdefault(spec.key, index)
-    found: dict[int, tuple[str, nn.Module]] = {}
+    layers: dict[int, tuple[str, nn.Module]] = {}
     for stage in module.stages:
         for index, layer in module.stage_modules(stage).items():
             spec = module._layer_specs[index]
             if isinstance(spec, TiedLayerSpec):
-                found[first_ties[spec.key]] = (f"tied_modules.{spec.key}", layer)
+                layers[first_ties[spec.key]] = (f"tied_modules.{spec.key}", layer)
             else:
-                found[index] = (str(index), layer)
-    return dict(sorted(found.items()))
+                layers[index] = (str(index), layer)
+    return dict(sorted(layers.items()))
 
 
 def parameters_of(module: PipelineModule, tensor_ranks: int) -> dict[str, LocalParameter]:
     """Return all parameters of this rank by name, including frozen ones. A shared one is named by its first layer."""
-    found: dict[str, LocalParameter] = {}
+    parameters: dict[str, LocalParameter] = {}
     seen: set[int] = set()
     first = {id(shared.parameter): (shared.layer, shared.key) for shared in module.shared}
     for index, (prefix, layer) in layers_of(module).items():
@@ -131,8 +131,8 @@ def parameters_of(module: PipelineModule, tensor_ranks: int) -> dict[str, LocalP
                 first_layer, first_key = first.get(id(parameter), (index, key))
                 name = f"{first_layer}.{first_key}" if id(parameter) in first else f"{prefix}.{key}"
                 shape = Shape.of(name, parameter, tensor_ranks)
-                found[name] = LocalParameter(name, parameter, first_layer, first_key, shape)
-    return found
+                parameters[name] = LocalParameter(name, parameter, first_layer, first_key, shape)
+    return parameters
 
 
 @dataclass(frozen=True)
@@ -190,17 +190,17 @@ class OptimizerStates:
 
     def fragments(self) -> dict[int, Fragment]:
         """Return a dict of ``id`` of a model parameter -> fragment on this rank."""
-        found = {}
+        fragments = {}
         for group, parameters in self.groups():
             for parameter in parameters:
                 if self.wrapper is None:
-                    found[id(parameter)] = Fragment(0, parameter.numel(), parameter, 0, None)
+                    fragments[id(parameter)] = Fragment(0, parameter.numel(), parameter, 0, None)
                 elif (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
                     low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
-                    found[id(parameter)] = Fragment(
+                    fragments[id(parameter)] = Fragment(
                         low.start, low.numel, group["params"][0], high.start, mapping.hp_fragment.detach()
                     )
-        return found
+        return fragments
 
     def read(self, fragment: Fragment) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the states of a fragment: those with a value per element as flat views, and those with one value.
@@ -265,17 +265,17 @@ def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
     def number(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)
 
-    found = {}
+    numbers = {}
     for key, value in group.items():
         if key == "params":
             continue
         if isinstance(value, Tensor) and value.numel() == 1:
             value = value.item()
         if number(value):
-            found[key] = value
+            numbers[key] = value
         elif isinstance(value, list | tuple) and value and all(map(number, value)):
-            found[key] = list(value)
-    return found
+            numbers[key] = list(value)
+    return numbers
 
 
 def set_numbers(group: dict[str, Any], numbers: Mapping[str, Any]) -> None:

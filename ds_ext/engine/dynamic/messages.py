@@ -169,12 +169,12 @@ def is_numbered(tag: int) -> bool:
 
 def senders(rules: DynamicRules, device: int) -> list[int]:
     """Return the devices that send to ``device``: its neighbours in the pipes."""
-    found: set[int] = set()
+    senders: set[int] = set()
     for devices in rules.placement.pipes:
         for stage, at in enumerate(devices):
             if at == device:
-                found |= set(devices[max(0, stage - 1) : stage + 2])
-    return sorted(found - {device})
+                senders |= set(devices[max(0, stage - 1) : stage + 2])
+    return sorted(senders - {device})
 
 
 def link_credits(layout: ParallelLayout, rules: DynamicRules) -> dict[tuple[int, int], int]:

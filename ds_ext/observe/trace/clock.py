@@ -67,8 +67,8 @@ class Alignment:
             return 0.0
         after = bisect_right(self._at, at_s)
         if 0 < after < len(self._at):
-            one, two = self.comparisons[after - 1 : after + 1]
-            share = (at_s - one.at_s) / (two.at_s - one.at_s)
-            return one.offset_s + share * (two.offset_s - one.offset_s)
+            previous, following = self.comparisons[after - 1 : after + 1]
+            share = (at_s - previous.at_s) / (following.at_s - previous.at_s)
+            return previous.offset_s + share * (following.offset_s - previous.offset_s)
         nearest = self.comparisons[0 if after == 0 else -1]
         return nearest.offset_s + self.drift * (at_s - nearest.at_s)

@@ -62,10 +62,10 @@ class EventText:
             "pipe": instruction.pipe,
         }
         if instruction.peer is not None:
-            first, *more = self._peers(instruction.peer)
+            first, *others = self._peers(instruction.peer)
             values["peer"] = first
-            if more:
-                values["more_peers"] = more
+            if others:
+                values["more_peers"] = others
         present = {key: value for key, value in values.items() if value is not None}
         head = json.dumps(
             {"name": str(instruction), "cat": category, "ph": "X", "pid": self.rank, "tid": thread}

@@ -160,17 +160,17 @@ def _rank(rank: int, steps: list[tuple[StepTimes, float]]) -> RankSummary:
     def mean(values: Iterable[float]) -> float:
         return statistics.fmean(values)
 
-    peers = sorted({peer for of_step, _ in steps for peer in of_step.waits})
-    busy = mean(of_step.busy / whole for of_step, whole in steps)
-    waits = {peer: mean(of_step.waits.get(peer, 0.0) / whole for of_step, whole in steps) for peer in peers}
+    peers = sorted({peer for times, _ in steps for peer in times.waits})
+    busy = mean(times.busy / makespan for times, makespan in steps)
+    waits = {peer: mean(times.waits.get(peer, 0.0) / makespan for times, makespan in steps) for peer in peers}
     return RankSummary(
         rank,
         busy=busy,
         bubble=1 - busy,
-        p2p=sum(waits.values()) + mean(of_step.send / whole for of_step, whole in steps),
-        reduction=mean(of_step.reduction / whole for of_step, whole in steps),
-        reduction_hidden=mean(of_step.reduction_hidden / whole for of_step, whole in steps),
-        optimizer=mean(of_step.optimizer / whole for of_step, whole in steps),
+        p2p=sum(waits.values()) + mean(times.send / makespan for times, makespan in steps),
+        reduction=mean(times.reduction / makespan for times, makespan in steps),
+        reduction_hidden=mean(times.reduction_hidden / makespan for times, makespan in steps),
+        optimizer=mean(times.optimizer / makespan for times, makespan in steps),
         waits=waits,
     )
 

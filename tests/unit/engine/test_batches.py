@@ -1,4 +1,4 @@
-"""The order in which micro-batches take samples, and the position that a checkpoint keeps."""
+"""Order of samples in micro-batches, their position in checkpoints, and collation."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ds_ext.errors import ConfigError
 
 
 class Numbers:
-    """Sample i is (i, -i)."""
+    """Dataset with the samples (i, -i)."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -39,13 +39,13 @@ def test_micro_batch_j_of_step_t_holds_consecutive_samples() -> None:
     assert batches.consumed_samples == 36
 
 
-def test_any_order_and_repetition_give_the_same() -> None:
+def test_micro_batches_do_not_depend_on_the_order_of_access() -> None:
     batches = MicroBatches(Numbers(24), 2)
     forward = [first(batches.get(j)) for j in range(4)]
     assert [first(batches.get(j)) for j in (3, 0, 3, 2)] == [forward[j] for j in (3, 0, 3, 2)]
 
 
-def test_same_samples_however_the_step_is_cut() -> None:
+def test_samples_of_a_step_do_not_depend_on_the_micro_batch_size() -> None:
     coarse, fine = MicroBatches(Numbers(24), 4), MicroBatches(Numbers(24), 1)
     coarse.advance(2)
     fine.advance(8)
@@ -62,7 +62,7 @@ def test_position_is_saved_and_restored_with_another_batch_size() -> None:
     assert first(resumed.get(0)) == [8, 9, 10, 11, 12]
 
 
-def test_dataset_that_ends_is_named_with_the_numbers() -> None:
+def test_a_dataset_that_is_too_short() -> None:
     batches = MicroBatches(Numbers(20), 2)
     batches.advance(8)
     assert first(batches.get(1)) == [18, 19]
@@ -70,7 +70,7 @@ def test_dataset_that_ends_is_named_with_the_numbers() -> None:
         batches.get(2)
 
 
-def test_a_repeating_dataset_begins_again() -> None:
+def test_a_repeating_dataset_continues_at_sample_0() -> None:
     batches = MicroBatches(Numbers(5), 2, repeat=True)
     assert [first(batches.get(j)) for j in range(4)] == [[0, 1], [2, 3], [4, 0], [1, 2]]
     with pytest.raises(ConfigError, match="0 samples"):
@@ -78,17 +78,17 @@ def test_a_repeating_dataset_begins_again() -> None:
 
 
 @pytest.mark.parametrize(("size", "consumed"), [(0, 0), (2, -1)])
-def test_numbers_out_of_range_are_refused(size: int, consumed: int) -> None:
+def test_numbers_out_of_range(size: int, consumed: int) -> None:
     with pytest.raises(ConfigError, match=f"got {size} and {consumed}"):
         MicroBatches(Numbers(100), size, consumed)
 
 
-def test_negative_saved_position_is_refused() -> None:
+def test_negative_saved_position() -> None:
     with pytest.raises(ConfigError, match="-8"):
         MicroBatches(Numbers(100), 2).load_state_dict({"consumed_samples": -8})
 
 
-def test_stack_goes_through_nested_samples() -> None:
+def test_nested_samples_are_stacked() -> None:
     samples = [{"ids": torch.full((3,), i), "pair": (torch.tensor(i), [float(i)])} for i in range(2)]
     batch = stack_samples(samples)
     assert batch["ids"].shape == (2, 3)
@@ -102,11 +102,11 @@ def test_collate_can_be_replaced() -> None:
 
 
 @pytest.mark.parametrize("sample", ["text", None, (torch.zeros(2), "label")])
-def test_what_cannot_be_stacked_is_refused(sample: object) -> None:
+def test_samples_that_cannot_be_stacked(sample: object) -> None:
     with pytest.raises(ConfigError, match=r"training_data: .* collate_fn"):
         stack_samples([sample, sample])
 
 
-def test_samples_of_several_shapes_are_refused() -> None:
+def test_samples_of_different_shapes() -> None:
     with pytest.raises(ConfigError, match=r"\(3,\) and \(4,\)"):
         stack_samples([torch.zeros(3), torch.zeros(4)])

@@ -1,4 +1,4 @@
-"""A checkpoint's folder: damage is named, and a writer killed at any moment leaves the last whole checkpoint."""
+"""Folders of checkpoints: errors for damaged files, and writers that are killed at any moment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ds_ext.training.preflight import require_checkpoint
 
 
 def write(folder: Path, tag: str, text: str = "weights", make_current: bool = True) -> Path:
-    """A checkpoint of two files."""
+    """Write a checkpoint of two files. Returns its folder."""
     written, files = start_writing(folder, tag), {}
     for name in ("a", "b"):
         with CheckedFile(written / name) as file:
@@ -35,7 +35,7 @@ def write(folder: Path, tag: str, text: str = "weights", make_current: bool = Tr
     return publish(written, tag, {"files": files, "job": {"tag": tag}}, make_current)
 
 
-def test_the_last_one_is_current_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+def test_the_last_checkpoint_is_current_and_no_temporary_files_remain(tmp_path: Path) -> None:
     for text in ("one", "two"):
         write(tmp_path, "first", text)
     made = write(tmp_path, "second")
@@ -70,14 +70,14 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_named_with_the_checkpoints_that_are_whole(tmp_path: Path, damage: str) -> None:
+def test_errors_name_the_damaged_file_and_the_complete_checkpoints(tmp_path: Path, damage: str) -> None:
     for tag in ("step_1", "step_2", "step_3"):
         write(tmp_path, tag)
-    act, words = DAMAGE[damage]
-    act(tmp_path / "step_3")
+    break_checkpoint, problem = DAMAGE[damage]
+    break_checkpoint(tmp_path / "step_3")
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(tmp_path)
-    assert f"{tmp_path / 'step_3'}/{words}" in str(caught.value)
+    assert f"{tmp_path / 'step_3'}/{problem}" in str(caught.value)
     assert str(caught.value).endswith(f" {tmp_path / 'latest'}: step_1, step_2.")
     with pytest.raises(ConfigError, match=f"--load {tmp_path}: .*step_3/"):
         require_checkpoint(str(tmp_path))
@@ -87,7 +87,7 @@ def test_damage_is_named_with_the_checkpoints_that_are_whole(tmp_path: Path, dam
         open_checkpoint(tmp_path)
 
 
-def test_a_changed_byte_is_found_by_the_rank_that_reads_the_file(tmp_path: Path) -> None:
+def test_a_changed_byte_is_found_by_the_rank_that_checks_the_file(tmp_path: Path) -> None:
     made = write(tmp_path, "step_1")
     (made / "b").write_text("weightsB")
     checkpoint, manifest = open_checkpoint(tmp_path)
@@ -96,17 +96,17 @@ def test_a_changed_byte_is_found_by_the_rank_that_reads_the_file(tmp_path: Path)
         check_contents(checkpoint, manifest, share=1, shares=2)
 
 
-def test_what_latest_names_must_be_there(tmp_path: Path) -> None:
+def test_latest_must_name_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no checkpoint"):
         open_checkpoint(tmp_path)
     write(tmp_path, "step_1")
-    for text, words in (
+    for text, problem in (
         ("step_9\n", "'step_9' in 'latest'"),
         ("", "got ''"),
         ("../x", "'../x'"),
     ):
         (tmp_path / "latest").write_text(text)
-        with pytest.raises(ConfigError, match=words) as caught:
+        with pytest.raises(ConfigError, match=problem) as caught:
             open_checkpoint(tmp_path)
         assert str(caught.value).endswith("latest: step_1.")
     for tag in ("a/b", "latest", ".hidden", ""):
@@ -114,12 +114,14 @@ def test_what_latest_names_must_be_there(tmp_path: Path) -> None:
             start_writing(tmp_path, tag)
 
 
-def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_only_files_of_killed_writers_are_removed(tmp_path: Path) -> None:
     write(tmp_path, "step_1")
     start_writing(tmp_path, "step_2")
     (tmp_path / ".latest.tmp-0123abcd").write_text("step_")
     (tmp_path / ".step_2.tmp-of-a-user").mkdir()
-    (tmp_path / "step_1").rename(tmp_path / ".step_1.old-0123abcd")  # killed between two renames
+    (tmp_path / "step_1").rename(
+        tmp_path / ".step_1.old-0123abcd"
+    )  # the writer was killed between two renames
     checkpoint, manifest = open_checkpoint(tmp_path)
     check_contents(checkpoint, manifest)
     write(tmp_path, "step_3", make_current=False)
@@ -132,7 +134,7 @@ import itertools, sys
 from pathlib import Path
 from tests.unit.engine.test_checkpoint_folder import write
 for number in itertools.count():
-    # Now a new name, now that of the checkpoint that is current.
+    # Every second checkpoint replaces the current one.
     write(Path(sys.argv[1]), f"step_{number // 2 % 5}", f"{number:06}" * 1000)
     print(number, flush=True)
 """
@@ -150,5 +152,5 @@ def test_a_writer_killed_at_random_moments(tmp_path: Path) -> None:
             last = int((writer.stdout.read().split() or [last])[-1])
         checkpoint, manifest = open_checkpoint(tmp_path)
         check_contents(checkpoint, manifest)
-        # The last that was finished, or the one whose end was not told any more.
+        # The last reported checkpoint, or the next one if the kill came before its report.
         assert int((checkpoint / "a").read_text()[:6]) in (last, last + 1)

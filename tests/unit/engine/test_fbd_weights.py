@@ -1,4 +1,4 @@
-"""Weights on their way from backward to forward ranks."""
+"""Transfer of weights from backward to forward ranks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ STAGE = 3
 
 
 def parameters(rank: int = 0, size: int = 1) -> list[Tensor]:
-    """A whole one, one cut in each dimension, and one of another precision."""
+    """Return a replicated parameter, one sharded in each dimension, and one of another dtype."""
     tp = TensorParallel(merged=2) if size == 1 else TensorParallel(rank, size, object())  # pyright: ignore[reportArgumentType]
     cut = [sharded_parameter((4, 6), dim, tp, lambda full: full.zero_()) for dim in (0, 1)]
     return [nn.Parameter(torch.zeros(5)), *cut, nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))]
 
 
 def fill(shards: list[list[Tensor]], start: float) -> list[Tensor]:
-    """Give the shards the parts of a whole each. Returns the whole ones."""
+    """Fill the shards with parts of full parameters. Returns the full parameters."""
     wholes = []
     for index, parts in enumerate(zip(*shards, strict=True)):
         dim = getattr(parts[0], "partition_dim", None)
@@ -50,9 +50,11 @@ def links(senders: int) -> tuple[WeightLink, list[WeightLink], list[list[Tensor]
 
 
 @pytest.mark.parametrize("senders", [1, 2])
-@pytest.mark.parametrize("piece", [1, 64, 1 << 20], ids=["a piece each", "some", "one a precision"])
-def test_versions_arrive_whole(monkeypatch: pytest.MonkeyPatch, senders: int, piece: int) -> None:
-    """Shards are joined; what has not changed is not sent again."""
+@pytest.mark.parametrize(
+    "piece", [1, 64, 1 << 20], ids=["one piece per parameter", "some pieces", "one piece per dtype"]
+)
+def test_versions_arrive_complete(monkeypatch: pytest.MonkeyPatch, senders: int, piece: int) -> None:
+    """Shards are concatenated, and an unchanged version is not sent again."""
     monkeypatch.setattr(disaggregate_weights, "_PIECE_BYTES", piece)
     forward, backward, theirs = links(senders)
     for version, start in ((0, 1.0), (1, 7.0), (1, 7.0), (2, 9.0)):
@@ -73,12 +75,12 @@ def test_a_skipped_step_sends_no_weights() -> None:
         forward.expect()
         backward.send(version)
         forward.settle()
-        theirs[0][0].data.add_(1)  # not a new version: nobody may see it
+        theirs[0][0].data.add_(1)  # without a new version, this must not be sent
     assert forward.version == 4 and forward.parameters[0].tolist() == [0.0] * 5
 
 
-def test_many_bytes_are_received_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their sender may wait for room, and must not wait for a rank that is in a collective with it."""
+def test_large_weights_are_received_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their sender may wait for memory, and must not wait for a rank in a collective with it."""
     monkeypatch.setattr(disaggregate_weights, "LAZY_BYTES", 16)
     forward, (backward,), theirs = links(1)
     wholes = fill(theirs, 3.0)
@@ -87,7 +89,7 @@ def test_many_bytes_are_received_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(forward.parameters[1], wholes[1])
 
 
-def test_versions_that_do_not_fit_are_refused() -> None:
+def test_versions_that_differ_or_decrease() -> None:
     forward, backward, _ = links(2)
     forward.expect()
     for version, link in enumerate(backward):

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine answers for attributes of its module: a misspelt one would silently become the module's."""
+"""Attributes of the engines exist: DeepSpeed's engine would silently look up a misspelt one in its module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ds_ext.engine import PipelineEngine
 from ds_ext.engine.fbd.backward import BackwardEngine
 from ds_ext.engine.fbd.forward import ForwardEngine
 
-# Set by the constructors of DeepSpeed's engines.
+# The constructors of DeepSpeed's engines set these.
 PARENTS = {
     "pipe_buffers", "device", "global_rank", "global_steps", "micro_batches", "micro_batch_size", "dp_world_size",
     "collate_fn", "module", "optimizer", "mpu", "monitor", "global_samples", "skipped_steps", "micro_steps",
@@ -19,11 +19,11 @@ PARENTS = {
 
 
 @pytest.mark.parametrize("engine", [PipelineEngine, ForwardEngine, BackwardEngine])
-def test_every_attribute_of_the_engine_is_its_own(engine: type[PipelineEngine]) -> None:
+def test_every_attribute_exists(engine: type[PipelineEngine]) -> None:
     ours = [each for each in engine.__mro__ if each.__module__.startswith("ds_ext.")]
-    used, made = set(), set()
+    used, assigned = set(), set()
     for node in (node for each in ours for node in ast.walk(ast.parse(inspect.getsource(each)))):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-            (made if isinstance(node.ctx, ast.Store) else used).add(node.attr)
-    unknown = {name for name in used - made - PARENTS if not hasattr(engine, name)}
+            (assigned if isinstance(node.ctx, ast.Store) else used).add(node.attr)
+    unknown = {name for name in used - assigned - PARENTS if not hasattr(engine, name)}
     assert unknown == set()

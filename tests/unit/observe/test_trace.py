@@ -25,7 +25,7 @@ from tests.trace_folders import BYTES, PRICED, SEND_US, UNIT_US, write_traces
 
 
 def test_merged_times_equal_the_simulation(whole: Path, tmp_path: Path) -> None:
-    """Although every rank's clock has a different offset."""
+    """Every rank's clock has a different offset."""
     merge(read_traces(whole), tmp_path / "all.json")
     joined = json.loads((tmp_path / "all.json").read_text())
     assert joined["otherData"]["world_size"] == 4 and len(joined["otherData"]["clocks"]) == 4

@@ -15,7 +15,7 @@ SECONDS = st.floats(0, 1e-2)
 
 @given(st.floats(-1e5, 1e5), st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=20))
 def test_the_true_offset_is_within_the_error(offset: float, delays: list[tuple[float, float]]) -> None:
-    """For any delays, and with an error of at most half the shortest round trip."""
+    """The error is at most half the shortest round trip, for any delays."""
     exchanges, now = [], 0.0
     for request, answer in delays:
         exchanges.append((now, now + request + offset, now + request + answer))

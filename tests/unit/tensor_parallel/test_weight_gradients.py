@@ -264,7 +264,7 @@ def test_share_of_deferred_elements(head: Callable[..., Tensor], deferred: int) 
     assert (deferral.largest_at_once[0] == "table.weight") is (deferred == 0)
     assert (deferral + deferral).share == deferral.share
     y = layer(ids())
-    y.sum().backward()  # the hooks are gone
+    y.sum().backward()  # close() has removed the hooks
     assert watch.deferral(layer.named_parameters()) == deferral
 
 
