@@ -37,7 +37,7 @@ class Reordering:
     def __init__(self, inner: Any, longest_s: float) -> None:
         self.inner, self.longest_s, self.timeout_s = inner, longest_s, inner.timeout_s
         self.random, self.overtaken = Random(0), 0
-        self._asked: dict[int, list[LocalParameter]] = {}
+        self._asked: dict[int, list[Held]] = {}
         self._next: dict[int, int] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -47,11 +47,11 @@ class Reordering:
         """Ask for a message: one whose tag counts is any of the next three of its link."""
         return Thrown(self, peer, tag) if is_numbered(tag) else self.inner.recv(peer, tag)
 
-    def held(self, peer: int, tag: int) -> list[LocalParameter]:
+    def held(self, peer: int, tag: int) -> list[Held]:
         """The tickets of the link's next messages, by the order in which they were sent."""
         asked, first = self._asked.setdefault(peer, []), self._next.setdefault(peer, tag)
         while len(asked) < _AHEAD:
-            asked.append(LocalParameter(self.inner.recv(peer, first), first))
+            asked.append(Held(self.inner.recv(peer, first), first))
             first = self._next[peer] = first - (first & 0xFFFF) + (first + 1 & 0xFFFF)
         return asked
 
@@ -68,7 +68,7 @@ class Reordering:
                 self.inner.wait_any(inner, timeout_s)
 
 
-class LocalParameter:
+class Held:
     """A message that was asked for, and from when on it is given out."""
 
     def __init__(self, ticket: Any, tag: int) -> None:
@@ -81,9 +81,9 @@ class Thrown:
 
     def __init__(self, transport: Reordering, peer: int, tag: int) -> None:
         self._transport, self._peer, self._tag = transport, peer, tag
-        self._found: LocalParameter | None = None
+        self._found: Held | None = None
 
-    def held(self) -> list[LocalParameter]:
+    def held(self) -> list[Held]:
         """What is asked for on this link."""
         return self._transport.held(self._peer, self._tag)
 

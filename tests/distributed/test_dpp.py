@@ -38,7 +38,7 @@ def train_late(rank: int, job: Job, seed: int, longest_s: float = 0.004) -> dict
         transport.random = Random(1000 * (seed + step) + rank)
         losses.append(float(engine.train_batch(batches)))
         norms.append(float(engine.get_global_grad_norm()))
-        orders.append(list(getattr(engine.schedule, "ran", [])))
+        orders.append(list(getattr(engine.schedule, "executed", [])))
         digests.append(digest(engine))
     transport.close()
     return {
@@ -84,7 +84,7 @@ def test_every_policy_on_every_placement_trains_as_one_process(ranks: Ranks) -> 
 def test_labels_meet_their_activations_whatever_overtakes_whatever(ranks: Ranks) -> None:
     """Every step has a seed of its own, by which the messages of each link change their order."""
     job = dataclasses.replace(job_of("bidirectional_v", "group", "split"), steps=select([20], [3])[0])
-    # LocalParameter back for longer than a rank waits for a core.
+    # Held back for longer than a rank waits for a core.
     results = ranks(4).run(train_late, job, 0, 0.02, timeout_s=300)
     assert_equal(results, reference(job))
     assert sum(result["overtaken"] for result in results) > job.steps
