@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from ds_ext.parallel.fbd import make_layout
 from ds_ext.parallel.layout import ParallelLayout
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel, create_tensor_parallel, shard_dim
 from tests.plans import placement_of
-from tests.reference import gather_shards, random_batches
+from tests.reference import ReferenceRun, gather_shards, random_batches, train_reference
+from tests.selection import EVERYTHING
 
 MODEL = GPTConfig(
     num_layers=8,
@@ -31,6 +33,7 @@ MODEL = GPTConfig(
     make_vocab_size_divisible_by=8,
     seed=3,
 )
+STEPS = 20 if EVERYTHING else 5
 # These have tests of their own: orders decided at run time, devices for forwards, at least 2 D micro-batches.
 OTHERS = ("dpp", "fbd", "dualpipev")
 SCHEDULES = sorted(set(pipe_schedules.SCHEDULES) - set(OTHERS))
@@ -49,7 +52,7 @@ class Job:
     dp: int
     micro_batches: int  # N per pipeline group
     model: GPTConfig
-    steps: int = 20
+    steps: int = STEPS
     options: dict[str, Any] = field(default_factory=dict)
     deepspeed: dict[str, Any] = field(default_factory=dict)
     partition_method: str | list[int] = "type:TransformerLayer"
@@ -97,6 +100,17 @@ def batches_of(job: Job) -> list[list[Any]]:
                 length = job.model.seq_length - (3 * step + m) % 7
                 micro_batches[m] = tokens_BS[:, :length].contiguous(), labels_BS[:, :length].contiguous()
     return batches
+
+
+def reference(job: Job) -> ReferenceRun:
+    """Return the result of ``job`` in one plain process, with SGD."""
+    return _reference(job.model, job.steps, job.micro_batches * job.dp, job.ragged)
+
+
+@cache
+def _reference(model: GPTConfig, steps: int, micro_batches: int, ragged: bool) -> ReferenceRun:
+    batches = batches_of(Job("1f1b", 1, 1, 1, micro_batches, model, steps, ragged=ragged))
+    return train_reference(model, batches, steps, lr=0.1, momentum=0.9, clip=1.0)
 
 
 class StepBatches:

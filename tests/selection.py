@@ -1,9 +1,11 @@
-"""How much of a large matrix of runs to run: a selection, or everything (``make test-all``)."""
+"""Size of a large matrix of runs: a selection, or everything with ``make test-all``."""
 
 from __future__ import annotations
 
 import os
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from itertools import combinations
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -11,5 +13,29 @@ EVERYTHING = bool(os.environ.get("DS_EXT_TEST_ALL"))
 
 
 def select(everything: list[T], few: list[T]) -> list[T]:
-    """``few`` of ``everything``, unless all is asked for."""
+    """Return ``few`` of ``everything``, or everything with ``make test-all``."""
     return everything if EVERYTHING else few
+
+
+def covering(cases: Iterable[T], strength: int, traits: Callable[[T], Any] = lambda case: case) -> list[T]:
+    """Return few of ``cases`` that contain every combination of values; all cases with ``make test-all``.
+
+    The greedy algorithm always takes the first case with the most missing combinations.
+
+    Args:
+        strength: number of factors of a combination: 1 covers every value, 2 every pair of values.
+        traits: values of a case, one for each factor. By default the case is a tuple of them.
+    """
+    cases = list(cases)
+    if EVERYTHING:
+        return cases
+
+    def combined(case: T) -> set[Any]:
+        return set(combinations(enumerate(traits(case)), strength))
+
+    missing, chosen = set[Any]().union(*map(combined, cases)), []
+    while missing:
+        best = max(cases, key=lambda case: len(combined(case) & missing))
+        chosen.append(best)
+        missing -= combined(best)
+    return chosen

@@ -15,8 +15,7 @@ from ds_ext.comm.cuda import trial as cuda_trial
 from ds_ext.comm.cuda.device import Device
 from ds_ext.comm.cuda.header import Route
 from tests.distributed.test_cuda import traffic
-from tests.distributed.test_parity import reference
-from tests.engine_runs import MODEL, SCHEDULES, Job, StepBatches, batches_of, build, weights
+from tests.engine_runs import MODEL, SCHEDULES, Job, StepBatches, batches_of, build, reference, weights
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")

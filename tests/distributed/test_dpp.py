@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ds_ext.errors import TransportError
-from tests.distributed.test_parity import assert_equal, reference
-from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build, digest, train, weights
+from tests.distributed.test_parity import assert_equal
+from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build, digest, reference, train, weights
 from tests.ranks import Ranks
 from tests.reference import random_batches, train_reference
 from tests.reordering import Reordering

@@ -13,19 +13,21 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cache
-from itertools import combinations, product
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
 
 from ds_ext.pipe_schedules import SCHEDULES
-from tests.engine_runs import MODEL, Job, batches_of, train
+from tests import engine_runs
+from tests.engine_runs import Job, batches_of, train
 from tests.precisions import needs
 from tests.ranks import Ranks
 from tests.reference import ReferenceRun, train_reference
-from tests.selection import select
+from tests.selection import covering
 
-STEPS, LR = 4, 1.0
+MODEL = dataclasses.replace(engine_runs.MODEL, num_layers=4)
+STEPS, LR = 3, 1.0
 HALF = 2e-3
 
 
@@ -48,22 +50,8 @@ FACTORS = (
 )
 
 
-def pairs(case: Case) -> set[Any]:
-    return {(a, b, case[a], case[b]) for a, b in combinations(range(len(case)), 2)}
-
-
-def covering(cases: list[Case]) -> list[Case]:
-    """Few of ``cases``, in which every two values of two factors meet: always the one with most new pairs."""
-    missing, chosen = set[Any]().union(*map(pairs, cases)), []
-    while missing:
-        best = max(cases, key=lambda case: len(pairs(case) & missing))
-        chosen.append(best)
-        missing -= pairs(best)
-    return chosen
-
-
 MATRIX = [Case(*values) for values in product(*FACTORS)]
-CASES = select(MATRIX, covering(MATRIX))
+CASES = covering(MATRIX, 2)
 
 
 def job_of(case: Case) -> Job:

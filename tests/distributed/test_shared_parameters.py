@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import ds_ext
 from ds_ext.errors import ConfigError
 from tests.precisions import needs
 from tests.ranks import RankPool, Ranks
+from tests.selection import covering
 
 STEPS, MICRO_BATCHES, LR, CLIP = 3, 4, 0.2, 0.5
 WORDS, WIDTH = 8, 4
@@ -189,9 +191,17 @@ def test_every_schedule_trains_as_one_process(
     agrees(ranks(world).run(train, model, section), in_one_process(model, micro_batches))
 
 
-@pytest.mark.parametrize(("zero", "eager"), [(0, False), (1, True), (1, False)])
 @pytest.mark.parametrize(
-    ("schedule", "width", "world"), [("1f1b", 2, 4), ("bitpipe", 4, 4), ("bitpipe_zb", 2, 2)]
+    ("schedule", "width", "world", "zero", "eager"),
+    [
+        (*sizes, *mode)
+        for sizes, mode in covering(
+            product(
+                [("1f1b", 2, 4), ("bitpipe", 4, 4), ("bitpipe_zb", 2, 2)], [(0, False), (1, True), (1, False)]
+            ),
+            1,
+        )
+    ],
 )
 def test_zero_and_gradient_synchronization(
     ranks: Ranks, schedule: str, width: int, world: int, zero: int, eager: bool
