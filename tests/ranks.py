@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
@@ -50,6 +51,13 @@ class RankError(RuntimeError):
 
 class RankTimeout(TimeoutError):
     """A call did not end within its limit; the notes hold every rank's stack."""
+
+
+def fork_server() -> ForkServerContext:
+    """Return the context whose processes are forked from a server that has imported torch and DeepSpeed."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
 
 
 class RankPool:
@@ -115,8 +123,7 @@ class RankPool:
     def _start(self) -> None:
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = fork_server()
         # The test process serves the store on a port that the system picks, so nobody can take it in between.
         store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self._store = store

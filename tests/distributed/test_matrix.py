@@ -27,7 +27,7 @@ from tests.reference import ReferenceRun, train_reference
 from tests.selection import covering
 
 MODEL = dataclasses.replace(engine_runs.MODEL, num_layers=4)
-STEPS, LR = 3, 1.0
+STEPS, LR = 4, 1.0
 HALF = 2e-3
 
 

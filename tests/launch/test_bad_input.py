@@ -1,4 +1,7 @@
-"""Bad input: one sentence by rank 0, exit code 2, and no process group."""
+"""Bad input: one error by rank 0, exit code 2, and no process group.
+
+Most scripts run in forked processes; launches and dry runs in new interpreters show the whole way.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,21 @@ from typing import Any
 import pytest
 
 from ds_ext.data.tokenizer import train_bpe
+from tests.launch.forked import run_forked
 from tests.launch.jobs import LAUNCHERS, ROOT, Job, command, environment, tiny_config, write_json
 from tests.launch.test_bert import prepare as prepare_bert
 
-SCRIPT = str(ROOT / "train_gpt.py")
+SCRIPT, TOY = str(ROOT / "train_gpt.py"), str(ROOT / "tests" / "launch" / "toy.py")
 
 
 def run_rank(
     path: Path, *flags: str, rank: int = 0, world: int = 2, script: str = "train_gpt.py", **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """``script`` as a launcher would start it; a rendezvous would fail at once, for there is no address."""
-    words = [sys.executable, str(ROOT / script), "--deepspeed_config", str(path), *flags]
-    variables = environment(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), **env)
-    return subprocess.run(words, env=variables, cwd=path.parent, capture_output=True, text=True, timeout=900)
+    """Run ``script`` as one rank of a job; a rendezvous would fail immediately, because it has no address."""
+    words = [str(ROOT / script), "--deepspeed_config", str(path), *flags]
+    place = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    (result,) = run_forked(words, path.parent, **place, **env)
+    return result
 
 
 def refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -168,7 +173,7 @@ def test_unknown_log_level(config: Path) -> None:
 
 
 def test_other_ranks_leave_it_to_rank_0(tmp_path: Path) -> None:
-    """They wait for the launcher to end them; on a node where nobody does, they tell it themselves."""
+    """They wait until the launcher ends them; where no launcher does, they report the error themselves."""
     result = run_rank(tmp_path / "none.json", rank=1)
     assert result.returncode == 2
     assert result.stderr.startswith("rank 1: error: ") and "none.json" in result.stderr
@@ -222,12 +227,10 @@ def test_precision_that_the_device_lacks_for_bert(tmp_path: Path) -> None:
 def test_own_script_with_a_precision_that_the_device_lacks(
     tmp_path: Path, free_port: Callable[[], int]
 ) -> None:
-    words = command("deepspeed", 2, free_port(), str(ROOT / "tests" / "launch" / "toy.py"), "1", "30")
-    with Job(words, tmp_path, TOY_PRECISION="fp16", DS_EXT_TEST_WITHOUT="fp16") as job:
-        job.seconds_until_gone(600)
-        assert job.wait(5) == 2
-        errors = [line for line in job.lines if "error: " in line]
-        assert len(errors) == 1 and errors[0].startswith("error: fp16.enabled: "), job.text
+    words, env = [TOY, "1", "30"], {"TOY_PRECISION": "fp16", "DS_EXT_TEST_WITHOUT": "fp16"}
+    first, second = run_forked(words, tmp_path, 2, port=free_port(), **env)
+    refused(first, "fp16.enabled: ")
+    assert (second.returncode, second.stderr) == (2, "")
 
 
 def test_dry_run_prints_the_plan(config: Path) -> None:
@@ -253,9 +256,10 @@ def test_a_port_that_is_taken(config: Path, tmp_path: Path) -> None:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with Job(command("deepspeed", 2, port, SCRIPT, "--deepspeed_config", str(config)), tmp_path) as job:
-            job.seconds_until_gone(600)
-            assert job.wait(5) != 0
-            told = [line for line in job.lines if line.startswith("error: ")]
-            assert len(told) == 1 and "MASTER_PORT" in told[0] and str(port) in told[0]
-            assert "EADDRINUSE" not in job.text
+        (result,) = run_forked(
+            [SCRIPT, "--deepspeed_config", str(config)], tmp_path, port=port, WORLD_SIZE="2"
+        )
+        assert result.returncode != 0
+        errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1 and str(port) in errors[0] and "MASTER_PORT" in errors[0]
+        assert "EADDRINUSE" not in result.stderr

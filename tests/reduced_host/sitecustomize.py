@@ -14,7 +14,18 @@ from collections.abc import Sequence
 from types import ModuleType
 
 ACCELERATOR = "deepspeed.accelerator.cpu_accelerator"
-WITHOUT = [name for name in os.environ.get("DS_EXT_TEST_WITHOUT", "").split(",") if name]
+WITHOUT = os.environ.get("DS_EXT_TEST_WITHOUT", "")
+
+
+def hide(accelerator: type, names: str) -> None:
+    """Make an accelerator class report the comma-separated precisions as unsupported."""
+    for name in filter(None, names.split(",")):
+        method = f"is_{name}_supported"
+        if not hasattr(accelerator, method):
+            raise ValueError(
+                f"DS_EXT_TEST_WITHOUT: unknown precision (got {name!r}). Use fp16, bf16 or both."
+            )
+        setattr(accelerator, method, lambda accelerator: False)
 
 
 class PatchedLoader(importlib.machinery.SourceFileLoader):
@@ -22,13 +33,7 @@ class PatchedLoader(importlib.machinery.SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        for name in WITHOUT:
-            method = f"is_{name}_supported"
-            if not hasattr(module.CPU_Accelerator, method):
-                raise ValueError(
-                    f"DS_EXT_TEST_WITHOUT: unknown precision (got {name!r}). Use fp16, bf16 or both."
-                )
-            setattr(module.CPU_Accelerator, method, lambda accelerator: False)
+        hide(module.CPU_Accelerator, WITHOUT)
 
 
 class AcceleratorFinder(importlib.abc.MetaPathFinder):
