@@ -17,7 +17,7 @@ from tests.distributed.test_parity import assert_equal
 from tests.engine_runs import StepBatches, digest, weights
 from tests.ranks import Ranks
 
-STEPS = 3
+STEPS = 5
 MODEL = BertConfig(
     num_layers=8,
     hidden_size=32,

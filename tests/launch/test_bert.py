@@ -18,7 +18,8 @@ from ds_ext.models.bert import BertConfig
 from ds_ext.models.gpt import GPTConfig
 from ds_ext.training.checkpoint_fit import check_load
 from ds_ext.training.setup import model_sizes, plan_job
-from tests.launch.jobs import ROOT, Job, command, environment, tiny_config, write_json
+from tests.launch.forked import ForkedJob, run_forked
+from tests.launch.jobs import ROOT, environment, tiny_config, write_json
 
 WORDS = ["the", "pipe", "takes", "a", "batch", "and", "hands", "it", "on", "until", "all", "is", "through"]
 
@@ -48,22 +49,22 @@ def test_bert_trains_on_ranks_and_its_data_are_refused_for_gpt(
     config["ds_ext"]["train"] |= {"seq_length": 24, "train_iters": 4, "bert_no_binary_head": False}
     write_json(tmp_path / "bert.json", config)
     flags = ["--deepspeed_config", "bert.json", "--metrics-file", str(metrics), "--save", str(saved)]
-    with Job(command("torchrun", 2, free_port(), str(ROOT / "train_bert.py"), *flags), tmp_path) as job:
-        job.seconds_until_gone(600)
-        assert job.wait(5) == 0, job.text
+    with ForkedJob([[str(ROOT / "train_bert.py"), *flags]] * 2, tmp_path, port=free_port()) as job:
+        assert [rank.returncode for rank in job.wait()] == [0, 0], job.text
+        text = job.text
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     # At the start every word and either order are equally likely, or nearly so.
     assert 4 < records[0]["loss"] < 7 and records[-1]["consumed_samples"] == 32
-    assert "embedding, positions and types, layer 0" in job.text and "heads, words, bias" in job.text
-    assert "unigram entropy plus ln 2 of" in job.text and (saved / "latest").read_text().strip() == "step_4"
+    assert "embedding, positions and types, layer 0" in text and "heads, words, bias" in text
+    assert "unigram entropy plus ln 2 of" in text and (saved / "latest").read_text().strip() == "step_4"
 
     # The perplexity is of the masked words alone.
     printed = re.search(
         r"validation loss ([\d.]+) \(masked words ([\d.]+), sentence order ([\d.]+)\), perplexity ([\d.]+)",
-        job.text,
+        text,
     )
-    assert printed is not None, job.text
+    assert printed is not None, text
     loss, masked, order, perplexity = map(float, printed.groups())
     assert loss == pytest.approx(masked + order, abs=2e-4) and 0.4 < order < 1.2
     assert perplexity == pytest.approx(math.exp(masked), rel=1e-3)
@@ -79,6 +80,6 @@ def test_bert_trains_on_ranks_and_its_data_are_refused_for_gpt(
 
     del config["ds_ext"]["train"]["bert_no_binary_head"]
     write_json(tmp_path / "gpt.json", config)
-    words = [sys.executable, str(ROOT / "train_gpt.py"), "--deepspeed_config", "gpt.json", "--dry-run"]
-    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    words = [str(ROOT / "train_gpt.py"), "--deepspeed_config", "gpt.json", "--dry-run"]
+    (done,) = run_forked([words], tmp_path)
     assert done.returncode == 2 and "train_bert.py" in done.stderr, done.stderr

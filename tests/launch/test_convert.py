@@ -12,7 +12,8 @@ import pytest
 
 from ds_ext.__main__ import main
 from ds_ext.data.tokenizer import load_tokenizer
-from tests.launch.jobs import ROOT, Job, command
+from tests.launch.forked import run_forked
+from tests.launch.jobs import ROOT
 
 pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -39,10 +40,9 @@ def test_the_script_trains_a_model_of_transformers(
     script, *flags = shlex.split(line.removeprefix("next: deepspeed --num_gpus RANKS "))
     flags[flags.index("JSON")], flags[flags.index("DATA")] = config.name, str(corpus)
     words = [str(ROOT / script), *flags, "--save", str(saved), "--train-iters", "3", "--eval-iters", "0"]
-    with Job(command("torchrun", 2, free_port(), *words), tmp_path) as job:
-        job.seconds_until_gone(600)
-        assert job.wait(5) == 0, job.text
-    assert f"resumed from {checkpoint / 'step_0'} at step 0" in job.text
+    results = run_forked([words] * 2, tmp_path, port=free_port())
+    assert [result.returncode for result in results] == [0, 0], results
+    assert f"resumed from {checkpoint / 'step_0'} at step 0" in results[0].stdout
 
     # The checkpoint contains the number of heads and the path of the tokenizer.
     assert main(["convert", str(saved), "--to", "hf", str(back)]) == 0

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts import INTERFACE, Network, NoHosts, switched_hosts
-from tests.launch.jobs import environment
+from tests.launch.forked import ForkedJob
 
 SCRIPT = str(Path(__file__).with_name("far.py"))
 LIMIT_S = 20.0
@@ -28,7 +28,7 @@ sys.stdin.read()
 """
 
 
-class FarJob:
+class FarJob(ForkedJob):
     """Ranks of far.py, each in a process on its host, without a launcher.
 
     Args:
@@ -46,56 +46,38 @@ class FarJob:
         folder: Path,
         agent_store: bool,
     ) -> None:
-        self.network, self.placement, self._folder = network, placement, folder
-        self.processes: list[subprocess.Popen[bytes]] = []
-        for rank, host in enumerate(placement):
-            settings = environment(
-                RANK=str(rank),
-                WORLD_SIZE=str(len(placement)),
-                LOCAL_RANK=str(list(placement[:rank]).count(host)),
-                LOCAL_WORLD_SIZE=str(list(placement).count(host)),
-                MASTER_ADDR=network.address(0),
-                MASTER_PORT=str(port),
-                GLOO_SOCKET_IFNAME=INTERFACE,
-                TORCHELASTIC_USE_AGENT_STORE=str(agent_store),
-            )
-            with open(self._log(rank), "wb") as log:
-                command = [*network.enter(host), sys.executable, SCRIPT, *words]
-                self.processes.append(subprocess.Popen(command, env=settings, stdout=log, stderr=log))
-
-    def _log(self, rank: int) -> Path:
-        return self._folder / f"rank{rank}.log"
-
-    def text(self, rank: int) -> str:
-        """Output of a rank."""
-        return self._log(rank).read_text(errors="replace")
+        self.network = network
+        env = [
+            {
+                "LOCAL_RANK": str(list(placement[:rank]).count(host)),
+                "LOCAL_WORLD_SIZE": str(list(placement).count(host)),
+                "MASTER_ADDR": network.address(0),
+                "GLOO_SOCKET_IFNAME": INTERFACE,
+                "TORCHELASTIC_USE_AGENT_STORE": str(agent_store),
+            }
+            for rank, host in enumerate(placement)
+        ]
+        namespaces = [network.file(host) for host in placement]
+        super().__init__(
+            [[SCRIPT, *words]] * len(placement), folder, port=port, env=env, namespaces=namespaces
+        )
 
     def steps(self) -> int:
         """Number of steps done."""
-        return len(re.findall(r"^step \d+ done$", self.text(0), re.MULTILINE))
+        return len(re.findall(r"^step \d+ done$", self.text, re.MULTILINE))
 
     def wait_for_step(self, step: int, timeout_s: float = 180) -> None:
-        """Until so many steps are done; AssertionError when a rank ends before."""
-        deadline = time.monotonic() + timeout_s
-        while self.steps() < step:
-            running = all(process.poll() is None for process in self.processes)
-            assert running and time.monotonic() < deadline, "\n".join(
-                map(self.text, range(len(self.processes)))
-            )
-            time.sleep(0.05)
+        """Wait until a step is done; fail if a rank ends before."""
+        self.wait_for(f"step {step} done\n", timeout_s)
 
     def codes(self, limit_s: float) -> list[int]:
-        """Exit codes by rank; subprocess.TimeoutExpired when a rank is there after ``limit_s``."""
-        deadline = time.monotonic() + limit_s
-        return [process.wait(max(0.01, deadline - time.monotonic())) for process in self.processes]
+        """Exit codes by rank; fail if a rank is still running after ``limit_s``."""
+        return [rank.returncode for rank in self.wait(limit_s)]
 
     def reports(self) -> dict[int, str]:
         """The line by rank with which it ends, if it has one."""
-        found = {
-            rank: re.search(rf"^rank {rank} (stopped|failed).*", self.text(rank), re.MULTILINE)
-            for rank in range(len(self.processes))
-        }
-        return {rank: match[0] for rank, match in found.items() if match}
+        lines = re.findall(r"^(rank (\d) (?:stopped|failed).*)", self.text, re.MULTILINE)
+        return {int(rank): line for line, rank in reversed(lines)}
 
 
 @pytest.fixture
@@ -112,11 +94,7 @@ def launch(tmp_path: Path, free_port: Callable[[], int]) -> Iterator[Callable[..
             if agent_store:
                 command = [*network.enter(0), sys.executable, "-c", STORE, network.address(0), str(port)]
                 stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE))
-            job = FarJob(network, placement, words, port, tmp_path, agent_store)
-            for process in job.processes:
-                stack.callback(process.wait)
-                stack.callback(process.kill)
-            return job
+            return stack.enter_context(FarJob(network, placement, words, port, tmp_path, agent_store))
 
         yield start
 
@@ -155,8 +133,7 @@ def test_host_that_has_only_the_store(launch: Callable[..., FarJob]) -> None:
     job.wait_for_step(3)
     job.network.drop(0)
     assert job.codes(LIMIT_S) == [1] * 2
-    output = "".join(job.text(rank) for rank in (0, 1))
-    assert f"host {job.network.address(0)}" in output, output
+    assert f"host {job.network.address(0)}" in job.text, job.text
 
 
 @pytest.mark.parametrize("words", [("1", "auto", "64"), ("4", "torch", "4000000")], ids=["gloo", "torch"])
@@ -164,7 +141,7 @@ def test_stopped_process_is_waited_for(launch: Callable[..., FarJob], words: tup
     # 32 MB messages: the receive window of the stopped process is full.
     job = launch([0, 0, 1, 1], *words)
     job.wait_for_step(3)
-    stopped = job.processes[2].pid
+    stopped = job.pids[2]
     os.kill(stopped, signal.SIGSTOP)
     time.sleep(1)
     done = job.steps()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.launch.forked import ForkedJob
 from tests.launch.jobs import ROOT, Job, command, tiny_config, write_json
 
 LIMIT_S = 60.0  # on one core; an idle host needs 2
@@ -22,16 +23,16 @@ AT = 4  # the step of the checkpoint
 def test_a_killed_forward_rank(corpus: Path, tmp_path: Path, free_port: Callable[[], int]) -> None:
     saved = tmp_path / "saved"
 
-    def launch(schedule: str, ranks: int, *flags: str) -> tuple[Job, Path]:
-        """A job on ``ranks`` ranks, and its metrics."""
+    def command_of(schedule: str, *flags: str) -> tuple[list[str], Path]:
+        """Script and flags, and the file of the metrics."""
         config = write_json(tmp_path / f"{schedule}.json", tiny_config(corpus, schedule=schedule))
         metrics = tmp_path / f"{schedule}_{len(flags)}.jsonl"
         words = [str(ROOT / "train_gpt.py"), "--deepspeed_config", config.name, "--train-iters", STEPS]
         words += ["--eval-iters", "0", "--metrics-file", str(metrics), *flags]
-        return Job(command("deepspeed", ranks, free_port(), *words), tmp_path), metrics
+        return words, metrics
 
-    job, straight = launch("fbd", 4, "--save", str(saved), "--save-interval", str(AT))
-    with job:
+    words, straight = command_of("fbd", "--save", str(saved), "--save-interval", str(AT))
+    with Job(command("deepspeed", 4, free_port(), *words), tmp_path) as job:
         job.wait_for(f"step {2 * AT}: saved ")
         os.kill(job.ranks()[0], signal.SIGKILL)
         job.seconds_until_gone(LIMIT_S)
@@ -45,8 +46,8 @@ def test_a_killed_forward_rank(corpus: Path, tmp_path: Path, free_port: Callable
     expected = losses(straight)
     assert len(expected) >= 2 * AT
     for schedule, ranks in (("fbd", 4), ("1f1b", 2)):
-        job, metrics = launch(schedule, ranks, "--load", str(saved))
-        with job:
+        words, metrics = command_of(schedule, "--load", str(saved))
+        with ForkedJob([words] * ranks, tmp_path, port=free_port()) as job:
             job.wait_for(f"resumed from {saved / f'step_{AT}'} at step {AT},")
             job.wait_for(f"step {2 * AT + 1:>4}/{STEPS} | ")
         went_on = losses(metrics)

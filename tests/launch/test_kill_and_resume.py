@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from ds_ext.engine.checkpoint.folder import check_contents, open_checkpoint
-from tests.launch.jobs import ROOT, Job, command
+from tests.launch.forked import ForkedJob
+from tests.launch.jobs import ROOT
 from tests.selection import EVERYTHING
 
 KILLS = int(os.environ.get("DS_EXT_TEST_KILLS", "20" if EVERYTHING else "3"))
@@ -30,9 +31,9 @@ def test_a_rank_killed_at_random_moments(
 ) -> None:
     saved, metrics, moments = tmp_path / "saved", tmp_path / "metrics.jsonl", random.Random(KILLS)
 
-    def launch(*flags: str) -> Job:
+    def launch(*flags: str) -> ForkedJob:
         script = [str(ROOT / "train_gpt.py"), "--deepspeed_config", config.name, "--train-iters", STEPS]
-        return Job(command("deepspeed", 2, free_port(), *script, "--eval-iters", "0", *flags), tmp_path)
+        return ForkedJob([[*script, "--eval-iters", "0", *flags]] * 2, tmp_path, port=free_port())
 
     keep = ("--save", str(saved), "--save-interval", "1", "--metrics-file", str(metrics))
     resumed_from, in_a_save = None, 0
@@ -46,10 +47,9 @@ def test_a_rank_killed_at_random_moments(
             time.sleep(moments.random())
             if number % 2:
                 _wait_for_a_save(saved)
-            os.kill(job.ranks()[moments.randrange(2)], signal.SIGKILL)
-            job.seconds_until_gone(LIMIT_S)
-            assert job.wait(5) != 0
-            told = [int(found[1]) for line in job.lines if (found := re.match(r"step (\d+): saved ", line))]
+            os.kill(job.pids[moments.randrange(2)], signal.SIGKILL)
+            assert all(rank.returncode != 0 for rank in job.wait(LIMIT_S))
+            told = [int(step) for step in re.findall(r"^step (\d+): saved ", job.text, re.MULTILINE)]
         in_a_save += any(path.name.startswith(".step_") for path in saved.iterdir())
         resumed_from, manifest = open_checkpoint(saved)
         check_contents(resumed_from, manifest)

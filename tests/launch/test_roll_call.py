@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +11,11 @@ from typing import Any
 import pytest
 
 from ds_ext.launch.process import EXIT_CONFIG, EXIT_FAILED
-from tests.launch.jobs import ROOT, Job, command, environment, tiny_config, write_json
+from tests.launch.forked import ForkedJob
+from tests.launch.jobs import ROOT, tiny_config, write_json
 from tests.selection import select
 
-SCRIPT, PER_RANK = str(ROOT / "train_gpt.py"), str(ROOT / "tests/launch/per_rank.py")
+SCRIPT = str(ROOT / "train_gpt.py")
 # Ranks would wait WAIT_S for each other. A refusal takes about 6 s on a quiet host, most of it for imports.
 LIMIT_S, WAIT_S = 300.0, 900.0
 RANKS = 4
@@ -56,58 +55,23 @@ def test_scripts_refuse_a_rank_that_differs(
         DIFFERENCES[name][0](config, other_corpus)
     other = write_json(tmp_path / "other.json", config)
     flags = [["--deepspeed_config", str(path)] for path in (usual, other)]
-    words = command("deepspeed", RANKS, free_port(), PER_RANK, "3", SCRIPT, *flags[0], "--", *flags[1])
-    with Job(words, tmp_path) as job:
-        job.seconds_until_gone(LIMIT_S)
-        assert job.wait(5) == EXIT_CONFIG
+    commands = [[SCRIPT, *flags[rank == RANKS - 1]] for rank in range(RANKS)]
+    with ForkedJob(commands, tmp_path, port=free_port()) as job:
+        results = job.wait(LIMIT_S)
+        text = job.text
+    assert [result.returncode for result in results] == [EXIT_CONFIG] * RANKS
     keys = {DIFFERENCES[name][1] for name in names}
-    lines = [line.strip() for line in job.lines if re.search(r" on ranks 0-2, .* on rank 3$", line)]
-    assert keys <= {line.partition(": ")[0] for line in lines}, job.text
+    lines = [line.strip() for line in text.splitlines() if re.search(r" on ranks 0-2, .* on rank 3$", line)]
+    assert keys <= {line.partition(": ")[0] for line in lines}, text
     assert len(lines) == len(set(lines))
-    assert not job_trained(job.lines) and "Traceback" not in job.text, job.text
+    assert not any(line.startswith("step ") for line in text.splitlines()) and "Traceback" not in text, text
 
 
-def job_trained(lines: list[str]) -> bool:
-    return any(line.startswith("step ") for line in lines)
-
-
-def start_on_hosts(
-    words: list[list[str]], port: int, tmp_path: Path, before: list[list[str]] | None = None
-) -> list[subprocess.Popen[str]]:
-    """A rank on each "host": no launcher sees the other's. ``before`` are words in front of each interpreter."""
-    found = []
-    for rank, command_line in enumerate(words):
-        variables = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(words)),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        process = subprocess.Popen(
-            [*(before[rank] if before else []), sys.executable, *command_line],
-            env=environment() | variables,
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        found.append(process)
-    return found
-
-
-def ends(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
-    """Exit code and standard error of every rank."""
-    try:
-        return [
-            (process.returncode, error)
-            for process in processes
-            for _, error in [process.communicate(timeout=LIMIT_S)]
-        ]
-    finally:
-        for process in processes:
-            process.kill()
+def run_on_hosts(commands: list[list[str]], port: int, tmp_path: Path) -> list[tuple[int, str]]:
+    """Run a rank on each "host" and return exit codes and standard errors; no launcher ends the other ranks."""
+    env = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    with ForkedJob(commands, tmp_path, port=port, env=env) as job:
+        return [(result.returncode, result.stderr) for result in job.wait(LIMIT_S)]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -117,7 +81,7 @@ def test_data_missing_on_one_host_is_one_error_that_ends_all(
     config = write_json(tmp_path / "job.json", tiny_config(corpus, transport_options={"timeout_s": WAIT_S}))
     words = [[SCRIPT, "--deepspeed_config", str(config)] for _ in range(2)]
     words[failing] += ["--data-path", "nowhere"]
-    results = ends(start_on_hosts(words, free_port(), tmp_path))
+    results = run_on_hosts(words, free_port(), tmp_path)
     assert [code for code, _ in results] == [EXIT_CONFIG, EXIT_CONFIG], results
     assert results[0][1].count("error: ") == 1 and "nowhere" in results[0][1], results
     assert results[1][1] == "", results
@@ -133,7 +97,7 @@ def test_another_error_before_joining_ends_all_hosts(tmp_path: Path, free_port: 
         f"    import ds_ext\n    ds_ext.init_distributed({WAIT_S})\n"
         "process.run(main)\n"
     )
-    results = ends(start_on_hosts([[str(script)]] * 2, free_port(), tmp_path))
+    results = run_on_hosts([[str(script)]] * 2, free_port(), tmp_path)
     assert [code for code, _ in results] == [EXIT_FAILED, EXIT_FAILED], results
     assert "rank 1 (host" in results[0][1] and "Traceback" not in results[0][1], results
     assert results[1][1].count("Traceback") == 1, results
@@ -153,7 +117,7 @@ def test_an_error_between_joining_and_the_next_roll_call_ends_all_hosts(
         "    ds_ext.PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], config, loss_fn=nn.MSELoss())\n"
         "process.run(main)\n"
     )
-    results = ends(start_on_hosts([[str(script)]] * 2, free_port(), tmp_path))
+    results = run_on_hosts([[str(script)]] * 2, free_port(), tmp_path)
     assert [code for code, _ in results] == [EXIT_FAILED, EXIT_FAILED], results
     assert "rank 1 failed: FileNotFoundError" in results[0][1] and "Traceback" not in results[0][1], results
     assert results[1][1].count("Traceback") == 1, results
@@ -165,10 +129,10 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path, free_port: Callable[[]
         "import os, sys, time\nfrom ds_ext.launch import process\n"
         "def main():\n"
         "    if os.environ['RANK'] == '2':\n        return 0\n"
-        "    import ds_ext\n    ds_ext.init_distributed(8)\n"
+        "    import ds_ext\n    ds_ext.init_distributed(5)\n"
         "process.run(main)\n"
     )
-    results = ends(start_on_hosts([[str(script)]] * 3, free_port(), tmp_path))
+    results = run_on_hosts([[str(script)]] * 3, free_port(), tmp_path)
     assert [code for code, _ in results] == [EXIT_FAILED, EXIT_FAILED, 0], results
-    assert re.search("rank 2 .* 8 s", results[0][1]), results
+    assert re.search("rank 2 .* 5 s", results[0][1]), results
     assert "Traceback" not in results[0][1] + results[1][1] and results[1][1] == "", results

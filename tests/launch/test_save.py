@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from ds_ext.engine.checkpoint.folder import good_checkpoints
 from ds_ext.errors import ConfigError
 from ds_ext.launch.process import EXIT_CONFIG
 from ds_ext.training.loop import EXIT_NOT_SAVED
-from tests.launch.jobs import ROOT, Job, command
-from tests.launch.test_roll_call import ends, start_on_hosts
+from tests.launch.forked import run_forked
+from tests.launch.jobs import ROOT, environment
 from tests.ranks import RankPool
 
 SCRIPT, LIMITED = str(ROOT / "train_gpt.py"), str(ROOT / "tests/launch/limited.py")
@@ -43,21 +44,23 @@ def test_a_save_that_fails_is_reported_and_training_goes_on(
         "--train-iters",
         "3",
     ]
-    words = command("deepspeed", 2, free_port(), LIMITED, rank, ENOUGH_FOR_A_TRIAL, SCRIPT, *flags)
-    with Job(words, tmp_path) as job:
-        job.seconds_until_gone(LIMIT_S)
-        assert job.wait(5) == EXIT_NOT_SAVED, job.text
-    assert len(steps(job.lines)) == 3
-    reported = [line for line in job.lines if line.startswith(("error: step 2:", "error: step 3:"))]
-    assert len(reported) == 2 and all(f"rank {rank}" in line for line in reported), job.text
-    assert "Traceback" not in job.text
+    words = [LIMITED, rank, ENOUGH_FOR_A_TRIAL, SCRIPT, *flags]
+    results = run_forked([words] * 2, tmp_path, port=free_port())
+    assert {result.returncode for result in results} == {EXIT_NOT_SAVED}, results
+    assert len(steps(results[0].stdout.splitlines())) == 3
+    errors = [line for line in results[0].stderr.splitlines() if line.startswith("error: step")]
+    assert [re.findall(r"step \d+|rank \d", line)[:2] for line in errors] == [
+        ["step 2", f"rank {rank}"],
+        ["step 3", f"rank {rank}"],
+    ]
+    assert not any("Traceback" in result.stderr for result in results)
     assert good_checkpoints(tmp_path / "saved") == []
 
 
 def test_save_interval_needs_save(config: Path, tmp_path: Path) -> None:
-    words = [[SCRIPT, "--deepspeed_config", str(config), "--save-interval", "2"]]
-    ((code, error),) = ends(start_on_hosts(words, 1, tmp_path))
-    assert code == EXIT_CONFIG and "--save-interval: " in error and error.count("\n") == 1
+    (result,) = run_forked([[SCRIPT, "--deepspeed_config", str(config), "--save-interval", "2"]], tmp_path)
+    assert result.returncode == EXIT_CONFIG
+    assert "--save-interval: " in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_a_folder_that_hosts_do_not_share_is_refused_before_the_first_step(
@@ -70,7 +73,25 @@ def test_a_folder_that_hosts_do_not_share_is_refused_before_the_first_step(
     if subprocess.run([*alone, "true"], capture_output=True).returncode:
         pytest.skip("mount namespaces are refused here")
     words = [SCRIPT, "--deepspeed_config", str(config), "--save", str(saved)]
-    results = ends(start_on_hosts([words, words], free_port(), tmp_path, before=[[], alone]))
+    variables = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [
+        subprocess.Popen(
+            [*before, sys.executable, *words],
+            env=environment(RANK=str(rank), **variables),
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, before in enumerate(([], alone))
+    ]
+    try:
+        errors = [process.communicate(timeout=LIMIT_S)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    results = [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
     assert [code for code, _ in results] == [EXIT_CONFIG, EXIT_CONFIG], results
     assert results[0][1].count("error: ") == 1 and "rank 1" in results[0][1], results
     # c10d prints a warning and a C++ stack where rank 0 has left first; rank 1 itself prints nothing.
@@ -151,10 +172,10 @@ def test_a_run_whose_loss_is_not_finite_says_so_and_keeps_its_last_checkpoint(
         "40",
     ]
     config.write_text(config.read_text().replace('"lr": 0.001', '"lr": 1e30'))
-    with Job(command("deepspeed", 2, free_port(), SCRIPT, *flags), tmp_path) as job:
-        job.seconds_until_gone(LIMIT_S)
-        assert job.wait(5) == 1, job.text
-    assert len(steps(job.lines)) < 40
-    assert "NonFiniteLoss" in job.text and "Traceback" not in job.text, job.text
-    bad = [number for number, line in enumerate(steps(job.lines), 1) if " | loss nan" in line]
+    results = run_forked([[SCRIPT, *flags]] * 2, tmp_path, port=free_port())
+    assert [result.returncode for result in results] == [1, 1], results
+    lines, errors = steps(results[0].stdout.splitlines()), "".join(result.stderr for result in results)
+    assert len(lines) < 40
+    assert "NonFiniteLoss" in errors and "Traceback" not in errors, errors
+    bad = [number for number, line in enumerate(lines, 1) if " | loss nan" in line]
     assert good_checkpoints(tmp_path / "saved")[-1] == f"step_{bad[0] - 1}"

@@ -17,6 +17,7 @@ from ds_ext.errors import ConfigError
 from ds_ext.models.gpt import GPTConfig
 from ds_ext.training.checkpoint_fit import check_load
 from ds_ext.training.setup import model_sizes, plan_job
+from tests.launch.forked import ForkedJob, run_forked
 from tests.launch.jobs import ROOT, Job, command, write_json
 from tests.own_schedule import NAME, write_own_schedule
 
@@ -38,6 +39,19 @@ def train(config: Path, tmp_path: Path, free_port: Callable[[], int]) -> Callabl
             job.seconds_until_gone(600)
             assert job.wait(5) == 0, job.text
         return job
+
+    return run
+
+
+@pytest.fixture
+def train_forked(config: Path, tmp_path: Path, free_port: Callable[[], int]) -> Callable[..., str]:
+    """Run train_gpt.py on two ranks without a launcher and return their output: train_forked(flags...)."""
+
+    def run(*flags: str, script: str = SCRIPT, **env: str) -> str:
+        words = [script, "--deepspeed_config", config.name, *flags]
+        with ForkedJob([words] * 2, tmp_path, port=free_port(), env=env) as job:
+            assert [rank.returncode for rank in job.wait()] == [0, 0], job.text
+            return job.text
 
     return run
 
@@ -99,15 +113,10 @@ def test_training_shows_its_own_lines_only_and_resumes_where_it_was(
         assert "python -m ds_ext show bitpipe --num-devices 2 --micro-batches 4" in job.text
 
 
-def test_everything_is_logged_on_demand(config: Path, tmp_path: Path, free_port: Callable[[], int]) -> None:
-    words = command(
-        "torchrun", 2, free_port(), SCRIPT, "--deepspeed_config", config.name, "--train-iters", "1"
-    )
-    with Job(words, tmp_path, DS_EXT_LOG_LEVEL="info") as job:
-        job.seconds_until_gone(600)
-        assert job.wait(5) == 0, job.text
-    assert "[INFO]" in job.text and "before it has started" in job.text
-    assert "FutureWarning" in job.text
+def test_everything_is_logged_on_demand(train_forked: Callable[..., str]) -> None:
+    text = train_forked("--train-iters", "1", DS_EXT_LOG_LEVEL="info")
+    assert "[INFO]" in text and "before it has started" in text
+    assert "FutureWarning" in text
 
 
 def changed(config: Path, name: str, **keys: Any) -> str:
@@ -141,12 +150,12 @@ def refused_before_a_start(config: Path, saved: Path) -> None:
 
 
 def test_resuming_under_another_schedule_sizes_and_batch(
-    config: Path, train: Callable[..., Job], tmp_path: Path, free_port: Callable[[], int]
+    config: Path, train_forked: Callable[..., str], tmp_path: Path, free_port: Callable[[], int]
 ) -> None:
     saved, metrics = tmp_path / "saved", tmp_path / "metrics.jsonl"
     keep = ("--save", str(saved), "--metrics-file", str(metrics))
     one = changed(config, "1f1b.json", ds_ext={"schedule": "1f1b"}, gradient_accumulation_steps=4)
-    train("torchrun", "--deepspeed_config", one, "--train-iters", "2", *keep)
+    train_forked("--deepspeed_config", one, "--train-iters", "2", *keep)
     refused_before_a_start(tmp_path / one, saved)
     # Tensor instead of pipeline parallelism, and a batch of three times the size; the data go on at the next sample.
     sizes = changed(
@@ -156,24 +165,23 @@ def test_resuming_under_another_schedule_sizes_and_batch(
         gradient_accumulation_steps=12,
     )
     other = ("--load", str(saved), "--seed", "5", "--split", "7,3")
-    again = train("deepspeed", "--deepspeed_config", sizes, "--train-iters", "3", *other, *keep)
-    notes = [line for line in again.lines if line.startswith("note: ")]
-    assert len(notes) == 2, again.text
-    assert notes[0].startswith("note: --split was 0.8,0.2,0, is 0.7,0.3,0: ")
-    assert notes[1].startswith("note: --seed was 1234, is 5: ")
-    assert "step_2 at step 2, 16 samples consumed (written with 1f1b, PP 2 x TP 1 x DP 1)" in again.text
+    again = train_forked("--deepspeed_config", sizes, "--train-iters", "3", *other, *keep)
+    split, seed = (line for line in again.splitlines() if line.startswith("note: "))
+    assert "--split" in split and "0.8,0.2,0" in split and "0.7,0.3,0" in split
+    assert "--seed" in seed and "1234" in seed and "5" in seed
+    (resumed,) = (line for line in again.splitlines() if line.startswith("resumed from "))
+    assert re.search(r"step_2\b.* 16 samples .*1f1b\b.*PP 2 x TP 1 x DP 1", resumed)
     assert [record["consumed_samples"] for record in records(metrics)] == [8, 16, 16 + 24]
     assert (saved / "latest").read_text() == "step_3"
 
     (saved / "step_3" / "layer_01-model_00-model_states.pt").write_bytes(b"")
-    refused = command("deepspeed", 2, free_port(), SCRIPT, "--deepspeed_config", one, "--load", str(saved))
-    with Job(refused, tmp_path) as job:
-        job.seconds_until_gone(600)
-        assert job.wait(5) == 2
-    told = [line for line in job.lines if line.startswith("error: ")]
-    assert len(told) == 1 and "Traceback" not in job.text, job.text
-    assert "step_3/layer_01-model_00-model_states.pt: damaged" in told[0] and "(got 0)" in told[0]
-    assert told[0].endswith(f" {saved / 'latest'}: step_2.")
+    refused = [SCRIPT, "--deepspeed_config", one, "--load", str(saved)]
+    with ForkedJob([refused] * 2, tmp_path, port=free_port()) as job:
+        assert [rank.returncode for rank in job.wait()] == [2, 2]
+        (error,) = (line for line in job.text.splitlines() if line.startswith("error: "))
+        assert "Traceback" not in job.text
+    assert "step_3/layer_01-model_00-model_states.pt" in error and "(got 0)" in error
+    assert str(saved / "latest") in error and "step_2" in error
 
 
 @pytest.mark.parametrize(
@@ -199,26 +207,23 @@ def test_resuming_under_another_schedule_sizes_and_batch(
     ids=["torch", "deepspeed"],
 )
 def test_optimizers_and_schedulers_that_are_accepted_run(
-    config: Path, train: Callable[..., Job], optimizer: dict[str, Any], scheduler: dict[str, Any]
+    config: Path, train_forked: Callable[..., str], optimizer: dict[str, Any], scheduler: dict[str, Any]
 ) -> None:
     zero = {"stage": 0}
     name = changed(config, "other.json", optimizer=optimizer, scheduler=scheduler, zero_optimization=zero)
-    assert "step 3/3 | loss" in train("torchrun", "--deepspeed_config", name).text
+    assert "step 3/3 | loss" in train_forked("--deepspeed_config", name)
 
 
-def test_the_first_and_the_last_step_are_printed_whatever_the_interval(train: Callable[..., Job]) -> None:
-    job = train("torchrun", "--train-iters", "7", "--log-interval", "3", "--eval-iters", "0")
-    printed = [line.split("/")[0] for line in job.lines if re.match(r"step +\d+/\d+ \| loss", line)]
+def test_the_first_and_the_last_step_are_printed_whatever_the_interval(
+    train_forked: Callable[..., str],
+) -> None:
+    text = train_forked("--train-iters", "7", "--log-interval", "3", "--eval-iters", "0")
+    printed = [line.split("/")[0] for line in text.splitlines() if re.match(r"step +\d+/\d+ \| loss", line)]
     assert printed == ["step 1", "step 3", "step 6", "step 7"]
 
 
-def test_a_rank_works_out_its_timetable_once(
-    config: Path, tmp_path: Path, free_port: Callable[[], int]
-) -> None:
-    words = command("torchrun", 2, free_port(), COUNTED, "--deepspeed_config", config.name)
-    with Job([*words, "--train-iters", "2", "--eval-iters", "1"], tmp_path) as job:
-        job.seconds_until_gone(600)
-        assert job.wait(5) == 0, job.text
+def test_a_rank_works_out_its_timetable_once(train_forked: Callable[..., str], tmp_path: Path) -> None:
+    train_forked("--train-iters", "2", "--eval-iters", "1", script=COUNTED)
     once = {"generated": 1, "lowered": 1, "checked": 1, "simulated": 1}
     assert [json.loads((tmp_path / f"counts.{rank}.json").read_text()) for rank in (0, 1)] == [once, once]
 
@@ -236,18 +241,17 @@ def test_the_readme_has_a_whole_job_for_own_layers(tmp_path: Path, free_port: Ca
         "import torch\nfrom ds_ext.launch import process\n"
         "dataset = [(torch.ones(4) * i, torch.zeros(4)) for i in range(16)]\nprocess.run(main)\n"
     )
-    with Job(command("deepspeed", 4, free_port(), "own.py"), tmp_path) as job:
-        job.seconds_until_gone(600)
-        assert job.wait(5) == 0, job.text
-    assert len([line for line in job.lines if line.startswith("loss ")]) == 1
+    results = run_forked([["own.py"]] * 4, tmp_path, port=free_port())
+    assert [result.returncode for result in results] == [0] * 4, results
+    assert sum(result.stdout.count("loss ") for result in results) == 1
 
 
 def test_trains_with_an_own_schedule_of_the_jobs_folder(
-    train: Callable[..., Job], config: Path, tmp_path: Path
+    train_forked: Callable[..., str], config: Path, tmp_path: Path
 ) -> None:
     write_own_schedule(tmp_path, "mine")
     job, steps = json.loads(config.read_text()), tmp_path / "steps.jsonl"
     job["ds_ext"] |= {"schedule": NAME, "import": ["mine"]}
     write_json(config, job)
-    train("torchrun", "--train-iters", "2", "--eval-iters", "0", "--metrics-file", str(steps))
+    train_forked("--train-iters", "2", "--eval-iters", "0", "--metrics-file", str(steps))
     assert [(row["step"], row["schedule"]) for row in records(steps)] == [(1, NAME), (2, NAME)]
