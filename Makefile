@@ -10,6 +10,8 @@ model := $(if $(findstring bert,$(notdir $(CONFIG))),bert,gpt)
 # A port that nobody listens at: the launcher's own default may be another job's.
 PORT ?= $(shell $(bin)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
 PYTEST_FLAGS ?=
+# Processes that run tests at the same time; each has up to eight ranks.
+TEST_WORKERS ?= 2
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -24,6 +26,7 @@ bert_corpus := data/stdlib_bert/meta.json
 corpus := $($(model)_corpus)
 native := $(wildcard kernels/*/*.cpp kernels/*/*.hpp)
 native_tests := $(wildcard tests/native/*.cpp)
+workers := -n $(TEST_WORKERS) --dist worksteal
 spelled := $(wildcard *.py *.md Makefile ds_ext tests kernels configs docs)
 
 # The launcher, ninja and the ranks are looked up in PATH; whatever is compiled at run time stays in the environment.
@@ -70,10 +73,10 @@ train: $(stamp) $(corpus)  ## train a GPT, or a BERT with CONFIG=configs/bert_bi
 	set -x; exec deepspeed --num_gpus $(RANKS) --master_port $(PORT) train_$(model).py --deepspeed_config $(CONFIG)
 
 test: $(stamp)  ## the whole test suite; PYTEST_FLAGS="-m 'not slow'" for a quick one
-	$(bin)/python -m pytest $(PYTEST_FLAGS)
+	$(bin)/python -m pytest $(workers) $(PYTEST_FLAGS)
 
 test-all: $(stamp)  ## the tests with the whole matrices, some hours: schedule x precision x ZeRO x parallelism x recomputation
-	DS_EXT_TEST_ALL=1 $(bin)/python -m pytest $(PYTEST_FLAGS)
+	DS_EXT_TEST_ALL=1 $(bin)/python -m pytest $(workers) $(PYTEST_FLAGS)
 
 test-rdma: $(stamp)  ## RDMA over real verbs, in guests emulated by qemu; skipped with the reason where none can be started
 	DS_EXT_TEST_RDMA=1 $(bin)/python -m pytest -rs tests/rdma $(PYTEST_FLAGS)

@@ -27,6 +27,18 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("patient")
 
 
+# Most tests in these folders start processes and are slow; those marked as quick are the exception.
+SLOW_FOLDERS = ("browser", "distributed", "launch")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests as slow by their folder."""
+    for item in items:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        if folder in SLOW_FOLDERS and item.get_closest_marker("quick") is None:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """`ranks(4).run(fn, *args)` calls fn(rank, *args) on four gloo ranks; see tests/ranks.py."""

@@ -140,7 +140,7 @@ CASES: list[tuple[Sizes, Sizes, str, int, float]] = [
 
 @pytest.mark.parametrize(
     ("before", "after", "precision", "zero", "tolerance"),
-    [pytest.param(*case, marks=needs(case[2])) for case in CASES],
+    [pytest.param(*case, marks=pytest.mark.quick if case is CASES[0] else needs(case[2])) for case in CASES],
     ids=[f"{case[0][0]}-{case[1][0]}-{case[2]}-ZeRO{case[3]}" for case in CASES],
 )
 def test_going_on_under_other_sizes(

@@ -188,6 +188,7 @@ def test_another_number_of_micro_batches_between_steps(ranks: Ranks) -> None:
     assert all(losses == pytest.approx(expected, rel=1e-5) for losses in results)
 
 
+@pytest.mark.quick
 def test_evaluation_in_between(ranks: Ranks) -> None:
     job = job_of("bidirectional_v", "depth", "whole")
     results = ranks(4).run(evaluate_and_train, job, timeout_s=120)

@@ -15,6 +15,8 @@ from ds_ext.launch import failure
 from tests.engine_runs import MODEL, Job, build
 from tests.ranks import RankPool, Ranks
 
+pytestmark = pytest.mark.quick
+
 # What is tested is the answer, and not whether a busy machine gives it in time.
 STORE_S = 30.0
 

@@ -39,7 +39,7 @@ THREE = dataclasses.replace(DROPOUT, fbd={"backward_per_forward": 3}, micro_batc
 @pytest.mark.parametrize(
     "job",
     [
-        pytest.param(DROPOUT, id="plain"),
+        pytest.param(DROPOUT, id="plain", marks=pytest.mark.quick),
         pytest.param(TWO, id="two backward pipelines, ZeRO-1"),
         *select(
             [

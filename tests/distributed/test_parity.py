@@ -49,13 +49,18 @@ def assert_equal(results: list[dict], expected: ReferenceRun) -> None:
     assert covered == set(expected.parameters)
 
 
-def named(runs: list[Run]) -> list[Any]:
-    return [pytest.param(s, sizes, id="{}-pp{}-tp{}-dp{}".format(s, *sizes)) for s, sizes in runs]
+def named(runs: list[Run], *marks: pytest.MarkDecorator) -> list[Any]:
+    return [
+        pytest.param(s, sizes, id="{}-pp{}-tp{}-dp{}".format(s, *sizes), marks=marks) for s, sizes in runs
+    ]
 
 
 @pytest.mark.parametrize(
     ("schedule", "layout"),
-    named([*product(SCHEDULES, [ON_4_DEVICES]), *covering(product(SCHEDULES, LAYOUTS), 2, traits)]),
+    [
+        *named([*product(SCHEDULES, [ON_4_DEVICES])], pytest.mark.quick),
+        *named(covering(product(SCHEDULES, LAYOUTS), 2, traits)),
+    ],
 )
 def test_trains_as_one_process(ranks: Ranks, schedule: str, layout: Layout) -> None:
     pp, tp, dp = layout

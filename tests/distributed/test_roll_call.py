@@ -14,6 +14,8 @@ import ds_ext
 from ds_ext.errors import ConfigError
 from tests.ranks import RankPool
 
+pytestmark = pytest.mark.quick
+
 WIDTH = 4
 
 

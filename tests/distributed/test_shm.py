@@ -20,6 +20,8 @@ from ds_ext.pipe_schedules.lower import lower
 from tests.distributed.test_torch_p2p import CPU, catch
 from tests.ranks import RankPool
 
+pytestmark = pytest.mark.quick
+
 LARGE = native_transport.COPIED_BYTES  # floats: used where they arrive
 
 

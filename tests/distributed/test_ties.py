@@ -14,6 +14,8 @@ from ds_ext.errors import ConfigError
 from tests.engine_runs import StepBatches
 from tests.ranks import RankPool
 
+pytestmark = pytest.mark.quick
+
 
 def build(schedule: str, gas: int, bias: bool, *tied: Any) -> Any:
     """An engine whose first and last layer are tied, each place with its ``tied_weight_attr``."""

@@ -48,7 +48,10 @@ def train_in_place(rank: int, job: Job) -> tuple[dict[str, Any], int]:
         NativeTransport._tensors, native_transport.COPIED_BYTES = tensors, copied
 
 
-@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param(name, marks=pytest.mark.quick if name == "bitpipe" else ()) for name in sorted(SCHEDULES)],
+)
 def test_trains_to_the_same_bits(ranks4: RankPool, schedule: str) -> None:
     kinds = ["shm", "tcp", *(() if SCHEDULES[schedule].dynamic else ("torch",))]
     for by_kind in ranks4.run(train_over, job_of(schedule), kinds, timeout_s=120):

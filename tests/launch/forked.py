@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from tests.hosts import inside
 from tests.launch.jobs import environment
@@ -89,7 +89,7 @@ class ForkedJob:
                 ).start()
             )
 
-    def __enter__(self) -> ForkedJob:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

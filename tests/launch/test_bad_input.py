@@ -17,7 +17,7 @@ import pytest
 
 from ds_ext.data.tokenizer import train_bpe
 from tests.launch.forked import run_forked
-from tests.launch.jobs import LAUNCHERS, ROOT, Job, command, environment, tiny_config, write_json
+from tests.launch.jobs import ROOT, Job, command, environment, tiny_config, write_json
 from tests.launch.test_bert import prepare as prepare_bert
 
 SCRIPT, TOY = str(ROOT / "train_gpt.py"), str(ROOT / "tests" / "launch" / "toy.py")
@@ -104,6 +104,7 @@ JSON_FAULTS: dict[str, tuple[Change, int, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("fault", JSON_FAULTS)
 def test_fault_in_the_json(corpus: Path, tmp_path: Path, fault: str) -> None:
     change, world, words = JSON_FAULTS[fault]
@@ -139,6 +140,7 @@ FLAG_FAULTS: dict[str, tuple[list[str], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("fault", FLAG_FAULTS)
 def test_fault_in_the_flags(config: Path, fault: str) -> None:
     flags, words = FLAG_FAULTS[fault]
@@ -180,7 +182,7 @@ def test_other_ranks_leave_it_to_rank_0(tmp_path: Path) -> None:
     assert result.stderr.startswith("rank 1: error: ") and "none.json" in result.stderr
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", [pytest.param("deepspeed", marks=pytest.mark.quick), "torchrun"])
 def test_launchers_show_it_once(config: Path, free_port: Callable[[], int], launcher: str) -> None:
     """`deepspeed` passes the exit code on; torchrun always ends with 1 and shows ours in its report."""
     with Job(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from ds_ext.engine.checkpoint.folder import (
 )
 from ds_ext.errors import CheckpointError, ConfigError
 from ds_ext.training.preflight import require_checkpoint
+from tests.ranks import fork_server
 
 
 def write(folder: Path, tag: str, text: str = "weights", make_current: bool = True) -> Path:
@@ -129,28 +130,28 @@ def test_only_files_of_killed_writers_are_removed(tmp_path: Path) -> None:
     assert names == [".step_2.tmp-of-a-user", "latest", "step_1", "step_3"]
 
 
-WRITER = """
-import itertools, sys
-from pathlib import Path
-from tests.unit.engine.test_checkpoint_folder import write
-for number in itertools.count():
-    # Every second checkpoint replaces the current one.
-    write(Path(sys.argv[1]), f"step_{number // 2 % 5}", f"{number:06}" * 1000)
-    print(number, flush=True)
-"""
+def write_endlessly(folder: Path, finished: Connection) -> None:
+    """Save checkpoints alternately under a new name and under the name of the current one; send their numbers."""
+    for number in itertools.count():
+        write(folder, f"step_{number // 2 % 5}", f"{number:06}" * 1000)
+        finished.send(number)
 
 
 def test_a_writer_killed_at_random_moments(tmp_path: Path) -> None:
     moments = random.Random(0)
     for _ in range(10):
-        words = [sys.executable, "-c", WRITER, str(tmp_path)]
-        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as writer:
-            assert writer.stdout is not None
-            last = int(writer.stdout.readline())
-            time.sleep(moments.random() * 0.02)
-            writer.send_signal(signal.SIGKILL)
-            last = int((writer.stdout.read().split() or [last])[-1])
+        reader, sender = fork_server().Pipe(duplex=False)
+        writer = fork_server().Process(target=write_endlessly, args=(tmp_path, sender))
+        writer.start()
+        sender.close()
+        last = reader.recv()
+        time.sleep(moments.random() * 0.02)
+        writer.kill()
+        writer.join()
+        with contextlib.suppress(EOFError):
+            while True:
+                last = reader.recv()
         checkpoint, manifest = open_checkpoint(tmp_path)
         check_contents(checkpoint, manifest)
-        # The last reported checkpoint, or the next one if the kill came before its report.
+        # The next checkpoint may be finished although its number was not sent.
         assert int((checkpoint / "a").read_text()[:6]) in (last, last + 1)
