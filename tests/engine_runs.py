@@ -1,4 +1,4 @@
-"""What a rank does in the engine's parity tests: build a GPT, train some steps, report losses, norms and weights."""
+"""Training run of a rank in parity tests: build a GPT, train some steps, return losses, norms and weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODEL = GPTConfig(
     seed=3,
 )
 STEPS = 20 if EVERYTHING else 5
-# These have tests of their own: orders decided at run time, devices for forwards, at least 2 D micro-batches.
+# Other files test these: orders decided at run time, devices for forwards, at least 2 D micro-batches.
 OTHERS = ("dpp", "fbd", "dualpipev")
 SCHEDULES = sorted(set(pipe_schedules.SCHEDULES) - set(OTHERS))
 SPLIT = [name for name in SCHEDULES if pipe_schedules.timetable(name, 4, 8).split_backwards]

@@ -124,7 +124,7 @@ class RankPool:
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
         context = fork_server()
-        # The test process serves the store on a port that the system picks, so nobody can take it in between.
+        # The test process serves the store, on a port that the system picks: no other process can take it first.
         store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self._store = store
         self._directory = tempfile.TemporaryDirectory(prefix="ranks_")
