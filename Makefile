@@ -102,12 +102,13 @@ test-sanitizers: $(stamp)  ## native code under the address, undefined and threa
 	  $(bin)/python -m pytest -p tests.native.sanitized $(PYTEST_FLAGS) -k "not leaves_nothing and not refused_memory and not runs_out" \
 	  $(addprefix tests/unit/comm/test_,$(addsuffix .py,descriptor shm tcp tcp_thread peers))
 
-check: $(stamp)  ## formatting, lint and types of Python and C++
+check: $(stamp)  ## formatting, lint, types, spelling and wording
 	$(bin)/ruff format --check .
 	$(bin)/ruff check .
 	$(bin)/pyright
 	$(bin)/clang-format --dry-run -Werror $(native) $(native_tests)
 	$(bin)/codespell $(spelled)
+	$(bin)/python -m tests.prose
 
 clean:  ## remove what was built, but not the virtual environment, data or checkpoints
 	rm -rf build *.egg-info .pytest_cache .ruff_cache .hypothesis ds_ext/comm/_native.*.so $(stamp)

@@ -89,29 +89,30 @@ def test_keys_and_types(section: dict[str, Any], key: str, got: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "micro_batches", "sentence"),
+    ("section", "micro_batches", "parts"),
     [
-        ({"schedule": "bitpip"}, 4, r"'bitpip' is not known \(did you mean 'bitpipe'\?\)"),
+        ({"schedule": "bitpip"}, 4, ["schedule: ", "'bitpip'", "'bitpipe'"]),
         (
             {"schedule": "bitpipe", "pipeline_parallel_size": 3},
             4,
-            r"even number of stages .* got 3. Use 2 or 4",
+            ["pipeline_parallel_size", "(got 3)", "2 or 4"],
         ),
         (
             {"schedule": "bitpipe", "pipeline_parallel_size": 4},
             6,
-            r"multiple of 4 \(stages\); got 6. Use 4 or 8, that is gradient_accumulation_steps 2 or 4",
+            ["micro_batches", "(got 6)", "4 or 8", "gradient_accumulation_steps 2 or 4"],
         ),
         (
             {"schedule": "interleaved", "pipeline_parallel_size": 2, "schedule_options": {"chunks": "2"}},
             4,
-            r"option chunks .* got '2'",
+            ["chunks", "(got '2')"],
         ),
     ],
 )
-def test_inapplicable_schedules(section: dict[str, Any], micro_batches: int, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+def test_inapplicable_schedules(section: dict[str, Any], micro_batches: int, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
         timetable_of({"ds_ext": section}, micro_batches)
+    assert [part for part in parts if part not in str(caught.value)] == []
 
 
 def test_merged_forward_ranks_and_sequence_parallelism() -> None:
