@@ -30,7 +30,7 @@ from torch.profiler import record_function
 from ..comm.host_watch import require_hosts
 from ..comm.transport import Transport, create_transport
 from ..config.deepspeed_json import precision
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 from ..launch.failure import first_line, lost_peer
 from ..pipe_schedules.bridge import (
     BackwardInput,
@@ -630,7 +630,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn: must be None. The layer files contain the weights.")
         with self._in_activity(f"loading a checkpoint from {load_dir}"):
-            if tag is None and not by_rank_0(lambda: has_checkpoint(Path(load_dir))):
+            if tag is None and not by_rank_0(lambda: has_checkpoint(Path(load_dir)), CheckpointError):
                 logger.warning("%s: no checkpoint", load_dir)
                 return None, None
             path, client_state = load_checkpoint(

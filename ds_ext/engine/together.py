@@ -2,65 +2,49 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import CheckpointError, ConfigError, DsExtError
-from .checkpoint.folder import good_checkpoints
+from ..errors import ConfigError, DsExtError
 
 
-def together(function: Callable[[], Any], tag: str = "", written: Path | None = None) -> list[Any]:
+def together(function: Callable[[], Any], error_type: type[DsExtError] = DsExtError) -> list[Any]:
     """Return the results of ``function()`` on all ranks. If it fails on one rank, all ranks raise that error.
 
-    An unexpected exception, for example of a module's ``state_dict()``, is a CheckpointError on the other ranks. The
-    rank of the exception raises it unchanged, for the traceback.
+    An OSError becomes an ``error_type`` on all ranks. Any other exception, for example of a module's ``state_dict()``,
+    becomes one on the other ranks; the rank of the exception raises it unchanged, for the traceback.
 
-    Args:
-        function: function that each rank calls.
-        tag, written: name and folder of the checkpoint that is being written; an error removes the folder.
+    Raises:
+        ConfigError: ``function()`` raised it on some rank.
+        DsExtError: of type ``error_type``, for other failures.
     """
-    outcome: tuple[Any, Exception | None]
+    outcome: tuple[Any, DsExtError | None]
     unexpected: Exception | None = None
     try:
         outcome = function(), None
-    except OSError as error:
-        outcome = None, _os_error(error, tag, written)
-    except (ConfigError, CheckpointError) as error:
+    except (ConfigError, error_type) as error:
         outcome = None, error
+    except OSError as error:
+        outcome = None, error_type(f"{error_text(error)}.")
     except Exception as error:
         unexpected = error
-        outcome = None, CheckpointError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
-    outcomes: list[Any] = [None] * dist.get_world_size()
+        outcome = None, error_type(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
+    outcomes: list[tuple[Any, DsExtError | None]] = [(None, None)] * dist.get_world_size()
     dist.all_gather_object(outcomes, outcome)
     for rank, (_, error) in enumerate(outcomes):
-        if isinstance(error, DsExtError):
+        if error is not None:
             error.reported_by = rank
-    error = next((error for _, error in outcomes if error is not None), None)
-    if error is not None:
-        if written is not None and dist.get_rank() == 0:
-            shutil.rmtree(written, ignore_errors=True)
-        raise unexpected or error
+            raise unexpected or error
     return [result for result, _ in outcomes]
 
 
-def by_rank_0(function: Callable[[], Any], tag: str = "", written: Path | None = None) -> Any:
+def by_rank_0(function: Callable[[], Any], error_type: type[DsExtError] = DsExtError) -> Any:
     """Return the result of rank 0's ``function()`` on all ranks, or raise its error on all ranks."""
-    return together(function if dist.get_rank() == 0 else lambda: None, tag, written)[0]
+    return together(function if dist.get_rank() == 0 else lambda: None, error_type)[0]
 
 
-def _os_error(error: OSError, tag: str, written: Path | None) -> CheckpointError:
-    """Return an error that names the last complete checkpoint if one is being written."""
-    problem = f"rank {dist.get_rank()}: {error.strerror}: {error.filename}."
-    if not tag:
-        return CheckpointError(problem)
-    complete = good_checkpoints(written.parent) if written is not None else []
-    last = (
-        f"The last complete one is {complete[-1]}."
-        if complete
-        else "The folder contains no other checkpoint."
-    )
-    return CheckpointError(f"the checkpoint {tag!r} was not saved: {problem} {last}")
+def error_text(error: OSError) -> str:
+    """Return rank, reason and file of an error of the operating system."""
+    return f"rank {dist.get_rank()}: {error.strerror}: {error.filename}"

@@ -267,7 +267,7 @@ def test_a_failed_step_shows_the_grid_with_an_arrow(ranks: Ranks) -> None:
     assert broken == "the layer broke"
     assert "rank 1 (device 1 of its pipeline) failed in F2@1, step 1" in broken_at
     row, arrow = broken_at.splitlines()[-2:]
-    assert row.startswith("rank 1") and row.endswith("<-- ERROR HERE")
+    assert row.startswith("device 1") and row.endswith("<-- ERROR HERE")
     assert row[arrow.index("^") :].startswith("F2@1")
     # The other rank waits for a gradient that never comes, and says so within its limit.
     assert "rank 0" in waiting and "rank 1" in waiting and "3" in waiting

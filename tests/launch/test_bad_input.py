@@ -55,7 +55,11 @@ JSON_FAULTS: dict[str, tuple[Change, int, tuple[str, ...]]] = {
         2,
         ("num_layers:", "4 stages", "got 3", "4 layers"),
     ),
-    "our key": (lambda c: c["ds_ext"].update(schedules="gpipe"), 2, ("schedules", "did you mean 'schedule'")),
+    "our key": (
+        lambda c: c["ds_ext"].update(schedules="gpipe"),
+        2,
+        ("ds_ext.schedules: ", "got 'gpipe'", "schedule?"),
+    ),
     "train key": (lambda c: c["ds_ext"]["train"].update(sed=1), 2, ("train.sed: ", "'seed'")),
     "world": (
         lambda c: None,
@@ -148,7 +152,7 @@ def test_fault_in_the_flags(config: Path, fault: str) -> None:
 
 
 def test_missing_and_damaged_json(tmp_path: Path) -> None:
-    refused(run_rank(tmp_path / "none.json"), "none.json", "does not exist")
+    refused(run_rank(tmp_path / "none.json"), "none.json: ")
     damaged = tmp_path / "damaged.json"
     damaged.write_text('{"ds_ext": {},\n "optimizer" {}}')
     refused(run_rank(damaged), "damaged.json", "line 2")

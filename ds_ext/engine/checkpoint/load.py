@@ -64,7 +64,7 @@ def load_checkpoint(
     states = OptimizerStates(engine.optimizer)
 
     # All ranks load the same checkpoint, even if another job writes to the folder.
-    chosen: str = by_rank_0(lambda: open_checkpoint(folder, tag)[0].name)
+    chosen: str = by_rank_0(lambda: open_checkpoint(folder, tag)[0].name, CheckpointError)
 
     def check() -> tuple[str, dict[str, Any], dict[str, Any]]:
         checkpoint, manifest = open_checkpoint(folder, chosen)
@@ -102,7 +102,7 @@ def _checked(
         results.append(check())
         return list(parameters)
 
-    model_names = {name for names in together(check_and_name_parameters) for name in names}
+    model_names = {name for names in together(check_and_name_parameters, CheckpointError) for name in names}
     checkpoint, manifest, state = results[0]
     unknown = sorted(set(manifest["parameters"]) - model_names)
     if strict and unknown:

@@ -13,7 +13,9 @@ only the elements that it needs (reader.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,9 @@ from ...config.deepspeed_json import precision, zero_stage
 from ...errors import CheckpointError, ConfigError
 from ..batches import Resumable
 from ..module import PipelineModule
-from ..together import by_rank_0, together
+from ..together import by_rank_0, error_text, together
 from .file import is_plain, layer_file, write_plain, write_tensors
-from .folder import publish, start_writing
+from .folder import good_checkpoints, publish, start_writing
 from .states import (
     MASTER,
     Checkpointed,
@@ -80,11 +82,42 @@ def save_checkpoint(
         CheckpointError: on all ranks, if one could not write. The last complete checkpoint is unchanged.
     """
     folder = folder.absolute()
-    written: str = by_rank_0(lambda: str(start_writing(folder, tag)), tag)
-    parts = together(
-        lambda: _write_part(engine, Path(written), client_state, with_frozen), tag, Path(written)
-    )
-    by_rank_0(lambda: publish(Path(written), tag, _manifest(engine, parts), make_current), tag, Path(written))
+
+    def start() -> Path:
+        with _describe_failure(folder, tag):
+            return start_writing(folder, tag)
+
+    def write_part() -> dict[str, Any]:
+        with _describe_failure(folder, tag):
+            return _write_part(engine, written, client_state, with_frozen)
+
+    def finish() -> None:
+        with _describe_failure(folder, tag):
+            publish(written, tag, _manifest(engine, parts), make_current)
+
+    written: Path = by_rank_0(start, CheckpointError)
+    try:
+        parts = together(write_part, CheckpointError)
+        by_rank_0(finish, CheckpointError)
+    except Exception:
+        if dist.get_rank() == 0:
+            shutil.rmtree(written, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _describe_failure(folder: Path, tag: str) -> Iterator[None]:
+    """Turn an OSError into a CheckpointError that names the last complete checkpoint."""
+    try:
+        yield
+    except OSError as error:
+        complete = good_checkpoints(folder)
+        last = (
+            f"The last complete one is {complete[-1]}."
+            if complete
+            else "The folder contains no other checkpoint."
+        )
+        raise CheckpointError(f"the checkpoint {tag!r} was not saved: {error_text(error)}. {last}") from None
 
 
 def _write_part(

@@ -27,10 +27,10 @@ def try_folder(engine: Checkpointed, folder: Path) -> None:
             for a checkpoint.
     """
     try:
-        written = Path(by_rank_0(lambda: str(start_writing(folder.absolute(), _TAG)), _TAG))
+        written = by_rank_0(lambda: start_writing(folder.absolute(), _TAG), CheckpointError)
         try:
-            needed = sum(together(lambda: _write(written, engine), _TAG))
-            by_rank_0(lambda: _read(written, needed), _TAG)
+            needed = sum(together(lambda: _write(written, engine), CheckpointError))
+            by_rank_0(lambda: _read(written, needed), CheckpointError)
         finally:
             if dist.get_rank() == 0:
                 shutil.rmtree(written, ignore_errors=True)
