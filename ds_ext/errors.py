@@ -49,7 +49,7 @@ class TransportError(DsExtError, RuntimeError):
 
 
 class PeerGone(TransportError):
-    """Loss of a peer that exited, closed its transport or failed; ``cause`` is the failure it reported, if any."""
+    """A peer exited, closed its transport or failed; ``cause`` is the failure it reported, if any."""
 
     cause: str | None = None
 

@@ -115,7 +115,7 @@ def processors_awake() -> Iterator[None]:
 
 
 def _start_server() -> None:
-    """Start the fork server. Ranks inherit this environment: CPU only, one thread each, memory that they keep."""
+    """Start the fork server. Ranks inherit its environment: CPU only, one thread each, freed memory is kept."""
     os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", **_KEPT_MEMORY)
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
     forkserver.ensure_running()

@@ -125,7 +125,7 @@ def _our_schedules(args: argparse.Namespace) -> list[str]:
 
 
 def _check_sizes(request: str, devices: int, micro_batches: int, costs: Costs) -> None:
-    """Refuse what the engine cannot run: DeepSpeed counts the same number of micro-batches on every replica."""
+    """Reject sizes that the engine cannot run: DeepSpeed counts the same number of micro-batches on every replica."""
     placement = timetable_for(request, devices, micro_batches, costs).placement
     if placement.forward_devices:
         raise ScheduleError(f"{request} needs extra devices. Use python -m ds_ext bench fbd.")

@@ -47,7 +47,7 @@ def add_model_flags(verb: argparse.ArgumentParser, *, parallel: bool = True) -> 
 
 
 def model_of(args: argparse.Namespace) -> ModelSizes | None:
-    """Return the model of the flags; None without flags of a model. Raises ScheduleError."""
+    """Return the model that the flags describe, or None if there are no model flags. Raises ScheduleError."""
     sizes = {
         field: value for dest, field in _SIZES.items() if (value := getattr(args, dest, None)) is not None
     }

@@ -115,7 +115,7 @@ def _forward_devices(args: argparse.Namespace, cluster: Cluster) -> Cluster | No
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """Show the progress of a long plan on a terminal, and erase it at the end."""
+    """Show the progress of a long planning run on a terminal, and erase it at the end."""
     start, shown = time.monotonic(), False
 
     def show(done: int, total: int) -> None:

@@ -167,7 +167,7 @@ def comparison(
 
 
 def _worst(timetable: Timetable, model: ModelSizes) -> int:
-    """Return the bytes of the device that needs most."""
+    """Return the bytes of the device that needs the most memory."""
     sizes = split_layers(model, timetable.placement, timetable.schedule)
     return max(device.total for device in memory(timetable, sizes))
 

@@ -1,4 +1,4 @@
-"""First failure of a transport, and the texts of its errors."""
+"""First failure of a transport, and its error messages."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file. See configs/ for examples of a DeepSpeed JSON.") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read (got {error}).") from None
+        raise ConfigError(f"{path}: cannot be read ({error}).") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}: line {error.lineno}, column {error.colno}: {error.msg}.") from None
     if not isinstance(config, dict):

@@ -1,7 +1,7 @@
 """BERT samples: two segments of a document, in order or swapped, with masked words.
 
 A sample is ((tokens_S, types_S, mask_S), (labels_S, swapped)) with S = seq_length. It comes from megatron-core's
-BERTMaskedWordPieceDataset, which takes consecutive sentences of up to S - 3 tokens, divides them at a random border,
+BERTMaskedWordPieceDataset, which takes consecutive sentences of up to S - 3 tokens, splits them at a random boundary,
 swaps the two segments in half of the samples, and masks whole words and n-grams. The samples and their order depend
 only on (seed, seq_length, split, files), so all ranks and all resumed runs get the same ones. A longer run starts with
 the samples of a shorter one.

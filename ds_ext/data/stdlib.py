@@ -1,4 +1,4 @@
-"""Texts of the Python standard library: source code of Python modules and docstrings of compiled modules."""
+"""Text from the Python standard library: source code of Python modules and docstrings of compiled modules."""
 
 import importlib
 import inspect

@@ -211,7 +211,7 @@ def _of_the_group() -> tuple[RollCall | None, float]:
 
 
 def stop_other_hosts(rank: int, world_size: int, text: str, kind: str) -> bool:
-    """Stop the ranks of other hosts with an error of this rank before it joined them.
+    """Stop the ranks on other hosts because of an error that this rank raised before it joined them.
 
     Returns whether rank 0 reports the error; False if rank 0 cannot be reached within 15 s.
     """

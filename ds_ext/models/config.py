@@ -26,9 +26,9 @@ class TransformerConfig:
         layernorm_epsilon: constant added to the variance.
         make_vocab_size_divisible_by: the padded vocabulary is a multiple of this number times the tensor-parallel size.
         recompute: activations to recompute in the backward: "full", all inner activations of a layer; "selective",
-            those inside the attention, which need much memory but little compute (arXiv 2205.05198, section 4); "none".
+            those inside attention, which need a lot of memory but little compute (arXiv 2205.05198, section 4); "none".
         recompute_interval: recompute every n-th layer; 1: all layers.
-        sequence_parallel: hold a slice of the tokens per tensor-parallel rank between the tensor-parallel layers.
+        sequence_parallel: between tensor-parallel layers, each tensor-parallel rank holds only a slice of the tokens.
         transformer_impl: implementation of GPT's layers: "local", or NVIDIA's "transformer_engine" on CUDA.
         seed: seed of the initial weights and the dropout masks.
 

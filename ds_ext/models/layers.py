@@ -184,5 +184,5 @@ def _weight_init(config: TransformerConfig, layer: int, name: str) -> InitMethod
 
 
 def _output_init(config: TransformerConfig, layer: int, name: str) -> InitMethod:
-    """Return the smaller initialization of layers before a residual sum, of which there are 2 * num_layers."""
+    """Return the scaled-down initialization for the 2 * num_layers layers that feed a residual addition."""
     return keyed_normal(config.init_std / math.sqrt(2 * config.num_layers), config.seed, layer, name)

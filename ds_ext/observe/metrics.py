@@ -1,4 +1,4 @@
-"""Metrics of a step: a progress line and a record of the metrics file."""
+"""Metrics of a step: a progress line and a record in the metrics file."""
 
 from __future__ import annotations
 

@@ -41,9 +41,9 @@ def layer_boundaries(
 ) -> list[int]:
     """Divide ``num_layers`` equal layers into stages as evenly as possible.
 
-    Uneven layers are assigned to minimize the maximum device load. With two pipes, both have the same boundaries, and a
-    device's load includes its stages of both. Ties go to the stage with the least work if ``weights`` are known, then
-    to the last stage, which keeps the fewest activations.
+    If the layers do not divide evenly, they are assigned to minimize the maximum device load. With two pipes, both have
+    the same boundaries, and a device's load includes its stages of both. Ties go to the stage with the least work if
+    ``weights`` are known, then to the last stage, which keeps the fewest activations.
 
     Args:
         num_layers: number of transformer layers.

@@ -148,8 +148,8 @@ def import_modules(names: Sequence[str], given_by: str, folder: str | os.PathLik
         except Exception as error:
             if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
                 raise ScheduleError(
-                    f"{given_by}: no module {error.name!r} in the current folder or PYTHONPATH (got {name!r}). "
-                    f"Start the job in the folder of the module, or add that folder to PYTHONPATH on every host."
+                    f"{given_by}: no module {error.name!r} in the current directory or PYTHONPATH (got {name!r}). "
+                    f"Start the job in the module's directory, or add that directory to PYTHONPATH on every host."
                 ) from None
             raise ScheduleError(
                 f"{given_by}: the import of module {name!r} failed with {type(error).__name__}: {error} "

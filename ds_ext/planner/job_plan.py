@@ -147,8 +147,8 @@ def resolve_schedule(job: JobConfig, world_size: int | None = None) -> tuple[Sch
     schedule = named_schedule(settings.schedule)
     if schedule.dynamic is not None and settings.transport == "torch":
         raise ConfigError(
-            f'transport: schedule "{schedule.name}" polls for messages, which this transport cannot (got "torch"). Use '
-            f'"auto" or "shm", or a static schedule.'
+            f'transport: schedule "{schedule.name}" polls for messages, which this transport does not support '
+            f'(got "torch"). Use "auto" or "shm", or a static schedule.'
         )
     return schedule, None
 

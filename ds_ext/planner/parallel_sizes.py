@@ -85,7 +85,7 @@ class ParallelSizes:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of a step."""
+        """Step time in seconds."""
         time = None if self.candidate is None else self.candidate.time
         return None if time is None else time * self.forward_s
 

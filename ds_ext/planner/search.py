@@ -391,7 +391,7 @@ def _without_duplicates(rows: Iterable[Candidate]) -> Iterator[Candidate]:
 
 
 def _sorted(rows: Iterable[Candidate]) -> list[Candidate]:
-    """Sort usable rows by time, with ties in front by :attr:`.Candidate.tie_order`, then refused rows by bytes."""
+    """Sort usable rows by time, then refused rows by bytes. :attr:`.Candidate.tie_order` breaks ties."""
     rows = list(rows)
     fits = sorted((c for c in rows if not c.refusal), key=lambda c: (c.time, c.tie_order))
     if fits:

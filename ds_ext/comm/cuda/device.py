@@ -102,7 +102,7 @@ class Device:
         event.synchronize()
 
     def identity(self) -> DeviceIdentity:
-        """Return the identity with which other ranks open memory and events of this GPU."""
+        """Return the ID that other ranks use to open memory and events of this GPU."""
         return {"uuid": str(torch.cuda.get_device_properties(self.device).uuid)}
 
     def incompatibility(self, other: DeviceIdentity) -> str | None:

@@ -74,7 +74,7 @@ class StagedReceiver:
             device.record(body.event, device.inward)
 
     def take(self, number: int) -> Tensor:
-        """Return a complete body, for use on the current stream; LinkError if it is incomplete."""
+        """Return the body, ready for use on the current stream; raise LinkError if it is incomplete."""
         body = self._bodies.pop(number, None)
         if body is None or body.event is None:
             raise _native.LinkError("message before its contents")

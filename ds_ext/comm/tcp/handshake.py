@@ -6,8 +6,8 @@
     a note, its HMAC                          ->
                                               <-      accepted
 
-The HMAC-SHA256 covers the hello and the nonce too. Its key is made of the two ranks' tokens, which the job's process
-group distributes. Later messages are not encrypted.
+The HMAC-SHA256 covers the hello and the nonce too. Its key is derived from the two ranks' tokens, which the job's
+process group distributes. Later messages are not encrypted.
 """
 
 from __future__ import annotations

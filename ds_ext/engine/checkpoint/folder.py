@@ -283,7 +283,7 @@ def _is_name(tag: str) -> bool:
 
 
 def _sync(folder: Path) -> None:
-    """Synchronize a folder, and with it the renames in it, to disk."""
+    """fsync a folder, so that the renames in it are on disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -17,7 +17,7 @@ from .weights import WeightLink, weights_in_order
 
 
 class BackwardEngine(RoleEngine):
-    """Engine that repeats the forwards with their graphs, runs backwards and the optimizer, and sends the weights."""
+    """Engine that repeats the forwards with their graphs, runs backwards and optimizer, and sends the weights."""
 
     def _make_weight_link(self) -> WeightLink | None:
         if self._pipe != 0:

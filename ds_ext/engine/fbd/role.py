@@ -26,7 +26,7 @@ _MAX_SHOWN = 16  # ranks of a role in an error
 
 
 class RoleEngine(PipelineEngine):
-    """Engine of a rank with a role."""
+    """Engine of a forward or backward rank of FBD."""
 
     layout: DisaggregatedLayout
 

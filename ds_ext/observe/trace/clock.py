@@ -41,9 +41,9 @@ def compare(exchanges: Iterable[tuple[float, float, float]]) -> Comparison:
 class Alignment:
     """Conversion of a rank's times to rank 0's clock.
 
-    Offsets are interpolated between comparisons. Outside they follow the mean drift, if the comparisons span at least
-    5 s. Comparisons with an error above 4 times the least, as on a busy host, are ignored. Without comparisons the
-    offset is 0.
+    Offsets are interpolated between comparisons. Outside that range they follow the mean drift, if the comparisons span
+    at least 5 s. Comparisons whose error is more than 4 times the smallest one, as on a busy host, are ignored. Without
+    comparisons the offset is 0.
     """
 
     def __init__(self, comparisons: Sequence[Comparison]) -> None:

@@ -100,7 +100,7 @@ def read_traces(folder: str | Path) -> Traces:
     folder = Path(folder)
     if not folder.is_dir():
         raise ConfigError(
-            f"{folder}: not a folder. Use the folder in ds_ext.trace.dir of the DeepSpeed JSON."
+            f"{folder}: not a folder. Use the folder that ds_ext.trace.dir names in the DeepSpeed JSON."
         )
     traces: dict[int, RankTrace] = {}
     notes: list[str] = []
@@ -117,8 +117,8 @@ def read_traces(folder: str | Path) -> Traces:
             notes.append(f"{trace.path.name}: run {trace.run['run']} instead of {first.run['run']}, skipped")
     if not traces:
         raise ConfigError(
-            f"{folder}: no traces (files rank0.json, rank1.json, ...). Use the folder in ds_ext.trace.dir of the "
-            f"DeepSpeed JSON.{''.join(f' {note}.' for note in notes)}"
+            f"{folder}: no traces (files rank0.json, rank1.json, ...). Use the folder that ds_ext.trace.dir names in "
+            f"the DeepSpeed JSON.{''.join(f' {note}.' for note in notes)}"
         )
     run = next(iter(traces.values())).run
     missing = sorted(set(range(run["world_size"])).difference(ranks))

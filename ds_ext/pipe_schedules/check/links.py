@@ -1,4 +1,4 @@
-"""Check of the messages between devices: each is received in order, and no devices wait for each other in a cycle.
+"""Check the messages between devices: each is received in order, and no devices wait for each other in a cycle.
 
 Only sends and receives are simulated, because computations wait for no other device.
 """

@@ -212,7 +212,7 @@ def _words(spans: Sequence[tuple[Op, float, float]]) -> list[Word]:
 
 
 def _packed(number: int) -> str:
-    """Return ``number`` to the base 30, with digits from ``=``, or from ``]`` for the last digit."""
+    """Return ``number`` in base 30, with digits starting at ``=``, or at ``]`` for the last digit."""
     text = chr(_LAST_DIGIT + number % _BASE)
     while number >= _BASE:
         number //= _BASE
