@@ -1,6 +1,6 @@
 """Pipeline schedules for DeepSpeed: BitPipe, dynamic pipelines and forward/backward disaggregation.
 
-torch and DeepSpeed are imported at the first use of `initialize`, `init_distributed` or `PipelineModule`.
+torch and DeepSpeed are imported on first use of `initialize`, `init_distributed` or `PipelineModule`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ class DsExtError(Exception):
     """Base of all errors raised by ds_ext.
 
     Attributes:
-        reported_by: the one rank that prints an error which all ranks raise; None: every rank prints its error.
+        reported_by: the rank that prints this error when all ranks raise it; None: every rank prints its error.
     """
 
     reported_by: int | None = None
@@ -24,12 +24,12 @@ class TransportError(DsExtError, RuntimeError):
 
     Args:
         message: the error text.
-        peer: the rank that did not respond; None if the fault is not with another rank.
+        peer: the rank that did not respond; None if no other rank is at fault.
         rank: the rank that raises the error.
         op: "send to" or "recv from".
         tag: the message's tag.
-        seconds: time waited.
-        credits: for a send, the messages of the link that the receiver has not taken yet.
+        seconds: time spent waiting.
+        credits: number of messages on the link that the receiver has not taken yet; sends only.
     """
 
     def __init__(
@@ -55,15 +55,15 @@ class PeerGone(TransportError):
 
 
 class TransportTimeout(TransportError):
-    """Time limit reached without progress although the peer is alive."""
+    """Time limit reached without progress, although the peer is alive."""
 
 
 class ProtocolError(TransportError):
-    """Malformed data from a peer. All of it is discarded."""
+    """Malformed data from a peer. The data is discarded."""
 
 
 class CheckpointError(DsExtError, RuntimeError):
-    """Checkpoint that is missing, incomplete or does not fit the model."""
+    """Checkpoint that is missing or incomplete, or that does not fit the model."""
 
 
 class NonFiniteLoss(DsExtError, ArithmeticError):

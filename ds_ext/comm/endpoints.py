@@ -44,7 +44,7 @@ class Endpoints:
     def ended_peer(self, peers: Iterable[int]) -> tuple[int, str] | None:
         """Return a peer that will send no more messages, and how it ended; None if there is none.
 
-        A peer that closed its transport counts only if all ``peers`` have: the others may still send.
+        A peer that closed its transport counts only if all ``peers`` have, because the others may still send.
         """
         closed: list[tuple[int, str]] = []
         peers = list(peers)
@@ -82,7 +82,7 @@ class LinkSetup(Protocol):
     """
 
     def offer(self) -> Any:
-        """Return what the peers need to connect; TransportError or OSError if this rank cannot have such links."""
+        """Return what the peers need to connect; TransportError or OSError if this rank cannot use such links."""
         ...
 
     @staticmethod
@@ -95,7 +95,7 @@ class LinkSetup(Protocol):
         ...
 
     def connect(self, offers: Mapping[int, Any], pairs: Pairs, timeout_s: float) -> Endpoints:
-        """Do the handshake with every peer of this rank; errors as in offer(), and LinkError."""
+        """Run the handshake with every peer of this rank; errors as in offer(), and LinkError."""
         ...
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ def both_ways(pairs: Pairs) -> dict[tuple[int, int], int]:
 
 
 def peers_of(rank: int, pairs: Pairs) -> list[int]:
-    """Return the ranks that exchange messages with a rank, in order."""
+    """Return the ranks that exchange messages with a rank, in ascending order."""
     return sorted({a + b - rank for a, b in pairs if rank in (a, b)})
 
 

@@ -19,7 +19,7 @@ class FailureState:
 
     Args:
         rank: this rank.
-        notify: sends the cause of the first failure, as "rank 1: ..." with its origin, to all peers.
+        notify: sends the cause of the first failure, as "rank 1: ..." with the rank where it occurred, to all peers.
 
     Attributes:
         reason: why the transport is unusable; None while it is usable.
@@ -40,12 +40,12 @@ class FailureState:
         """Record a failure and return its error. The cause of the first failure is sent to the peers."""
         error.rank = self.rank
         if self.reason is None:
-            self.reason = f"it has failed before: {str(error).removeprefix(f'rank {self.rank}: ')}"
+            self.reason = f"it has already failed: {str(error).removeprefix(f'rank {self.rank}: ')}"
             self._notify(cause or str(error))
         return error
 
     def failure(self, what: str, kind: type[TransportError] = TransportError) -> TransportError:
-        """Return the error of a failure on this rank."""
+        """Return the error for a failure on this rank."""
         return self.record(kind(f"rank {self.rank}: {what}"))
 
     def timeout(
@@ -57,7 +57,7 @@ class FailureState:
         in_flight: tuple[int, int, int] | None = None,
         final: bool = True,
     ) -> TransportTimeout:
-        """Return the error of a wait beyond its limit.
+        """Return the error for a wait that exceeded its limit.
 
         Args:
             op: "send to" or "recv from".
@@ -81,7 +81,7 @@ class FailureState:
         return self.record(error) if final else error
 
     def peer_gone(self, op: str, ended: tuple[int, str], tag: int, waited_s: float) -> PeerGone:
-        """Return the error of a wait for a peer that has ended: (rank, how it ended)."""
+        """Return the error for a wait for a peer that has ended: (rank, how it ended)."""
         peer, how = ended
         cause = how.removeprefix(FAILED) if how.startswith(FAILED) else None
         text = (

@@ -47,7 +47,7 @@ def limit_waits(timeout_s: float) -> None:
 
 
 def watch_hosts() -> None:
-    """Start the heartbeat of connections between hosts; a collective call of all ranks of the world.
+    """Start the heartbeat for connections between hosts; a collective call of all ranks of the world.
 
     Ranks exchange their hosts' addresses through the rendezvous store.
     """
@@ -72,7 +72,7 @@ def watch_hosts() -> None:
 
 def wait_time(deadline: float) -> timedelta:
     """Return the time left until `deadline` (of time.monotonic), for torch's Work.wait."""
-    # Zero means no limit to gloo.
+    # For gloo, zero means no limit.
     return timedelta(seconds=max(0.001, deadline - time.monotonic()))
 
 

@@ -1,7 +1,7 @@
 """Heartbeat between hosts for the connections of gloo and of the rendezvous store.
 
-A dead host or a cut cable closes no connection, so gloo and the store wait until their time limits. A thread of each
-rank therefore watches the kernel's acknowledgements on all TCP connections of this process to other hosts of the job.
+A dead host or a cut cable closes no connection, so gloo and the store wait until their time limits. A thread in each
+rank therefore watches the kernel's acknowledgments on all TCP connections of this process to other hosts of the job.
 TCP keepalive makes the kernel probe an idle connection every second. The peer's kernel answers, even for a stopped
 process. After 2 s without an answer, the thread shuts down the connections to that address, and the blocked or next
 operation on them raises.
@@ -30,12 +30,12 @@ from pathlib import Path
 from ds_ext.errors import PeerGone, TransportError
 
 BEAT_S, SILENCE_S = 0.5, 2.0
-# The kernel's limit for an idle connection, if the thread is delayed: 1 + 4 s.
+# The kernel's limit for an idle connection, in case the thread is delayed: 1 + 4 s.
 _KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4}
 # Offsets in struct tcp_info (linux/tcp.h).
 _PROBES_AT = 3
 _UNACKED_AT, _LAST_DATA_SENT_AT, _LAST_ACK_RECV_AT, _TCP_INFO_BYTES = 24, 44, 56, 104
-_SAME_MS = 50.0  # two readings of the same time differ by clock ticks of the kernel
+_SAME_MS = 50.0  # two readings of the same time may differ by kernel clock ticks
 _LOCAL_ADDRESS = re.compile(r"\|-- (\S+)\s+/32 host LOCAL")
 
 
@@ -54,7 +54,7 @@ class Host:
     ranks: tuple[int, ...] = ()
 
     def silence(self) -> str:
-        """Return the report of a host that does not answer."""
+        """Return a report that this host does not answer."""
         many = len(self.ranks) > 1
         ranks = f"rank{'s' * many} {', '.join(map(str, self.ranks))} on " if self.ranks else ""
         return f"{ranks}host {self.name} {'have' if many else 'has'} not answered for {SILENCE_S:g} s"
@@ -70,7 +70,7 @@ class _Connection:
     sent_at_ms: float = 0.0
     answered_at_ms: float = 0.0
     unanswered: int = 0  # packets and probes since the last answer
-    late_looks: int = 0  # consecutive looks with at least two unanswered
+    late_looks: int = 0  # consecutive looks with at least two unanswered packets
 
 
 class HostWatch(threading.Thread):
@@ -94,14 +94,14 @@ class HostWatch(threading.Thread):
         self.store_is_silent = False
 
     def run(self) -> None:
-        """Look every half second until the process exits."""
+        """Look at the connections every half second until the process exits."""
         pause = threading.Event()
         while not pause.wait(BEAT_S):
             with contextlib.suppress(OSError):  # too many open files
                 self.look()
 
     def leave_out(self, connection: socket.socket) -> None:
-        """Ignore a connection that has another heartbeat."""
+        """Ignore a connection that has its own heartbeat."""
         self._left_out.add(os.fstat(connection.fileno()).st_ino)
 
     def addresses(self) -> set[str]:
@@ -109,7 +109,7 @@ class HostWatch(threading.Thread):
         return {found.address for found in self._connections.values() if found.address is not None}
 
     def look(self) -> None:
-        """Find new connections and shut down those to addresses that have not answered for 2 s."""
+        """Find new connections, and shut down all connections to addresses that have not answered for 2 s."""
         self._connections = dict(self._find())
         for number, connection in self._connections.items():
             if connection.address is None or connection.address in self.silent:
@@ -160,7 +160,7 @@ class HostWatch(threading.Thread):
 
 
 def running() -> HostWatch | None:
-    """Return the watch of this process, if it runs."""
+    """Return the watch of this process, if it is running."""
     return next((thread for thread in threading.enumerate() if isinstance(thread, HostWatch)), None)
 
 
@@ -177,7 +177,7 @@ def store_is_silent() -> bool:
 
 
 def require_hosts() -> None:
-    """Raise PeerGone for a host that does not answer, or TransportError if it has the rendezvous store and no ranks."""
+    """Raise PeerGone for a host that does not answer, or TransportError if it runs only the rendezvous store."""
     for host in silent_hosts():
         if host.ranks:
             raise PeerGone(host.silence(), host.ranks[0])
@@ -244,7 +244,7 @@ def plain_address(address: str) -> str:
 
 @contextlib.contextmanager
 def _borrowed(number: int) -> Iterator[socket.socket]:
-    """Wrap a file descriptor in a socket object, without ownership.
+    """Wrap a file descriptor in a socket object, without taking ownership.
 
     AF_INET6 has the longest addresses. SOCK_NONBLOCK keeps Python from applying ``socket.setdefaulttimeout``.
     """
@@ -256,10 +256,10 @@ def _borrowed(number: int) -> Iterator[socket.socket]:
 
 
 def _unanswered(connection: _Connection, info: bytes, now_ms: float) -> bool:
-    """Return whether the peer's kernel is silent: 2 s, two packets or probes, and two looks without an answer.
+    """Return whether the peer's kernel is silent: no answer for 2 s, two packets or probes, and two looks.
 
     The kernel probes a peer with a full receive window at growing intervals. So neither a single lost packet nor a long
-    time since the last answer is sufficient.
+    time since the last answer is enough.
     """
     unacked, sent_ms, answered_ms = (
         struct.unpack_from("=I", info, at)[0] for at in (_UNACKED_AT, _LAST_DATA_SENT_AT, _LAST_ACK_RECV_AT)

@@ -13,7 +13,7 @@ from ds_ext.comm.endpoints import Pairs
 
 Incompatibility = Callable[[Any, Any, bool], str | None]  # LinkSetup.incompatibility
 
-# Kind -> "module:class", in the order of preference. The class is a LinkSetup with arguments (rank, port, node_ips).
+# Kind -> "module:class", in order of preference. The class is a LinkSetup with arguments (rank, port, node_ips).
 KINDS: Mapping[str, str] = MappingProxyType(
     {
         "shm": "ds_ext.comm.shm_setup:ShmSetup",
@@ -73,7 +73,7 @@ def select_links(
     Args:
         ranks: offers of all ranks.
         pairs: (source, destination) of the links.
-        kinds: kind -> check of two offers, in the order of preference.
+        kinds: kind -> check of two offers, in order of preference.
         failed: kind that failed in an earlier handshake -> reason.
 
     Raises:

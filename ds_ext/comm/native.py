@@ -53,7 +53,7 @@ def create(
     """Create the transport over links of one kind, a key of KINDS; see create_transport().
 
     Raises:
-        TransportError: the links cannot be set up. All ranks raise the reason of the first failed rank.
+        TransportError: the links cannot be set up. All ranks raise the error of the first failed rank.
     """
     try:
         return _link([kind], timeout_s, device, pairs, node_ips)
@@ -74,7 +74,7 @@ def create_auto(
     node_ips: Sequence[str] | None = None,
     polled: bool = False,
 ) -> Transport:
-    """Create links of the first possible kind for every pair, or the transport "torch" if a pair has none.
+    """Create links of the first kind that works for each pair, or the transport "torch" if a pair has none.
 
     Between GPUs this is "torch", unless arrivals are ``polled`` or ranks share a GPU.
     """
@@ -99,7 +99,7 @@ def _link(
     pairs: Pairs | tuple[()],
     node_ips: Sequence[str] | None,
 ) -> Transport:
-    """Link all pairs, without kinds whose set-up fails.
+    """Link all pairs, and skip kinds whose set-up fails.
 
     Raises:
         TransportError: there is no process group, or an address in node_ips is wrong.
@@ -159,7 +159,7 @@ class _Attempt:
         self.kinds: Mapping[tuple[int, int], str] = {}  # kind of each link
 
     def run(self, timeout_s: float) -> NativeTransport:
-        """Return the transport. All ranks raise NoLinkError, or _KindFailedError to attempt the other kinds."""
+        """Return the transport. On failure, all ranks raise NoLinkError, or _KindFailedError if one kind failed."""
         ranks: list[RankOffers] = _gather(self._offers())
         if self._node_ips is not None:
             _refuse_wrong_addresses(ranks)
@@ -207,7 +207,7 @@ class _Attempt:
         return RankOffers(host_id(), socket.gethostname(), offers, refusals)
 
     def _prepare(self, selection: LinkSelection) -> tuple[str, str] | None:
-        """Prepare all selected kinds. Returns the kind that failed on this rank and the reason, else None."""
+        """Prepare all selected kinds. Returns the kind that failed on this rank and the reason, or None."""
         for kind in dict.fromkeys(selection.kinds.values()):
             try:
                 self._setups[kind].prepare(selection.pairs(kind, self._pairs))

@@ -1,9 +1,9 @@
-"""Transport over native links of any kind (kernels/README.md draws their formats).
+"""Transport over native links of any kind (kernels/README.md shows their formats).
 
-shm: each directed pair has a memory segment, made by the receiver. A sender copies a message into a slot of the
+shm: each directed pair has a memory segment, created by the receiver. A sender copies a message into a slot of the
 segment and publishes its descriptor. The receiver's tensors use the memory of the slot, which is released with the last
-of them. If a receiver already holds the maximum number of messages of a link, it copies further ones out. There is no
-thread, and no system call unless a rank sleeps.
+of them. If a receiver already holds the maximum number of messages of a link, it copies additional ones out. There is
+no thread, and no system call unless a rank sleeps.
 
 tcp: each pair has a connection. A sender writes directly from the tensors into the socket and copies only data that the
 socket does not accept at once. The receiver's I/O thread reads into memory that the tensors then use.
@@ -27,7 +27,7 @@ from ds_ext.comm.transport import ITEM_BITS, TAG_LIMIT, check_address, describe_
 from ds_ext.comm.wire import copies, pieces_of, views
 from ds_ext.errors import ProtocolError, TransportError
 
-SLICE_S = 0.035  # maximum sleep, so that signals and the end of a peer are noticed
+SLICE_S = 0.035  # maximum sleep, so that signals and a peer's exit are noticed
 COPIED_BYTES = 4096  # up to this size, a copy costs less than holding a slot
 SEND_ERRORS = (_native.DescriptorError, _native.LinkError, OSError, MemoryError)
 
@@ -90,10 +90,10 @@ class NativeTransport:
         port: doorbell of this rank; it takes the messages of all incoming links.
         links: endpoints of this rank's links; this object closes them.
         max_held: peer -> how many of its messages this rank may hold at a time.
-        name: kinds of links in use, as "shm" or "shm+tcp".
+        name: kinds of links in use, such as "shm" or "shm+tcp".
         rank: this rank.
         world_size: number of ranks.
-        timeout_s: time limit of every wait, in seconds.
+        timeout_s: time limit on every wait, in seconds.
 
     Attributes:
         must_be_taken: function (peer, number of messages in flight) -> whether close() waits for them.
@@ -140,7 +140,7 @@ class NativeTransport:
         return ticket
 
     def ready(self) -> list[tuple[int, int]]:
-        """Return (peer, tag) of all messages that have arrived and were not yet waited for."""
+        """Return (peer, tag) of all messages that have arrived but have not been waited for."""
         self._state.check()
         self.drain()
         return list(self._arrived.values())
@@ -253,7 +253,7 @@ class NativeTransport:
                 first, final = tickets[0], timeout_s is None
                 raise self._state.timeout("recv from", first.peer, first.tag, limit_s, final=final)
             arrived = self._port.wait_arrival(min(SLICE_S, limit_s - waited_s))
-            # Also while messages of other peers arrive.
+            # Check even while messages from other peers arrive.
             if not arrived or time.monotonic() - asked > SLICE_S:
                 # Drain once more before raising, because messages sent before the end still count.
                 ended = self._links.ended_peer(dict.fromkeys(ticket.peer for ticket in tickets))
@@ -265,7 +265,7 @@ class NativeTransport:
         return not self.must_be_taken(peer, link.in_flight()[0])
 
     def _send_error(self, peer: int, tag: int, error: Exception) -> TransportError:
-        """Return the error to raise for an error of the native code."""
+        """Return the error to raise for an error from the native code."""
         reason = "out of memory" if isinstance(error, MemoryError) else error
         what = f"send to rank {peer} of {describe_tag(tag)}: {reason}"
         if isinstance(error, _native.DescriptorError):

@@ -1,7 +1,7 @@
-"""Handshake of ranks of one host: each pair exchanges the file descriptors of its shared memory.
+"""Handshake between ranks on the same host: each pair exchanges the file descriptors of its shared memory.
 
 A rank listens on a unix socket with a random abstract name. It accepts only processes of the same user that send the
-listener's token, which the job's process group distributes. So two jobs on one host cannot mix.
+listener's token, which the job's process group distributes. So two jobs on the same host cannot mix.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class PeerFiles:
     watch: int
 
     def take_files(self) -> list[int]:
-        """Return the files and give up their ownership."""
+        """Return the files and give up ownership of them."""
         taken, self.files = self.files, []
         return taken
 
     def take_watch(self) -> int:
-        """Return the watch and give up its ownership."""
+        """Return the watch and give up ownership of it."""
         taken, self.watch = self.watch, -1
         return taken
 
@@ -58,7 +58,7 @@ class PeerFiles:
 
 
 def host_id() -> str:
-    """Return the identity of this host. It is equal for processes that can reach each other's unix sockets."""
+    """Return the identity of this host. Processes that can reach each other's unix sockets have the same one."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts = [
@@ -116,7 +116,7 @@ def exchange_files(
             open_sockets[peer] = _connect(offers[peer], rank, peer, files[peer], deadline)
         for peer in _accept(listener, rank, offers, files, expected, received, deadline):
             raise TransportError(
-                f"rank {rank}: rank {peer} of this host did not connect within {timeout_s:g} s. "
+                f"rank {rank}: rank {peer} on this host did not connect within {timeout_s:g} s. "
                 f"Look for the first error in the output of rank {peer}.",
                 peer,
             )
@@ -134,7 +134,7 @@ def exchange_files(
         if isinstance(error, TransportError):
             raise
         raise TransportError(
-            f"rank {rank}: no connection to a rank of this host (got {error.strerror or error})."
+            f"rank {rank}: no connection to a rank on this host (got {error.strerror or error})."
         ) from error
     finally:
         for connection in open_sockets.values():
@@ -148,7 +148,7 @@ def _connect(offer: ShmOffer, rank: int, peer: int, files: Sequence[int], deadli
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         connection.connect(offer.name)
         if _credentials(connection)[1] != os.getuid():
-            raise TransportError(f"rank {rank}: rank {peer} runs as another user.", peer)
+            raise TransportError(f"rank {rank}: rank {peer} runs as a different user.", peer)
         socket.send_fds(connection, [_HELLO.pack(offer.token, rank)], list(files))
     except BaseException:
         connection.close()

@@ -11,7 +11,7 @@ from ds_ext.comm.shm_handshake import PeerFiles, ShmOffer, UnixListener, exchang
 
 
 class ShmSetup:
-    """LinkSetup for ranks of one host: segments that this rank receives from, and the handshake."""
+    """LinkSetup for ranks on the same host: segments that this rank receives from, and the handshake."""
 
     def __init__(self, rank: int, port: _native.Port, node_ips: Sequence[str] | None = None) -> None:
         self._rank, self._port = rank, port

@@ -1,4 +1,4 @@
-"""Spin time: time for which a rank polls for messages before it sleeps."""
+"""Spin time: how long a rank polls for messages before it sleeps."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ds_ext.errors import TransportError
 
 MAX_SPIN_US = 300.0
 SPIN_VARIABLE = "DS_EXT_SPIN_US"
-# Files with quota and period of a control group, for cgroup versions 1 and 2.
+# Files with the quota and the period of a control group, for cgroup versions 1 and 2.
 _QUOTA_FILES_1, _QUOTA_FILES_2 = ("cpu.cfs_quota_us", "cpu.cfs_period_us"), ("cpu.max",)
 
 
 def spin_us(ranks_here: int) -> float:
-    """Return the maximum spin time in microseconds: 0 if the ranks of this host outnumber its cores.
+    """Return the maximum spin time in microseconds: 0 if the ranks on this host outnumber its cores.
 
     Raises:
         TransportError: DS_EXT_SPIN_US is not a number.

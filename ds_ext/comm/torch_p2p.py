@@ -27,7 +27,7 @@ from ds_ext.errors import TransportError
 
 @dataclass(eq=False)
 class _SendTicket:
-    """Ticket of send(), which keeps the frames until they were sent."""
+    """Ticket of send(), which keeps the frames until they have been sent."""
 
     transport: TorchTransport
     peer: int
@@ -87,7 +87,7 @@ class _Link:
     sent: int = 0
     unfinished: dict[int, _SendTicket] = field(default_factory=dict)  # by link_seq, oldest first
     unfinished_bytes: int = 0
-    arrived: int = 0  # all messages of the peer with a lower link_seq have arrived
+    arrived: int = 0  # all messages from the peer with a lower link_seq have arrived
     arrived_ahead: set[int] = field(default_factory=set)
 
 
@@ -147,7 +147,7 @@ class TorchTransport:
         return ticket
 
     def recv(self, peer: int, tag: int) -> _RecvTicket:
-        """Request the channel's next frame from gloo, if no earlier one is outstanding; see Transport.recv."""
+        """Request the channel's next frame from gloo, unless an earlier one is outstanding; see Transport.recv."""
         self._check(peer, tag)
         number = tag >> ITEM_BITS
         channel = self._incoming.setdefault((peer, number), _Incoming(peer, number))
@@ -158,7 +158,7 @@ class TorchTransport:
         return ticket
 
     def ready(self) -> list[tuple[int, int]]:
-        """Return (peer, tag) of requested messages that have arrived and were not yet waited for."""
+        """Return (peer, tag) of requested messages that have arrived but have not been waited for."""
         for channel in self._incoming.values():
             self.advance(channel)
         return [(ticket.channel.peer, ticket.tag) for ticket in self._arrived]
@@ -179,7 +179,7 @@ class TorchTransport:
         self._arrived.clear()
 
     def finish_send(self, ticket: _SendTicket, timeout_s: float | None = None) -> None:
-        """Wait until the frames were sent, and drop them."""
+        """Wait until the frames have been sent, and drop them."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         start = time.monotonic()
         while ticket.transfers:

@@ -1,8 +1,8 @@
 """Transport between GPUs over torch.distributed: descriptors over gloo, contents over a communicator per directed pair.
 
 NCCL has no tags and matches by order alone. So the contents of a pair are received in the order of the descriptors and
-assigned by tag. The receive starts on the GPU at the next call of the transport after the descriptors have arrived. The
-host never waits for it.
+assigned by tag. The receive starts on the GPU at the next call to the transport after the descriptors have arrived.
+The host never waits for it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Operation = Callable[..., dist.Work | None]
 
 @dataclass(eq=False)
 class _SendTicket:
-    """Ticket of send(), which keeps the contents until they were sent."""
+    """Ticket of send(), which keeps the contents until they have been sent."""
 
     header: Ticket
     transfer: tuple[dist.Work, Tensor] | None
@@ -67,7 +67,7 @@ class _RecvTicket:
 class SplitTransport:
     """Transport (see transport.py) whose contents do not pass through the host.
 
-    On CUDA, a ticket's wait() makes the current stream wait for the transfer, as for every NCCL operation. The time
+    On CUDA, a ticket's wait() makes the current stream wait for the transfer, as with every NCCL operation. The time
     limit of wait() covers the descriptors; the communicator's limit covers the contents.
     """
 
@@ -109,7 +109,7 @@ class SplitTransport:
             if group is None:
                 continue
             groups[source, destination] = group
-            # NCCL connects two ranks at their first transfer, which blocks both. In a schedule, two ranks that both
+            # NCCL connects two ranks on their first transfer, which blocks both. In a schedule, two ranks that both
             # send first would deadlock.
             token = torch.zeros(1, dtype=torch.uint8, device=device)
             if rank == source:
@@ -141,7 +141,7 @@ class SplitTransport:
         return ticket
 
     def recv(self, peer: int, tag: int) -> _RecvTicket:
-        """Receive one more message of the peer; see Transport.recv."""
+        """Receive one more message from the peer; see Transport.recv."""
         self._group(peer, self._headers.rank, peer, tag)
         header_tag = make_tag(HEADER_CHANNEL, self._requested[peer])
         self._awaited_headers[peer].append(self._headers.recv(peer, header_tag))
@@ -155,7 +155,7 @@ class SplitTransport:
         return ticket
 
     def ready(self) -> list[tuple[int, int]]:
-        """Return (peer, tag) of requested messages that have arrived and were not yet waited for."""
+        """Return (peer, tag) of requested messages that have arrived but have not been waited for."""
         for peer in list(self._awaited_headers):
             self.take_headers(peer)
         return [(ticket.peer, ticket.tag) for ticket in self._arrived if ticket.done()]
@@ -257,7 +257,7 @@ def create(
     pairs: Sequence[tuple[int, int]] = (),
     node_ips: Sequence[str] | None = None,
 ) -> Transport:
-    """Create the transport "torch"; see create_transport(). torch.distributed selects addresses without `node_ips`."""
+    """Create the transport "torch"; see create_transport(). torch.distributed ignores `node_ips`."""
     if device.type == "cpu":
         return TorchTransport.create(timeout_s)
     return SplitTransport.create(timeout_s, device, pairs)

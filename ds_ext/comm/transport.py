@@ -20,7 +20,7 @@ ITEM_BITS = 16
 TAG_LIMIT = 1 << 31
 # Channels reserved for the transport between GPUs.
 GPU_CONTROL, GPU_PIECES = (1 << 14) - 2, (1 << 14) - 1
-DEFAULT_MAX_HELD = 16  # messages of a link that a receiver may hold if no timetable sets the number
+DEFAULT_MAX_HELD = 16  # messages per link that a receiver may hold if no timetable sets the number
 
 # Name -> "module:function". The function takes the keyword arguments of create_transport.
 TRANSPORTS: Mapping[str, str] = MappingProxyType(
@@ -55,8 +55,8 @@ class Ticket(Protocol):
 class Transport(Protocol):
     """Point-to-point messages of one rank. Not thread-safe.
 
-    A tag is an int below 2**31: `tag >> 16` is the channel, and the lower 16 bits are the item. Within a channel of a
-    peer and direction, both sides use the items in the same order. Between channels any order is allowed.
+    A tag is an int below 2**31: `tag >> 16` is the channel, and the lower 16 bits are the item. Within a channel,
+    for each peer and direction, both sides must use the items in the same order. Between channels any order is allowed.
     """
 
     @property
@@ -67,8 +67,8 @@ class Transport(Protocol):
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Ticket:
         """Send tensors (at least one; any dtype, up to 8 dimensions) as one message.
 
-        The caller may change the tensors after the call. It blocks only if the link has no credit, which a pipeline
-        does not cause.
+        The caller may change the tensors after the call. The call blocks only if the link has no credit, which does
+        not happen in a pipeline.
         """
         ...
 
@@ -77,14 +77,14 @@ class Transport(Protocol):
         ...
 
     def ready(self) -> list[tuple[int, int]]:
-        """Return (peer, tag) of all messages that have arrived and were not yet waited for.
+        """Return (peer, tag) of all messages that have arrived but have not been waited for.
 
         Transports over torch.distributed report only messages whose recv() has been called.
         """
         ...
 
     def abort(self, cause: str) -> None:
-        """Send the cause of this rank's failure to the peers, if the transport can. Never waits."""
+        """Send the cause of this rank's failure to the peers, if the transport supports it. Never waits."""
         ...
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ def make_tag(channel: int, item: int) -> int:
 
 
 def describe_tag(tag: int) -> str:
-    """Return a tag in the form of error messages."""
+    """Return a tag as error messages show it."""
     return f"tag {tag} (channel {tag >> ITEM_BITS}, item {tag & (1 << ITEM_BITS) - 1})"
 
 
@@ -132,13 +132,13 @@ def create_transport(
 
     Args:
         name: a key of TRANSPORTS.
-        timeout_s: time limit of every wait for a peer, in seconds.
+        timeout_s: time limit on every wait for a peer, in seconds.
         device: device of the received tensors.
         pairs: directed pairs (source, destination) of global ranks that exchange messages, the same on every rank;
             empty: all pairs. The values of a mapping limit how many messages the receiver may hold at a time.
-        node_ips: addresses at which ranks listen for other hosts, one per rank or one per host in the launcher's
+        node_ips: addresses on which ranks listen for other hosts, one per rank or one per host in the launcher's
             order; None: each rank's local address on the route to MASTER_ADDR.
-        polled: whether ready() must report messages before their recv(). Affects only "auto".
+        polled: whether ready() must report messages for which recv() has not been called. Affects only "auto".
 
     Raises:
         TransportError: the name is unknown, the transport cannot be used, or torch.distributed is not initialized.
@@ -150,8 +150,8 @@ def create_transport(
         factory = getattr(importlib.import_module(module), function)
     except ImportError as error:
         raise TransportError(
-            f"ds_ext.comm._native: cannot be imported (got {error}). Build it with `pip install -e .` in the "
-            "checkout, which needs g++ and the headers of Python."
+            f"ds_ext.comm._native: cannot be imported ({error}). Build it with `pip install -e .` in the "
+            "checkout, which needs g++ and the Python headers."
         ) from error
     links = pairs if isinstance(pairs, Mapping) else dict.fromkeys(pairs, DEFAULT_MAX_HELD) or ()
     more = {"polled": polled} if name == "auto" else {}

@@ -32,7 +32,7 @@ def dtype_of(code: int) -> torch.dtype:
     """Return the dtype of a code that the native code has checked.
 
     Raises:
-        DescriptorError: this torch does not have it.
+        DescriptorError: this version of torch does not have it.
     """
     dtype = _DTYPES[code]
     if dtype is None:
@@ -56,7 +56,7 @@ def check_sendable(tensor: Tensor) -> None:
 
 
 def pieces_of(tensors: Sequence[Tensor]) -> tuple[Pieces, list[Tensor]]:
-    """Return CPU tensors as the native code takes them, and the tensors whose memory it reads.
+    """Return CPU tensors in the form that the native code takes, and the tensors whose memory it reads.
 
     The latter are copies if a tensor is strided, conjugated or negated.
 
@@ -81,7 +81,7 @@ def pieces_of(tensors: Sequence[Tensor]) -> tuple[Pieces, list[Tensor]]:
 
 
 def views(message: _native.Message) -> tuple[Tensor, ...]:
-    """Return the tensors of a message in its memory, which they keep.
+    """Return the tensors of a message in its memory, which they keep alive.
 
     They are not views to autograd: each has a separate storage and version counter.
     """
@@ -155,7 +155,7 @@ def blank_frame(num_bytes: int) -> Tensor:
 
 
 def is_sealed(frame: Tensor) -> bool:
-    """Return whether all of the frame has arrived."""
+    """Return whether the whole frame has arrived."""
     return _native.sealed_at(_seal_address(frame))
 
 
@@ -180,7 +180,7 @@ def pack_all(descriptors: Sequence[Descriptor]) -> Tensor:
 
 
 def unpack_all(packed: Tensor) -> tuple[Descriptor, ...]:
-    """Return the descriptors in bytes from pack_all()."""
+    """Return the descriptors that pack_all() packed."""
     return tuple(
         _native.unpack_at(packed.data_ptr() + offset) for offset in range(0, len(packed), SEAL_BYTES)
     )

@@ -35,7 +35,7 @@ class BatchSizes:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a count with its noun, as "1 stage" or "2 micro-batches"."""
+    """Return a count with its noun, such as "1 stage" or "2 micro-batches"."""
     plural = "es" if noun.endswith(("ch", "ss")) else "s"
     return f"{number} {noun}{'' if number == 1 else plural}"
 

@@ -8,7 +8,7 @@ Everything is derived from the installed packages:
 - Schedulers: ``deepspeed.runtime.lr_schedules``, ``torch.optim.lr_scheduler``, the signatures of the classes, and one
   step with the given parameters.
 
-Importing torch and DeepSpeed takes two seconds, so reading a JSON (:mod:`.job`) does without this module.
+Importing torch and DeepSpeed takes two seconds, so reading a JSON (:mod:`.job`) does not import this module.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _CLASSES: dict[str, tuple[type, type]] = {
     "lamb": (FusedLamb, FusedLamb),
     "lion": (FusedLion, DeepSpeedCPULion),
 }
-# DeepSpeedEngine reads the first itself for Adam and AdamW; the second are arguments that no JSON may set.
+# For Adam and AdamW, DeepSpeedEngine itself reads the first; the second are arguments that a JSON must not set.
 _ADAM_SWITCHES = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
 _NOT_OF_THE_JSON = ("adamw_mode", "max_grad_norm")
-# These have the argument "amsgrad" and raise an error for it. To ask them would compile their code.
+# These have the argument "amsgrad" and raise an error for it. Creating them to find out would compile their code.
 _WITHOUT_AMSGRAD = (FusedAdam, DeepSpeedCPUAdam, FusedLamb)
 # These need a closure or sparse gradients, which a pipeline does not have.
 _NOT_IN_A_PIPELINE = ("LBFGS", "SparseAdam")
@@ -70,11 +70,11 @@ def check_deepspeed(
     optimizer: bool = True,
     scheduler: bool = True,
 ) -> None:
-    """Raise ConfigError for what the installed DeepSpeed or torch would refuse after the launch, or ignore.
+    """Raise ConfigError for settings that the installed DeepSpeed or torch would ignore, or reject after the launch.
 
     Args:
         config: the whole JSON, as accepted by ``load_config``.
-        flags: keys that a flag filled in, as ``JobConfig.flags``; errors then name the flag.
+        flags: keys that a flag set, as in ``JobConfig.flags``; errors then name the flag.
         optimizer: False if the caller passes an optimizer, which replaces the section.
         scheduler: False if the caller passes a scheduler, which replaces the section.
     """
@@ -93,7 +93,7 @@ def check_deepspeed(
 def _made(
     make: Make, given: Mapping[str, Any], section: str = "", flags: Mapping[str, str] | None = None
 ) -> Any:
-    """Return ``make(given)``. An error becomes a ConfigError with the key that alone causes the same error."""
+    """Return ``make(given)``. An error becomes a ConfigError with the key that causes it by itself."""
     result, error = _attempt(make, given)
     if error is None:
         return result
@@ -118,7 +118,7 @@ def _made(
 
 
 def _attempt(make: Make, given: Mapping[str, Any]) -> tuple[Any, Exception | None]:
-    """Return the result or the error of ``make(given)``, without warnings: the engine repeats them."""
+    """Return the result or the error of ``make(given)``, without warnings, because the engine repeats them."""
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
@@ -174,7 +174,7 @@ def _classes(module: ModuleType, base: type) -> dict[str, type[Any]]:
 
 
 def _arguments(made: type[Any]) -> dict[str, Any]:
-    """Return the arguments after the first that a JSON may set, with their defaults."""
+    """Return the arguments that a JSON may set, except the first, with their defaults."""
     later = [*inspect.signature(made.__init__).parameters.values()][2:]
     return {one.name: one.default for one in later if one.name not in _NOT_OF_THE_JSON}
 
@@ -207,7 +207,7 @@ def _check_optimizer(parsed: Any, section: Mapping[str, Any], flags: Mapping[str
         raise ConfigError(
             f"optimizer.params.amsgrad: not supported by {made.__name__} (got {params['amsgrad']!r}). {fix}"
         )
-    # DeepSpeed's classes check no values: AdamW's rules apply.
+    # DeepSpeed's classes do not check values, so AdamW's rules apply.
     rules = made if made in classes.values() else torch.optim.AdamW
     defaults = _arguments(rules)
 
@@ -247,7 +247,7 @@ def _check_scheduler(parsed: Any, section: Mapping[str, Any]) -> None:
         raise ConfigError('scheduler.params: missing (got null). Add "params": {...}.')
 
     def step(params: Mapping[str, Any]) -> None:
-        # Without __init__, which imports torch's compiler: one second.
+        # Skip __init__, which takes a second to import torch's compiler.
         optimizer = torch.optim.AdamW.__new__(torch.optim.AdamW)
         optimizer.defaults = {"lr": 1e-3, "betas": (0.9, 0.999)}
         groups = max([1, *(len(value) for value in params.values() if isinstance(value, list))])
@@ -262,13 +262,13 @@ def _check_scheduler(parsed: Any, section: Mapping[str, Any]) -> None:
 def _check_params(
     what: str, section: Mapping[str, Any], known: Collection[str], make: Make, flags: Mapping[str, str]
 ) -> None:
-    """Refuse unknown parameters, parameters beside "params", and values with which ``make`` fails."""
+    """Reject unknown parameters, parameters outside "params", and values with which ``make`` fails."""
     params = section.get("params") or {}
     for key in [key for key in params if key not in known]:
         problem = f"unknown to {section['type']} (got {params[key]!r})"
         raise ConfigError(f"{what}.params.{key}: {problem}. {_suggestion(key, known)}")
     for key in [key for key in section if key not in ("type", "params", "legacy_fusion")]:
         if key in known or difflib.get_close_matches(key, ["params"], cutoff=0.7):
-            problem = f'has no effect beside "params" (got {section[key]!r})'
+            problem = f'has no effect outside "params" (got {section[key]!r})'
             raise ConfigError(f"{what}.{key}: {problem}. Move it into {what}.params.")
     _made(make, params, f"{what}.params", flags)

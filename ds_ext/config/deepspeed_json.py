@@ -1,4 +1,4 @@
-"""DeepSpeed's part of the JSON: settings that ds_ext refuses, precision and ZeRO stage. Needs no torch.
+"""DeepSpeed's part of the JSON: settings that ds_ext rejects, precision and ZeRO stage. Needs no torch.
 
 :mod:`.deepspeed_check` asks the installed DeepSpeed whether it accepts the keys.
 """
@@ -28,11 +28,11 @@ _UNAPPLIED = {
     "torch_autocast.enabled": 'For half precision set "bf16": {"enabled": true}',
     "fp16.auto_cast": "The first layer casts its inputs",
     "flops_profiler.enabled": "torch.profiler shows every computation under its name in the timetable",
-    "data_efficiency.enabled": "Order or shorten the samples in the data set",
+    "data_efficiency.enabled": "Order or shorten the samples in the dataset",
     "wall_clock_breakdown": 'Set "trace" in the "ds_ext" section',
 }
 
-# With this difflib ratio, "gradient_clip" is a typo of "gradient_clipping", and "comment" is not one of "comet".
+# With this difflib ratio, "gradient_clip" is a typo of "gradient_clipping", but "comment" is not a typo of "comet".
 RESEMBLES = 0.84
 
 
@@ -71,7 +71,7 @@ def check_deepspeed_keys(config: Mapping[str, Any], ours: Collection[str]) -> No
 
 
 def refuse_duplicate_keys(text: str, name: str) -> None:
-    """Raise ConfigError if an object of a valid JSON has a key twice, of which JSON readers use only the last.
+    """Raise ConfigError if an object of a valid JSON contains a key twice. JSON parsers use only the last.
 
     Args:
         text: the JSON.
@@ -109,7 +109,7 @@ def half_through_zero(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Without ZeRO, DeepSpeed's fp16 optimizers divide a pipeline's gradients by a loss scale that was never applied, and
     its bf16 optimizer accumulates gradients in bf16. Stage 1 has the same arithmetic as stage 0, with the optimizer
-    states sharded over the data-parallel ranks. All optimizers of stage 0 stay accepted. An explicit
+    states sharded over the data-parallel ranks. All optimizers that stage 0 accepts are still accepted. An explicit
     ``grad_accum_dtype`` bf16 stays unchanged.
     """
     zero, types = config.get("zero_optimization"), config.get("data_types")
@@ -142,7 +142,7 @@ def fp32_sums_of_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def zero_stage(config: Mapping[str, Any]) -> int:
-    """Return the ZeRO stage; from stage 1, optimizer states are sharded over the data-parallel ranks."""
+    """Return the ZeRO stage; from stage 1 on, optimizer states are sharded over the data-parallel ranks."""
     zero = config.get("zero_optimization")
     return int(
         zero.get("stage", 0) if isinstance(zero, Mapping) else zero or 0
@@ -150,7 +150,7 @@ def zero_stage(config: Mapping[str, Any]) -> int:
 
 
 def precision(config: Mapping[str, Any]) -> str:
-    """Return bf16, fp16 or fp32, from the sections of these names."""
+    """Return bf16, fp16 or fp32, from the sections with these names."""
     name = precision_section(config) or "fp32"
     return "bf16" if name == "bfloat16" else name
 

@@ -47,10 +47,10 @@ def _keys(section: type[Section]) -> list[str]:
 
 
 def import_own_schedules(job: JobConfig) -> None:
-    """Import the modules of the key "import"; the search path includes the folder of the JSON.
+    """Import the modules listed under the key "import"; the search path includes the JSON's folder.
 
     Raises:
-        ConfigError: a module does not exist or fails.
+        ConfigError: a module does not exist, or its import fails.
     """
     try:
         import_modules(job.ds_ext.modules, '"ds_ext": import', Path(job.path or ".").parent)
@@ -59,12 +59,12 @@ def import_own_schedules(job: JobConfig) -> None:
 
 
 def named_schedule(name: str) -> Schedule:
-    """Return the schedule of a name or of a timetable file. Raises ConfigError."""
+    """Return the schedule for a name or a timetable file. Raises ConfigError."""
     try:
         return schedule_of_file(name) if is_timetable_file(name) else get_schedule(name)
     except ScheduleError as error:
         also = (
-            "" if is_timetable_file(name) else ' A job also accepts "auto" or the path of a timetable file.'
+            "" if is_timetable_file(name) else ' A job also accepts "auto" or the path to a timetable file.'
         )
         raise ConfigError(f"{error}{also}") from None
 
@@ -76,8 +76,8 @@ class JobConfig:
     Attributes:
         deepspeed: the whole JSON.
         ds_ext: the validated section.
-        path: file of the JSON; None: it was given as a dict.
-        flags: key -> the flag that set it, for errors, as "train_batch_size" -> "--global-batch-size 48".
+        path: path to the JSON file; None: the JSON was passed as a dict.
+        flags: key -> the flag that set it, for errors, such as "train_batch_size" -> "--global-batch-size 48".
     """
 
     deepspeed: dict[str, Any]
@@ -91,7 +91,7 @@ class JobConfig:
         notes = []
         if self.ds_ext.sequence_parallel and self.ds_ext.tensor_parallel_size == 1:
             notes.append(
-                "ds_ext.sequence_parallel: no effect with tensor_parallel_size 1, because a rank has all tokens"
+                "ds_ext.sequence_parallel: no effect with tensor_parallel_size 1, because each rank has all tokens"
             )
         return notes
 

@@ -20,8 +20,8 @@ class TransportOptions(Section):
     """Options of the transport between stages.
 
     Attributes:
-        timeout_s: time limit of every wait, in seconds.
-        node_ips: addresses at which ranks listen for other hosts, one per host or one per rank, as a list or a
+        timeout_s: time limit on every wait, in seconds.
+        node_ips: addresses on which ranks listen for other hosts, one per host or one per rank, as a list or a
             comma-separated string; None: each rank's local address on the route to MASTER_ADDR.
     """
 

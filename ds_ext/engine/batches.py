@@ -1,4 +1,4 @@
-"""Sources of micro-batches, and checks of their form.
+"""Sources of micro-batches, and checks of their format.
 
 A rank fetches a micro-batch by its global id when its schedule needs it. With a dataset (:class:`MicroBatches`), step t
 takes samples t*G .. t*G+G-1 of the dataset's seeded, shuffled order. Micro-batch j of the step holds the consecutive
@@ -48,16 +48,16 @@ class Resumable(Protocol):
         ...
 
     def load_state_dict(self, state: Any, /) -> None:
-        """Continue at a position, which a job with another batch size may have saved."""
+        """Continue at a saved position. The job that saved it may have used a different batch size."""
         ...
 
 
 class IteratorBatches:
-    """Batches of a user's iterator over the micro-batches of this data-parallel rank.
+    """Batches from a user's iterator over the micro-batches of this data-parallel rank.
 
     As in DeepSpeed, a step takes ``gradient_accumulation_steps`` micro-batches, and the two pipes of a bidirectional
-    schedule are two data-parallel ranks. A schedule may need micro-batches in another order, so those pulled early are
-    kept. Only ranks that hold a first or a last stage pull.
+    schedule are two data-parallel ranks. A schedule may need micro-batches in a different order, so those pulled early
+    are kept. Only ranks that hold a first or a last stage pull.
 
     Args:
         iterator: yields (inputs, labels) in order.
@@ -74,8 +74,8 @@ class IteratorBatches:
         owner, index = divmod(micro_batch, self.count)
         if owner != self.rank:
             raise ConfigError(
-                f"data_iter: this schedule needs micro-batches of several data-parallel ranks on one rank, the inputs "
-                f"of one pipe and the labels of the other (got rank {owner}, data_iter yields those of rank "
+                f"data_iter: this schedule needs micro-batches from several data-parallel ranks on one rank: inputs "
+                f"of one pipe and labels of the other (got rank {owner}, data_iter yields those of rank "
                 f"{self.rank}). Pass training_data to initialize(), or pass train_batch() an object with "
                 f"get(micro_batch) and advance(micro_batches)."
             )
@@ -86,7 +86,7 @@ class IteratorBatches:
             except StopIteration:
                 raise ConfigError(
                     f"data_iter: ended within a step, which takes {self.count} micro-batches per data-parallel rank "
-                    f"(got {len(self._pulled)}). Wrap it in deepspeed.utils.RepeatingLoader, or train one step less."
+                    f"(got {len(self._pulled)}). Wrap it in deepspeed.utils.RepeatingLoader, or train one step fewer."
                 ) from None
         return self._pulled[index]
 
@@ -96,7 +96,7 @@ class IteratorBatches:
 
 
 def _clone_pageable(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor in pageable CPU memory. Loaders do not reuse other memory."""
+    """Copy a tensor if it is in pageable CPU memory. Loaders do not reuse other memory."""
     return tensor if tensor.device.type != "cpu" or tensor.is_pinned() else tensor.clone()
 
 
@@ -112,16 +112,16 @@ class MapDataset(Protocol):
 
 
 def stack_samples(samples: Sequence[Any]) -> Any:
-    """Stack tensors in a new first dimension, also within tuples, lists and dictionaries; numbers become tensors.
+    """Stack tensors, including those in tuples, lists and dictionaries, along a new first dimension.
 
-    Raises ConfigError for samples of different shapes or other types.
+    Numbers become tensors. Raises ConfigError for samples of different shapes or other types.
     """
     first = samples[0]
     if isinstance(first, torch.Tensor):
         shapes = sorted({tuple(sample.shape) for sample in samples})
         if len(shapes) > 1:
             raise ConfigError(
-                f"training_data: the samples of a micro-batch must have one shape (got "
+                f"training_data: the samples of a micro-batch must have the same shape (got "
                 f"{' and '.join(map(str, shapes))}). Pass initialize() a collate_fn that pads them and returns "
                 f"(inputs, labels)."
             )
@@ -145,8 +145,8 @@ class MicroBatches:
 
     Args:
         dataset: samples by index, in training order.
-        micro_batch_size: b, samples of one micro-batch.
-        consumed_samples: samples of all completed steps.
+        micro_batch_size: b, the number of samples in a micro-batch.
+        consumed_samples: number of samples in all completed steps.
         collate: function from a list of samples to a batch; None: :func:`stack_samples`.
         repeat: continue at sample 0 after the last sample instead of raising an error.
 
@@ -199,7 +199,7 @@ class MicroBatches:
         return {"consumed_samples": self.consumed_samples}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at a saved position. Batch sizes may differ from the saving run's.
+        """Continue at a saved position. Batch sizes may differ from those of the run that saved it.
 
         Raises ConfigError for a negative position.
         """
@@ -211,7 +211,7 @@ class MicroBatches:
         self.consumed_samples = consumed_samples
 
 
-# --- form: a pair (inputs, labels) of a tensor or a tuple of tensors each; labels may be None ---
+# --- format: a pair (inputs, labels), each a tensor or a tuple of tensors; labels may be None ---
 
 
 def require_pair(batch: Any, source: Batches) -> tuple[Any, Any]:
@@ -261,16 +261,16 @@ class StepData:
 
 
 def check_first_batch(data: StepData, program: Program, device: int, abort: Callable[[str], None]) -> None:
-    """Fetch and check the first micro-batch of ``device`` at every stage. All ranks must call this together.
+    """Fetch and check the first micro-batch for every stage on ``device``. All ranks must call this together.
 
     Args:
-        data: micro-batches of the coming step.
-        program: program of the coming step.
+        data: micro-batches of the next step.
+        program: program of the next step.
         device: device of this rank.
         abort: function that reports an exception of the dataset to the peers.
 
     Raises:
-        ConfigError: on all ranks, if data is missing or has the wrong form on one.
+        ConfigError: on all ranks, if data is missing or has the wrong format on one of them.
     """
     loads: dict[int, int] = {}
     for instruction in program.instructions[device]:
@@ -288,7 +288,7 @@ def check_first_batch(data: StepData, program: Program, device: int, abort: Call
                 _require_tensors(labels, "labels", data.source)
     except ConfigError as error:
         problem = str(error)
-    except Exception as error:  # of the dataset; this rank prints the traceback
+    except Exception as error:  # from the dataset; this rank prints the traceback
         failure = error
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)

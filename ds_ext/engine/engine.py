@@ -1,10 +1,10 @@
 """Engine that runs the program of any timetable. It does not depend on the name of a schedule.
 
-It differs from DeepSpeed's PipelineEngine in four points. Tensors, losses and gradients belong to the buffer of an
+It differs from DeepSpeed's PipelineEngine in four ways. Tensors, losses and gradients belong to the buffer of an
 instruction. Micro-batches are fetched by id. Messages carry their shapes and go to any peer without blocking.
-Checkpoints fit any schedule and sizes. Everything else (optimizer, ZeRO-1, learning rate, monitors) is inherited.
+Checkpoints load with any schedule and sizes. Everything else (optimizer, ZeRO-1, learning rate, monitors) is inherited.
 
-The file has this order: construction, step loop, one handler per instruction, data, train_batch and eval_batch,
+Order of this file: construction, step loop, one handler per instruction, data, train_batch and eval_batch,
 checkpoints, failures.
 """
 
@@ -81,7 +81,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         busy: clock of this rank's computations.
         gradients: gradients of this rank's parameters.
         reduction: eager reduction of the gradients; None: they are reduced after the last backward.
-        tracer: recorder of the timeline; None without traces.
+        tracer: recorder of the timeline; None without tracing.
         loss_watch: counter of consecutive steps with a non-finite loss or gradient.
         activity: current activity, for errors.
         bubble_measured: share of the last step in which an average rank did not compute; None before the first step.
@@ -99,7 +99,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
     def __init__(self, **kwargs: Any) -> None:
         # Keywords only: the parent's first positional argument is has_bool_tensors.
         super().__init__(**kwargs)
-        # DeepSpeed would send slices of the activations per tensor-parallel rank.
+        # Otherwise DeepSpeed would send only a slice of the activations from each tensor-parallel rank.
         self.is_pipe_partitioned = self.is_grad_partitioned = False
         self.plan, self.layout = self.module.plan, self.module.layout
         self.last_stage = self.layout.placement.stages - 1
@@ -107,11 +107,12 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self._inference_schedules: dict[int, TimetableSchedule] = {}
         self.pipe_buffers: list[Buffer] = []
         self._forward = StageForward(self.module)
-        self._deferral: DeferralReport | None = None  # of the first step only
+        self._deferral: DeferralReport | None = None  # for the first step only
         self.deferred_share: float | None = None
         if self.plan.timetable.split_backwards:
             self._deferral = DeferralReport(self.module, self.plan.timetable.schedule)
-        self._checked_modes: set[bool] = set()  # training (True) and evaluation (False) with checked batches
+        # Modes with checked batches: training (True), evaluation (False).
+        self._checked_modes: set[bool] = set()
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._compute_loss = True
         self._kept_outputs: dict[int, Any] | None = None
@@ -176,7 +177,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         return credits
 
     def use_transport(self, transport: Transport) -> None:
-        """Exchange the messages between stages over another transport, from the next step on.
+        """Use another transport for the messages between stages, from the next step on.
 
         Raises ConfigError if the order is decided at run time and the transport cannot report arrivals.
         """
@@ -209,7 +210,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of micro-batches between steps, with a new timetable.
 
-        Raises ConfigError without any change if the schedule does not support the number.
+        Raises ConfigError, and changes nothing, if the schedule does not support the number.
         """
         steps, rest = divmod(train_batch_size, self.micro_batch_size * self.dp_world_size)
         plan = None if rest or steps < 1 else self._resized_plan(steps)
@@ -231,7 +232,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         return self.schedule
 
     def _exec_schedule(self, pipe_schedule: TimetableSchedule) -> None:
-        """Run the instructions in order. Post receives some instructions ahead."""
+        """Run the instructions in order, and post receives several instructions ahead."""
         self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
         self.running = pipe_schedule
         if isinstance(pipe_schedule, DynamicSchedule):
@@ -271,7 +272,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         tracer = self.tracer if self.tracer and self.tracer.active else None
         begin = 0.0 if tracer is None else tracer.now()
         try:
-            if profiler._is_profiler_enabled:  # the label takes as long as some handlers
+            if profiler._is_profiler_enabled:  # creating the label takes as long as some handlers
                 with record_function(instruction.label):
                     handler(self, **instruction.kwargs)
             else:
@@ -436,7 +437,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         """Take micro-batches by id from Batches, or in order from an iterator.
 
         An iterator yields the (inputs, labels) of this data-parallel rank, ``engine.mpu.get_data_parallel_rank()``:
-        gradient_accumulation_steps micro-batches per step. Ranks that hold a first or a last stage read it.
+        gradient_accumulation_steps micro-batches per step. Only ranks that hold a first or last stage read it.
         """
         if iterator is None or iterator is not getattr(self.batches, "iterator", None):
             self.batches = self._as_batches(iterator, self.micro_batches)
@@ -514,8 +515,8 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         """
         if reduce_output != "avg":
             raise ConfigError(
-                f'reduce_output: must be "avg" (got {reduce_output!r}). For the outputs of single micro-batches, use '
-                f"return_logits=True."
+                f'reduce_output: must be "avg" (got {reduce_output!r}). For the outputs of individual micro-batches, '
+                f"use return_logits=True."
             )
         num_micro_batches = num_micro_batches or self.micro_batches
         train_batches, self.batches = self.batches, self._as_batches(data_iter, num_micro_batches)
@@ -535,7 +536,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             self.batches.advance(self.running.micro_batches * self.layout.data_parallel_size)
         finally:
             self.batches, self._kept_outputs = train_batches, None
-            for module, training in modes:  # the user may have some in evaluation mode
+            for module, training in modes:  # the user may have put some in evaluation mode
                 module.training = training
         if loss is not None and self.global_rank == 0 and self.monitor.enabled:
             self.monitor.write_events([("Train/Samples/eval_loss", loss.item(), self.global_samples)])
@@ -558,7 +559,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         return torch.stack(rows)
 
     def _loss_copies(self) -> int:
-        """Return the number of ranks that compute the loss of a micro-batch, summed over data-parallel ranks."""
+        """Return the number of ranks, over all data-parallel groups, that compute the loss of a micro-batch index."""
         return self.layout.tensor_parallel_size * self.layout.data_parallel_size
 
     def _shared_numbers(self) -> list[float]:
@@ -577,11 +578,11 @@ class PipelineEngine(DeepSpeedPipelineEngine):
 
     @property
     def first_in_checkpoints(self) -> int:
-        """Rank that writes the values that are equal on all ranks."""
+        """Rank that writes the values that are the same on all ranks."""
         return 0
 
     def weights_loaded(self) -> None:
-        """Hook for subclasses, called on all ranks after a checkpoint was loaded."""
+        """Hook for subclasses, called on all ranks after a checkpoint has been loaded."""
 
     def try_checkpoint_folder(self, save_dir: str | os.PathLike[str]) -> None:
         """Check that checkpoints can be saved to ``save_dir``. All ranks must call this together.
@@ -600,7 +601,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write ``save_dir/tag`` (None: ``global_step<N>``). Arguments and result are DeepSpeed's.
+        """Write ``save_dir/tag`` (None: ``global_step<N>``). Arguments and result are the same as DeepSpeed's.
 
         The checkpoint gets its name when it is complete on disk, so a killed run keeps the last complete one.
         Raises the errors of :func:`.checkpoint.save.save_checkpoint`.
@@ -622,9 +623,10 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load ``load_dir/tag`` (None: the current checkpoint), written with any schedule and sizes.
+        """Load ``load_dir/tag`` (None: the current checkpoint), written with any schedule and parallel sizes.
 
-        Arguments and result are DeepSpeed's: (path, client state), or (None, None) without a tag and a checkpoint.
+        Arguments and result are the same as DeepSpeed's: (path, client state). The result is (None, None) if ``tag`` is
+        None and the folder has no checkpoint.
         Raises the errors of :func:`.checkpoint.load.load_checkpoint`, and ConfigError for a ``custom_load_fn``.
         """
         if custom_load_fn is not None:

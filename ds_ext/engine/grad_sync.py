@@ -51,23 +51,23 @@ class Gradients:
         return getattr(parameter, "_hp_grad", None) if self._is_bf16 else parameter.grad
 
     def fill_missing(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Give parameters without a gradient zeros, because another replica may have a gradient.
+        """Set missing gradients to zero, because another replica may have a gradient.
 
-        Replicas must reduce the same parameters in the same order. DeepSpeed fills them too, but not with ZeRO.
+        Replicas must reduce the same parameters in the same order. DeepSpeed fills them too, except with ZeRO.
         """
         # The bf16 optimizer allocates its sums at construction.
         if not self._is_bf16 and self.replicas > 1:
             self._fill(parameters)
 
     def sum_tied(self, tied: Iterable[tuple[nn.Parameter, ProcessGroup]]) -> None:
-        """Sum the gradients of tied parameters over the ranks that hold them. A missing gradient counts as zeros."""
+        """Sum the gradients of tied parameters over the ranks that hold them. A missing gradient counts as zero."""
         for parameter, group in tied:
             if self.of(parameter) is None:
                 self._fill([parameter])
             dist.all_reduce(self.of(parameter), group=group)
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Context of a backward, in which ZeRO and bf16 optimizers move its gradients to their buffers."""
+        """Context for a backward, in which ZeRO and bf16 optimizers move its gradients to their buffers."""
         return _zero_backward(self.optimizer) if self._is_zero else _NO_CONTEXT
 
     def _fill(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -93,8 +93,8 @@ def _zero_backward(optimizer: ZeROOptimizer) -> Iterator[None]:
 class EagerReduction:
     """Reductions of one rank that overlap with later computations.
 
-    The reduction of a stage starts when the device has run all its backwards. All ranks of a collective start their
-    reductions in the order of the plan, so a finished stage also waits for the stages before it.
+    The reduction of a stage starts when the device has run all backwards of the stage. All ranks of a collective start
+    their reductions in the order of the plan, so a finished stage also waits for the stages before it.
 
     Args:
         gradients: gradients of this rank.
@@ -102,7 +102,7 @@ class EagerReduction:
         order: stages of this rank, in the order of their reductions.
         ops: ops of this device in a step, in any order.
         dtype: dtype of the reduced gradients.
-        tracer: records the reductions; None without a trace.
+        tracer: records the reductions; None without tracing.
     """
 
     def __init__(
@@ -181,8 +181,8 @@ def why_not_eager(engine: DeepSpeedEngine) -> str | None:
 def _by_last_stage(module: PipelineModule, order: Sequence[int]) -> dict[int | None, list[nn.Parameter]]:
     """Return a dict of stage -> parameters to reduce with it; None -> parameters tied to other ranks.
 
-    A parameter of several stages belongs to the last one in ``order``. Gradients of tied parameters are summed over
-    the ranks of the tie first.
+    A parameter used by several stages belongs to the last one in ``order``. Gradients of tied parameters are first
+    summed over the ranks of the tie.
     """
     tied = {id(weight) for weight, _ in module.get_tied_weights_and_groups()}
     last: dict[int, int | None] = {}
@@ -215,10 +215,10 @@ def _without_averaging(optimizer: Any) -> Iterator[None]:
 
 
 def counts_here(parameter: Tensor, tensor_rank: int) -> bool:
-    """Return whether this rank counts the parameter or its shard in a norm, so that one rank of a model copy does.
+    """Return whether this rank counts the parameter or its shard in a norm. One rank per model copy does.
 
-    Copies of a tie on later ranks have ``ds_pipe_replicated`` set, tensor-parallel shards ``model_parallel``. All other
-    parameters are replicated over the tensor-parallel ranks, and the first of these ranks counts them.
+    Copies of a tie on later ranks have ``ds_pipe_replicated`` set, and tensor-parallel shards have ``model_parallel``
+    set. All other parameters are replicated over the tensor-parallel ranks, and the first of these ranks counts them.
     """
     if getattr(parameter, "ds_pipe_replicated", False):
         return False
@@ -235,7 +235,7 @@ def clip_grad_norm(
 
     Args:
         parameters: all parameters of this rank, with gradients already reduced over data-parallel ranks.
-        max_norm: maximum of the norm.
+        max_norm: maximum norm.
         tensor_rank: this rank's tensor-parallel rank.
         model_group: process group of the ranks that hold one copy of the model (all stages and shards).
 

@@ -1,10 +1,10 @@
 """DeepSpeed's grid of ranks for placements that hold the model more than once, and for separate forward ranks.
 
-A placement with two replicas (BitPipe) puts the same stages on devices d and D-1-d. To the optimizer these devices are
-data-parallel ranks of each other. The grid is therefore *folded*: ``pipe = D / replicas``, ``data = replicas * DP``.
+A placement with two replicas (BitPipe) puts the same stages on devices d and D-1-d. The optimizer treats these devices
+as data-parallel ranks. The grid is therefore *folded*: ``pipe = D / replicas``, ``data = replicas * DP``.
 DeepSpeed's gradient reduction, ZeRO-1 shards, norms, overflow checks and checkpoint writers work on it unchanged.
 
-With ``fbd`` every role has a grid that contains only its ranks. For backward ranks it has pipe = PP,
+With ``fbd``, each role has a grid that contains only its ranks. For backward ranks it has pipe = PP,
 data = k x groups, model = TP. DeepSpeed's optimizers and norms see no other ranks.
 """
 
@@ -26,7 +26,7 @@ from .together import together
 
 
 class FoldedTopology(ProcessTopology):
-    """DeepSpeed's process topology of a layout; equal to its own pipe x data x model topology if nothing folds.
+    """DeepSpeed's process topology of a layout; identical to its own pipe x data x model topology if nothing is folded.
 
     Args:
         layout: ranks of the whole world.
@@ -64,7 +64,7 @@ class FoldedTopology(ProcessTopology):
 
 
 class RoleGrid(PipelineParallelGrid):
-    """DeepSpeed's grid of the ranks with this rank's role.
+    """DeepSpeed's grid of the ranks that have this rank's role.
 
     Every rank creates the process groups of both roles, in the same order.
 
@@ -87,7 +87,7 @@ class RoleGrid(PipelineParallelGrid):
             self._make_groups(FoldedTopology(topology.layout, role))
 
     def _make_groups(self, topology: FoldedTopology) -> None:
-        """Create all groups of one role, and keep the groups of this rank."""
+        """Create all groups of one role, and keep those that contain this rank."""
         data, model = topology.get_dim("data"), max(topology.get_dim("model"), 1)
         for index in range(data):
             ranks = sorted(topology.get_axis_list(axis="data", idx=index))
@@ -118,7 +118,7 @@ def on_hosts(layout: ParallelLayout, forward_hosts: Sequence[str] | None) -> Par
         forward_hosts: names or addresses of hosts; None: keep the layout.
 
     Raises:
-        ConfigError: the hosts do not fit.
+        ConfigError: the hosts do not fit the layout.
     """
     if forward_hosts is None or not isinstance(layout, DisaggregatedLayout):
         return layout

@@ -45,7 +45,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_precision(job: JobConfig) -> None:
-    """Raise ConfigError if the device of this rank does not support the precision of the job.
+    """Raise ConfigError if this rank's device does not support the job's precision.
 
     Needs no process group.
     """
@@ -61,26 +61,26 @@ def check_precision(job: JobConfig) -> None:
     half = f'"{other}": {{"enabled": true}} or ' if supports[other]() else ""
     key = f"{precision_section(job.deepspeed)}.enabled"
     raise ConfigError(
-        f"{job.flags.get(key, key)}: the device {accelerator.device_name()} of this host does not support {dtype} "
+        f"{job.flags.get(key, key)}: the device {accelerator.device_name()} on this host does not support {dtype} "
         f"(got true). Use {half}fp32, which needs no section."
     )
 
 
 def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> None:
-    """Start the process group, nccl on CUDA and gloo on CPU, unless it exists.
+    """Start the process group, nccl on CUDA and gloo on CPU, unless it already exists.
 
-    Before, all ranks compare versions, source code and ``facts``.
+    Before that, all ranks compare versions, source code and ``facts``.
 
     Args:
         timeout_s: time limit for the other ranks, in seconds.
-        facts: key -> further value that must be equal on all ranks.
+        facts: key -> additional value that must be the same on all ranks.
 
     Raises:
         ConfigError: ranks differ, a rank failed, or the port is in use.
         TransportError: a rank did not join in time.
     """
     if get_accelerator().device_name() == "cpu":
-        # DeepSpeed would compile an op for 30 s that only its inference uses.
+        # Otherwise DeepSpeed spends 30 s compiling an op that only its inference engine uses.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(threads_of_rank())
@@ -136,11 +136,11 @@ def initialize(
     ``training_dataloader`` is None, because the engine fetches the micro-batches of ``training_data`` by id.
 
     Args:
-        config: DeepSpeed JSON of the PipelineModule; None: the module's.
+        config: same DeepSpeed JSON as for the PipelineModule; None: use the module's JSON.
 
     Raises:
         ConfigError: the model is not a ds_ext.PipelineModule, ``config`` is not its JSON, DeepSpeed rejects the JSON,
-            the device does not support the precision, ``training_data`` has no samples by index, or ranks differ.
+            the device does not support the precision, ``training_data`` cannot be indexed, or the ranks' jobs differ.
     """
     if not isinstance(model, PipelineModule):
         raise ConfigError(
@@ -237,7 +237,7 @@ def _with_list(group: Any) -> Any:
 
 
 def _require_samples_by_index(training_data: Any) -> None:
-    """Raise ConfigError for training data without samples, or without samples by index."""
+    """Raise ConfigError for training data that is empty or cannot be indexed."""
     if training_data is None:
         return
     has_both = all(hasattr(type(training_data), name) for name in ("__len__", "__getitem__"))
@@ -264,25 +264,25 @@ def _require_same_json(config: str | Mapping[str, Any], plan: JobPlan) -> None:
 
 
 def _flat(config: Mapping[str, Any], with_section: bool) -> dict[str, Any]:
-    """Return a JSON with the keys of the "ds_ext" section as ``ds_ext.key``, without its ``train`` section."""
+    """Return a JSON with the keys of its "ds_ext" section renamed to ``ds_ext.key``, without its ``train`` key."""
     section = config.get("ds_ext", {}) if with_section else {}
     flat_section = {f"ds_ext.{key}": value for key, value in section.items() if key != "train"}
     return {key: value for key, value in config.items() if key != "ds_ext"} | flat_section
 
 
 def _require_parameters(model: PipelineModule) -> None:
-    """Raise ConfigError on all ranks if one has no trainable parameter; DeepSpeed would raise it on that rank only."""
+    """Raise ConfigError on all ranks if one has no trainable parameter; DeepSpeed would raise it only on that rank."""
     trained = [stage for stage in model.stages if model.stage_parameters(stage)]
     empty = [rank for rank, count in enumerate(together(lambda: len(trained))) if count == 0]
     if empty:
         raise ConfigError(
             f"partition_method: every rank needs a trainable parameter (got none on rank{'s' * (len(empty) > 1)} "
-            f"{', '.join(map(str, empty))}). Use other boundaries, or fewer stages."
+            f"{', '.join(map(str, empty))}). Use different boundaries, or fewer stages."
         )
 
 
 def _without_config(args: Any) -> Any:
-    """Return the caller's arguments without the path of the JSON, because the engine gets its content."""
+    """Return the caller's arguments without the path to the JSON, because the engine gets its content."""
     if getattr(args, "deepspeed_config", None) is None:
         return args
     args = copy.copy(args)
@@ -291,7 +291,7 @@ def _without_config(args: Any) -> Any:
 
 
 def weight_decay_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Return parameter groups for an optimizer: matrices with weight decay, vectors (biases, norms) without.
+    """Return parameter groups for an optimizer: matrices with weight decay, vectors (biases, norms) without it.
 
     This is the convention of GPT-2, BERT and Megatron. Empty groups are omitted. Replicas get the same groups in the
     same order, as ZeRO requires.

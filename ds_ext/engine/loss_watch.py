@@ -1,4 +1,4 @@
-"""Detection of non-finite losses and gradients: too many consecutive steps with one stop the training."""
+"""Detection of non-finite losses and gradients. Too many consecutive bad steps stop the training run."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ logger = logging.getLogger(__name__)
 
 
 class LossWatch:
-    """Counter of consecutive steps with a non-finite loss, or which the optimizer skipped for a non-finite gradient.
+    """Counter of consecutive bad steps.
+
+    In a bad step, the loss is not finite, or the optimizer skips the step because a gradient is not finite.
 
     Args:
         parameters: parameters of this rank.
         gradients: gradients of this rank.
-        limit: number of consecutive steps that stops the training; 0: never.
+        limit: number of consecutive bad steps after which training stops; 0: never stop.
         dynamic_scale: fp16 skips steps to find its loss scale, so skipped steps do not count.
 
     Attributes:
-        in_a_row: number of consecutive steps so far.
+        in_a_row: number of consecutive bad steps so far.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class LossWatch:
             for local in parameters
             if local.parameter.requires_grad and local.parameter.numel() > 0
         ]
-        # Two steps: a non-finite gradient changes the weights first, and the loss of the next step.
+        # Two steps: a non-finite gradient first changes the weights, and then the loss of the next step.
         self._largest: deque[tuple[int, list[tuple[int, str]], list[Tensor]]] = deque(maxlen=2)
         self._first: tuple[int, int, str] | None = None
 
@@ -64,11 +66,11 @@ class LossWatch:
 
         Args:
             step: number of the step, from 1.
-            loss: loss of the step, equal on all ranks.
+            loss: loss of the step, the same on all ranks.
             skipped: the optimizer found a non-finite gradient and did not change the weights.
 
         Raises:
-            NonFiniteLoss: on all ranks, after ``limit`` consecutive steps.
+            NonFiniteLoss: on all ranks, after ``limit`` consecutive bad steps.
         """
         if skipped and self.dynamic_scale:
             self._largest.clear()
@@ -93,7 +95,7 @@ class LossWatch:
             raise error
 
     def _first_bad_gradient(self) -> tuple[int, int, str] | None:
-        """Return (step, rank, parameter): the earliest step, and its last layer, whose backward runs first."""
+        """Return (step, rank, parameter) for the last bad layer in the earliest bad step; its backward runs first."""
         bad = [
             (-step, layer, name, dist.get_rank())
             for step, names, largest in self._largest

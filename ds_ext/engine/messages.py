@@ -1,4 +1,4 @@
-"""Messages between stages: sends and receives by device and (stage, micro-batch), link credits, packing."""
+"""Messages between stages: sends and receives, link credits, and packing."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class StageMessages:
         return tensors
 
     def send(self, kind: Kind, tensors: Sequence[Tensor], stage: int, micro_batch: int, device: int) -> None:
-        """Send to ``stage`` on ``device``, without waiting."""
+        """Send tensors to ``stage`` on ``device``, without waiting."""
         peers = self._peers.get(device)
         if peers is None:
             peers = self._peers[device] = self.layout.peers(self.rank, device)
@@ -76,7 +76,7 @@ class StageMessages:
             self.transport.send(tensors, rank, tag)
 
     def global_rank(self, device: int) -> int:
-        """Return the rank of ``device`` with which this rank exchanges messages."""
+        """Return the rank on ``device`` that this rank exchanges messages with."""
         return self.layout.rank(device, self._data, self._tensor)
 
 
@@ -90,8 +90,8 @@ def _tag(kind: Kind, stage: int, micro_batch: int) -> int:
 def link_credits(layout: ParallelLayout, programs: Iterable[Program]) -> dict[tuple[int, int], int]:
     """Return the credits of every link, by (sender, receiver) global ranks; the same on all ranks.
 
-    They are the maximum number of messages that the receiver holds at a time, plus one. A receiver holds activations
-    and gradients until the last op of their (stage, micro-batch).
+    A link has one more credit than the maximum number of messages that its receiver holds at a time. A receiver holds
+    activations and gradients until the last op of their (stage, micro-batch) pair.
     """
     programs = list(programs)
     peak: Counter[tuple[int, int]] = Counter()
@@ -107,7 +107,7 @@ def link_credits(layout: ParallelLayout, programs: Iterable[Program]) -> dict[tu
 
 
 def _peak_messages(program: Program, device: int) -> Counter[int]:
-    """Return a dict of sending device -> maximum number of its messages that live on ``device`` at a time."""
+    """Return a dict of sending device -> maximum number of its messages that are live on ``device``."""
     instructions = program.instructions[device]
     last_op = {(i.stage, i.micro_batch): index for index, i in enumerate(instructions) if i.op is not None}
     senders: dict[tuple[int | None, int | None], list[int]] = {}
@@ -148,9 +148,9 @@ def _pairs(layout: ParallelLayout, programs: Iterable[Program]) -> list[tuple[in
 
 
 def pack(value: Any, source: str) -> tuple[Tensor, ...]:
-    """Return the output of a layer, a tensor or a tuple of tensors, as the tensors of a message.
+    """Return a layer's output, which is a tensor or a tuple of tensors, as the tensors of a message.
 
-    An empty tensor at the end marks a tuple of one tensor. Raises ConfigError for other values and names ``source``.
+    An empty tensor at the end marks a tuple of one tensor. Raises ConfigError for other values, and names ``source``.
     """
     if torch.is_tensor(value):
         return (value,)

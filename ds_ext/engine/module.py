@@ -41,7 +41,7 @@ from .ties import (
 
 logger = logging.getLogger(__name__)
 
-# Arguments of DeepSpeed's PipelineModule without effect here -> fix.
+# Arguments of DeepSpeed's PipelineModule that have no effect here -> fix.
 _REPLACEMENTS = {
     "num_stages": 'Set pipeline_parallel_size and schedule in the "ds_ext" section.',
     "topology": 'Set the sizes in the "ds_ext" section.',
@@ -53,7 +53,7 @@ class Clock(Protocol):
     """Step and micro-batch of the next forward, for layers that draw random numbers."""
 
     def set(self, step: int, micro_batch: int) -> None:
-        """Set the step and the global micro-batch of the next forwards."""
+        """Set the step and the global micro-batch for the next forwards."""
         ...
 
 
@@ -61,7 +61,7 @@ class PipelineModule(DeepSpeedPipelineModule):
     """Layers divided into the stages of a schedule's placement.
 
     Takes the arguments of :class:`deepspeed.pipe.PipelineModule`, except that the number of stages and the
-    topology follow from the ``"ds_ext"`` section of ``config``.
+    topology come from the ``"ds_ext"`` section of ``config``.
 
     Args:
         layers: LayerSpecs, TiedLayerSpecs, modules or functions; the output of each is the input of the next.
@@ -70,14 +70,15 @@ class PipelineModule(DeepSpeedPipelineModule):
         clock: receives the step and the global micro-batch before each forward and each recomputation.
         partition_method: DeepSpeed's ``uniform``, ``parameters`` or ``type:<regex>``; or the boundaries, ``[0, 3, 5,
             ...]``: stage s holds the layers ``boundaries[s]`` to ``boundaries[s + 1] - 1``.
-        seed_layers: seed the generator before each layer is built, by the global index of the layer. Initial weights
-            then depend neither on the schedule nor on the sizes. (DeepSpeed's default is False.)
+        seed_layers: before each layer is built, seed the generator from the layer's global index. Initial weights then
+            depend neither on the schedule nor on the sizes. (DeepSpeed's default is False.)
         seed_fn: called with the seed; None: torch.manual_seed.
         **kwargs: further arguments of DeepSpeed's PipelineModule.
 
     Raises:
-        ConfigError: ``config`` is missing, the world does not fit the sizes, there are fewer layers than stages, a tied
-            layer trains more than its tied weights, or layers share parameters in a way that depends on the schedule.
+        ConfigError: ``config`` is missing, the world size does not fit the sizes, there are fewer layers than stages, a
+            tied layer trains more than its tied weights, or layers share parameters in a way that depends on the
+            schedule.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class PipelineModule(DeepSpeedPipelineModule):
     ) -> None:
         for key, replacement in _REPLACEMENTS.items():
             if kwargs.get(key) is not None:
-                raise ConfigError(f"{key}: PipelineModule of ds_ext does not use it. {replacement}")
+                raise ConfigError(f"{key}: ds_ext.PipelineModule does not use it. {replacement}")
         if config is None:
             raise ConfigError(
                 'config: PipelineModule needs the DeepSpeed JSON with the "ds_ext" section (got None). Pass its path or'
@@ -135,7 +136,7 @@ class PipelineModule(DeepSpeedPipelineModule):
                 **kwargs,
             )
         # DeepSpeed numbers the ranks of a model copy by global rank, and mirrored devices run in reverse order.
-        # Its norms and file names use this number, so replicas need the same one.
+        # Its norms and file names use this number, so replicas must have the same one.
         coordinate = self.topology().get_coord(dist.get_rank())
         self.mpu().ds_model_rank = coordinate.pipe * self.mpu().model_parallel_size + getattr(
             coordinate, "model", 0
@@ -143,28 +144,28 @@ class PipelineModule(DeepSpeedPipelineModule):
 
     @property
     def layout(self) -> ParallelLayout:
-        """Global rank of every device, pipeline group and tensor-parallel rank."""
+        """Global rank of every (device, data-parallel index, tensor-parallel index)."""
         return self.plan.layout
 
     # --- building ---
 
     def _partition_layers(self, method: str | Sequence[int] = "parameters") -> None:
-        """Divide the layers into the placement's stages; the parent uses the pipe size of the grid."""
+        """Divide the layers into the placement's stages; the parent would use the grid's pipe size."""
         self.num_stages = self.layout.placement.stages
         if isinstance(method, str):
             super()._partition_layers(method)
-            self.parts = [int(part) for part in self.parts]  # from numpy integers, which are no valid seeds
+            self.parts = [int(part) for part in self.parts]  # from numpy integers, which are not valid seeds
         else:
             self.parts = list(method)
             if len(method) != self.num_stages + 1 or self.parts[0] != 0 or self.parts[-1] != self._num_layers:
                 raise ConfigError(
                     f"partition_method: {self.num_stages} stages need {self.num_stages + 1} boundaries from 0 to the "
-                    f"number of layers, {self._num_layers} (got {self.parts}). Use uniform, or other boundaries."
+                    f"number of layers, {self._num_layers} (got {self.parts}). Use uniform, or different boundaries."
                 )
         empty = [stage for stage in range(self.num_stages) if self.parts[stage] >= self.parts[stage + 1]]
         if empty:
             raise ConfigError(
-                f"partition_method: stage {empty[0]} of {self.num_stages} has no layer (got {method!r}). Use uniform, "
+                f"partition_method: stage {empty[0]} of {self.num_stages} has no layers (got {method!r}). Use uniform, "
                 f"or fewer stages."
             )
         self.stages = self.layout.placement.stages_of(self.device_index)
@@ -178,13 +179,13 @@ class PipelineModule(DeepSpeedPipelineModule):
         self._activate(self.stages[0])
 
     def stage_owner(self, layer_idx: int) -> int:
-        """Return the folded pipeline coordinate that holds a layer. DeepSpeed finds ties by it."""
+        """Return the folded pipeline coordinate that holds a layer. DeepSpeed uses it to find ties."""
         kind = FORWARD if self.role == FORWARD_ROLE else BACKWARD
         device = self.layout.placement.device(kind, super().stage_owner(layer_idx), 0)
         return self.topology().folded_stage(device)
 
     def _index_tied_modules(self) -> dict[str, Any]:
-        """Return the ties that need communication; in a V placement both ends are on one rank."""
+        """Return the ties that need communication. In a V placement, both ends of a tie are on the same rank."""
         require_whole_ties(self)
         self.shared = find_shared(self)
         if self.role is not None:
@@ -194,7 +195,7 @@ class PipelineModule(DeepSpeedPipelineModule):
         return ties | index_shared(self)
 
     def get_tied_weights_and_groups(self) -> list[tuple[torch.nn.Parameter, ProcessGroup]]:
-        """Return (parameter, process group) of each trained parameter whose gradients are summed over ranks."""
+        """Return (parameter, process group) for each trained parameter whose gradients are summed over ranks."""
         return [(weight, tie["group"]) for weight, tie in self._tied_weights() if weight.requires_grad]
 
     def _synchronize_tied_weights(self) -> None:
@@ -220,7 +221,7 @@ class PipelineModule(DeepSpeedPipelineModule):
         layers, interval = self.stage_funcs[stage], self.activation_checkpoint_interval
 
         def run(start: int, stop: int, x: Any) -> Any:
-            # Recomputation calls this in the backward, when the clock is at another micro-batch.
+            # Recomputation calls this in the backward, when the clock is set to a different micro-batch.
             if self.clock is not None:
                 self.clock.set(step, micro_batch)
             for layer in layers[start:stop]:
@@ -245,11 +246,11 @@ class PipelineModule(DeepSpeedPipelineModule):
         return list(parameters.values())
 
     def stage_modules(self, stage: int) -> dict[int, torch.nn.Module]:
-        """Return a dict of layer index -> module of one stage, without layers that are functions."""
+        """Return a dict of layer index -> module for one stage, excluding layers that are functions."""
         modules: dict[int, torch.nn.Module] = {}
         for index, layer in enumerate(self.stage_funcs[stage], start=self.parts[stage]):
             spec = self._layer_specs[index]
-            # A tied layer with a forward_fn, or compiled, is a function of the tied module.
+            # A tied layer that is compiled or has a forward_fn is a function that calls the tied module.
             module = self.tied_modules[spec.key] if isinstance(spec, TiedLayerSpec) else layer
             if isinstance(module, torch.nn.Module):
                 modules[index] = module

@@ -1,4 +1,4 @@
-"""Facts for the roll call: optimizer, parameters of every stage with their options, and training data."""
+"""Facts for the roll call: optimizer, parameters of every stage and their options, and training data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def optimizer_facts(optimizer: Any) -> Facts:
 
 
 def stage_facts(model: PipelineModule, groups: Iterable[Any]) -> Facts:
-    """Return a checksum of the shapes, dtypes and optimizer options of the parameters of every stage of this rank.
+    """Return a checksum for every stage of this rank, of its parameters' shapes, dtypes and optimizer options.
 
     Args:
         model: module with the stages.
@@ -50,9 +50,9 @@ def stage_facts(model: PipelineModule, groups: Iterable[Any]) -> Facts:
 
 
 def data_facts(model: PipelineModule, data: Any) -> Facts:
-    """Return type, length and checksum of the first sample of ``training_data``, on ranks that read it.
+    """Return the type and length of ``training_data`` and a checksum of its first sample, on ranks that read it.
 
-    The checksum is omitted if reading the sample twice gives different values, as random augmentation does.
+    The checksum is omitted if reading the sample twice gives different values, as with random augmentation.
     """
     ends = {0, model.layout.placement.stages - 1}
     if data is None or not ends & set(model.stages) or not hasattr(data, "__len__"):
@@ -67,7 +67,7 @@ def data_facts(model: PipelineModule, data: Any) -> Facts:
 
 @contextlib.contextmanager
 def _kept_generators() -> Iterator[None]:
-    """Context after which the global random generators have their previous states."""
+    """Context that restores the states of the global random generators on exit."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -78,7 +78,7 @@ def _kept_generators() -> Iterator[None]:
 
 
 def _bytes_of(read: Callable[[], Any]) -> bytes:
-    """Return the numbers in the result of ``read()``, with seeded generators.
+    """Return the numbers in the result of ``read()``, called with seeded generators, as bytes.
 
     Strings and objects are ignored, because they may differ between hosts (paths, addresses).
     """

@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 _LEAF_ERROR = "leaf Variable that requires grad"  # torch's error for an in-place operation on a leaf
 _DTYPE_ERROR = re.compile(
     r"dtype|scalar type|should be the same"
-)  # torch's errors for inputs of another dtype
-_MIN_DEFERRED = 0.5  # share of the elements; below, the log warns
+)  # torch's errors for inputs with a wrong dtype
+_MIN_DEFERRED = 0.5  # share of the elements; log a warning if it is smaller
 _MAX_NAMES = 4  # parameters in a log line
 
 
 @dataclass(slots=True)
 class Buffer:
-    """Storage of one live (stage, micro-batch).
+    """Storage for one live (stage, micro-batch) pair.
 
     Attributes:
         inputs: inputs of the stage, the leaves of its graph.
@@ -86,7 +86,7 @@ def _take_grad(tensor: Tensor) -> Tensor:
 
 
 class StageForward:
-    """Forward of this rank's stages."""
+    """Forwards of this rank's stages."""
 
     def __init__(self, module: PipelineModule) -> None:
         self._module = module
@@ -101,7 +101,7 @@ class StageForward:
             step, micro_batch: global ids, for layers that draw random numbers.
 
         Raises:
-            ConfigError: the inputs of the first stage have another dtype than its weights.
+            ConfigError: the inputs of the first stage have a different dtype than its weights.
         """
         # Inputs are leaves, on which torch does not allow in-place operations. An identity hides the leaves.
         if stage not in self._in_place_stages:
@@ -115,7 +115,7 @@ class StageForward:
         return self._module.forward_stage(stage, unpack(map(_non_leaf, inputs)), step, micro_batch)
 
     def _check_input_dtypes(self, error: RuntimeError, stage: int, inputs: tuple[Tensor, ...]) -> None:
-        """Raise ConfigError if the first stage failed because its inputs have another dtype than its weights."""
+        """Raise ConfigError if the first stage failed because its inputs and weights have different dtypes."""
         if stage != 0 or not _DTYPE_ERROR.search(str(error)):
             return
         inputs_in = {t.dtype for t in inputs if t.is_floating_point()}
@@ -177,7 +177,7 @@ class DeferralReport:
     Only deferred gradients make a split backward faster. All others are computed with the input gradient.
 
     Args:
-        module: module whose layers are made able to defer.
+        module: module whose layers this object enables to defer.
         schedule: name of the schedule, for the log.
     """
 

@@ -1,8 +1,8 @@
-"""Parameters of several layers: tied by a TiedLayerSpec, or shared as one object.
+"""Parameters used by several layers: tied by a TiedLayerSpec, or shared as one object.
 
 DeepSpeed sums the gradients of tied layers over the ranks that hold them. Two layers that share a parameter object have
-one parameter if they are on one rank, and otherwise a copy on each rank. The functions here compare objects over the
-whole layer list, and tie shared parameters as DeepSpeed ties layers.
+one parameter if they are on the same rank, and otherwise one copy on each rank. The functions here compare objects over
+the whole layer list, and tie shared parameters as DeepSpeed ties layers.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class SharedParameter:
 def require_visible_parameters(layers: Sequence[Any], loss_fn: Any) -> None:
     """Raise ConfigError for a function with trainable parameters, which no optimizer would train.
 
-    This includes a module's method as a layer. A module's method is accepted as a loss, because it may not use the
-    parameters.
+    This includes a module's method used as a layer. A module's method is accepted as a loss function, because it may
+    not use the parameters.
     """
     functions: list[tuple[str, Any]] = []
     for index, layer in enumerate(layers):
@@ -100,7 +100,8 @@ def require_visible_parameters(layers: Sequence[Any], loss_fn: Any) -> None:
                 raise ConfigError(
                     f"{place}: parameters in functions are not trained (got a reference to {type(owner).__name__}). "
                     f"Use the nn.Module itself as the layer. For a weight of another layer, use "
-                    f"deepspeed.pipe.TiedLayerSpec with a forward_fn. Copy settings of the module to variables."
+                    f"deepspeed.pipe.TiedLayerSpec with a forward_fn. If it only needs settings of the module, copy "
+                    f"them to variables."
                 )
 
 
@@ -132,9 +133,9 @@ def _references(function: Any) -> Iterator[nn.Module | nn.Parameter]:
 
 
 def tied_weights(layer: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
-    """Return the parameters of a tied layer called ``names``, each once, in the layer's order.
+    """Return the parameters of a tied layer with these names, each once, in the layer's order.
 
-    A name may contain dots, and may be that of a property.
+    A name may contain dots, and may refer to a property.
     """
     named = {id(_attribute(layer, name)) for name in names}
     return [parameter for parameter in layer.parameters() if id(parameter) in named]
@@ -148,7 +149,7 @@ def _attribute(layer: nn.Module, name: str) -> Any:
 
 
 def require_whole_ties(module: LayeredModule) -> None:
-    """Refuse a tied layer that trains more than its tied weights. All ranks must call this together.
+    """Reject a tied layer that trains more than its tied weights. All ranks must call this together.
 
     DeepSpeed sums only the gradients of ``tied_weight_attr``. Any other parameter is one parameter if both ends of the
     tie are on one rank (a V placement), and two otherwise. The model would depend on the schedule, and a checkpoint
@@ -232,7 +233,7 @@ def _tie(module: LayeredModule, key: str, ranks: list[int], group: Any) -> dict[
     layer: Any = module.tied_modules[key]
     if module.global_rank != ranks[0]:
         for parameter in layer.parameters():
-            parameter.ds_pipe_replicated = True  # a norm counts the parameter of the first rank
+            parameter.ds_pipe_replicated = True  # a norm counts the parameter on the first rank only
     return {
         "ranks": ranks,
         "group": group,
@@ -247,8 +248,8 @@ def _tie(module: LayeredModule, key: str, ranks: list[int], group: Any) -> dict[
 def find_shared(module: LayeredModule) -> list[SharedParameter]:
     """Return the parameters that several layers share as one object. All ranks must call this together.
 
-    Every process has the modules of the layer list and the arguments of its LayerSpecs, so that all processes find the
-    same candidates. Whether a layer uses a candidate is visible only to ranks that build the layer.
+    Every process has the modules of the layer list and the arguments of its LayerSpecs, so all processes find the same
+    candidates. Whether a layer uses a candidate is visible only to ranks that build the layer.
 
     Args:
         module: module with built layers, before ties are indexed.
@@ -272,7 +273,7 @@ def find_shared(module: LayeredModule) -> list[SharedParameter]:
                     used.setdefault(numbers[id(tensor)], {}).setdefault(index, name)
                 elif isinstance(tensor, nn.Parameter) and tensor.requires_grad:
                     others.setdefault(id(tensor), {}).setdefault(index, name)
-        # A layer may take a shared parameter from a global, for example. A rank with one such layer cannot see that.
+        # A layer may take a shared parameter from, say, a global. A rank with only one such layer cannot see this.
         invisible = [p for p in others.values() if len(p) > 1 and not _is_one_tie(module, p)]
         invisible += _unregistered(module, listed)
         if invisible:
@@ -317,7 +318,7 @@ def _unregistered(
 def index_shared(module: LayeredModule) -> dict[str, Any]:
     """Return entries of DeepSpeed's table for the parameters shared between ranks, and create their process groups.
 
-    Parameters on the same ranks have one entry. The ranks of a group sum the gradients. The first rank broadcasts the
+    Parameters on the same ranks share one entry. The ranks of a group sum the gradients. The first rank broadcasts the
     initial values and counts the parameters in norms.
     """
     by_ranks: dict[tuple[tuple[int, ...], ...], list[SharedParameter]] = {}
@@ -341,7 +342,7 @@ def index_shared(module: LayeredModule) -> dict[str, Any]:
 
 
 def _rank_groups(module: LayeredModule, places: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of ranks that together hold all ``places``; none if each rank holds all places or no place."""
+    """Return the groups of ranks that together hold all ``places``; empty if each rank holds all or none of them."""
     if module.role is not None:
         stages = sorted({_stage_of(module, index) for index in places})
         return tuple(map(tuple, _tie_ranks(module.layout, stages))) if len(stages) > 1 else ()

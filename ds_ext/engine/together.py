@@ -13,8 +13,8 @@ from ..errors import ConfigError, DsExtError
 def together(function: Callable[[], Any], error_type: type[DsExtError] = DsExtError) -> list[Any]:
     """Return the results of ``function()`` on all ranks. If it fails on one rank, all ranks raise that error.
 
-    An OSError becomes an ``error_type`` on all ranks. Any other exception, for example of a module's ``state_dict()``,
-    becomes one on the other ranks; the rank of the exception raises it unchanged, for the traceback.
+    An OSError becomes an ``error_type`` on all ranks. Any other exception, for example from a module's
+    ``state_dict()``, becomes an ``error_type`` on the other ranks; its own rank raises it unchanged, with traceback.
 
     Raises:
         ConfigError: ``function()`` raised it on some rank.
@@ -46,5 +46,5 @@ def by_rank_0(function: Callable[[], Any], error_type: type[DsExtError] = DsExtE
 
 
 def error_text(error: OSError) -> str:
-    """Return rank, reason and file of an error of the operating system."""
+    """Return the rank, reason and file of an OSError."""
     return f"rank {dist.get_rank()}: {error.strerror}: {error.filename}"

@@ -1,4 +1,4 @@
-"""Failure reports: the first failure in full, all others in at most one line.
+"""Failure reports: the first failure in full, and all others in at most one line.
 
 When a rank fails, the others lose their connections and fail too, often at the same time. The ranks agree on the first
 failure through the rendezvous store, which runs in torchrun's agent or, with DeepSpeed's launcher, in rank 0.
@@ -27,13 +27,13 @@ from .roll_call import FAILED, FIRST_FAILURE, REFUSED, spans_hosts, stop_other_h
 
 logger = logging.getLogger(__name__)
 
-RANK_0_FIRST_S = 8.0  # wait for rank 0 to report an error of all ranks; then the launcher ends the others
+RANK_0_FIRST_S = 8.0  # wait for rank 0 to report an error that all ranks have; then the launcher ends them
 CAUSE_S = 3.0  # wait for the first failure to appear after losing a peer
-STORE_S = 2.0  # time limit of the store, which does not answer if it ran in the lost rank
-CLAIM_DELAY_S = 0.5  # head start of a rank that waited for the silent rank itself
+STORE_S = 2.0  # time limit for the store, which does not answer if it ran in the lost rank
+CLAIM_DELAY_S = 0.5  # head start for a rank that waited for the silent rank itself
 LINGER_S = 2.0  # rank 0 keeps serving the store
 REPORTER_S = 3.0  # wait for another rank to report this rank's error
-FIRST_REPORT_S = 1.0  # wait for the first rank to report before a rank that failed too
+FIRST_REPORT_S = 1.0  # wait for the first failed rank to report before other failed ranks do
 
 _FIRST, _REPORTED, _LOST = FIRST_FAILURE, "ds_ext/first_failure_reported", "ds_ext/lost_peer_of_rank_"
 _LOST_SIGNS = ("connection", "broken pipe", "timed out", "timeout", "got 0 bytes", "remote process exited")
@@ -47,12 +47,12 @@ _NO_ANSWER: Any = object()
 
 @dataclass
 class Ending:
-    """Report and exit code of this rank if a signal ended it now.
+    """Report and exit code of this rank if a signal ends it now.
 
     Attributes:
         text: function that returns the report; None: no report is pending.
         code: exit code; None: the rank has not failed.
-        neighbours: rank -> process id of the ranks of this host found so far.
+        neighbours: rank -> process ID, for the ranks found on this host so far.
         lost: first result of :meth:`find_lost`.
     """
 
@@ -62,7 +62,7 @@ class Ending:
     lost: str = ""
 
     def find_lost(self) -> str:
-        """Return a report of lost hosts or neighbours, or an empty text.
+        """Return a report of lost hosts or neighbors; empty if none are lost.
 
         Call this early and often. The first result is kept, because the launcher soon ends other ranks too.
         """
@@ -71,7 +71,7 @@ class Ending:
 
 
 def rank() -> int:
-    """Return this process' rank from the launcher; 0 without a launcher."""
+    """Return this process's rank from the launcher; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -81,7 +81,7 @@ def world_size() -> int:
 
 
 def report(error: BaseException, ending: Ending) -> None:
-    """Report why this rank fails, unless another rank reports it. Keeps ``ending`` up to date."""
+    """Report why this rank failed, unless another rank reports it. Keeps ``ending`` up to date."""
     logger.debug("rank %d ends", rank(), exc_info=error)
     if getattr(error, "reported_by", None) not in (None, rank()):
         _wait_for_reporter()
@@ -100,7 +100,7 @@ def say(text: str) -> None:
 
 
 def _report_refusal(error: ConfigError) -> None:
-    """Report a refused job. All ranks have the error, or rank 0 reports it for a rank of another host."""
+    """Report a rejected job. All ranks have the error, or rank 0 reports it for a rank on another host."""
     text = f"error: {error}" if rank() == 0 else f"rank {rank()}: error: {error}"
     if _alone_before_joining(error):
         if rank() == 0:
@@ -116,13 +116,13 @@ def _report_refusal(error: ConfigError) -> None:
 
 
 def _alone_before_joining(error: BaseException) -> bool:
-    """Return whether this rank has not joined yet, so that ranks of other hosts may wait for it."""
+    """Return whether this rank has not joined yet, so that ranks on other hosts may be waiting for it."""
     return getattr(error, "reported_by", None) is None and not _joined() and spans_hosts(world_size())
 
 
 def _report_own(error: BaseException) -> None:
     if _alone_before_joining(error):
-        # The ranks of a host mostly have the same error: the first one reports it, and the launcher ends the others.
+        # Ranks on a host usually have the same error: the first one reports it, and the launcher ends the others.
         stop_other_hosts(rank(), world_size(), _headline(error), FAILED)
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(REPORTER_S)
@@ -142,7 +142,7 @@ def _report_own(error: BaseException) -> None:
 def _report_lost_peer(error: BaseException, ending: Ending) -> None:
     """Report a silent or lost rank, unless the first failure appears in the meantime.
 
-    Ranks that wait for each other all reach their time limit. The silent rank is the one that does not report it.
+    Ranks that wait for each other all reach their time limit. The silent rank is the one that does not report this.
     """
     peer: int | None = getattr(error, "peer", None)
     notes = getattr(error, "__notes__", [])
@@ -196,14 +196,14 @@ def hosts_lost() -> str:
 
 
 def ended_or_stopped(neighbours: dict[int, int]) -> str:
-    """Return a report of exited and stopped ranks of this host; empty if all are running."""
+    """Return a report of exited and stopped ranks on this host; empty if all are running."""
     reports = []
     for other, process in sorted(neighbours.items()):
         state = process_state(process)[0]
         if state in ("Z", "X", ""):
             reports.append(f"rank {other} exited")
         elif state in ("T", "t"):
-            reports.append(f"rank {other} did not answer: its process {process} is stopped by a signal")
+            reports.append(f"rank {other} did not answer: its process {process} has been stopped by a signal")
     return "; ".join(reports) + ". " if reports else ""
 
 
@@ -342,7 +342,7 @@ def _report_cause(text: str) -> None:
     _ask_store(lambda store: store.set(_REPORTED, "1"))
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        # torchrun takes the earliest second as root cause: use one before the failures that follow from this one.
+        # torchrun treats the earliest second as the root cause: use one before the failures that this one causes.
         details = {"py_callstack": text, "timestamp": str(int(time.time()) - 1)}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))

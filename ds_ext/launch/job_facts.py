@@ -47,7 +47,7 @@ def setting_facts(settings: Mapping[str, Any], prefix: str = "") -> Facts:
 
 
 def file_facts(names: Mapping[str, Any]) -> Facts:
-    """Return a checksum of the contents for every value that is the path of a file."""
+    """Return a checksum of the file contents for every value that is a path to a file."""
     paths = {
         key: Path(value) for key, value in names.items() if isinstance(value, str) and os.path.isfile(value)
     }
@@ -55,7 +55,7 @@ def file_facts(names: Mapping[str, Any]) -> Facts:
 
 
 def as_text(value: Any) -> str:
-    """Return a JSON value as text. Python objects become the name of their type, because their text has an address."""
+    """Return a JSON value as text. Python objects become their type's name, because their repr contains an address."""
     return json.dumps(value, sort_keys=True, default=lambda value: type(value).__name__)
 
 

@@ -53,7 +53,7 @@ _EXPECTED_WARNINGS = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatt
 def set_up_logging(level: str | None = None) -> None:
     """Log to standard error, without the messages that DeepSpeed and torch print in every run.
 
-    Call this after the import of DeepSpeed. The levels "info" and "debug" hide no messages and also apply to DeepSpeed.
+    Call this after importing DeepSpeed. The levels "info" and "debug" hide no messages and also apply to DeepSpeed.
     Python's ``-W`` and ``PYTHONWARNINGS`` override the filter of warnings.
 
     Args:
@@ -116,7 +116,7 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit without destructors, because those of process groups would wait for dead peers."""
+    """Exit without running destructors, because those of process groups would wait for dead peers."""
     if code == 0:
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -172,7 +172,7 @@ def _signals(reader: socket.socket, timeout_s: float) -> set[int]:
 
 
 def _end_by_sigterm(ending: Ending, lost: str) -> NoReturn:
-    """Exit on SIGTERM; ``lost`` reports the ranks that were lost before."""
+    """Exit on SIGTERM; ``lost`` reports the ranks that were lost earlier."""
     # Do not flush streams: the main thread may hold their locks.
     if ending.text is not None:
         say(ending.text())
@@ -199,7 +199,7 @@ def _unwatch() -> None:
 
 
 def _launchers() -> list[tuple[int, int]]:
-    """Return pairs (process, parent) that stay the same as long as the launcher runs."""
+    """Return pairs (process, parent) that stay the same while the launcher is running."""
     parent = os.getppid()
     pairs = [(os.getpid(), parent)]
     command = _parent_of(parent) if _NODE_LAUNCHER in _words(parent) else None

@@ -61,7 +61,7 @@ class RollCall:
             of_replicas: key -> value, compared only among the ranks that have the key.
 
         Raises:
-            ConfigError: if facts differ or another rank refused the job. All ranks raise the same error.
+            ConfigError: if facts differ or another rank rejected the job. All ranks raise the same error.
             TransportError: if a rank failed or did not answer within ``timeout_s``.
         """
         self._arrive({"facts": dict(facts), "of_replicas": dict(of_replicas or {})})
@@ -186,7 +186,7 @@ def compare(facts: Facts, of_replicas: Facts | None = None) -> None:
 
 @contextlib.contextmanager
 def one_refusal() -> Iterator[None]:
-    """Context in which a ConfigError of one rank stops all ranks.
+    """Context in which a ConfigError on one rank stops all ranks.
 
     All ranks have a process group and run the same code. Ranks without the error raise it at the next :func:`compare`.
     """
@@ -200,7 +200,7 @@ def one_refusal() -> Iterator[None]:
 
 
 def _of_the_group() -> tuple[RollCall | None, float]:
-    """Return the next roll call of the process group, None for a single rank, and its time limit in seconds."""
+    """Return the next roll call of the process group (None for a single rank), and its time limit in seconds."""
     import torch.distributed as dist
 
     if dist.get_world_size() == 1:
@@ -265,14 +265,14 @@ def _no_answer(ranks: Sequence[int], timeout_s: float) -> str:
 
 
 def _ranks_and_hosts(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Return ranks with their hosts, as ``ranks 2-3 (host b)``; without hosts if the job has only one."""
+    """Return ranks with their hosts, such as ``ranks 2-3 (host b)``; without hosts if the job has only one."""
     names = list(dict.fromkeys(hosts[rank] for rank in ranks))
     suffix = f" (host{'s' * (len(names) > 1)} {', '.join(names[:_MAX_SHOWN])})" if len(set(hosts)) > 1 else ""
     return f"{_ranks(ranks)}{suffix}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as ``ranks 0-2, 5``."""
+    """Return a list of ranks such as ``ranks 0-2, 5``."""
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
     words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(words)}"

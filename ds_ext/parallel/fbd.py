@@ -1,8 +1,9 @@
 """Layout of the world under forward/backward disaggregation: roles, groups and hand-over pairs. Pure arithmetic.
 
-A pipeline group is one forward pipeline and the k backward pipelines that it serves. Ranks are numbered
-tensor-parallel fastest, then pipelines (the forward pipeline of a group first), then groups, then stages. A stage of a
-group therefore has TP_f + k x TP consecutive ranks. TP_f is 1 if its forward ranks are merged into one, else TP::
+A pipeline group is one forward pipeline and the k backward pipelines that it serves. In the rank numbering, the
+tensor-parallel index varies fastest, then the pipeline (the forward pipeline of a group comes first), then the group,
+then the stage. A stage of a group therefore has TP_f + k x TP consecutive ranks. TP_f is 1 if its forward ranks are
+merged into one, else TP::
 
     rank = t + offset of the pipeline + (TP_f + k TP) * (group + groups * stage)
 """
@@ -34,12 +35,12 @@ class DisaggregatedLayout(ParallelLayout):
 
     @property
     def forward_tensor_parallel_size(self) -> int:
-        """Number of ranks TP_f of a forward device."""
+        """Number of ranks TP_f per forward device."""
         return self.tensor_parallel_size // self.placement.merged
 
     @property
     def block(self) -> int:
-        """Number of ranks of one stage of one pipeline group."""
+        """Number of ranks per stage of a pipeline group."""
         return self.forward_tensor_parallel_size + self.placement.replicas * self.tensor_parallel_size
 
     @property
@@ -80,7 +81,7 @@ class DisaggregatedLayout(ParallelLayout):
         return FORWARD_ROLE if stage_and_pipe[1] is None else BACKWARD_ROLE
 
     def tensor_ranks(self, device: int) -> int:
-        """Return the number of ranks of a device."""
+        """Return the number of ranks that form a device."""
         is_forward = device in self.placement.forward_devices
         return self.forward_tensor_parallel_size if is_forward else self.tensor_parallel_size
 
@@ -195,7 +196,7 @@ def place_by_hosts(
 
     Args:
         layout: layout in the default order.
-        hosts: host name of every rank, as its own system reports it.
+        hosts: host name of every rank, as reported by its operating system.
         forward_hosts: hosts of the forward ranks: names, with or without domain, or IP addresses.
         addresses: IP addresses of every rank's host; None: unknown.
 

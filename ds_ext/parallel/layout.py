@@ -1,6 +1,6 @@
 """Layout of the world: ranks, coordinates and groups. Pure arithmetic.
 
-Ranks are numbered as in DeepSpeed: tensor-parallel fastest, then data, then pipeline.
+Ranks are numbered as in DeepSpeed: the tensor-parallel index varies fastest, then data, then pipeline:
 ``rank = tp + TP * (dp + DP * device)``.
 """
 
@@ -14,11 +14,11 @@ from ..pipe_schedules import Placement
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """World of DP pipeline groups, each with the placement's D devices of TP ranks.
+    """World of DP pipeline groups, each with the placement's D devices of TP ranks each.
 
     Args:
         placement: device of every stage of one pipeline group.
-        tensor_parallel_size: TP, the number of ranks of a device.
+        tensor_parallel_size: TP, the number of ranks per device.
         data_parallel_size: DP, the number of pipeline groups; replicas inside a placement do not count.
     """
 
@@ -46,7 +46,7 @@ class ParallelLayout:
         return None
 
     def peers(self, rank: int, device: int) -> tuple[int, ...]:
-        """Return the ranks of ``device`` with which ``rank`` exchanges messages."""
+        """Return the ranks of ``device`` that ``rank`` exchanges messages with."""
         _, data, tensor = self.coordinates(rank)
         return (self.rank(device, data, tensor),)
 
@@ -69,7 +69,7 @@ class ParallelLayout:
 
 
 def data_parallel_size(world_size: int, placement: Placement, tensor_parallel_size: int) -> int:
-    """Return world size / (pipeline x tensor-parallel size). Raises ConfigError if it is not an integer above 0."""
+    """Return world size / (pipeline x tensor-parallel size). Raises ConfigError if it is not a positive integer."""
     unit = placement.num_devices * tensor_parallel_size
     sizes = f"pipeline_parallel_size {placement.num_devices} x tensor_parallel_size {tensor_parallel_size}"
     if placement.forward_devices:

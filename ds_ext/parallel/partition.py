@@ -19,7 +19,7 @@ def end_weights(hidden: int, seq: int, vocab: int, again: float = 0.0) -> tuple[
 
     An embedding lookup counts as 0. The head's forward takes 2bshV operations and a layer's 24bsh² + 4bs²h (arXiv
     2104.04473, appendix), with micro-batch size b, sequence length s, hidden size h and vocabulary size V. A backward
-    takes twice as many.
+    takes twice as many operations.
 
     Args:
         hidden: hidden size.
@@ -39,7 +39,7 @@ def layer_boundaries(
     stage_layers: str | None = None,
     weights: tuple[float, float] | None = None,
 ) -> list[int]:
-    """Divide ``num_layers`` equal layers into stages as evenly as possible.
+    """Divide ``num_layers`` identical layers into stages as evenly as possible.
 
     If the layers do not divide evenly, they are assigned to minimize the maximum device load. With two pipes, both have
     the same boundaries, and a device's load includes its stages of both. Ties go to the stage with the least work if
@@ -138,7 +138,7 @@ def _even(
 
     base = num_layers // stages
     for _ in range(num_layers - sum(counts)):
-        # Without known weights, no stage gets two layers more than another.
+        # Without known weights, no stage gets two more layers than another.
         free = (stage for stage in range(stages) if weights is not None or counts[stage] == base)
         stage = min(free, key=priority)
         counts[stage] += 1
@@ -170,7 +170,7 @@ def _parse_stage_layers(
         least = int(not ((ends[0] and stage == 0) or (ends[1] and stage == stages - 1)))
         if count < least:
             raise ConfigError(
-                f"--stage-layers: the number of stage {stage} (of 0..{stages - 1}) must be at least {least} (got "
+                f"--stage-layers: the number for stage {stage} (of 0..{stages - 1}) must be at least {least} (got "
                 f"{count} in {text}). Use {example} {BALANCED}."
             )
     return counts

@@ -1,8 +1,8 @@
 """Memory, streams and events of a GPU, over torch.cuda without the CUDA runtime.
 
 A stream executes its work in order, and an event marks a point in it. Only finish() makes the host wait. As in CUDA,
-waiting for an event means waiting for its last record at the time of the call. An event is therefore recorded before
-another process is notified of it.
+waiting for an event means waiting for its most recent record at the time of the call. An event is therefore recorded
+before another process is notified of it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Event = Any  # torch.cuda.Event
 class Device:
     """GPU of one rank. Memory is uint8 [bytes]. tests/late_device.py overrides every method.
 
-    torch has no public functions to share memory between processes. _share_cuda_ and _new_shared_cuda are the ones of
-    torch.multiprocessing (see torch/multiprocessing/reductions.py).
+    torch has no public functions to share memory between processes. _share_cuda_ and _new_shared_cuda are those that
+    torch.multiprocessing uses (see torch/multiprocessing/reductions.py).
 
     Attributes:
         outward: stream of copies that leave the GPU.
@@ -52,7 +52,7 @@ class Device:
         return torch.cuda.current_stream(self.device)
 
     def pack(self, tensors: Sequence[Tensor], descriptors: Sequence[wire.Descriptor]) -> Tensor:
-        """Copy tensors into a new body of a message, on the current stream."""
+        """Copy tensors into a new message body, on the current stream."""
         num_bytes = descriptors[0].body_bytes if descriptors else 0
         body = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         wire.fill(tensors, descriptors, body)
@@ -68,16 +68,16 @@ class Device:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor, stream: Stream) -> None:
-        """Copy memory of equal size on a stream."""
+        """Copy memory of the same size on a stream."""
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
 
     def follow(self, later: Stream, earlier: Stream) -> None:
-        """Make future work of ``later`` wait for the present work of ``earlier``."""
+        """Make future work on ``later`` wait for the work queued on ``earlier`` so far."""
         later.wait_stream(earlier)
 
     def keep(self, memory: Tensor, stream: Stream) -> None:
-        """Keep memory of another stream until the work queued on ``stream`` when it is dropped is finished."""
+        """After memory of another stream is dropped, keep it until the work then queued on ``stream`` is finished."""
         memory.record_stream(stream)
 
     def new_event(self, shared: bool) -> Event:
@@ -86,11 +86,11 @@ class Device:
         return torch.cuda.Event(interprocess=shared, blocking=not shared)
 
     def record(self, event: Event, stream: Stream) -> None:
-        """Record an event after the present work of a stream."""
+        """Record an event after the work queued on a stream so far."""
         event.record(stream)
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Make future work of a stream wait for an event of this or another process."""
+        """Make future work on a stream wait for an event of this or another process."""
         stream.wait_event(event)
 
     def done(self, event: Event) -> bool:
@@ -106,16 +106,16 @@ class Device:
         return {"uuid": str(torch.cuda.get_device_properties(self.device).uuid)}
 
     def incompatibility(self, other: DeviceIdentity) -> str | None:
-        """Return why this rank and the rank of another GPU cannot use each other's memory; None if they can."""
+        """Return why this rank and a rank on another GPU cannot use each other's memory; None if they can."""
         index = self._index(other)
         if index is None:
-            return f"GPU {other.get('uuid')} is not visible. Set the same CUDA_VISIBLE_DEVICES on all ranks of a host"
+            return f"GPU {other.get('uuid')} is not visible. Set the same CUDA_VISIBLE_DEVICES for all ranks on a host"
         if index != self.device.index and not torch.cuda.can_device_access_peer(self.device, index):
             return f"no peer access between GPU {self.device.index} and GPU {index}"
         return None
 
     def share_event(self, event: Event) -> str:
-        """Return a handle with which another process opens the event."""
+        """Return a handle that another process uses to open the event."""
         with torch.cuda.device(self.device):
             return event.ipc_handle().hex()
 
@@ -134,7 +134,7 @@ class Device:
             _, *values = slab.untyped_storage()._share_cuda_()
         except RuntimeError as error:
             raise TransportError(
-                f"GPU memory cannot be shared (got {error}). Try without "
+                f"GPU memory cannot be shared ({error}). Try without "
                 "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
             ) from error
         return slab, [{"hex": v.hex()} if isinstance(v, bytes) else v for v in values]
@@ -147,10 +147,10 @@ class Device:
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
     def part_of(self, slab: Tensor, place: int, num_bytes: int, returned: Callable[[], None]) -> Tensor:
-        """Return part of a slab as separate memory. ``returned`` is called on any thread after its last tensor."""
+        """Return part of a slab as separate memory. Any thread calls ``returned`` after its last use."""
         memory = _SlabPart(slab, place, num_bytes)
         weakref.finalize(memory, returned).atexit = False
-        return torch.as_tensor(memory, device=self.device)  # keeps the object as long as the storage
+        return torch.as_tensor(memory, device=self.device)  # keeps the object alive as long as the storage
 
     def _index(self, owner: DeviceIdentity) -> int | None:
         """Return the index of a GPU in this process; None if it is not visible."""

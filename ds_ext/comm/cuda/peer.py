@@ -19,13 +19,13 @@ class Peer:
     """Messages to and from one peer.
 
     Args:
-        host: transport of descriptors, control messages and staged contents.
+        host: transport for descriptors, control messages and staged contents.
         rank: rank of the peer.
         device: GPU of this rank.
-        direct_held: number of messages that a peer on the same host may hold at a time; None: another host.
+        direct_held: number of messages that a peer on the same host may hold at a time; None: it is on another host.
 
     Attributes:
-        posted: tickets of the next control message and the next piece.
+        posted: tickets for the next control message and the next piece.
         waiting: messages to send, in order: (event to wait for, tensors, tag).
         bodies: number of bodies sent through the host.
         sent_pieces: number of pieces sent through the host.

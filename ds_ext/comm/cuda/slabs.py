@@ -1,4 +1,4 @@
-"""Direct route between two GPUs of a host: the sender writes into memory of the receiver's GPU.
+"""Direct route between two GPUs on the same host: the sender writes into memory of the receiver's GPU.
 
     sender                                               receiver
     no free slot: request(bytes), events        ->       allocate a slab, or refuse with the reason
@@ -35,9 +35,9 @@ Control = Mapping[str, Any]  # control message, as JSON
 
 
 class SlabAllocator:
-    """Allocator of a slab's slots, at the sender. A free slot may be written after its fence.
+    """Allocator of a slab's slots, on the sender. A free slot may be written after its fence.
 
-    A fence is the number of a release of the receiver, or 0. Among free slots of one size, the one released first is
+    A fence is the number of a release by the receiver, or 0. Among free slots of one size, the one released first is
     reused first, because its fence has most likely passed.
 
     Args:
@@ -84,7 +84,7 @@ class SlabAllocator:
 
 
 def slot_bytes(num_bytes: int) -> int:
-    """Return the size of a message's slot: one of eight sizes per power of two, a multiple of 64."""
+    """Return the size of a message's slot: one of eight sizes per power of two, and a multiple of 64."""
     step = max(_MIN_SLOT_BYTES // 8, 1 << max(0, (num_bytes - 1).bit_length() - 4))
     return max(_MIN_SLOT_BYTES, -(-num_bytes // step) * step)
 
@@ -110,7 +110,7 @@ class DirectSender:
         self.refused: str | None = None
 
     def send(self, body: Tensor) -> tuple[int, int, int] | None:
-        """Copy a body of the current stream to the receiver. Returns (slab, place, event); None if no slot is free."""
+        """Copy a body on the current stream to the receiver. Returns (slab, place, event); None if no slot is free."""
         for index, (slab, allocator) in enumerate(self._slabs):
             slot = allocator.allocate(len(body))
             if slot is not None:
@@ -197,7 +197,7 @@ class DirectReceiver:
         except (RuntimeError, TransportError) as error:
             return {"refused": str(error)}
         self._slabs.append(slab)
-        # Queued work of this rank may still use the memory.
+        # Work that this rank has queued may still use the memory.
         fence = self._release([device.current()])
         return {
             "slab": shared,
@@ -222,9 +222,9 @@ class DirectReceiver:
         )
 
     def freed(self) -> Control | None:
-        """Return the report of slots without tensors, or None if there are none.
+        """Return a report of the slots that no longer hold tensors, or None if there are none.
 
-        As in torch's allocator, the memory is free after the work queued on its stream so far.
+        As with torch's allocator, the memory is free after the work queued on its stream so far.
         """
         places: list[tuple[int, int]] = []
         streams: list[Stream] = []
@@ -237,7 +237,7 @@ class DirectReceiver:
         return {"freed": places, "fence": self._release(streams)} if places else None
 
     def _release(self, streams: list[Stream]) -> int:
-        """Record a release after the present work of these streams. Returns its number."""
+        """Record a release after the work queued on these streams so far. Returns its number."""
         self._releases += 1
         for stream in streams:
             self._device.follow(self._device.releases, stream)

@@ -1,7 +1,7 @@
 """Staged route between GPUs, through host memory, in pieces so that the copies of a message overlap.
 
-A piece is sent after its copy to the host. The rank checks for finished copies whenever it uses the transport, and a
-thread checks at other times.
+A piece is sent after it has been copied to the host. The rank checks for finished copies whenever it uses the
+transport, and a thread checks at other times.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PIECE = struct.Struct("<QQQ")  # number of the body, bytes of the body, offset 
 
 
 def pieces(device: Device, body: Tensor, number: int) -> Iterator[tuple[Event, tuple[Tensor, Tensor]]]:
-    """Copy a body of the current stream to the host. Yields (event after the copy, message) for each piece."""
+    """Copy a body on the current stream to the host. Yields (event after the copy, message) for each piece."""
     pinned = device.pinned(len(body))
     device.follow(device.outward, device.current())
     for begin in range(0, len(body), PIECE_BYTES):
@@ -48,7 +48,7 @@ class _Body:
 
 
 class StagedReceiver:
-    """Bodies of one peer that are being copied from the host to the GPU."""
+    """Bodies from one peer that are being copied from the host to the GPU."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -64,7 +64,7 @@ class StagedReceiver:
         if body is None:
             body = self._bodies[number] = _Body(device.empty(total, device.inward))
         if begin != body.arrived or begin + len(piece) > len(body.memory):
-            raise _native.LinkError("piece of a message missing or repeated")
+            raise _native.LinkError("piece of a message is missing or repeated")
         pinned = device.pinned(len(piece))
         pinned.copy_(piece)
         device.copy(body.memory[begin : begin + len(piece)], pinned, device.inward)
@@ -77,7 +77,7 @@ class StagedReceiver:
         """Return the body, ready for use on the current stream; raise LinkError if it is incomplete."""
         body = self._bodies.pop(number, None)
         if body is None or body.event is None:
-            raise _native.LinkError("message before its contents")
+            raise _native.LinkError("message arrived before its contents")
         stream = self._device.current()
         self._device.wait(stream, body.event)
         # The memory belongs to the inward stream and may be dropped while the current stream still reads it.

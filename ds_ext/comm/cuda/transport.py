@@ -1,7 +1,7 @@
 """Transport between GPUs: descriptors over native links, contents directly between GPUs if possible.
 
-Ranks of one host with peer access write into each other's GPU memory (slabs.py). Other ranks, and messages without a
-free slot, copy through host memory (staging.py). The host never waits for a stream.
+Ranks on the same host with peer access write into each other's GPU memory (slabs.py). Other ranks, and messages without
+a free slot, copy through host memory (staging.py). The host never waits for a stream.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class GpuTransport:
     def over(
         cls, host: NativeTransport, device: Device, pairs: Pairs, kinds: Mapping[tuple[int, int], str]
     ) -> GpuTransport:
-        """Create the transport over links in both directions; ``kinds`` gives the kind of each link."""
+        """Create the transport over links in both directions; ``kinds`` maps each link to its kind."""
         mine = {peer: held for (rank, peer), held in pairs.items() if rank == host.rank}
         direct = {peer: held for peer, held in mine.items() if kinds[host.rank, peer] == "shm"}
         return cls(host, device, list(mine), direct)
@@ -89,7 +89,7 @@ class GpuTransport:
     # --- the interface ---
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Sent:
-        """Send tensors after the present work of the current stream; see Transport.send."""
+        """Send tensors after the work queued on the current stream so far; see Transport.send."""
         with self._lock:
             self.progress()
             to = self._peers.get(peer)
@@ -118,7 +118,7 @@ class GpuTransport:
             return GpuTicket(self, self._host.recv(peer, tag))
 
     def ready(self) -> list[tuple[int, int]]:
-        """Return (peer, tag) of all messages that have arrived and were not yet waited for."""
+        """Return (peer, tag) of all messages that have arrived but have not been waited for."""
         with self._lock:
             self.progress()
             return [
@@ -137,7 +137,7 @@ class GpuTransport:
                 self._lock.release()
 
     def close(self) -> None:
-        """Send all staged messages and wait until the peers have taken them; up to `timeout_s` for each step."""
+        """Send all staged messages and wait until the peers have taken them; each step may take up to `timeout_s`."""
         try:
             self._flush()
         finally:
@@ -221,7 +221,7 @@ class GpuTransport:
         return Route.STAGED, (to.bodies - 1, 0, 0)
 
     def _check_host(self, tensors: Sequence[Tensor], tag: int, needed: bool) -> None:
-        """Raise the errors of the links before any part of the message is sent."""
+        """Raise link errors before any part of the message is sent."""
         elsewhere = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
         if elsewhere is not None:
             raise TransportError(
@@ -255,7 +255,7 @@ class GpuTransport:
             time.sleep(_POLL_S)
 
     def _must_be_taken(self, peer: int, in_flight: int) -> bool:
-        """Return whether close() waits for the messages in flight to a peer. It does not for control messages only."""
+        """Return whether close() waits for the messages in flight to a peer. Control messages alone do not count."""
         return self._peers[peer].last > self._peers[peer].sent - in_flight
 
     # --- receiving ---
@@ -301,5 +301,5 @@ class GpuTransport:
 
     def _damaged(self, source: int, error: Exception) -> TransportError:
         return self._host.fail(
-            f"damaged message of rank {source}: {type(error).__name__}: {error}", ProtocolError
+            f"damaged message from rank {source}: {type(error).__name__}: {error}", ProtocolError
         )

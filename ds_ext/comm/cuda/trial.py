@@ -1,4 +1,4 @@
-"""Trial of this host's GPUs for the transport: one process uses memory and events of another.
+"""Trial of this host's GPUs: one process uses memory and events of another, as the transport does.
 
 The other process runs ``python -m ds_ext.comm.cuda.trial MODULE:FUNCTION TEXT``, where FUNCTION(TEXT) returns its
 Device. The two processes exchange lines of JSON.
@@ -34,12 +34,12 @@ def make_device(maker: str, text: str) -> Device:
 
 
 def torch_cuda(index: str) -> Device:
-    """Return the Device of the GPU with an index."""
+    """Return the Device for the GPU with this index."""
     return Device(torch.device("cuda", int(index)))
 
 
 def try_direct(maker: str, text: str) -> int:
-    """Receive a message of another process over the direct route. Returns its bytes.
+    """Receive a message from another process over the direct route. Returns its bytes.
 
     Raises:
         TransportError: the direct route does not work.

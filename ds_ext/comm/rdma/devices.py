@@ -57,7 +57,7 @@ class DevicePort:
 
     @property
     def usable_gids(self) -> tuple[Gid, ...]:
-        """GIDs that can be used for a connection: all of InfiniBand, RoCE v2 of Ethernet."""
+        """GIDs that can be used for a connection: all GIDs on InfiniBand, RoCE v2 GIDs on Ethernet."""
         return tuple(gid for gid in self.gids if self.link_layer == INFINIBAND or gid.kind == ROCE_V2)
 
 
@@ -169,7 +169,7 @@ def _read_port(folder: Path) -> DevicePort:
 
 
 def _read_gids(folder: Path) -> Iterator[Gid]:
-    # A table may have a thousand entries, but new addresses use the lowest free one, so holes are rare.
+    # A table may have a thousand entries, but new addresses use the lowest free entry, so holes are rare.
     empty = 0
     for index in sorted(int(name) for name in os.listdir(folder / "gids") if name.isdecimal()):
         text = _text(f"{folder}/gids/{index}")
@@ -203,7 +203,7 @@ def lockable_bytes() -> float:
 
 
 def require_lockable(needed: int) -> None:
-    """Raise TransportError if this process may not lock the needed bytes."""
+    """Raise TransportError if this process may not lock that many bytes."""
     limit = lockable_bytes()
     if needed > limit:
         raise TransportError(

@@ -1,7 +1,7 @@
 """Set-up of one rank's RDMA links. Needs no torch.
 
 Two ranks first connect over tcp and exchange greetings: queue pair, addresses, keys. The tcp connection stays open to
-report failures, which a broken queue pair cannot.
+report failures, which a broken queue pair cannot do.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RdmaSetup:
         node_ips: one address per rank or host, which also selects the device; None: the local address on the route
             to MASTER_ADDR.
         slab_bytes: initial registered memory per link, the same on all ranks.
-        window_bytes: limit of unreceived bytes of a link.
+        window_bytes: limit on unreceived bytes per link.
     """
 
     def __init__(

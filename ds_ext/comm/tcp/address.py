@@ -1,4 +1,4 @@
-"""Address at which a rank listens: from node_ips, or the local address on the route to MASTER_ADDR."""
+"""Address on which a rank listens: from node_ips, or the local address on the route to MASTER_ADDR."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ds_ext.errors import ConfigError, TransportError
 
-_OUTSIDE = ("192.0.2.1", "2001:db8::1")  # unassigned (RFC 5737, 3849), routed by the default interface
+_OUTSIDE = ("192.0.2.1", "2001:db8::1")  # unassigned (RFC 5737, 3849), routed via the default interface
 
 
 def own_address(rank: int, world_size: int, node_ips: Sequence[str] | None) -> str:
@@ -37,14 +37,14 @@ def own_address(rank: int, world_size: int, node_ips: Sequence[str] | None) -> s
             return address
     except OSError as error:
         raise TransportError(
-            f"ds_ext.transport_options.node_ips: rank {rank} cannot listen at its address on host {host} "
+            f"ds_ext.transport_options.node_ips: rank {rank} cannot listen on its address on host {host} "
             f"{socket.gethostname()} (got {address}: {error.strerror}). Its address on the route to MASTER_ADDR is "
             f"{_address_towards_master()}."
         ) from None
 
 
 def listening(address: str) -> socket.socket:
-    """Return a socket that listens at a free port of the address. Raises OSError."""
+    """Return a socket that listens on a free port at the address. Raises OSError."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

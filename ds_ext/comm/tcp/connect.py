@@ -14,7 +14,7 @@ from ds_ext.comm.tcp.handshake import Handshake, initiate, respond
 from ds_ext.errors import TransportError
 
 TOKEN_BYTES = 16
-_HANDSHAKE_S = 5.0  # limit of the handshake with an unauthenticated process
+_HANDSHAKE_S = 5.0  # limit on the handshake with an unauthenticated process
 _MAX_UNAUTHENTICATED = 256
 
 
@@ -29,7 +29,7 @@ class TcpOffer:
 
 @dataclass
 class PeerConnection:
-    """Authenticated connection to a peer, and the peer's note."""
+    """Authenticated connection to a peer, and the note from the peer."""
 
     socket: socket.socket
     note: bytes
@@ -78,11 +78,11 @@ def connect_peers(
         listener: listener of this rank.
         rank: this rank.
         offers: offers of all peers.
-        notes: peer -> up to 4096 bytes for it.
+        notes: peer -> note for it, up to 4096 bytes.
         timeout_s: time limit for all peers together, in seconds.
 
     Raises:
-        TransportError: a peer cannot be reached, did not connect, or refused. All connections are closed.
+        TransportError: a peer is unreachable, did not connect, or refused the connection. All connections are closed.
     """
     connecting = _Connecting(listener, rank, offers, notes, time.monotonic() + timeout_s)
     try:
@@ -98,9 +98,9 @@ def connect_peers(
             connection.socket.close()
         rejected = f"; rejected: {', '.join(connecting.rejected[-3:])}" if connecting.rejected else ""
         raise TransportError(
-            f"rank {rank} (listening at {listener.offer().address}): rank {missing[0]} ({offers[missing[0]].address}) "
-            f"did not connect within {timeout_s:g} s{rejected}. Both must reach each other's address. Select other "
-            "addresses with transport_options.node_ips.",
+            f"rank {rank} (listening on {listener.offer().address}): rank {missing[0]} ({offers[missing[0]].address}) "
+            f"did not connect within {timeout_s:g} s{rejected}. Each must be able to reach the other's address. Select "
+            "other addresses with transport_options.node_ips.",
             missing[0],
         )
     return connecting.connected
@@ -135,7 +135,7 @@ class _Connecting:
                 else:
                     self._read(key.data)
             for pending in [pending for pending in self._pending if pending.deadline < time.monotonic()]:
-                self._drop(pending, "silent until the time limit")
+                self._drop(pending, "no data within the time limit")
 
     def close(self) -> None:
         for pending in list(self._pending):
@@ -152,7 +152,7 @@ class _Connecting:
             )
         except OSError as error:
             raise TransportError(
-                f"rank {self._rank} (listening at {self._listener.offer().address}): cannot reach rank {peer} at "
+                f"rank {self._rank} (listening on {self._listener.offer().address}): cannot reach rank {peer} at "
                 f"{offer.address} port {offer.port} (got {error.strerror or error}). Check the firewall, or select "
                 "other addresses with transport_options.node_ips.",
                 peer,
@@ -232,6 +232,6 @@ class _Connecting:
         )
 
     def _key(self, peer: int) -> bytes:
-        """Return the HMAC key of this rank and a peer: their tokens, the lower rank's first."""
+        """Return the HMAC key for this rank and a peer: their tokens, the lower rank's first."""
         tokens = {peer: self._offers[peer].token, self._rank: self._listener.token}
         return tokens[min(tokens)] + tokens[max(tokens)]

@@ -1,4 +1,4 @@
-"""Handshake of two ranks over a tcp connection, as generators that yield the number of bytes they need next.
+"""Handshake between two ranks over a tcp connection, as generators that yield the number of bytes they need next.
 
     lower rank                                        higher rank, which listens
     hello: both ranks, a nonce                ->
@@ -6,7 +6,7 @@
     a note, its HMAC                          ->
                                               <-      accepted
 
-The HMAC-SHA256 covers the hello and the nonce too. Its key is derived from the two ranks' tokens, which the job's
+The HMAC-SHA256 also covers the hello and the nonce. Its key is derived from the two ranks' tokens, which the job's
 process group distributes. Later messages are not encrypted.
 """
 
@@ -35,7 +35,7 @@ Handshake = Generator[int, bytes, tuple[int, bytes]]  # yields the bytes needed;
 
 
 def initiate(connection: socket.socket, rank: int, peer: int, key: bytes, note: bytes) -> Handshake:
-    """Do the lower rank's side of the handshake.
+    """Run the lower rank's side of the handshake.
 
     Args:
         connection: connection to the peer.
@@ -65,7 +65,7 @@ def respond(
     expects: Callable[[int], bool],
     secret: Callable[[int], tuple[bytes, bytes]],
 ) -> Handshake:
-    """Do the higher rank's side of the handshake.
+    """Run the higher rank's side of the handshake.
 
     Args:
         connection: connection from an unauthenticated process.
@@ -104,7 +104,7 @@ def _send(connection: socket.socket, kind: int, body: bytes) -> None:
 
 
 def _receive(kind: int) -> Generator[int, bytes, bytes]:
-    """Return the body of the next message, which must have the kind."""
+    """Return the body of the next message, which must be of this kind."""
     found, size = read_header((yield _HEADER.size))
     body = (yield size) if size else b""
     if found == _KIND_REFUSED:
@@ -115,14 +115,14 @@ def _receive(kind: int) -> Generator[int, bytes, bytes]:
 
 
 def read_header(data: bytes) -> tuple[int, int]:
-    """Return (kind, bytes of the body) of a message of the handshake.
+    """Return (kind, bytes of the body) of a handshake message.
 
     Raises:
-        ProtocolError: the header is invalid or of another version.
+        ProtocolError: the header is invalid or has a different version.
     """
     magic, version, kind, size = _HEADER.unpack(data)
     if magic != _MAGIC:
-        raise ProtocolError("wrong magic number: not a rank of ds_ext")
+        raise ProtocolError("wrong magic number: not a ds_ext rank")
     if version != VERSION:
         raise ProtocolError(
             f"protocol version: must be {VERSION} (got {version}). Install the same ds_ext on all hosts"

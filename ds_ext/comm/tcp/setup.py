@@ -12,7 +12,7 @@ from ds_ext.comm.tcp.connect import PeerConnection, TcpListener, TcpOffer, conne
 
 
 class TcpSetup:
-    """LinkSetup for ranks of any hosts: a listener, and one connection per peer for both directions."""
+    """LinkSetup for ranks on any hosts: a listener, and one connection per peer for both directions."""
 
     def __init__(self, rank: int, port: _native.Port, node_ips: Sequence[str] | None = None) -> None:
         self._rank, self._port = rank, port
@@ -32,7 +32,7 @@ class TcpSetup:
         for address in (mine.address, theirs.address):
             if is_loopback(address) and not same_host:
                 return (
-                    f"are on different hosts, and one listens at {address}. Set transport_options.node_ips to the "
+                    f"are on different hosts, and one listens on {address}. Set transport_options.node_ips to the "
                     "hosts' addresses"
                 )
         if (":" in mine.address) != (":" in theirs.address):

@@ -1,8 +1,8 @@
-"""Files of a checkpoint: tensors in the safetensors format, and torch files with plain values only.
+"""Files of a checkpoint: tensors in the safetensors format, and torch files that contain only plain values.
 
-A safetensors file (https://huggingface.co/docs/safetensors) starts with the length of its header, 8 bytes in little
-endian. The header is JSON with dtype, shape and offsets of each tensor. The tensors follow. Tensors are written one
-after the other, and parts of a tensor can be read alone.
+A safetensors file (https://huggingface.co/docs/safetensors) starts with the length of its header, 8 bytes,
+little-endian. The header is JSON with dtype, shape and offsets of each tensor. The tensors follow. Tensors are
+written one after the other, and parts of a tensor can be read individually.
 """
 
 from __future__ import annotations
@@ -109,12 +109,12 @@ def write_plain(path: Path, value: Mapping[str, Any]) -> dict[str, int]:
 
 
 def read_plain(path: Path) -> dict[str, Any]:
-    """Read a file of :func:`write_plain`. Its tensors are memory-mapped."""
+    """Read a file written by :func:`write_plain`. Its tensors are memory-mapped."""
     return torch.load(path, weights_only=True, map_location="cpu", mmap=True)
 
 
 def layer_file(layer: int, shard: int, tensor_ranks: int) -> str:
-    """Return DeepSpeed's name of a layer's file."""
+    """Return DeepSpeed's name for a layer's file."""
     return f"layer_{layer:02d}{f'-model_{shard:02d}' if tensor_ranks > 1 else ''}-model_states.pt"
 
 

@@ -1,9 +1,9 @@
-"""Folders of checkpoints: atomic writing, and checks of completeness. Needs no torch.
+"""Checkpoint folders: atomic writes and completeness checks. Needs no torch.
 
     DIR/latest                     name of the current checkpoint
     DIR/step_20/ds_ext.json        manifest: size and checksum of every other file; written last
     DIR/.step_30.tmp-3f9a01c2/     checkpoint that is being written, or whose writer was killed
-    DIR/.step_20.old-77b0e4d1/     checkpoint that is being replaced by a new one with its name
+    DIR/.step_20.old-77b0e4d1/     checkpoint that is being replaced by a new one with the same name
 
 A checkpoint is written to a folder with a temporary name. The folder is renamed when all files are on disk, and then
 ``latest`` is replaced. ``latest`` names a complete checkpoint even if the writer is killed.
@@ -29,11 +29,11 @@ LATEST = "latest"
 _VERSION = 1
 _SCRATCH = re.compile(r"\.(?P<tag>.+)\.(?P<kind>tmp|old)-[0-9a-f]{8}")
 _BLOCK_BYTES = 1 << 24
-_WRONG_CHECKSUM = "damaged file: the checksum is not that of the written data"
+_WRONG_CHECKSUM = "damaged file: the checksum does not match the written data"
 
 
 class CheckedFile:
-    """New file with size and checksum, synchronized to disk when it is closed.
+    """New file that records its size and checksum, and is synchronized to disk when it is closed.
 
         with CheckedFile(path) as file:
             file.write(data)
@@ -79,7 +79,7 @@ class CheckedFile:
 def open_checkpoint(folder: Path, tag: str | None = None) -> tuple[Path, dict[str, Any]]:
     """Return the folder and the manifest of the checkpoint ``tag``, or of the current one without ``tag``.
 
-    Checks that every file exists and has its size, without reading the contents.
+    Checks that every file exists and has the recorded size, without reading the contents.
 
     Raises:
         ConfigError: the checkpoint does not exist.
@@ -110,8 +110,8 @@ def current_tag(folder: Path) -> str:
     except OSError:
         if (folder / MANIFEST).is_file():
             raise ConfigError(
-                f"{folder}: is one checkpoint, not a folder of checkpoints. Use {folder.parent}, and write "
-                f"{folder.name!r} to {folder.parent / LATEST} unless it is the last one."
+                f"{folder}: is a single checkpoint, not a folder of checkpoints. Use {folder.parent}, and write "
+                f"{folder.name!r} to {folder.parent / LATEST} unless it is the newest one."
             ) from None
         raise ConfigError(
             f"{folder}: no checkpoint (the file {LATEST!r} is missing). Omit --load to start a new run."
@@ -141,14 +141,14 @@ def check_contents(checkpoint: Path, manifest: Mapping[str, Any], share: int = 0
                 while block := file.read(_BLOCK_BYTES):
                     checksum = zlib.crc32(block, checksum)
         except OSError as error:
-            checksum, problem = None, f"cannot be read (got {error.strerror})"
+            checksum, problem = None, f"cannot be read ({error.strerror})"
         if checksum != manifest["files"][name]["crc32"]:
             others = _alternatives(checkpoint.parent, excluded=checkpoint.name)
             raise CheckpointError(f"{checkpoint / name}: {problem}. {others}")
 
 
 def good_checkpoints(folder: Path) -> list[str]:
-    """Return the names of the complete checkpoints, whose files have their sizes; the newest is the last."""
+    """Return the names of the complete checkpoints, whose files all have the recorded sizes, with the newest last."""
     complete = []
     for manifest in folder.glob(f"*/{MANIFEST}"):
         if _is_name(manifest.parent.name):
@@ -189,7 +189,7 @@ def _read_manifest(checkpoint: Path) -> dict[str, Any]:
             f"{path}: missing, because the checkpoint is incomplete or was not written by ds_ext."
         ) from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read (got {error}).") from None
+        raise CheckpointError(f"{path}: cannot be read ({error}).") from None
     return manifest
 
 
@@ -203,7 +203,7 @@ def _check_sizes(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
             ) from None
         if size != record["bytes"]:
             raise CheckpointError(
-                f"{checkpoint / name}: damaged file, which was written with {record['bytes']} bytes (got {size})."
+                f"{checkpoint / name}: damaged file: {record['bytes']} bytes were written (got {size})."
             )
 
 
@@ -219,8 +219,8 @@ def start_writing(folder: Path, tag: str) -> Path:
     """
     if not _is_name(tag):
         raise ConfigError(
-            f"tag: must be the name of a folder, without '/' or a leading dot, and not {LATEST!r} (got {tag!r}). "
-            f"Use for example step_10."
+            f"tag: must be a folder name, without '/' or a leading dot, and not {LATEST!r} (got {tag!r}). "
+            f"Use, for example, step_10."
         )
     folder.mkdir(parents=True, exist_ok=True)
     for path in _scratch(folder, "old"):

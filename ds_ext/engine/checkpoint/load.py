@@ -1,4 +1,4 @@
-"""Loading of checkpoints into a job of any schedule and sizes. See save.py for their content."""
+"""Loading of checkpoints into a job with any schedule and parallel sizes. See save.py for their contents."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def load_checkpoint(
         _load_counters(engine, state)
     if with_scheduler and engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
-    dist.barrier()  # no rank may train, or fail, while another one reads
+    dist.barrier()  # no rank may train, or fail, while another is still reading
     return Path(name), {key: value for key, value in state.items() if key not in RESERVED_KEYS}
 
 
@@ -133,7 +133,7 @@ def _check_fit(
         if name not in saved:
             if strict:
                 raise CheckpointError(
-                    f"{checkpoint}: does not contain the parameter {name} of the model. Use the model sizes and layers "
+                    f"{checkpoint}: does not contain the model's parameter {name}. Use the model sizes and layers "
                     f"of that run."
                 )
         elif tuple(saved[name]["shape"]) != local.shape.full:
@@ -220,12 +220,12 @@ def _load_counters(engine: Checkpointed, state: Mapping[str, Any]) -> None:
     for key in COUNTERS:
         setattr(engine, key, state[key])
     kind, position = state.get(DATA_POSITION) or (None, None)
-    # Another class of batches may define its position differently.
+    # A different class of batches may define its position differently.
     if isinstance(engine.batches, Resumable) and kind == type(engine.batches).__name__:
         engine.batches.load_state_dict(position)
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if getattr(scaler, "dynamic", False):
-        # The JSON sets window and minimum.
+        # The JSON sets the window and the minimum.
         for key, value in state["loss_scale"].items():
             if hasattr(scaler, key):
                 setattr(scaler, key, value)

@@ -1,4 +1,4 @@
-"""Reader of weights and optimizer states for this rank, from a checkpoint of any schedule and sizes."""
+"""Reader of weights and optimizer states for this rank, from a checkpoint with any schedule and parallel sizes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class CheckpointReader:
         Args:
             layer: global index of the layer.
             key: key in the layer's ``state_dict()``.
-            same_size: the tensor-parallel size is that of the checkpoint; otherwise, return the value of its rank 0.
+            same_size: the tensor-parallel size equals the checkpoint's; otherwise, return the value of its rank 0.
         """
         shard = self._tensor_rank if same_size else 0
         exists = layer_file(layer, shard, self.tensor_ranks) in self._files
@@ -85,7 +85,7 @@ class CheckpointReader:
         record, target = self._parameters[local.name], local.shape
         saved = Shape(tuple(record["shape"]), tuple(record["shard"]), record["dim"])
         if target == saved:
-            # Equal shards: read only these elements.
+            # The shards are the same: read only these elements.
             return read(self._tensor_rank if target.dim is not None else 0, start, numel)
         return self._reshard(target, saved, read).reshape(-1)[start : start + numel]
 
@@ -96,7 +96,7 @@ class CheckpointReader:
             return read(number, 0, math.prod(saved.shard)).view(saved.shard)
 
         dim = target.dim if target.dim is not None else saved.dim
-        assert dim is not None, "replicated parameters of one shape have equal shards"
+        assert dim is not None, "replicated parameters of the same shape have the same shards"
         length = target.shard[dim]
         first = self._tensor_rank * length if target.dim is not None else 0
         last = min(first + length, target.full[dim])  # the rest is padding

@@ -1,4 +1,4 @@
-"""Saving of checkpoints, which any other schedule and sizes can load.
+"""Saving of checkpoints that load with any schedule and parallel sizes.
 
     step_20/
       ds_ext.json                          manifest: files, and shape and fragments of each parameter
@@ -6,9 +6,9 @@
       layer_03-model_states.pt             DeepSpeed's format: a layer's weights in model precision, one file per shard
       optimizer_rank_02.safetensors        optimizer states and fp32 master weights of rank 2
 
-Each rank writes its own parameters and states. Of replicas (BitPipe, data parallelism, tied and unsharded parameters)
-one is written. Nothing is gathered. The manifest maps the elements of each parameter to files, and a loading rank reads
-only the elements that it needs (reader.py).
+Each rank writes its own parameters and states. Of several replicas (BitPipe, data parallelism, tied and
+unsharded parameters), only one is written. Nothing is gathered. The manifest maps the elements of each parameter to
+files, and a loading rank reads only the elements that it needs (reader.py).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def save_checkpoint(
 
     Raises:
         ConfigError: the tag or the client state cannot be saved.
-        CheckpointError: on all ranks, if one could not write. The last complete checkpoint is unchanged.
+        CheckpointError: on all ranks, if one of them could not write. The last complete checkpoint is unchanged.
     """
     folder = folder.absolute()
 
@@ -187,7 +187,7 @@ def _require_plain_extra_states(index: int, layer: torch.nn.Module, state: Mappi
             raise CheckpointError(
                 f"{type(owner).__name__}.get_extra_state() of layer {index} ({key}): must return numbers, strings, "
                 f"tensors, or lists and dictionaries of them, because loading other values can run code (got "
-                f"{type(state[key]).__name__}). Return these, or a uint8 tensor of bytes."
+                f"{type(state[key]).__name__}). Return these, or a uint8 tensor."
             )
 
 
@@ -259,7 +259,7 @@ def describe_job(engine: Checkpointed) -> dict[str, Any]:
 
 
 def _state_of(engine: Checkpointed, client_state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are equal on all ranks, with DeepSpeed's keys if it has them."""
+    """Return the values that are the same on all ranks, under DeepSpeed's keys if it has them."""
     reserved = sorted(set(client_state) & set(RESERVED_KEYS))
     if reserved:
         raise ConfigError(

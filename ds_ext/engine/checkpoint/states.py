@@ -24,7 +24,7 @@ from ...tensor_parallel import shard_dim, unpadded_size
 from ..batches import Batches
 from ..module import PipelineModule
 
-MASTER = "fp32"  # DeepSpeed's name of master weights in universal checkpoints
+MASTER = "fp32"  # DeepSpeed's name for master weights in universal checkpoints
 _EXTRA = "_extra_state"  # torch's key in a state_dict()
 
 
@@ -51,7 +51,7 @@ class Checkpointed(Protocol):
 
     @property
     def first_in_checkpoints(self) -> int:
-        """Rank that writes the counters and the other values that are equal on all ranks."""
+        """Rank that writes the counters and the other values that are the same on all ranks."""
         ...
 
 
@@ -61,7 +61,7 @@ class Shape:
 
     Attributes:
         full: shape of the full parameter, without padding.
-        shard: shape of one rank's shard, with padding; shards concatenate along ``dim``.
+        shard: shape of one rank's shard, with padding; shards are concatenated along ``dim``.
         dim: sharded dimension; None for a replicated parameter.
     """
 
@@ -76,7 +76,7 @@ class Shape:
         if dim is None and ranks > 1 and getattr(parameter, "model_parallel", False):
             raise CheckpointError(
                 f"parameter {name}: a model_parallel parameter needs its sharded dimension (got no partition_dim). Set "
-                f"the attribute partition_dim, so that other sizes can concatenate the shards."
+                f"the attribute partition_dim, so that jobs with other sizes can concatenate the shards."
             )
         if dim is not None:
             full[dim] = unpadded_size(parameter, full[dim] * ranks)
@@ -120,7 +120,7 @@ def layers_of(module: PipelineModule) -> dict[int, tuple[str, nn.Module]]:
 
 
 def parameters_of(module: PipelineModule, tensor_ranks: int) -> dict[str, LocalParameter]:
-    """Return all parameters of this rank by name, including frozen ones. A shared one is named by its first layer."""
+    """Return all parameters of this rank by name, with frozen ones. Shared ones are named after their first layer."""
     parameters: dict[str, LocalParameter] = {}
     seen: set[int] = set()
     first = {id(shared.parameter): (shared.layer, shared.key) for shared in module.shared}
@@ -171,7 +171,7 @@ class OptimizerStates:
 
     @property
     def name(self) -> str | None:
-        """Class of the optimizer, which states must match; None without an optimizer."""
+        """Class of the optimizer, which saved states must match; None without an optimizer."""
         return None if self.base is None else type(self.base).__name__
 
     @property
@@ -206,7 +206,7 @@ class OptimizerStates:
         """Return the states of a fragment: those with a value per element as flat views, and those with one value.
 
         Raises:
-            CheckpointError: a state has another size.
+            CheckpointError: a state has a different size.
         """
         tensors: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
@@ -220,8 +220,8 @@ class OptimizerStates:
                 values[key] = state
             else:
                 raise CheckpointError(
-                    f"optimizer: a state needs one value per element of a parameter, or a single value, to fit other "
-                    f"sizes (got {key!r} of {self.name}). Use another optimizer."
+                    f"optimizer: a state needs one value per element of a parameter, or a single value, to load "
+                    f"with other sizes (got {key!r} of {self.name}). Use another optimizer."
                 )
         return tensors, values
 

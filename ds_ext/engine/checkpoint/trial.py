@@ -1,4 +1,4 @@
-"""Check of a checkpoint folder before the first step, to avoid an error at the first save."""
+"""Check of the checkpoint folder before the first step, to avoid an error on the first save."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def try_folder(engine: Checkpointed, folder: Path) -> None:
     """Write a small file on every rank and read it on rank 0. All ranks must call this together.
 
     Raises:
-        ConfigError: on all ranks, if one cannot write, hosts do not share the folder, or the free space is too small
-            for a checkpoint.
+        ConfigError: on all ranks, if one of them cannot write, hosts do not share the folder, or the free space is too
+            small for a checkpoint.
     """
     try:
         written = by_rank_0(lambda: start_writing(folder.absolute(), _TAG), CheckpointError)
@@ -41,9 +41,9 @@ def try_folder(engine: Checkpointed, folder: Path) -> None:
 
 
 def checkpoint_bytes(engine: Checkpointed) -> int:
-    """Return the bytes of the weights and optimizer states for which this rank counts in a checkpoint.
+    """Return the bytes of the weights and optimizer states that this rank counts toward a checkpoint.
 
-    Replicas count once. The number of states follows from the optimizer: two for Adam, one for Lion and momentum.
+    Replicas count once. The number of states follows from the optimizer: two for Adam, one for Lion and for momentum.
     """
     if not engine.in_checkpoints or engine.mpu.get_data_parallel_rank() != 0:
         return 0

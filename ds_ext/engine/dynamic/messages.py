@@ -1,4 +1,4 @@
-"""Messages in the order of their arrival, for an order decided at run time.
+"""Messages in order of arrival, for schedules that choose ops at run time.
 
 A static schedule receives every message by its tag. Here the next message is unknown. Each link therefore has one
 channel with numbered messages, and the first tensor of a message identifies its content. Each link always has one
@@ -43,7 +43,7 @@ class Arrival(NamedTuple):
 
 
 class DynamicMessages(StageMessages):
-    """Sends and receives of one rank in the order of arrival. A transport needs one object for all steps.
+    """Sends and receives of one rank in the order of arrival. Use one object per transport for all steps.
 
     Args:
         transport, layout, rank, count: as for :class:`StageMessages`.
@@ -85,7 +85,7 @@ class DynamicMessages(StageMessages):
         """Do nothing, because messages are received in the order of arrival."""
 
     def send(self, kind: Kind, tensors: Sequence[Tensor], stage: int, micro_batch: int, device: int) -> None:
-        """Send to ``stage`` on ``device``, without waiting."""
+        """Send tensors to ``stage`` on ``device``, without waiting."""
         head = torch.tensor((kind, stage, micro_batch))
         if self._count is not None:
             self._count(tensors)
@@ -113,7 +113,7 @@ class DynamicMessages(StageMessages):
         return self.poll()
 
     def receive(self, kind: Kind, stage: int, micro_batch: int) -> tuple[Tensor, ...]:
-        """Return the tensors of a message. It may not have arrived if another rank chose the op that needs it."""
+        """Return the tensors of a message. It may not have arrived yet if another rank chose the op that needs it."""
         message = Arrival(kind, stage, micro_batch)
         while message not in self._inbox:
             self.wait()
@@ -168,7 +168,7 @@ def is_numbered(tag: int) -> bool:
 
 
 def senders(rules: DynamicRules, device: int) -> list[int]:
-    """Return the devices that send to ``device``: its neighbours in the pipes."""
+    """Return the devices that send to ``device``: its neighbors in the pipes."""
     senders: set[int] = set()
     for devices in rules.placement.pipes:
         for stage, at in enumerate(devices):

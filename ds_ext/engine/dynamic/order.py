@@ -1,4 +1,4 @@
-"""Order decided at run time: a policy chooses each op from the arrivals and the admitted micro-batches."""
+"""Op order at run time: a policy chooses each op from the arrivals and the admitted micro-batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class DynamicSchedule(TimetableSchedule):
         executed: ops of the current or last step so far.
     """
 
-    lookahead = 0  # execute an instruction before the next op is chosen
+    lookahead = 0  # execute each instruction before the next op is chosen
 
     def __init__(self, program: Program, stage_id: int, rules: DynamicRules) -> None:
         super().__init__(program, stage_id)
@@ -52,7 +52,7 @@ class DynamicSchedule(TimetableSchedule):
 
 
 def decided_steps(schedule: DynamicSchedule, messages: DynamicMessages) -> Iterator[list[ds.PipeInstruction]]:
-    """Yield the instructions of one op after the other. The caller executes them before it takes the next.
+    """Yield the instructions op by op. The caller executes them before it takes the next ones.
 
     Raises:
         TransportError: no message arrived in time, or a peer is gone.

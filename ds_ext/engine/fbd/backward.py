@@ -17,7 +17,7 @@ from .weights import WeightLink, weights_in_order
 
 
 class BackwardEngine(RoleEngine):
-    """Engine that repeats the forwards with their graphs, runs backwards and optimizer, and sends the weights."""
+    """Engine that repeats the forwards with graphs, runs the backwards and the optimizer, and sends the weights."""
 
     def _make_weight_link(self) -> WeightLink | None:
         if self._pipe != 0:
@@ -26,7 +26,7 @@ class BackwardEngine(RoleEngine):
         return WeightLink(self.transport, weights_in_order(self.module), peers, 1, self._stage)
 
     def sync_weights(self) -> None:
-        """Send the weights, even if this version was sent before."""
+        """Send the weights, even if this version has already been sent."""
         if self._weights is not None:
             self._weights.version = -1
             self._weights.send(self._version)

@@ -22,7 +22,7 @@ from .weights import WeightLink, weights_in_order
 
 
 class ForwardEngine(RoleEngine):
-    """Engine without gradients and optimizer. It runs the forwards of training and evaluation.
+    """Engine without gradients or an optimizer. It runs the forwards of training and evaluation.
 
     Args:
         dtype: dtype of the weights.
@@ -54,12 +54,12 @@ class ForwardEngine(RoleEngine):
         self._weights.settle()
 
     def _exec_sync_weights(self, stage: int, peer: int) -> None:
-        """End the step: wait until the backward ranks have received all outputs, and post the new weights' receive."""
+        """End the step: wait until backward ranks have received all outputs, and post the receive of new weights."""
         assert self._weights is not None
         for tickets in self._credits.values():
             while tickets:
                 tickets.popleft().wait()
-        # The last stage computes nothing. It waits for a whole step, which may exceed the limit of a message.
+        # The last stage computes nothing. It waits for a whole step, which may exceed the time limit of a message.
         idle = stage == self.last_stage
         self._weights.expect(self._step_limit_s if idle else None)
         if idle:
@@ -90,7 +90,7 @@ class ForwardEngine(RoleEngine):
             super()._exec_schedule(pipe_schedule)
 
     def _exec_send_activations(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
-        """Send outputs. A backward device must have received enough of the earlier ones."""
+        """Send outputs, once the backward device has received enough of the earlier ones."""
         if peer in self.layout.placement.forward_devices:
             super()._exec_send_activations(buffer_id, stage, micro_batch, peer)
             return

@@ -1,9 +1,9 @@
-"""Common part of the engines of forward and backward ranks (FBD).
+"""Common base of the engines for forward and backward ranks (FBD).
 
-A backward rank has optimizer, ZeRO-1, clipping and loss scale. Its grid contains only backward ranks, so DeepSpeed sees
-no others. A forward rank has no optimizer and no graphs, and its grid contains only forward ranks. Forward ranks send
-outputs. Backward ranks send a credit for every output they receive, and new weights after each step that changed them.
-The optimizer's values are gathered with the loss.
+A backward rank has the optimizer, ZeRO-1, clipping and loss scale. Its grid contains only backward ranks, so DeepSpeed
+sees no others. A forward rank has no optimizer and no graphs, and its grid contains only forward ranks. Forward ranks
+send outputs. Backward ranks send a credit for every output they receive, and new weights after each step that changed
+them. The optimizer's values are gathered with the loss.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...parallel.fbd import BACKWARD_ROLE, FORWARD_ROLE, DisaggregatedLayout
 from ..engine import PipelineEngine
 from .weights import WeightLink
 
-_MAX_SHOWN = 16  # ranks of a role in an error
+_MAX_SHOWN = 16  # ranks per role in an error
 
 
 class RoleEngine(PipelineEngine):
@@ -99,7 +99,7 @@ class RoleEngine(PipelineEngine):
         return super()._aggregate_total_loss()
 
     def _await_evaluation(self) -> None:
-        """Wait for all ranks, up to the limit of a step, because backward ranks have no work in an evaluation."""
+        """Wait for all ranks, up to the limit for a step, because backward ranks have no work in an evaluation."""
         if self._evaluation_group is None:
             self._evaluation_group = dist.new_group(ranks=list(range(dist.get_world_size())))
         limit = timedelta(seconds=self._step_limit_s)
@@ -108,7 +108,7 @@ class RoleEngine(PipelineEngine):
 
     @property
     def _step_limit_s(self) -> float:
-        """Limit of a wait for a whole step, in seconds: the limit of a message times the number of micro-batches."""
+        """Limit on a wait for a whole step, in seconds: the limit of a message times the number of micro-batches."""
         return self.plan.settings.transport_options.timeout_s * self.running.program.timetable.micro_batches
 
     # --- failures ---
@@ -123,7 +123,7 @@ class RoleEngine(PipelineEngine):
         return ", ".join(roles)
 
     def describe(self, rank: int) -> str:
-        """Return for example ``the forward rank of stage 0``, with pipeline, group and tensor-parallel rank if any."""
+        """Return the rank as ``the forward rank of stage 0``, with pipeline, group and tensor-parallel rank if any."""
         device, group, tensor = self.layout.coordinates(rank)
         stage, pipe = self.layout.stage_and_pipe(device)
         position = [f"the {self.layout.role(rank)} rank of stage {stage}"]
@@ -142,5 +142,5 @@ def _ranks_in(text: str) -> list[int]:
 
 
 def _shortly(ranks: list[int]) -> str:
-    """Return for example ``0 2 4 6``, at most ``_MAX_SHOWN`` ranks."""
+    """Return ranks, for example as ``0 2 4 6``; at most ``_MAX_SHOWN`` of them."""
     return " ".join(map(str, sorted(ranks)[:_MAX_SHOWN])) + (" ..." if len(ranks) > _MAX_SHOWN else "")

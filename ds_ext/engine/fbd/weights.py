@@ -2,8 +2,8 @@
 
 Every transfer starts with a header: the version, which is the number of steps that changed the weights, and the number
 of pieces that follow, 0 for an unchanged version. A piece consists of flattened parameters of one dtype. Both ends
-derive the parameters of a piece from the shapes. A merged forward rank receives the shards of all tensor-parallel ranks
-and concatenates them.
+derive from the shapes which parameters a piece contains. A merged forward rank receives the shards of all
+tensor-parallel ranks and concatenates them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class WeightLink:
     # --- backward rank ---
 
     def send(self, version: int) -> None:
-        """Send all weights as ``version``, or only the header if this version was sent last."""
+        """Send all weights as ``version``, or only the header if this was the last version sent."""
         pieces = self._pieces() if version != self.version else []
         header = torch.tensor([version, len(pieces)], dtype=torch.int64, device=self._device)
         (peer,) = self.peers
@@ -78,10 +78,10 @@ class WeightLink:
         """Wait for the version whose receive was posted, if any, and copy it to the parameters.
 
         Args:
-            limit_s: time limit of the first message; None: as for any message.
+            limit_s: time limit for the first message; None: the same as for any message.
 
         Raises:
-            TransportError: the version did not arrive, is older than the present one, or differs between senders.
+            TransportError: the version did not arrive, is older than the current one, or differs between senders.
         """
         if self._posted is None:
             return
@@ -153,7 +153,7 @@ def weights_in_order(module: PipelineModule) -> list[Tensor]:
     """Return the parameters and persistent buffers of a rank's stage, in the same order on all ranks that hold it.
 
     Layers may change buffers (running means), and checkpoints contain them. A buffer must be changed in place: a new
-    tensor under its name is not sent.
+    tensor assigned to its name is not sent.
     """
     parameters = [parameter for _, parameter in module.named_parameters()]
     return parameters + [buffer for _, layer in layers_of(module).values() for _, buffer in buffers_of(layer)]

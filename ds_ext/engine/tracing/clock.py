@@ -14,9 +14,9 @@ from ...observe.trace.clock import Comparison, compare
 from ...observe.trace.file import CLOCK, metadata
 
 _MIN_EXCHANGES, _MAX_EXCHANGES = 8, 64  # with each rank
-_MAX_ERROR_S = 40e-6  # above, more exchanges than the minimum
+_MAX_ERROR_S = 40e-6  # if the error is larger, do more exchanges than the minimum
 _MIN_INTERVAL_S = 30.0  # between comparisons
-_MAX_SHARE = 0.005  # of the time is spent on comparisons
+_MAX_SHARE = 0.005  # maximum share of the time spent on comparisons
 
 Reading = float | torch.cuda.Event  # seconds of the clock; on CUDA, an event on the current stream
 
@@ -24,8 +24,8 @@ Reading = float | torch.cuda.Event  # seconds of the clock; on CUDA, an event on
 class BusyClock:
     """Times of the computations in a step. ``with busy: ...`` times one computation.
 
-    On CUDA the times are events on the current stream. They are read once after the step, so that the host never waits
-    within it.
+    On CUDA, the times are events on the current stream. They are read once after the step, so the host never waits
+    during it.
 
     Args:
         device: device of the computations.
@@ -33,7 +33,7 @@ class BusyClock:
 
     Attributes:
         started: reading at the start of the step.
-        spans: readings at (begin, end) of the computations of the step so far.
+        spans: (begin, end) readings of the computations in the step so far.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -82,7 +82,7 @@ class Times:
     """Conversion of a BusyClock's readings to microseconds since the creation of this object.
 
     Attributes:
-        opened: reading of the host's clock at the creation, in seconds.
+        opened: reading of the host's clock at creation, in seconds.
     """
 
     def __init__(self, busy: BusyClock) -> None:
@@ -92,11 +92,11 @@ class Times:
         self._anchor_us = 0.0
 
     def host_s(self) -> float:
-        """Return the seconds since the creation."""
+        """Return the seconds since creation."""
         return self._busy.clock() - self.opened
 
     def settle(self) -> None:
-        """Wait for the CUDA events so far, and match the device's time with the host's clock. No effect on CPU."""
+        """Wait for the CUDA events so far, and align the device's time with the host's clock. No effect on CPU."""
         if self._busy.on_cuda:
             torch.cuda.synchronize()
             anchor = self._busy.now()
@@ -106,7 +106,7 @@ class Times:
             self._anchor_us = 1e6 * self.host_s()
 
     def us(self, reading: Reading, *, settled: bool = True) -> float:
-        """Return the microseconds of a reading before the last :meth:`settle`, or of any with ``settled=False``."""
+        """Return a reading in microseconds. It must precede the last :meth:`settle`, unless ``settled`` is False."""
         if not isinstance(reading, torch.cuda.Event):
             return 1e6 * (reading - self.opened)
         if not settled:
@@ -128,7 +128,7 @@ class Clocks:
         self._steps_left, self._duration_s, self._step_s = 1.0, 0.0, 0.0
 
     def due(self, step_s: float) -> bool:
-        """Return whether to compare the clocks after a step of ``step_s`` seconds; equal on all ranks."""
+        """Return whether to compare the clocks after a step of ``step_s`` seconds; the same on all ranks."""
         self._step_s = step_s
         self._steps_left -= 1
         return self._steps_left < 1
@@ -165,7 +165,7 @@ class Clocks:
             dist.recv(answer, 0, group=self._group)
             exchanges.append((sent, float(answer[0]), self._times.host_s()))
         dist.send(torch.zeros(1), 0, group=self._group)
-        self._steps_left = float(answer[1])  # equal on all ranks
+        self._steps_left = float(answer[1])  # the same on all ranks
         return compare(exchanges)
 
 

@@ -1,7 +1,7 @@
 """Recorder of a rank's timeline: computations, messages, waits and reductions.
 
-The engine appends a tuple per instruction. Tuples are converted to text between steps, or once a second. On CUDA the
-times are events on the streams, read after the step.
+The engine appends a tuple per instruction. Tuples are converted to text between steps, or once a second. On CUDA,
+the times are events on the streams, which are read after the step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .clock import BusyClock, Clocks, Reading, Times, clock_event
 
 logger = logging.getLogger(__name__)
 
-_FLUSH_S = 1.0  # on CPU; a killed run loses at most this
+_FLUSH_S = 1.0  # on CPU; a killed run loses at most this much
 
 
 @dataclass
@@ -55,13 +55,13 @@ class Tracer:
     """Recorder of the timeline of one rank. The first traced step creates the files.
 
     Args:
-        options: options of ``trace`` in the JSON, with a folder.
+        options: ``trace`` options from the JSON, with a folder.
         rank: global rank of this process.
         layout: ranks of the whole world.
         busy: clock of this rank's computations.
         transport: name of the transport.
         eager: reductions overlap with computation.
-        timeout_s: limit of every wait for another rank, in seconds.
+        timeout_s: limit on every wait for another rank, in seconds.
 
     Attributes:
         active: whether the current step is traced.
@@ -101,7 +101,7 @@ class Tracer:
         return self.busy.now()
 
     def start_step(self, step: int, timetable: Timetable) -> None:
-        """Start step number ``step``, from 1. All ranks must call this before every step."""
+        """Start step number ``step``, counted from 1. All ranks must call this before every step."""
         self.active = self.first <= step <= self.last and not self._ended
         if not self.active:
             return
@@ -120,7 +120,7 @@ class Tracer:
     def executed(self, instruction: ds.PipeInstruction, begin: Reading) -> None:
         """Record ``instruction``, whose handler began at ``begin`` and has returned."""
         source: Instruction = instruction.source
-        # Computations have the readings from which the bubble is measured.
+        # Computations use the readings from which the bubble is measured.
         span = self.busy.spans[-1] if source.name in COMPUTE else (begin, self.now())
         self._executed.append((source, *span, self._moved_bytes))
         self._moved_bytes = 0
@@ -168,8 +168,8 @@ class Tracer:
             self._append([self._text.evaluation(*times)])
 
     def failed(self, instruction: ds.PipeInstruction) -> None:
-        """Write the incomplete step after a failure of ``instruction``, and close the file."""
-        with contextlib.suppress(Exception):  # report only the error of the instruction
+        """Write the incomplete step after ``instruction`` has failed, and close the file."""
+        with contextlib.suppress(Exception):  # report only the instruction's error
             self._flush()
             assert self.times is not None
             at_us = self.times.us(self.now(), settled=False)
@@ -177,7 +177,7 @@ class Tracer:
             self._close()
 
     def finish(self) -> None:
-        """Compare the clocks a last time and close the file. All ranks must call this together."""
+        """Compare the clocks one last time and close the file. All ranks must call this together."""
         if self.times is not None and not self._ended:
             self._compare()
         self._close()
