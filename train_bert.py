@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Pretrain a BERT: ``deepspeed train_bert.py --deepspeed_config configs/bert_bitpipe.json``.
 
-The losses are masked words and the order of two segments. Read from top to bottom.
+The losses are those of masked words and of the order of two segments. The code reads from top to bottom.
 """
 
 from __future__ import annotations

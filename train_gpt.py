@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Pretrain a GPT: ``deepspeed train_gpt.py --deepspeed_config configs/bitpipe.json``.
 
-Read from top to bottom.
+The code reads from top to bottom.
 """
 
 from __future__ import annotations
@@ -73,15 +73,15 @@ def main() -> int:
 
 
 def vocab_size(args: argparse.Namespace) -> int:
-    """Return the vocabulary size of the data's tokenizer. Raises ConfigError for another tokenizer."""
+    """Return the vocabulary size of the data's tokenizer. Raises ConfigError for a different tokenizer."""
     from ds_ext.data.meta import check_tokenizer, check_vocab_size, read_meta
     from ds_ext.data.tokenizer import load_gpt2_files, load_tokenizer
 
     meta = read_meta(args.data_path)
     if meta is not None and "sentences" in meta:
         raise ConfigError(
-            f"--data-path: data for BERT, without ends of documents (got {' '.join(args.data_path)}). Prepare data for "
-            f"GPT with `python -m ds_ext prepare --output FOLDER`, or use train_bert.py."
+            f"--data-path: data for BERT, without end-of-document tokens (got {' '.join(args.data_path)}). Prepare "
+            f"data for GPT with `python -m ds_ext prepare --output FOLDER`, or use train_bert.py."
         )
     if args.tokenizer or args.vocab_file:
         by_name = args.tokenizer and load_tokenizer(args.tokenizer)

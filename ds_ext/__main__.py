@@ -1,4 +1,4 @@
-"""Command line ``python -m ds_ext``. The verbs for schedules import neither torch nor DeepSpeed."""
+"""Command line ``python -m ds_ext``. The subcommands for schedules import neither torch nor DeepSpeed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Verbs = argparse._SubParsersAction  # pyright: ignore[reportPrivateUsage]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. Returns the exit status: 0, 1 for a refused timetable, 2 for an error in the flags."""
+    """Run one subcommand. Returns the exit status: 0, 1 for a refused timetable, 2 for an error in the flags."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = build_parser(argv[0] if argv else "")
     args = parser.parse_args(argv)
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser(verb: str) -> argparse.ArgumentParser:
-    """Return the parser of all verbs; only the flags of ``verb`` are added if they need imports."""
+    """Return the parser of all subcommands. Flags that need imports are added only for ``verb``."""
     parser = argparse.ArgumentParser(prog="python -m ds_ext", description="Pipeline schedules for DeepSpeed.")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
 
@@ -67,9 +67,9 @@ def build_parser(verb: str) -> argparse.ArgumentParser:
     _add_output(show, ["text", "svg", "html", "perfetto", "csv", "timetable"])
 
     proof = _schedule_verb(
-        verbs, "check", run_check, "prove that a timetable ends; exit status 1 if it does not"
+        verbs, "check", run_check, "prove that a timetable runs to completion; exit status 1 if it does not"
     )
-    credits = "messages that a link between two devices holds (unlimited)"
+    credits = "maximum number of messages on a link between two devices (unlimited)"
     proof.add_argument("--link-credits", "--link-slots", type=int, metavar="K", help=credits)
 
     _schedule_verb(verbs, "dump", run_dump, "print the program of every device as JSON")
@@ -94,7 +94,7 @@ def build_parser(verb: str) -> argparse.ArgumentParser:
         "search for the best order of a timetable's ops (needs ds_ext[solve])",
         forward_only=False,
     )
-    limit = "live activations of a device, in D-ths of the model (those of the schedule)"
+    limit = "maximum live activations per device, in units of 1/D of the model (those of the schedule)"
     best.add_argument("--max-activations", type=float, metavar="A", help=limit)
     best.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="seconds (%(default)s)")
     best.add_argument("-o", "--output", metavar="FILE", help="timetable file to write")
@@ -103,7 +103,7 @@ def build_parser(verb: str) -> argparse.ArgumentParser:
         ("prepare", "turn text into training data", "data.prepare"),
         ("convert", "convert checkpoints to and from Hugging Face (needs ds_ext[hf])", "convert"),
         ("trace", "merge, summarize or draw the traces of a run", "cli.trace_verbs"),
-        ("doctor", "check the transports of this host", "cli.doctor"),
+        ("doctor", "check the transports on this host", "cli.doctor"),
         ("bench", "run benchmarks on this host", "bench"),
     ):
         other = _add_verb(verbs, name, text)
@@ -128,7 +128,7 @@ def _schedule_verb(
     several: bool = False,
     forward_only: bool = True,
 ) -> argparse.ArgumentParser:
-    """Add a verb with the flags that all verbs for schedules share."""
+    """Add a subcommand with the flags that all subcommands for schedules share."""
     epilog = f"schedules:\n{list_schedules()}\n\n{note}".rstrip()
     form = argparse.RawDescriptionHelpFormatter
     verb = _add_verb(verbs, name, text, epilog=epilog, formatter_class=form)
@@ -139,7 +139,7 @@ def _schedule_verb(
 
 def _add_output(verb: argparse.ArgumentParser, formats: list[str]) -> None:
     verb.add_argument(
-        "--format", choices=formats, default=None, help="text, or the format of the ending of -o"
+        "--format", choices=formats, default=None, help="default: text, or set by the extension of -o"
     )
     verb.add_argument("-o", "--output", metavar="FILE", help="file to write instead of standard output")
 

@@ -32,8 +32,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         DsExtError: the request cannot be run, or an engine failed.
     """
-    host = machine()  # before the measurement, so that its load is that of other processes
-    # SIGTERM leaves through the clean-up, as Ctrl-C does.
+    host = machine()  # before the measurement, so that the reported load comes from other processes
+    # SIGTERM runs the clean-up, as Ctrl-C does.
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         report = args.measure(args)

@@ -43,14 +43,14 @@ def add_number(
 
 
 def add_size_flags(parser: argparse.ArgumentParser, num_devices: int, micro_batches: int) -> None:
-    """Add the flags of D and N with these defaults."""
+    """Add the flags for D and N with these defaults."""
     devices = "devices of the pipeline, one rank each"
     add_number(parser, "--num-devices", num_devices, "D", devices, "--stages")
     add_number(parser, "--micro-batches", micro_batches, "N", "micro-batches per step")
 
 
 def names_in(text: str) -> list[str]:
-    """Return the names in a list with commas, each once; ``none`` is the empty list."""
+    """Return the names in a comma-separated list, each once; ``none`` is the empty list."""
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     return [] if names == ["none"] else names
 
@@ -89,7 +89,7 @@ def json_item(
     unit: str,
     best: Callable[[Sequence[float]], float] = min,
 ) -> dict[str, Any]:
-    """Return one result as ``--json`` prints it; without values its figures are null."""
+    """Return one result as ``--json`` prints it; without values, the figures are null."""
     return {
         "name": name,
         "params": params,
@@ -101,7 +101,7 @@ def json_item(
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return aligned columns; the first is aligned to the left, the others to the right."""
+    """Return aligned columns: the first left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *others in rows:
@@ -112,7 +112,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Return what the figures depend on: processor, cores, load, system and versions."""
+    """Return the properties that the figures depend on: processor, cores, load, system and versions."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -129,7 +129,7 @@ def machine() -> dict[str, Any]:
 
 
 def describe(host: dict[str, Any]) -> str:
-    """Return a machine in one line."""
+    """Describe a machine in one line."""
     versions = ", ".join(f"{name} {version}" for name, version in host["versions"].items())
     return f"{host['processor']}, {host['cores']} cores, load {host['load_1_minute']:g}; {versions}"
 

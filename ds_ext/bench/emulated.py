@@ -3,7 +3,7 @@
 The processor is free while a layer waits, so a few cores show the bubble of many devices. A layer holds one small
 linear layer: a parameter to train, a gradient to reduce and an activation to send.
 
-Layers run in any engine. A hook of the weight waits for the weight gradient's time. Every engine triggers it when it
+Layers run in any engine. A hook on the weight waits for the weight gradient's time. Every engine triggers it when it
 computes that gradient: within a whole backward, or later when backwards are split.
 """
 
@@ -24,7 +24,7 @@ from ..pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORW
 from ..pipe_schedules.placement import Placement
 
 WIDTH = 32
-LOSS_ROWS = 32  # rows of the last stage's output, so that the loss of large activations takes no time
+LOSS_ROWS = 32  # rows of the last stage's output; few, so that the loss takes no time
 # With exact timers and awake processors a sleep ends 0.03 ms late, so the end of a wait spins.
 _SPIN_S = 0.00005
 _PAGE_ROWS = 4096 // (4 * WIDTH)
@@ -38,7 +38,7 @@ def set_exact_timers() -> None:
 
 
 def sleep_until(moment: float) -> None:
-    """Wait until ``moment`` of time.perf_counter, which all processes of a host share."""
+    """Wait until ``moment`` by time.perf_counter, which all processes on a host share."""
     sleep_s = moment - time.perf_counter() - _SPIN_S
     if sleep_s > 0:
         time.sleep(sleep_s)
@@ -47,14 +47,14 @@ def sleep_until(moment: float) -> None:
 
 
 def rows_of(message_kb: float) -> int:
-    """Return how many rows of ``WIDTH`` fp32 numbers an activation of ``message_kb`` KiB has, at least one."""
+    """Return the number of rows of ``WIDTH`` fp32 values in an activation of ``message_kb`` KiB, at least one."""
     return max(1, round(message_kb * 1024 / (4 * WIDTH)))
 
 
 def make_batches(micro_batches: int, rows: int) -> list[tuple[Tensor, Tensor]]:
-    """Return (inputs, labels) of every micro-batch, equal in every process: (rows, WIDTH) and (LOSS_ROWS, WIDTH).
+    """Return (inputs, labels) of every micro-batch, the same in every process: (rows, WIDTH), (LOSS_ROWS, WIDTH).
 
-    Labels have fewer rows where the inputs have.
+    Labels never have more rows than the inputs.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -75,10 +75,10 @@ class EmulatedDevice:
         placement: placement of the stages.
 
     Attributes:
-        split_backwards: (stage, micro-batch) of split backwards, whose halves draw jitter separately.
-        repeats: True where forwards repeat those of a forward device (FBD).
-        last_end: end of the last pass, of time.perf_counter.
-        computed_ms: sum of the passes of this step.
+        split_backwards: (stage, micro-batch) pairs of split backwards, whose halves draw jitter separately.
+        repeats: True if forwards repeat those of a forward device (FBD).
+        last_end: end of the last pass, by time.perf_counter.
+        computed_ms: total time of the passes in this step.
     """
 
     repeats = False
@@ -115,7 +115,7 @@ class EmulatedDevice:
         return self._forwards[stage] - 1
 
     def forward(self, stage: int, micro_batch: int, start: float) -> None:
-        """Wait for the end of a forward that began at ``start`` (of time.perf_counter)."""
+        """Wait for the end of a forward that began at ``start`` (by time.perf_counter)."""
         kind = RECOMPUTE if self.repeats else FORWARD
         self._wait(Op(kind, micro_batch, stage), start)
 
@@ -148,10 +148,10 @@ class EmulatedDevice:
 
 
 class EmulatedLayer(nn.Module):
-    """One stage: (rows, WIDTH) to (rows, WIDTH); the last stage returns the first LOSS_ROWS only.
+    """One stage: (rows, WIDTH) to (rows, WIDTH); the last stage returns only the first LOSS_ROWS.
 
-    Only the first LOSS_ROWS rows pass the linear layer, so a large activation costs its messages and no arithmetic.
-    A real device would write the other rows, which takes the host's processor no time.
+    Only the first LOSS_ROWS rows pass through the linear layer, so a large activation makes messages more expensive,
+    but not the arithmetic. A real device would write the other rows without using the host's processor.
 
     Args:
         stage: stage of the model; determines the initial weights.
@@ -178,7 +178,7 @@ class EmulatedLayer(nn.Module):
 
 
 def _unwritten(like: Tensor, rows: int) -> Tensor:
-    """Return a tensor that a device would write: the processor only touches every page.
+    """Return a tensor that a device would fill; here the processor only touches every page.
 
     Ranks share few cores. Writing whole activations would delay the messages of other ranks.
     """

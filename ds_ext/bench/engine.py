@@ -1,6 +1,6 @@
 """``bench engine``: processor time that an engine takes per instruction.
 
-It is the processor time of a step, minus the layers' passes and the transport's calls, divided by the number of
+The result is the processor time of a step, minus the layers' passes and the transport's calls, divided by the number of
 instructions. It includes the optimizer's step and the reductions. Times are those of the rank's thread, so waiting for
 another rank or for a core does not count.
 """
@@ -23,7 +23,7 @@ from .command import Report, add_number, add_size_flags, check_at_least, json_it
 from .job import Job
 from .ranks import take_turns
 
-SUMMARY = "processor time that an engine takes for an instruction, without layers and transport"
+SUMMARY = "processor time that an engine takes per instruction, without layers and transport"
 RIVAL = "deepspeed_1f1b"
 STEPS = 5  # summed in one measurement
 _OVER = " over "  # an engine is called "1f1b", or "1f1b over shm"
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_size_flags(parser, num_devices=2, micro_batches=16)
     parser.add_argument("--schedules", default="1f1b,bitpipe,bitpipe_zb", metavar="A,B", help="%(default)s")
     parser.add_argument("--transports", default="auto", metavar="A,B", help="for each schedule (%(default)s)")
-    add_number(parser, "--repeats", 7, "K", "measurements after one to warm up")
+    add_number(parser, "--repeats", 7, "K", "measurements, after one warm-up")
 
 
 def measure(args: argparse.Namespace) -> Report:
@@ -91,7 +91,7 @@ class EngineCost(NamedTuple):
 
 
 class Stopwatch:
-    """Sums the processor time of calls. Calls inside counted calls are not counted again."""
+    """Total processor time of calls. Calls inside counted calls are not counted again."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -160,7 +160,7 @@ class MeasuredEngine:
         return EngineCost(engine_us / self.instructions, message_us, self.instructions, self.messages)
 
     def _layers_s(self) -> float:
-        """Run the forwards and backwards of a step without an engine. Returns their seconds."""
+        """Run the forwards and backwards of a step without an engine. Returns their time in seconds."""
         import torch
         import torch.nn.functional as F
 

@@ -65,8 +65,8 @@ SLOW, FAST = "slow_forward_48", "plain_48"  # differ in the speed of the forward
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the benchmark."""
     parser.add_argument("--cases", default=",".join(CASES), metavar="A,B", help="%(default)s")
-    add_number(parser, "--forward-ms", 40.0, "MS", "of a stage; a backward takes twice as long")
-    add_number(parser, "--steps", 5, "K", "after one to warm up")
+    add_number(parser, "--forward-ms", 40.0, "MS", "forward of a stage; a backward takes twice as long")
+    add_number(parser, "--steps", 5, "K", "steps, after one warm-up step")
 
 
 def measure(args: argparse.Namespace) -> Report:
@@ -101,7 +101,7 @@ def measure(args: argparse.Namespace) -> Report:
 
 
 def _times(names: list[str], steps: int, costs: Costs) -> dict[str, list[float]]:
-    """Return the milliseconds of every step. Cases with equal sizes take turns."""
+    """Return the time of every step in milliseconds. Cases of the same size take turns."""
     times: dict[str, list[float]] = {}
     sizes = dict.fromkeys((CASES[name].ranks, CASES[name].micro_batches) for name in names)
     with processors_awake():
@@ -127,10 +127,10 @@ class FbdEngine:
     device: Any
 
     def run(self) -> tuple[float, float]:
-        """Return (start, end of the last pass) of one step, of time.perf_counter.
+        """Return (start, end of the last pass) of one step, by time.perf_counter.
 
-        Ranks start together, as in the simulation. After a barrier alone the last of more ranks than cores would start
-        milliseconds after the first.
+        Ranks start together, as in the simulation. With a barrier alone, and more ranks than cores, the last rank would
+        start milliseconds after the first.
         """
         import torch
         import torch.distributed as dist

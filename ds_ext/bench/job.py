@@ -35,11 +35,11 @@ class Job:
     Args:
         build: called on every rank with the name of the engine and this job.
         num_ranks: ranks of an engine.
-        timeout_s: limit of every wait of an engine for its peers.
+        timeout_s: limit on every wait of an engine for its peers.
         micro_batches: N per step.
         costs: times of emulated passes in milliseconds.
         message_kb: size of an activation in KiB.
-        modules: imported before the engines are built, as they register schedules.
+        modules: modules to import before the engines are built, because they register schedules.
     """
 
     build: Callable[[str, Any], Worker]

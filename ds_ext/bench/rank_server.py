@@ -30,8 +30,8 @@ end_with_parent()
 def end_with_server() -> None:
     """End a rank with the server that forked it. A stopped rank cannot notice that end itself.
 
-    The rank gets a process group to itself, because the kernel hangs up a group with stopped members when its shell
-    ends.
+    The rank gets a process group to itself, because the kernel sends SIGHUP to a group with stopped members when its
+    shell exits.
     """
     os.setpgid(0, 0)
     end_with_parent()

@@ -1,8 +1,8 @@
-"""Ranks of an engine under test: processes of this host, joined by gloo, that run a step on request.
+"""Ranks of an engine under test: processes on this host, connected by gloo, that run a step on request.
 
 A server forks them after importing torch and DeepSpeed once. Every wait for them has a limit, and they end with the
-process that started them, however it ends. Between their steps they are stopped: a thread of every gloo group wakes
-100 times a second, and together these threads would take much of a core from the engine that is measured.
+process that started them, no matter how it ends. Between their steps they are stopped: a thread of every gloo group
+wakes 100 times a second, and together these threads would take a large share of a core from the engine being measured.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Run:
 
 
 def take_turns(names: Sequence[str], job: Job, rounds: int, *, keep_going: bool = False) -> dict[str, Run]:
-    """Start all engines, then run each once per round, so that disturbances of the host affect all engines.
+    """Start all engines, then run each once per round, so that noise on the host affects all engines equally.
 
     Args:
         names: names of the engines, for ``job.build``.
-        keep_going: leave out an engine that failed, and note its error.
+        keep_going: continue without an engine that failed, and record its error.
 
     Raises:
         RankFailure: an engine failed, unless ``keep_going``.
@@ -96,11 +96,11 @@ def take_turns(names: Sequence[str], job: Job, rounds: int, *, keep_going: bool 
 
 @contextmanager
 def processors_awake() -> Iterator[None]:
-    """Keep the processors of this process from idling; without effect where the system has no idle class.
+    """Keep the processors of this process from idling; no effect if the system has no idle scheduling class.
 
     The host of a virtual machine lends an idle processor to others, and it comes back with cold caches: after 20 ms
     of sleep, 50 us of work can take 1000. Devices that compute never pay this, so layers that wait must not either. A
-    process of the lowest scheduling class spins on every processor, and runs only on an otherwise idle one.
+    process in the lowest scheduling class spins on every processor, and runs only when the processor is otherwise idle.
     """
     usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "SCHED_IDLE") else []
     code = [_SPINNER.format(cpu=cpu, parent=os.getpid()) for cpu in usable]
@@ -115,7 +115,7 @@ def processors_awake() -> Iterator[None]:
 
 
 def _start_server() -> None:
-    """Start the fork server. Ranks inherit its environment: CPU only, one thread each, freed memory is kept."""
+    """Start the fork server. Ranks inherit its environment: CPU only, one thread each, freed memory kept."""
     os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", **_KEPT_MEMORY)
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
     forkserver.ensure_running()

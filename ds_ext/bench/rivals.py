@@ -32,7 +32,7 @@ from .emulated import EmulatedDevice, EmulatedLayer, make_batches, rows_of, set_
 from .job import Job
 from .slow_links import Delay, slow_down
 
-Step = Callable[[], float | None]  # trains one step; returns the loss where this rank has it
+Step = Callable[[], float | None]  # trains one step; returns the loss if this rank has it
 _SGD = {"type": "SGD", "params": {"lr": 0.01}}
 
 
@@ -71,7 +71,7 @@ class Workload:
         """Return our engine for ``timetable``, and its step.
 
         Args:
-            section: further keys of the JSON's ``"ds_ext"``.
+            section: additional keys for the JSON's ``"ds_ext"``.
         """
         keys = {
             "schedule": timetable.schedule,
@@ -121,7 +121,7 @@ class Emulated:
     """Engine of this rank with layers that wait.
 
     A step that follows other engines' steps begins with cold caches, so only every second step counts. Each of these
-    draws new jitter, equal for all engines, because a single draw can favour an order by more than its gain.
+    draws new jitter, the same for all engines, because a single draw can favor an order by more than its gain.
     """
 
     step: Step
@@ -150,7 +150,7 @@ def build(name: str, job: Job) -> Emulated:
 
 
 def emulated_workload(job: Job, device: EmulatedDevice) -> Workload:
-    """Return a model of emulated layers, one a stage, and its batches."""
+    """Return a model of emulated layers, one per stage, and its batches."""
     layers = [LayerSpec(EmulatedLayer, stage, device) for stage in range(device.last_stage + 1)]
     return Workload(layers, make_batches(job.micro_batches, rows_of(job.message_kb)))
 

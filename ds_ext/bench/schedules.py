@@ -1,8 +1,8 @@
 """``bench schedules``: step times of schedules in real engines with emulated layers.
 
 The engines run as in training, with processes, messages, autograd, reductions and the optimizer. Only their layers
-wait instead of computing (:mod:`.emulated`), so a few cores stand for many devices. The step time shows the order of
-the ops and the engine's overhead.
+wait instead of computing (:mod:`.emulated`), so a few cores can emulate many devices. The step time shows the effect of
+the op order and the engine's overhead.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--forward-ms", 20.0, "MS", "forward of 1/D of the model")
     parser.add_argument("--input-gradient-ms", type=float, metavar="MS", help="default: --forward-ms")
     parser.add_argument("--weight-gradient-ms", type=float, metavar="MS", help="default: --forward-ms")
-    add_number(parser, "--jitter", 0.0, "S", "scale each time by 1 - S to 1 + S, new in every step")
-    add_number(parser, "--link-ms", 0.0, "MS", "delay of messages of our engines; plans ignore it")
+    add_number(parser, "--jitter", 0.0, "S", "scale each time by 1 - S to 1 + S, redrawn in every step")
+    add_number(parser, "--link-ms", 0.0, "MS", "delay of messages in our engines; plans ignore it")
     add_number(parser, "--message-kb", 4.0, "KB", "size of an activation")
     schedules = "NAME[:OPTION=VALUE], or none (default: all that support the sizes)"
     parser.add_argument("--schedules", metavar="A,B", help=schedules)
     parser.add_argument("--rivals", default=",".join(RIVALS), metavar="A,B", help="or none (%(default)s)")
-    add_number(parser, "--steps", 5, "K", "after one to warm up")
+    add_number(parser, "--steps", 5, "K", "steps, after one warm-up step")
     add_import_flag(parser)
 
 
@@ -131,7 +131,7 @@ def _check_sizes(request: str, devices: int, micro_batches: int, costs: Costs) -
         raise ScheduleError(f"{request} needs extra devices. Use python -m ds_ext bench fbd.")
     if micro_batches % placement.replicas:
         raise ScheduleError(
-            f"--micro-batches: {request} needs a multiple of {placement.replicas}, its pipes (got {micro_batches}). "
+            f"--micro-batches: {request} needs a multiple of its {placement.replicas} pipes (got {micro_batches}). "
             f"Use {micro_batches - 1} or {micro_batches + 1}."
         )
 
@@ -203,12 +203,12 @@ def _result(name: str, run: Run, job: Job) -> Result:
         result.simulation = _simulation(name, run.timetable, job, step)
         starts, ends, computed, losses = zip(*answers, strict=True)
         result.losses.append(next((loss for loss in losses if loss is not None), math.nan))
-        if step == 0:  # a warm-up, in which torch runs further passes to learn the shapes
+        if step == 0:  # a warm-up, in which torch runs additional passes to infer the shapes
             continue
         expected_ms = result.simulation.ideal * job.num_ranks
         if not math.isclose(sum(computed), expected_ms, rel_tol=1e-6):
             result.error = (
-                f"step {step}: passes took {sum(computed):g} ms in all, expected {expected_ms:g} ms"
+                f"step {step}: passes took {sum(computed):g} ms in total, expected {expected_ms:g} ms"
             )
             break
         result.times_ms.append(1000 * (max(ends) - min(starts)))

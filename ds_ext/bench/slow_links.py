@@ -1,6 +1,6 @@
 """Slow links: a transport that holds messages back, for measurements on one host.
 
-The sender adds to each message the time at which it is due; the receiver gets the message then and not before. The
+The sender adds to each message the time at which it is due; the receiver does not get the message before that time. The
 sender does not wait, and messages in flight do not slow each other down.
 """
 
@@ -31,7 +31,7 @@ class SlowLinks:
         inner: moves the messages.
         rank: this global rank.
         delay: function that returns the delay of a message; BACKWARD stands for any kind of backward.
-        least_s: shortest delay. A message that is not in flight yet is not due earlier.
+        least_s: shortest delay. A message that has not been sent yet is not due before this time has passed.
     """
 
     def __init__(self, inner: Any, rank: int, delay: Delay, least_s: float) -> None:
@@ -47,7 +47,7 @@ class SlowLinks:
         return self.inner.send((*tensors, torch.tensor(due, dtype=torch.float64)), peer, tag)
 
     def recv(self, peer: int, tag: int) -> LateTicket:
-        """Ask for a message; see Transport.recv."""
+        """Request a message; see Transport.recv."""
         return LateTicket(self.inner.recv(peer, tag))
 
     def wait_any(self, tickets: Sequence[LateTicket], timeout_s: float | None = None) -> int:
@@ -93,7 +93,7 @@ class LateTicket:
 
 
 def slow_down(engine: Any, delay: Delay, least_s: float) -> None:
-    """Replace the transport of an engine that has not trained yet by :class:`SlowLinks`."""
+    """Replace the transport of an engine that has not trained yet with :class:`SlowLinks`."""
     engine.use_transport(SlowLinks(engine.transport, engine.global_rank, delay, least_s))
 
 

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the benchmark."""
     add_size_flags(parser, num_devices=2, micro_batches=8)
     parser.add_argument("--schedules", default="1f1b", metavar="A,B", help="%(default)s")
-    add_number(parser, "--steps", 10, "K", f"of each engine, after {_WARM_UP} to warm up")
+    add_number(parser, "--steps", 10, "K", f"steps of each engine, after {_WARM_UP} warm-up steps")
 
 
 def measure(args: argparse.Namespace) -> Report:

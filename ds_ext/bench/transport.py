@@ -1,4 +1,4 @@
-"""``bench transport``: time of a message between two ranks of this host, by transport, gloo and memcpy."""
+"""``bench transport``: time of a message between two ranks on this host, by transport, gloo and memcpy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .command import Report, add_number, check_at_least, json_item, table
 from .job import Job
 from .ranks import take_turns
 
-SUMMARY = "time of a message between two ranks of this host, by transport, gloo and memcpy"
+SUMMARY = "time of a message between two ranks on this host, by transport, gloo and memcpy"
 SIZES = (4, 1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
 METHODS = ("shm", "tcp", "torch", "gloo", "memcpy")
 IDLE = {"idle_shm": "shm", "idle_tcp": "tcp"}
@@ -33,7 +33,7 @@ Times = dict[tuple[str, int], list[float]]  # (method, bytes) -> seconds one way
 
 @dataclass(frozen=True)
 class ExchangeJob(Job):
-    """Sizes of the messages in bytes, and seconds to wait for a message that does not come."""
+    """Sizes of the messages in bytes, and seconds to wait for a message that never comes."""
 
     sizes: tuple[int, ...] = SIZES
     idle_s: float = 0.0
@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the benchmark."""
     sizes = ",".join(map(str, SIZES))
     parser.add_argument("--sizes", default=sizes, metavar="A,B", help="bytes of the messages (%(default)s)")
-    add_number(parser, "--repeats", 5, "K", "measurements after one to warm up")
-    add_number(parser, "--idle", 0.0, "S", "seconds to wait for a message that does not come")
+    add_number(parser, "--repeats", 5, "K", "measurements, after one warm-up")
+    add_number(parser, "--idle", 0.0, "S", "seconds to wait for a message that never comes")
 
 
 def measure(args: argparse.Namespace) -> Report:
@@ -138,7 +138,7 @@ class Exchange:
         self._with_peers = _linked_with_itself(PEERS, job.timeout_s)
 
     def run(self) -> Times:
-        """Return the seconds of each turn, by method and size, as this rank measured them.
+        """Return the time of each turn in seconds, by method and size, as measured on this rank.
 
         One turn before them warms up: it allocates the memory.
         """

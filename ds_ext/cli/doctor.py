@@ -1,4 +1,4 @@
-"""Verb ``doctor`` of ``python -m ds_ext``: transports that this host supports, and remedies for the others."""
+"""Subcommand ``doctor`` of ``python -m ds_ext``: transports that this host supports, and remedies for the others."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the verb."""
+    """Add the flags of the subcommand."""
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings. Returns 0 also with warnings: a host need not support every transport."""
+    """Print the findings. Returns 0 even with warnings, because a host need not support every transport."""
     findings = examine()
     if args.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
@@ -108,14 +108,14 @@ def _shared_memory() -> Iterator[Finding]:
 
 
 def _left_files() -> Iterator[Finding]:
-    # A killed job leaves a file of DeepSpeed's CPU collectives per rank.
+    # A killed job leaves one file per rank from DeepSpeed's CPU collectives.
     files = list(SHARED_FILES.glob("deepspeed_allreduce_buffer_*"))
     total = 0
     for file in files:
         with contextlib.suppress(OSError):
             total += file.stat().st_size
     if files:
-        found = f"{len(files)} file{'s' * (len(files) > 1)} of DeepSpeed jobs, {total / _MIB:.0f} MiB"
+        found = f"{len(files)} file{'s' * (len(files) > 1)} from DeepSpeed jobs, {total / _MIB:.0f} MiB"
         remedy = "if no DeepSpeed job is running: rm /dev/shm/deepspeed_allreduce_buffer_*"
         yield _warn("stale files", found, remedy)
 

@@ -31,7 +31,7 @@ def add_model_flags(verb: argparse.ArgumentParser, *, parallel: bool = True) -> 
     group = verb.add_argument_group("model, for memory and message sizes")
     group.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
     for dest in _SIZES:
-        group.add_argument(_flag(dest), type=int, metavar="SIZE", help="overrides the model's")
+        group.add_argument(_flag(dest), type=int, metavar="SIZE", help="overrides the model's value")
     group.add_argument("--micro-batch-size", type=int, metavar="B", help="samples per micro-batch (1)")
     default = "0" if parallel else "1 with several copies of the weights"
     group.add_argument("--zero", type=int, choices=[0, 1], help=f"ZeRO stage ({default})")
@@ -41,7 +41,7 @@ def add_model_flags(verb: argparse.ArgumentParser, *, parallel: bool = True) -> 
         recompute = ["none", "selective", "full"]
         group.add_argument("--recompute", choices=recompute, help="recomputation in the backward (none)")
         switch = {"action": "store_true", "default": None}
-        group.add_argument("--sequence-parallel", **switch, help="as the key sequence_parallel of a job")
+        group.add_argument("--sequence-parallel", **switch, help="same as a job's sequence_parallel key")
         scores = "the attention stores its s x s scores; selective recomputation drops them"
         group.add_argument("--attention-scores", **switch, help=scores)
 

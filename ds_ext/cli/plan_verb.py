@@ -1,4 +1,4 @@
-"""Verb ``plan`` of ``python -m ds_ext``: parallel sizes and a schedule for a cluster. Imports no torch."""
+"""Subcommand ``plan`` of ``python -m ds_ext``: parallel sizes and a schedule for a cluster. Does not import torch."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from .schedule_verbs import EXIT_INVALID, EXIT_OK
 
 _SHOWN = 10  # rows of the table
 _PATIENCE_S = 2.0  # before the progress is shown
-# Usual values for GPT, to be replaced for the run. torch's own Adam needs no compiler.
+# Usual values for GPT; replace them for a real run. torch's own Adam needs no compiler.
 _ADAM = {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "torch_adam": True}
 
 
 def add_plan_flags(verb: argparse.ArgumentParser) -> None:
     """Add the flags of ``plan``."""
-    verb.add_argument("--devices", type=int, required=True, metavar="N", help="all devices of the job")
+    verb.add_argument("--devices", type=int, required=True, metavar="N", help="number of devices in the job")
     verb.add_argument("--memory", required=True, metavar="80GB", help="memory of a device")
-    samples = "samples of a step, over all devices"
+    samples = "samples per step, over all devices"
     verb.add_argument("--global-batch-size", type=int, required=True, metavar="G", help=samples)
     rate = "10^12 operations per second of a device in training (%(default)g)"
     verb.add_argument("--tflops", type=float, default=150.0, metavar="T", help=rate)
-    bandwidth = "bytes per second of a message (%(default)s)"
+    bandwidth = "message bandwidth in bytes per second (%(default)s)"
     verb.add_argument("--bandwidth", default="25GB", metavar="25GB", help=bandwidth)
     costs = (
         "times of backward_input and backward_weight relative to the forward (%(default)s), or a JSON file"
@@ -47,14 +47,16 @@ def add_plan_flags(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--forward-devices", type=int, metavar="F", help=extra)
     slowdown = "relative time of the same work on a forward device (1)"
     verb.add_argument("--forward-slowdown", type=float, metavar="X", help=slowdown)
-    verb.add_argument("--forward-memory", metavar="24GB", help="memory of a forward device (as --memory)")
+    verb.add_argument(
+        "--forward-memory", metavar="24GB", help="memory of a forward device (default: --memory)"
+    )
     verb.add_argument("--json", action="store_true", help="print JSON")
     add_import_flag(verb)
     add_model_flags(verb, parallel=False)
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Print the best sizes, the reason for the first, and its JSON. The exit status is 1 if nothing fits.
+    """Print the best sizes, and the reason and JSON for the first of them. The exit status is 1 if nothing fits.
 
     Raises:
         ScheduleError: a flag is wrong, or no sizes are possible.
@@ -67,7 +69,7 @@ def run_plan(args: argparse.Namespace) -> int:
         parse_bytes(args.bandwidth),
         args.tensor_parallel,
     )
-    args.tensor_parallel = None  # a limit of the search, not a size of the model
+    args.tensor_parallel = None  # a limit on the search, not a size of the model
     model = model_of(args)
     if model is None:
         raise ScheduleError("--model: missing. Add --model gpt-10b, or the sizes of the model.")
@@ -99,7 +101,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
 
 def _forward_devices(args: argparse.Namespace, cluster: Cluster) -> Cluster | None:
-    """Return the forward devices of the flags. Raises ScheduleError for flags that do not fit."""
+    """Return the forward devices that the flags describe. Raises ScheduleError for flags that do not fit."""
     if args.forward_devices is None:
         for flag, value in (("slowdown", args.forward_slowdown), ("memory", args.forward_memory)):
             if value is not None:
@@ -170,7 +172,7 @@ def _table(ranked: Sequence[ParallelSizes]) -> list[str]:
 
 
 def _reason(plan: ClusterPlan) -> str:
-    """Return the best sizes, their distance to the next ones, and the reason for the schedule."""
+    """Return the best sizes, how much longer the next ones take, and the reason for the schedule."""
     best = plan.best
     second = next((sizes for sizes in plan.ranked[1:] if sizes.fits and sizes.step_s is not None), None)
     if not best.fits:
@@ -209,7 +211,7 @@ def _config(sizes: ParallelSizes, cluster: Cluster, model: ModelSizes) -> dict[s
 
 
 def _text(config: dict[str, Any]) -> str:
-    """Return a JSON with one line per key and per key of "ds_ext", as in the files of configs/."""
+    """Return a JSON with one line per key and per key of "ds_ext", as in configs/."""
     lines = []
     for key, value in config.items():
         text = json.dumps(value)

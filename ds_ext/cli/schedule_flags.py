@@ -28,8 +28,8 @@ _WITH_OPTIONS = re.compile(r"[\w-]+:\w+=")
 
 
 def add_schedule_flags(verb: argparse.ArgumentParser, *, several: bool, forward_only: bool) -> None:
-    """Add the flags of a verb for one or ``several`` schedules."""
-    text = "listed below, with options as dpp:placement=v:backward=split, or a timetable file"
+    """Add the flags of a subcommand for one or ``several`` schedules."""
+    text = "listed below, with options as in dpp:placement=v:backward=split, or a timetable file"
     if several:
         verb.add_argument("schedules", nargs="+", metavar="NAME", help=f"schedules, {text}")
     else:
@@ -59,7 +59,7 @@ def add_import_flag(verb: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="MODULE",
-        help="Python module with a custom schedule, from this folder or PYTHONPATH; repeatable",
+        help="Python module with a custom schedule, from the current directory or PYTHONPATH; repeatable",
     )
 
 
@@ -157,7 +157,7 @@ def _simulate(name: str, options: Mapping[str, object], args: argparse.Namespace
 
 @contextlib.contextmanager
 def naming_file(name: str) -> Iterator[None]:
-    """Put the path in front of errors about a timetable file, whose schedule may have another name."""
+    """Prepend the path to errors about a timetable file, whose schedule may have a different name."""
     try:
         yield
     except ScheduleError as error:
@@ -165,7 +165,7 @@ def naming_file(name: str) -> Iterator[None]:
 
 
 def _timetable(name: str, options: Mapping[str, object], args: argparse.Namespace) -> tuple[Timetable, Costs]:
-    """Return the timetable of a schedule or file, and its costs; with a model the costs of its stages."""
+    """Return the timetable of a schedule or file, and its costs; with a model, these are the costs of its stages."""
     costs, model = _costs_of(args, options), model_of(args) if "model" in args else None
 
     def costs_on(placement: Placement) -> Costs:
@@ -208,7 +208,7 @@ def _from_file(name: str, args: argparse.Namespace) -> Timetable:
 
 
 def _costs_of(args: argparse.Namespace, options: Mapping[str, object]) -> Costs:
-    """Return the costs of ``--costs``, or of the equivalent option "costs". Raises ScheduleError for both."""
+    """Return the costs in ``--costs``, or in the equivalent option "costs". Raises ScheduleError if both are set."""
     option = {**_flag_options(args), **options}.get(COSTS)
     if option is not None and args.costs is not None:
         raise ScheduleError(
@@ -235,7 +235,7 @@ class Comparison:
 
 
 def comparison_of(args: argparse.Namespace) -> Comparison:
-    """Simulate every schedule of a comparison. A schedule with its own options is listed under the whole request.
+    """Simulate every schedule of a comparison. A schedule that has its own options is listed together with them.
 
     Raises:
         ScheduleError: a schedule is unknown, none supports the sizes, or an option belongs to none of them.

@@ -1,4 +1,4 @@
-"""Verbs of ``python -m ds_ext`` for schedules: show, check, dump, simulate, compare, optimise.
+"""Subcommands of ``python -m ds_ext`` for schedules: show, check, dump, simulate, compare, optimise.
 
 None of them imports torch or DeepSpeed.
 """
@@ -44,16 +44,16 @@ def run_show(args: argparse.Namespace) -> int:
 
 
 def _format(args: argparse.Namespace, endings: dict[str, str]) -> str:
-    """Return the format of ``--format``, or of the file's ending. Raises ScheduleError for an unknown ending.
+    """Return the format set by ``--format`` or by the file's extension. Raises ScheduleError for an unknown extension.
 
     Args:
-        endings: ending -> format, besides no ending and .html.
+        endings: extension -> format, in addition to no extension and .html.
     """
     ending = os.path.splitext(args.output)[1] if args.output else ""
     formats = {"": "text", ".html": "html", **endings}
     if args.format is None and ending not in formats:
         known = ", ".join(filter(None, formats))
-        raise ScheduleError(f"-o: unknown ending (got {args.output}). Use {known}, or --format.")
+        raise ScheduleError(f"-o: unknown extension (got {args.output}). Use {known}, or --format.")
     return args.format or formats[ending]
 
 
@@ -128,7 +128,7 @@ def comparison(
 ) -> list[tuple[str, ...]]:
     """Return a table with its header: makespan, bubble, peak activations, messages, copies of the weights.
 
-    With ``model`` it includes the memory of the worst device. Makespans are relative to the first row for the same
+    With ``model`` it includes the largest memory of a device. Makespans are relative to the first row for the same
     number of micro-batches.
 
     Args:

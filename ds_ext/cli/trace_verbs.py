@@ -1,4 +1,4 @@
-"""Verb ``trace`` of ``python -m ds_ext``: merge, summarize and draw the traces of a run. Imports no torch."""
+"""Subcommand ``trace`` of ``python -m ds_ext``: merge, summarize and draw traces. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..observe.trace.read import read_traces
 from ..observe.trace.summary import Summary, summarize
 from ..planner.text import aligned
 
-_EARLY_US = 100.0  # tolerated error of the clocks
+_EARLY_US = 100.0  # tolerated clock error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the verbs and their flags."""
+    """Add the subcommands and their flags."""
     verbs = parser.add_subparsers(dest="trace_verb", metavar="VERB", required=True, title="verbs")
-    folder = {"metavar": "DIR", "type": Path, "help": 'folder of "ds_ext": {"trace": {"dir": DIR}}'}
+    folder = {"metavar": "DIR", "type": Path, "help": 'folder in "ds_ext": {"trace": {"dir": DIR}}'}
 
     join = verbs.add_parser("merge", help="one file for ui.perfetto.dev, with an arrow for every message")
     join.add_argument("folder", **folder)
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a verb of ``trace``. Returns 0; raises DsExtError."""
+    """Run a subcommand of ``trace``. Returns 0; raises DsExtError."""
     return args.trace_run(args)
 
 

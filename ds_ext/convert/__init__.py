@@ -1,7 +1,6 @@
 """Command ``python -m ds_ext convert``: checkpoints to and from folders of Hugging Face's transformers.
 
-It runs in one process without a process group. It reads one weight at a time, so that the model need not fit into
-memory.
+It runs in one process without a process group. It reads one weight at a time, so the model need not fit in memory.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb `convert`."""
+    """Add the flags of the subcommand `convert`."""
     parser.epilog, parser.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "source",
@@ -33,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to", choices=["hf"], help="convert a checkpoint to safetensors and config.json"
     )
     directions.add_argument(
-        "--from", choices=["hf"], dest="origin", help="convert these to a checkpoint at step 0"
+        "--from", choices=["hf"], dest="origin", help="convert such files to a checkpoint at step 0"
     )
     parser.add_argument(
         "--tokenizer",

@@ -1,4 +1,4 @@
-"""Conversion of a Hugging Face model to a checkpoint at step 0, which any schedule and sizes can load."""
+"""Conversion of a Hugging Face model to a checkpoint at step 0, for any schedule and any parallel sizes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def from_hf(source: Path, output: Path) -> str:
 
     Args:
         source: local folder with config.json and safetensors of a GPT-2 or BERT.
-        output: folder for the checkpoint, without checkpoints so far.
+        output: folder for the checkpoint; must not contain checkpoints yet.
 
     Returns:
         Summary for the user, with the command that trains from the checkpoint.

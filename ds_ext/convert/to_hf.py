@@ -164,7 +164,7 @@ def _to_hf(weight: Counterpart, tensor: Tensor, config: TransformerConfig) -> It
 
 
 def _shards(weights: Sequence[Counterpart], limit_bytes: int) -> list[list[Counterpart]]:
-    """Divide the weights into files of at most ``limit_bytes``, or one weight, in order."""
+    """Group the weights, in order, into files of at most ``limit_bytes``, or of one larger weight."""
     shards: list[list[Counterpart]] = [[]]
     shard_bytes = 0
     for weight in weights:

@@ -14,7 +14,7 @@ from ..errors import ConfigError
 
 
 def tokenizer_of(path: Path | None, state: Mapping[str, Any]) -> Tokenizer | None:
-    """Return the tokenizer with which a checkpoint's model was trained; None if it is no longer with the data.
+    """Return the tokenizer with which a checkpoint's model was trained; None if it is no longer in the data folder.
 
     Args:
         path: file or folder of the tokenizer; None: search the folder of the training data.

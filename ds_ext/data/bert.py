@@ -107,7 +107,7 @@ def build_bert_datasets(
 
 
 def bert_tokenizer(data_path: str | Sequence[str], path: str | None = None) -> WordPieceTokenizer:
-    """Load the WordPiece tokenizer of the data from `path`, by default from the folder of the data.
+    """Load the WordPiece tokenizer of the data from `path`, by default from the data folder.
 
     Raises:
         ConfigError: there is no tokenizer, it is not WordPiece or does not match the data, or the data is not split

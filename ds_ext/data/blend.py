@@ -12,7 +12,7 @@ from ds_ext.errors import ConfigError
 
 
 def parse_data_path(data_path: str | Sequence[str]) -> tuple[list[Fraction], list[Path]]:
-    """Return the weights (on any scale) and file prefixes of "a", "0.3 a 0.7 b", or the list of its words.
+    """Return the weights (on any scale) and file prefixes in "a", "0.3 a 0.7 b", or a list of such words.
 
     Raises:
         ConfigError: the words are neither one path nor pairs of a positive weight and a path.
@@ -93,7 +93,7 @@ def _chairman_assignment(shares: Sequence[int], length: int) -> list[int]:
 
 
 def _prefix(path: str) -> Path:
-    """Return the prefix of a `.bin/.idx` pair, given as prefix, one of the two files, or prepared folder."""
+    """Return the prefix of a `.bin/.idx` pair, given as a prefix, one of the two files, or a prepared folder."""
     prefix = Path(path)
     if prefix.suffix in (".bin", ".idx"):
         return prefix.with_suffix("")

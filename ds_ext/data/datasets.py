@@ -86,6 +86,6 @@ def parse_split(split: str) -> tuple[float, float, float]:
 
 
 def _split_documents(indexed: IndexedTokens, shares: tuple[float, float, float]) -> list[range]:
-    """Return the consecutive documents of each split, with borders rounded to whole documents."""
+    """Return the consecutive documents of each split, with boundaries rounded to whole documents."""
     borders = np.rint(np.cumsum([0.0, *shares]) * indexed.num_documents).astype(int).tolist()
     return [range(start, stop) for start, stop in pairwise(borders)]

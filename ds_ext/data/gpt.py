@@ -53,7 +53,7 @@ class GPTDataset(Dataset[Sample]):
         seed: int,
         name: str = "train",
     ) -> None:
-        """Take consecutive `documents` of a file as the split `name`; `num_samples` may exceed one epoch.
+        """Use consecutive `documents` of a file as the split `name`; `num_samples` may exceed one epoch.
 
         Raises:
             ConfigError: a number is out of range, or the split has too few tokens for one sample.
@@ -76,7 +76,7 @@ class GPTDataset(Dataset[Sample]):
             raise ConfigError(
                 f"--split: the {name} split of {indexed.prefix} is too small for one sample (got {self.num_tokens} "
                 f"tokens in {len(documents)} documents, needs {seq_length + 1} tokens). Increase its share, prepare "
-                "more text, or request no samples of it."
+                "more text, or request no samples from it."
             )
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
-"""Reader of Megatron's `.bin/.idx` files, which contain concatenated tokens and the borders of documents.
+"""Reader of Megatron's `.bin/.idx` files, which contain concatenated tokens and the document boundaries.
 
-Layout of the `.idx` file: magic `MMIDIDX`, version 1, dtype code, number of sequences, number of document borders,
-then sequence lengths (int32), byte offsets of the sequences (int64) and document borders (int64, in sequences).
+Layout of the `.idx` file: magic `MMIDIDX`, version 1, dtype code, number of sequences, number of document boundaries,
+then sequence lengths (int32), byte offsets of the sequences (int64) and document boundaries (int64, in sequences).
 Importing megatron-core takes seconds; this reader saves them in every training process.
 """
 
@@ -34,7 +34,7 @@ class IndexedTokens:
         """Open `prefix.bin` and `prefix.idx`.
 
         Raises:
-            ConfigError: a file is missing, incomplete or in another format.
+            ConfigError: a file is missing, incomplete or in a different format.
         """
         self.prefix = Path(prefix)
         require_files(self.prefix)
@@ -72,7 +72,7 @@ def require_files(prefix: Path) -> None:
 
 
 def _read_index(path: Path) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64]]:
-    """Return token dtype, sequence lengths and document borders of an `.idx` file. Raises ConfigError if damaged."""
+    """Return token dtype, sequence lengths and document boundaries of an `.idx` file. Raises ConfigError."""
     num_bytes = path.stat().st_size
     if num_bytes < HEADER.size:
         raise ConfigError(
@@ -97,7 +97,7 @@ def _read_index(path: Path) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[n
     borders = np.frombuffer(content, np.int64, num_borders, HEADER.size + 12 * num_sequences)
     if num_borders == 0 or borders[0] != 0 or borders[-1] != num_sequences or np.any(np.diff(borders) < 0):
         raise ConfigError(
-            f"{path}: document borders do not cover the sequences in order (got {num_borders} borders, "
+            f"{path}: document boundaries do not cover the sequences in order (got {num_borders} boundaries, "
             f"{num_sequences} sequences). Copy or prepare the file again."
         )
     return np.dtype(DTYPES[code]), lengths, borders

@@ -1,8 +1,9 @@
 """Interface to megatron-core's BERT dataset, with a sample index that does not depend on the length of the run.
 
-megatron-core's own index depends on the number of samples, so a longer run would start with different samples than a
+megatron-core's own index depends on the number of samples, so a longer run would start with different samples from a
 shorter one. It also needs a process group and writes files beside the data. This module builds the index per epoch
-with megatron-core's compiled helper. Importing megatron-core takes seconds, so a rank imports it for its first sample.
+with megatron-core's compiled helper. Importing megatron-core takes seconds, so a rank does it only for its first
+sample.
 """
 
 import importlib.metadata
@@ -31,7 +32,7 @@ class BertOptions:
     """Settings of BERT samples, named after Megatron's flags.
 
     Args:
-        mask_prob: share of the tokens to predict. Of these 80 % become [MASK], 10 % become another word.
+        mask_prob: share of the tokens to predict. Of these, 80 % become [MASK] and 10 % become another word.
         short_seq_prob: share of the samples that are shorter than seq_length.
         binary_head: samples have two segments, swapped in half of the samples. Without it they have one segment.
 
@@ -63,7 +64,7 @@ class BertSplit:
         borders: first sentence of every document of the split, and the end of the last document.
         seq_length: tokens per sample.
         seed: seed of the run.
-        name: name of the split, part of all seeds.
+        name: name of the split, used in all seeds.
         tokenizer: tokenizer of the data.
         options: settings of the samples.
     """
@@ -77,7 +78,7 @@ class BertSplit:
     options: BertOptions
 
     def derived_seed(self, *purpose: int) -> int:
-        """Return a seed for one purpose. It has 31 bits, the maximum of megatron-core."""
+        """Return a seed for one purpose. It has 31 bits, the maximum that megatron-core accepts."""
         generator = np.random.default_rng((self.seed, *self.name.encode(), *purpose))
         return int(generator.integers(1, 2**31 - 1))
 
@@ -155,7 +156,7 @@ def masked_dataset(split: BertSplit) -> Any:
 
 
 def require_megatron() -> None:
-    """Raise ConfigError unless a supported megatron-core is installed. Do not import it, which takes seconds."""
+    """Raise ConfigError unless a supported megatron-core is installed, without importing it (that takes seconds)."""
     try:
         version = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
@@ -177,7 +178,7 @@ class _Replacements(dict[int, str]):
 def _megatron_tokenizer(tokenizer: WordPieceTokenizer) -> SimpleNamespace:
     """Return the attributes of a tokenizer that megatron-core's dataset reads.
 
-    megatron-core may replace a masked word by any key of inv_vocab. [PAD] is not a key, because the position would
+    megatron-core may replace a masked word with any key of inv_vocab. [PAD] is not a key, because the position would
     then count as padding.
     """
     ids = tokenizer.special_ids

@@ -1,4 +1,4 @@
-"""`meta.json` of prepared data, and checks of the data against tokenizer and model."""
+"""`meta.json` of prepared data, and checks of the data against the tokenizer and the model."""
 
 import json
 import zlib
@@ -37,7 +37,7 @@ def read_meta(data_path: str | Sequence[str]) -> dict[str, Any] | None:
 
 
 def check_tokenizer(data_path: str | Sequence[str], tokenizer: Tokenizer) -> None:
-    """Raise ConfigError unless the data was made with `tokenizer`. Without `meta.json`, compare token ids only."""
+    """Raise ConfigError unless the data was made with `tokenizer`. Without `meta.json`, only token ids are compared."""
     _, prefixes = parse_data_path(data_path)
     for prefix in prefixes:
         meta = _read_one(prefix)

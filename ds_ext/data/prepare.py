@@ -38,7 +38,7 @@ VERSIONED_PACKAGES = ("ds_ext", "tokenizers", "sentencepiece", "megatron-core", 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb `prepare`."""
+    """Add the flags of the subcommand `prepare`."""
     parser.add_argument(
         "--source",
         default="stdlib",
@@ -76,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
     """Prepare the data, unless the folder already contains the same data. Return exit code 0.
 
     Raises:
-        ConfigError: the source, the tokenizer or a package is missing, or the folder contains other data and --force
-            is not set.
+        ConfigError: the source, the tokenizer or a package is missing, or the folder contains different data and
+            --force is not set.
     """
     if (args.vocab_file is None) != (args.merge_file is None):
         raise ConfigError(
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     output = args.output or Path("data") / (source_path.stem + ("_bert" if for_bert else ""))
     if source_path.is_dir() and output.resolve().is_relative_to(source_path):
         raise ConfigError(
-            f"--output: the folder is inside --source {args.source} (got {output}). Use a folder outside."
+            f"--output: the folder is inside --source {args.source} (got {output}). Use a folder outside it."
         )
     arguments = _recorded_arguments(args, tokenizer)
     meta = None if args.force else _read_finished(output, arguments)
@@ -141,7 +141,7 @@ def _read_finished(output: Path, arguments: dict[str, Any]) -> dict[str, Any] | 
     """Return meta.json of complete data with the same arguments, or None if the folder has no complete data.
 
     Raises:
-        ConfigError: the data has other arguments.
+        ConfigError: the data was prepared with different arguments.
     """
     names = (META_NAME, f"{DATA_NAME}.bin", f"{DATA_NAME}.idx")
     if not all((output / name).exists() for name in names):
@@ -158,8 +158,8 @@ def _read_finished(output: Path, arguments: dict[str, Any]) -> dict[str, Any] | 
     ]
     if changes:
         raise ConfigError(
-            f"--output: {output} contains data prepared with other arguments (got {'; '.join(changes)}). Use another "
-            "folder, or --force to replace the data."
+            f"--output: {output} contains data prepared with different arguments (got {'; '.join(changes)}). Use "
+            "another folder, or --force to replace the data."
         )
     return meta
 
@@ -171,7 +171,7 @@ def _prepare(
     print(f"reading {args.source}", flush=True)
     source = open_source(args.source, args.json_key)
     _import_builder()
-    # Files move fast within one file system, and a failed run must not create `output`.
+    # Moving files is fast within one file system, and a failed run must not create `output`.
     nearest = next(path for path in (output, *output.parents) if path.exists())
     try:
         folder = tempfile.TemporaryDirectory(prefix=".partial-", dir=nearest)

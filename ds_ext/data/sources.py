@@ -66,7 +66,7 @@ def open_source(name: str, json_key: str = "text") -> Source:
 
 
 def source_details(name: str) -> dict[str, Any]:
-    """Return number, size and latest change of the files of a path; empty for the standard library."""
+    """Return the number, total size and newest change time of a path's files; empty for the standard library."""
     path = Path(name)
     if name == STDLIB or not path.exists():
         return {}
@@ -93,7 +93,7 @@ def read_text(path: Path) -> str | None:
 
 
 def _standard_library() -> Source:
-    """Return the standard library of the running Python. Tests and codec tables only fill it up to `STDLIB_BYTES`."""
+    """Return the standard library of the running Python. Tests and codec tables only fill up to `STDLIB_BYTES`."""
     root = Path(sysconfig.get_path("stdlib"))
     documents = hash_order([*library_modules(root), *compiled_docs(root)], lambda document: document[0])
     num_bytes = sum(len(text.encode()) for _, text in documents)
@@ -114,7 +114,7 @@ def _standard_library() -> Source:
 
 
 def _text_file(path: Path) -> Source:
-    """Return a text file, divided at blank lines into documents of at least `MIN_DOCUMENT_CHARACTERS` characters."""
+    """Return a text file, split at blank lines into documents of at least `MIN_DOCUMENT_CHARACTERS` characters."""
     text = read_text(path)
     if text is None or not text.strip():
         problem = "the file is empty" if text is not None else "the file is not UTF-8 text"
@@ -133,7 +133,7 @@ def _divided(text: str) -> Iterator[str]:
 
 
 def _folder(folder: Path) -> Source:
-    """Return the text files below `folder`, one document per file, without hidden and binary files."""
+    """Return the text files under `folder`, one document per file, excluding hidden and binary files."""
     files = hash_order(_files_below(folder), lambda path: path.relative_to(folder).as_posix())
 
     def documents() -> Iterator[str]:

@@ -12,17 +12,17 @@ from types import ModuleType
 FOREIGN_FOLDERS = frozenset(("site-packages", "dist-packages", "__pycache__"))
 FILLER_FOLDERS = frozenset(("test", "tests", "idle_test", "encodings"))
 MAX_LINE_CHARACTERS = 1000  # longer lines contain encoded data
-# The import of readline writes to the terminal. The others exist for CPython's tests.
+# Importing readline writes to the terminal. The others exist for CPython's tests.
 SKIPPED_MODULES = ("readline", "_test", "_xx", "xx")
 
 
 def library_modules(root: Path, filler: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of the library modules below `root`, or with `filler` of its tests and codec tables."""
+    """Yield (name, text) of the library modules under `root`, or, with `filler`, of its tests and codec tables."""
     for path in root.rglob("*.py"):
         parts = path.relative_to(root).parts
         if FOREIGN_FOLDERS.intersection(parts) or bool(FILLER_FOLDERS.intersection(parts)) != filler:
             continue
-        # This file is generated at build time and contains folders and compilers of the build machine.
+        # This file is generated at build time and contains the paths and compilers of the build machine.
         if path.name.startswith("_sysconfigdata"):
             continue
         text = _read_source(path)

@@ -1,6 +1,6 @@
 """Tokenizers trained on the user's text or loaded from files; nothing is downloaded.
 
-The default is byte-level BPE (Radford et al. 2019, section 2.2) of the `tokenizers` library, the alternative a
+The default is byte-level BPE (Radford et al. 2019, section 2.2) from the `tokenizers` library; the alternative is a
 sentencepiece unigram model (Kudo 2018). Both are lossless. BERT's WordPiece is in wordpiece.py.
 """
 
@@ -87,7 +87,7 @@ class SentencePieceTokenizer(Tokenizer):
 def train_bpe(texts: Iterable[str], vocab_size: int = 4096) -> BpeTokenizer:
     """Train byte-level BPE with `vocab_size` tokens, including all 256 bytes and the end-of-document token.
 
-    A text with too few different words gives a smaller vocabulary; see `vocab_size` of the result.
+    A text with too few distinct words gives a smaller vocabulary; see `vocab_size` of the result.
 
     Raises:
         ConfigError: `vocab_size` is below 257.

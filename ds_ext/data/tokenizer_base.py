@@ -1,4 +1,4 @@
-"""Interface of all tokenizers, and the part common to those of the `tokenizers` library."""
+"""Interface of all tokenizers, and the code shared by those based on the `tokenizers` library."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ class Tokenizer(ABC):
     fingerprint: str
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, without an end-of-document token. Special tokens in `text` are plain text."""
+        """Return the token ids of `text`, without an end-of-document token. Special tokens count as plain text."""
         return self.encode_batch([text])[0]
 
     @abstractmethod
@@ -43,7 +43,7 @@ class Tokenizer(ABC):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Tokenizer of the `tokenizers` library.
+    """Tokenizer based on the `tokenizers` library.
 
     Attributes:
         vocab: token -> id, including special tokens.

@@ -24,7 +24,7 @@ _SENTENCE_END = re.compile(r"""(?<=[.!?])(?:["')\]}]*)(\s+)(?=["'(\[`*]*[^\W\d_a
 
 
 class WordPieceTokenizer(HuggingFaceTokenizer):
-    """Tokenizer with a WordPiece model. Decoding restores words, but not white space or case.
+    """Tokenizer with a WordPiece model. Decoding restores words, but not whitespace or case.
 
     Attributes:
         special_ids: token -> id for the `SPECIAL_TOKENS`.
@@ -53,7 +53,7 @@ class WordPieceTokenizer(HuggingFaceTokenizer):
         self.fingerprint = fingerprint_of(sorted(self.vocab.items()))
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[list[int]]]:
-        """Return the sentences of each text, cut after `MAX_SENTENCE_TOKENS` tokens and without empty ones."""
+        """Return the non-empty sentences of each text; those longer than `MAX_SENTENCE_TOKENS` tokens are split."""
         sentences = [split_sentences(text) for text in texts]
         encoded = iter(self.encode_batch([sentence for document in sentences for sentence in document]))
         return [
@@ -76,7 +76,7 @@ class WordPieceTokenizer(HuggingFaceTokenizer):
 def train_wordpiece(texts: Iterable[str], vocab_size: int = 4096) -> WordPieceTokenizer:
     """Train a lower-casing WordPiece tokenizer with `vocab_size` tokens, including BERT's five special tokens.
 
-    A text with too few different words gives a smaller vocabulary; see `vocab_size` of the result.
+    A text with too few distinct words gives a smaller vocabulary; see `vocab_size` of the result.
 
     Raises:
         ConfigError: `vocab_size` is 5 or less.
@@ -125,11 +125,11 @@ def is_word_piece(backend: Any) -> bool:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Split a document into sentences without surrounding white space, by rules that need no model or language.
+    """Split a document into sentences without surrounding whitespace, by rules that need no model or language.
 
-    A paragraph ends at a blank line. A sentence ends at `.`, `!` or `?` (and closing brackets or quotes) before white
-    space and a capital letter. A sentence of more than `MAX_SENTENCE_WORDS` words, such as a listing, is divided at
-    line ends.
+    A paragraph ends at a blank line. A sentence ends at `.`, `!` or `?` (and closing brackets or quotes) before
+    whitespace and a capital letter. A sentence of more than `MAX_SENTENCE_WORDS` words, such as a listing, is split at
+    line breaks.
     """
     return [sentence for sentence in _sentences(text) if sentence]
 

@@ -12,7 +12,7 @@ Shapes: B samples of a micro-batch, S tokens, D hidden size, V this rank's slice
 ``types_BS`` is 0 in the first segment of a sample and 1 in the second. ``mask_BS`` is False for padding; stages send it
 with the activations, one byte per token. Without the sentence-order head there is no ``order_B2``.
 
-The network is the original one (Devlin et al. 2018). With equal weights its logits equal those of transformers'
+The network is the original one (Devlin et al. 2018). With the same weights, its logits match those of transformers'
 BertForPreTraining.
 """
 
@@ -166,8 +166,8 @@ class BertLoss:
     """Loss function of the last stage: ((logits_BSV, order_B2), (labels_BS, swapped_B)) to a scalar, in nats.
 
     The loss is the mean over the masked words (labels other than ``IGNORE_INDEX``) plus the mean over the samples of
-    the sentence-order loss. It is fp32 and equal on all tensor-parallel ranks. Both terms are also accumulated over the
-    micro-batches since :meth:`reset`.
+    the sentence-order loss. It is fp32 and the same on all tensor-parallel ranks. Both terms are also accumulated over
+    the micro-batches since :meth:`reset`.
 
     Attributes:
         has_order: whether the model has a sentence-order head.

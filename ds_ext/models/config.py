@@ -10,7 +10,7 @@ from ds_ext.errors import ConfigError
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Sizes and initialization of a transformer language model, equal on all ranks.
+    """Sizes and initialization of a transformer language model, the same on all ranks.
 
     Args:
         num_layers: number of transformer layers.
@@ -28,7 +28,8 @@ class TransformerConfig:
         recompute: activations to recompute in the backward: "full", all inner activations of a layer; "selective",
             those inside attention, which need a lot of memory but little compute (arXiv 2205.05198, section 4); "none".
         recompute_interval: recompute every n-th layer; 1: all layers.
-        sequence_parallel: between tensor-parallel layers, each tensor-parallel rank holds only a slice of the tokens.
+        sequence_parallel: in the regions between tensor-parallel layers, each tensor-parallel rank holds only a slice
+            of the tokens.
         transformer_impl: implementation of GPT's layers: "local", or NVIDIA's "transformer_engine" on CUDA.
         seed: seed of the initial weights and the dropout masks.
 

@@ -78,7 +78,7 @@ class GPTEmbedding(nn.Module):
         )
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Map tokens_BS to hidden_BSD, equal on all tensor-parallel ranks."""
+        """Map tokens_BS to hidden_BSD, which is the same on all tensor-parallel ranks."""
         return self.word_embeddings(tokens_BS)
 
 
@@ -93,7 +93,7 @@ class GPTPositionEmbedding(nn.Module):
         self.dropout = hidden_dropout(config, BEFORE_THE_FIRST_LAYER, "embedding_output", tp, clock)
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
-        """Map hidden_BSD to hidden_BSD, with sequence parallelism for this rank's slice of the tokens.
+        """Map hidden_BSD to hidden_BSD; with sequence parallelism, both contain this rank's slice of the tokens.
 
         Raises:
             ConfigError: if there are more tokens than positions.
@@ -147,8 +147,8 @@ def gpt_layer_specs(config: TransformerConfig, tp: TensorParallel, clock: Dropou
 def gpt_loss(config: TransformerConfig, tp: TensorParallel) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the loss function of the last stage: (logits_BSV, labels_BS) to a scalar, in nats per token.
 
-    The loss is the mean over the labels other than ``IGNORE_INDEX``, as in torch's cross_entropy. It is fp32 and equal
-    on all tensor-parallel ranks.
+    The loss is the mean over the labels other than ``IGNORE_INDEX``, as in torch's cross_entropy. It is fp32 and the
+    same on all tensor-parallel ranks.
     """
 
     def mean_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:

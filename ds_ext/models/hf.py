@@ -2,7 +2,7 @@
 
 A weight of ds_ext is named "index of the layer in the whole model.name in the layer". A GPT corresponds to a
 GPT2LMHeadModel. A BERT corresponds to a BertForPreTraining, or without the sentence-order head to a BertForMaskedLM.
-All three use the word embeddings as output layer, so that this weight is listed once.
+All three use the word embeddings as the output layer, so this weight is listed once.
 
 Shapes: D hidden size, F inner width of the MLP, V vocabulary without padding, P positions, N heads, H head size.
 """

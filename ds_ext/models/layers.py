@@ -157,7 +157,7 @@ def recomputed(clock: DropoutClock, function: Callable[..., Any], *inputs: Any) 
     step, micro_batch = clock.step, clock.micro_batch
 
     def at_saved_clock(*inputs: Any) -> Any:
-        # During the backward the clock is at another micro-batch.
+        # During the backward the clock is at a different micro-batch.
         with clock.at(step, micro_batch):
             return function(*inputs)
 

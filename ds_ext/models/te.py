@@ -1,8 +1,8 @@
 """Transformer layer of NVIDIA's Transformer Engine (``--transformer-impl transformer_engine``).
 
-It needs CUDA and is imported on first use. Its initial weights equal those of the local layer, so that a run starts
-with the same loss. It computes weight gradients together with input gradients, so that a split backward defers none.
-Its parameters have different names, so that the two implementations cannot load each other's checkpoints.
+It needs CUDA and is imported on first use. Its initial weights equal those of the local layer, so a run starts with the
+same loss. It computes weight gradients together with input gradients, so a split backward defers none. Its parameters
+have different names, so the two implementations cannot load each other's checkpoints.
 """
 
 from __future__ import annotations

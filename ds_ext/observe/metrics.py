@@ -95,7 +95,7 @@ class MetricsFile:
             if not self._failing:
                 logger.warning(
                     "--metrics-file: cannot write step %d to %s (got %s). Training continues without a record of this "
-                    "and further steps until a write succeeds.",
+                    "and later steps until a write succeeds.",
                     *(metrics.step, self._path, error.strerror),
                 )
             self._failing = True

@@ -1,8 +1,8 @@
 """Conversion of lowered programs to DeepSpeed's PipeSchedule and PipeInstructions.
 
-Only this file of the package imports deepspeed. It uses DeepSpeed's instruction classes where they exist. Buffer,
-stage, micro-batch and peer are keyword arguments of the instructions, so an engine needs no other state to execute
-one.
+This is the only file in the package that imports deepspeed. It uses DeepSpeed's instruction classes where they exist.
+Buffer, stage, micro-batch and peer are keyword arguments of the instructions, so an engine needs no other state to
+execute one.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class TimetableSchedule(ds.PipeSchedule):
 
 
 class NamedSchedule(TimetableSchedule):
-    """Schedule with the constructor of DeepSpeed's: ``BitPipeSchedule(micro_batches=8, stages=4, stage_id=0)``."""
+    """Schedule with DeepSpeed's constructor signature: ``BitPipeSchedule(micro_batches=8, stages=4, stage_id=0)``."""
 
     name: ClassVar[str]
 
@@ -184,7 +184,7 @@ class ZeroBubbleVSchedule(NamedSchedule):
 
 
 class ForwardBackwardDisaggregation(NamedSchedule):
-    """Forwards and backwards on separate devices; ``stage_id`` counts the devices of both roles."""
+    """Forwards and backwards on separate devices; ``stage_id`` numbers the devices of both roles."""
 
     name = "fbd"
 
@@ -196,7 +196,7 @@ class ZeroBubbleBitPipeSchedule(NamedSchedule):
 
 
 def to_pipe_instruction(instruction: Instruction) -> ds.PipeInstruction:
-    """Return DeepSpeed's instruction, with ``label``, its text in traces and errors.
+    """Return the DeepSpeed instruction. Its ``label`` is the text that traces and errors print.
 
     Raises ScheduleError if the engine has no class for the instruction.
     """
@@ -216,7 +216,7 @@ _COMPUTATIONS = (ds.ForwardPass, ds.BackwardPass, BackwardInput, BackwardWeight,
 
 
 def _group(instructions: list[ds.PipeInstruction]) -> list[list[ds.PipeInstruction]]:
-    """Split the instructions into steps of one computation with the messages before and after it."""
+    """Split the instructions into steps: one computation each, with the messages before and after it."""
     steps: list[list[ds.PipeInstruction]] = [[]]
     before = (ds.LoadMicroBatch, ds.RecvActivation, ds.RecvGrad)
     for instruction in instructions:

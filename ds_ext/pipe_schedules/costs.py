@@ -26,16 +26,16 @@ _MAX_CHARACTERS = 60  # of a value in an error
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of a forward, a backward for the input and a backward for the weights of 1/D of the model; and a message.
+    """Times of a forward, an input gradient and a weight gradient of 1/D of the model, and of a message.
 
     Args:
-        stages: factor of every stage, for example for the embedding and the head; None: all 1.
+        stages: cost factor of every stage, for example to include the embedding and the head; None: all 1.
         links: (sender, receiver) -> time of a message on that link; ``comm`` for the others.
         jitter: each computation and message takes 1 + jitter * u times as long, with u uniform in [-1, 1].
         seed: seed of the jitter. An op has the same jitter in every timetable.
 
     Raises:
-        ScheduleError: a time is neither 0 nor within 1e-15 and 1e15, the jitter is not within 0 and 1, or the seed
+        ScheduleError: a time is neither 0 nor between 1e-15 and 1e15, the jitter is not between 0 and 1, or the seed
             is not an integer.
     """
 
@@ -58,10 +58,10 @@ class Costs:
         for name, time in times.items():
             if not _is_number(time) or not (time == 0 or _MIN_TIME <= time <= _MAX_TIME):
                 raise ScheduleError(
-                    f"costs: {name} must be 0 or within {_MIN_TIME:g} and {_MAX_TIME:g} (got {_short(time)})."
+                    f"costs: {name} must be 0 or between {_MIN_TIME:g} and {_MAX_TIME:g} (got {_short(time)})."
                 )
         if not _is_number(self.jitter) or not 0 <= self.jitter <= 1:
-            raise ScheduleError(f"costs: jitter must be within 0 and 1 (got {_short(self.jitter)}).")
+            raise ScheduleError(f"costs: jitter must be between 0 and 1 (got {_short(self.jitter)}).")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ScheduleError(f"costs: seed must be an integer (got {_short(self.seed)}).")
 
@@ -71,7 +71,7 @@ class Costs:
         return not self.comm and not any(self.links.values())
 
     def of(self, kind: str) -> float:
-        """Return the time of a computation of ``kind`` on 1/D of the model."""
+        """Return the time of a computation of ``kind`` for 1/D of the model."""
         return {
             FORWARD: self.forward,
             RECOMPUTE: self.forward,
@@ -94,16 +94,16 @@ class Costs:
         }
 
     def check_fits(self, placement: Placement) -> None:
-        """Raise ScheduleError if the number of factors is not that of the stages, or a link has an unknown device."""
+        """Raise ScheduleError if the number of factors is not the number of stages, or a link has an unknown device."""
         if self.stages is not None and len(self.stages) != placement.stages:
             raise ScheduleError(
-                f"costs: stages must have one factor per stage, {placement.stages} (got {len(self.stages)})."
+                f"costs: stages must have {placement.stages} factors, one per stage (got {len(self.stages)})."
             )
         for sender, receiver in self.links:
             in_range = all(0 <= device < placement.num_devices for device in (sender, receiver))
             if not in_range or sender == receiver:
                 raise ScheduleError(
-                    f"costs: a link must join two different devices of 0 to {placement.num_devices - 1} "
+                    f"costs: a link must join two different devices from 0 to {placement.num_devices - 1} "
                     f"(got {sender}>{receiver})."
                 )
 
@@ -130,14 +130,14 @@ def _mix(x: int) -> int:
 
 
 def read_costs(given: str) -> Costs:
-    """Return the costs of a text ``"f=1,b=1,w=1,comm=0"`` or of a JSON file. Raises ScheduleError."""
+    """Return the costs in a string such as ``"f=1,b=1,w=1,comm=0"`` or in a JSON file. Raises ScheduleError."""
     if os.path.isfile(given) or given.endswith(".json"):
         return load_costs(given)
     return parse_costs(given)
 
 
 def parse_costs(text: str) -> Costs:
-    """Return the costs of ``"f=1,b=1,w=1,comm=0,stages=0.9x7/1.7,jitter=0,seed=0"``. All keys are optional.
+    """Return the costs in ``"f=1,b=1,w=1,comm=0,stages=0.9x7/1.7,jitter=0,seed=0"``. All keys are optional.
 
     Raises ScheduleError for an unknown or repeated key and for an invalid value.
     """
@@ -163,12 +163,12 @@ def parse_costs(text: str) -> Costs:
 
 
 def _costs_of(values: Mapping[str, Any]) -> Costs:
-    """Return the costs with the keys of text and JSON."""
+    """Return the costs; the keys of ``values`` are those of the text and JSON formats."""
     return Costs(**{_TIMES.get(key, key): value for key, value in values.items()})
 
 
 def _factors(text: str) -> tuple[float, ...]:
-    """Return the factors of ``"0.9x7/1.7"``: seven times 0.9, then 1.7. Raises ValueError."""
+    """Return the factors in ``"0.9x7/1.7"``: seven times 0.9, then 1.7. Raises ValueError."""
     factors: list[float] = []
     for part in text.split("/"):
         factor, x, times = part.partition("x")
@@ -186,7 +186,7 @@ def factors_text(factors: tuple[float, ...]) -> str:
 
 
 def load_costs(path: str) -> Costs:
-    """Return the costs of a JSON file: ``{"f": 1, "stages": [1, 1.2], "links": {"0>1": 0.3}, "jitter": 0.1}``.
+    """Return the costs in a JSON file: ``{"f": 1, "stages": [1, 1.2], "links": {"0>1": 0.3}, "jitter": 0.1}``.
 
     The keys are f, b, w and the other arguments of :class:`Costs`, all optional. A link is "sender>receiver".
     Raises ScheduleError for an invalid file.

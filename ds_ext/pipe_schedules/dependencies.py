@@ -81,7 +81,7 @@ class Dependencies:
         return rule
 
     def _relation(self, kind: str, stage: int) -> list[tuple[str, int]]:
-        """Return the (kind, stage) that an op depends on; BACKWARD also stands for BACKWARD_INPUT."""
+        """Return the (kind, stage) pairs that an op depends on; BACKWARD also stands for BACKWARD_INPUT."""
         if kind in (FORWARD, RECOMPUTE):
             return [(FORWARD, stage - 1)] if stage else []
         if kind == BACKWARD_WEIGHT:
@@ -90,7 +90,7 @@ class Dependencies:
         return [forward] if stage == self._last else [forward, (BACKWARD, stage + 1)]
 
     def _inverse(self, kind: str, stage: int) -> list[tuple[str, int]]:
-        """Return the (kind, stage) that depend on an op, its own stage first."""
+        """Return the (kind, stage) pairs that depend on an op, its own stage first."""
         names = {(kind, stage), (BACKWARD, stage)} if kind == BACKWARD_INPUT else {(kind, stage)}
         backwards = (BACKWARD, BACKWARD_WEIGHT) if self.trains else ()
         return [

@@ -7,10 +7,11 @@ and asks for the next op. The event loop (:func:`.events.run`) and the engine us
 is limited by the pipe's credits: the first forward of a micro-batch takes a credit, and its last input gradient
 returns it. Both ops run on the same device, so admission needs no message.
 
-**Activation limit.** A device may have fewer activations than the admitted micro-batches need. It reserves one for
-every stage without live activations. At the limit, it computes a ready backward for the weights, or waits.
+**Activation limit.** The limit of a device may be lower than what the admitted micro-batches need. The device reserves
+one activation for every stage without live activations. At the limit, it computes a ready backward for the weights, or
+waits.
 
-These rules cannot deadlock, whatever the order of arrivals; docs/dpp.md has the proof.
+These rules cannot deadlock, whatever the order of arrivals; docs/dpp.md contains the proof.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ _GRADIENTS = (BACKWARD, BACKWARD_INPUT)
 
 @dataclass(frozen=True)
 class DynamicRules:
-    """DynamicRules of a step, shared by all devices of a pipeline group.
+    """Rules of a dynamic schedule for one step, shared by all devices of a pipeline group.
 
     Args:
         placement: device of every stage.
         micro_batches: N, summed over the pipes.
         split: True to split backwards.
         policy: choice among ready ops. ``breadth`` runs all admitted micro-batches through the first chunk of a device
-            before its second. ``depth`` prefers the chunk visited last. ``group`` is breadth-first within groups of D
+            before the second. ``depth`` prefers the chunk visited last. ``group`` is breadth-first within groups of D
             micro-batches, summed over the pipes.
-        credits: most micro-batches in flight, per pipe.
-        max_live: most (stage, micro-batch) pairs with live activations, per device.
+        credits: maximum number of micro-batches in flight, per pipe.
+        max_live: maximum number of (stage, micro-batch) pairs with live activations, per device.
     """
 
     placement: Placement
@@ -88,9 +89,9 @@ class DynamicRules:
 
 
 class Greedy:
-    """Policy of one device in one step: alternate ready forwards and backwards; else a backward for the weights.
+    """Policy of one device in one step: alternate ready forwards and backwards, else compute a backward for weights.
 
-    ``live`` counts the micro-batches with live activations for every (stage, pipe) of the device.
+    ``live`` counts the micro-batches with live activations for every (stage, pipe) pair of the device.
     """
 
     def __init__(self, rules: DynamicRules, device: int) -> None:

@@ -1,4 +1,4 @@
-"""Event loop: devices compute the ops that their policies choose; results arrive after the time of a message.
+"""Event loop: devices compute the ops that their policies choose; results arrive after a message delay.
 
 Simulation (:mod:`.simulate`), list scheduling (:mod:`.list_scheduling`) and dynamic schedules (:mod:`.methods.dpp`)
 share this loop and differ in their policies.
@@ -54,7 +54,7 @@ class Workload:
 
     @cached_property
     def num_ops(self) -> int:
-        """Number of ops of a training step without forward devices."""
+        """Number of ops in a training step of a placement without forward devices."""
         return self.micro_batches * self.placement.stages * (3 if self.split else 2)
 
     @cached_property
@@ -64,7 +64,7 @@ class Workload:
 
     @cached_property
     def earliest_starts(self) -> tuple[dict[str, tuple[float, ...]], ...]:
-        """Start of each op after the entry of its micro-batch if it never waits: per pipe, by kind and stage."""
+        """Start of each op relative to the entry of its micro-batch, if it never waits: per pipe, by kind and stage."""
         return tuple(self._earliest_starts(devices) for devices in self.placement.pipes)
 
     def _earliest_starts(self, devices: tuple[int, ...]) -> dict[str, tuple[float, ...]]:
@@ -177,7 +177,7 @@ def run(
     """Run until no device can continue. A free device computes the op that its policy chooses.
 
     Args:
-        tolerance: relative difference up to which two times are equal. Rounding must not change what a policy sees.
+        tolerance: relative difference up to which times count as equal. Rounding must not change what a policy sees.
     """
     device_of, consumers = workload.dependencies.device, workload.dependencies.consumers
     inputs = Inputs(workload.dependencies)

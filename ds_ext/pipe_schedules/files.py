@@ -1,4 +1,4 @@
-"""Timetable files: the output of `show -o FILE.txt`, `optimise -o FILE` and `dump`, torch's CSV, or written by hand."""
+"""Timetable files: output of `show -o FILE.txt`, `optimise -o FILE` and `dump`, torch's CSV, or handwritten text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_MICRO_BATCHES = 1_000_000
 
 
 def is_timetable_file(name: str) -> bool:
-    """Return True if the name of a schedule is a path: it has a folder or an ending of timetable files."""
+    """Return True if a schedule name is a path: it contains a folder or has the extension of a timetable file."""
     return os.sep in name or Path(name).suffix in _ENDINGS
 
 
@@ -31,7 +31,7 @@ def read_timetable(path: str | Path) -> Timetable:
     except OSError as error:
         raise ScheduleError(f"timetable {path}: cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
-        raise ScheduleError(f"timetable {path}: not a UTF-8 text.") from None
+        raise ScheduleError(f"timetable {path}: not UTF-8 text.") from None
     if text.lstrip().startswith("{"):
         return read_dump(text, f"timetable {path}")
     return loads(text, Path(path).stem, f"timetable {path}")
@@ -41,7 +41,7 @@ def schedule_of_file(path: str | Path) -> Schedule:
     """Return a schedule that supports only the sizes of the timetable in a file. Raises ScheduleError."""
     timetable = read_timetable(path)
     if not timetable.trains:
-        raise ScheduleError(f"timetable {path}: no backwards. A job needs one for every forward.")
+        raise ScheduleError(f"timetable {path}: has no backwards. A job needs one for every forward.")
     num_devices, micro_batches = timetable.placement.num_devices, timetable.micro_batches
 
     def place(requested: int) -> Placement:
@@ -56,7 +56,7 @@ def schedule_of_file(path: str | Path) -> Schedule:
             steps, rest = divmod(micro_batches, placement.replicas)
             fix = f"Use gradient_accumulation_steps {steps}."
             if rest:
-                fix = f"No job can run it: the {placement.replicas} pipes need equal numbers."
+                fix = f"No job can run it: the {placement.replicas} pipes need equal shares."
             raise ScheduleError(
                 f"timetable {path}: micro_batches must be {micro_batches} (got {requested}). {fix}"
             )
@@ -86,7 +86,7 @@ def read_dump(text: str, source: str) -> Timetable:
     except (KeyError, TypeError, ValueError) as error:
         problem = f"no key {error}" if isinstance(error, KeyError) else str(error)
         raise ScheduleError(
-            f"{source}: no timetable dump ({problem}). The 5 keys are schedule, stages, micro_batches, chunks, ranks."
+            f"{source}: not a dump ({problem}). The 5 keys are schedule, stages, micro_batches, chunks, ranks."
         ) from None
     if len(orders) != placement.num_devices:
         raise ScheduleError(
@@ -101,9 +101,9 @@ def _placement(chunks: list[dict[str, Any]], devices: int) -> Placement:
     device = {(int(chunk["pipe"]), int(chunk["stage"])): int(chunk["rank"]) for chunk in chunks}
     pipes, stages = (1 + max(key[i] for key in device) for i in (0, 1))
     if len(device) != len(chunks) or len(device) != pipes * stages or min(map(min, device)) < 0:
-        raise ValueError(f"{len(chunks)} chunks are not {pipes} pipes of {stages} stages")
+        raise ValueError(f"{len(chunks)} chunks do not form {pipes} pipes of {stages} stages")
     if not all(0 <= each < devices for each in device.values()):
-        raise ValueError(f"the rank of a chunk is not within 0 and {devices - 1}")
+        raise ValueError(f"the rank of a chunk is not between 0 and {devices - 1}")
     return Placement(tuple(tuple(device[pipe, stage] for stage in range(stages)) for pipe in range(pipes)))
 
 

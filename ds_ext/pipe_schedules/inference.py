@@ -16,7 +16,7 @@ def forward_timetable(placement: Placement, micro_batches: int, name: str = "inf
     Messages are therefore received in the order of the sends. At most D micro-batches are in a pipe at a time, which
     keeps D devices busy and bounds the messages on a link. The pipes share the micro-batches evenly.
 
-    Raises ScheduleError for less than one micro-batch, or too many for memory.
+    Raises ScheduleError for fewer than one micro-batch, or too many for memory.
     """
     check_size(name, placement, micro_batches)
     pipes = placement.pipes_of(micro_batches)

@@ -4,7 +4,7 @@ Lowering adds loads of inputs and labels, messages between devices, copies betwe
 reductions and the optimizer step.
 
 **Receives.** A link delivers messages in the order of the sends, so a device receives them in that order. It receives a
-message right before the op that needs it, preceded by all earlier messages of the link. These occupy a buffer from then
+message right before the op that needs it, preceded by all earlier messages on the link. These occupy a buffer from then
 on. The earlier receives add no waiting time, because their messages were sent first.
 """
 
@@ -107,7 +107,7 @@ class Lowering:
         return self._program
 
     def _receive(self, op: Op, sender: int) -> None:
-        """Receive the message of ``op``, preceded by the earlier ones of its link."""
+        """Receive the message of ``op``, preceded by the earlier ones on its link."""
         if op in self._received:
             self._received.remove(op)
             return
@@ -133,12 +133,12 @@ class Lowering:
 
 
 def _message(consumer: Op) -> str:
-    """Return the kind of message that ``consumer`` receives, as in the names of instructions."""
+    """Return the kind of message that ``consumer`` receives, as spelled in instruction names."""
     return "Grad" if consumer.kind in (BACKWARD, BACKWARD_INPUT) else "Activation"
 
 
 class _Buffers:
-    """Allocator of buffers: a live (stage, micro-batch) gets the lowest free one."""
+    """Allocator of buffers: each live (stage, micro-batch) pair gets the lowest free buffer."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -1,7 +1,7 @@
 """Placement: the device of every stage of every pipe.
 
-A pipe is one copy of the model laid over the devices. Most schedules have one pipe. BitPipe and Chimera have two, in
-opposite directions, so every device holds stages of both.
+A pipe is one copy of the model, distributed over the devices. Most schedules have one pipe. BitPipe and Chimera have
+two, in opposite directions, so every device holds stages of both.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Placement:
 
     @cached_property
     def weight_transfers(self) -> tuple[tuple[int, int, int], ...]:
-        """(stage, source, target) of the weights that are sent to forward devices after a step."""
+        """(stage, source, target) of every transfer of weights to a forward device after a step."""
         return tuple((stage, self.pipes[0][stage], to) for stage, to in enumerate(self.forward_devices))
 
     def slowdown(self, kind: str) -> float:
@@ -173,7 +173,7 @@ class Placement:
                 raise ScheduleError(
                     f"{schedule}: every set of stages must be on {self.replicas} devices, one per pipe, to average "
                     f"gradients (got stages {sorted(stages)} on {len(devices)}: {', '.join(map(str, devices))}). "
-                    f"Lay the pipes over the devices in opposite directions."
+                    f"Place the pipes on the devices in opposite directions."
                 )
 
     def _devices_by_stages(self) -> dict[frozenset[int], list[int]]:
@@ -196,7 +196,7 @@ def linear(num_devices: int) -> Placement:
 
 
 def looped(num_devices: int, chunks: int) -> Placement:
-    """Return one pipe with stage s on device s mod D, ``chunks`` stages per device (arXiv 2104.04473, 2.2.2)."""
+    """Return one pipe with stage s on device s mod D, and ``chunks`` stages per device (arXiv 2104.04473, 2.2.2)."""
     return Placement((tuple(range(num_devices)) * chunks,))
 
 

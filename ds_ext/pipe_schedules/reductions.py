@@ -1,7 +1,7 @@
 """Eager gradient reduction: right after the last backward of a stage, while other stages still compute.
 
-A reduction is a collective over the replicas of a device. They finish their stages in different orders, but must start
-the reductions in one order: by the time at which the last replica finishes a stage.
+A reduction is a collective over the replicas of a device. The replicas finish their stages in different orders, but
+must start the reductions in a common order: by the time at which the last replica finishes a stage.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def eager_reductions(simulation: Simulation) -> tuple[dict[Op, tuple[int, ...]],
     """Return, for every device, op -> stages whose reductions start after that op, in order.
 
     A device starts the reduction of a stage when it has finished that stage and all earlier ones in the common order.
-    Each stage of a device occurs once. (BitPipe, arXiv 2410.19367, section 3.3; the common order is added here.)
+    Each stage of a device occurs once. (BitPipe, arXiv 2410.19367, section 3.3; the common order is our addition.)
     """
     finished = [
         {op.stage: (end, op) for op, _, end in spans if op.kind in (BACKWARD, BACKWARD_WEIGHT)}
@@ -42,7 +42,7 @@ def _starts(
     starts: dict[Op, tuple[int, ...]] = {}
     now = -1
     for stage in order:
-        # A device with no op of a stage, at small N, need not wait.
+        # With few micro-batches, a device may compute no op of a stage; it then need not wait for that stage.
         now = max(now, position[finished[stage][1]] if stage in finished else now, 0)
         starts[ops[now]] = (*starts.get(ops[now], ()), stage)
     return starts

@@ -53,11 +53,11 @@ def schedule(
 
     Args:
         name: name in the JSON and on the command line; lower case.
-        place: function from the number of devices, and any options among its parameters, to the placement.
-        even_devices: the number of devices must be even.
-        micro_batches_multiple_of_devices: N must be a multiple of D.
+        place: function that maps the number of devices, and any options among its parameters, to the placement.
+        even_devices: True if the number of devices must be even.
+        micro_batches_multiple_of_devices: True if N must be a multiple of D.
         options: keys of "schedule_options".
-        variants: function from (D, N) to the options that a planner should try.
+        variants: function that maps (D, N) to the options that a planner should try.
     """
 
     def register(generate: Generator) -> Generator:
@@ -84,7 +84,7 @@ def planned_schedule(
     :func:`schedule`.
 
     Args:
-        dynamic: function from (placement, micro_batches, options) to the rules of a dynamic schedule.
+        dynamic: function that maps (placement, micro_batches, options) to the rules of a dynamic schedule.
     """
 
     def register(plan: Planner) -> Planner:
@@ -114,7 +114,7 @@ def _register(new: Schedule) -> None:
 
 
 def get_schedule(name: str) -> Schedule:
-    """Return the schedule called ``name``, in any case. Raises ScheduleError for an unknown name."""
+    """Return the schedule called ``name``, which is case-insensitive. Raises ScheduleError for an unknown name."""
     found = _SCHEDULES.get(name.lower())
     if found is None:
         raise ScheduleError(
@@ -128,9 +128,9 @@ def import_modules(names: Sequence[str], given_by: str, folder: str | os.PathLik
     """Import modules that register schedules.
 
     Args:
-        names: module names, found in ``folder``, the current folder and PYTHONPATH.
+        names: module names, looked up in ``folder``, the current directory and PYTHONPATH.
         given_by: flag or key that lists them, for errors.
-        folder: one more folder to search.
+        folder: additional directory to search.
 
     Raises:
         ScheduleError: a module does not exist, or its import failed.

@@ -33,7 +33,7 @@ Dynamic = Callable[[Placement, int, Mapping[str, Any]], DynamicRules]
 
 @dataclass(frozen=True)
 class Option:
-    """Option of a schedule: default, minimum of a number, help text, and the allowed words if there are any.
+    """Option of a schedule: default, minimum (for a number), help text, and any restriction to certain words.
 
     Values have the type of the default. A float option accepts integers. An integer option accepts floats without a
     fraction, such as 4e9. A boolean option accepts the words true and false.
@@ -51,7 +51,7 @@ class Option:
         if isinstance(self.default, bool):
             return None if isinstance(value, bool) else "true or false"
         if isinstance(self.default, str):
-            return None if isinstance(value, str) else "a text"
+            return None if isinstance(value, str) else "a string"
         numbers = (int, float) if isinstance(self.default, float) else (int,)
         valid = isinstance(value, numbers) and not isinstance(value, bool) and math.isfinite(value)
         if valid and (self.minimum is None or value >= self.minimum):  # pyright: ignore[reportOperatorIssue]
@@ -59,7 +59,7 @@ class Option:
         return f"{'a number' if float in numbers else 'an integer'} of at least {self.minimum}"
 
     def convert(self, value: object) -> object:
-        """Return ``value`` with words of a boolean option and whole floats of an integer option converted."""
+        """Return ``value``; convert words for a boolean option, and whole floats for an integer option."""
         if isinstance(self.default, bool):
             return {"true": True, "false": False}.get(str(value).lower(), value)
         if isinstance(self.default, int) and isinstance(value, float) and value.is_integer():
@@ -158,7 +158,7 @@ class Schedule:
         return placement
 
     def _check_num_stages(self, num_devices: int, options: Mapping[str, Any]) -> None:
-        """Raise ScheduleError if the options make too many stages. Integers count stages per device."""
+        """Raise ScheduleError if the options make too many stages. Integer options multiply the stages per device."""
         counts = {name: value for name, value in options.items() if isinstance(value, int)}
         stages = num_devices * math.prod(counts.values())
         if stages > _MAX_STAGES:
@@ -248,10 +248,10 @@ def check_size(name: str, placement: Placement, micro_batches: int) -> None:
 
 
 def check_multiple(name: str, micro_batches: int, placement: Placement, alternative: str = "") -> None:
-    """Raise ScheduleError if N is not a multiple of D. The error has the nearest valid numbers.
+    """Raise ScheduleError if N is not a multiple of D. The error contains the nearest valid numbers.
 
     Args:
-        alternative: one more fix, for the end of the error.
+        alternative: an additional fix, appended to the error.
     """
     step = placement.num_devices
     if micro_batches >= 1 and micro_batches % step == 0:
@@ -272,6 +272,6 @@ def needs_even_devices(name: str, num_devices: int) -> str:
 
 
 def did_you_mean(name: str, known: Mapping[str, object]) -> str:
-    """Return the closest known name as a hint for an error, or an empty text."""
+    """Return the closest known name as a hint for an error, or an empty string."""
     near = difflib.get_close_matches(name.lower(), list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -24,7 +24,8 @@ class Simulation:
     Attributes:
         spans: (op, start, end) of every op, by device.
         ideal: computing time of an average device.
-        peak_activations: most live activations of every device, in units of 1/D of the model and a micro-batch.
+        peak_activations: maximum live activations of every device; the unit is what 1/D of the model keeps for one
+            micro-batch.
         messages: number of tensors sent between devices.
         busy: share of the makespan in which each device computes.
     """
@@ -94,7 +95,7 @@ def run_orders(workload: Workload, orders: Sequence[Sequence[Op]]) -> Run:
 
 
 def _check_complete(timetable: Timetable, done: Run) -> None:
-    """Raise ScheduleError if a device has not reached its end. The error lists what each device waits for."""
+    """Raise ScheduleError if a device has not finished. The error lists what each device waits for."""
     at = [len(order) for order in done.orders]
     stuck = [device for device, order in enumerate(timetable.orders) if at[device] < len(order)]
     if not stuck:

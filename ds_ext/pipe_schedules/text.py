@@ -1,7 +1,7 @@
 """Text format of timetables: one line per device, one cell per op.
 
 A cell is ``F3@1``, or ``1F3`` as in ``torch.distributed.pipelining``: forward of micro-batch 3 at stage 1. Cells are
-separated by commas or blanks. An empty cell or ``.`` is a wait, without effect on the order. A header such as ::
+separated by commas or spaces. An empty cell or ``.`` is a wait and does not affect the order. A header such as ::
 
     # timetable schedule=bitpipe micro_batches=4 pipes=0,1,1,0;1,0,0,1
 
@@ -32,7 +32,7 @@ _WAIT = "."
 _MAX_MICRO_BATCHES = 1_000_000
 _KEYS = ("schedule", "micro_batches", "pipes", "forward")
 
-# Blanks are allowed between parentheses: torch writes two overlapped ops as (0F1;1B0)OVERLAP_F_B.
+# Spaces are allowed between parentheses: torch writes two overlapped ops as (0F1;1B0)OVERLAP_F_B.
 _CELL = re.compile(r'\([^)]*\)[^\s,"]*|[^\s,"]+')
 _OWN = re.compile(r"([FBIWR])(\d{1,9})@(\d{1,9})")
 _TORCH = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
@@ -123,7 +123,7 @@ def loads(text: str, name: str = "timetable", source: str = "timetable") -> Time
     if not any(orders):
         raise header_position.error("no ops. Write one line per device with cells such as F3@1 or 1F3.")
     if "forward" in header and "pipes" not in header:
-        raise header_position.error("forward=... needs pipes=..., the backward devices.")
+        raise header_position.error("forward=... also needs pipes=..., the backward devices.")
     placement = (
         _read_pipes(
             header["pipes"],
@@ -169,7 +169,7 @@ def _read_count(value: str, position: _Position) -> int:
 
 
 def _read_forward(value: str | None, position: _Position) -> ForwardPipe | None:
-    """Return the forward devices of ``0,2:1:1.0``: device of every stage, merged ranks, slowdown."""
+    """Return the forward devices described by ``0,2:1:1.0``: device of every stage, merged ranks, slowdown."""
     if value is None:
         return None
     found = re.fullmatch(
@@ -183,7 +183,7 @@ def _read_forward(value: str | None, position: _Position) -> ForwardPipe | None:
 
 
 def _read_pipes(value: str, lines: int, position: _Position, forward: ForwardPipe | None) -> Placement:
-    """Return the placement of ``0,1,1,0;1,0,0,1``: the device of every stage, pipe by pipe."""
+    """Return the placement described by ``0,1,1,0;1,0,0,1``: the device of every stage, pipe by pipe."""
     if not re.fullmatch(r"\d{1,9}(,\d{1,9})*(;\d{1,9}(,\d{1,9})*)*", value):
         raise position.error(
             f"pipes must list the device of every stage, pipe by pipe (got {value}). Example: 0,1,1,0;1,0,0,1."
@@ -196,8 +196,8 @@ def _read_pipes(value: str, lines: int, position: _Position, forward: ForwardPip
         )
     if placement.num_devices != lines:
         raise position.error(
-            f"pipes={value} has {placement.num_devices} devices (got {lines} lines of ops). Write one line per device; "
-            f"{_WAIT} for a device without ops."
+            f"pipes={value} has {placement.num_devices} devices (got {lines} lines of ops). Write one line per device, "
+            f"with {_WAIT} for a device without ops."
         )
     return placement
 
@@ -216,7 +216,7 @@ def _infer_placement(orders: list[tuple[Op, ...]], positions: list[list[_Positio
     missing = next(stage for stage in range(len(device_of) + 1) if stage not in device_of)
     if missing < len(device_of):
         position = next(position for row in cells for op, position in row if op.stage > missing)
-        raise position.error(f"no ops of stage {missing}. Stages are numbered from 0 without gaps.")
+        raise position.error(f"no ops for stage {missing}. Stages are numbered from 0 without gaps.")
     return Placement((tuple(device_of[stage] for stage in range(len(device_of))),))
 
 

@@ -9,7 +9,7 @@ The rule applies to placements whose pipes cross all devices back and forth: `li
 
 **No two ops of a device share a tick.** The forwards and backwards of a micro-batch are 2S consecutive steps, which
 form 2S/D crossings of D steps. Crossing j runs to the right if j is even, else to the left; in the opposite pipe it is
-the other way round. Device d is step d of a crossing to the right and step D-1-d of a crossing to the left. Its
+the other way around. Device d is step d of a crossing to the right and step D-1-d of a crossing to the left. Its
 right-going ops have ticks ``e + jD + d`` and its left-going ops ``e + jD + D-1-d``. All e are even. With one pipe, j is
 even for right and odd for left; with two pipes, D is even. In both cases right-going ticks have the parity of d, and
 left-going ticks have the other parity. Right-going crossings are 2n ticks apart (2D with one pipe, D with two), and so
@@ -21,11 +21,11 @@ differ modulo 2S. Units enter 2S ticks apart, so together they use every tick ex
 **Messages keep their order.** On every link, a result is used in the tick after the one that computes it.
 
 **At most D activations**, in units of 1/D of the model, i.e. S stages. The pattern repeats every 2S ticks, so any 2S
-consecutive ticks contain at most S forwards of a device. An activation lives less than 2S ticks.
+consecutive ticks contain at most S forwards of a device. An activation lives for less than 2S ticks.
 
 **Split backward.** The rule places the backwards for the input (I). Backwards for the weights (W) fill the empty ticks,
 oldest first, and the rest follow at the end. An activation now lives until its W. A device with S live activations
-therefore computes a W before its next forward. There always is one, as at most S - 1 of the S still lack their I. Only
+therefore computes a W before its next forward. There is always one: at most S - 1 of the S still lack their I. Only
 the n - 1 empty ticks before the first I of a device stay empty: if F = I = W, a step takes n - 1 ticks longer than its
 work. No order on the placement is shorter, because the first micro-batch needs that long to reach the device farthest
 from the start of a pipe.
@@ -64,7 +64,7 @@ def ticks(
 
 
 def _sort_key(entry: tuple[int, Op]) -> tuple[int, str, int, int]:
-    """Return the sort key. Two ops share a tick only on placements outside the rule."""
+    """Return the sort key. Two ops share a tick only on placements to which the rule does not apply."""
     tick, op = entry
     return tick, op.kind, op.stage, op.micro_batch
 

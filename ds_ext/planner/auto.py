@@ -1,7 +1,7 @@
-"""Schedule of a job whose JSON has ``"schedule": "auto"``.
+"""Choice of the schedule for a job whose JSON has ``"schedule": "auto"``.
 
-The JSON fixes ``train_batch_size`` and the micro-batch size. So N, the micro-batches of a pipeline group, is the same
-for every schedule and number of replicas, and all candidates train on the same samples.
+The JSON fixes ``train_batch_size`` and the micro-batch size. Therefore N, the number of micro-batches of a pipeline
+group, is the same for every schedule and number of replicas, and all candidates train on the same samples.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .text import join_words, parse_bytes
 
 _GPT2_VOCABULARY = 50257
 _OPTIONS = {
-    "costs": Option("f=1,b=1,w=1,comm=0", None, "costs to choose for, as --costs"),
-    "memory": Option("", None, 'memory of a device, as "16GB"; "": no limit'),
-    "vocab_size": Option(0, 0, "size of the vocabulary; 0: that of the data, or GPT-2's"),
+    "costs": Option("f=1,b=1,w=1,comm=0", None, "costs to choose for, in the format of --costs"),
+    "memory": Option("", None, 'memory of a device, such as "16GB"; "": no limit'),
+    "vocab_size": Option(0, 0, "vocabulary size; 0: that of the data, or else GPT-2's"),
 }
 MODEL_SIZES = {
     "num_layers": "layers",
@@ -59,7 +59,7 @@ def choose_for_job(
         world_size: number of processes; None: one pipeline group.
 
     Raises:
-        ConfigError: the batch is not fixed, sizes do not fit, or no schedule fits the memory.
+        ConfigError: the batch is not fixed, sizes do not fit, or no schedule fits in memory.
     """
     data = 1 if world_size is None else data_parallel_size(world_size, linear(devices), tensor_parallel)
     micro_batch, micro_batches = _micro_batches(config, data)
@@ -105,12 +105,12 @@ def best_schedule(candidates: Candidates) -> Schedule:
 
 
 def vocabulary(vocab_size: int, train: Mapping[str, Any]) -> tuple[int, str]:
-    """Return the size of the vocabulary that "auto" counts with, and its source.
+    """Return the vocabulary size that "auto" assumes, and its source.
 
     Args:
         vocab_size: option "vocab_size"; 0 if it is not set.
-        train: "train" of the section; a ``meta.json`` beside its "data_path" has the size. All parts of a blend have
-            the same tokenizer, so the first one decides.
+        train: "train" of the section; a ``meta.json`` beside its "data_path" contains the size. All parts of a blend
+            have the same tokenizer, so the first one decides.
     """
     if vocab_size:
         return vocab_size, '"vocab_size"'
@@ -118,12 +118,12 @@ def vocabulary(vocab_size: int, train: Mapping[str, Any]) -> tuple[int, str]:
     words = [words] if isinstance(words, str) else words
     for word in [word for text in words for word in (text, *str(text).split())]:
         path = Path(str(word))
-        # A folder of `prepare`, or the prefix of its files.
+        # A folder that `prepare` wrote, or the prefix of the files in it.
         folder = path.parent if path.with_suffix("").name == DATA_NAME else path
         try:
             size = json.loads((folder / META_NAME).read_text(encoding="utf-8"))["vocab_size"]
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # the data are checked when they are opened
+            continue  # the data is checked when it is opened
         if isinstance(size, int) and size > 0:
             return size, str(folder / META_NAME)
     return _GPT2_VOCABULARY, "default: GPT-2's"
@@ -142,9 +142,9 @@ def _require_layers(request: Request) -> None:
 
 
 def _remedies(request: Request) -> str:
-    """Return settings not yet used that reduce the memory of a model that does not fit."""
+    """Return unused settings that would reduce the memory of a model that does not fit."""
     sizes = request.sizes
-    assert sizes is not None, "a memory limit has a model"
+    assert sizes is not None, "a memory limit needs a model"
     remedies = ["more devices (pipeline_parallel_size, tensor_parallel_size)"]
     if sizes.micro_batch > (2 if sizes.weight_bytes > 2 else 1):  # see _model
         remedies.append("a smaller micro-batch")
@@ -192,12 +192,12 @@ def _model(
     if not all(isinstance(train.get(key), int) for key in MODEL_SIZES):
         return None
     half = precision(config) != "fp32"
-    # With an interval some layers recompute. They are priced as if none did, which overestimates the memory.
+    # With an interval, only some layers recompute. The estimate assumes that none do, so it is too high.
     recompute = train.get("recompute_granularity") if train.get("recompute_interval", 1) == 1 else None
     return ModelSizes(
         **{name: train[key] for key, name in MODEL_SIZES.items()},
         vocab=vocab,
-        # Activations are counted in 16 bits; with 32 bits, twice the samples take the same bytes.
+        # ModelSizes assumes 16-bit activations. A 32-bit sample counts as two.
         micro_batch=micro_batch if half else 2 * micro_batch,
         weight_bytes=2 if half else 4,
         gradient_bytes=2 if half else 4,

@@ -1,8 +1,8 @@
-"""Price of extra devices for forwards only (``fbd``), for the verbs ``plan`` and ``compare``.
+"""Evaluation of extra devices for forwards only (``fbd``), for the subcommands ``plan`` and ``compare``.
 
-A backward device works f + b + w per micro-batch, like a device of a plain pipeline that stores its activations. So
-forward devices alone save no time. They pay if plain pipelines would recompute (4 units instead of 3) or would not fit:
-a backward device keeps one micro-batch at any depth of the pipeline.
+A backward device spends f + b + w per micro-batch, like a device of a plain pipeline that stores its activations. So
+forward devices save no time by themselves. They pay off if plain pipelines would recompute (4 units instead of 3) or
+would not fit: a backward device keeps the activations of one micro-batch, regardless of the number of stages.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class FbdCandidate:
     """Sizes of an ``fbd`` job with split backwards, which take no more time or memory than whole ones.
 
     Args:
-        sizes: the model with the layers of every stage; ``data_parallel`` counts forward pipelines.
+        sizes: the model with the layers of every stage; ``data_parallel`` is the number of forward pipelines.
         pipeline: PP, number of stages.
         backward_per_forward: backward pipelines per forward pipeline.
         merged: True if one forward rank does the work of all tensor-parallel ranks.
-        micro_batches: micro-batches of a forward pipeline and step.
+        micro_batches: micro-batches per forward pipeline and step.
     """
 
     sizes: ModelSizes
@@ -54,7 +54,7 @@ class FbdCandidate:
         return get_schedule(_FBD).timetable(self.pipeline, micro_batches, options)
 
     def memory(self) -> tuple[int, int]:
-        """Return the bytes of the worst backward and the worst forward device; they do not depend on N."""
+        """Return the largest memory of a backward and of a forward device, in bytes; it does not depend on N."""
         shortest = self.timetable(self.backward_per_forward)
         totals = dict(enumerate(device.total for device in memory(shortest, self.sizes)))
         forward = [totals.pop(device) for device in shortest.placement.forward_devices]
@@ -88,8 +88,8 @@ class FbdCandidate:
 
 
 def fbd_candidates(cluster: Cluster, forward: Cluster, sizes: ModelSizes) -> Iterator[FbdCandidate]:
-    """Yield the sizes that use all devices of ``cluster`` for backwards and of ``forward`` for forwards."""
-    assert isinstance(sizes.layers, int), "layers per stage are for one number of stages"
+    """Yield the sizes that use all devices of ``cluster`` for backwards and all of ``forward`` for forwards."""
+    assert isinstance(sizes.layers, int), "layers per stage would fix the number of stages"
     fixed = cluster.tensor_parallel
     for tensor in [fixed] if fixed else range(1, MOST_TENSOR_PARALLEL + 1):
         for pipeline in range(2, min(sizes.layers, cluster.devices // tensor) + 1):
@@ -108,7 +108,7 @@ def fbd_candidates(cluster: Cluster, forward: Cluster, sizes: ModelSizes) -> Ite
 
 
 def step_seconds(candidate: FbdCandidate, cluster: Cluster, forward: Cluster, ratios: Costs) -> float:
-    """Return the seconds of a step, including the transfer of new weights to the forward devices at its end."""
+    """Return the step time in seconds, including the transfer of new weights to the forward devices at its end."""
     costs, unit_s = unit_costs(cluster, candidate.sizes, ratios, candidate.pipeline)
     order = candidate.timetable(candidate.micro_batches, cluster.flops / forward.flops)
     makespan = simulate(order, stage_costs(costs, candidate.sizes)).makespan
@@ -120,15 +120,15 @@ def compare_with_fbd(
 ) -> dict[str, Any]:
     """Compare ``fbd`` on ``cluster`` and ``forward`` with the best plans without forward devices.
 
-    These are the plan ``alone`` for ``cluster``, and a plan for all devices, each with the speed of the slower kind and
-    the memory of the smaller kind.
+    These are the plan ``alone`` for ``cluster``, and a plan for all devices, assuming that every device has the speed
+    of the slower kind and the memory of the smaller kind.
 
     Args:
         forward: the devices for forwards only.
         sizes, ratios: as for :func:`.plan_cluster`.
 
     Returns:
-        "pays", "reason" (lines of text), and for the best candidate seconds, bytes and "ds_ext" section.
+        A dict with "pays", "reason" (lines of text) and, for the best candidate, seconds, bytes and "ds_ext" section.
     """
     slowdown = cluster.flops / forward.flops
     every = [(candidate, *candidate.memory()) for candidate in fbd_candidates(cluster, forward, sizes)]
@@ -210,7 +210,7 @@ def _rivals(
 
 
 def comparison_note(simulation: Simulation) -> str | None:
-    """Return the cost of forward devices relative to 1F1B, and when they pay; None for other schedules.
+    """Return the cost of forward devices relative to 1F1B, and when they pay off; None for other schedules.
 
     1F1B has as many pipelines as ``simulation`` has backward pipelines. A merged forward device counts as a fraction of
     a device, because it has one rank.

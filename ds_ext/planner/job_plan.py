@@ -1,7 +1,7 @@
-"""Plan of a job: everything decided from the JSON, the flags and the world size before launch.
+"""Job plan: everything decided from the JSON, the flags and the world size before launch.
 
-Built once per process by :func:`make_job_plan` and passed down: the scripts print it, ``PipelineModule`` splits the
-layers by it, the engine runs its program. Imports neither torch nor DeepSpeed.
+:func:`make_job_plan` builds the plan once per process. It is then passed down: the scripts print it, ``PipelineModule``
+uses it to split the layers, and the engine runs its program. This module imports neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class JobPlan:
         options: its options, from "schedule_options" and "fbd".
         layout: global ranks of every device, pipeline group and tensor-parallel rank.
         program: the timetable, lowered.
-        report: proof that the program ends.
+        report: proof that the program runs to completion.
         simulation: simulation with the costs that the schedule was planned or chosen for; equal costs by default.
         reductions: for each device: op -> stages whose gradients are reduced after it.
         rules: runtime scheduling rules; None for a static schedule.
@@ -69,7 +69,7 @@ class JobPlan:
         return self.simulation.costs
 
     def resized(self, gradient_accumulation_steps: int) -> JobPlan:
-        """Return the plan for another number of micro-batches. Raises ConfigError if the schedule refuses it."""
+        """Return the plan for a new number of micro-batches. Raises ConfigError if the schedule does not support it."""
         sizes = replace(self.sizes, gradient_accumulation_steps=gradient_accumulation_steps)
         return _plan(self.job, self.schedule, self.options, self.layout, sizes, self.candidates)
 
@@ -82,7 +82,7 @@ def make_job_plan(job: JobConfig, world_size: int | None = None) -> JobPlan:
 
     Raises:
         ConfigError: a size, an option or the batch does not fit the schedule or the world size.
-        ScheduleError: the timetable of the schedule is wrong.
+        ScheduleError: the timetable of the schedule is invalid.
     """
     schedule, candidates = resolve_schedule(job, world_size)
     options = schedule_options(job.ds_ext, schedule)
@@ -126,10 +126,10 @@ def _plan(
 
 
 def resolve_schedule(job: JobConfig, world_size: int | None = None) -> tuple[Schedule, Candidates | None]:
-    """Return the schedule by name, from a timetable file, or the best of "auto", with all candidates of "auto".
+    """Return the schedule (named, from a timetable file, or the best of "auto") and the candidates of "auto".
 
     Raises:
-        ConfigError: the schedule is unknown, a module of the key "import" fails, nothing fits the job, or the
+        ConfigError: the schedule is unknown, a module in "import" fails to import, nothing fits the job, or the
             transport cannot run the schedule.
     """
     import_own_schedules(job)
@@ -176,8 +176,8 @@ def place(settings: DsExtConfig, schedule: Schedule, options: Mapping[str, Any])
         raise _needs_forward_ranks("fbd.forward_hosts", schedule)
     if placement.merged > 1 and settings.sequence_parallel:
         raise ConfigError(
-            "sequence_parallel: excludes merged forward ranks, which hold all tokens (got true). Remove it, or "
-            "fbd.merge_forward_tensor_parallel."
+            "sequence_parallel: cannot be combined with merged forward ranks, which hold all tokens (got true). "
+            "Remove it, or fbd.merge_forward_tensor_parallel."
         )
     return placement
 
@@ -197,7 +197,7 @@ def _costs(options: Mapping[str, Any], candidates: Candidates | None) -> Costs:
 
 
 def _link_credits(placement: Placement) -> int | None:
-    """Return the limit of messages from a forward to a backward device; None without forward devices."""
+    """Return the limit on messages from a forward to a backward device; None without forward devices."""
     if not placement.forward_devices:
         return None
     stages = range(placement.stages - 1)
@@ -206,7 +206,7 @@ def _link_credits(placement: Placement) -> int | None:
 
 @contextlib.contextmanager
 def _as_config_error() -> Iterator[None]:
-    """Turn a schedule's refusal of sizes into a ConfigError, because the sizes are from the JSON."""
+    """Convert the ScheduleError for unsupported sizes into a ConfigError, because the sizes come from the JSON."""
     try:
         yield
     except ScheduleError as error:

@@ -10,7 +10,7 @@ tensor-parallel size t, 16-bit activations and one-byte dropout masks:
     full                   2sbh                             2sbh
 
 Attention that does not store its scores (FlashAttention, PyTorch's SDPA) keeps as much as "selective". Not counted:
-workspaces of kernels, the layer under recomputation, messages in flight, fragmentation.
+kernel workspaces, the layer being recomputed, messages in flight, fragmentation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RECOMPUTATIONS = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a GPT and settings of its training.
+    """Sizes of a GPT and its training settings.
 
     Args:
         layers: transformer layers of the whole model (a multiple of the stages), or of every stage.
@@ -43,14 +43,14 @@ class ModelSizes:
         master_bytes, optimizer_bytes: per parameter, sharded by ZeRO-1. The defaults are for Adam (arXiv 1910.02054,
             section 3.1).
         tensor_parallel: t, tensor-parallel size.
-        data_parallel: copies of the pipeline group.
-        sequence_parallel: split the activations between tensor-parallel layers along the sequence.
+        data_parallel: number of pipeline groups.
+        sequence_parallel: in the regions between tensor-parallel layers, split the activations along the sequence.
         zero_stage: 0, or 1 to shard the optimizer states over replicas x data-parallel ranks.
-        recompute: "none", "selective" (the core of the attention) or "full" (whole layers).
+        recompute: "none", "selective" (only the core attention) or "full" (whole layers).
         attention_scores: True if the attention stores its s x s scores.
 
     Raises:
-        ScheduleError: a size is not positive, or two sizes do not fit.
+        ScheduleError: a size is not positive, or two sizes are incompatible.
     """
 
     layers: int | tuple[int, ...]
@@ -91,7 +91,7 @@ class ModelSizes:
             )
 
     def layer_activations(self) -> float:
-        """Return the bytes that a rank keeps of one transformer layer and micro-batch."""
+        """Return the bytes that a rank keeps for one transformer layer and one micro-batch."""
         s, b, h, a, t = self.seq, self.micro_batch, self.hidden, self.heads, self.tensor_parallel
         if self.recompute == "full":
             return 2 * s * b * h
@@ -109,11 +109,11 @@ class ModelSizes:
                 )
             return (self.layers // stages,) * stages
         if len(self.layers) != stages:
-            raise ScheduleError(f"layers: one number per stage, {stages} in all (got {len(self.layers)}).")
+            raise ScheduleError(f"layers: needs {stages} numbers, one per stage (got {len(self.layers)}).")
         return self.layers
 
     def stage_activations(self, stages: int) -> tuple[float, ...]:
-        """Return the bytes that a rank keeps of every stage for one micro-batch.
+        """Return the bytes that a rank keeps at every stage for one micro-batch.
 
         The first stage also keeps the dropout mask of the embedding, sbh. The last stage also keeps the inputs of its
         norm and head, 4sbh, and the 32-bit logits, 4sb * vocab / t (section 4.3 of the paper).
@@ -126,7 +126,7 @@ class ModelSizes:
         return tuple(kept)
 
     def device_parameters(self, placement: Placement, device: int) -> float:
-        """Return the parameters of one rank of ``device``. Raises ScheduleError if the layers do not fit."""
+        """Return the number of parameters on a rank of ``device``. Raises ScheduleError if the layers do not fit."""
         chunks, stages = placement.chunks[device], placement.stages
         h, t, layers = self.hidden, self.tensor_parallel, self.layers_of(stages)
         # Tensor parallelism splits matrices and the biases of column-parallel layers, not other biases and norms.
@@ -142,7 +142,7 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of each rank of a device; ``activations`` at their peak."""
+    """Bytes on each rank of a device; ``activations`` is the peak."""
 
     weights: int
     gradients: int
@@ -185,7 +185,7 @@ def memory(timetable: Timetable, sizes: ModelSizes) -> tuple[DeviceMemory, ...]:
 
 
 def _peak_bytes(timetable: Timetable, device: int, kept: tuple[float, ...]) -> float:
-    """Return the peak of the live activations of a device."""
+    """Return the peak of the live activations of a device, in bytes."""
     live = peak = 0.0
     for kind, _, stage in timetable.orders[device]:
         if kind in (FORWARD, RECOMPUTE):

@@ -1,11 +1,11 @@
-"""Tensor, pipeline and data-parallel sizes of a job for a cluster, each with its best schedule.
+"""Tensor-, pipeline- and data-parallel sizes of a job for a cluster, each with its best schedule.
 
 A device computes at a given rate, and messages have a given bandwidth. The forward of a transformer layer takes
 24bsh² + 4bs²h operations, and that of the head 2bshV (arXiv 2104.04473, appendix; micro-batch size b, sequence length
 s, hidden size h, vocabulary size V). Layers are assigned to balance the work of the devices, with the head on the last
 stage (:mod:`.stage_costs`). A message has 2bsh bytes.
 
-Not priced: tensor-parallel communication, gradient reduction over data-parallel ranks, the optimizer step.
+Not modeled: tensor-parallel communication, gradient reduction over data-parallel ranks, the optimizer step.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .text import join_reasons, join_words
 
 MOST_TENSOR_PARALLEL = 8
 TRAINED = ("none", "full")  # kinds of recomputation that `plan` considers
-_MARGIN = 0.01  # schedules that save less are not priced
+_MARGIN = 0.01  # schedules that save less are not evaluated
 _SEARCHED = 100  # distance within which an error looks for sizes that fit
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices of a job and its batch.
+    """Devices and batch size of a job.
 
     Args:
         devices: number of devices.
         memory_bytes: memory of a device.
-        batch: samples of a step, over all devices.
+        batch: samples per step, over all devices.
         flops: operations per second of a device in training, which is less than its peak.
         bandwidth: bytes per second of a message between two devices.
         tensor_parallel: the only tensor-parallel size to consider; None: all up to 8.
@@ -62,8 +62,8 @@ class ParallelSizes:
     """TP x PP x DP, with the ranked schedules for them.
 
     Attributes:
-        micro_batches: N, micro-batches of a pipeline group and step.
-        forward_s: seconds of a forward of 1/D of the model, the unit of the candidates' times.
+        micro_batches: N, micro-batches per pipeline group and step.
+        forward_s: time of a forward of 1/D of the model in seconds, the unit of the candidates' times.
     """
 
     tensor: int
@@ -80,7 +80,7 @@ class ParallelSizes:
 
     @property
     def fits(self) -> bool:
-        """True if a schedule fits the memory."""
+        """True if a schedule fits in memory."""
         return self.candidates.best is not None
 
     @property
@@ -136,7 +136,7 @@ def plan_cluster(
 ) -> ClusterPlan:
     """Choose a schedule for every TP x PP x DP that uses all devices.
 
-    A schedule that saves less than 1 % over another one for the same sizes is not priced.
+    A schedule that saves less than 1 % compared with another one for the same sizes is not evaluated.
 
     Args:
         sizes: the model and its micro-batch size; its parallel sizes are ignored.
@@ -144,13 +144,13 @@ def plan_cluster(
         progress: called with (done, total) before each of the sizes.
 
     Raises:
-        ScheduleError: no sizes fit the devices, heads, layers and batch; or ``ratios`` have times of messages.
+        ScheduleError: no sizes fit the devices, heads, layers and batch; or ``ratios`` contain message times.
     """
     ratios = ratios or Costs()
     if ratios.comm or ratios.links or ratios.stages is not None or not ratios.forward:
         raise ScheduleError(
-            "costs: `plan` takes f, b, w and jitter only, with f above 0, as it computes the times of messages and "
-            "stages. Remove the other keys."
+            "costs: `plan` takes f, b, w and jitter only, with f above 0, because it computes the times of messages "
+            "and stages itself. Remove the other keys."
         )
     try:
         every = list(_factors(cluster))
@@ -181,7 +181,7 @@ def unit_costs(cluster: Cluster, sizes: ModelSizes, ratios: Costs, pipeline: int
         forward=1.0,
         backward_input=ratios.backward_input / ratios.forward,
         backward_weight=ratios.backward_weight / ratios.forward,
-        # Rounded, so that the JSON of the job can contain the exact value.
+        # Rounded so that the job's JSON can contain the exact value.
         comm=round(message_bytes(sizes) / cluster.bandwidth / forward_s, 6),
     )
     return costs, forward_s
@@ -200,11 +200,11 @@ def _price(
 
 
 def _order(sizes: ParallelSizes) -> tuple[float, ...]:
-    """Sort by time, then bytes; sizes that do not fit follow by bytes, then sizes without a schedule."""
+    """Sort by time, then bytes; then sizes that do not fit, by bytes; then sizes without a schedule."""
     if sizes.candidate is None:
         return (2,)
     need = sizes.candidate.memory_bytes or 0
-    # Sums of the same times in another order differ by rounding.
+    # Sums of the same times in a different order differ by rounding.
     return (0, float(f"{sizes.step_s:.7g}"), need) if sizes.fits else (1, need)
 
 
@@ -226,13 +226,15 @@ def _factors(cluster: Cluster) -> Iterator[tuple[int, int, int]]:
 
 def _refusal(cluster: Cluster, sizes: ModelSizes, tensor: int, pipeline: int, data: int) -> str:
     """Return why the sizes do not fit the model and the batch; "" if they do."""
-    assert isinstance(sizes.layers, int), "layers per stage are for one number of stages"
+    assert isinstance(sizes.layers, int), "layers per stage would fix the number of stages"
     if sizes.heads % tensor:
-        return f"{sizes.heads} heads do not divide by TP {tensor}"
+        return f"{sizes.heads} heads are not divisible by TP {tensor}"
     if sizes.layers < pipeline:
         return f"{sizes.layers} layers are fewer than PP {pipeline}"
     if cluster.batch % (data * sizes.micro_batch):
-        return f"{cluster.batch} samples in micro-batches of {sizes.micro_batch} do not divide by DP {data}"
+        return (
+            f"{cluster.batch} samples in micro-batches of {sizes.micro_batch} are not divisible by DP {data}"
+        )
     return ""
 
 

@@ -1,9 +1,9 @@
-"""Search for the best schedule: every registered one, priced for given devices, costs, model and memory.
+"""Search for the best schedule: every registered one, evaluated for given devices, costs, model and memory.
 
-No schedule is known here by name. Each declares which of its options are worth pricing
-(:attr:`~ds_ext.pipe_schedules.registry.Schedule.variants`). Each variant is priced with every kind of recomputation:
-"full" repeats every forward in the backward, "selective" the core of the attention if it stores its scores (arXiv
-2205.05198, section 4). With a model, a stage costs what its layers and the head cost (:mod:`.stage_costs`).
+The search does not depend on the names of schedules. Each schedule declares which of its options are worth evaluating
+(:attr:`~ds_ext.pipe_schedules.registry.Schedule.variants`). Each variant is evaluated with every kind of recomputation:
+"full" repeats every forward in the backward, "selective" only the core attention, if it stores its scores (arXiv
+2205.05198, section 4). With a model, the cost of a stage is that of its layers and the head (:mod:`.stage_costs`).
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from .memory import RECOMPUTATIONS, ModelSizes, memory
 from .stage_costs import split_layers, stage_costs
 from .text import costs_text, format_bytes, format_number, join_reasons
 
-SAME = 1e-7  # relative difference of equal times; factors of stages are rounded to 1e-8
+SAME = 1e-7  # relative difference up to which times count as equal; stage factors are rounded to 1e-8
 _REASONS_SHOWN = 3
 _ORDERS = 12  # approximate number of orders that a planned schedule simulates
-_SEARCHED_OPS = 60_000  # at least, over all orders of a search that does not meet its bound
-_MOST_OPS = 500_000  # of one candidate; planning takes about 5 microseconds for each of up to a million
+_SEARCHED_OPS = 60_000  # minimum over all orders of a search that does not reach its bound
+_MOST_OPS = 500_000  # maximum per candidate; planning takes about 5 microseconds per op, for up to a million
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a job, priced or refused.
+    """One way to run a job, evaluated or refused.
 
     Attributes:
         costs: costs of each stage, with recomputation.
         planned: True if the schedule plans its order for the costs.
-        refusal: reason in one sentence why the candidate cannot be used; "" if it can.
-        time: makespan of a step in the unit of the costs; None if not priced.
-        memory_bytes: memory of the worst device; None without a model or a price.
+        refusal: why the candidate cannot be used, in one sentence; "" if it can.
+        time: makespan of a step in the unit of the costs; None if not simulated.
+        memory_bytes: largest memory of a device; None without a model or a simulation.
         replicas: copies of the weights.
-        activations: peak of the worst device, in D-ths of the model.
+        activations: largest peak of live activations on a device, in units of 1/D of the model.
         stages: stages of the model.
         layers: transformer layers of every stage.
-        unpriced: True if a lower bound of the time excluded the candidate.
+        unpriced: True if a lower bound on its time ruled out the candidate.
     """
 
     schedule: str
@@ -66,7 +66,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """Name and options, as ``interleaved chunks=3``."""
+        """Name and options, such as ``interleaved chunks=3``."""
         return " ".join([self.schedule, *(f"{key}={format_number(v)}" for key, v in self.options.items())])
 
     @property
@@ -78,7 +78,7 @@ class Candidate:
 
     @property
     def size(self) -> tuple[float, ...]:
-        """Key that sorts by memory: bytes, or without a model copies of the weights and activations."""
+        """Key that sorts by memory: bytes, or, without a model, copies of the weights and then activations."""
         if self.memory_bytes is not None:
             return (self.memory_bytes,)
         return (self.replicas, self.activations)
@@ -91,11 +91,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Candidates:
-    """All candidates, ranked: usable ones by time, too large ones by bytes, then the rest.
+    """All candidates, ranked: usable ones by time, then those that are too large by bytes, then the rest.
 
     Attributes:
         memory_bytes: memory limit of a device; None: no limit.
-        margin: relative saving below which a candidate was not priced.
+        margin: relative saving below which a candidate was not evaluated.
     """
 
     ranked: tuple[Candidate, ...]
@@ -114,7 +114,7 @@ class Candidates:
 
     @property
     def smallest(self) -> Candidate | None:
-        """Too large candidate that needs the least memory."""
+        """Candidate that needs the least memory among those that are too large."""
         large = [c for c in self.ranked if c.refusal and c.memory_bytes is not None]
         return min(large, key=lambda c: c.tie_order, default=None)
 
@@ -163,17 +163,17 @@ class Request:
 
     Args:
         devices: D, devices of a pipeline group.
-        micro_batches: N, micro-batches of a pipeline group and step, over all pipes.
+        micro_batches: N, micro-batches per pipeline group and step, over all pipes.
         costs: costs of 1/D of the model without recomputation.
         sizes: the model; its ``recompute`` is ignored. None: layers and memory are not considered.
         memory_bytes: memory limit of a device; None: no limit.
-        recompute: kinds of recomputation to price.
-        cheap_ops: number of ops that a schedule may plan even if its bound excludes it.
-        margin: relative saving below which a candidate is not priced.
-        stage_layers: layers of every stage, as the scripts' flag; None: balanced by work.
+        recompute: kinds of recomputation to evaluate.
+        cheap_ops: number of ops that a schedule may plan even if its bound rules it out.
+        margin: relative saving below which a candidate is not evaluated.
+        stage_layers: layers of every stage, in the format of the scripts' flag; None: balanced by work.
 
     Raises:
-        ScheduleError: a size is not positive, or a memory limit has no model.
+        ScheduleError: a size is not positive, or there is a memory limit without a model.
     """
 
     devices: int
@@ -209,15 +209,15 @@ class Request:
 
 
 def choose(request: Request) -> Candidates:
-    """Price every registered schedule with its variants and recomputations.
+    """Evaluate every registered schedule with its variants and recomputations.
 
-    Orders that are slow to plan are planned only while their lower bounds of time and memory can beat the best
-    candidate. The others are listed with their bound.
+    Orders that are slow to plan are planned only if their lower bounds on time and memory can beat the best candidate
+    so far. The others are listed with their bound.
     """
     rows, variants = [], []
     for variant in _variants(request):
         try:
-            # Ties: fewest stages first, because a margin may leave out all later ones.
+            # Among ties, the fewest stages come first, because a margin may skip all later candidates.
             variants.append((variant.slow_to_plan, variant.bound, variant.placement.stages, variant))
         except ScheduleError as error:
             rows.append(variant.candidate(refusal=_first_sentence(error)))
@@ -261,7 +261,7 @@ def _not_priced(bound: tuple[float, ...], margin: float) -> str:
 
 @dataclass(frozen=True)
 class _Variant:
-    """Schedule with options and recomputation, before it is priced."""
+    """Schedule with options and recomputation, before it is evaluated."""
 
     request: Request
     schedule: Schedule
@@ -317,7 +317,7 @@ class _Variant:
 
     @cached_property
     def bound(self) -> tuple[float, ...]:
-        """Lower bound of the sort key of any order."""
+        """Lower bound on the sort key of any order."""
         n, need = self.request.micro_batches, 0
         if self.sizes is not None:
             one_micro_batch = tuple(
@@ -329,8 +329,8 @@ class _Variant:
                 for d in range(self.placement.num_devices)
             )
             need = _worst(Timetable("", self.placement, n, one_micro_batch), self.sizes)
-        # Split backwards shorten the waits, so this bounds whole ones too. Jitter may shorten all ops, and sums of the
-        # same times differ by rounding.
+        # Split backwards shorten the waits, so the bound also holds for whole ones. Jitter may shorten all ops, and
+        # sums of the same times differ by rounding.
         least = lower_bound(Workload(self.placement, n, self.costs, split=True))
         least *= (1 - self.costs.jitter) * (1 - SAME)
         return _sort_key(self._too_large(need), float(f"{least:.6g}") if self.request.margin else least, need)
@@ -340,7 +340,7 @@ class _Variant:
         return limit is not None and need > limit
 
     def price(self) -> Candidate:
-        """Build and simulate the timetable. Raises ScheduleError if the schedule refuses the sizes."""
+        """Build and simulate the timetable. Raises ScheduleError if the schedule does not support the sizes."""
         request, sizes = self.request, self.sizes
         timetable = self.schedule.timetable(request.devices, request.micro_batches, self.options, self.costs)
         simulation = simulate(timetable, self.costs)

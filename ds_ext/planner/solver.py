@@ -1,8 +1,8 @@
 """Optimal order of a timetable's ops by constraint programming, for small sizes.
 
-Needs OR-tools (``pip install 'ds_ext[solve]'``). The model is a job-shop problem: one interval per op, no overlap on a
-device, dependencies between ops, and a cumulative constraint for live activations. The micro-batches of a pipe are
-interchangeable, so they enter in order.
+This module needs OR-tools (``pip install 'ds_ext[solve]'``). The model is a job-shop problem: one interval per op, no
+overlap on a device, dependencies between ops, and a cumulative constraint for live activations. The micro-batches of a
+pipe are interchangeable, so they enter in order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..pipe_schedules.events import Workload
 from ..pipe_schedules.list_scheduling.search import lower_bound
 from ..pipe_schedules.simulate import Simulation, simulate
 
-_MOST_TICKS = 10_000_000  # of a step: the solver computes with integers
+_MOST_TICKS = 10_000_000  # per step: the solver computes with integers
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Optimum:
     """Best order found. All times are in the unit of the costs.
 
     Attributes:
-        bound: proven lower bound of the makespan of any order.
-        given: makespan of the original timetable, which may exceed the limit of activations.
+        bound: proven lower bound on the makespan of any order.
+        given: makespan of the original timetable, which may exceed the limit on activations.
     """
 
     timetable: Timetable
@@ -55,7 +55,7 @@ def optimise(
 
     Args:
         costs: costs of the ops, without their jitter; None: F = I = W = 1 and free messages.
-        max_activations: limit of the live activations of a device, in D-ths of the model; None: no limit.
+        max_activations: limit on the live activations of a device, in units of 1/D of the model; None: no limit.
         time_limit_s: seconds after which the best order so far is returned.
 
     Raises:
@@ -65,7 +65,7 @@ def optimise(
     cp_model = _import_solver()
     if max_activations is not None and not max_activations > 0:
         raise ScheduleError(
-            f"max_activations: must be more than 0 D-ths of the model (got {max_activations})."
+            f"max_activations: must be more than 0 (got {max_activations}; the unit is 1/D of the model)."
         )
     costs = replace(costs or Costs(), jitter=0.0)
     given = simulate(timetable, costs)
@@ -136,7 +136,7 @@ class _Problem:
         )
 
     def limit_memory(self, max_activations: float) -> None:
-        """Limit the live activations of every device, in D-ths of the model."""
+        """Limit the live activations of every device, in units of 1/D of the model."""
         placement = self.given.timetable.placement
         limit = math.floor(max_activations * placement.stages / placement.num_devices + 1e-9)
         for order in self.given.timetable.orders:
@@ -154,7 +154,7 @@ class _Problem:
                 self.model.add_hint(self.start[op], self.ticks(start))
 
     def timetable(self, solver: Any) -> Timetable:
-        """Return the order that was found: ops by start, then those without duration first."""
+        """Return the order that was found. Ops are sorted by start; among ties, shorter ops come first."""
         given = self.given.timetable
 
         def order(ops: tuple[Op, ...]) -> tuple[Op, ...]:

@@ -46,10 +46,10 @@ def split_layers(
 
     Args:
         schedule: name of the schedule, for errors.
-        stage_layers: value of the scripts' flag, as ``"3,2,2,1"``; None: balanced by the work of layers and head.
+        stage_layers: value of the scripts' flag, such as ``"3,2,2,1"``; None: balanced by the work of layers and head.
 
     Raises:
-        ScheduleError: there are fewer layers than stages, or given layers do not fit the stages.
+        ScheduleError: there are fewer layers than stages, or ``stage_layers`` does not fit the stages.
     """
     if not isinstance(sizes.layers, int):
         sizes.layers_of(placement.stages)
@@ -74,7 +74,7 @@ def split_layers(
 def stage_costs(costs: Costs, sizes: ModelSizes) -> Costs:
     """Return ``costs`` with recomputation and the share of each stage in the model's work.
 
-    Factors in ``costs`` stay: they may be measured.
+    Factors in ``costs`` are kept, because they may be measured.
 
     Args:
         sizes: model with the layers of each stage, from :func:`split_layers`.

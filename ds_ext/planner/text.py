@@ -1,4 +1,4 @@
-"""Plain text of tables, sizes in bytes, costs and reasons."""
+"""Plain text for tables, sizes in bytes, costs and reasons."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(size: float) -> str:
-    """Return a size in decimal units, as ``"12.3 GB"``."""
+    """Return a size in decimal units, such as ``"12.3 GB"``."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
         if size >= unit:
             return f"{size / unit:.1f} {name}"
@@ -59,10 +59,10 @@ def format_number(value: object) -> str:
 
 
 def costs_text(costs: Costs) -> str:
-    """Return costs in the form of ``--costs`` and the option "costs". Raises ScheduleError for costs of links."""
+    """Return costs in the form of ``--costs`` and the option "costs". Raises ScheduleError for per-link times."""
     if costs.links:
         raise ScheduleError(
-            f"costs: links have no text form (got {len(costs.links)} links). Use a costs file."
+            f"costs: link times cannot be written as text (got {len(costs.links)} links). Use a costs file."
         )
     times = {"f": costs.forward, "b": costs.backward_input, "w": costs.backward_weight, "comm": costs.comm}
     if costs.jitter:
@@ -72,16 +72,17 @@ def costs_text(costs: Costs) -> str:
 
 
 def describe_costs(costs: Costs) -> str:
-    """Return costs for a reader, as ``"f=1,b=1.2,w=0.8,comm=0.1, factors per stage"``."""
+    """Return a short description of costs, such as ``"f=1,b=1.2,w=0.8,comm=0.1, factors per stage"``."""
     text = costs_text(replace(costs, stages=None, links={}))
     stages = "" if costs.stages is None else ", factors per stage"
     return f"{text}{stages}{', times per link' if costs.links else ''}"
 
 
 def join_reasons(reasons: Iterable[str]) -> list[str]:
-    """Return each reason once, and those that differ only in their last number as one.
+    """Return each reason once, and merge those that differ only in their last number.
 
-    "32 heads do not divide by TP 3" and "32 heads do not divide by TP 5" become "32 heads do not divide by TP 3, 5".
+    "4 heads are not divisible by TP 3" and "4 heads are not divisible by TP 5" become
+    "4 heads are not divisible by TP 3, 5".
     """
     joined: dict[tuple[str, str], set[int]] = {}
     for reason in reasons:

@@ -76,7 +76,7 @@ def create_tensor_parallel(groups: Sequence[Sequence[int]]) -> TensorParallel:
     """Create the process groups of all tensor-parallel groups. All ranks must call this together.
 
     Args:
-        groups: global ranks of every group, equal on all ranks; each rank belongs to one group. A rank of a smaller
+        groups: global ranks of every group, the same on all ranks; each rank belongs to one group. A rank of a smaller
             group (a merged forward rank) computes several shards of the larger groups.
 
     Returns:

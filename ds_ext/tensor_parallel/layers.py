@@ -5,7 +5,7 @@ count it on every rank in a gradient norm, and ``partition_dim``. Concatenating 
 ``partition_dim`` gives the full weight. A replicated parameter has none of these attributes. A weight with padding rows
 also has ``unpadded_size``, because the padding depends on the group size.
 
-The full weight is initialized on the CPU and then sharded, so that initial values do not depend on the group size.
+The full weight is initialized on the CPU and then sharded, so initial values do not depend on the group size.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = sharded_parameter((output_size,), 0, tp, nn.init.zeros_) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (..., input_size), equal on all ranks, to (..., output_size / size).
+        """Map (..., input_size), the same on all ranks, to (..., output_size / size).
 
         With sequence parallelism the input is (B, S / size, input_size).
         """

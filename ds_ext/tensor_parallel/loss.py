@@ -18,7 +18,7 @@ IGNORE_INDEX = -100
 def vocab_parallel_cross_entropy(
     logits_BSV: Tensor, labels_BS: Tensor, tp: TensorParallel, vocab_size: int
 ) -> Tensor:
-    """Return the loss of every token, fp32 (B, S), equal on all ranks.
+    """Return the loss of every token, fp32 (B, S), the same on all ranks.
 
     The forward needs two all-reduces: one for the maximum, one for the sum of exponentials and the label's logit. The
     backward needs none. All arithmetic is in fp32. Between forward and backward only the logits are kept.

@@ -17,8 +17,8 @@ as tensor parallelism alone. Norms, dropout and residuals are computed, stored a
 of on every rank.
 
 Parameters applied to a slice of the tokens (norms, biases after a reduce-scatter, positions) are replicated, and each
-rank computes the gradient from its own tokens. ``shared_parameters`` sums these gradients in every backward. Thus the
-engine, ZeRO and the gradient norm need no special case.
+rank computes the gradient from its own tokens. ``shared_parameters`` sums these gradients in every backward. The
+engine, ZeRO and the gradient norm therefore need no special case.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def splitmix64(x: int) -> int:
 
 
 def mix_key(*parts: int | str) -> int:
-    """Mix an ordered list of integers and names into a 64-bit key, equal in every process."""
+    """Mix an ordered list of integers and names into a 64-bit key, the same in every process."""
     key = 0
     for part in parts:
         if isinstance(part, str):
@@ -58,7 +58,7 @@ def keyed_rng(key: int, device: torch.device) -> Iterator[None]:
 
 
 def keyed_normal(std: float, *key: int | str) -> Callable[[Tensor], Tensor]:
-    """Return a function that fills a CPU tensor with normal(0, ``std``) values, given by ``key`` and shape alone."""
+    """Return a function that fills a CPU tensor with normal(0, ``std``) values, determined by ``key`` and shape."""
     seed = mix_key("init", *key)
     return lambda full: full.normal_(0.0, std, generator=keyed_generator(seed, full.device))
 
@@ -84,7 +84,7 @@ class DropoutClock:
 
     @contextmanager
     def at(self, step: int, micro_batch: int) -> Iterator[None]:
-        """Set another step and micro-batch for one block, as recomputation in a backward needs."""
+        """Set a different step and micro-batch for one block, as recomputation in a backward requires."""
         previous = self.step, self.micro_batch
         self.set(step, micro_batch)
         try:

@@ -76,7 +76,7 @@ class deferrable:
 
 
 class deferring:
-    """Context in which a backward defers weight gradients to ``later``, also those of recomputed forwards."""
+    """Context in which a backward defers weight gradients to ``later``, including those of recomputed forwards."""
 
     __slots__ = ("_later", "_previous")
 
@@ -173,7 +173,7 @@ class _Embedding(torch.autograd.Function):
 def _defer(weight: Tensor, gradient: Gradient) -> None:
     """Add the gradient of a parameter to the deferred ones.
 
-    The parameter is hidden from autograd, so that any other backward would lose its gradient.
+    The parameter is hidden from autograd, so any other backward would lose its gradient.
     """
     if _later is None or torch.is_grad_enabled():
         raise ConfigError(
@@ -187,7 +187,7 @@ def _defer(weight: Tensor, gradient: Gradient) -> None:
 class DeferralWatch:
     """Record of the parameters whose gradients were deferred and of those computed in the first half.
 
-    A parameter of two layers may be both: a tied table whose embedding defers and whose head does not.
+    A parameter that two layers share may be both: a tied table whose embedding defers and whose head does not.
 
     Args:
         parameters: trained parameters of this rank. They have a hook until :meth:`close`.

@@ -68,7 +68,7 @@ def parse(prog: str, argv: Sequence[str], model: Model = "gpt") -> tuple[argpars
 
 
 def _parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the flags. The error for an unknown flag has its replacement or the most similar flag."""
+    """Parse the flags. The error for an unknown flag names its replacement or the most similar flag."""
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         word = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
@@ -81,7 +81,7 @@ def _parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
 
 
 def _train_defaults(parser: argparse.ArgumentParser, train: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the "train" object of the JSON as defaults of the parser; its keys are flags with underscores."""
+    """Return the "train" object of the JSON as parser defaults; its keys are flag names with underscores."""
     actions = {action.dest: action for action in parser._actions}
     for dest in (
         "deepspeed_config",
@@ -111,7 +111,7 @@ def _typed(action: argparse.Action, key: str, value: Any) -> Any:
     if action.nargs == "*" and isinstance(value, str | list):
         return value.split() if isinstance(value, str) else [str(word) for word in value]
     if action.nargs == "*":
-        expected, valid = "text or a list", False
+        expected, valid = "a string or a list", False
     elif action.nargs == 0:
         expected, valid = "true or false", isinstance(value, bool)
     elif value is None or action.type is None:
@@ -162,7 +162,7 @@ def _merge_betas(config: dict[str, Any], args: argparse.Namespace, set_by: dict[
 
 
 def _set_train_for_auto(config: dict[str, Any], args: argparse.Namespace) -> None:
-    """Pass the model of the flags to "schedule": "auto", which also chooses the recomputation unless it is set."""
+    """Pass the model's flags to "schedule": "auto", which also chooses the recomputation unless it is set."""
     section = config.get("ds_ext", {})
     if section.get("schedule") != AUTO:
         return
@@ -203,7 +203,7 @@ def _set_key(
             named_schedule(value)  # an unknown name is reported first
         other = set_by.get(name, json_path)
         raise ConfigError(
-            f"{flag}: contradicts {name} of {other} (got {section[path[-1]]!r}). Change or remove one of them."
+            f"{flag}: contradicts {name} from {other} (got {section[path[-1]]!r}). Change or remove one of them."
         )
     section[path[-1]] = value
     set_by[name] = flag

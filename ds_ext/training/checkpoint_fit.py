@@ -32,7 +32,7 @@ _SHOWN = 4
 
 
 def check_load(args: argparse.Namespace, model: TransformerConfig) -> None:
-    """Raise ConfigError if the checkpoint of ``--load`` has another model or tokenizer.
+    """Raise ConfigError if the checkpoint of ``--load`` has a different model or tokenizer.
 
     Args:
         args: flags of a training script; nothing is checked without ``load``.
@@ -45,22 +45,26 @@ def check_load(args: argparse.Namespace, model: TransformerConfig) -> None:
     shapes = {f"{one['layer']}.{one['key']}": tuple(one["shape"]) for one in manifest["parameters"].values()}
     other = list(_other_sizes(manifest["job"], shapes, state.get("model") or {}, model))
     if other:
-        data = ", and --data-path to data of its tokenizer" if any("vocab" in size for size in other) else ""
+        data = (
+            ", and --data-path to data prepared with its tokenizer"
+            if any("vocab" in size for size in other)
+            else ""
+        )
         raise ConfigError(
-            f"{source} has another model (got {', '.join(other)}). Set the sizes of that run{data}."
+            f"{source} has a different model (got {', '.join(other)}). Set the sizes of that run{data}."
         )
     wrong = list(_other_weights(shapes, model))
     if wrong:
         more = f"; {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise ConfigError(
-            f"{source} has other weights (got {'; '.join(wrong[:_SHOWN])}{more}). Set the sizes and kind of layers of "
+            f"{source} has different weights (got {'; '.join(wrong[:_SHOWN])}{more}). Set the sizes and layer type of "
             f"that run."
         )
     saved, expected = state.get("tokenizer"), (read_meta(args.data_path) or {}).get("tokenizer_fingerprint")
     if None not in (saved, expected) and saved != expected:
         raise ConfigError(
-            f"{source} has another tokenizer (got fingerprint {saved}; that of the data is {expected}). Use the "
-            f"--data-path of that run, or another checkpoint."
+            f"{source} has a different tokenizer (got fingerprint {saved}; that of the data is {expected}). Use the "
+            f"--data-path of that run, or a different checkpoint."
         )
 
 
@@ -78,7 +82,7 @@ def _other_sizes(
     saved: Mapping[str, Any],
     model: TransformerConfig,
 ) -> Iterator[str]:
-    """Yield ``"num_layers 6, here 8"`` for every flag that differs; nothing for another kind of model."""
+    """Yield ``"num_layers 6, here 8"`` for every flag that differs; nothing for a different kind of model."""
     expected = {one.name: one.shape for one in counterparts(model)}
     if any(name in expected and name not in shapes for name in _SIZES if name.startswith(("0.", "1."))):
         return
@@ -94,7 +98,7 @@ def _other_sizes(
 
 
 def _other_weights(shapes: Mapping[str, tuple[int, ...]], model: TransformerConfig) -> Iterator[str]:
-    """Yield every weight that is missing on one side or has another shape."""
+    """Yield every weight that is missing on one side or has a different shape."""
     # Transformer Engine names the weights inside its layers.
     inside = range(2, 2 + model.num_layers) if model.transformer_impl != "local" else range(0)
 

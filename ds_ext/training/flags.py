@@ -42,10 +42,12 @@ def build_parser(prog: str, model: Model = "gpt") -> argparse.ArgumentParser:
         "--deepspeed_config", required=True, metavar="JSON", help='DeepSpeed JSON with a "ds_ext" section'
     )
     parser.add_argument(
-        "--deepspeed", action="store_true", help="no effect, for launch scripts: DeepSpeed is always used"
+        "--deepspeed",
+        action="store_true",
+        help="accepted for launch scripts, without effect: DeepSpeed is always used",
     )
     parser.add_argument(
-        "--local_rank", "--local-rank", type=int, default=None, help="set by the launcher of DeepSpeed"
+        "--local_rank", "--local-rank", type=int, default=None, help="set by DeepSpeed's launcher"
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the job plan and exit, without other ranks"
@@ -62,7 +64,9 @@ def build_parser(prog: str, model: Model = "gpt") -> argparse.ArgumentParser:
         _add_bert_data(data)
         parser.set_defaults(vocab_file=None, merge_file=None)  # flags of GPT
     _add_training(parser.add_argument_group("training"))
-    _add_json_flags(parser.add_argument_group("keys of the JSON (an error if the JSON has another value)"))
+    _add_json_flags(
+        parser.add_argument_group("keys of the JSON (an error if the JSON has a different value)")
+    )
     return parser
 
 
@@ -82,7 +86,7 @@ def _add_model(group: Any) -> None:
     group.add_argument(
         "--stage-layers",
         metavar="A,B,..",
-        help="transformer layers of every stage; balanced: include the work of the head (evenly)",
+        help="transformer layers of every stage; balanced: take the work of the head into account (evenly)",
     )
     group.add_argument("--hidden-size", type=int, default=128, help="hidden size")
     group.add_argument("--num-attention-heads", type=int, default=4, help="attention heads")
@@ -113,8 +117,8 @@ def _add_model(group: Any) -> None:
         "--recompute-granularity",
         choices=["none", "selective", "full"],
         default=None,
-        help="recomputation in the backward: full: whole layers from their inputs; selective: the core of the "
-        "attention (none, or the choice of the schedule auto)",
+        help="recomputation in the backward: full: whole layers from their inputs; selective: only the core "
+        "attention (none, or chosen by the schedule auto)",
     )
     group.add_argument(
         "--recompute-interval",
@@ -193,7 +197,7 @@ def _add_training(group: Any) -> None:
         type=int,
         default=1,
         metavar="STEPS",
-        help="print every STEPS steps, the first and the last (%(default)s)",
+        help="print every STEPS steps, and the first and last step (%(default)s)",
     )
 
 

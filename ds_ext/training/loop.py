@@ -31,7 +31,7 @@ from ..pipe_schedules.files import is_timetable_file
 from ..planner.job_plan import JobPlan
 
 EXIT_NOT_SAVED = 3
-EXIT_PIPE = 141  # code of a shell for a program that SIGPIPE ended
+EXIT_PIPE = 141  # a shell's exit code for a program that SIGPIPE ended
 
 
 def say(text: str) -> None:
@@ -48,7 +48,7 @@ def say_error(text: str) -> None:
 
 
 def show(text: str) -> int:
-    """Print on rank 0 and return the exit code, also if the reader closes the pipe (``| head -1``)."""
+    """Print on rank 0 and return the exit code, even if the reader closes the pipe (``| head -1``)."""
     try:
         say(text)
     except BrokenPipeError:
@@ -97,7 +97,7 @@ class Trainer:
         if step >= args.train_iters:
             say(f"nothing to train: checkpoint at step {step}, --train-iters {args.train_iters}")
             return 0
-        # The objects of the set-up stay. A collection over them takes one rank 0.1 s while all others wait.
+        # The objects from set-up stay alive. Scanning them takes one rank 0.1 s, while all others wait.
         gc.collect()
         gc.freeze()
         loss = math.nan
@@ -143,7 +143,7 @@ class Trainer:
     def evaluate(self, step: int) -> None:
         """Print the mean loss of ``--eval-iters`` validation steps, which always use the same samples.
 
-        For BERT the perplexity is of the masked words only.
+        For BERT, the perplexity covers the masked words only.
         """
         if self.valid is None:
             return
@@ -185,13 +185,13 @@ class Trainer:
             say(f"step {step}: saved {Path(self.args.save) / f'step_{step}'}")
 
     def resume(self) -> int:
-        """Load the checkpoint of ``--load``. Returns its step; raises CheckpointError for one of another script."""
+        """Load the checkpoint of ``--load`` and return its step. Raises CheckpointError if another script saved it."""
         if not self.args.load:
             return 0
         path, state = self.engine.load_checkpoint(self.args.load)
         if path is None or state is None or "step" not in state or "consumed_samples" not in state:
             raise CheckpointError(
-                f"{path or self.args.load}: saved by another script (got no step and position in the data). Write the "
+                f"{path or self.args.load}: saved by another script (got no step or position in the data). Write the "
                 f"name of an older checkpoint into {Path(self.args.load) / 'latest'}, or remove --load."
             )
         self.train.load_state_dict(state)
@@ -234,7 +234,7 @@ class Trainer:
         return 0
 
     def _shown_by(self) -> list[str]:
-        """Return the arguments of the verb ``show`` for the timetable of this run."""
+        """Return the arguments of the subcommand ``show`` for the timetable of this run."""
         timetable, settings = self.plan.timetable, self.plan.job.ds_ext
         if is_timetable_file(settings.schedule):
             return [settings.schedule]
@@ -252,14 +252,14 @@ class Trainer:
 
 
 # Flag of the samples or their order -> effect of a change on a resumed run.
-_REORDERED = "another order of the samples: this epoch repeats some and skips others"
+_REORDERED = "a different order of the samples: this epoch repeats some and skips others"
 _DATA_FLAGS = {
     "data_path": "consumed samples are skipped, also in new data",
     "split": "validation documents may have been trained on, so the validation loss may be too low",
-    "seq_length": f"another sample length and {_REORDERED}",
+    "seq_length": f"a different sample length and {_REORDERED}",
     "seed": _REORDERED,
-    "mask_prob": "another share of predicted tokens: losses are not comparable with earlier ones",
-    "short_seq_prob": f"other samples and {_REORDERED}",
+    "mask_prob": "a different share of predicted tokens: losses are not comparable with earlier ones",
+    "short_seq_prob": f"different samples and {_REORDERED}",
 }
 
 

@@ -1,4 +1,4 @@
-"""Megatron's flags with another name here, and its tokenizer types."""
+"""Megatron flags that have a different name here, and Megatron's tokenizer types."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def describe(
 
     Args:
         boundaries: stage s holds layers ``boundaries[s]`` to ``boundaries[s + 1]``.
-        layer_names: one name per layer; consecutive numbers ("layer 3") are joined to ranges.
+        layer_names: one name per layer; consecutive numbers ("layer 3") are merged into ranges.
         message_bytes: size of an activation or gradient between stages.
         weights: relative work of the stages, from :func:`ds_ext.parallel.partition.stage_weights`; None: equal.
         with_head: True if ``weights`` include the head.

@@ -64,13 +64,13 @@ def check_forward_hosts(layout: ParallelLayout, forward_hosts: Sequence[str] | N
 
 
 def _check_tokenizer(args: argparse.Namespace) -> None:
-    """Raise ConfigError for tokenizer flags that exclude each other or do not match their files."""
+    """Raise ConfigError for tokenizer flags that cannot be combined or do not match their files."""
     if bool(args.vocab_file) != bool(args.merge_file):
         given = f"--vocab-file {args.vocab_file}" if args.vocab_file else f"--merge-file {args.merge_file}"
         raise ConfigError(f"--vocab-file, --merge-file: one is missing (got {given}). Give both.")
     if args.tokenizer and args.vocab_file:
         raise ConfigError(
-            f"--tokenizer, --vocab-file: exclude each other (got {args.tokenizer} and {args.vocab_file}). Remove one."
+            f"--tokenizer, --vocab-file: cannot be combined (got {args.tokenizer} and {args.vocab_file}). Remove one."
         )
     if args.tokenizer_type is None:
         return
@@ -93,13 +93,13 @@ def require_optimizer(config: Mapping[str, Any]) -> None:
     optimizer = config.get("optimizer")
     if not isinstance(optimizer, Mapping) or not optimizer.get("type"):
         raise ConfigError(
-            f"optimizer: the JSON has none with a type (got {optimizer!r}). Add for example "
+            f"optimizer: missing from the JSON, or without a type (got {optimizer!r}). Add for example "
             '{"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": true}}; "torch_adam" needs no compilation.'
         )
     if str(optimizer["type"]).lower() in ("muon", "muadam", "muadamw", "musgd"):
         raise ConfigError(
             f"optimizer.type: this model has no tagged parameters (got {optimizer['type']!r}). Use "
-            f"AdamW, or tag the parameters in a script of your own."
+            f"AdamW, or tag the parameters in your own script."
         )
 
 
@@ -128,7 +128,7 @@ def _require_parent(flag: str, path: Path) -> None:
 def _require_writable(flag: str, folder: Path, make: bool = False) -> None:
     """Raise ConfigError unless ``folder`` can be written to; ``make`` creates it."""
     existing = folder.absolute()
-    while not os.path.exists(existing):  # also False below a folder that may not be searched
+    while not os.path.exists(existing):  # also False under a folder without search permission
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         reason = "read-only" if existing.is_dir() else "a file"

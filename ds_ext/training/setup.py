@@ -1,6 +1,6 @@
-"""Set-up that the training scripts share: checked job plan, model sizes, data, text of the plan.
+"""Set-up that the training scripts share: checked job plan, model sizes, data, plan text.
 
-The checks that need no torch run before torch is imported.
+Checks that do not need torch run before torch is imported.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PER_HOST = frozenset(
 def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Namespace, JobPlan]:
     """Return the flags and the job plan. Raises ConfigError.
 
-    All checks run before a process group is created, the cheapest first.
+    All checks run before a process group is created, cheapest first.
     """
     args, job = parse(prog, argv, model)
     launched = world_size() > 1 or not args.dry_run
@@ -57,7 +57,7 @@ def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Nam
     if args.recompute_granularity is None:
         args.recompute_granularity = best.recompute if best else "none"
     if args.stage_layers in (None, BALANCED) and best and best.layers:
-        args.stage_layers = ",".join(map(str, best.layers))  # the priced ones
+        args.stage_layers = ",".join(map(str, best.layers))  # those that the planner chose
     return args, plan
 
 
@@ -102,7 +102,7 @@ def model_sizes(args: argparse.Namespace, plan: JobPlan) -> dict[str, Any]:
 
 
 def job_facts(args: argparse.Namespace, plan: JobPlan, vocab_size: int) -> Facts:
-    """Return facts that must be equal on all ranks: JSON, flags, layout, timetable, content of the data."""
+    """Return facts that must be identical on all ranks: JSON, flags, layout, timetable, content of the data."""
     from ..data.meta import fingerprint
 
     flags = {
@@ -129,7 +129,7 @@ def micro_batches(
     """Return the micro-batches for training and validation of the whole run.
 
     Args:
-        build: function that returns the three datasets for the numbers of samples of train, valid and test.
+        build: function that returns the train, valid and test datasets for given numbers of samples.
     """
     from ..engine.batches import MicroBatches
 
@@ -153,7 +153,7 @@ def describe_job(
         boundaries: from :func:`stage_boundaries`.
         before: names of the layers before the transformer layers.
         after: names of the layers after them.
-        token_bytes: bytes per token of a message besides its activation.
+        token_bytes: bytes per token that a message carries in addition to its activation.
     """
     names = [*before, *(f"layer {i}" for i in range(args.num_layers)), *after]
     number_bytes = 4 if precision(plan.job.deepspeed) == "fp32" else 2

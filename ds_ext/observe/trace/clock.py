@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-_MIN_DRIFT_SPAN_S = 5.0  # between two comparisons; below, their difference is mostly error
+_MIN_DRIFT_SPAN_S = 5.0  # between two comparisons; if shorter, their difference is mostly error
 _MAX_ERROR_RATIO = 4.0  # maximum error of a comparison, relative to the least error
 
 

@@ -32,7 +32,7 @@ class EventText:
 
     Args:
         rank: global rank of this process.
-        peers: function from a device to the global ranks with which this rank exchanges messages.
+        peers: function that maps a device to the global ranks with which this rank exchanges messages.
         eager: reductions overlap with computation, and their instruction only waits for them.
     """
 
@@ -104,8 +104,7 @@ def reduction_lanes(
 ) -> list[str]:
     """Return the events of asynchronous reductions.
 
-    Spans of one thread must not overlap partially, so that overlapping reductions get the threads ``reduce 2`` and so
-    on.
+    Spans of one thread must not overlap partially, so overlapping reductions get the threads ``reduce 2`` and so on.
 
     Args:
         rank: global rank of this process.

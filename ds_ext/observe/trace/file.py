@@ -56,7 +56,7 @@ class TraceFile:
     """Trace file of one rank, opened for writing.
 
     Args:
-        folder: folder of the traces, created if missing. Traces of an earlier run move into a subfolder with its name.
+        folder: trace folder, created if missing. Traces of an earlier run move into a subfolder with its name.
         rank: global rank of this process.
         run: description of the run for readers: its name ("run"), world_size, schedule and so on.
 
@@ -97,11 +97,11 @@ def _unwritable(folder: Path, rank: int, path: Path, error: OSError) -> ConfigEr
 
 
 def write_timetable(folder: Path, timetable: Timetable, *, first: bool) -> None:
-    """Write the timetable of the run into the folder of the traces, on rank 0.
+    """Write the timetable of the run into the trace folder, on rank 0.
 
     Args:
-        folder: folder of the traces.
-        timetable: timetable of the coming steps.
+        folder: trace folder.
+        timetable: timetable of the next steps.
         first: whether these are the first traced steps.
 
     Raises:
@@ -117,7 +117,7 @@ def write_timetable(folder: Path, timetable: Timetable, *, first: bool) -> None:
 def _move_earlier_run(folder: Path, rank: int, world_size: int) -> None:
     """Move the files of an earlier run into a subfolder named after it.
 
-    A rank moves its own file and those of ranks ``rank + k * world_size``, which the present world may not have.
+    A rank moves its own file and those of ranks ``rank + k * world_size``, which may not exist in this run.
     """
     for path in folder.glob("rank*.json"):
         number = path.stem.removeprefix("rank")

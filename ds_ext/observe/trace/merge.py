@@ -1,4 +1,4 @@
-"""Merge of all ranks' traces into one Chrome trace on rank 0's clock, with an arrow for every message."""
+"""Merge all ranks' traces into one Chrome trace on rank 0's clock, with an arrow for every message."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Merged:
     Attributes:
         messages: number of messages with an arrow.
         events: number of events written, without arrows.
-        early_us: largest time by which a message seems to arrive before its send, a lower bound of the clock error in
+        early_us: largest time by which a message seems to arrive before its send, a lower bound on the clock error in
             microseconds; 0 if no message does.
         unpaired: messages of which only one end was read.
     """
@@ -113,7 +113,7 @@ def in_order(one: Event, other: Event) -> tuple[Event, Event]:
 
 
 def _run(traces: Traces) -> dict[str, Any]:
-    """Return the description of the run without the values of single ranks."""
+    """Return the description of the run without the values of individual ranks."""
     of_a_rank = ("rank", "device", "data_parallel_rank", "tensor_parallel_rank", "pid", "host")
     return {key: value for key, value in traces.run.items() if key not in of_a_rank}
 

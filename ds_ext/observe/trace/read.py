@@ -1,4 +1,4 @@
-"""Reader of traces. Files may be missing, truncated or from another run; the rest is read."""
+"""Reader of traces. Files may be missing, truncated or from a different run; the rest is read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .file import CLOCK, RUN, TIMETABLE, VERSION, rank_file, timetable_file
 
 Event = dict[str, Any]
 
-_LIMIT = 1 << 20  # of ranks and micro-batches
+_LIMIT = 1 << 20  # maximum for ranks and micro-batches
 _MAX_MISSING_NOTES = 8
 _COMPARISON_KEYS = ("at_us", "offset_us", "error_us")
 _MESSAGE_KEYS = ("step", "micro_batch", "stage", "peer")
@@ -70,7 +70,7 @@ class Traces:
     """Traces of a run.
 
     Attributes:
-        folder: folder of the traces.
+        folder: trace folder.
         ranks: global rank -> its trace.
         run: description of the run.
         notes: missing and damaged files.
@@ -82,7 +82,7 @@ class Traces:
     notes: tuple[str, ...]
 
     def timetable(self, micro_batches: int) -> Timetable | None:
-        """Return the timetable of the steps with ``micro_batches`` micro-batches; None if the folder has none."""
+        """Return the timetable of the steps with ``micro_batches`` micro-batches; None if the folder contains none."""
         for path in (self.folder / TIMETABLE, timetable_file(self.folder, micro_batches)):
             if path.exists():
                 timetable = read_timetable(path)
@@ -145,7 +145,7 @@ def _read(path: Path, rank: int, notes: list[str]) -> RankTrace | None:
         notes.append(f"{path.name}: not a trace of rank {rank}, skipped")
         return None
     if last != {}:
-        notes.append(f"{path.name}: incomplete, as after a kill; read up to its last complete line")
+        notes.append(f"{path.name}: truncated, as after a kill; read up to its last complete line")
         damaged -= last is None  # do not count the truncated line
     if damaged:
         notes.append(f"{path.name}: {damaged} damaged line{'s' * (damaged != 1)}, skipped")

@@ -138,7 +138,7 @@ def summarize(traces: Traces) -> Summary:
     }
     notes = list(traces.notes)
     if not steps:
-        notes.append("steps: none is complete on every rank")
+        notes.append("steps: no step is complete on every rank")
     return Summary(
         schedule=traces.run["schedule"],
         world_size=traces.run["world_size"],

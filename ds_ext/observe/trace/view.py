@@ -1,7 +1,7 @@
 """HTML page with the planned timetable above the measured one, on one time scale in milliseconds.
 
 The plan is the timetable simulated with the mean measured time of every kind of op at every stage, and with messages
-that take no time. Differences between the two pictures are therefore messages, waits and noise.
+that take no time. Differences between the two diagrams therefore come from messages, waits and noise.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def page(traces: Traces, step: int | None = None) -> str:
 
     Args:
         traces: traces of the run.
-        step: number of the step; None: the step of median makespan.
+        step: number of the step; None: the step with the median makespan.
 
     Raises:
-        ConfigError: if no step or not this step is complete, or if the folder does not contain the timetable.
+        ConfigError: if no step, or not this one, is complete, or if the folder does not contain the timetable.
     """
     summary = summarize(traces)
     step = _choose_step(traces, summary, step)
@@ -81,7 +81,7 @@ def _timetable(traces: Traces, step: int) -> Timetable:
     timetable = traces.timetable(micro_batches)
     if timetable is None:
         raise ConfigError(
-            f"{traces.folder}: no timetable of {micro_batches} micro-batches. Copy timetable*.txt from rank 0's trace "
+            f"{traces.folder}: no timetable for {micro_batches} micro-batches. Copy timetable*.txt from rank 0's trace "
             "folder."
         )
     return timetable
@@ -192,7 +192,7 @@ def _notes(summary: Summary, step: int, unit: str) -> list[str]:
     ]
     if unit == "device":
         notes.append(
-            "A row is a device of a pipeline group and shows its first rank. The pictures' bubbles refer to these rows."
+            "A row is a device of a pipeline group and shows its first rank. The diagrams' bubbles refer to these rows."
         )
     stage, link = summary.slowest_stage, summary.slowest_link
     if stage is not None:

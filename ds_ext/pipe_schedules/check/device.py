@@ -1,8 +1,8 @@
-"""Check of the instructions of one device, if every receive gets the expected message.
+"""Check the instructions of one device, assuming that every receive gets the expected message.
 
-The device computes the ops of its timetable in order. Each instruction has its inputs, nothing is produced twice, and
-no buffer is shared by two live (stage, micro-batch) pairs. The result is the list of sends and receives, for
-:mod:`.links`.
+The device must compute the ops of its timetable in order. Each instruction must have its inputs. Nothing may be
+produced twice, and no two live (stage, micro-batch) pairs may share a buffer. The result is the list of sends and
+receives, for :mod:`.links`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Item(NamedTuple):
 
 @dataclass
 class Traffic:
-    """Sends and receives of one device in order, up to ``error`` if its program has one."""
+    """Sends and receives of one device, in order. If its program has an error, the list ends there."""
 
     instructions: list[Instruction] = field(default_factory=list)
     error: ScheduleError | None = None
@@ -80,7 +80,7 @@ class _Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceCheck:
-    """Check of the devices of a program, one by one."""
+    """Checker for the devices of a program, one at a time."""
 
     program: Program
 
@@ -97,7 +97,7 @@ class DeviceCheck:
 
     @cached_property
     def _rules(self) -> dict[str, tuple[_Rule, ...]]:
-        """Name of an instruction -> its rule at every stage. SyncWeights has none: it belongs to no micro-batch."""
+        """Name of an instruction -> its rule at every stage. SyncWeights has no rule: it belongs to no micro-batch."""
         stages = range(self.program.timetable.placement.stages)
 
         def everywhere(*rule: int) -> tuple[_Rule, ...]:
@@ -180,7 +180,7 @@ class DeviceCheck:
                 available[stage + shift, m] = have | makes
 
     def _check_buffers(self, device: int) -> None:
-        """Raise ScheduleError if a pair changes its buffer, or two live pairs share one."""
+        """Raise ScheduleError if a pair changes buffers, or two live pairs share one."""
         count = self.program.num_buffers[device]
         buffer_of: dict[tuple[int, int], int] = {}
         holder: list[tuple[int, int] | None] = [None] * count
@@ -210,7 +210,7 @@ class DeviceCheck:
         assert m is not None and stage is not None
         op = instruction.op
         if op is not None:
-            # A result of this device is computed later, as every op occurs once.
+            # Every op occurs once, so a missing result of this device is computed later.
             graph_kind = self.program.timetable.placement.graph_kind
             later = {OUTPUT: graph_kind, INPUT_GRADIENT: BACKWARD_INPUT}.get(kind)
             problem = f"without its {NAMES[kind]}" if later is None else f"before {Op(later, m, stage)}"
@@ -222,7 +222,7 @@ class DeviceCheck:
 
 
 def op_of(program: Program, item: Item) -> Op:
-    """Return the op at which an error about ``item`` points."""
+    """Return the op that an error about ``item`` points at."""
     gradient = item.kind in (GRADIENT, INPUT_GRADIENT)
     _, stage, m = item
     kind = program.timetable.dependencies.gradient_kind(stage, m) if gradient else FORWARD

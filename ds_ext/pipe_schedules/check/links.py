@@ -1,6 +1,6 @@
 """Check the messages between devices: each is received in order, and no devices wait for each other in a cycle.
 
-Only sends and receives are simulated, because computations wait for no other device.
+Only sends and receives are simulated, because computations do not wait for other devices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _UNLIMITED = 1 << 60
 
 
 class Links:
-    """Directed links of a program, numbered, with their messages.
+    """Numbered directed links of a program, with their messages.
 
     ``sent[link]`` and ``received[link]`` list the messages in the order of the sends and of the receives.
 
@@ -69,7 +69,7 @@ class Links:
         return run
 
     def fewest_credits(self) -> int:
-        """Return the fewest credits per link with which the program ends. More credits never cause a deadlock."""
+        """Return the smallest number of credits per link that avoids a deadlock. More credits never cause one."""
         if not self.messages:
             return 0
         most = 1
@@ -92,14 +92,14 @@ class Links:
         self._check_all_received()
 
     def _check_message_order(self, run: _Run) -> None:
-        """Raise ScheduleError if a receive got another message than it expects."""
+        """Raise ScheduleError if a receive gets a message other than the one it expects."""
         for link, (sender, receiver) in enumerate(self.devices):
             pairs = zip(self.sent[link], self.received[link], strict=False)
             for k, (sent, received) in enumerate(pairs):
                 if sent != received and k < run.num_received[link]:
                     sentence = (
-                        f"device {receiver} expects the {received} from device {sender}, but the next message of "
-                        f"that link is the {sent}."
+                        f"device {receiver} expects the {received} from device {sender}, but the next message on "
+                        f"this link is the {sent}."
                     )
                     op = op_of(self.program, received)
                     raise error_at(self.program.timetable, sentence, receiver, op)
@@ -120,7 +120,7 @@ class Links:
         return error_at(self.program.timetable, f"deadlock{limit} ({waits}).", device, op)
 
     def _check_all_received(self) -> None:
-        """Raise ScheduleError if a message was never received."""
+        """Raise ScheduleError if a message is never received."""
         for link, (sender, receiver) in enumerate(self.devices):
             if len(self.sent[link]) == len(self.received[link]):
                 continue
@@ -133,7 +133,7 @@ class Links:
 class _Run:
     """Run of the sends and receives of all devices.
 
-    ``at[device]`` counts the finished sends and receives, ``num_sent[link]`` and ``num_received[link]`` the messages.
+    ``at[device]`` counts finished sends and receives; ``num_sent[link]`` and ``num_received[link]`` count messages.
     """
 
     def __init__(self, links: Links, credits: int) -> None:
@@ -144,16 +144,16 @@ class _Run:
 
     @property
     def ended(self) -> bool:
-        """True if all devices reached their end. A device with an error does not."""
+        """True if all devices have finished. A device with an error never does."""
         rows = zip(self.at, self.links.events, self.links.traffic, strict=True)
         return all(at == len(events) and each.error is None for at, events, each in rows)
 
     def advance(self) -> None:
-        """Run all devices as far as possible. A waiting device resumes when the other end of its link has moved."""
+        """Run all devices as far as possible. A waiting device resumes when its peer has advanced."""
         num_sent, num_received, credits = self.num_sent, self.num_received, self.credits
         waiting: set[int] = (
             set()
-        )  # events; each identifies a device, as a link has one sender and one receiver
+        )  # events; each identifies a device, because a link has one sender and one receiver
         runnable = list(range(len(self.at)))
         while runnable:
             device = runnable.pop()

@@ -1,12 +1,12 @@
-"""Proof, before the launch, that a program runs to its end.
+"""Prove, before the launch, that a program runs to completion.
 
 The check rejects: an op that is missing, repeated or on the wrong device; a missing input; a message that is never
-received, or received in another order than sent; a deadlock, also if a link has only ``link_credits`` credits; a buffer
-shared by two live (stage, micro-batch) pairs.
+received, or received out of order; a deadlock, including one caused by having only ``link_credits`` credits per link; a
+buffer shared by two live (stage, micro-batch) pairs.
 
 The proof has two parts, because devices interact only through messages. :mod:`.device` proves that each device is
 correct if every receive gets the expected message. :mod:`.links` proves that it does. A link has one sender and one
-receiver, so the result does not depend on the speed of the devices, and a single run proves all.
+receiver, so the result does not depend on the speed of the devices, and a single run is enough.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Report:
     """Requirements of a valid program.
 
     Attributes:
-        num_buffers: number of buffers of every device.
-        link_credits: fewest credits of every link with which the program ends; 0 if it has no messages.
+        num_buffers: number of buffers on every device.
+        link_credits: smallest number of credits per link that avoids a deadlock; 0 if the program has no messages.
         loss_devices: devices that compute a loss.
         messages: number of tensors sent in one step.
     """
@@ -39,11 +39,11 @@ class Report:
 
 
 def check(program: Program, *, link_credits: int | None = None) -> Report:
-    """Prove that ``program`` ends. Raises ScheduleError with the problem and a grid with an arrow at the op.
+    """Prove that ``program`` runs to completion. Raises ScheduleError with the problem and a grid that marks the op.
 
     Args:
         link_credits: messages that each link holds before its sender must wait; None: no limit. Activations and
-            gradients share the link from one device to another, and arrive in the order of the sends.
+            gradients share the link from one device to another, and arrive in the order in which they are sent.
     """
     timetable, placement = program.timetable, program.timetable.placement
     check_timetable(timetable)

@@ -1,4 +1,4 @@
-"""Check of a timetable: every op occurs once, on the device that holds its stage."""
+"""Check a timetable: every op occurs once, on the device that holds its stage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_timetable(timetable: Timetable) -> None:
         placement.check_replicas(timetable.schedule)
     if len(timetable.orders) != placement.num_devices:
         raise ScheduleError(
-            f"{timetable.schedule}: the timetable needs one order per device, {placement.num_devices} "
+            f"{timetable.schedule}: the timetable needs one order for each of {placement.num_devices} devices "
             f"(got {len(timetable.orders)})."
         )
     bits = {kind: _BIT[kind] for kind in placement.kinds}
@@ -42,7 +42,7 @@ def check_timetable(timetable: Timetable) -> None:
 
 
 def _complete(timetable: Timetable, stage: int) -> set[int]:
-    """Return the valid sets of kinds of a micro-batch at ``stage``, as bits."""
+    """Return the valid sets of op kinds for a micro-batch at ``stage``, as bits."""
     forwards = sum(_BIT[kind] for kind in timetable.dependencies.forward_kinds(stage))
     if not timetable.trains:
         return {forwards}
@@ -50,7 +50,7 @@ def _complete(timetable: Timetable, stage: int) -> set[int]:
 
 
 def error_at(timetable: Timetable, sentence: str, device: int, op: Op | None) -> ScheduleError:
-    """Return the error for ``op`` of ``device``: the sentence, then the grid with an arrow at the op."""
+    """Return the error for ``op`` on ``device``: the sentence, then the grid with an arrow at the op."""
     order = timetable.orders[device]
     # The last occurrence: if an op is repeated, the second one is wrong.
     step = max((i for i, other in enumerate(order) if other == op), default=None)
@@ -76,7 +76,7 @@ def _wrong_device(timetable: Timetable, device: int, op: Op) -> ScheduleError:
 
 
 def _swap_hint(timetable: Timetable) -> str:
-    """Return a hint if swapped arguments of Op would explain every op, else an empty text."""
+    """Return a hint if swapped arguments of Op would explain every op, else an empty string."""
     placement, pipes = timetable.placement, timetable.dependencies.pipes
     fits = all(
         0 <= op.micro_batch < placement.stages

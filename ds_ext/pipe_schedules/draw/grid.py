@@ -15,7 +15,7 @@ SPLIT_LEGEND = "3' its input gradient   3\" its weight gradient"
 REPEATED_LEGEND = "3* its repeated forward, with the graph"
 
 _MARKS = {FORWARD: "", BACKWARD: "'", BACKWARD_INPUT: "'", BACKWARD_WEIGHT: '"', RECOMPUTE: "*"}
-_COLORS = ("36", "33", "35", "32")  # one terminal colour per pipe
+_COLORS = ("36", "33", "35", "32")  # one terminal color per pipe
 _MAX_WIDTH = 4000
 _MAX_UNITS_PER_OP = 12
 
@@ -23,11 +23,11 @@ _MAX_UNITS_PER_OP = 12
 def time_grid(simulation: Simulation, *, labels: str = "micro-batch", color: bool = False) -> str:
     """Return one line per device: ``3`` is a forward of micro-batch 3, ``3'-`` its backward, ``.`` waiting.
 
-    If no op takes time, or lines would be too long, the result is the grid of steps.
+    If no op takes time, or lines would be too long, the result is the device x step grid.
 
     Args:
         labels: ``"micro-batch"``, or ``"op"`` for ``F3@1``.
-        color: give each pipe a terminal colour.
+        color: give each pipe a terminal color.
     """
     if not any(end > start for row in simulation.spans for _, start, end in row):
         return order_grid(simulation.timetable)
@@ -37,7 +37,7 @@ def time_grid(simulation: Simulation, *, labels: str = "micro-batch", color: boo
         for spans in simulation.spans
     ]
     texts = {op: str(op) if labels == "op" else _short(op) for row in cells for op, _, _ in row}
-    # Characters per unit of time: enough for the text of every op and a blank.
+    # Characters per unit of time: enough for the text of every op and a space.
     wide = max(
         (
             math.ceil((len(texts[op]) + 1) / (end - start))
@@ -66,7 +66,7 @@ def time_grid(simulation: Simulation, *, labels: str = "micro-batch", color: boo
 
 
 def _cell(op: Op, text: str, width: int, timetable: Timetable, color: bool) -> str:
-    """Return ``text`` padded to ``width`` characters, backwards with dashes."""
+    """Return ``text`` padded to ``width`` characters; backwards are padded with dashes."""
     body = text if op.kind in (FORWARD, RECOMPUTE) else text.ljust(width - 1, "-")
     gap = " " * (width - len(body))
     if color:
@@ -85,9 +85,9 @@ def _column(time: float, unit: float) -> int:
 
 
 def _time_unit(simulation: Simulation) -> float:
-    """Return the time of a column: the shortest time between two events, unless lines would be very long."""
+    """Return the time per column: the shortest time between two events, or more if lines would be very long."""
     spans = [(start, end) for row in simulation.spans for _, start, end in row if end > start]
-    # Times that differ only by rounding are one edge.
+    # Times that differ only by rounding count as one edge.
     scale = simulation.makespan
     edges = sorted({0.0, *(round(t / scale, 9) for span in spans for t in span)})
     shortest = min(b - a for a, b in itertools.pairwise(edges)) * scale

@@ -1,4 +1,4 @@
-"""Device x step grid, for errors and for timetables too long for a grid over time."""
+"""Device x step grid, for errors and for timetables that are too long for a grid over time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _AROUND = 6  # steps on each side of an arrow
 
 
 def order_grid(timetable: Timetable, *, device: int | None = None, step: int | None = None) -> str:
-    """Return the device x step grid, or with ``step`` a window around an op, with an arrow.
+    """Return the device x step grid; with ``step``, only a window around one op, marked with an arrow.
 
     Args:
         device, step: position of the arrow, ``timetable.orders[device][step]``; without ``step``, the end of the row.

@@ -21,7 +21,7 @@ Word = float | tuple[float, ...]
 
 
 class Mark(NamedTuple):
-    """Interval besides the computations, with the text of its tooltip; drawn as a bar if it is ``below`` the row."""
+    """Interval that is not a computation, with its tooltip; ``below`` draws it as a bar below the row."""
 
     start: float
     end: float
@@ -29,7 +29,7 @@ class Mark(NamedTuple):
     text: str
 
 
-_ROUNDING = 1e-8  # relative; larger than the sum of the rounding errors of nine digits
+_ROUNDING = 1e-8  # relative; larger than the accumulated error of rounding to nine digits
 _BASE, _DIGIT, _LAST_DIGIT = 30, ord("="), ord("]")
 
 _HINT = (
@@ -48,17 +48,17 @@ def html(
 ) -> str:
     """Return a page with all timetables on one time scale.
 
-    A script draws the ops from a compact text of one to six bytes per op, or more with jitter.
+    A script draws the ops from a compact encoding of one to six bytes per op, or more with jitter.
 
     Args:
-        table: head and rows of a table above the timetables. The first cell of a row is its name.
+        table: header and rows of a table above the timetables. The first cell of a row is its name.
         notes: sentences below the table.
         axis: title of the time axis; by default the unit is a forward.
-        marks: further intervals, for every row of every timetable.
+        marks: additional intervals, for every row of every timetable.
         rows: names of the rows of every timetable; by default ``device 0``, ``device 1`` and so on.
 
     Raises:
-        ScheduleError: there is no timetable.
+        ScheduleError: there are no timetables.
     """
     if not simulations:
         raise ScheduleError("page: needs at least 1 timetable (got 0).")
@@ -171,10 +171,11 @@ def _data(
 
 
 def _plot(simulation: Simulation, axis: str | None) -> dict[str, object]:
-    """Return the data of one timetable. ``rows`` has one text per device: the packed numbers of its words.
+    """Return the data of one timetable. ``rows`` has one string per device: the packed numbers of its words.
 
-    A word is the time of a wait, or an op: kind, difference in stage and micro-batch to the last op of that kind on the
-    device, and time. Orders are repetitive, so there are few words. The most frequent ones have the smallest numbers.
+    A word is the time of a wait, or an op: its kind, the difference in stage and micro-batch from the previous op of
+    that kind on the device, and its time. Orders are repetitive, so there are few words. The most frequent ones have
+    the smallest numbers.
     """
     timetable = simulation.timetable
     rows = [_words(spans) for spans in simulation.spans]
@@ -199,7 +200,7 @@ def _words(spans: Sequence[tuple[Op, float, float]]) -> list[Word]:
     last = {kind: (0, 0) for kind in DRAWN}
     at = 0.0
     for (kind, m, stage), start, end in spans:
-        # The script sums up the words. Rounding errors must not accumulate, and they are not waits.
+        # The script adds up the words, so rounding errors must not accumulate, and must not appear as waits.
         wait = start - at
         if abs(wait) > _ROUNDING * start:
             found.append(_number(wait))

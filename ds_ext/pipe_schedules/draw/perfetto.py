@@ -1,6 +1,7 @@
 """Simulated timetable as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
 
-The format is that of the traces of real runs: one process per device, a thread for computations, events named like ops.
+The format is the same as for traces of real runs: one process per device, one thread for computations, and events named
+after ops.
 """
 
 from __future__ import annotations

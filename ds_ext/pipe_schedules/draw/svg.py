@@ -1,4 +1,4 @@
-"""SVG picture of a timetable, and the colours, words and numbers that it shares with the HTML page."""
+"""SVG diagram of a timetable, and the colors, words and numbers that it shares with the HTML page."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ WORDS = {
 
 
 class Theme(NamedTuple):
-    """Colours of the light or the dark picture.
+    """Colors of the light or the dark theme.
 
-    ``kinds[p]`` are the colours of pipe p: forward, whole backward, input gradient, weight gradient. A repeated forward
-    has the colour of a forward and a star. Pipes differ in hue, blue and orange first, which every kind of colour
-    blindness distinguishes. Kinds differ in lightness, also when printed in grey. ``text`` is the colour of labels on
-    forwards and weight gradients, ``inverse`` on the other two.
+    ``kinds[p]`` are the colors of pipe p: forward, whole backward, input gradient, weight gradient. A repeated forward
+    has the color of a forward and a star. Pipes differ in hue. The first two are blue and orange, which remain distinct
+    with every kind of color blindness. Kinds differ in lightness, even when printed in gray. ``text`` is the color of
+    labels on forwards and weight gradients, ``inverse`` on the other two.
     """
 
     paper: str
@@ -79,12 +79,12 @@ ON_DARK = (BACKWARD, BACKWARD_INPUT)
 
 
 def color_class(op: Op, timetable: Timetable) -> str:
-    """Return kind and pipe, such as ``F0``; pipes beyond the palette reuse its colours."""
+    """Return the kind and pipe of ``op``, such as ``F0``; pipes beyond the palette reuse its colors."""
     return f"{op.kind}{timetable.pipe(op.micro_batch) % len(LIGHT.kinds)}"
 
 
 def heading(timetable: Timetable) -> str:
-    """Return the sizes of a timetable, as ``4 devices, 8 micro-batches``."""
+    """Return the sizes of a timetable, such as ``4 devices, 8 micro-batches``."""
     placement, n = timetable.placement, timetable.micro_batches
     stages = f"{placement.stages} stages on " if placement.forward_devices else ""
     devices = f"{placement.num_devices} device{'s' * (placement.num_devices != 1)}"
@@ -129,7 +129,7 @@ def legend(kind: str) -> str:
 
 
 def paints(colors: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield every kind with its colour in the palette of a pipe."""
+    """Yield every kind with its color in the palette of a pipe."""
     yield from zip(KINDS, colors, strict=True)
     yield RECOMPUTE, colors[KINDS.index(FORWARD)]
 
@@ -139,12 +139,12 @@ _FONT = "system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif"
 
 
 def svg(simulation: Simulation) -> str:
-    """Return an SVG picture with one row per device, to scale, in the light or dark theme of the viewer."""
+    """Return an SVG diagram with one row per device, to scale, in the viewer's light or dark theme."""
     columns = simulation.makespan / min(
         (end - start for row in simulation.spans for _, start, end in row if end > start), default=1.0
     )
     column = min(max(1200 / max(columns, 1), 12), 26)
-    # A few very short ops must not make the picture too wide for viewers. If no op takes time, any scale will do.
+    # A few very short ops must not make the diagram too wide for viewers. If no op takes time, any scale will do.
     scale = min(columns * column, 12000) / (simulation.makespan or 1) or column
     width = max(_LEFT + simulation.makespan * scale + _RIGHT, 560)
     bottom = _TOP + len(simulation.spans) * _ROW
@@ -249,7 +249,7 @@ def _axis(simulation: Simulation, scale: float, bottom: float) -> Iterator[str]:
 
 
 def nice_step(least: float) -> float:
-    """Return the smallest number of 1, 2, 5, 10, 20, ... and their tenths that is at least ``least``."""
+    """Return the smallest of ..., 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, ... that is at least ``least``."""
     power = 1.0
     while power > least:
         power /= 10
@@ -275,5 +275,5 @@ def _legend(timetable: Timetable, y: float) -> Iterator[str]:
 
 
 def _n(value: float) -> str:
-    """Return a coordinate with two digits, which are finer than any screen."""
+    """Return a coordinate with two decimals, which is finer than any screen."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

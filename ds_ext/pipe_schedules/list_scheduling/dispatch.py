@@ -1,4 +1,4 @@
-"""List scheduling: an order is found by running the step, as each device picks among its ready ops.
+"""List scheduling: run the step while each device picks among its ready ops, and record the resulting order.
 
 :class:`EarliestDueDate` picks the op with the earliest due date: its start if its micro-batch entered at a given time
 and never waited. :class:`FillIdleTime` keeps a given order of forwards and backwards. Both compute a backward for the
@@ -6,8 +6,8 @@ weights, which no other device waits for, when no other op is ready or when no f
 
 **Deadlock.** A micro-batch is admitted if every device has capacity for all its stages. An admitted micro-batch can
 then always proceed: the furthest op of the oldest one has its inputs and its capacity. A planner may admit more,
-because a device rarely keeps all stages of a micro-batch at once. The orders are often better, but the devices can
-deadlock, full of micro-batches whose backwards have not arrived. Then :func:`dispatch` returns None.
+because a device rarely keeps all stages of a micro-batch at once. Its orders are often better, but the devices can
+deadlock when they are full of micro-batches whose backwards have not arrived. Then :func:`dispatch` returns None.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ..events import Admission, Policy, Run, Workload, run
 from ..ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Op
 
 _Priority = tuple[float, str, int, int]  # due date, then kind, stage and micro-batch to break ties
-_TOLERANCE = 1e-12  # relative; sums of the same times in another order differ by rounding
+_TOLERANCE = 1e-12  # relative; sums of the same times in a different order differ by rounding
 
 
 class _Device:
-    """Live activations of a device and its ready backwards for the weights; base of both policies."""
+    """Live activations of a device and its ready backwards for the weights; base class of both policies."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.live = capacity, 0
@@ -105,7 +105,7 @@ class CapacityAdmission:
     """Admission of micro-batches in the order of their entry times, while every device has capacity for their stages.
 
     Args:
-        capacity: stages of admitted micro-batches per device.
+        capacity: maximum number of stages of admitted micro-batches per device.
     """
 
     def __init__(self, workload: Workload, entries: Sequence[float], capacity: int) -> None:
@@ -144,19 +144,19 @@ def dispatch(workload: Workload, devices: Sequence[Policy], admission: Admission
 
 
 def by_due_date(workload: Workload, entries: Sequence[float], capacity: int, admitted: int) -> Run | None:
-    """Run the step by due dates; return None for a deadlock, which is impossible if ``admitted`` <= ``capacity``.
+    """Run the step by due dates; return None on a deadlock, which is impossible if ``admitted`` <= ``capacity``.
 
     Args:
         entries: target entry time of every micro-batch.
-        capacity: stages per device with live activations.
-        admitted: stages of admitted micro-batches per device.
+        capacity: maximum number of stages with live activations per device.
+        admitted: maximum number of stages of admitted micro-batches per device.
     """
     devices = [EarliestDueDate(workload, entries, capacity) for _ in range(workload.placement.num_devices)]
     return dispatch(workload, devices, CapacityAdmission(workload, entries, admitted))
 
 
 def fill_idle_time(workload: Workload, orders: Sequence[Iterable[Op]], capacity: int) -> Run | None:
-    """Run the given orders of forwards and backwards, with backwards for the weights in idle time; None: a deadlock."""
+    """Run the given orders, with backwards for the weights in idle time; return None on a deadlock."""
     everything = workload.micro_batches * workload.placement.stages
     devices = [FillIdleTime(order, capacity) for order in orders]
     return dispatch(

@@ -1,4 +1,4 @@
-"""Search for a short order under given costs, and the lower bound of all orders on a placement.
+"""Search for a short order under given costs, and a lower bound for all orders on a placement.
 
 List scheduling (:mod:`.dispatch`) turns a guess of the entry times of the micro-batches into an order. The search tries
 evenly spaced entries first, then random changes of the best guess.
@@ -29,15 +29,15 @@ _SPACINGS = (
     1.5,
     2.0,
 )  # between the micro-batches of a pipe, in forward + backward times
-_MAX_OPS = 50_000  # of all runs, about 0.2 s; the first guess is tried at any size
+_MAX_OPS = 50_000  # in all runs together, about 0.2 s; the first guess is tried at any size
 _ADMISSION_CHANGES = 0.3  # share of random changes that also change the admission limit
 _SLOW_MESSAGE = 0.01  # time of a message on slow links, in forwards of 1/D of the model
-_SLACK = 1e-9  # relative; sums of the same times in another order differ by rounding
+_SLACK = 1e-9  # relative; sums of the same times in a different order differ by rounding
 
 
 @dataclass(frozen=True)
 class _Guess:
-    """Entry time of every micro-batch, and the most stages of admitted micro-batches per device."""
+    """Entry time of every micro-batch, and the maximum number of stages of admitted micro-batches per device."""
 
     entries: tuple[float, ...]
     admitted: int
@@ -57,7 +57,8 @@ def plan(
     Args:
         schedule: name of the schedule, for errors.
         split: True to split backwards.
-        max_activations: limit of live activations per device, in units of 1/D of the model and a micro-batch.
+        max_activations: limit on live activations per device; the unit is what 1/D of the model keeps for one
+            micro-batch.
 
     Raises:
         ScheduleError: the limit is too low for one micro-batch.
@@ -124,7 +125,7 @@ def with_slow_links(workload: Workload) -> Workload:
     """Return the workload with a small message time instead of free messages.
 
     On free links many orders have the same makespan. In most of them each result is needed as soon as it is computed,
-    so that real messages would delay the step.
+    so real messages would delay the step.
     """
     costs = workload.costs
     return replace(workload, costs=replace(costs, comm=_SLOW_MESSAGE * costs.forward))
@@ -147,7 +148,7 @@ def _cost(run: Run) -> tuple[float, int]:
 
 
 def _tick_rule_run(workload: Workload, capacity: int) -> Run | None:
-    """Run the order of :mod:`..tick_rule`, which is optimal at equal costs; None if it exceeds the capacity."""
+    """Run the order of :mod:`..tick_rule`, which is optimal for equal costs; None if it exceeds the capacity."""
     placement, n = workload.placement, workload.micro_batches
     orders = [
         [op for _, op in ticks(device, placement, n, workload.gradient_kind)]
@@ -183,10 +184,10 @@ def _change(guess: _Guess, workload: Workload, limits: list[int], random: Random
 
 
 def lower_bound(workload: Workload) -> float:
-    """Return a lower bound of the makespan of all orders on the placement.
+    """Return a lower bound on the makespan of all orders on the placement.
 
-    For each device: the earliest arrival of a micro-batch, the work of the device, and the time back to stage 0. One
-    micro-batch alone is another bound. The largest value counts.
+    Each device gives a bound: the sum of the earliest arrival of a micro-batch, the work of the device, and the time
+    back to stage 0. The time of a single micro-batch is another bound. The largest value counts.
     """
     placement, kinds = workload.placement, (FORWARD, BACKWARD)
     counts = [workload.pipes.count(pipe) for pipe in range(placement.replicas)]

@@ -38,7 +38,7 @@ from ..schedule import Option, Orders, check_multiple, every_device
             "unit", None, "unit: closed form; greedy: planned for the costs, any N", ("unit", "greedy")
         ),
         "max_activations": Option(
-            0.0, 0, "greedy: most live activations per device, in units of 1/D of the model; 0: 1.5 D"
+            0.0, 0, "greedy: maximum live activations per device, in units of 1/D of the model; 0: 1.5 D"
         ),
     },
     variants=lambda num_devices, micro_batches: [
@@ -69,7 +69,7 @@ def bitpipe(
 
 
 def closed_form(device: int, num_devices: int, micro_batches: int) -> Iterator[Op]:
-    """Yield the ops of ``device`` for N a multiple of D."""
+    """Yield the ops of ``device``; N must be a multiple of D."""
     units = micro_batches // num_devices
     warmup = num_devices + num_devices // 2 + min(device, num_devices - 1 - device)
     pairs = 2 * num_devices - warmup
@@ -111,10 +111,10 @@ def closed_form(device: int, num_devices: int, micro_batches: int) -> Iterator[O
 def unit_order(
     device: int, num_devices: int, micro_batches: int, unit: int, *, backward: bool
 ) -> Iterator[tuple[int, int]]:
-    """Yield the 2D (micro-batch, stage) of one basic unit in the order of ``device``.
+    """Yield the 2D (micro-batch, stage) pairs of one basic unit in the order of ``device``.
 
-    ``near`` is the half of the model that comes first in the direction: the first half of the stages for forwards, the
-    second half for backwards. In the other pipe, the device is mirrored.
+    ``near`` is the half of the model that is computed first: the first half of the stages for forwards, the second half
+    for backwards. In the other pipe, the device is mirrored.
     """
     n = num_devices // 2
     home = 0 if device < n else 1

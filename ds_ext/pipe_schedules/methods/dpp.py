@@ -1,7 +1,7 @@
 """DPP, dynamic pipeline parallelism: each device chooses its next op at run time.
 
 The policy is in :mod:`..dynamic`: a device alternates between forwards and backwards, and computes the ready op with
-the highest priority. This file runs the policies under given costs and jitter. ``simulate`` prices the resulting
+the highest priority. This file runs the policies under given costs and jitter. ``simulate`` evaluates the resulting
 timetable; the engine uses its links and buffers. With free messages DPP takes as long as 1F1B and admits micro-batches
 earlier. A late message delays only the ops that need it::
 
@@ -10,8 +10,8 @@ earlier. A late message delays only the ops that need it::
     device 2  . . 0 1 2 3 0'- . 1'- . 2'- . 3'- . . . .
     device 3  . . . 0 0'- 1 1'- 2 2'- 3 3'- . . . . . .
 
-The greedy choice is that of MegatronApp's dynamic scheduler (MegaDPP). The admission rule, which bounds memory and
-prevents deadlocks, is added here.
+The greedy choice follows MegatronApp's dynamic scheduler (MegaDPP). The admission rule, which bounds memory and
+prevents deadlocks, is our addition.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _OPTIONS = {
     "chunks": Option(2, 1, "stages per device, for placement interleaved"),
     "policy": Option("group", None, "choice among ready ops", POLICIES),
     "backward": Option("whole", None, "split: weight gradients fill idle time", ("whole", "split")),
-    "max_in_flight": Option(0, 0, "most micro-batches in flight, summed over the pipes; 0: 2 D"),
+    "max_in_flight": Option(0, 0, "maximum number of micro-batches in flight, over all pipes; 0: 2 D"),
     "max_activations": Option(
         0.0,
         0,
-        "most live activations per device, in units of 1/D of the model; 0: no limit beyond max_in_flight",
+        "maximum live activations per device, in units of 1/D of the model; 0: no limit beyond max_in_flight",
     ),
 }
 
@@ -62,7 +62,7 @@ def make_rules(placed: Placement, micro_batches: int, options: Mapping[str, Any]
         options: all options of the schedule.
 
     Raises:
-        ScheduleError: an option has no effect, or a limit is too low for one micro-batch of every pipe.
+        ScheduleError: an option has no effect, or a limit is too low for one micro-batch in every pipe.
     """
     if options["placement"] != "interleaved" and options["chunks"] != _OPTIONS["chunks"].default:
         raise ScheduleError(
@@ -87,7 +87,7 @@ def make_rules(placed: Placement, micro_batches: int, options: Mapping[str, Any]
 
 
 def _max_live(placed: Placement, credits: tuple[int, ...], most: float) -> tuple[int, ...]:
-    """Return the most (stage, micro-batch) pairs per device. Raises ScheduleError for less than one per stage."""
+    """Return the maximum of (stage, micro-batch) pairs per device. Raises ScheduleError if below one per stage."""
     by_credits = [
         sum(devices.count(d) * n for devices, n in zip(placed.pipes, credits, strict=True))
         for d in range(placed.num_devices)

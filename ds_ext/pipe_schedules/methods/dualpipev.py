@@ -3,7 +3,7 @@
     device 0  0  1  2  0  0' 0" 1  3  1'--- 2  0'--- 4  2'--- 3  1'--- 3'--- 4  .  2'--- 4'--- 3' 3" 4' 4"
     device 1  .  0  0  1  1  2  0'--- 2  0'--- 3  1'--- 3  1'--- 4  2'--- 4  2'--- 3'--- 3'--- 4' 4' 4" 4"
 
-The steps are those of DeepSeek's DualPipe repository. The pipe turns at the last device, so the loss is on device 0. On
+The steps follow DeepSeek's DualPipe repository. The pipe turns at the last device, so the loss is on device 0. On
 GPUs the two ops of a pair (steps 4 and 5) overlap to hide messages; here they run one after the other. Backwards are
 split only where a device would otherwise be idle. N must be at least 2D.
 """

@@ -7,15 +7,15 @@
 
 A forward device computes without an autograd graph. It sends its output to the forward device and to the backward
 device of the next stage. A backward device repeats the forward of its stage with a graph (``0*``) and computes the
-backward as soon as the gradient arrives, so it keeps at most one micro-batch. The forward device of the last stage is
-idle in training. The forward devices serve ``k`` = ``backward_per_forward`` pipes of backward devices, which are
-replicas of each other.
+backward as soon as the gradient arrives, so it keeps the activations of at most one micro-batch. The forward device of
+the last stage is idle in training. The forward devices serve ``k`` = ``backward_per_forward`` pipes of backward
+devices, which are replicas of each other.
 
 Device (1 + k)s computes the forwards of stage s, and devices (1 + k)s + 1 ... (1 + k)s + k its backwards. A step takes
-(P - 1)f + N/k (f + b + w) + (P - 1)(b + w) on 1 + k times the devices of a plain pipeline of P stages. While each of
-its k backward devices works f + b + w, a forward device works kf. FBD is worth its devices if forward devices are up
-to (f + b + w)/(kf) times slower, if one forward rank replaces TP ranks, or if activations limit the memory. Equal
-devices with enough memory are faster as plain pipelines.
+(P - 1)f + N/k (f + b + w) + (P - 1)(b + w) on 1 + k times the devices of a plain pipeline of P stages. In the time in
+which each of its k backward devices spends f + b + w, a forward device spends kf. FBD is worth its extra devices if
+forward devices are up to (f + b + w)/(kf) times slower, if one forward rank replaces TP ranks, or if a plain pipeline
+would not have enough memory for its activations. Otherwise, a plain pipeline on all of the devices is faster.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def fbd(
 
 
 def most_ahead(stages: int, stage: int, spare: int = 1) -> int:
-    """Return the most outputs of ``stage`` that the backward device of the next stage has not yet received.
+    """Return the maximum number of outputs of ``stage`` that the next stage's backward device has not yet received.
 
     With equal stages, a bound of ``stages - 1 - stage`` does not lengthen the step. In forward times, the backward
     device of the next stage ends its m-th repeated forward at 3m + 2(stages - 2 - stage) + stages. The last stage does

@@ -5,7 +5,8 @@
     device 2  . . 0 1 2 3 0 1 2 . 0'- 3 1'- . 2'- . 3'- 0'- 1'- 2'- 3'- . . . .
     device 3  . . . 0 1 2 3 0 0'- 1 1'- 2 2'- 3 3'- 0'- 1'- 2'- 3'- . . . . . .
 
-In the picture each device holds two chunks. A micro-batch passes every device twice, and each visit is half as long.
+In the diagram each device holds two chunks. A micro-batch passes through every device twice, and each visit is half as
+long.
 """
 
 from __future__ import annotations

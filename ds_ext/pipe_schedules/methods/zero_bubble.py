@@ -1,7 +1,7 @@
 """Zero bubble: split backwards, with weight gradients in idle time (arXiv 2401.10241, 2405.15362).
 
 ``2'`` is the input gradient (I) of micro-batch 2, which the previous stage waits for. ``2"`` is its weight gradient
-(W), which no other op waits for. All three schedules are the tick rule (:mod:`..tick_rule`) on a placement, with at
+(W), which no other op waits for. All three schedules apply the tick rule (:mod:`..tick_rule`) to a placement, with at
 most D activations per device. Weight gradients move earlier where that does not lengthen the step; this reduces the
 sensitivity to message latency.
 
@@ -44,7 +44,7 @@ from ..tick_rule import split_order
 _MAX_ACTIVATIONS = Option(
     0.0,
     0,
-    "most live activations per device, in units of 1/D of the model; 0: D, or 1.5 D if messages take time",
+    "maximum live activations per device, in units of 1/D of the model; 0: D, or 1.5 D if messages take time",
 )
 
 
