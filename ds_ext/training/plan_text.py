@@ -99,8 +99,8 @@ def _describe_costs(plan: JobPlan, simulation: Simulation, message_bytes: int, w
         costs = describe_costs(simulation.costs)
     return [
         f"bubble    {simulation.bubble:.1%} (simulated: {costs})",
-        f"peak      {peaks} live activations per device, in units of 1/{placement.devices_per_pipe} of the model and a "
-        f"micro-batch",
+        f"peak      {peaks} live activations per device, in units of 1/{placement.devices_per_pipe} of the model for "
+        f"one micro-batch",
         f"messages  {simulation.messages} per step and pipeline group, {message_bytes:,} bytes each",
         f"weights   {copies} of the model per pipeline group",
         f"checked   no deadlock with room for {credits} per link",
