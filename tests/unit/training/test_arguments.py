@@ -63,7 +63,7 @@ def test_flags_set_keys_of_the_json(run: Any) -> None:
         (
             {"ds_ext": {"schedule": "1f1b"}},
             ["--enable-bitpipe-schedule"],
-            r"^--enable-bitpipe-schedule: .*ds_ext\.schedule of .*job\.json .*got '1f1b'",
+            r"^--enable-bitpipe-schedule: .*ds_ext\.schedule .*job\.json .*got '1f1b'",
         ),
         (
             {"ds_ext": {"pipeline_parallel_size": 4}},
@@ -74,7 +74,7 @@ def test_flags_set_keys_of_the_json(run: Any) -> None:
         (
             {},
             ["--schedule", "gpipe", "--enable-bitpipe-schedule"],
-            r"ds_ext\.schedule of --schedule gpipe .*got 'gpipe'",
+            r"ds_ext\.schedule .*--schedule gpipe .*got 'gpipe'",
         ),
         (
             {"optimizer": {"params": {"betas": [0.9, 0.95]}}},
