@@ -1,4 +1,4 @@
-"""Bounds on processor time that hold on a slow processor too."""
+"""Bounds on CPU time that hold on a slow processor too."""
 
 from __future__ import annotations
 

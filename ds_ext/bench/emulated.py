@@ -195,7 +195,7 @@ class _Whole:
 
 
 class _Head(torch.autograd.Function):
-    """Rows for the linear layer. The backward writes their gradient to the gradient of all rows."""
+    """Select the rows for the linear layer. The backward writes their gradient into the gradient of all rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, whole: _Whole) -> Tensor:

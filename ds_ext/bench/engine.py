@@ -1,6 +1,6 @@
-"""``bench engine``: processor time that an engine takes per instruction.
+"""``bench engine``: CPU time that an engine takes per instruction.
 
-The result is the processor time of a step, minus the layers' passes and the transport's calls, divided by the number of
+The result is the CPU time of a step, minus the layers' passes and the transport's calls, divided by the number of
 instructions. It includes the optimizer's step and the reductions. Times are those of the rank's thread, so waiting for
 another rank or for a core does not count.
 """
@@ -23,7 +23,7 @@ from .command import Report, add_number, add_size_flags, check_at_least, json_it
 from .job import Job
 from .ranks import take_turns
 
-SUMMARY = "processor time that an engine takes per instruction, without layers and transport"
+SUMMARY = "CPU time that an engine takes per instruction, without layers and transport"
 RIVAL = "deepspeed_1f1b"
 STEPS = 5  # summed in one measurement
 _OVER = " over "  # an engine is called "1f1b", or "1f1b over shm"
@@ -82,7 +82,7 @@ def measure(args: argparse.Namespace) -> Report:
 
 
 class EngineCost(NamedTuple):
-    """Microseconds of processor time on one rank, and numbers of its instructions and messages per step."""
+    """Microseconds of CPU time on one rank, and numbers of its instructions and messages per step."""
 
     us_per_instruction: float
     us_per_message: float
@@ -91,7 +91,7 @@ class EngineCost(NamedTuple):
 
 
 class Stopwatch:
-    """Total processor time of calls. Calls inside counted calls are not counted again."""
+    """Total CPU time of calls. Calls inside counted calls are not counted again."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -81,7 +81,7 @@ def measure(args: argparse.Namespace) -> Report:
         raise ConfigError(f"--cases: unknown name (got {args.cases!r}). Use any of {', '.join(CASES)}.")
     check_at_least("--steps", args.steps, 1)
     if not args.forward_ms > 0:
-        raise ConfigError(f"--forward-ms: must be more than 0 (got {args.forward_ms:g}).")
+        raise ConfigError(f"--forward-ms: must be greater than 0 (got {args.forward_ms:g}).")
     costs = Costs(args.forward_ms, args.forward_ms, args.forward_ms)
     times = _times(names, args.steps, costs)
     simulated = {name: simulate(CASES[name].timetable, costs).makespan for name in names}

@@ -110,7 +110,7 @@ def _our_schedules(args: argparse.Namespace) -> list[str]:
     check_at_least("--steps", args.steps, 1)
     for flag, value in (("--message-kb", args.message_kb), ("--forward-ms", args.forward_ms)):
         if not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"{flag}: must be more than 0 (got {value:g}).")
+            raise ConfigError(f"{flag}: must be greater than 0 (got {value:g}).")
     costs = _costs(args)
     found = []
     for request in [*SCHEDULES, *VARIANTS] if args.schedules is None else names_in(args.schedules):

@@ -214,7 +214,7 @@ def _seconds(action: Callable[[], Any]) -> float:
 
 
 def _thread_seconds() -> dict[str, float]:
-    """Return the processor time of each thread of this process since its start."""
+    """Return the CPU time of each thread of this process since its start."""
     seconds = {}
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):  # it has just ended

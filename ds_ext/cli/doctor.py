@@ -206,7 +206,7 @@ def try_rdma(device: str, port: int, gid_index: int) -> int:
         if not ranks[1].wait_arrival(_TRIAL_S):
             raise TransportError(f"{device} port {port}: no message from itself within {_TRIAL_S:g} s")
         if bytes(memoryview(ranks[1].take()[0])) != sent:
-            raise TransportError(f"{device} port {port}: a message from itself was corrupted")
+            raise TransportError(f"{device} port {port}: a message that it sent to itself was corrupted")
         source.close()
         target.close()
     except (_native.VerbsError, _native.LinkError, OSError) as error:

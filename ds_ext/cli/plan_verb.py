@@ -110,7 +110,7 @@ def _forward_devices(args: argparse.Namespace, cluster: Cluster) -> Cluster | No
     slowdown = 1.0 if args.forward_slowdown is None else args.forward_slowdown
     for flag, value in (("--forward-devices", args.forward_devices), ("--forward-slowdown", slowdown)):
         if not value > 0:
-            raise ScheduleError(f"{flag}: must be more than 0 (got {value:g}).")
+            raise ScheduleError(f"{flag}: must be greater than 0 (got {value:g}).")
     memory = parse_bytes(args.forward_memory or args.memory)
     return replace(cluster, devices=args.forward_devices, memory_bytes=memory, flops=cluster.flops / slowdown)
 

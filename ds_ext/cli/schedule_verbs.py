@@ -285,7 +285,7 @@ def run_optimise(args: argparse.Namespace) -> int:
     kept = max(given.peak_activations)
     limit = kept if args.max_activations is None else args.max_activations
     if not args.time_limit > 0:
-        raise ScheduleError(f"--time-limit: must be more than 0 seconds (got {args.time_limit:g}).")
+        raise ScheduleError(f"--time-limit: must be greater than 0 seconds (got {args.time_limit:g}).")
     optimum = optimise(given.timetable, given.costs, max_activations=limit, time_limit_s=args.time_limit)
     more = f"  ({kept:g} activations, above the limit)" if kept > limit + 1e-9 else ""
     print(f"{describe_sizes(given.timetable)}, at most {limit:g} activations per device")

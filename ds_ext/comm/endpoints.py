@@ -82,7 +82,11 @@ class LinkSetup(Protocol):
     """
 
     def offer(self) -> Any:
-        """Return what the peers need to connect; TransportError or OSError if this rank cannot use such links."""
+        """Return what the peers need to connect.
+
+        Raises:
+            TransportError, OSError: this rank cannot use such links.
+        """
         ...
 
     @staticmethod

@@ -237,7 +237,7 @@ def own_addresses() -> list[str]:
 
 
 def plain_address(address: str) -> str:
-    """Return an address in the form of :func:`own_addresses`: without scope, IPv4 not mapped into IPv6."""
+    """Return an address in the form that :func:`own_addresses` uses: without scope, IPv4 not mapped into IPv6."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     return str(getattr(parsed, "ipv4_mapped", None) or parsed)
 

@@ -193,7 +193,7 @@ def _check_ties(module: LayeredModule, ties: dict[str, list[TiedLayerSpec]]) -> 
         if untied:
             all_names = [name for name, p in layer.named_parameters() if p.requires_grad or id(p) in tied]
             raise ConfigError(
-                f"tied_weight_attr: all trained parameters of the tied layer {key!r} must be tied, or some schedules "
+                f"tied_weight_attr: all trainable parameters of the tied layer {key!r} must be tied, or some schedules "
                 f"would share them and others would not (got {', '.join(untied)} of {type(layer).__name__} untied). "
                 f"Set tied_weight_attr={all_names} in all {len(specs)} TiedLayerSpecs, build the layer without them "
                 f"(nn.Linear: bias=False), or move them to a separate layer."

@@ -1,8 +1,8 @@
 """Mapping between the weights of ds_ext and those of Hugging Face's transformers: names and layouts.
 
-A weight of ds_ext is named "index of the layer in the whole model.name in the layer". A GPT corresponds to a
-GPT2LMHeadModel. A BERT corresponds to a BertForPreTraining, or without the sentence-order head to a BertForMaskedLM.
-All three use the word embeddings as the output layer, so this weight is listed once.
+A ds_ext weight is named "INDEX.NAME": the index of its layer in the whole model, and its name in the layer. A GPT
+corresponds to a GPT2LMHeadModel. A BERT corresponds to a BertForPreTraining, or without the sentence-order head to a
+BertForMaskedLM. All three use the word embeddings as the output layer, so this weight is listed once.
 
 Shapes: D hidden size, F inner width of the MLP, V vocabulary without padding, P positions, N heads, H head size.
 """

@@ -54,7 +54,7 @@ class Cluster:
         for name in ("devices", "memory_bytes", "batch", "flops", "bandwidth", "tensor_parallel"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ScheduleError(f"{name}: must be more than 0 (got {value}).")
+                raise ScheduleError(f"{name}: must be greater than 0 (got {value}).")
 
 
 @dataclass(frozen=True)

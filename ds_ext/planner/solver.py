@@ -65,7 +65,7 @@ def optimise(
     cp_model = _import_solver()
     if max_activations is not None and not max_activations > 0:
         raise ScheduleError(
-            f"max_activations: must be more than 0 (got {max_activations}; the unit is 1/D of the model)."
+            f"max_activations: must be greater than 0 (got {max_activations}; the unit is 1/D of the model)."
         )
     costs = replace(costs or Costs(), jitter=0.0)
     given = simulate(timetable, costs)

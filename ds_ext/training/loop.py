@@ -67,7 +67,7 @@ class Trainer:
         train: training micro-batches by id.
         valid: validation micro-batches by id; None: no evaluation.
         tokens_per_sample: for tokens per second.
-        floor: name and loss in nats below which a model uses context.
+        floor: name and value (in nats) of a baseline loss; a model with a lower loss uses context.
         tokenizer: fingerprint of the data's tokenizer, saved with a checkpoint.
         model: sizes of the model; a checkpoint stores those that its weights do not show.
     """

@@ -75,7 +75,7 @@ def test_what_an_instruction_costs() -> None:
     assert found[0]["params"]["messages"] == sum(one.peer is not None for one in program)
     for item in found:
         assert (item["unit"], item["repeats"]) == ("us per instruction", 2)
-        # Nothing in Python takes less than a microsecond; a loaded machine does not count, as this is processor time.
+        # Nothing in Python takes less than a microsecond; a loaded machine does not count, as this is CPU time.
         assert 1 < item["best"] <= item["median"] < 5_000
         assert 1 < item["params"]["us_per_message"] < 50_000
 

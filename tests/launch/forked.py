@@ -1,6 +1,6 @@
 """Ranks without a launcher, in processes that the fork server of tests/ranks.py forks.
 
-A new Python process needs 3 s of processor time to import torch and DeepSpeed; a forked one has them.
+A new Python process needs 3 s of CPU time to import torch and DeepSpeed; a forked one has them.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class DevicePort:
 
     @property
     def name(self) -> str:
-        """Name for messages, as ``mlx5_0 port 1``."""
+        """Name used in messages, such as ``mlx5_0 port 1``."""
         return f"{self.device} port {self.port}"
 
     @property
@@ -98,7 +98,7 @@ def choose_port(
     Args:
         ports: ports of this host.
         address: numeric address of the rank; None: unknown.
-        must_match: whether the user set the address, so that another port is an error.
+        must_match: whether the user set the address; if so, using any other port is an error.
         environment: environment variables.
 
     Raises:

@@ -186,7 +186,7 @@ def test_stdlib_is_prepared_for_real_in_time(tmp_path: Path) -> None:
     # Processor time does not depend on other work on the machine. It is about 500 times that of the loop.
     cpu_s = used.children_user - before.children_user + used.children_system - before.children_system
     assert cpu_s < 3000 * python_s(), (
-        f"{cpu_s:.0f} s of processor time, {time.monotonic() - started_s:.0f} s in all"
+        f"{cpu_s:.0f} s of CPU time, {time.monotonic() - started_s:.0f} s in all"
     )
     meta = read_meta(str(tmp_path / "stdlib"))
     assert meta is not None
