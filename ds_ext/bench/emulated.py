@@ -166,7 +166,7 @@ class EmulatedLayer(nn.Module):
         self.linear.weight.register_hook(self._weight_gradient)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output after the forward's time."""
+        """Wait for the time of a forward, then return the output."""
         start = time.perf_counter()
         whole = _Whole(x)
         micro_batch = self.device.next_micro_batch(self.stage)
@@ -180,7 +180,7 @@ class EmulatedLayer(nn.Module):
 def _unwritten(like: Tensor, rows: int) -> Tensor:
     """Return a tensor that a device would fill; here the processor only touches every page.
 
-    Ranks share few cores. Writing whole activations would delay the messages of other ranks.
+    The ranks share a small number of cores, so writing whole activations would delay the messages of other ranks.
     """
     tensor = like.new_empty(rows, WIDTH)
     tensor[::_PAGE_ROWS] = 0  # untouched pages all map to one page of zeros, which is read from the cache

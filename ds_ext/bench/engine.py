@@ -149,7 +149,7 @@ class MeasuredEngine:
     watch: Stopwatch
 
     def run(self) -> EngineCost:
-        """Run some steps, then their layers alone."""
+        """Run some steps, then the same layers without the engine."""
         self.watch.seconds = 0.0
         start = time.thread_time()
         for _ in range(STEPS):

@@ -144,7 +144,7 @@ def _header(args: argparse.Namespace, cluster: Cluster, model: ModelSizes) -> li
         f"devices     {cluster.devices} x {format_bytes(cluster.memory_bytes)}, {args.tflops:g} TFLOP/s each",
         f"messages    {format_bytes(cluster.bandwidth)}/s",
         f"batch       {cluster.batch} samples per step, micro-batches of {model.micro_batch}",
-        "not priced  tensor-parallel communication, gradient reduction, optimizer step, savings below 1%",
+        "not modeled tensor-parallel communication, gradient reduction, optimizer step, savings below 1%",
     ]
 
 

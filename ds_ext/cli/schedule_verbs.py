@@ -128,8 +128,8 @@ def comparison(
 ) -> list[tuple[str, ...]]:
     """Return a table with its header: makespan, bubble, peak activations, messages, copies of the weights.
 
-    With ``model`` it includes the largest memory of a device. Makespans are relative to the first row for the same
-    number of micro-batches.
+    With ``model`` it includes the memory of the device that needs the most. Makespans are relative to the first row for
+    the same number of micro-batches.
 
     Args:
         refused: index of a row -> name and reason of a refused schedule.

@@ -2,8 +2,8 @@
 
 Both sides of a channel know the size of its next frame: the size of the channel's previous message. While shapes stay
 the same, a message is one transfer. A larger message, such as the first of a channel, is announced by a frame that
-contains only its seal and follows in a second transfer. A smaller one is padded. gloo reports the end of a send only
-to a waiting rank, so each message acknowledges the peer's messages that have arrived.
+contains only its seal and follows in a second transfer. A smaller one is padded. gloo reports the completion of a send
+only to a rank that waits for it, so each message acknowledges the peer's messages that have arrived.
 """
 
 from __future__ import annotations

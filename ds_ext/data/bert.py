@@ -93,7 +93,7 @@ def build_bert_datasets(
         needed = int(np.ceil(1 / options.mask_prob)) + FRAME_TOKENS
         raise ConfigError(
             f"--mask-prob: less than one masked token per sample (got {options.mask_prob} with {seq_length} tokens, of "
-            f"which {FRAME_TOKENS} frame the segments). Use --seq-length {needed} or more."
+            f"which {FRAME_TOKENS} are [CLS] and [SEP]). Use --seq-length {needed} or more."
         )
 
     def build_part(indexed: IndexedTokens, documents: range, name: str, num_samples: int) -> BertDataset:

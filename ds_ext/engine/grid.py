@@ -26,7 +26,7 @@ from .together import together
 
 
 class FoldedTopology(ProcessTopology):
-    """DeepSpeed's process topology of a layout; identical to its own pipe x data x model topology if nothing is folded.
+    """DeepSpeed process topology for a layout; identical to its own pipe x data x model topology if nothing is folded.
 
     Args:
         layout: ranks of the whole world.

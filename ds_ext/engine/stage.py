@@ -153,8 +153,8 @@ def loss_of(loss_fn: Callable[..., Any] | None, outputs: Any, labels: tuple[Tens
     loss = outputs if loss_fn is None else loss_fn(outputs, None if labels is None else unpack(labels))
     if isinstance(loss, int | float):
         raise ConfigError(
-            f"loss_fn: must return a tensor with a gradient (got the {type(loss).__name__} {loss}). Remove .item() or "
-            f"float()."
+            f"loss_fn: must return a tensor that requires grad (got the {type(loss).__name__} {loss}). "
+            f"Remove .item() or float()."
         )
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         is_tensor = isinstance(loss, Tensor)

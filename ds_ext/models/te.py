@@ -40,7 +40,7 @@ def import_transformer_engine() -> Any:
     """Import ``transformer_engine.pytorch``. Raises ConfigError if it or CUDA is missing."""
     if not torch.cuda.is_available():
         raise ConfigError(
-            "--transformer-impl: transformer_engine needs CUDA (got no GPU). Use local, or a host with CUDA."
+            "--transformer-impl: transformer_engine needs CUDA (no GPU found). Use local, or a host with CUDA."
         )
     if importlib.util.find_spec("transformer_engine") is None:
         raise ConfigError(

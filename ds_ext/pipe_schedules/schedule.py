@@ -171,7 +171,7 @@ class Schedule:
 
     @contextlib.contextmanager
     def _wrap_errors(self) -> Iterator[None]:
-        """Convert any exception of the method's own code into a ScheduleError with file and line."""
+        """Convert any exception raised by the method's own code into a ScheduleError with file and line."""
         try:
             yield
         except (ScheduleError, MemoryError):

@@ -138,7 +138,7 @@ class Candidates:
     def _why_only(self) -> str:
         if any(c.unpriced for c in self.ranked):
             saving = f"{self.margin:.0%} or more" if self.margin else "time"
-            return f"shortest step of all priced schedules. No other can save {saving}"
+            return f"shortest step of all schedules evaluated. No other can save {saving}"
         if self.memory_bytes is not None:
             return f"only schedule that fits {format_bytes(self.memory_bytes)}"
         return "only possible schedule"

@@ -156,7 +156,7 @@ def by_due_date(workload: Workload, entries: Sequence[float], capacity: int, adm
 
 
 def fill_idle_time(workload: Workload, orders: Sequence[Iterable[Op]], capacity: int) -> Run | None:
-    """Run the given orders, with backwards for the weights in idle time; return None on a deadlock."""
+    """Run the given orders, with weight gradients in idle time; return None on a deadlock."""
     everything = workload.micro_batches * workload.placement.stages
     devices = [FillIdleTime(order, capacity) for order in orders]
     return dispatch(
