@@ -42,7 +42,7 @@ class Endpoints:
         self.watches |= other.watches
 
     def ended_peer(self, peers: Iterable[int]) -> tuple[int, str] | None:
-        """Return a peer that will send no more messages, and how it ended; None if there is none.
+        """Return a peer that will send no more messages, and how it ended; None if all peers are connected.
 
         A peer that closed its transport counts only if all ``peers`` have, because the others may still send.
         """

@@ -139,7 +139,7 @@ def _for_gpu(
 
 
 def _ranks_of_one_gpu(device: torch.device) -> list[int] | None:
-    """Return the ranks that share a GPU; None if there are none."""
+    """Return the ranks that share a GPU; None if no GPU is shared."""
     gpus = _gather((host_id(), str(torch.cuda.get_device_properties(device).uuid)))
     shared = next((gpu for gpu in gpus if gpus.count(gpu) > 1), None)
     return None if shared is None else [rank for rank, gpu in enumerate(gpus) if gpu == shared]

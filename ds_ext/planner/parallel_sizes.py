@@ -239,7 +239,7 @@ def _refusal(cluster: Cluster, sizes: ModelSizes, tensor: int, pipeline: int, da
 
 
 def _suggestions(cluster: Cluster, sizes: ModelSizes) -> str:
-    """Return flags with the nearest values that fit, each with all other flags unchanged; "" if there are none."""
+    """Return flags with the nearest values that fit, each with all other flags unchanged; "" without candidates."""
 
     def fits(**changed: int) -> bool:
         other = replace(cluster, **changed)

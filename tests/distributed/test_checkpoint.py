@@ -238,8 +238,8 @@ def test_what_does_not_fit_is_refused_by_its_name(ranks: Ranks, tmp_path: Path) 
         data = bytearray((tmp_path / "saved" / name).read_bytes())
         data[len(data) // 2] ^= 1
         (tmp_path / "saved" / name).write_bytes(data)
-        told = ranks(2).run(load_all, str(tmp_path), [(job, None)])
-        assert told[0] == told[1] and f"{tmp_path / 'saved' / name}: damaged" in told[0][0]
+        errors = ranks(2).run(load_all, str(tmp_path), [(job, None)])
+        assert errors[0] == errors[1] and f"{tmp_path / 'saved' / name}: damaged" in errors[0][0]
 
 
 def load_with_deepspeed(rank: int, folder: str) -> dict[str, Tensor]:

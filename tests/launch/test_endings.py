@@ -75,10 +75,10 @@ def test_killed_rank_is_named(start: Callable[..., Job], launcher: str) -> None:
         os.kill(job.ranks()[1], signal.SIGKILL)
         job.seconds_until_gone(LIMIT_S)
         assert job.wait(5) != 0
-        told = job.lines[job.first("rank 0 stopped")]
+        message = job.lines[job.first("rank 0 stopped")]
         # Rank 0 reports the lost connection or the launcher's signal, whichever comes first.
-        assert re.search("stopped: rank 1 .*(TransportError|SIGTERM)", told), job.text
-        assert "TransportError" not in told or re.search(r"\((.+, )?step \d+\)$", told), told
+        assert re.search("stopped: rank 1 .*(TransportError|SIGTERM)", message), job.text
+        assert "TransportError" not in message or re.search(r"\((.+, )?step \d+\)$", message), message
         # torchrun's own report has a traceback of its own; ours has none.
         assert "process.py" not in job.text
 
@@ -135,12 +135,12 @@ def test_stuck_rank_is_named_after_the_time_limit(
         stopped = time.monotonic()
         job.wait_for("TransportError", timeout_s=limit_s + LIMIT_S)
         assert time.monotonic() - stopped > limit_s - 1
-        told = job.lines[job.first("TransportError")]
-        assert f"stopped: rank {stuck} " in told
-        assert " 6 s" in told or "imed out" in told
-        if "recv from" in told:  # and not in what all do together
-            assert re.search(r"\(Recv\w+ \d@\d from device \d, step \d+\)$", told)
-            if launcher == "torchrun" or told.startswith("rank 1"):  # which keeps the store; see report()
+        message = job.lines[job.first("TransportError")]
+        assert f"stopped: rank {stuck} " in message
+        assert " 6 s" in message or "imed out" in message
+        if "recv from" in message:  # and not in what all do together
+            assert re.search(r"\(Recv\w+ \d@\d from device \d, step \d+\)$", message)
+            if launcher == "torchrun" or message.startswith("rank 1"):  # which keeps the store; see report()
                 job.wait_for("<-- ERROR HERE")
         while len(job.ranks()) > 1:
             assert time.monotonic() - stopped < limit_s + LIMIT_S, job.text

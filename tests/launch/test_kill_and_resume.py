@@ -49,12 +49,12 @@ def test_a_rank_killed_at_random_moments(
                 _wait_for_a_save(saved)
             os.kill(job.pids[moments.randrange(2)], signal.SIGKILL)
             assert all(rank.returncode != 0 for rank in job.wait(LIMIT_S))
-            told = [int(step) for step in re.findall(r"^step (\d+): saved ", job.text, re.MULTILINE)]
+            saved_steps = [int(step) for step in re.findall(r"^step (\d+): saved ", job.text, re.MULTILINE)]
         in_a_save += any(path.name.startswith(".step_") for path in saved.iterdir())
         resumed_from, manifest = open_checkpoint(saved)
         check_contents(resumed_from, manifest)
-        # The last that was told, or the next, whose rank was killed before it told.
-        assert resumed_from.name in (f"step_{told[-1]}", f"step_{told[-1] + 1}")
+        # The last reported checkpoint, or the next one, if the rank was killed before its report.
+        assert resumed_from.name in (f"step_{saved_steps[-1]}", f"step_{saved_steps[-1] + 1}")
     with capsys.disabled():
         print(f" ({KILLS} kills, {in_a_save} of them in a save)", end="")
 

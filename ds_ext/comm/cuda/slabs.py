@@ -222,7 +222,7 @@ class DirectReceiver:
         )
 
     def freed(self) -> Control | None:
-        """Return a report of the slots that no longer hold tensors, or None if there are none.
+        """Return a report of the slots that no longer hold tensors, or None if all slots are in use.
 
         As with torch's allocator, the memory is free after the work queued on its stream so far.
         """
