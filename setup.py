@@ -52,6 +52,7 @@ setup(
     extras_require={
         "data": ["megatron-core>=0.16,<0.17", "sentencepiece"],
         "hf": ["transformers", "safetensors"],
+        "lora": ["peft"],
         "solve": ["ortools"],
         "trace": ["viztracer"],
         "te": ["transformer-engine[pytorch]"],
@@ -68,6 +69,7 @@ setup(
             # Our models' logits are compared with its models'.
             "transformers",
             "safetensors",
+            "peft",
         ],
     },
 )
