@@ -19,7 +19,7 @@ BertForPreTraining.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,7 @@ class BertConfig(TransformerConfig):
             ``--bert-no-binary-head``).
 
     Raises:
-        ConfigError: if ``transformer_impl`` is not "local".
+        ConfigError: for an option that only GPT has.
     """
 
     layernorm_epsilon: float = 1e-12
@@ -67,6 +67,11 @@ class BertConfig(TransformerConfig):
         super().__post_init__()
         if self.transformer_impl != "local":
             raise ConfigError(f"--transformer-impl: must be local for BERT (got {self.transformer_impl}).")
+        names = [field.name for field in fields(TransformerConfig)]
+        for name in names[names.index("position_embedding_type") :]:
+            value, default = getattr(self, name), getattr(TransformerConfig, name)
+            if value != default:
+                raise ConfigError(f"{name}: BERT supports only the default {default} (got {value}).")
 
 
 class BertEmbedding(nn.Module):

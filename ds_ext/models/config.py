@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,8 +11,67 @@ from ds_ext.errors import ConfigError
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """Change of the rotary frequencies for longer samples. The fields are those of transformers' ``rope_parameters``.
+
+    Args:
+        rope_type: "linear" divides all frequencies by ``factor``; "llama3" (Llama 3.1) and "yarn" (arXiv 2309.00071)
+            divide only the low ones.
+        factor: ratio of the longest sample to that of the original training.
+        low_freq_factor, high_freq_factor: llama3: number of periods in ``original_max_position_embeddings`` up to which
+            a frequency is divided, and from which it stays as it is.
+        original_max_position_embeddings: tokens of the longest sample of the original training; llama3 and yarn.
+        beta_fast, beta_slow: yarn: number of periods from which a frequency stays as it is, and up to which it is
+            divided.
+        attention_factor: yarn: factor of the rotated queries and keys; None: computed from the other fields.
+        mscale, mscale_all_dim: yarn: terms of ``attention_factor``; None: not used.
+        truncate: yarn: round the bounds of the ramp to whole dimensions.
+
+    Raises:
+        ConfigError: if the type is not supported, or if a field that it needs is missing.
+    """
+
+    rope_type: Literal["linear", "llama3", "yarn"]
+    factor: float
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        needed = {
+            "linear": (),
+            "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+            "yarn": ("original_max_position_embeddings",),
+        }
+        if self.rope_type not in needed:
+            raise ConfigError(
+                f'rope_scaling.rope_type: must be "linear", "llama3" or "yarn" (got {self.rope_type!r}). Use a model '
+                f"with one of these types."
+            )
+        for name in ("factor", *needed[self.rope_type]):
+            value = getattr(self, name)
+            if value is None or value <= 0:
+                raise ConfigError(
+                    f"rope_scaling.{name}: must be positive for {self.rope_type} (got {value})."
+                )
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if self.rope_type == "llama3" and low is not None and high is not None and high <= low:
+            raise ConfigError(
+                f"rope_scaling.high_freq_factor: must be above low_freq_factor {low:g} (got {high:g})."
+            )
+
+
+@dataclass(frozen=True)
 class TransformerConfig:
     """Sizes and initialization of a transformer language model, the same on all ranks.
+
+    The defaults are those of GPT-2. BERT does not support the fields from ``position_embedding_type`` on.
 
     Args:
         num_layers: number of transformer layers.
@@ -18,12 +79,13 @@ class TransformerConfig:
         num_attention_heads: number of heads over all tensor-parallel ranks.
         seq_length: tokens per sample.
         vocab_size: size of the tokenizer's vocabulary, without padding.
-        ffn_hidden_size: inner width of the MLP; None: 4 * hidden_size.
-        max_position_embeddings: rows of the position table; None: seq_length.
+        ffn_hidden_size: inner width of the MLP; None: 4 * hidden_size, or as Megatron's two thirds of it with swiglu.
+        max_position_embeddings: largest number of tokens of a sample, rows of a learned position table; None:
+            seq_length.
         hidden_dropout: probability of zeroing a hidden activation, in [0, 1).
         attention_dropout: probability of zeroing an attention weight, in [0, 1).
         init_std: standard deviation of the initial weights.
-        layernorm_epsilon: constant added to the variance.
+        layernorm_epsilon: constant added to the variance, or to the mean square of an RMSNorm.
         make_vocab_size_divisible_by: the padded vocabulary is a multiple of this number times the tensor-parallel size.
         recompute: activations to recompute in the backward: "full", all inner activations of a layer; "selective",
             those inside attention, which need a lot of memory but little compute (arXiv 2205.05198, section 4); "none".
@@ -32,6 +94,22 @@ class TransformerConfig:
             of the tokens.
         transformer_impl: implementation of GPT's layers: "local", or NVIDIA's "transformer_engine" on CUDA.
         seed: seed of the initial weights and the dropout masks.
+        position_embedding_type: "learned_absolute", a table; or "rope", rotary embeddings (arXiv 2104.09864).
+        rotary_base: base of the rotary frequencies.
+        rotary_percent: share of each head that is rotated, from its first feature on, in (0, 1].
+        rope_scaling: change of the rotary frequencies for longer samples; None: no change.
+        normalization: kind of all norms.
+        swiglu: gated MLP, fc2(silu(gate(x)) * fc1(x)) (arXiv 2002.05202), instead of one with a GELU.
+        num_query_groups: key and value heads of grouped-query attention (arXiv 2305.13245); None: one for each head.
+        kv_channels: width of one attention head; None: hidden_size / num_attention_heads.
+        add_bias_linear: add biases to all linear layers.
+        add_qkv_bias: add biases to queries, keys and values even without ``add_bias_linear``.
+        qk_layernorm: normalize queries and keys of every head before the rotation.
+        untie_embeddings_and_output_weights: the head has a separate weight.
+        sliding_window: number of tokens that a token attends to, itself included; None: all previous tokens.
+        sliding_window_layers: numbers of the transformer layers with the window; None: all layers.
+        reset_position_ids: positions restart at every document of a sample.
+        reset_attention_mask: tokens attend only to their own document of a sample.
 
     Raises:
         ConfigError: if a size is not positive, or if sizes contradict each other.
@@ -54,11 +132,29 @@ class TransformerConfig:
     sequence_parallel: bool = False
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     seed: int = 1234
+    position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
+    rotary_base: float = 10000.0
+    rotary_percent: float = 1.0
+    rope_scaling: RopeScaling | None = None
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    swiglu: bool = False
+    num_query_groups: int | None = None
+    kv_channels: int | None = None
+    add_bias_linear: bool = True
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    untie_embeddings_and_output_weights: bool = False
+    sliding_window: int | None = None
+    sliding_window_layers: tuple[int, ...] | None = None
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
 
     def __post_init__(self) -> None:
         self._check_ranges()
+        self._check_choices()
+        self._check_attention()
         heads = self.num_attention_heads
-        if self.hidden_size % heads:
+        if self.kv_channels is None and self.hidden_size % heads:
             lower = self.hidden_size - self.hidden_size % heads
             sizes = f"{lower} or {lower + heads}" if lower else str(heads)
             raise ConfigError(
@@ -69,23 +165,39 @@ class TransformerConfig:
                 f"max_position_embeddings: must be at least seq_length {self.seq_length} (got {self.positions}). "
                 f"Use {self.seq_length}, or shorter samples."
             )
-        if self.recompute not in ("none", "selective", "full"):
-            raise ConfigError(f'recompute: must be "none", "selective" or "full" (got {self.recompute!r}).')
 
     @property
     def ffn_size(self) -> int:
         """Inner width of the MLP."""
-        return self.ffn_hidden_size or 4 * self.hidden_size
+        if self.ffn_hidden_size is not None or not self.swiglu:
+            return self.ffn_hidden_size or 4 * self.hidden_size
+        # As Megatron: three matrices have about as many weights as the two of a GELU MLP.
+        return max(64, 8 * self.hidden_size // 3 // 64 * 64)
 
     @property
     def positions(self) -> int:
-        """Rows of the position table."""
+        """Largest number of tokens of a sample, and rows of a learned position table."""
         return self.max_position_embeddings or self.seq_length
 
     @property
     def head_size(self) -> int:
         """Width of one attention head."""
-        return self.hidden_size // self.num_attention_heads
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Number of key and value heads over all tensor-parallel ranks."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """Features of a head that are rotated; 0 without rotary embeddings."""
+        return int(self.head_size * self.rotary_percent) if self.position_embedding_type == "rope" else 0
+
+    @property
+    def packed(self) -> bool:
+        """True if the model takes the start of every token's document as a second input."""
+        return self.reset_position_ids or self.reset_attention_mask
 
     def padded_vocab_size(self, tp_size: int = 1) -> int:
         """Round the vocabulary up to a multiple of make_vocab_size_divisible_by * tp_size, as Megatron does."""
@@ -93,18 +205,27 @@ class TransformerConfig:
         return -(-self.vocab_size // multiple) * multiple
 
     def check_tensor_parallel(self, tp_size: int) -> None:
-        """Check that a tensor-parallel size divides the heads, the MLP and, with sequence parallelism, the tokens.
+        """Check that a tensor-parallel size fits the heads, the MLP and, with sequence parallelism, the tokens.
 
         Raises:
             ConfigError: if it does not.
         """
-        heads, ffn = self.num_attention_heads, self.ffn_size
+        heads, groups, ffn = self.num_attention_heads, self.query_groups, self.ffn_size
+
+        def shares(size: int) -> bool:
+            return groups % size == 0 or size % groups == 0
+
+        common = [n for n in range(1, heads + 1) if heads % n == 0 and ffn % n == 0 and shares(n)]
         for name, total in (("num_attention_heads", heads), ("ffn_hidden_size", ffn)):
             if tp_size < 1 or total % tp_size:
-                common = [size for size in range(1, heads + 1) if heads % size == 0 and ffn % size == 0]
                 raise ConfigError(
                     f"tensor_parallel_size: must divide {name} {total} (got {tp_size}). Use {_either(common)}."
                 )
+        if not shares(tp_size):
+            raise ConfigError(
+                f"tensor_parallel_size: must divide num_query_groups {groups}, or be a multiple of it (got {tp_size}). "
+                f"Use {_either(common)}."
+            )
         if self.sequence_parallel and self.seq_length % tp_size:
             lower = self.seq_length - self.seq_length % tp_size
             raise ConfigError(
@@ -116,6 +237,11 @@ class TransformerConfig:
         """Return the activations that transformer layer ``layer`` recomputes in the backward."""
         return "none" if layer % self.recompute_interval else self.recompute
 
+    def window(self, layer: int) -> int | None:
+        """Return the number of tokens that a token attends to in a transformer layer; None: all previous tokens."""
+        layers = self.sliding_window_layers
+        return self.sliding_window if layers is None or layer in layers else None
+
     def _check_ranges(self) -> None:
         for name, value in vars(self).items():
             if name in ("hidden_dropout", "attention_dropout"):
@@ -124,7 +250,39 @@ class TransformerConfig:
             elif type(value) in (int, float) and name != "seed" and value <= 0:
                 raise ConfigError(f"{name}: must be positive (got {value}).")
 
+    def _check_choices(self) -> None:
+        choices = {
+            "recompute": ("none", "selective", "full"),
+            "position_embedding_type": ("learned_absolute", "rope"),
+            "normalization": ("LayerNorm", "RMSNorm"),
+        }
+        for name, known in choices.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError(
+                    f"{name}: must be {_either([json.dumps(choice) for choice in known])} (got {value!r})."
+                )
 
-def _either(choices: list[int]) -> str:
+    def _check_attention(self) -> None:
+        heads, groups = self.num_attention_heads, self.query_groups
+        if heads % groups:
+            common = [size for size in range(1, heads + 1) if heads % size == 0]
+            raise ConfigError(
+                f"num_query_groups: must divide num_attention_heads {heads} (got {groups}). Use {_either(common)}."
+            )
+        if self.rotary_percent > 1:
+            raise ConfigError(f"rotary_percent: must be at most 1 (got {self.rotary_percent:g}).")
+        if self.position_embedding_type == "rope" and (self.rotary_size == 0 or self.rotary_size % 2):
+            raise ConfigError(
+                f"kv_channels x rotary_percent: rope needs an even number of features per head (got "
+                f"{self.head_size} x {self.rotary_percent:g} = {self.rotary_size}). Use a multiple of 2."
+            )
+        if self.rope_scaling is not None and self.position_embedding_type != "rope":
+            raise ConfigError(
+                f'rope_scaling: needs position_embedding_type "rope" (got {self.position_embedding_type!r}).'
+            )
+
+
+def _either(choices: Sequence[int | str]) -> str:
     *rest, last = map(str, choices)
     return f"{', '.join(rest)} or {last}" if rest else last

@@ -14,17 +14,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ds_ext.errors import ConfigError
 from ds_ext.tensor_parallel.group import TensorParallel
 from ds_ext.tensor_parallel.mappings import (
+    all_reduce,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     shared_parameters,
 )
-from ds_ext.tensor_parallel.weight_gradients import embedding, linear
+from ds_ext.tensor_parallel.weight_gradients import Rows, deferred_linear, embedding, is_deferrable, linear
 
 InitMethod = Callable[[Tensor], object]
 """Function that fills a full (unsharded) fp32 CPU weight in place."""
@@ -39,10 +42,13 @@ class ColumnParallelLinear(nn.Module):
         tp: position of this rank in its group.
         bias: add a bias, which starts at zero.
         sequence_parallel: take this rank's slice of the tokens and return all tokens.
+        groups: number of groups of output features that are never divided; None: one per feature. If the shards do not
+            divide the groups, several ranks use one group: every rank then holds the whole weight and computes the
+            features of its group.
         init: function that fills the full (output_size, input_size) weight.
 
     Raises:
-        ConfigError: if ``output_size`` is not a multiple of the group size.
+        ConfigError: if ``output_size`` is not a multiple of the group size, or if ranks would divide a group.
     """
 
     def __init__(
@@ -54,20 +60,40 @@ class ColumnParallelLinear(nn.Module):
         sequence_parallel: bool = False,
         *,
         init: InitMethod,
+        groups: int | None = None,
     ) -> None:
         super().__init__()
-        tp.shard_size(output_size, "output_size")
         self.tp = tp
         self.sequence_parallel = sequence_parallel
-        self.weight = sharded_parameter((output_size, input_size), 0, tp, init)
-        self.bias = sharded_parameter((output_size,), 0, tp, nn.init.zeros_) if bias else None
+        self.rows: slice | None = None  # those that this rank computes of a replicated weight; None: all
+        weight, zeros = (output_size, input_size), nn.init.zeros_
+        if groups is None or groups % tp.shards == 0:
+            tp.shard_size(output_size, "output_size")
+            self.weight = sharded_parameter(weight, 0, tp, init)
+            self.bias = sharded_parameter((output_size,), 0, tp, zeros) if bias else None
+        else:
+            if tp.shards % groups:
+                raise ConfigError(
+                    f"groups: must divide the {tp.shards} shards, or be a multiple of them (got {groups})."
+                )
+            self.weight = replicated_parameter(weight, init)
+            self.bias = replicated_parameter((output_size,), zeros) if bias else None
+            if tp.size > 1:
+                rows, group = output_size // groups, tp.rank * groups // tp.size
+                self.rows = slice(group * rows, (group + 1) * rows)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., input_size), the same on all ranks, to (..., output_size / size).
 
         With sequence parallelism the input is (B, S / size, input_size).
         """
-        return linear(enter_tensor_parallel(x, self.tp, self.sequence_parallel), self.weight, self.bias)
+        return self.project(enter_tensor_parallel(x, self.tp, self.sequence_parallel))
+
+    def project(self, x: Tensor) -> Tensor:
+        """Apply the weight to a result of :func:`enter_tensor_parallel`, which several layers may share."""
+        if self.rows is None:
+            return linear(x, self.weight, self.bias)
+        return linear_of_rows(x, self.weight, self.bias, self.rows, self.tp)
 
 
 class RowParallelLinear(nn.Module):
@@ -100,7 +126,7 @@ class RowParallelLinear(nn.Module):
         self.tp = tp
         self.sequence_parallel = sequence_parallel
         self.weight = sharded_parameter((output_size, input_size), 1, tp, init)
-        self.bias = nn.Parameter(torch.zeros(output_size, device="cpu")) if bias else None
+        self.bias = replicated_parameter((output_size,), nn.init.zeros_) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., input_size / size) to (..., output_size) on all ranks.
@@ -200,6 +226,31 @@ def check_ids(ids: Tensor, limit: int) -> None:
             f"token ids: must be in 0..{limit - 1} (got {int(ids.min())}..{int(ids.max())}). "
             "Use the data's tokenizer, or a larger vocab_size."
         )
+
+
+def linear_of_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice, tp: TensorParallel) -> Tensor:
+    """Compute ``F.linear`` with some rows of replicated parameters, of which other ranks use the same or other rows.
+
+    The gradients are summed over the group and have the shape of the whole parameters. They are deferrable.
+    """
+
+    def whole(gradient: Tensor, parameter: Tensor) -> Tensor:
+        full = torch.zeros_like(parameter)
+        full[rows] = gradient
+        return all_reduce(full, tp)
+
+    if is_deferrable(x, weight, bias):
+        return deferred_linear(x, weight, bias, Rows(rows, whole))
+    weight, *biases = shared_parameters(tp, weight, *(() if bias is None else (bias,)))
+    return F.linear(x, weight[rows], biases[0][rows] if biases else None)
+
+
+def replicated_parameter(shape: Sequence[int], init: InitMethod) -> nn.Parameter:
+    """Return a parameter that every rank holds whole. ``init`` fills it in fp32."""
+    full = torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        init(full)
+    return nn.Parameter(full.to(torch.get_default_dtype()))
 
 
 def sharded_parameter(

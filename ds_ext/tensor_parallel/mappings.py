@@ -63,7 +63,8 @@ def shared_parameters(tp: TensorParallel, *parameters: Tensor) -> tuple[Tensor, 
     return parameters if tp.size == 1 else _Shared.apply(tp, *parameters)
 
 
-def _all_reduce(x: Tensor, tp: TensorParallel) -> Tensor:
+def all_reduce(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Return the sum of a tensor over the group, without a gradient."""
     # Another branch of the graph may share this gradient: do not reduce it in place.
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=tp.group)
@@ -93,13 +94,13 @@ class _CopyTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grads[0], ctx.tp), None
+        return all_reduce(grads[0], ctx.tp), None
 
 
 class _ReduceFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
-        return _all_reduce(x, tp)
+        return all_reduce(x, tp)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -108,10 +108,31 @@ def backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> N
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute ``F.linear`` with a deferrable weight gradient: (..., in), (out, in), (out,) to (..., out)."""
+    return deferred_linear(x, weight, bias) if is_deferrable(x, weight, bias) else F.linear(x, weight, bias)
+
+
+def is_deferrable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return whether a linear layer may defer the gradients of its parameters: x (..., in), (out, in), (out,)."""
     deferred = _deferrable and _is_trained(weight) and (bias is None or _is_trained(bias))
-    if not deferred or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
-        return F.linear(x, weight, bias)
-    return _Linear.apply(x, _anchor(x.dtype, x.device), (weight, bias))
+    return deferred and torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a weight and a bias that a linear layer uses.
+
+    Attributes:
+        used: the rows.
+        whole: function that returns the gradient of a whole parameter for (gradient of the rows, parameter).
+    """
+
+    used: slice
+    whole: Callable[[Tensor, Tensor], Tensor]
+
+
+def deferred_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows | None = None) -> Tensor:
+    """Compute ``F.linear`` with all rows or with ``rows``, and defer the gradients of the parameters."""
+    return _Linear.apply(x, _anchor(x.dtype, x.device), (weight, bias), rows)
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int = -1) -> Tensor:
@@ -135,21 +156,31 @@ def _anchor(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, parameters: tuple[Tensor, Tensor | None]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor, parameters: tuple[Tensor, Tensor | None], rows: Rows | None
+    ) -> Tensor:
+        weight, bias = parameters
         # Save the weight too: autograd then reports an in-place change before the backward.
-        ctx.save_for_backward(x, parameters[0])
-        ctx.parameters = parameters
-        return F.linear(x, *parameters)
+        ctx.save_for_backward(x, weight)
+        ctx.parameters, ctx.rows = parameters, rows
+        if rows is not None:
+            weight, bias = weight[rows.used], None if bias is None else bias[rows.used]
+        return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x, _), (weight, bias) = ctx.saved_tensors, ctx.parameters
-        rows = grads[0].reshape(-1, grads[0].shape[-1])
-        grad_x = (rows @ weight).view_as(x) if ctx.needs_input_grad[0] else None
-        _defer(weight, lambda: rows.t() @ x.reshape(-1, x.shape[-1]))
+        (x, _), (weight, bias), rows = ctx.saved_tensors, ctx.parameters, ctx.rows
+        grad = grads[0].reshape(-1, grads[0].shape[-1])
+        used = weight if rows is None else weight[rows.used]
+        grad_x = (grad @ used).view_as(x) if ctx.needs_input_grad[0] else None
+
+        def whole(gradient: Tensor, parameter: Tensor) -> Tensor:
+            return gradient if rows is None else rows.whole(gradient, parameter)
+
+        _defer(weight, lambda: whole(grad.t() @ x.reshape(-1, x.shape[-1]), weight))
         if bias is not None:
-            _defer(bias, lambda: rows.sum(0))
-        return grad_x, None, None
+            _defer(bias, lambda: whole(grad.sum(0), bias))
+        return grad_x, None, None, None
 
 
 class _Embedding(torch.autograd.Function):
