@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ds_ext.models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel, shard_dim
 
-Batch = tuple[Tensor, Tensor]
-"""tokens_BS and labels_BS of one micro-batch."""
+Batch = tuple[Any, Tensor]
+"""tokens_BS, or (tokens_BS, starts_BS) of a packed model, and labels_BS of one micro-batch."""
 
 
 class ReferenceRun(NamedTuple):
@@ -36,7 +36,7 @@ class Chain(nn.Module):
     def __init__(self, config: GPTConfig, tp: TensorParallel, clock: DropoutClock) -> None:
         super().__init__()
         self.layers = nn.ModuleDict()
-        self.calls: list[Callable[[Tensor], Tensor]] = []
+        self.calls: list[Callable[[Any], Any]] = []
         tied: dict[str, nn.Module] = {}
         for index, spec in enumerate(gpt_layer_specs(config, tp, clock)):
             if isinstance(spec, TiedLayerSpec) and spec.key in tied:
@@ -50,7 +50,7 @@ class Chain(nn.Module):
                     continue
             self.calls.append(module)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any) -> Any:
         for call in self.calls:
             x = call(x)
         return x
@@ -63,13 +63,21 @@ class Chain(nn.Module):
 def random_batches(
     config: GPTConfig, steps: int, micro_batches: int, micro_batch_size: int = 2, seed: int = 7
 ) -> list[list[Batch]]:
-    """``batches[step][micro_batch]`` of random token ids, each sample with its next tokens as labels."""
+    """``batches[step][micro_batch]`` of random token ids, each sample with its next tokens as labels.
+
+    A packed model gets samples of random documents.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def batch() -> Batch:
         shape = (micro_batch_size, config.seq_length + 1)
         ids = torch.randint(config.vocab_size, shape, generator=generator)
-        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        tokens_BS, labels_BS = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        if not config.packed:
+            return tokens_BS, labels_BS
+        first_BS = torch.rand(tokens_BS.shape, generator=generator) < 0.2  # of its document
+        starts_BS = (first_BS * torch.arange(config.seq_length)).cummax(1).values
+        return (tokens_BS, starts_BS), labels_BS
 
     return [[batch() for _ in range(micro_batches)] for _ in range(steps)]
 
