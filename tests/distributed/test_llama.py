@@ -1,4 +1,4 @@
-"""Models of the Llama family train as in one plain process, with every schedule and every way to split a layer.
+"""Models of the Llama family train as in one plain process, with every schedule and every way to split a layer, up to four ranks.
 
 Here runs a selection in which every two values of two factors meet, with schedules grouped by their backwards.
 ``make test-all`` runs the whole product.
@@ -9,13 +9,16 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import product, starmap
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from ds_ext.pipe_schedules import SCHEDULES
 from tests import engine_runs
-from tests.engine_runs import SPLIT, Job, reference, train
+from tests.distributed.test_checkpoint import AT, Sizes, go_on, same_contents, settings, train_and_save
+from tests.distributed.test_parity import assert_equal, tensor_parallel_reference
+from tests.engine_runs import SPLIT, Job, StepBatches, batches_of, build, reference, train
 from tests.ranks import Ranks
 from tests.selection import covering
 
@@ -47,7 +50,7 @@ QWEN2 = replace(
 PACKED = replace(LLAMA, reset_position_ids=True, reset_attention_mask=True)
 MODELS = {"llama": LLAMA, "qwen3": QWEN3, "qwen2": QWEN2, "packed": PACKED}
 STEPS = 3
-MOST_RANKS = 8
+MOST_RANKS = 4
 
 
 class Case(NamedTuple):
@@ -67,7 +70,16 @@ def job_of(case: Case) -> Job:
         MODELS[case.model], recompute=case.recompute, sequence_parallel=case.split.endswith("sequence")
     )
     zero = {"zero_optimization": {"stage": case.zero}, "zero_allow_untested_optimizer": True}
-    return Job(case.schedule, 2, tp, case.dp, 4, model, steps=STEPS, deepspeed=zero)
+    return Job(case.schedule, 1 if tp == 4 else 2, tp, case.dp, 4, model, steps=STEPS, deepspeed=zero)
+
+
+def runs(case: Case) -> bool:
+    """Four ranks are one device with TP 4, for which not every schedule has an order."""
+    return (
+        job_of(case).world_size <= MOST_RANKS
+        if case.split != "tp4-sequence"
+        else (case.schedule in ("1f1b", "zb_h1") and case.dp == 1)
+    )
 
 
 FACTORS = (
@@ -78,7 +90,7 @@ FACTORS = (
     ["none", "selective", "full"],
     [1, 2],
 )
-MATRIX = [case for case in starmap(Case, product(*FACTORS)) if job_of(case).world_size <= MOST_RANKS]
+MATRIX = [case for case in starmap(Case, product(*FACTORS)) if runs(case)]
 random.Random(1).shuffle(MATRIX)  # so that the selection has many schedules
 PAIRS = covering(MATRIX, 2, lambda case: (case.schedule in SPLIT, *case[1:]))
 MISSING = [case for case in MATRIX if case.schedule not in {case.schedule for case in PAIRS} and case.dp == 1]
@@ -97,3 +109,46 @@ def test_trains_as_one_process(ranks: Ranks, case: Case) -> None:
             assert weight == pytest.approx(expected.parameters[name], abs=1e-5), name
         seen |= result["weights"].keys()
     assert seen == expected.parameters.keys()
+
+
+def test_merged_forward_ranks_compute_the_shards_with_their_masks(ranks: Ranks) -> None:
+    """The two ranks of a backward device share one query group."""
+    model = replace(QWEN3, hidden_dropout=0.1, attention_dropout=0.1)
+    job = Job("fbd", 2, 2, 1, 4, model, steps=STEPS, fbd={"merge_forward_tensor_parallel": True})
+    results = ranks(job.world_size).run(train, job, timeout_s=120)
+    assert_equal(results, ranks(2).run(tensor_parallel_reference, job, timeout_s=120)[0])
+
+
+@pytest.mark.parametrize(
+    ("model", "before", "after"),
+    [
+        # Four ranks hold whole keys and values, two of them for each group; then one rank.
+        ("llama", ("1f1b", 1, 4, 1, 4), ("bitpipe", 2, 1, 1, 4)),
+        ("qwen3", ("zb_v", 2, 1, 1, 4), ("1f1b", 2, 2, 1, 4)),
+    ],
+)
+def test_a_checkpoint_goes_on_under_other_sizes(
+    ranks: Ranks, tmp_path: Path, model: str, before: Sizes, after: Sizes
+) -> None:
+    adam = settings("fp32", 1)
+    first, second = (Job(*sizes, MODELS[model], deepspeed=adam) for sizes in (before, after))
+    straight = ranks(first.world_size).run(train_and_save, first, str(tmp_path), timeout_s=120)[0]
+    for losses, _ in ranks(second.world_size).run(go_on, second, str(tmp_path), None, "again", timeout_s=120):
+        assert losses == pytest.approx(straight[AT:], rel=1e-5)
+    same_contents(tmp_path / "saved", tmp_path / "again")
+
+
+def deferred_share(rank: int, job: Job) -> tuple[float, float]:
+    """The engine's share of deferred elements, and that of matrices in this rank's parameters."""
+    engine, _ = build(job)
+    engine.train_batch(StepBatches(batches_of(job)))
+    sizes = [(parameter.dim() == 2, parameter.numel()) for parameter in engine.module.parameters()]
+    engine.transport.close()
+    assert engine.deferred_share is not None
+    return engine.deferred_share, sum(n for matrix, n in sizes if matrix) / sum(n for _, n in sizes)
+
+
+def test_all_matrices_are_deferred(ranks: Ranks) -> None:
+    """Replicated keys and values included."""
+    for found, matrices in ranks(2).run(deferred_share, Job("zb_h1", 1, 2, 1, 4, QWEN3, steps=1)):
+        assert found == matrices < 1
