@@ -79,7 +79,7 @@ class TransformerConfig:
         num_attention_heads: number of heads over all tensor-parallel ranks.
         seq_length: tokens per sample.
         vocab_size: size of the tokenizer's vocabulary, without padding.
-        ffn_hidden_size: inner width of the MLP; None: 4 * hidden_size, or as Megatron's two thirds of it with swiglu.
+        ffn_hidden_size: inner width of the MLP; None: 4 * hidden_size.
         max_position_embeddings: largest number of tokens of a sample, rows of a learned position table; None:
             seq_length.
         hidden_dropout: probability of zeroing a hidden activation, in [0, 1).
@@ -169,10 +169,7 @@ class TransformerConfig:
     @property
     def ffn_size(self) -> int:
         """Inner width of the MLP."""
-        if self.ffn_hidden_size is not None or not self.swiglu:
-            return self.ffn_hidden_size or 4 * self.hidden_size
-        # As Megatron: three matrices have about as many weights as the two of a GELU MLP.
-        return max(64, 8 * self.hidden_size // 3 // 64 * 64)
+        return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property
     def positions(self) -> int:

@@ -57,6 +57,7 @@ def parse(prog: str, argv: Sequence[str], model: Model = "gpt") -> tuple[argpars
     job = load_config(path)
     parser.set_defaults(**_train_defaults(parser, job.ds_ext.train))
     args = parser.parse_args(argv)
+    _resolve_model(args)
     import_own_schedules(job)
     try:
         import_modules(args.modules, "--import")
@@ -159,6 +160,20 @@ def _merge_betas(config: dict[str, Any], args: argparse.Namespace, set_by: dict[
     betas = [given.get(dest, beta) for dest, beta in zip(_BETA_FLAGS, old, strict=True)]
     flag = " ".join(f"--{dest.replace('_', '-')} {beta}" for dest, beta in given.items())
     _set_key(config, path, betas, flag, set_by, args.deepspeed_config)
+
+
+def _resolve_model(args: argparse.Namespace) -> None:
+    """Set the defaults that depend on other flags, as in Megatron. Raises ConfigError on a contradiction."""
+    if args.swiglu and args.ffn_hidden_size is None:
+        # Three matrices then have about as many weights as the two of an MLP with 4 x hidden-size.
+        args.ffn_hidden_size = max(64, 8 * args.hidden_size // 3 // 64 * 64)
+    if args.group_query_attention:
+        args.num_query_groups = 1 if args.num_query_groups is None else args.num_query_groups
+    elif args.num_query_groups is not None:
+        raise ConfigError(
+            f"--num-query-groups: needs --group-query-attention (got {args.num_query_groups}). Add it, or remove "
+            f"--num-query-groups."
+        )
 
 
 def _set_train_for_auto(config: dict[str, Any], args: argparse.Namespace) -> None:

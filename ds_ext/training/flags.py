@@ -56,6 +56,12 @@ def build_parser(prog: str, model: Model = "gpt") -> argparse.ArgumentParser:
         "--metrics-file", metavar="PATH", help="file for one JSON object per step, written by rank 0"
     )
     _add_model(parser.add_argument_group("model"))
+    if model == "gpt":
+        _add_gpt_options(parser.add_argument_group("model, Llama family and packed samples"))
+    else:
+        gpt = argparse.ArgumentParser(add_help=False)
+        _add_gpt_options(gpt)
+        parser.set_defaults(**vars(gpt.parse_args([])))
     data = parser.add_argument_group("data")
     _add_data(data)
     if model == "gpt":
@@ -91,7 +97,10 @@ def _add_model(group: Any) -> None:
     group.add_argument("--hidden-size", type=int, default=128, help="hidden size")
     group.add_argument("--num-attention-heads", type=int, default=4, help="attention heads")
     group.add_argument(
-        "--ffn-hidden-size", type=int, default=None, help="hidden size of the MLP (4 x hidden-size)"
+        "--ffn-hidden-size",
+        type=int,
+        default=None,
+        help="hidden size of the MLP (4 x hidden-size; two thirds of it with swiglu)",
     )
     group.add_argument("--seq-length", type=int, default=128, help="tokens per sample")
     group.add_argument(
@@ -128,6 +137,62 @@ def _add_model(group: Any) -> None:
         help="recompute every K-th layer (%(default)s)",
     )
     group.add_argument("--seed", type=int, default=1234, help="seed of weights, dropout and data order")
+
+
+def _add_gpt_options(group: Any) -> None:
+    group.add_argument(
+        "--position-embedding-type",
+        choices=["learned_absolute", "rope"],
+        default="learned_absolute",
+        help="learned table, or rotary embeddings",
+    )
+    group.add_argument("--rotary-base", type=float, default=10000.0, help="base of the rotary frequencies")
+    group.add_argument("--rotary-percent", type=float, default=1.0, help="rotated share of each head")
+    group.add_argument(
+        "--use-rope-scaling", action="store_true", help="scale the rotary frequencies as in Llama 3.1"
+    )
+    group.add_argument(
+        "--rope-scaling-factor", type=float, default=8.0, help="factor of --use-rope-scaling (%(default)s)"
+    )
+    group.add_argument(
+        "--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm", help="kind of all norms"
+    )
+    group.add_argument("--norm-epsilon", type=float, default=None, help="constant added in a norm (1e-5)")
+    group.add_argument("--swiglu", action="store_true", help="gated MLP with SiLU instead of GELU")
+    group.add_argument(
+        "--group-query-attention", action="store_true", help="share keys and values between heads"
+    )
+    group.add_argument(
+        "--num-query-groups",
+        type=int,
+        default=None,
+        help="key and value heads of --group-query-attention (1)",
+    )
+    group.add_argument(
+        "--kv-channels", type=int, default=None, help="size of one head (hidden-size / num-attention-heads)"
+    )
+    group.add_argument("--disable-bias-linear", action="store_true", help="no biases in linear layers")
+    group.add_argument(
+        "--add-qkv-bias", action="store_true", help="biases of queries, keys and values nevertheless"
+    )
+    group.add_argument(
+        "--qk-layernorm", action="store_true", help="normalize the queries and keys of every head"
+    )
+    group.add_argument(
+        "--untie-embeddings-and-output-weights", action="store_true", help="separate weight for the head"
+    )
+    group.add_argument(
+        "--window-size",
+        metavar="L,0",
+        default=None,
+        help="attend to L previous tokens and the token itself (all previous tokens)",
+    )
+    group.add_argument(
+        "--reset-position-ids", action="store_true", help="restart positions at every document of a sample"
+    )
+    group.add_argument(
+        "--reset-attention-mask", action="store_true", help="attend only within a document of a sample"
+    )
 
 
 def _add_data(group: Any) -> None:

@@ -54,6 +54,8 @@ _REPLACEMENTS = {
     "train_bert.py": "mask-prob short-seq-prob bert-no-binary-head",
     'the "tensorboard" section of the JSON': "tensorboard-dir tensorboard-log-interval",
     'the "wandb" section of the JSON': "wandb-exp-name wandb-project",
+    "--position-embedding-type rope": "use-rotary-position-embeddings",
+    "--norm-epsilon": "layernorm-epsilon",
     "--metrics-file": "log-params-norm log-throughput timing-log-level",
     '"transport_options": {"timeout_s": seconds} in the "ds_ext" section': "distributed-timeout-minutes",
 }

@@ -6,6 +6,7 @@ Checks that do not need torch run before torch is imported.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from ..errors import ConfigError
 from ..launch.job_facts import checksum, setting_facts
 from ..launch.process import world_size
 from ..launch.roll_call import Facts
+from ..models.config import RopeScaling
 from ..parallel.partition import BALANCED, end_weights, layer_boundaries, stage_weights
 from ..planner.job_plan import JobPlan, make_job_plan
 from ..planner.stage_costs import repeated_share
@@ -81,7 +83,7 @@ def _ends(args: argparse.Namespace, vocab_size: int) -> tuple[float, float] | No
 
 
 def model_sizes(args: argparse.Namespace, plan: JobPlan) -> dict[str, Any]:
-    """Return the fields of a TransformerConfig, without the vocabulary."""
+    """Return the fields of a TransformerConfig, without the vocabulary. Raises ConfigError."""
     return {
         "num_layers": args.num_layers,
         "hidden_size": args.hidden_size,
@@ -98,7 +100,49 @@ def model_sizes(args: argparse.Namespace, plan: JobPlan) -> dict[str, Any]:
         "sequence_parallel": plan.job.ds_ext.sequence_parallel,
         "transformer_impl": args.transformer_impl,
         "seed": args.seed,
+        "position_embedding_type": args.position_embedding_type,
+        "rotary_base": args.rotary_base,
+        "rotary_percent": args.rotary_percent,
+        "rope_scaling": _rope_scaling(args),
+        "normalization": args.normalization,
+        **({} if args.norm_epsilon is None else {"layernorm_epsilon": args.norm_epsilon}),
+        "swiglu": args.swiglu,
+        "num_query_groups": args.num_query_groups,
+        "kv_channels": args.kv_channels,
+        "add_bias_linear": not args.disable_bias_linear,
+        "add_qkv_bias": args.add_qkv_bias,
+        "qk_layernorm": args.qk_layernorm,
+        "untie_embeddings_and_output_weights": args.untie_embeddings_and_output_weights,
+        "sliding_window": _sliding_window(args.window_size),
+        "reset_position_ids": args.reset_position_ids,
+        "reset_attention_mask": args.reset_attention_mask,
     }
+
+
+def _rope_scaling(args: argparse.Namespace) -> RopeScaling | None:
+    """Return Llama 3.1's scaling for --use-rope-scaling, with Megatron's constants."""
+    if not args.use_rope_scaling:
+        return None
+    return RopeScaling(
+        "llama3",
+        args.rope_scaling_factor,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
+
+
+def _sliding_window(text: str | None) -> int | None:
+    """Return the number of tokens of Megatron's window ``"L,R"``, the token itself included. Raises ConfigError."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"\(?\s*(\d+)\s*,\s*0\s*\)?", text)
+    if match is None:
+        raise ConfigError(
+            f"--window-size: must be the number of previous tokens and 0 for following tokens (got {text!r}). Use for "
+            f"example 4095,0 for a window of 4096 tokens."
+        )
+    return int(match[1]) + 1
 
 
 def job_facts(args: argparse.Namespace, plan: JobPlan, vocab_size: int) -> Facts:
