@@ -25,6 +25,14 @@ PLAIN = GPTConfig(2, 16, 2, 8, 32, hidden_dropout=0.0, attention_dropout=0.0)
         ({"hidden_dropout": 0.1}, r"hidden_dropout .*attention_dropout .*0\.1 and 0\b"),
         ({"sequence_parallel": True}, "sequence_parallel"),
         ({"recompute": "selective"}, "--recompute-granularity selective"),
+        ({"position_embedding_type": "rope"}, "position_embedding_type .*rope"),
+        ({"swiglu": True}, "swiglu .*True"),
+        ({"num_query_groups": 1}, "num_query_groups .*1"),
+        ({"kv_channels": 4}, "kv_channels .*4"),
+        ({"add_bias_linear": False, "add_qkv_bias": True}, "add_qkv_bias .*True"),
+        ({"qk_layernorm": True}, "qk_layernorm .*True"),
+        ({"sliding_window": 4}, "sliding_window .*4"),
+        ({"reset_attention_mask": True}, "reset_attention_mask .*True"),
     ],
 )
 def test_unsupported_settings_are_refused(change: dict[str, Any], keys_and_values: str) -> None:
@@ -44,12 +52,13 @@ def test_unsupported_hosts_and_models_are_refused() -> None:
 class _TransformerEngineParameters(nn.Module):
     """Parameters of TransformerLayer of Transformer Engine 2, by its names, with the shapes of one rank."""
 
-    def __init__(self, size: int, ffn: int) -> None:
+    def __init__(self, size: int, ffn: int, biases: bool = True) -> None:
         super().__init__()
 
         def vectors(module: nn.Module, **sizes: tuple[int, ...]) -> nn.Module:
             for name, shape in sizes.items():
-                setattr(module, name, nn.Parameter(torch.full(shape, torch.nan)))
+                if biases or not name.endswith("bias"):
+                    setattr(module, name, nn.Parameter(torch.full(shape, torch.nan)))
             return module
 
         self.self_attention = nn.Module()
@@ -75,3 +84,13 @@ def test_weights_are_copied_with_their_sharding() -> None:
     del te_layer.layernorm_mlp.fc2_bias
     with pytest.raises(ConfigError, match=r"^--transformer-impl: .*layernorm_mlp\.fc2_bias"):
         copy_weights(te_layer, layer)
+
+
+def test_weights_without_biases_are_copied() -> None:
+    te_layer: Any = _TransformerEngineParameters(16, 64, biases=False)
+    config = replace(PLAIN, normalization="RMSNorm", add_bias_linear=False)
+    layer: Any = TransformerLayer(config, 1, TensorParallel(), DropoutClock())
+    copy_weights(te_layer, layer)
+    assert torch.equal(te_layer.self_attention.proj.weight, layer.self_attention.linear_proj.weight)
+    with pytest.raises(ConfigError, match=r"^--transformer-impl: .*bias"):
+        copy_weights(_TransformerEngineParameters(16, 64), layer)
