@@ -1,4 +1,4 @@
-"""``engine.compile()`` compiles the layers of every schedule, and losses and checkpoints stay as they are."""
+"""``engine.compile()`` compiles the layers of every schedule, and losses, gradients and checkpoints stay."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 import ds_ext
+from ds_ext.engine import PipelineEngine
+from tests.distributed.test_llama import LLAMA
 from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build
 from tests.ranks import RankPool
+from tests.reference import assert_close_gradients
 from tests.selection import select
 
 STEPS = 2
@@ -101,3 +104,58 @@ def train_in_place(rank: int) -> list[list[float]]:
 def test_compiled_stages_that_start_in_place(ranks2: RankPool) -> None:
     for plain, compiled in ranks2.run(train_in_place, timeout_s=180):
         assert compiled == pytest.approx(plain, rel=1e-5)
+
+
+def engine_of(schedule: str, model: str) -> tuple[PipelineEngine, StepBatches]:
+    """An engine on two ranks, for a Llama or for torch's own linear layers, and its batches."""
+    if model == "llama":
+        job = Job(schedule, 2, 1, 1, 4, LLAMA, steps=1)
+        return build(job)[0], StepBatches(batches_of(job))
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "train_batch_size": 8,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "steps_per_print": 10**9,
+        "ds_ext": {"schedule": schedule, "pipeline_parallel_size": 2},
+    }
+    layers = [spec for _ in range(4) for spec in (LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.GELU))]
+    module = ds_ext.PipelineModule(
+        layers, settings, loss_fn=nn.functional.mse_loss, partition_method="uniform", base_seed=5
+    )
+    engine, *_ = ds_ext.initialize(model=module, config=settings, model_parameters=module.parameters())
+    generator = torch.Generator().manual_seed(0)
+    return engine, StepBatches([[tuple(torch.randn(2, 2, 4, generator=generator)) for _ in range(4)]])
+
+
+def gradients(rank: int, schedule: str, model: str) -> list[tuple[float, dict[str, Tensor]]]:
+    """(loss, accumulated gradients of this rank) of a step, without and with compiled layers."""
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        engine, batches = engine_of(schedule, model)
+        grads: dict[str, Tensor] = {}
+        for name, parameter in engine.module.named_parameters():
+
+            def keep(parameter: Tensor, name: str = name, grads: dict[str, Tensor] = grads) -> None:
+                assert parameter.grad is not None
+                grads[name] = parameter.grad.clone()
+
+            parameter.register_post_accumulate_grad_hook(keep)
+        if compiled:
+            engine.compile(backend="aot_eager")
+        found.append((float(engine.train_batch(batches)), grads))
+        assert grads.keys() == dict(engine.module.named_parameters()).keys()
+        engine.transport.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "model"),
+    [("1f1b", "llama"), ("bitpipe_zb", "llama"), ("zb_h1", "linear"), *select([("1f1b", "linear")], [])],
+)
+def test_compiled_layers_have_the_same_gradients(ranks2: RankPool, schedule: str, model: str) -> None:
+    for (loss, grads), (compiled_loss, compiled) in ranks2.run(gradients, schedule, model, timeout_s=180):
+        assert compiled_loss == pytest.approx(loss, rel=1e-5)
+        assert compiled.keys() == grads.keys()
+        for name, grad in grads.items():
+            assert_close_gradients(compiled[name], grad, name)

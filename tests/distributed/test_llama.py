@@ -1,7 +1,7 @@
-"""Models of the Llama family train as in one plain process, with every schedule and every way to split a layer, up to four ranks.
+"""Models of the Llama family train as in one plain process, with every schedule and every way to split a layer.
 
 Here runs a selection in which every two values of two factors meet, with schedules grouped by their backwards.
-``make test-all`` runs the whole product.
+``make test-all`` runs the whole product. All jobs of the matrix have at most four ranks.
 """
 
 from __future__ import annotations
