@@ -15,6 +15,12 @@ _SIZES = {
     "vocab_size": "vocab",
     "seq_length": "seq",
 }
+_OPTIONS = {
+    "ffn_hidden_size": "ffn",
+    "num_query_groups": "query_groups",
+    "kv_channels": "kv_channels",
+}
+_SWITCHES = {"swiglu": "swiglu", "untie_embeddings_and_output_weights": "untied", "rope": "rope"}
 _TRAINING = {
     "micro_batch_size": "micro_batch",
     "tensor_parallel": "tensor_parallel",
@@ -32,6 +38,16 @@ def add_model_flags(verb: argparse.ArgumentParser, *, parallel: bool = True) -> 
     group.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
     for dest in _SIZES:
         group.add_argument(_flag(dest), type=int, metavar="SIZE", help="overrides the model's value")
+    for dest in _OPTIONS:
+        group.add_argument(
+            _flag(dest), type=int, metavar="SIZE", help="overrides the model's value (GPT-2's)"
+        )
+    for dest, text in (
+        ("swiglu", "gated MLP"),
+        ("untie_embeddings_and_output_weights", "separate weight for the head"),
+        ("rope", "rotary positions: no table"),
+    ):
+        group.add_argument(_flag(dest), action="store_true", default=None, help=text)
     group.add_argument("--micro-batch-size", type=int, metavar="B", help="samples per micro-batch (1)")
     default = "0" if parallel else "1 with several copies of the weights"
     group.add_argument("--zero", type=int, choices=[0, 1], help=f"ZeRO stage ({default})")
@@ -51,13 +67,18 @@ def model_of(args: argparse.Namespace) -> ModelSizes | None:
     sizes = {
         field: value for dest, field in _SIZES.items() if (value := getattr(args, dest, None)) is not None
     }
+    options = {
+        field: value
+        for dest, field in (_OPTIONS | _SWITCHES).items()
+        if (value := getattr(args, dest, None)) is not None
+    }
     training = {dest: value for dest in _TRAINING if (value := getattr(args, dest, None)) is not None}
     if args.model is None and not sizes:
-        if training:
-            dest, value = next(iter(training.items()))
+        if training or options:
+            dest, value = next(iter((training | options).items()))
             raise ScheduleError(f"{_flag(dest)}: needs a model (got {value}, no model). Add --model gpt-10b.")
         return None
-    changes = {_TRAINING[dest]: value for dest, value in training.items()}
+    changes = options | {_TRAINING[dest]: value for dest, value in training.items()}
     if args.model is not None:
         return replace(model_sizes(args.model), **sizes, **changes)
     missing = [_flag(dest) for dest, field in _SIZES.items() if field not in sizes]

@@ -262,7 +262,7 @@ def _stage_lines(model: ModelSizes, costs: Costs) -> Iterator[str]:
     if costs.stages is not None:
         factors = " ".join(f"{factor:.3g}" for factor in costs.stages)
         yield f"  costs             {factors}  (factor per stage, including the head)"
-    repeated = repeated_share(model.recompute, model.hidden, model.seq)
+    repeated = repeated_share(model.recompute, model.work)
     if repeated:
         yield f"  recompute         {repeated:.0%} of a layer's forward  ({model.recompute})"
 

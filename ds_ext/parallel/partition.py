@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from ..errors import ConfigError
@@ -14,20 +15,63 @@ _DEFAULT_END_WORK = 0.5
 BALANCED = "balanced"  # value of --stage-layers: include the head's work
 
 
-def end_weights(hidden: int, seq: int, vocab: int, again: float = 0.0) -> tuple[float, float]:
+@dataclass(frozen=True)
+class LayerWork:
+    """Multiplications of a transformer layer's forward for one token.
+
+    Attributes:
+        matrices: those of the linear layers; equal to the number of their weights.
+        attention: those of the attention scores and of the weighted sums of values.
+    """
+
+    matrices: int
+    attention: int
+
+    @property
+    def total(self) -> int:
+        """Sum of both."""
+        return self.matrices + self.attention
+
+
+def layer_work(
+    hidden: int,
+    seq: int,
+    *,
+    heads: int = 1,
+    ffn: int | None = None,
+    query_groups: int | None = None,
+    kv_channels: int | None = None,
+    swiglu: bool = False,
+) -> LayerWork:
+    """Return the work of a layer; with the defaults 12h² + 2sh (arXiv 2104.04473, appendix).
+
+    Args:
+        hidden: h, hidden size.
+        seq: s, sequence length, in tokens.
+        heads: attention heads.
+        ffn: inner width of the MLP; None: 4h.
+        query_groups: key and value heads; None: one for each head.
+        kv_channels: width of a head; None: h / heads.
+        swiglu: the MLP has three matrices.
+    """
+    size = kv_channels or hidden // heads
+    queries, keys = heads * size, (query_groups or heads) * size
+    mlp = (3 if swiglu else 2) * (ffn or 4 * hidden)
+    return LayerWork(hidden * (2 * queries + 2 * keys + mlp), 2 * seq * queries)
+
+
+def end_weights(hidden: int, vocab: int, layer: LayerWork, again: float = 0.0) -> tuple[float, float]:
     """Return the work of the embedding and of the head, in transformer layers.
 
-    An embedding lookup counts as 0. The head's forward takes 2bshV operations and a layer's 24bsh² + 4bs²h (arXiv
-    2104.04473, appendix), with micro-batch size b, sequence length s, hidden size h and vocabulary size V. A backward
-    takes twice as many operations.
+    An embedding lookup counts as 0. A backward takes twice as many operations as a forward.
 
     Args:
         hidden: hidden size.
-        seq: sequence length, in tokens.
         vocab: vocabulary size.
+        layer: work of one transformer layer.
         again: share of a layer's forward that its backward recomputes; 1 for full recomputation.
     """
-    return 0.0, vocab / (12 * hidden + 2 * seq) * 3 / (3 + again)
+    return 0.0, vocab * hidden / layer.total * 3 / (3 + again)
 
 
 def layer_boundaries(

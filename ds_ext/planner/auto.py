@@ -37,6 +37,14 @@ MODEL_SIZES = {
     "num_attention_heads": "heads",
     "seq_length": "seq",
 }
+# Optional flags of the model.
+MODEL_OPTIONS = {
+    "ffn_hidden_size": "ffn",
+    "num_query_groups": "query_groups",
+    "kv_channels": "kv_channels",
+    "swiglu": "swiglu",
+    "untie_embeddings_and_output_weights": "untied",
+}
 
 
 def choose_for_job(
@@ -195,7 +203,8 @@ def _model(
     # With an interval, only some layers recompute. The estimate assumes that none do, so it is too high.
     recompute = train.get("recompute_granularity") if train.get("recompute_interval", 1) == 1 else None
     return ModelSizes(
-        **{name: train[key] for key, name in MODEL_SIZES.items()},
+        **{name: train[key] for key, name in (MODEL_SIZES | MODEL_OPTIONS).items() if train.get(key)},
+        rope=train.get("position_embedding_type") == "rope",
         vocab=vocab,
         # ModelSizes assumes 16-bit activations. A 32-bit sample counts as two.
         micro_batch=micro_batch if half else 2 * micro_batch,

@@ -9,6 +9,9 @@ tensor-parallel size t, 16-bit activations and one-byte dropout masks:
     selective              sbh (10 + 24/t)                  sbh 34/t
     full                   2sbh                             2sbh
 
+The rows are for an MLP with 4h and as many keys and values as queries. Otherwise 24 stands for 4 (q + k + f) / h, where
+q and k are the widths of the queries and of the keys, and f that of the MLP, twice with a gated MLP (SwiGLU).
+
 Attention that does not store its scores (FlashAttention, PyTorch's SDPA) keeps as much as "selective". Not counted:
 kernel workspaces, the layer being recomputed, messages in flight, fragmentation.
 """
@@ -21,6 +24,7 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 
 from ..errors import ScheduleError
+from ..parallel.partition import LayerWork, layer_work
 from ..pipe_schedules.ops import BACKWARD_INPUT, FORWARD, RECOMPUTE
 from ..pipe_schedules.placement import Placement
 from ..pipe_schedules.timetables import Timetable
@@ -34,7 +38,7 @@ class ModelSizes:
 
     Args:
         layers: transformer layers of the whole model (a multiple of the stages), or of every stage.
-        hidden: h, hidden size; the MLP has 4h.
+        hidden: h, hidden size.
         heads: a, attention heads.
         vocab: vocabulary size.
         seq: s, sequence length.
@@ -48,6 +52,12 @@ class ModelSizes:
         zero_stage: 0, or 1 to shard the optimizer states over replicas x data-parallel ranks.
         recompute: "none", "selective" (only the core attention) or "full" (whole layers).
         attention_scores: True if the attention stores its s x s scores.
+        ffn: inner width of the MLP; None: 4h.
+        query_groups: key and value heads; None: one for each head.
+        kv_channels: width of a head; None: h / a.
+        swiglu: the MLP has three matrices.
+        untied: the head has a separate weight.
+        rope: there is no table of positions.
 
     Raises:
         ScheduleError: a size is not positive, or two sizes are incompatible.
@@ -69,6 +79,12 @@ class ModelSizes:
     zero_stage: int = 0
     recompute: str = "none"
     attention_scores: bool = False
+    ffn: int | None = None
+    query_groups: int | None = None
+    kv_channels: int | None = None
+    swiglu: bool = False
+    untied: bool = False
+    rope: bool = False
 
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self)):
@@ -83,20 +99,55 @@ class ModelSizes:
             )
         if self.zero_stage > 1:
             raise ScheduleError(f"zero_stage: pipelines support 0 and 1 (got {self.zero_stage}).")
-        if self.hidden % self.heads:
+        if self.kv_channels is None and self.hidden % self.heads:
             raise ScheduleError(f"heads: must divide hidden {self.hidden} (got {self.heads}).")
         if self.heads % self.tensor_parallel:
             raise ScheduleError(
                 f"tensor_parallel: must divide heads {self.heads} (got {self.tensor_parallel})."
             )
+        groups = self.query_groups or self.heads
+        if self.heads % groups:
+            raise ScheduleError(f"query_groups: must divide heads {self.heads} (got {groups}).")
+        if not self.shares_groups(self.tensor_parallel):
+            raise ScheduleError(
+                f"tensor_parallel: must divide query_groups {groups}, or be a multiple of it (got "
+                f"{self.tensor_parallel})."
+            )
+
+    @property
+    def work(self) -> LayerWork:
+        """Work of one transformer layer."""
+        return layer_work(
+            self.hidden,
+            self.seq,
+            heads=self.heads,
+            ffn=self.ffn,
+            query_groups=self.query_groups,
+            kv_channels=self.kv_channels,
+            swiglu=self.swiglu,
+        )
+
+    @property
+    def _widths(self) -> tuple[int, int, int]:
+        """Widths of the queries, of the keys, and of the MLP's column-parallel layers."""
+        size = self.kv_channels or self.hidden // self.heads
+        inner = (self.ffn or 4 * self.hidden) * (2 if self.swiglu else 1)
+        return self.heads * size, (self.query_groups or self.heads) * size, inner
+
+    def shares_groups(self, tensor_parallel: int) -> bool:
+        """Return whether each rank has whole query groups, or several ranks share one."""
+        groups = self.query_groups or self.heads
+        return groups % tensor_parallel == 0 or tensor_parallel % groups == 0
 
     def layer_activations(self) -> float:
         """Return the bytes that a rank keeps for one transformer layer and one micro-batch."""
         s, b, h, a, t = self.seq, self.micro_batch, self.hidden, self.heads, self.tensor_parallel
         if self.recompute == "full":
             return 2 * s * b * h
-        scores = 5 * a * s / (h * t) if self.recompute == "none" and self.attention_scores else 0
-        return s * b * h * ((34 / t if self.sequence_parallel else 10 + 24 / t) + scores)
+        scores = 5 * a * s / t if self.recompute == "none" and self.attention_scores else 0
+        between, inside = 10 * h, 4 * sum(self._widths)
+        kept = (between + inside) / t if self.sequence_parallel else between + inside / t
+        return s * b * (kept + scores)
 
     def layers_of(self, stages: int) -> tuple[int, ...]:
         """Return the layers of every stage. Raises ScheduleError if they do not fit ``stages``."""
@@ -129,14 +180,18 @@ class ModelSizes:
         """Return the number of parameters on a rank of ``device``. Raises ScheduleError if the layers do not fit."""
         chunks, stages = placement.chunks[device], placement.stages
         h, t, layers = self.hidden, self.tensor_parallel, self.layers_of(stages)
+        queries, keys, inner = self._widths
         # Tensor parallelism splits matrices and the biases of column-parallel layers, not other biases and norms.
-        layer = (12 * h * h + 7 * h) / t + 6 * h
+        layer = (self.work.matrices + queries + 2 * keys + inner) / t + 6 * h
+        # Ranks that share a query group have the keys and values of all groups.
+        layer += 2 * keys * (h + 1) * (1 - 1 / t) if t > (self.query_groups or self.heads) else 0
         embedding = self.vocab * h / t
         total = sum(layers[chunk.stage] for chunk in chunks) * layer
         for pipe in range(placement.replicas):
             first, last = (0, pipe) in chunks, (stages - 1, pipe) in chunks
-            total += first * (embedding + self.seq * h)
-            total += last * (2 * h + (0 if first else embedding))  # the head is the embedding: one tensor
+            total += first * (embedding + (0 if self.rope else self.seq * h))
+            # A tied head is the embedding: one tensor.
+            total += last * (2 * h + (0 if first and not self.untied else embedding))
         return total
 
 
@@ -200,8 +255,34 @@ def _gpt(layers: int, hidden: int, heads: int, vocab: int = 50257, seq: int = 20
     return ModelSizes(layers, hidden, heads, vocab, seq)
 
 
+def _llama(
+    layers: int,
+    hidden: int,
+    heads: int,
+    ffn: int,
+    groups: int,
+    vocab: int,
+    seq: int,
+    channels: int | None = None,
+) -> ModelSizes:
+    return ModelSizes(
+        layers,
+        hidden,
+        heads,
+        vocab,
+        seq,
+        ffn=ffn,
+        query_groups=groups,
+        kv_channels=channels,
+        swiglu=True,
+        untied=True,
+        rope=True,
+    )
+
+
 # GPT-2: Radford et al. 2019. GPT-3: arXiv 2005.14165, table 2.1, with the usual 16 heads for 1.3b and hidden size 5120
-# for 13b. 10b: ZeRO-Offload (arXiv 2101.06840, table 2). 22b to 1t: arXiv 2205.05198, table 3.
+# for 13b. 10b: ZeRO-Offload (arXiv 2101.06840, table 2). 22b to 1t: arXiv 2205.05198, table 3. Llama 2: arXiv
+# 2307.09288. Llama 3: arXiv 2407.21783, table 3. Mistral: arXiv 2310.06825, table 1. Qwen3: arXiv 2505.09388, table 1.
 MODELS: Mapping[str, ModelSizes] = MappingProxyType(
     {
         "gpt-124m": _gpt(12, 768, 12, seq=1024),
@@ -217,6 +298,13 @@ MODELS: Mapping[str, ModelSizes] = MappingProxyType(
         "gpt-175b": _gpt(96, 12288, 96, vocab=51200),
         "gpt-530b": _gpt(105, 20480, 128, vocab=51200),
         "gpt-1t": _gpt(128, 25600, 160, vocab=51200),
+        "llama-2-7b": _llama(32, 4096, 32, 11008, 32, 32000, 4096),
+        "llama-2-70b": _llama(80, 8192, 64, 28672, 8, 32000, 4096),
+        "llama-3-8b": _llama(32, 4096, 32, 14336, 8, 128256, 8192),
+        "llama-3-70b": _llama(80, 8192, 64, 28672, 8, 128256, 8192),
+        "mistral-7b": _llama(32, 4096, 32, 14336, 8, 32000, 8192),
+        "qwen3-8b": _llama(36, 4096, 32, 12288, 8, 151936, 8192, channels=128),
+        "qwen3-32b": _llama(64, 5120, 64, 25600, 8, 151936, 8192, channels=128),
     }
 )
 

@@ -103,6 +103,7 @@ class ParallelSizes:
             "num_attention_heads": sizes.heads,
             "seq_length": sizes.seq,
             "recompute_granularity": candidate.recompute,
+            **_options(sizes),
         }
         if candidate.layers is not None and len(set(candidate.layers)) > 1:
             train["stage_layers"] = ",".join(map(str, candidate.layers))
@@ -113,6 +114,23 @@ class ParallelSizes:
             "schedule_options": candidate.settings,
             "train": train,
         }
+
+
+def _options(sizes: ModelSizes) -> dict[str, Any]:
+    """Return the flags of the model that differ from GPT-2's, for "train"."""
+    llama = sizes.swiglu and sizes.rope
+    options = {
+        "normalization": "RMSNorm" if llama else None,
+        "disable_bias_linear": llama,
+        "ffn_hidden_size": sizes.ffn,
+        "group_query_attention": sizes.query_groups not in (None, sizes.heads),
+        "num_query_groups": None if sizes.query_groups == sizes.heads else sizes.query_groups,
+        "kv_channels": sizes.kv_channels,
+        "swiglu": sizes.swiglu,
+        "untie_embeddings_and_output_weights": sizes.untied,
+        "position_embedding_type": "rope" if sizes.rope else None,
+    }
+    return {key: value for key, value in options.items() if value}
 
 
 @dataclass(frozen=True)
@@ -229,6 +247,8 @@ def _refusal(cluster: Cluster, sizes: ModelSizes, tensor: int, pipeline: int, da
     assert isinstance(sizes.layers, int), "layers per stage would fix the number of stages"
     if sizes.heads % tensor:
         return f"{sizes.heads} heads are not divisible by TP {tensor}"
+    if not sizes.shares_groups(tensor):
+        return f"{sizes.query_groups} query groups are not divisible by TP {tensor}"
     if sizes.layers < pipeline:
         return f"{sizes.layers} layers are fewer than PP {pipeline}"
     if cluster.batch % (data * sizes.micro_batch):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from ..errors import ConfigError, ScheduleError
-from ..parallel.partition import BALANCED, end_weights, layer_boundaries
+from ..parallel.partition import BALANCED, LayerWork, end_weights, layer_boundaries
 from ..pipe_schedules import Placement
 from ..pipe_schedules.costs import Costs
 from .memory import ModelSizes
@@ -18,19 +18,18 @@ from .memory import ModelSizes
 _DIGITS = 8  # of a factor: precise enough for any plan, short enough for a readable JSON
 
 
-def repeated_share(recompute: str, hidden: int, seq: int) -> float:
+def repeated_share(recompute: str, layer: LayerWork) -> float:
     """Return the share of a layer's forward that recomputation repeats in the backward."""
     if recompute == "selective":
-        # 4bs²h of a layer's 24bsh² + 4bs²h operations.
-        return seq / (6 * hidden + seq)
+        return layer.attention / layer.total
     return 1.0 if recompute == "full" else 0.0
 
 
 def forward_flops(sizes: ModelSizes) -> float:
     """Return the operations of one micro-batch's forward through the whole model, over all ranks."""
-    b, s, h = sizes.micro_batch, sizes.seq, sizes.hidden
+    tokens = sizes.micro_batch * sizes.seq
     layers = sizes.layers if isinstance(sizes.layers, int) else sum(sizes.layers)
-    return layers * (24 * b * s * h * h + 4 * b * s * s * h) + 2 * b * s * h * sizes.vocab
+    return 2 * tokens * (layers * sizes.work.total + sizes.hidden * sizes.vocab)
 
 
 def message_bytes(sizes: ModelSizes) -> int:
@@ -58,8 +57,8 @@ def split_layers(
         raise ScheduleError(
             f"{sizes.layers} layers are fewer than {placement.stages} stages. Use more layers or fewer stages."
         )
-    repeated = repeated_share(sizes.recompute, sizes.hidden, sizes.seq)
-    weights = end_weights(sizes.hidden, sizes.seq, sizes.vocab, repeated)
+    repeated = repeated_share(sizes.recompute, sizes.work)
+    weights = end_weights(sizes.hidden, sizes.vocab, sizes.work, repeated)
     try:
         # One layer before the first transformer layer and one after the last; their number does not matter.
         bounds = layer_boundaries(sizes.layers, 1, 1, placement, schedule, stage_layers, weights)
@@ -80,12 +79,12 @@ def stage_costs(costs: Costs, sizes: ModelSizes) -> Costs:
         sizes: model with the layers of each stage, from :func:`split_layers`.
     """
     assert not isinstance(sizes.layers, int), "split_layers() comes first"
-    repeated = repeated_share(sizes.recompute, sizes.hidden, sizes.seq)
+    repeated = repeated_share(sizes.recompute, sizes.work)
     whole = costs.forward + costs.backward_input + costs.backward_weight
     recomputed = replace(costs, backward_input=costs.backward_input + repeated * costs.forward)
     if costs.stages is not None or not whole:
         return recomputed
-    _, head = end_weights(sizes.hidden, sizes.seq, sizes.vocab)
+    _, head = end_weights(sizes.hidden, sizes.vocab, sizes.work)
     layer = whole + repeated * costs.forward
     work = [count * layer for count in sizes.layers]
     work[-1] += head * whole

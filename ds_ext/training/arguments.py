@@ -15,7 +15,7 @@ from typing import Any
 from ..config.job import AUTO, JobConfig, import_own_schedules, load_config, named_schedule
 from ..errors import ConfigError, ScheduleError
 from ..pipe_schedules.registry import import_modules
-from ..planner.auto import MODEL_SIZES
+from ..planner.auto import MODEL_OPTIONS, MODEL_SIZES
 from .flags import Model, build_parser
 from .megatron_flags import refusal
 
@@ -181,7 +181,7 @@ def _set_train_for_auto(config: dict[str, Any], args: argparse.Namespace) -> Non
     section = config.get("ds_ext", {})
     if section.get("schedule") != AUTO:
         return
-    keys = (*MODEL_SIZES, "data_path", "stage_layers")
+    keys = (*MODEL_SIZES, *MODEL_OPTIONS, "position_embedding_type", "data_path", "stage_layers")
     known = {key: getattr(args, key) for key in keys if getattr(args, key)}
     recompute = {
         "recompute_granularity": args.recompute_granularity or AUTO,

@@ -17,7 +17,7 @@ from ..launch.job_facts import checksum, setting_facts
 from ..launch.process import world_size
 from ..launch.roll_call import Facts
 from ..models.config import RopeScaling
-from ..parallel.partition import BALANCED, end_weights, layer_boundaries, stage_weights
+from ..parallel.partition import BALANCED, end_weights, layer_boundaries, layer_work, stage_weights
 from ..planner.job_plan import JobPlan, make_job_plan
 from ..planner.stage_costs import repeated_share
 from .arguments import FLAGS_OF_THE_JSON, parse
@@ -78,8 +78,16 @@ def _ends(args: argparse.Namespace, vocab_size: int) -> tuple[float, float] | No
     """Return the work of embedding and head if --stage-layers includes it."""
     if args.stage_layers != BALANCED:
         return None
-    hidden, seq = args.hidden_size, args.seq_length
-    return end_weights(hidden, seq, vocab_size, repeated_share(args.recompute_granularity, hidden, seq))
+    layer = layer_work(
+        args.hidden_size,
+        args.seq_length,
+        heads=args.num_attention_heads,
+        ffn=args.ffn_hidden_size,
+        query_groups=args.num_query_groups,
+        kv_channels=args.kv_channels,
+        swiglu=args.swiglu,
+    )
+    return end_weights(args.hidden_size, vocab_size, layer, repeated_share(args.recompute_granularity, layer))
 
 
 def model_sizes(args: argparse.Namespace, plan: JobPlan) -> dict[str, Any]:

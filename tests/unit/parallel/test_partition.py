@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ext.errors import ConfigError
-from ds_ext.parallel.partition import end_weights, layer_boundaries, stage_weights
+from ds_ext.parallel.partition import (
+    LayerWork,
+    end_weights,
+    layer_boundaries,
+    layer_work,
+    stage_weights,
+)
 from ds_ext.pipe_schedules.placement import Placement, bidirectional_v, linear, v
 from ds_ext.training.setup import plan_job, stage_boundaries
 
@@ -113,8 +119,15 @@ def test_a_heavy_end_leaves_its_stage_fewer_layers() -> None:
     # Both ends are on device 0, whose stages stay as even as possible.
     assert weighed(16, v(2), 2.0) == [4, 4, 5, 3]
     assert weighed(5, linear(1), 3.0) == [5]
-    assert end_weights(4096, 4096, 128256) == (0.0, 128256 / 57344)
-    assert end_weights(4096, 4096, 128256, again=1.0)[1] == pytest.approx(128256 / 57344 * 3 / 4)
+    gpt = layer_work(4096, 4096)
+    assert end_weights(4096, 128256, gpt) == (0.0, 128256 / 57344)
+    assert end_weights(4096, 128256, gpt, again=1.0)[1] == pytest.approx(128256 / 57344 * 3 / 4)
+
+
+def test_work_of_a_layer() -> None:
+    assert layer_work(16, 8, heads=4) == LayerWork(12 * 256, 2 * 8 * 16)
+    llama = layer_work(16, 8, heads=4, ffn=40, query_groups=2, kv_channels=6, swiglu=True)
+    assert llama == LayerWork(16 * (24 + 2 * 12 + 24 + 3 * 40), 2 * 8 * 24)
 
 
 @given(
