@@ -20,7 +20,7 @@ from tests.distributed.test_checkpoint import AT, Sizes, go_on, same_contents, s
 from tests.distributed.test_parity import assert_equal, tensor_parallel_reference
 from tests.engine_runs import SPLIT, Job, StepBatches, batches_of, build, reference, train
 from tests.ranks import Ranks
-from tests.selection import covering
+from tests.selection import covering, select
 
 LLAMA = replace(
     engine_runs.MODEL,
@@ -122,9 +122,10 @@ def test_merged_forward_ranks_compute_the_shards_with_their_masks(ranks: Ranks) 
 @pytest.mark.parametrize(
     ("model", "before", "after"),
     [
-        # Four ranks hold whole keys and values, two of them for each group; then one rank.
-        ("llama", ("1f1b", 1, 4, 1, 4), ("bitpipe", 2, 1, 1, 4)),
+        # Four ranks hold the keys and values of both groups, two ranks those of one.
+        ("llama", ("1f1b", 1, 4, 1, 4), ("zb_h1", 1, 2, 1, 4)),
         ("qwen3", ("zb_v", 2, 1, 1, 4), ("1f1b", 2, 2, 1, 4)),
+        *select([("llama", ("1f1b", 2, 2, 1, 4), ("1f1b", 1, 4, 1, 4))], []),
     ],
 )
 def test_a_checkpoint_goes_on_under_other_sizes(
