@@ -102,14 +102,10 @@ class SelfAttention(nn.Module):
             positions = starts_BS if self.config.reset_position_ids else None
             cos, sin = rotary_tables(self.config, tokens, q_BNSH.dtype, q_BNSH.device, positions)
             q_BNSH, k_BGSH = rotate(q_BNSH, cos, sin), rotate(k_BGSH, cos, sin)
-        mask = mask_B11S
-        if self.causal:
-            documents = starts_BS if self.config.reset_attention_mask else None
-            mask = causal_mask(tokens, self.window, documents, q_BNSH.device)
-        if self.recompute:
-            context_BNSH = recomputed(self.clock, self._attend, q_BNSH, k_BGSH, v_BGSH, mask)
-        else:
-            context_BNSH = self._attend(q_BNSH, k_BGSH, v_BGSH, mask)
+        inputs = q_BNSH, k_BGSH, v_BGSH, mask_B11S, starts_BS
+        context_BNSH = (
+            recomputed(self.clock, self._attend, *inputs) if self.recompute else self._attend(*inputs)
+        )
         return self.linear_proj(context_BNSH.transpose(1, 2).reshape(batch, tokens, -1))
 
     def _project(self, hidden_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,7 +121,18 @@ class SelfAttention(nn.Module):
             q_BSNH, k_BSGH = self.q_layernorm(q_BSNH), self.k_layernorm(k_BSGH)
         return q_BSNH.transpose(1, 2), k_BSGH.transpose(1, 2), v_BSGH.transpose(1, 2)
 
-    def _attend(self, q_BNSH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend(
+        self,
+        q_BNSH: Tensor,
+        k_BGSH: Tensor,
+        v_BGSH: Tensor,
+        mask: Tensor | None,
+        starts_BS: Tensor | None,
+    ) -> Tensor:
+        if self.causal:
+            # Computed here, because recomputation would otherwise keep it.
+            documents = starts_BS if self.config.reset_attention_mask else None
+            mask = causal_mask(q_BNSH.size(2), self.window, documents, q_BNSH.device)
         merged = self.tp.merged
         if merged > 1:
             # This rank computes the heads of several ranks, with the mask of each. Ranks may share a group.

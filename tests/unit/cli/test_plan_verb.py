@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from ds_ext.pipe_schedules.list_scheduling import search
 from ds_ext.planner.job_plan import make_job_plan
 from ds_ext.training.arguments import parse
 from ds_ext.training.preflight import check_job
+from ds_ext.training.setup import model_sizes as script_sizes
 
 PLAN = ["plan", "--devices", "8", "--memory", "16GB", "--model", "gpt-1.3b", "--global-batch-size", "16"]
 
@@ -71,6 +74,31 @@ def test_the_json_passes_the_checks_of_the_script(tmp_path: Path, capsys: pytest
     assert (len(bounds), bounds[-1]) == (layout.placement.stages + 1, 13)
     replicas = layout.placement.replicas * layout.data_parallel_size
     assert found["config"]["zero_optimization"]["stage"] == (1 if replicas > 1 else 0)
+
+
+def test_the_json_of_a_llama_has_its_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "plan --devices 8 --memory 80GB --model llama-3-8b --global-batch-size 16 --tensor-parallel 4 --json"
+    )
+    changes = "--num-query-groups 4 --kv-channels 64 --ffn-hidden-size 8192"
+    assert main([*words.split(), *changes.split()]) in (0, 1)
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps(json.loads(capsys.readouterr().out)["config"]))
+    args, job = parse("train_gpt.py", ["--deepspeed_config", str(file)])
+    plan: Any = SimpleNamespace(job=job)
+    sizes = script_sizes(args, plan)
+    expected = {
+        "hidden_size": 4096,
+        "num_query_groups": 4,
+        "kv_channels": 64,
+        "ffn_hidden_size": 8192,
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "position_embedding_type": "rope",
+        "untie_embeddings_and_output_weights": True,
+    }
+    assert {key: sizes[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize("memory", ["80GB", "15GB", "1GB"])

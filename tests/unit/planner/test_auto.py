@@ -50,6 +50,23 @@ def test_the_job_runs_the_best_candidate() -> None:
     assert placement_of(job) == timetable.placement and job.ds_ext.schedule == "auto"
 
 
+def test_options_of_the_llama_family_are_sizes() -> None:
+    options = {
+        "ffn_hidden_size": 512,
+        "num_query_groups": 2,
+        "kv_channels": 32,
+        "swiglu": True,
+        "untie_embeddings_and_output_weights": True,
+        "position_embedding_type": "rope",
+    }
+    job = auto(train=TRAIN | options, schedule_options={"vocab_size": 5000, "memory": "1GB"})
+    sizes = ModelSizes(
+        layers=16, hidden=256, heads=4, vocab=5000, seq=128, micro_batch=2, zero_stage=1,
+        ffn=512, query_groups=2, kv_channels=32, swiglu=True, untied=True, rope=True,
+    )  # fmt: skip
+    assert candidates_of(job) == choose(Request(4, 8, Costs(), sizes, 10**9, ("none",)))
+
+
 def test_samples_do_not_depend_on_the_choice() -> None:
     tight = auto(schedule_options={"memory": "90MB", "vocab_size": 100})
     wide = auto(schedule_options={"vocab_size": 100})

@@ -102,6 +102,20 @@ def test_a_shard_does_not_keep_the_full_weight_alive() -> None:
     assert layer.weight.untyped_storage().nbytes() == 8 * 16 * 4
 
 
+def test_ranks_share_the_rows_of_a_group() -> None:
+    """Two groups of three features: sharded over two ranks, whole on four, of which two compute the same rows."""
+    x, init = torch.arange(8.0), keyed_normal(1.0, "c")
+    whole = ColumnParallelLinear(8, 6, ONE, False, init=init, groups=2)
+    for size, replicated in ((2, False), (4, True)):
+        for rank, tp in enumerate(ranks_of(size)):
+            layer = ColumnParallelLinear(8, 6, tp, False, init=init, groups=2)
+            assert (shard_dim(layer.weight) is None) == replicated
+            assert len(layer.weight) == (6 if replicated else 3)
+            rows = slice(0, 3) if rank < size // 2 else slice(3, 6)
+            with torch.no_grad():
+                torch.testing.assert_close(layer.project(x), whole(x)[rows])
+
+
 def test_building_leaves_the_global_generator_alone() -> None:
     before = torch.get_rng_state()
     ColumnParallelLinear(8, 8, ONE, init=keyed_normal(1.0, "c"))
@@ -118,6 +132,8 @@ def test_indivisible_sizes_are_refused() -> None:
         RowParallelLinear(3, 8, tp, init=nn.init.zeros_)
     with pytest.raises(ConfigError, match=r"^num_embeddings: "):
         VocabParallelEmbedding(10, 8, tp, init=nn.init.zeros_)
+    with pytest.raises(ConfigError, match=r"^groups: .*4 .*3"):
+        ColumnParallelLinear(8, 12, tp, init=nn.init.zeros_, groups=3)
 
 
 def test_a_group_needs_its_process_group_and_a_rank_inside() -> None:
