@@ -1,7 +1,8 @@
 """GPT samples: windows of seq_length + 1 tokens over shuffled, concatenated documents.
 
-A sample is (tokens_S, labels_S) with S = seq_length; labels_S are the tokens shifted by one. Samples depend only on
-(seed, seq_length, split, files), so all ranks and all resumed runs get the same ones.
+A sample is (tokens_S, labels_S) with S = seq_length; labels_S are the tokens shifted by one. With the start of every
+token's document it is ((tokens_S, starts_S), labels_S). Samples depend only on (seed, seq_length, split, files), so all
+ranks and all resumed runs get the same ones. Chat data has samples of whole conversations; see chat/dataset.py.
 """
 
 from collections import OrderedDict
@@ -13,13 +14,16 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from ds_ext.data.chat.dataset import ChatDataset
 from ds_ext.data.datasets import BlendedDataset, build_datasets
 from ds_ext.data.indexed import IndexedTokens
+from ds_ext.data.meta import loss_mask_prefix
+from ds_ext.data.packing import DocumentOptions, Sample
 from ds_ext.errors import ConfigError
 
 EPOCHS_KEPT = 2
 
-Sample = tuple[torch.Tensor, torch.Tensor]
+WINDOWS_ONLY = DocumentOptions()
 
 
 class _Epoch(NamedTuple):
@@ -52,17 +56,21 @@ class GPTDataset(Dataset[Sample]):
         num_samples: int,
         seed: int,
         name: str = "train",
+        options: DocumentOptions = WINDOWS_ONLY,
     ) -> None:
         """Use consecutive `documents` of a file as the split `name`; `num_samples` may exceed one epoch.
 
         Raises:
-            ConfigError: a number is out of range, or the split has too few tokens for one sample.
+            ConfigError: a number is out of range, the split has too few tokens for one sample, or `options` do not
+                match the documents.
         """
         if seq_length < 1 or seed < 0:
             raise ConfigError(
                 f"seq_length and seed: must be at least 1 and 0 (got {seq_length} and {seed}). Use for "
                 "example 128 and 1234."
             )
+        options.check(indexed, documents)
+        self._options = options
         self._indexed = indexed
         self._documents = np.arange(documents.start, documents.stop, dtype=np.int64)
         self._lengths = np.diff(indexed.document_starts[documents.start : documents.stop + 1])
@@ -83,14 +91,17 @@ class GPTDataset(Dataset[Sample]):
         return self._num_samples
 
     def __getitem__(self, index: int) -> Sample:
-        """Return (tokens_S, labels_S), int64, of sample `index`. Raises IndexError outside 0..num_samples-1."""
+        """Return (tokens_S, labels_S) or ((tokens_S, starts_S), labels_S), int64, of sample `index`.
+
+        Raises IndexError outside 0..num_samples-1.
+        """
         if not 0 <= index < self._num_samples:
             raise IndexError(f"sample {index} of {self._num_samples}")
         epoch_number, position = divmod(index, self.samples_per_epoch)
         epoch = self._epoch(epoch_number)
         start = int(epoch.windows[position]) * self.seq_length
         window = torch.from_numpy(self._tokens(epoch, start, start + self.seq_length + 1))
-        return window[:-1], window[1:]
+        return self._options.sample(window[:-1], window[1:])
 
     def _epoch(self, number: int) -> _Epoch:
         if number not in self._epochs:
@@ -121,6 +132,7 @@ def build_gpt_datasets(
     seq_length: int,
     num_samples: tuple[int, int, int],
     seed: int,
+    options: DocumentOptions = WINDOWS_ONLY,
 ) -> tuple[BlendedDataset[Sample], BlendedDataset[Sample], BlendedDataset[Sample]]:
     """Build train, valid and test datasets with `num_samples` samples each.
 
@@ -131,12 +143,24 @@ def build_gpt_datasets(
         seq_length: tokens per sample.
         num_samples: number of samples of each split; 0 gives an empty dataset.
         seed: seed of the order of documents and samples.
+        options: treatment of samples with several documents; chat data needs `starts`.
 
     Raises:
-        ConfigError: a file is missing or damaged, a weight or share is invalid, or a split is too small for one sample.
+        ConfigError: a file is missing or damaged, a weight or share is invalid, a split is too small for one sample,
+            or `options` do not match the data.
     """
 
-    def build_part(indexed: IndexedTokens, documents: range, name: str, num_samples: int) -> GPTDataset:
-        return GPTDataset(indexed, documents, seq_length, num_samples, seed, name)
+    def build_part(
+        indexed: IndexedTokens, documents: range, name: str, num_samples: int
+    ) -> GPTDataset | ChatDataset:
+        mask = loss_mask_prefix(indexed.prefix)
+        if mask is None:
+            return GPTDataset(indexed, documents, seq_length, num_samples, seed, name, options)
+        if not options.starts:
+            raise ConfigError(
+                f"--data-path: chat data packs several conversations into a sample (got {indexed.prefix} without the "
+                "starts of conversations). Build the datasets with DocumentOptions(starts=True)."
+            )
+        return ChatDataset(indexed, IndexedTokens(mask), documents, seq_length, num_samples, seed, name)
 
     return build_datasets(data_path, split, num_samples, build_part)

@@ -22,7 +22,8 @@ def read_meta(data_path: str | Sequence[str]) -> dict[str, Any] | None:
     """Return `meta.json` of the data; for a blend, the entries common to all parts. None if a part has no such file.
 
     Keys: format, arguments, source, documents, sentences (BERT only), tokens, bytes, max_token_id,
-    unigram_entropy_nats, vocab_size, eod_id, tokenizer (file name), tokenizer_fingerprint, versions.
+    unigram_entropy_nats, vocab_size, eod_id, tokenizer (file name), tokenizer_fingerprint, versions; for chat also
+    without_assistant, assistant_tokens, longer_than, loss_mask (file name).
 
     Raises:
         ConfigError: a data file is missing, or `meta.json` is damaged.
@@ -34,6 +35,18 @@ def read_meta(data_path: str | Sequence[str]) -> dict[str, Any] | None:
     if len(metas) < len(prefixes):
         return None
     return {key: value for key, value in metas[0].items() if all(meta.get(key) == value for meta in metas)}
+
+
+def loss_mask_prefix(prefix: Path) -> Path | None:
+    """Return the prefix of the loss mask of chat data; None for other data."""
+    meta = _read_one(prefix)
+    return None if meta is None or "loss_mask" not in meta else prefix.parent / meta["loss_mask"]
+
+
+def has_chat(data_path: str | Sequence[str]) -> bool:
+    """Return whether the data, or a part of a blend, is chat data."""
+    _, prefixes = parse_data_path(data_path)
+    return any(loss_mask_prefix(prefix) is not None for prefix in prefixes)
 
 
 def check_tokenizer(data_path: str | Sequence[str], tokenizer: Tokenizer) -> None:
@@ -69,11 +82,13 @@ def check_vocab_size(data_path: str | Sequence[str], vocab_size: int) -> None:
 def fingerprint(data_path: str | Sequence[str]) -> str:
     """Return a checksum of weights, file sizes and 64 evenly spaced blocks of 4 KiB per file.
 
-    The checksum does not depend on the folder. It takes milliseconds for files of any size.
+    The checksum includes the loss masks of chat data. It does not depend on the folder, and takes milliseconds for
+    files of any size.
     """
     weights, prefixes = parse_data_path(data_path)
     crc = zlib.crc32(" ".join(map(str, weights)).encode())
-    for path in (Path(f"{prefix}{suffix}") for prefix in prefixes for suffix in (".idx", ".bin")):
+    masks = [mask for mask in map(loss_mask_prefix, prefixes) if mask is not None]
+    for path in (Path(f"{prefix}{suffix}") for prefix in (*prefixes, *masks) for suffix in (".idx", ".bin")):
         size = path.stat().st_size
         crc = zlib.crc32(str(size).encode(), crc)
         with path.open("rb") as file:

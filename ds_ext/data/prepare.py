@@ -2,8 +2,10 @@
 
 megatron-core writes the pair of files in its indexed format. For GPT every document is one sequence that ends with an
 end-of-document token (Megatron's `--append-eod`). For BERT, selected by a WordPiece tokenizer, every sentence is one
-sequence (`--split-sentences`).
+sequence (`--split-sentences`). Chat data also has a loss mask; see chat/.
 """
+
+from __future__ import annotations
 
 import argparse
 import contextlib
@@ -17,14 +19,17 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ds_ext.data.layout import DATA_NAME, META_NAME, TOKENIZER_NAMES
-from ds_ext.data.sources import Source, open_source, source_details
+from ds_ext.data.layout import DATA_NAME, LOSS_MASK_NAME, META_NAME, TOKENIZER_NAMES
+from ds_ext.data.sources import JSONL_SUFFIXES, Source, open_source, source_details
 from ds_ext.data.tokenizer import load_gpt2_files, load_tokenizer, train_bpe, train_sentencepiece
 from ds_ext.data.tokenizer_base import Tokenizer
 from ds_ext.data.wordpiece import VOCAB_NAME, WordPieceTokenizer, train_wordpiece
 from ds_ext.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ds_ext.data.chat.template import ChatTemplate  # imports numpy
 
 FORMAT = 1
 ENCODE_BATCH_CHARACTERS = 2_000_000
@@ -51,6 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="output folder (default: data/SOURCE_NAME; for BERT data/SOURCE_NAME_bert)",
     )
+    parser.add_argument(
+        "--format",
+        choices=["text", "chat"],
+        default="text",
+        help="text, or chat: a .jsonl file with messages, rendered by the chat template of --tokenizer FOLDER "
+        "(default: text)",
+    )
     parser.add_argument("--json-key", default="text", help="key of the text in jsonl objects (default: text)")
     parser.add_argument(
         "--tokenizer-type",
@@ -65,7 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tokenizer.add_argument(
         "--tokenizer",
         metavar="PATH",
-        help="existing tokenizer.json, .model, vocab.txt or prepared folder to use instead of training",
+        help="existing tokenizer.json, .model, vocab.txt or prepared folder to use instead of training; for chat a "
+        "tokenizer folder of transformers",
     )
     tokenizer.add_argument("--vocab-file", help="GPT-2's vocab.json to use instead of training")
     parser.add_argument("--merge-file", help="GPT-2's merges.txt for --vocab-file")
@@ -86,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
         )
     source_path = Path(args.source).resolve()
     tokenizer = _load_tokenizer(args)
+    template = _load_template(args, tokenizer)
     for_bert = isinstance(tokenizer, WordPieceTokenizer) or (
         tokenizer is None and args.tokenizer_type == "wordpiece"
     )
@@ -94,19 +108,24 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--output: the folder is inside --source {args.source} (got {output}). Use a folder outside it."
         )
-    arguments = _recorded_arguments(args, tokenizer)
+    arguments = _recorded_arguments(args, tokenizer, template)
     meta = None if args.force else _read_finished(output, arguments)
     if meta is None:
         started_s = time.monotonic()
-        meta = _prepare(args, tokenizer, output, arguments)
+        meta = _prepare(args, tokenizer, template, output, arguments)
         print(f"wrote {output} in {time.monotonic() - started_s:.0f} s")
     else:
         print(f"{output} is already prepared (--force prepares it again)")
-    print(
-        f"documents {meta['documents']}, tokens {meta['tokens']}, bytes per token "
-        f"{meta['bytes'] / meta['tokens']:.2f}, vocabulary {meta['vocab_size']}, unigram entropy "
-        f"{meta['unigram_entropy_nats']:.3f} nats"
-    )
+    if template is not None:
+        from ds_ext.data.chat.files import summary
+
+        print(summary(meta))
+    else:
+        print(
+            f"documents {meta['documents']}, tokens {meta['tokens']}, bytes per token "
+            f"{meta['bytes'] / meta['tokens']:.2f}, vocabulary {meta['vocab_size']}, unigram entropy "
+            f"{meta['unigram_entropy_nats']:.3f} nats"
+        )
     print(
         f"next: deepspeed --num_gpus 4 {NEXT_BERT if for_bert else NEXT_GPT} --data-path {output} "
         f"--save checkpoints/{output.name}"
@@ -123,7 +142,34 @@ def _load_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
     return None
 
 
-def _recorded_arguments(args: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _load_template(args: argparse.Namespace, tokenizer: Tokenizer | None) -> ChatTemplate | None:
+    """Load the chat template of `--format chat`; None for text. Raises ConfigError."""
+    if args.format != "chat":
+        return None
+    path = Path(args.source)
+    if path.suffix not in JSONL_SUFFIXES or not path.is_file():
+        raise ConfigError(
+            f"--format chat: needs a .jsonl file (got --source {args.source}). Use one JSON object with messages per "
+            "line."
+        )
+    if tokenizer is None or not args.tokenizer or not Path(args.tokenizer).is_dir():
+        raise ConfigError(
+            f"--format chat: needs the folder of a tokenizer with a chat template (got --tokenizer {args.tokenizer}). "
+            "Use the folder of a chat model."
+        )
+    if isinstance(tokenizer, WordPieceTokenizer):
+        raise ConfigError(
+            f"--format chat: BERT's WordPiece tokenizer has no end-of-document token (got {args.tokenizer}). Use the "
+            "folder of a chat model."
+        )
+    from ds_ext.data.chat.template import ChatTemplate
+
+    return ChatTemplate(args.tokenizer, tokenizer.eod_id)
+
+
+def _recorded_arguments(
+    args: argparse.Namespace, tokenizer: Tokenizer | None, template: ChatTemplate | None
+) -> dict[str, Any]:
     """Return everything that determines the result: options, and state of the source files."""
     return {
         "source": args.source,
@@ -134,6 +180,7 @@ def _recorded_arguments(args: argparse.Namespace, tokenizer: Tokenizer | None) -
             else {"type": args.tokenizer_type, "vocab_size": args.vocab_size or VOCAB_SIZE}
         ),
         "source_details": source_details(args.source),
+        **({} if template is None else {"chat_template": template.fingerprint}),
     }
 
 
@@ -143,8 +190,7 @@ def _read_finished(output: Path, arguments: dict[str, Any]) -> dict[str, Any] | 
     Raises:
         ConfigError: the data was prepared with different arguments.
     """
-    names = (META_NAME, f"{DATA_NAME}.bin", f"{DATA_NAME}.idx")
-    if not all((output / name).exists() for name in names):
+    if not all((output / name).exists() for name in (META_NAME, *_pair(DATA_NAME))):
         return None
     try:
         meta = json.loads((output / META_NAME).read_text(encoding="utf-8"))
@@ -152,25 +198,30 @@ def _read_finished(output: Path, arguments: dict[str, Any]) -> dict[str, Any] | 
         return None
     before = meta.get("arguments", {})
     changes = [
-        f"{key} {value} instead of {before.get(key)}"
-        for key, value in arguments.items()
-        if before.get(key) != value
+        f"{key} {arguments.get(key)} instead of {before.get(key)}"
+        for key in {**before, **arguments}
+        if before.get(key) != arguments.get(key)
     ]
     if changes:
         raise ConfigError(
             f"--output: {output} contains data prepared with different arguments (got {'; '.join(changes)}). Use "
             "another folder, or --force to replace the data."
         )
-    return meta
+    mask = meta.get("loss_mask")
+    return meta if mask is None or all((output / name).exists() for name in _pair(mask)) else None
 
 
 def _prepare(
-    args: argparse.Namespace, tokenizer: Tokenizer | None, output: Path, arguments: dict[str, Any]
+    args: argparse.Namespace,
+    tokenizer: Tokenizer | None,
+    template: ChatTemplate | None,
+    output: Path,
+    arguments: dict[str, Any],
 ) -> dict[str, Any]:
     """Write all files to a temporary folder and move them to `output` when they are complete, meta.json last."""
     print(f"reading {args.source}", flush=True)
-    source = open_source(args.source, args.json_key)
-    _import_builder()
+    source = None if template is not None else open_source(args.source, args.json_key)
+    builder = _import_builder()
     # Moving files is fast within one file system, and a failed run must not create `output`.
     nearest = next(path for path in (output, *output.parents) if path.exists())
     try:
@@ -181,13 +232,25 @@ def _prepare(
         ) from None
     with folder:
         partial = Path(folder.name)
-        tokenizer = tokenizer or _train_tokenizer(args, source)
+        if source is not None:
+            tokenizer = tokenizer or _train_tokenizer(args, source)
+            counts = _write_tokens(source, tokenizer, partial / DATA_NAME)
+            source_meta = {"name": source.name, **source.details}
+        else:
+            from ds_ext.data.chat.files import read_conversations, write_conversations
+
+            assert tokenizer is not None and template is not None
+            path = Path(args.source)
+            with _progress(path.stat().st_size) as advance:
+                counts = write_conversations(
+                    read_conversations(path), template, tokenizer.vocab_size, builder, partial, advance
+                )
+            source_meta = {"name": args.source, **source_details(args.source)}
         tokenizer_files = tokenizer.save(partial)
-        counts = _write_tokens(source, tokenizer, partial / DATA_NAME)
         meta = {
             "format": FORMAT,
             "arguments": arguments,
-            "source": {"name": source.name, **source.details},
+            "source": source_meta,
             **counts,
             "vocab_size": tokenizer.vocab_size,
             "eod_id": tokenizer.eod_id,
@@ -198,11 +261,16 @@ def _prepare(
         (partial / META_NAME).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
         output.mkdir(parents=True, exist_ok=True)
         # Without meta.json the folder counts as incomplete if this process is killed while it replaces files.
-        for name in (META_NAME, *TOKENIZER_NAMES, VOCAB_NAME):
+        for name in (META_NAME, *TOKENIZER_NAMES, VOCAB_NAME, *_pair(LOSS_MASK_NAME)):
             (output / name).unlink(missing_ok=True)
-        for name in (*tokenizer_files, f"{DATA_NAME}.bin", f"{DATA_NAME}.idx", META_NAME):
+        masks = _pair(LOSS_MASK_NAME) if template is not None else ()
+        for name in (*tokenizer_files, *_pair(DATA_NAME), *masks, META_NAME):
             os.replace(partial / name, output / name)
     return meta
+
+
+def _pair(name: str) -> tuple[str, str]:
+    return f"{name}.bin", f"{name}.idx"
 
 
 def _train_tokenizer(args: argparse.Namespace, source: Source) -> Tokenizer:
