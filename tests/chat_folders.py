@@ -64,7 +64,9 @@ def write_tokenizer(folder: Path, template: str | None, vocab_size: int = 400) -
         show_progress=False,
     )
     backend.train_from_iterator(_words(), trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", chat_template=template)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|endoftext|>", chat_template=template
+    )
     fast.save_pretrained(str(folder))
     return folder
 

@@ -35,9 +35,11 @@ ALLOWED: dict[str, set[str]] = {
         *("deepspeed.pipe:", "deepspeed.runtime.pipe.module:"),
     },
     "data/layout": set(),
+    "data/chat/template": {"errors", "numpy:", "transformers:"},
     "data": {
         "errors",
         "data/layout",
+        "data/chat/template",
         "numpy:",
         "torch:",
         "megatron:",

@@ -196,6 +196,9 @@ def _read_finished(output: Path, arguments: dict[str, Any]) -> dict[str, Any] | 
         meta = json.loads((output / META_NAME).read_text(encoding="utf-8"))
     except ValueError:
         return None
+    mask = meta.get("loss_mask")
+    if mask is not None and not all((output / name).exists() for name in _pair(mask)):
+        return None
     before = meta.get("arguments", {})
     changes = [
         f"{key} {arguments.get(key)} instead of {before.get(key)}"
@@ -207,8 +210,7 @@ def _read_finished(output: Path, arguments: dict[str, Any]) -> dict[str, Any] | 
             f"--output: {output} contains data prepared with different arguments (got {'; '.join(changes)}). Use "
             "another folder, or --force to replace the data."
         )
-    mask = meta.get("loss_mask")
-    return meta if mask is None or all((output / name).exists() for name in _pair(mask)) else None
+    return meta
 
 
 def _prepare(

@@ -149,16 +149,16 @@ class ChatTemplate:
 
         messages = _without_nulls(conversation.messages)
         try:
-            texts, spans = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 conversations=[messages],
-                tools=conversation.tools,
+                tools=list(conversation.tools or ()) or None,
                 chat_template=template,
                 return_assistant_tokens_mask=True,
                 **self._backend.special_tokens_map,
             )
         except Exception as error:  # a template is a program
             raise _rejected(conversation, error) from error
-        text, spans = texts[0], list(map(tuple, spans[0]))
+        (text,), (spans,) = rendered
         contents = [
             message["content"].strip()
             for message in messages
