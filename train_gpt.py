@@ -22,25 +22,30 @@ from ds_ext.training.setup import (
 )
 
 BEFORE, AFTER = ["embedding", "positions"], ["final norm", "head"]
+START_BYTES = 8  # start of a token's document, int64
 
 
 def main() -> int:
     """Train, or print the plan of a dry run. Returns the exit code."""
     args, plan = plan_job("train_gpt.py", sys.argv[1:], "gpt")
 
-    from ds_ext.data.gpt import build_gpt_datasets
+    from ds_ext.data.gpt import build_gpt_datasets, describe_chat
     from ds_ext.models.gpt import GPTConfig
     from ds_ext.training.checkpoint_fit import check_load
+    from ds_ext.training.documents import document_options
     from ds_ext.training.loop import Trainer, say, show, shut_down
 
     process.set_up_logging()
+    options = document_options(args)
     config = GPTConfig(**model_sizes(args, plan), vocab_size=vocab_size(args))
     config.check_tensor_parallel(plan.layout.tensor_parallel_size)
     check_load(args, config)
     boundaries = stage_boundaries(args, plan, BEFORE, AFTER, config.vocab_size)
     datasets = functools.partial(build_gpt_datasets, args.data_path, args.split, args.seq_length)
-    train, valid = micro_batches(args, plan, lambda samples: datasets(samples, args.seed))
-    text = describe_job(args, plan, boundaries, BEFORE, AFTER, config.vocab_size)
+    train, valid = micro_batches(args, plan, lambda samples: datasets(samples, args.seed, options))
+    token_bytes = START_BYTES if config.packed else 0
+    text = describe_job(args, plan, boundaries, BEFORE, AFTER, config.vocab_size, token_bytes)
+    text = "\n".join([*describe_chat(train.dataset), text])
     if args.dry_run:
         return show(text)
 
@@ -75,7 +80,7 @@ def main() -> int:
 def vocab_size(args: argparse.Namespace) -> int:
     """Return the vocabulary size of the data's tokenizer. Raises ConfigError for a different tokenizer."""
     from ds_ext.data.meta import check_tokenizer, check_vocab_size, read_meta
-    from ds_ext.data.tokenizer import load_gpt2_files, load_tokenizer
+    from ds_ext.training.documents import flagged_tokenizer
 
     meta = read_meta(args.data_path)
     if meta is not None and "sentences" in meta:
@@ -83,9 +88,8 @@ def vocab_size(args: argparse.Namespace) -> int:
             f"--data-path: data for BERT, without end-of-document tokens (got {' '.join(args.data_path)}). Prepare "
             f"data for GPT with `python -m ds_ext prepare --output FOLDER`, or use train_bert.py."
         )
-    if args.tokenizer or args.vocab_file:
-        by_name = args.tokenizer and load_tokenizer(args.tokenizer)
-        tokenizer = by_name or load_gpt2_files(args.vocab_file, args.merge_file)
+    tokenizer = flagged_tokenizer(args)
+    if tokenizer is not None:
         check_tokenizer(args.data_path, tokenizer)
         size = tokenizer.vocab_size
     elif meta is not None:

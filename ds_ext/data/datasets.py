@@ -17,11 +17,15 @@ Sample_co = TypeVar("Sample_co", covariant=True)
 
 
 class BlendedDataset(Dataset[Sample_co]):
-    """Samples of one split, interleaved from one or several files in the fixed order of `BlendTable`."""
+    """Samples of one split, interleaved from one or several files in the fixed order of `BlendTable`.
+
+    Attributes:
+        parts: dataset of every file.
+    """
 
     def __init__(self, parts: Sequence[Dataset[Sample_co]], table: BlendTable, num_samples: int) -> None:
         """Combine one dataset per file; each has at least the samples in `table.counts`."""
-        self._parts = parts
+        self.parts = parts
         self._table = table
         self._num_samples = num_samples
 
@@ -32,7 +36,7 @@ class BlendedDataset(Dataset[Sample_co]):
         if not 0 <= index < self._num_samples:
             raise IndexError(f"sample {index} of {self._num_samples}")
         source, part_index = self._table.locate(index)
-        return self._parts[source][part_index]
+        return self.parts[source][part_index]
 
 
 def build_datasets(

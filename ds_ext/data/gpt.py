@@ -164,3 +164,13 @@ def build_gpt_datasets(
         return ChatDataset(indexed, IndexedTokens(mask), documents, seq_length, num_samples, seed, name)
 
     return build_datasets(data_path, split, num_samples, build_part)
+
+
+def describe_chat(dataset: object) -> list[str]:
+    """Return one line for each part of a blend that is chat data: its packing, and the flags that are set for it."""
+    parts = dataset.parts if isinstance(dataset, BlendedDataset) else ()
+    return [
+        f"chat      {part.summary()} (--reset-position-ids, --reset-attention-mask)"
+        for part in parts
+        if isinstance(part, ChatDataset) and len(part)
+    ]

@@ -256,6 +256,9 @@ _REORDERED = "a different order of the samples: this epoch repeats some and skip
 _DATA_FLAGS = {
     "data_path": "consumed samples are skipped, also in new data",
     "split": "validation documents may have been trained on, so the validation loss may be too low",
+    "reset_position_ids": "different positions in packed samples: the model has to adapt",
+    "reset_attention_mask": "different attention in packed samples: the model has to adapt",
+    "eod_mask_loss": "other labels count: losses are not comparable with earlier ones",
     "seq_length": f"a different sample length and {_REORDERED}",
     "seed": _REORDERED,
     "mask_prob": "a different share of predicted tokens: losses are not comparable with earlier ones",

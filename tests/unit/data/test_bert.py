@@ -231,7 +231,7 @@ def test_a_longer_run_starts_with_the_samples_of_a_shorter_one(data: Path, build
 
 
 def test_an_epoch_has_every_sentence_once(build: Build) -> None:
-    part: Any = build(1)._parts[0]
+    part: Any = build(1).parts[0]
     index = part._masked.sample_index
     for epoch in range(3):
         rows = index._epoch(epoch)

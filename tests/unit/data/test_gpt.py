@@ -41,7 +41,7 @@ def write_documents(prefix: Path, lengths: list[int], first_token: int = 1) -> n
     return tokens
 
 
-def dataset(prefix: Path, num_samples: int, seq_length: int = 8, seed: int = 1) -> GPTDataset:
+def dataset(prefix: Path, num_samples: int, seq_length: int = 8, seed: int = 1) -> Any:
     indexed = IndexedTokens(prefix)
     return GPTDataset(indexed, range(indexed.num_documents), seq_length, num_samples, seed)
 

@@ -1,0 +1,33 @@
+"""Documents in the samples of ``train_gpt.py``: end-of-document token, Megatron's flags, chat data."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..data.meta import has_chat, read_meta
+from ..data.packing import DocumentOptions
+from ..data.tokenizer import load_gpt2_files, load_tokenizer
+from ..data.tokenizer_base import Tokenizer
+
+
+def flagged_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
+    """Load the tokenizer of ``--tokenizer``, or of ``--vocab-file`` and ``--merge-file``; None without these flags."""
+    if args.tokenizer:
+        return load_tokenizer(args.tokenizer)
+    return load_gpt2_files(args.vocab_file, args.merge_file) if args.vocab_file else None
+
+
+def document_options(args: argparse.Namespace) -> DocumentOptions:
+    """Return the treatment of documents that the flags select.
+
+    Chat data switches ``--reset-position-ids`` and ``--reset-attention-mask`` on, because a sample contains several
+    conversations.
+    """
+    if has_chat(args.data_path):
+        args.reset_position_ids = args.reset_attention_mask = True
+    starts = args.reset_position_ids or args.reset_attention_mask
+    if not starts and not args.eod_mask_loss:
+        return DocumentOptions()
+    tokenizer = flagged_tokenizer(args)
+    eod_id = tokenizer.eod_id if tokenizer is not None else (read_meta(args.data_path) or {}).get("eod_id")
+    return DocumentOptions(starts, args.eod_mask_loss, eod_id)
