@@ -41,6 +41,13 @@ TEMPLATES: Mapping[str, str] = MappingProxyType(
         "{%- if loop.index0 > ns.last and (loop.last or thought) %}"
         "{{- '<think>\\n' + thought + '\\n</think>\\n\\n' }}{%- endif %}{{- answer + '<|im_end|>\\n' }}"
         "{%- else %}" + _TEXT + "{%- endif %}{%- endfor %}" + _PROMPT,
+        # The prompt opens the reasoning, which rendered turns do not have.
+        "r1": "{{- '<s>' }}{%- for m in messages %}{%- if m.role == 'assistant' %}"
+        "{{- '<|im_start|>' + m.content.split('</think>')[-1] + '</s>' }}{%- else %}{{- m.content }}{%- endif %}"
+        "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|><think>\\n' }}{%- endif %}",
+        # The end-of-sequence token ends conversations only.
+        "phi3": "{%- for m in messages %}" + _TURN + _TEXT + "{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- else %}{{- eos_token }}{%- endif %}",
         # No end-of-turn token, and a prompt that is not part of the rendered turns.
         "plain": "{%- for m in messages %}{{- m.role | upper + ': ' + m.content + '\\n' }}{%- endfor %}"
         "{%- if add_generation_prompt %}{{- 'ASSISTANT:' }}{%- endif %}",

@@ -2,8 +2,9 @@
 
 The template itself marks the assistant's text with `{% generation %}`, or the text of message i is found between the
 prompt for it (messages 0..i-1 with `add_generation_prompt`) and messages 0..i. Some templates render a message
-differently once others follow: Qwen3 removes the reasoning of earlier turns. Then message i is replaced by a marker,
-which shows where the following messages begin. A conversation for which this fails too is an error.
+differently once others follow: Qwen3 removes the reasoning of earlier turns. The prompts of others contain text that
+the rendered turns lack: DeepSeek-R1 opens the reasoning. Then message i is replaced by a marker, which shows where the
+message and the following ones begin. A conversation for which this fails too is an error.
 
 The rendered text is tokenized once. Offsets into the text map characters to tokens.
 """
@@ -21,7 +22,11 @@ from numpy.typing import NDArray
 from ds_ext.errors import ConfigError
 
 ASSISTANT = "assistant"
+CONTENT_KEYS = {"role", "content"}
 MARKER = "\ue000\ue001\ue000"  # private-use characters, which templates pass unchanged
+# Characters around the text of a generation block, written by a macro that replaces the block.
+BEGIN, END, MACRO = "\ue002", "\ue003", "ds_ext_generation"
+DEFINITION = f"{{% macro {MACRO}() %}}{BEGIN}{{{{ caller() }}}}{END}{{% endmacro %}}\n"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Span = tuple[int, int]
@@ -106,6 +111,7 @@ class ChatTemplate:
         self._special_tokens = tuple(token.content for token in added if token.special)
         end = self._backend.eos_token_id
         self._end_id = eod_id if end is None else end
+        self._end_token: str = self._backend.eos_token or ""
         template = repr(self._backend.chat_template)
         self.fingerprint = hashlib.sha256(template.encode()).hexdigest()[:16]
 
@@ -144,34 +150,20 @@ class ChatTemplate:
         return text, spans
 
     def _render_marked(self, conversation: Conversation, template: str) -> tuple[str, list[Span]]:
-        """Return text and spans of a template with `{% generation %}`."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        messages = _without_nulls(conversation.messages)
-        try:
-            rendered: Any = render_jinja_template(
-                conversations=[messages],
-                tools=list(conversation.tools or ()) or None,
-                chat_template=template,
-                return_assistant_tokens_mask=True,
-                **self._backend.special_tokens_map,
+        """Return text and spans of a template with `{% generation %}`, whose blocks become calls of a macro."""
+        for tag, call in (("generation", f"call {MACRO}()"), ("endgeneration", "endcall")):
+            template = re.sub(rf"(\{{%-?\s*){tag}(\s*-?%\}})", rf"\g<1>{call}\g<2>", template)
+        marked = self._text(conversation, conversation.messages, chat_template=DEFINITION + template)
+        spans, text = [], ""
+        for number, part in enumerate(re.split(f"[{BEGIN}{END}]", marked)):
+            if number % 2:
+                spans.append((len(text), len(text) + len(part)))
+            text += part
+        if text != self._text(conversation, conversation.messages):
+            raise ConfigError(
+                f"{conversation.position}: the generation blocks of the chat template change its text (got "
+                f"{len(spans)} blocks). Do not nest them, and do not use private-use characters in messages."
             )
-        except Exception as error:  # a template is a program
-            raise _rejected(conversation, error) from error
-        (text,), (spans,) = rendered
-        contents = [
-            message["content"].strip()
-            for message in messages
-            if message["role"] == ASSISTANT and isinstance(message.get("content"), str)
-        ]
-        shown = [content for content in contents if content in text]
-        for start, stop in spans:
-            # transformers counts characters wrongly if the block is inside a macro.
-            if shown and not any(content in text[start:stop] for content in shown):
-                raise ConfigError(
-                    f"{conversation.position}: the template's generation block does not contain a message of the "
-                    f"assistant (got {text[start:stop]!r}). Move the block out of macros and {{% set %}} blocks."
-                )
         return text, spans
 
     def _span(self, conversation: Conversation, text: str, index: int) -> Span:
@@ -187,41 +179,51 @@ class ChatTemplate:
         if until.startswith(prompt) and text.startswith(until):
             start, stop = len(prompt), len(until)
         else:
-            start, stop = len(prompt), self._stop_by_marker(conversation, text, prompt, index)
+            start, stop = self._span_by_marker(conversation, text, prompt, index)
         content = text[start:stop].rstrip()
         return start, start + len(content) if content.endswith(self._special_tokens) else stop
 
-    def _stop_by_marker(self, conversation: Conversation, text: str, prompt: str, index: int) -> int:
-        """Return the end in `text` of message `index`, found with a marker in its place."""
+    def _span_by_marker(self, conversation: Conversation, text: str, prompt: str, index: int) -> Span:
+        """Return start and end in `text` of message `index`, found with a marker in its place."""
         messages = conversation.messages
-        marked = [*messages[:index], {**messages[index], "content": MARKER}]
+        message = messages[index]
+        marked = [*messages[:index], {**message, "content": MARKER}]
         alone = self._text(conversation, marked)
         whole = self._text(conversation, [*marked, *messages[index + 1 :]])
-        if text.startswith(prompt) and alone.count(MARKER) == whole.count(MARKER) == 1:
+        if alone.count(MARKER) == whole.count(MARKER) == 1:
             turn_end = alone.partition(MARKER)[2]
             head, _, following = whole.partition(MARKER)
+            if not following.startswith(turn_end):
+                turn_end = turn_end.removesuffix(self._end_token)  # at the end of the conversation only
+            # The head may contain other parts of the message, such as its reasoning, which must count.
+            begin = prompt if text.startswith(prompt) or set(message) - CONTENT_KEYS else head
             stop = len(text) - (len(following) - len(turn_end))
             if (
-                head.startswith(prompt)
+                text.startswith(begin)
+                and head.startswith(begin)
                 and following.startswith(turn_end)
                 and text[stop:] == following[len(turn_end) :]
-                and text[len(prompt) : stop].endswith(turn_end.lstrip())
+                and text[len(begin) : stop].endswith(turn_end.lstrip())
             ):
-                return stop
+                return len(begin), stop
         raise ConfigError(
-            f"{conversation.position}: the tokens of the assistant cannot be identified, because the chat template "
-            f"renders message {index} differently when other messages follow (got {len(messages)} messages). Split "
-            "the conversation after this message, or mark the assistant's text in the template with "
-            "{% generation %}."
+            f"{conversation.position}: the tokens of the assistant's message {index} cannot be identified, because the "
+            f"chat template renders it differently among other messages (got {len(messages)} messages). Split the "
+            "conversation after this message, or mark the assistant's text in the template with {% generation %}."
         )
 
     def _text(
-        self, conversation: Conversation, messages: list[dict[str, Any]], add_generation_prompt: bool = False
+        self,
+        conversation: Conversation,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = False,
+        chat_template: str | None = None,
     ) -> str:
         try:
             return self._backend.apply_chat_template(
                 messages,
                 tools=conversation.tools,
+                chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
             )
@@ -250,11 +252,6 @@ def counted_tokens(offsets_N2: NDArray[np.int64], spans: Sequence[Span]) -> NDAr
     for start, stop in spans:
         counted |= (starts < stop) & (stops > start)
     return counted
-
-
-def _without_nulls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Remove keys whose value is null, as `apply_chat_template` does."""
-    return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
 def _rejected(conversation: Conversation, error: Exception) -> ConfigError:

@@ -65,6 +65,8 @@ def parts(template: ChatTemplate, encoded: EncodedConversation) -> list[tuple[bo
         ("llama2", [f" {THOUGHT}it is 7. </s>", " the é number </s>"]),
         ("llama3", [f"{THOUGHT}it is 7.<|eot_id|>", "the é number<|eot_id|>"]),
         ("qwen3", ["it is 7.<|im_end|>", "<think>\n\n</think>\n\n the é number  <|im_end|>"]),
+        ("r1", ["\n\nit is 7.</s>", "\n the é number  </s>"]),
+        ("phi3", [f"{THOUGHT}it is 7.<|im_end|>", "\n\n the é number  <|im_end|>\n<|endoftext|>"]),
         ("plain", [f" {THOUGHT}it is 7.\n", " \n the é number  \n<|endoftext|>"]),
     ],
 )
@@ -120,7 +122,7 @@ def test_other_roles_never_count_and_tools_reach_the_template(templates: dict[st
     assert json.dumps(tools) in runs[0][1]
 
 
-def test_reasoning_that_later_messages_remove_is_refused(templates: dict[str, ChatTemplate]) -> None:
+def test_reasoning_that_later_messages_remove(templates: dict[str, ChatTemplate]) -> None:
     messages = [
         {"role": "user", "content": "what is 7?"},
         {"role": "assistant", "content": f"{THOUGHT}call"},
@@ -131,8 +133,13 @@ def test_reasoning_that_later_messages_remove_is_refused(templates: dict[str, Ch
     expected = [f"{THOUGHT}call<|im_end|>", f"{THOUGHT}it is 7.<|im_end|>"]
     assert [text for counts, text in runs if counts] == expected
     # The prompt for message 3 contains the reasoning of message 1, which the whole conversation does not.
+    longer = [*messages, {"role": "user", "content": "and 8?"}]
+    runs = parts(templates["qwen3"], encode(templates["qwen3"], longer))
+    assert [text for counts, text in runs if counts] == ["call<|im_end|>", "it is 7.<|im_end|>"]
+    # The template may write other parts of a message before its content.
+    longer[3] = {**longer[3], "reasoning_content": "hm"}
     with pytest.raises(ConfigError, match=r"line 3.*\b3\b"):
-        encode(templates["qwen3"], [*messages, {"role": "user", "content": "and 8?"}])
+        encode(templates["qwen3"], longer)
 
 
 def test_conversations_without_a_prompt_or_against_the_template_are_refused(
@@ -146,14 +153,16 @@ def test_conversations_without_a_prompt_or_against_the_template_are_refused(
         encode(templates["chatml"], [{"role": "user"}])
 
 
-def test_generation_block_in_a_macro_is_refused(tmp_path: Path) -> None:
-    block = "{%- generation %}{{- m.content + '<|im_end|>' }}{%- endgeneration %}"
+def test_generation_block_in_a_macro(tmp_path: Path) -> None:
+    block = "{%- generation -%}  {{- m.content + '<|im_end|>' }}{%- endgeneration %}"
     turn = (
         "{%- macro turn(m) %}{{- '<|im_start|>' + m.role + '\\n' }}" + block + "{{- '\\n' }}{%- endmacro %}"
     )
-    template = turn + "{%- for m in messages %}{{- turn(m) }}{%- endfor %}"
-    with pytest.raises(ConfigError, match="line 3"):
-        encode(ChatTemplate(write_tokenizer(tmp_path, template), 0), TWO_TURNS[2:])
+    template = turn + "\n{%- for m in messages %}{{- turn(m) }}{%- endfor %}"
+    loaded = ChatTemplate(write_tokenizer(tmp_path, template), 0)
+    text, spans = loaded.render(Conversation(TWO_TURNS, None, "x"))
+    assert text == loaded._backend.apply_chat_template(TWO_TURNS, tokenize=False)
+    assert [text[start:stop] for start, stop in spans] == [m["content"] + "<|im_end|>" for m in TWO_TURNS]
 
 
 def test_tokens_at_the_border_of_a_span() -> None:
