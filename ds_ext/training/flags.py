@@ -223,8 +223,6 @@ def _add_gpt_tokenizer(group: Any) -> None:
     group.add_argument(
         "--eod-mask-loss", action="store_true", help="ignore the labels of end-of-document tokens in the loss"
     )
-    group.add_argument("--reset-position-ids", action="store_true", help="TEMP")
-    group.add_argument("--reset-attention-mask", action="store_true", help="TEMP")
 
 
 def _add_bert_data(group: Any) -> None:
