@@ -79,7 +79,7 @@ def main() -> int:
 
 def vocab_size(args: argparse.Namespace) -> int:
     """Return the vocabulary size of the data's tokenizer. Raises ConfigError for a different tokenizer."""
-    from ds_ext.data.meta import check_tokenizer, check_vocab_size, read_meta
+    from ds_ext.data.meta import check_one_tokenizer, check_tokenizer, check_vocab_size, read_meta
     from ds_ext.training.documents import flagged_tokenizer
 
     meta = read_meta(args.data_path)
@@ -93,6 +93,7 @@ def vocab_size(args: argparse.Namespace) -> int:
         check_tokenizer(args.data_path, tokenizer)
         size = tokenizer.vocab_size
     elif meta is not None:
+        check_one_tokenizer(args.data_path)
         size = meta["vocab_size"]
     else:
         raise ConfigError(

@@ -65,6 +65,19 @@ def check_tokenizer(data_path: str | Sequence[str], tokenizer: Tokenizer) -> Non
             )
 
 
+def check_one_tokenizer(data_path: str | Sequence[str]) -> None:
+    """Raise ConfigError if the parts of a blend were made with different tokenizers."""
+    _, prefixes = parse_data_path(data_path)
+    metas = [(prefix, meta) for prefix in prefixes if (meta := _read_one(prefix)) is not None]
+    for prefix, meta in metas[1:]:
+        if meta["tokenizer_fingerprint"] != metas[0][1]["tokenizer_fingerprint"]:
+            raise ConfigError(
+                f"--data-path: the parts of a blend need the same tokenizer (got fingerprint "
+                f"{metas[0][1]['tokenizer_fingerprint']} in {metas[0][0]}, {meta['tokenizer_fingerprint']} in "
+                f"{prefix}). Prepare all parts with the same --tokenizer."
+            )
+
+
 def check_vocab_size(data_path: str | Sequence[str], vocab_size: int) -> None:
     """Raise ConfigError if the data contains a token id outside a vocabulary of `vocab_size` tokens."""
     _, prefixes = parse_data_path(data_path)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ds_ext.data.blend import BlendTable, parse_data_path
 from ds_ext.data.gpt import GPTDataset, build_gpt_datasets
 from ds_ext.data.indexed import IndexedTokens
-from ds_ext.data.meta import check_tokenizer, check_vocab_size, read_meta
+from ds_ext.data.meta import check_one_tokenizer, check_tokenizer, check_vocab_size, read_meta
 from ds_ext.data.tokenizer import train_bpe
 from ds_ext.data.tokenizer_base import Tokenizer
 from ds_ext.errors import ConfigError
@@ -243,6 +243,14 @@ def test_other_tokenizer_is_refused_with_both_sizes_and_fingerprints(
     assert all(part in str(error.value) for part in expected)
     with pytest.raises(ConfigError, match="0123456789abcdef"):
         check_tokenizer(f"0.5 {with_meta(tmp_path / 'good', tokenizer)} 0.5 {path}", tokenizer)
+
+
+def test_parts_of_a_blend_have_one_tokenizer(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    a, b = with_meta(tmp_path / "a", tokenizer), with_meta(tmp_path / "b", tokenizer)
+    check_one_tokenizer(f"1 {a} 2 {b}")
+    other = with_meta(tmp_path / "c", tokenizer, tokenizer_fingerprint="0123456789abcdef")
+    with pytest.raises(ConfigError, match=rf"{tokenizer.fingerprint}.*0123456789abcdef"):
+        check_one_tokenizer(f"1 {a} 2 {other}")
 
 
 def test_token_ids_are_compared_without_meta(tmp_path: Path, tokenizer: Tokenizer) -> None:
