@@ -183,5 +183,8 @@ def _jsonl_text(line: str, key: str, position: str) -> str:
     text = record.get(key) if isinstance(record, dict) else None
     if not isinstance(text, str):
         keys = f"the keys {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
-        raise ConfigError(f"{position}: no text under {key!r} (got {keys}). Set the key with --json-key.")
+        raise ConfigError(
+            f"{position}: no text under {key!r} (got {keys}). Set the key with --json-key, or add --format chat for "
+            "messages."
+        )
     return text

@@ -66,7 +66,7 @@ class ChatTemplate:
     """Tokenizer with a chat template.
 
     Attributes:
-        fingerprint: 16 hex digits of the sha256 of the template.
+        fingerprint: 16 hex digits of the sha256 of the template and the end-of-sequence token.
     """
 
     def __init__(self, folder: str | Path, eod_id: int) -> None:
@@ -112,8 +112,8 @@ class ChatTemplate:
         end = self._backend.eos_token_id
         self._end_id = eod_id if end is None else end
         self._end_token: str = self._backend.eos_token or ""
-        template = repr(self._backend.chat_template)
-        self.fingerprint = hashlib.sha256(template.encode()).hexdigest()[:16]
+        definition = repr((self._backend.chat_template, self._end_id))
+        self.fingerprint = hashlib.sha256(definition.encode()).hexdigest()[:16]
 
     def encode(self, conversations: Sequence[Conversation]) -> list[EncodedConversation]:
         """Render and tokenize conversations.
