@@ -104,9 +104,8 @@ class ChatTemplate:
                 f"--tokenizer: no chat template (got {folder}). Add chat_template.jinja to the folder, or "
                 '"chat_template" to its tokenizer_config.json.'
             )
-        self._backend.model_max_length = (
-            10**12
-        )  # conversations are truncated to seq_length when training starts
+        # Conversations are truncated to seq_length when training starts.
+        self._backend.model_max_length = 10**12
         added = self._backend.added_tokens_decoder.values()
         self._special_tokens = tuple(token.content for token in added if token.special)
         end = self._backend.eos_token_id
