@@ -13,7 +13,7 @@ EPILOG = """\
 examples:
   python -m ds_ext convert checkpoints/gpt --to hf gpt_hf            # latest checkpoint
   python -m ds_ext convert checkpoints/gpt/step_200 --to hf gpt_hf
-  python -m ds_ext convert gpt2_folder --from hf checkpoints/gpt2    # then: train_gpt.py --load checkpoints/gpt2
+  python -m ds_ext convert llama_folder --from hf checkpoints/llama  # then: train_gpt.py --load checkpoints/llama
 """
 
 
@@ -47,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --to: attention heads, if the checkpoint does not contain them",
     )
     parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        help="with --to: dtype of the weights in the files (default float32)",
+    )
+    parser.add_argument(
         "--max-shard-gb",
         type=float,
         metavar="GB",
@@ -63,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from ..errors import ConfigError
 
-    only_to = ("tokenizer", "num_attention_heads", "max_shard_gb")
+    only_to = ("tokenizer", "num_attention_heads", "dtype", "max_shard_gb")
     unused = [f"--{name.replace('_', '-')}" for name in only_to if getattr(args, name) is not None]
     if args.origin is not None:
         if unused:
@@ -77,5 +82,6 @@ def run(args: argparse.Namespace) -> int:
     limit = SHARD_GB if args.max_shard_gb is None else args.max_shard_gb
     if not limit > 0:
         raise ConfigError(f"--max-shard-gb: must be above 0 (got {limit:g}).")
-    print(to_hf(args.source, args.output, args.tokenizer, args.num_attention_heads, round(limit * 1e9)))
+    shard_bytes, dtype = round(limit * 1e9), args.dtype or "float32"
+    print(to_hf(args.source, args.output, args.tokenizer, args.num_attention_heads, shard_bytes, dtype))
     return 0

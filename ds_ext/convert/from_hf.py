@@ -13,26 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data.tokenizer_base import Tokenizer
 from ..engine.checkpoint.file import layer_file, write_plain
 from ..engine.checkpoint.folder import good_checkpoints, has_checkpoint, publish, start_writing
 from ..engine.checkpoint.save import COUNTERS, STATE_FILE
 from ..errors import ConfigError
 from ..models.bert import BertConfig
 from ..models.config import TransformerConfig
-from ..models.hf import Counterpart, counterparts, hf_name, num_pipeline_layers
-from ..models.hf_config import from_json, unseen_in_weights
-from .hf_folder import CONFIG, ModelFolder, shape_text
+from ..models.hf import Counterpart, num_pipeline_layers
+from ..models.hf_config import is_gpt2, unseen_in_weights
+from .hf_model import HuggingFaceModel
 from .tokenizer_files import tokenizer_beside
 
 TAG = "step_0"
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_SEQ_LENGTH = 4096  # proposed for models with longer samples
 
 
 def from_hf(source: Path, output: Path) -> str:
     """Write the weights of a Hugging Face model as a checkpoint in fp32.
 
     Args:
-        source: local folder with config.json and safetensors of a GPT-2 or BERT.
+        source: local folder with config.json and safetensors.
         output: folder for the checkpoint; must not contain checkpoints yet.
 
     Returns:
@@ -42,13 +43,8 @@ def from_hf(source: Path, output: Path) -> str:
         ConfigError: if the architecture is not supported, weights are missing or have wrong shapes, or a file cannot be
             read or written.
     """
-    model = ModelFolder(source)
-    try:
-        config = from_json(model.config, model.names)
-    except ConfigError as error:
-        raise ConfigError(f"{source / CONFIG}: {error}") from None
-    weights = counterparts(config)
-    files = _check_names(model, weights, config)
+    model = HuggingFaceModel(source)
+    config, weights = model.config, list(model.weights.values())
     if has_checkpoint(output) or good_checkpoints(output):
         raise ConfigError(f"OUTPUT: the folder contains checkpoints (got {output}). Use a new folder.")
     tokenizer = tokenizer_beside(source)
@@ -61,42 +57,21 @@ def from_hf(source: Path, output: Path) -> str:
     }
 
     def read(weight: Counterpart) -> Tensor:
-        hf_weights = [model.read(files[name]).float() for name in weight.hf_names]
         # Clone the result: a view would be saved with its whole storage.
-        return weight.conversion.from_hf(hf_weights, config).clone(memory_format=torch.contiguous_format)
+        return model.read(weight).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
     try:
-        checkpoint = _write(output, weights, read, state, num_pipeline_layers(config))
+        checkpoint = _write(output, weights, read, state, num_pipeline_layers(config), not config.untie_embeddings_and_output_weights)
     except OSError as error:
         raise ConfigError(f"OUTPUT: cannot be written (got {output}): {error.strerror or error}.") from None
     elements = sum(math.prod(weight.shape) for weight in weights)
-    summary = f"wrote {checkpoint}: {model.config['model_type']}, {elements:,} parameters in fp32\n"
-    if tokenizer and tokenizer[1].vocab_size != config.vocab_size:
+    summary = f"wrote {checkpoint}: {model.folder.config['model_type']}, {elements:,} parameters in fp32\n"
+    if tokenizer and tokenizer[1].vocab_size != config.vocab_size and isinstance(config, BertConfig):
         summary += (
             f"note: the model has {config.vocab_size} word embeddings, its tokenizer {tokenizer[1].vocab_size} tokens. "
-            "train_*.py uses the tokenizer's number. Adapt the model with transformers' resize_token_embeddings().\n"
+            "train_bert.py uses the tokenizer's number. Adapt the model with transformers' resize_token_embeddings().\n"
         )
-    return summary + f"next: {_next_command(config, output, tokenizer and tokenizer[0])}"
-
-
-def _check_names(
-    model: ModelFolder, weights: Sequence[Counterpart], config: TransformerConfig
-) -> dict[str, str]:
-    """Map current names to names in the files. Raises ConfigError if weights are missing, unknown or misshapen."""
-    files = {current: name for name in model.names if (current := hf_name(name, config)) is not None}
-    expected = {name: shape for weight in weights for name, shape in weight.hf_shapes(config).items()}
-    for name in [*expected, *files]:
-        shape = model.shape(files[name]) if name in files else None
-        if shape != expected.get(name):
-            raise ConfigError(
-                f"{name}: does not fit {model.path / CONFIG}, which implies {shape_text(expected.get(name))} (got "
-                f"{shape_text(shape)}). Use a GPT2LMHeadModel, BertForPreTraining or BertForMaskedLM."
-            )
-        if model.dtype(files[name]) not in _FLOATS:
-            raise ConfigError(
-                f"{name}: quantized weights cannot be converted (got {model.dtype(files[name])} in {model.path})."
-            )
-    return files
+    return summary + f"next: {_next_command(config, source, output, tokenizer)}"
 
 
 def _write(
@@ -105,6 +80,7 @@ def _write(
     read: Callable[[Counterpart], Tensor],
     state: Mapping[str, Any],
     layers: int,
+    tied: bool,
 ) -> Path:
     """Write the checkpoint of one rank before its first step, without optimizer states. Returns its folder."""
     written = start_writing(output, TAG)
@@ -129,16 +105,16 @@ def _write(
                 "layers": layers,
             },
             "files": files,
-            "parameters": {_engine_name(weight): _record(weight) for weight in weights},
+            "parameters": {_engine_name(weight, tied): _record(weight) for weight in weights},
         }
         return publish(written, TAG, manifest)
     finally:
         shutil.rmtree(written, ignore_errors=True)
 
 
-def _engine_name(weight: Counterpart) -> str:
-    """Return a weight's name in the engine. Layer 0 is tied and named after its tie."""
-    return f"tied_modules.embed.{weight.key}" if weight.layer == 0 else weight.name
+def _engine_name(weight: Counterpart, tied: bool) -> str:
+    """Return a weight's name in the engine. A tied layer 0 is named after its tie."""
+    return f"tied_modules.embed.{weight.key}" if tied and weight.layer == 0 else weight.name
 
 
 def _record(weight: Counterpart) -> dict[str, Any]:
@@ -156,30 +132,31 @@ def _record(weight: Counterpart) -> dict[str, Any]:
     }
 
 
-def _next_command(config: TransformerConfig, output: Path, tokenizer: Path | None) -> str:
+def _next_command(
+    config: TransformerConfig, source: Path, output: Path, tokenizer: tuple[Path, Tokenizer] | None
+) -> str:
     """Return the command that trains from the checkpoint."""
     bert = isinstance(config, BertConfig)
-    flags = {
-        "--load": output,
-        "--num-layers": config.num_layers,
-        "--hidden-size": config.hidden_size,
-        "--num-attention-heads": config.num_attention_heads,
-        "--ffn-hidden-size": config.ffn_size,
-        "--seq-length": config.seq_length,
-        "--max-position-embeddings": config.positions,
-        "--hidden-dropout": config.hidden_dropout,
-        "--attention-dropout": config.attention_dropout,
-    }
-    command = [
-        "deepspeed",
-        "--num_gpus",
-        "RANKS",
-        "train_bert.py" if bert else "train_gpt.py",
-        "--deepspeed_config",
-        "JSON",
-    ]
-    command += [str(word) for flag in flags.items() for word in flag]
+    if bert or is_gpt2(config):
+        flags = {
+            "--num-layers": config.num_layers,
+            "--hidden-size": config.hidden_size,
+            "--num-attention-heads": config.num_attention_heads,
+            "--ffn-hidden-size": config.ffn_size,
+            "--seq-length": config.seq_length,
+            "--max-position-embeddings": config.positions,
+            "--hidden-dropout": config.hidden_dropout,
+            "--attention-dropout": config.attention_dropout,
+        }
+        if not bert and tokenizer and tokenizer[1].vocab_size != config.vocab_size:
+            flags["--vocab-size"] = config.vocab_size
+    else:
+        flags = {"--hf-model": source, "--seq-length": min(config.seq_length, _SEQ_LENGTH)}
+    script = "train_bert.py" if bert else "train_gpt.py"
+    command = ["deepspeed", "--num_gpus", "RANKS", script, "--deepspeed_config", "JSON"]
+    command += [str(word) for flag in {"--load": output, **flags}.items() for word in flag]
     if isinstance(config, BertConfig) and config.order_classes is None:
         command.append("--bert-no-binary-head")
-    prepare = shlex.join(["python", "-m", "ds_ext", "prepare", "--tokenizer", str(tokenizer or "TOKENIZER")])
+    path = tokenizer[0] if tokenizer else "TOKENIZER"
+    prepare = shlex.join(["python", "-m", "ds_ext", "prepare", "--tokenizer", str(path)])
     return f"{shlex.join(command)} --data-path DATA\n      after: {prepare} --source TEXT --output DATA"

@@ -1,16 +1,19 @@
-"""Folder of a Hugging Face model: config.json and safetensors. Needs the package safetensors."""
+"""Folder of a Hugging Face model: config.json and safetensors."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import zlib
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from ..data.meta import sampled_checksum
+from ..engine.checkpoint.file import TensorFile
 from ..errors import ConfigError
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -52,73 +55,92 @@ def shard_name(number: int, shards: int) -> str:
 
 
 class ModelFolder:
-    """Local folder with config.json and safetensors, whose weights are read one at a time.
+    """Local folder with config.json and safetensors, whose weights are read in parts.
 
     Raises:
         ConfigError: if a file is missing or damaged.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._library = safetensors()
         self.path = folder
-        self.config = _read_json(folder / CONFIG)
+        self.config = read_config(folder)
         self._files = self._find_files()
-
-        @cache
-        def opened(path: Path) -> Any:
-            try:
-                return self._library.safe_open(str(path), framework="pt")
-            except (OSError, self._library.SafetensorError) as error:
-                raise ConfigError(f"{path}: missing or not a safetensors file (got {error}).") from None
-
-        self._opened = opened
-        contents = {path: set(self._opened(path).keys()) for path in set(self._files.values())}
-        for name, path in self._files.items():
-            if name not in contents[path]:
-                raise ConfigError(
-                    f"{folder / INDEX}: {name} is not in {path.name}. Download or save the model again."
-                )
 
     @property
     def names(self) -> list[str]:
         """Names of all weights in the files."""
         return list(self._files)
 
+    @property
+    def num_files(self) -> int:
+        """Number of files that contain weights."""
+        return len({file.path for file in self._files.values()})
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a weight without reading the weight."""
-        return tuple(self._slice(name).get_shape())
+        return self._files[name].shape(name)
 
     def dtype(self, name: str) -> str:
         """Return the safetensors dtype of a weight: F32, BF16, ..."""
-        return self._slice(name).get_dtype()
+        return self._files[name].dtype(name)
 
     def read(self, name: str) -> Tensor:
         """Read a weight in the layout and dtype of the file."""
-        return self._opened(self._files[name]).get_tensor(name)
+        return self.read_rows(name, 0, self.shape(name)[0])
 
-    def _slice(self, name: str) -> Any:
-        return self._opened(self._files[name]).get_slice(name)
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Read rows ``start`` to ``stop - 1`` of a weight. Rows are the elements of its first dimension."""
+        columns = self.shape(name)[1:]
+        row = math.prod(columns)
+        return self._files[name].read(name, start * row, (stop - start) * row).view(stop - start, *columns)
 
-    def _find_files(self) -> dict[str, Path]:
+    def fingerprint(self) -> str:
+        """Return a checksum of config.json, and of the sizes and samples of the files of weights.
+
+        It does not depend on the path. It takes milliseconds for files of any size.
+        """
+        files = sorted({file.path for file in self._files.values()})
+        crc = zlib.crc32((self.path / CONFIG).read_bytes())
+        return f"{sampled_checksum(files, zlib.crc32(' '.join(path.name for path in files).encode(), crc)):08x}"
+
+    def _find_files(self) -> dict[str, TensorFile]:
         """Return a dict of weight name -> file. Raises ConfigError."""
-        if (self.path / INDEX).is_file():
-            try:
-                table = _read_json(self.path / INDEX)["weight_map"].items()
-                return {name: self.path / file for name, file in table}
-            except (KeyError, AttributeError, TypeError):
-                raise ConfigError(f"{self.path / INDEX}: 'weight_map' is missing or not an object.") from None
-        if (self.path / WEIGHTS).is_file():
-            try:
-                with self._library.safe_open(str(self.path / WEIGHTS), framework="pt") as file:
-                    return dict.fromkeys(file.keys(), self.path / WEIGHTS)
-            except self._library.SafetensorError as error:
-                raise ConfigError(f"{self.path / WEIGHTS}: not a safetensors file (got {error}).") from None
-        if any((self.path / name).exists() for name in _PICKLED):
-            raise ConfigError(
-                f"{self.path}: pytorch_model.bin is not read, because loading it can run code. Load the model with "
-                f"transformers and save it with save_pretrained(), which writes {WEIGHTS}."
-            )
-        raise ConfigError(f"{self.path}: {WEIGHTS} is missing.")
+        if not (self.path / INDEX).is_file():
+            if (self.path / WEIGHTS).is_file():
+                file = _open(self.path / WEIGHTS)
+                return dict.fromkeys(file.names, file)
+            if any((self.path / name).exists() for name in _PICKLED):
+                raise ConfigError(
+                    f"{self.path}: pytorch_model.bin is not read, because loading it can run code. Load the model with "
+                    f"transformers and save it with save_pretrained(), which writes {WEIGHTS}."
+                )
+            raise ConfigError(f"{self.path}: {WEIGHTS} is missing.")
+        try:
+            table = {str(name): str(file) for name, file in _read_json(self.path / INDEX)["weight_map"].items()}
+        except (KeyError, AttributeError):
+            raise ConfigError(f"{self.path / INDEX}: 'weight_map' is missing or not an object.") from None
+        opened = {file: _open(self.path / file) for file in sorted(set(table.values()))}
+        contents = {file: set(opened[file].names) for file in opened}
+        for name, file in table.items():
+            if name not in contents[file]:
+                raise ConfigError(
+                    f"{self.path / INDEX}: {name} is not in {file}. Download or save the model again."
+                )
+        return {name: opened[file] for name, file in table.items()}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the content of ``config.json``. Raises ConfigError if the file is missing or damaged."""
+    return _read_json(folder / CONFIG)
+
+
+def _open(path: Path) -> TensorFile:
+    try:
+        return TensorFile(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path}: missing or not a complete safetensors file (got {error}). Download or save the model again."
+        ) from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,23 @@ from ..models.bert import BertConfig
 from ..models.config import TransformerConfig
 from ..models.gpt import GPTConfig
 from ..models.hf import Counterpart, counterparts
-from ..models.hf_config import UNSEEN, to_json
+from ..models.hf_config import saved_fields, to_json
 from .hf_folder import CONFIG, INDEX, safetensors, shape_text, shard_name, write_weights
 from .tokenizer_files import save_tokenizer, tokenizer_of
 
 
-def to_hf(source: Path, output: Path, tokenizer: Path | None, heads: int | None, shard_bytes: int) -> str:
-    """Write config.json, the weights in fp32 and, if found, the tokenizer.
+Dtype = Literal["float32", "bfloat16"]
+
+
+def to_hf(
+    source: Path,
+    output: Path,
+    tokenizer: Path | None,
+    heads: int | None,
+    shard_bytes: int,
+    dtype: Dtype = "float32",
+) -> str:
+    """Write config.json, the weights and, if found, the tokenizer.
 
     Args:
         source: folder of checkpoints, of which the latest is converted, or one checkpoint.
@@ -38,6 +48,7 @@ def to_hf(source: Path, output: Path, tokenizer: Path | None, heads: int | None,
         tokenizer: file or folder of the model's tokenizer; None: search the folder of the training data.
         heads: number of attention heads, for a checkpoint that does not contain it.
         shard_bytes: maximum size of a file, unless a single weight is larger.
+        dtype: dtype of the weights in the files.
 
     Returns:
         Summary for the user.
@@ -58,6 +69,9 @@ def to_hf(source: Path, output: Path, tokenizer: Path | None, heads: int | None,
     weights = counterparts(config)
     _check_shapes(checkpoint, weights, shapes)
     model_tokenizer = tokenizer_of(tokenizer, state)
+    config_json = to_json(config, None if model_tokenizer is None else model_tokenizer.eod_id, dtype)
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    element_bytes = torch_dtype.itemsize
     check_contents(checkpoint, manifest)
     reader = CheckpointReader(checkpoint, manifest, tensor_rank=0)
 
@@ -70,21 +84,21 @@ def to_hf(source: Path, output: Path, tokenizer: Path | None, heads: int | None,
 
     with _new_folder(output) as folder:
         index: dict[str, str] = {}
-        shards = _shards(weights, shard_bytes)
+        shards = _shards(weights, shard_bytes, element_bytes)
         for number, shard in enumerate(shards, start=1):
-            tensors = dict(pair for weight in shard for pair in _to_hf(weight, read(weight), config))
+            tensors = dict(pair for weight in shard for pair in _to_hf(weight, read(weight), config, torch_dtype))
             name = shard_name(number, len(shards))
             write_weights(folder / name, tensors)
             index |= dict.fromkeys(tensors, name)
-        total = 4 * sum(math.prod(weight.shape) for weight in weights)
+        total = element_bytes * sum(math.prod(weight.shape) for weight in weights)
         if len(shards) > 1:
             _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
-        config_json = to_json(config, None if model_tokenizer is None else model_tokenizer.eod_id)
         tokenizer_line = save_tokenizer(model_tokenizer, folder)
         _write_json(folder / CONFIG, config_json)
+    precision = "fp32" if dtype == "float32" else "bf16"
     return (
-        f"wrote {output} from {checkpoint}: {config_json['architectures'][0]}, {total // 4:,} parameters in fp32, "
-        f"{len(shards)} file{'s' if len(shards) > 1 else ''} of weights\n{tokenizer_line}"
+        f"wrote {output} from {checkpoint}: {config_json['architectures'][0]}, {total // element_bytes:,} parameters in "
+        f"{precision}, {len(shards)} file{'s' if len(shards) > 1 else ''} of weights\n{tokenizer_line}"
     )
 
 
@@ -105,21 +119,18 @@ def _config_of(
 ) -> TransformerConfig:
     """Return the config of the model, from the shapes of its weights and the state that the training script saved."""
     bert = "1.position_embeddings" in shapes
+    saved_model = state.get("model")
+    fields = saved_fields(saved_model) if isinstance(saved_model, dict) else {}
     try:
         vocab_size, hidden_size = shapes["0.word_embeddings.weight"]
         ffn_size, _ = shapes["2.mlp.linear_fc1.weight"]
-        positions, _ = shapes["1.position_embeddings" if bert else "1.weight"]
+        table = "1.position_embeddings" if bert else "1.weight"
+        positions = shapes[table][0] if table in shapes else fields["max_position_embeddings"]
     except (KeyError, ValueError):
         raise ConfigError(
             f"{checkpoint}: only GPT and BERT of ds_ext.models, without Transformer Engine, can be converted (got the "
             f"weights {', '.join(sorted(shapes)[:4])}, ...)."
         ) from None
-    saved_model = state.get("model")
-    fields = (
-        {key: saved_model[key] for key in UNSEEN if key in saved_model}
-        if isinstance(saved_model, dict)
-        else {}
-    )
     saved = fields.get("num_attention_heads")
     if saved is None and heads is None:
         raise ConfigError(
@@ -135,6 +146,7 @@ def _config_of(
         "num_layers": len([name for name in shapes if name.endswith(".mlp.linear_fc1.weight")]),
         "hidden_size": hidden_size,
         "seq_length": positions,
+        "max_position_embeddings": positions,
         "vocab_size": vocab_size,
         "ffn_hidden_size": ffn_size,
     }
@@ -157,18 +169,22 @@ def _check_shapes(
             )
 
 
-def _to_hf(weight: Counterpart, tensor: Tensor, config: TransformerConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and the tensors of a weight in transformers, in fp32 and with separate storage."""
+def _to_hf(
+    weight: Counterpart, tensor: Tensor, config: TransformerConfig, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and the tensors of a weight in transformers, with separate storage."""
     for name, hf_tensor in zip(weight.hf_names, weight.conversion.to_hf(tensor, config), strict=True):
-        yield name, hf_tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        yield name, hf_tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def _shards(weights: Sequence[Counterpart], limit_bytes: int) -> list[list[Counterpart]]:
+def _shards(
+    weights: Sequence[Counterpart], limit_bytes: int, element_bytes: int
+) -> list[list[Counterpart]]:
     """Group the weights, in order, into files of at most ``limit_bytes``, or of one larger weight."""
     shards: list[list[Counterpart]] = [[]]
     shard_bytes = 0
     for weight in weights:
-        weight_bytes = 4 * math.prod(weight.shape)
+        weight_bytes = element_bytes * math.prod(weight.shape)
         if shards[-1] and shard_bytes + weight_bytes > limit_bytes:
             shards.append([])
             shard_bytes = 0

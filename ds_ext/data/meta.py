@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +99,14 @@ def fingerprint(data_path: str | Sequence[str]) -> str:
     files of any size.
     """
     weights, prefixes = parse_data_path(data_path)
-    crc = zlib.crc32(" ".join(map(str, weights)).encode())
     masks = [mask for mask in map(loss_mask_prefix, prefixes) if mask is not None]
-    for path in (Path(f"{prefix}{suffix}") for prefix in (*prefixes, *masks) for suffix in (".idx", ".bin")):
+    files = [Path(f"{prefix}{suffix}") for prefix in (*prefixes, *masks) for suffix in (".idx", ".bin")]
+    return f"{sampled_checksum(files, zlib.crc32(' '.join(map(str, weights)).encode())):08x}"
+
+
+def sampled_checksum(files: Iterable[Path], crc: int) -> int:
+    """Return ``crc`` continued by the sizes and 64 evenly spaced blocks of 4 KiB of every file."""
+    for path in files:
         size = path.stat().st_size
         crc = zlib.crc32(str(size).encode(), crc)
         with path.open("rb") as file:
@@ -109,7 +114,7 @@ def fingerprint(data_path: str | Sequence[str]) -> str:
             for block in range(COMPARED_BLOCKS):
                 file.seek(last * block // (COMPARED_BLOCKS - 1))
                 crc = zlib.crc32(file.read(COMPARED_BLOCK_BYTES), crc)
-    return f"{crc:08x}"
+    return crc
 
 
 def _probe_max_token(prefix: Path) -> int:

@@ -1,15 +1,18 @@
-"""Conversion between our configs and the ``config.json`` of Hugging Face's transformers, for GPT-2 and BERT."""
+"""Conversion between our configs and the ``config.json`` of Hugging Face's transformers."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from typing import Any
+from dataclasses import asdict
+from typing import Any, Literal
 
 from ds_ext.errors import ConfigError
 from ds_ext.models.bert import TOKEN_TYPES, BertConfig
-from ds_ext.models.config import TransformerConfig
+from ds_ext.models.config import RopeScaling, TransformerConfig
 from ds_ext.models.gpt import GPTConfig
+from ds_ext.models.hf_llama import LLAMA_KINDS, llama_fields, llama_json
+from ds_ext.models.hf_values import integer, number, require_supported
 
 # Key of config.json -> values that our models support: first transformers' default, then values with the same meaning.
 _GPT2_SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -32,21 +35,76 @@ _BERT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
 }
 SENTENCE_HEAD = "cls.seq_relationship.weight"
-# Fields that do not follow from the shapes of the weights. A checkpoint stores them.
-UNSEEN = ("num_attention_heads", "layernorm_epsilon", "hidden_dropout", "attention_dropout", "init_std")
+# Fields that decide what the weights compute, but do not all follow from their shapes. A checkpoint stores them.
+COMPUTED = (
+    "num_attention_heads",
+    "layernorm_epsilon",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "rope_scaling",
+    "normalization",
+    "swiglu",
+    "num_query_groups",
+    "kv_channels",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
+    "sliding_window",
+    "sliding_window_layers",
+)
+UNSEEN = (*COMPUTED, "max_position_embeddings", "hidden_dropout", "attention_dropout", "init_std")
 
 
-def unseen_in_weights(config: TransformerConfig) -> dict[str, int | float]:
-    """Return the fields of a config that do not follow from the shapes of its weights."""
-    return {key: getattr(config, key) for key in UNSEEN}
+def unseen_in_weights(config: TransformerConfig) -> dict[str, Any]:
+    """Return the fields of a config that do not follow from the shapes of its weights, as plain values."""
+    values = {key: getattr(config, key) for key in UNSEEN}
+    scaling, layers = config.rope_scaling, config.sliding_window_layers
+    return {
+        **values,
+        "max_position_embeddings": config.positions,
+        "rope_scaling": None if scaling is None else asdict(scaling),
+        "sliding_window_layers": None if layers is None else list(layers),
+    }
 
 
-def to_json(config: TransformerConfig, end_of_text: int | None = None) -> dict[str, Any]:
+def saved_fields(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config from the values of :func:`unseen_in_weights` in a checkpoint."""
+    fields = {key: saved[key] for key in UNSEEN if key in saved}
+    if fields.get("rope_scaling") is not None:
+        fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
+    if fields.get("sliding_window_layers") is not None:
+        fields["sliding_window_layers"] = tuple(fields["sliding_window_layers"])
+    return fields
+
+
+def is_gpt2(config: TransformerConfig) -> bool:
+    """Return whether a GPT has the layers of GPT-2. Its weights then have GPT-2's names in transformers."""
+    return (
+        config.position_embedding_type == "learned_absolute"
+        and config.normalization == "LayerNorm"
+        and config.query_groups == config.num_attention_heads
+        and config.head_size * config.num_attention_heads == config.hidden_size
+        and config.add_bias_linear
+        and not (config.swiglu or config.qk_layernorm or config.untie_embeddings_and_output_weights)
+    )
+
+
+def to_json(
+    config: TransformerConfig,
+    end_of_text: int | None = None,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+) -> dict[str, Any]:
     """Return the ``config.json`` of a model.
 
     Args:
         config: sizes; a BertConfig for a BERT, any other for a GPT.
         end_of_text: id of the end-of-text token of a GPT; None: unknown.
+        dtype: dtype of the weights.
+
+    Raises:
+        ConfigError: if no class of transformers computes the model.
     """
     if isinstance(config, BertConfig):
         classes = config.order_classes
@@ -67,8 +125,15 @@ def to_json(config: TransformerConfig, end_of_text: int | None = None) -> dict[s
             "initializer_range": config.init_std,
             "pad_token_id": 0,
             "tie_word_embeddings": True,
-            "dtype": "float32",
+            "dtype": dtype,
         }
+    if not is_gpt2(config):
+        return llama_json(config, end_of_text, dtype)
+    if config.sliding_window is not None:
+        raise ConfigError(
+            f"sliding_window: GPT2LMHeadModel of transformers has null (got {config.sliding_window}). This model cannot "
+            f"be converted."
+        )
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -87,7 +152,7 @@ def to_json(config: TransformerConfig, end_of_text: int | None = None) -> dict[s
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
         "tie_word_embeddings": True,
-        "dtype": "float32",
+        "dtype": dtype,
     }
 
 
@@ -102,49 +167,36 @@ def from_json(values: Mapping[str, Any], weights: Collection[str]) -> Transforme
         ConfigError: if the architecture or one of its settings is not supported.
     """
     kind = values.get("model_type")
-    if kind not in ("gpt2", "bert"):
-        raise ConfigError(f'model_type: only "gpt2" and "bert" can be converted (got {json.dumps(kind)}).')
-    for key, supported in (_GPT2_SUPPORTED if kind == "gpt2" else _BERT_SUPPORTED).items():
-        value = values.get(key, supported[0])
-        if value not in supported:
-            raise ConfigError(
-                f"{key}: only models with {' or '.join(map(json.dumps, supported))} can be converted (got "
-                f"{json.dumps(value)})."
-            )
-
-    def size(key: str) -> int:
-        value = values.get(key)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ConfigError(f"{key}: must be an integer (got {json.dumps(value)}).")
-        return value
-
-    def number(key: str, default: float) -> float:
-        value = values.get(key, default)
-        if not isinstance(value, int | float):
-            raise ConfigError(f"{key}: must be a number (got {json.dumps(value)}).")
-        return value
-
-    if kind == "gpt2":
-        return GPTConfig(
-            num_layers=size("n_layer"),
-            hidden_size=size("n_embd"),
-            num_attention_heads=size("n_head"),
-            seq_length=size("n_positions"),
-            vocab_size=size("vocab_size"),
-            ffn_hidden_size=None if values.get("n_inner") is None else size("n_inner"),
-            hidden_dropout=number("resid_pdrop", 0.1),
-            attention_dropout=number("attn_pdrop", 0.1),
-            init_std=number("initializer_range", 0.02),
+    if kind not in ("gpt2", "bert", *LLAMA_KINDS):
+        kinds = ", ".join(map(json.dumps, ("gpt2", "bert", *LLAMA_KINDS[:-1])))
+        raise ConfigError(
+            f"model_type: only {kinds} and {json.dumps(LLAMA_KINDS[-1])} can be converted (got {json.dumps(kind)})."
         )
+    if kind in LLAMA_KINDS:
+        return GPTConfig(**llama_fields(values))
+    if kind == "gpt2":
+        require_supported(values, _GPT2_SUPPORTED)
+        return GPTConfig(
+            num_layers=integer(values, "n_layer"),
+            hidden_size=integer(values, "n_embd"),
+            num_attention_heads=integer(values, "n_head"),
+            seq_length=integer(values, "n_positions"),
+            vocab_size=integer(values, "vocab_size"),
+            ffn_hidden_size=integer(values, "n_inner", None),
+            hidden_dropout=number(values, "resid_pdrop", 0.1),
+            attention_dropout=number(values, "attn_pdrop", 0.1),
+            init_std=number(values, "initializer_range", 0.02),
+        )
+    require_supported(values, _BERT_SUPPORTED)
     return BertConfig(
-        num_layers=size("num_hidden_layers"),
-        hidden_size=size("hidden_size"),
-        num_attention_heads=size("num_attention_heads"),
-        seq_length=size("max_position_embeddings"),
-        vocab_size=size("vocab_size"),
-        ffn_hidden_size=size("intermediate_size"),
-        hidden_dropout=number("hidden_dropout_prob", 0.1),
-        attention_dropout=number("attention_probs_dropout_prob", 0.1),
-        init_std=number("initializer_range", 0.02),
+        num_layers=integer(values, "num_hidden_layers"),
+        hidden_size=integer(values, "hidden_size"),
+        num_attention_heads=integer(values, "num_attention_heads"),
+        seq_length=integer(values, "max_position_embeddings"),
+        vocab_size=integer(values, "vocab_size"),
+        ffn_hidden_size=integer(values, "intermediate_size"),
+        hidden_dropout=number(values, "hidden_dropout_prob", 0.1),
+        attention_dropout=number(values, "attention_probs_dropout_prob", 0.1),
+        init_std=number(values, "initializer_range", 0.02),
         order_classes=2 if SENTENCE_HEAD in weights else None,
     )

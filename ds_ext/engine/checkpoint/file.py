@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,14 +71,39 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 class TensorFile:
-    """Safetensors file, opened to read parts of tensors."""
+    """Safetensors file, opened to read parts of tensors with ordinary reads, so that no page stays in memory.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is not a complete safetensors file.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
+            if length > size - 8:
+                raise ValueError(f"a header of {length} bytes in a file of {size} bytes")
             self._header: dict[str, Any] = json.loads(file.read(length))
+        self._header.pop("__metadata__", None)
         self._data = 8 + length
+        end = max((record["data_offsets"][1] for record in self._header.values()), default=0)
+        if self._data + end != size:
+            raise ValueError(f"{self._data + end} bytes expected, {size} bytes found")
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._header)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return tuple(self._header[name]["shape"])
+
+    def dtype(self, name: str) -> str:
+        """Return the dtype of a tensor in the format's spelling: F32, BF16, ..."""
+        return self._header[name]["dtype"]
 
     def read(self, name: str, start: int, numel: int) -> Tensor:
         """Return ``numel`` elements of a flattened tensor from index ``start``, on the CPU."""

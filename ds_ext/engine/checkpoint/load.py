@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ...errors import CheckpointError
 from ..batches import Resumable
@@ -169,17 +170,9 @@ def _load_weights(
     manifest: Mapping[str, Any],
 ) -> None:
     """Load weights, master weights, buffers and extra states of this rank."""
-    fragments = states.fragments()
-    partitioned = {id(p) for _, members in states.groups() for p in members} if states.partitioned else set()
-    for name, local in parameters.items():
-        parameter = local.parameter
-        if name not in manifest["parameters"]:
-            continue
-        if id(parameter) not in partitioned:
-            parameter.copy_(reader.weight(local, 0, parameter.numel()).view_as(parameter))
-        elif (fragment := fragments.get(id(parameter))) is not None:
-            assert fragment.master is not None
-            fragment.master.copy_(reader.weight(local, fragment.start, fragment.numel))
+    known = {name: local for name, local in parameters.items() if name in manifest["parameters"]}
+    for local, start, target in weight_targets(states, known):
+        target.copy_(reader.weight(local, start, target.numel()).view_as(target))
     states.weights_changed()
     same_size = reader.tensor_ranks == engine.layout.tensor_parallel_size
     for index, (_, layer) in layers_of(engine.module).items():
@@ -192,6 +185,24 @@ def _load_weights(
             if saved is not None:
                 # Copy: tensors of the file are memory-mapped.
                 owner.set_extra_state(copy.deepcopy(saved))
+
+
+def weight_targets(
+    states: OptimizerStates, parameters: Mapping[str, LocalParameter]
+) -> Iterator[tuple[LocalParameter, int, Tensor]]:
+    """Yield (parameter, start, tensor) for the weights that this rank sets: whole parameters, or its master weights.
+
+    ``start`` is the first element of the tensor in the flattened shard of the parameter. Afterwards, call
+    :meth:`OptimizerStates.weights_changed`.
+    """
+    fragments = states.fragments()
+    partitioned = {id(p) for _, members in states.groups() for p in members} if states.partitioned else set()
+    for local in parameters.values():
+        if id(local.parameter) not in partitioned:
+            yield local, 0, local.parameter
+        elif (fragment := fragments.get(id(local.parameter))) is not None:
+            assert fragment.master is not None
+            yield local, fragment.start, fragment.master
 
 
 def _load_states(

@@ -1,0 +1,53 @@
+"""Typed values of a ``config.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ds_ext.errors import ConfigError
+
+_REQUIRED = object()
+
+
+def refused(key: str, value: object, problem: str) -> ConfigError:
+    """Return the error for a setting that is not supported."""
+    return ConfigError(f"{key}: {problem} (got {json.dumps(value)}).")
+
+
+def require_supported(values: Mapping[str, Any], supported: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise ConfigError for an unsupported setting.
+
+    Args:
+        values: content of ``config.json``.
+        supported: key -> supported values, the first of which is transformers' default.
+    """
+    for key, choices in supported.items():
+        value = values.get(key, choices[0])
+        if value not in choices:
+            # 1.0 and 1 are one choice.
+            texts = map(json.dumps, dict.fromkeys(choices))
+            raise refused(key, value, f"only models with {' or '.join(texts)} can be converted")
+
+
+def integer(values: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> Any:
+    """Return an integer, or ``default`` if the key is missing. A null is None if there is a default.
+
+    Raises:
+        ConfigError: if the value is not an integer.
+    """
+    value = values.get(key, None if default is _REQUIRED else default)
+    if value is None and default is not _REQUIRED:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise refused(key, value, "must be an integer")
+    return value
+
+
+def number(values: Mapping[str, Any], key: str, default: float) -> float:
+    """Return a number, or ``default`` if the key is missing. Raises ConfigError if the value is not a number."""
+    value = values.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise refused(key, value, "must be a number")
+    return value
