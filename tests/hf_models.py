@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_ext.models.bert import BertConfig
+from ds_ext.models.config import RopeScaling
 from ds_ext.models.gpt import GPTConfig
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel
 from tests.bert_runs import BertChain, random_bert_batches
@@ -30,6 +31,131 @@ SIZES: dict[str, Any] = {
 }
 GPT, BERT = GPTConfig(**SIZES), BertConfig(**SIZES)
 MASKED_ONLY = BertConfig(**SIZES, order_classes=None)
+
+
+_LLAMA: dict[str, Any] = {
+    **SIZES,
+    "max_position_embeddings": 12,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "layernorm_epsilon": 1e-6,
+    "swiglu": True,
+    "add_bias_linear": False,
+}
+# Model -> its config, class in transformers, and settings of that class beside the sizes. With tensor-parallel size 2,
+# the ranks of Qwen2 use one group of keys and values together.
+LLAMA_FAMILY: dict[str, tuple[GPTConfig, str, dict[str, Any]]] = {
+    "llama2": (
+        GPTConfig(**_LLAMA, untie_embeddings_and_output_weights=True),
+        "LlamaForCausalLM",
+        {},
+    ),
+    "llama3": (
+        GPTConfig(
+            **{**_LLAMA, "layernorm_epsilon": 1e-5},
+            untie_embeddings_and_output_weights=True,
+            num_query_groups=2,
+            rotary_base=5e5,
+            rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 8),
+        ),
+        "LlamaForCausalLM",
+        {
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_theta": 5e5,
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8,
+            },
+        },
+    ),
+    "llama_with_biases": (
+        GPTConfig(
+            **{**_LLAMA, "add_bias_linear": True},
+            kv_channels=16,
+            rope_scaling=RopeScaling("linear", 2.0),
+        ),
+        "LlamaForCausalLM",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.0},
+        },
+    ),
+    "mistral": (
+        GPTConfig(**_LLAMA, untie_embeddings_and_output_weights=True, num_query_groups=2, sliding_window=5),
+        "MistralForCausalLM",
+        {"sliding_window": 5},
+    ),
+    "qwen2": (
+        GPTConfig(
+            **_LLAMA,
+            add_qkv_bias=True,
+            num_query_groups=1,
+            rotary_base=1e6,
+            sliding_window=4,
+            sliding_window_layers=(1, 2),
+        ),
+        "Qwen2ForCausalLM",
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "max_window_layers": 1,
+        },
+    ),
+    "qwen3": (
+        GPTConfig(
+            **_LLAMA,
+            untie_embeddings_and_output_weights=True,
+            qk_layernorm=True,
+            num_query_groups=2,
+            kv_channels=16,
+            rope_scaling=RopeScaling("yarn", 2.0, original_max_position_embeddings=6),
+        ),
+        "Qwen3ForCausalLM",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_theta": 10000.0,
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 6,
+            },
+        },
+    ),
+}
+
+
+def llama_model(name: str, **changes: Any) -> Any:
+    """Return a model of LLAMA_FAMILY with transformers' initial weights."""
+    config, kind, settings = LLAMA_FAMILY[name]
+    hf_config = getattr(transformers, kind).config_class(
+        **{
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.ffn_size,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": config.query_groups,
+            "max_position_embeddings": config.positions,
+            "bos_token_id": None,
+            "eos_token_id": 0,
+            **settings,
+            **changes,
+        }
+    )
+    return getattr(transformers, kind)(hf_config).eval()
+
+
+def random_llama(name: str, **changes: Any) -> Any:
+    """Return a model of LLAMA_FAMILY with no weight equal to zero or one."""
+    return _randomized(llama_model(name, **changes))
 
 
 def random_gpt2(**changes: Any) -> Any:

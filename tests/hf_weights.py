@@ -82,3 +82,39 @@ def bert_state(weights: Weights, config: TransformerConfig) -> dict[str, Tensor]
             ):
                 state[f"{target}{hf_name}.{kind}"] = weights[f"{source}{name}.{kind}"]
     return state
+
+
+def llama_state(weights: Weights, config: TransformerConfig) -> dict[str, Tensor]:
+    """Return the state_dict of a LlamaForCausalLM, or of one of its family."""
+    width = config.head_size
+    state = {
+        "model.embed_tokens.weight": weights["0.word_embeddings.weight"][: config.vocab_size],
+        "model.norm.weight": weights[f"{config.num_layers + 2}.weight"],
+    }
+    head = weights.get(f"{config.num_layers + 3}.weight", state["model.embed_tokens.weight"])
+    state["lm_head.weight"] = head[: config.vocab_size]
+    hf_names = {
+        "input_layernorm": "input_layernorm",
+        "self_attention.linear_q": "self_attn.q_proj",
+        "self_attention.q_layernorm": "self_attn.q_norm",
+        "self_attention.k_layernorm": "self_attn.k_norm",
+        "self_attention.linear_proj": "self_attn.o_proj",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+        "mlp.linear_gate": "mlp.gate_proj",
+        "mlp.linear_fc1": "mlp.up_proj",
+        "mlp.linear_fc2": "mlp.down_proj",
+    }
+    for name, weight in weights.items():
+        layer, _, key = name.partition(".")
+        module, _, kind = key.rpartition(".")
+        prefix = f"model.layers.{int(layer) - 2}."
+        if module in hf_names:
+            state[f"{prefix}{hf_names[module]}.{kind}"] = weight
+        parts = {"self_attention.linear_qkv": "qkv", "self_attention.linear_kv": "kv"}.get(module, "")
+        for index, part in enumerate(parts):
+            rows = [
+                weight[start : start + width]
+                for start in range(index * width, len(weight), len(parts) * width)
+            ]
+            state[f"{prefix}self_attn.{part}_proj.{kind}"] = torch.cat(rows)
+    return state

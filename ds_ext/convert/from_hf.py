@@ -61,7 +61,14 @@ def from_hf(source: Path, output: Path) -> str:
         return model.read(weight).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
     try:
-        checkpoint = _write(output, weights, read, state, num_pipeline_layers(config), not config.untie_embeddings_and_output_weights)
+        checkpoint = _write(
+            output,
+            weights,
+            read,
+            state,
+            num_pipeline_layers(config),
+            not config.untie_embeddings_and_output_weights,
+        )
     except OSError as error:
         raise ConfigError(f"OUTPUT: cannot be written (got {output}): {error.strerror or error}.") from None
     elements = sum(math.prod(weight.shape) for weight in weights)

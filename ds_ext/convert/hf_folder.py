@@ -101,7 +101,9 @@ class ModelFolder:
         """
         files = sorted({file.path for file in self._files.values()})
         crc = zlib.crc32((self.path / CONFIG).read_bytes())
-        return f"{sampled_checksum(files, zlib.crc32(' '.join(path.name for path in files).encode(), crc)):08x}"
+        return (
+            f"{sampled_checksum(files, zlib.crc32(' '.join(path.name for path in files).encode(), crc)):08x}"
+        )
 
     def _find_files(self) -> dict[str, TensorFile]:
         """Return a dict of weight name -> file. Raises ConfigError."""
@@ -116,7 +118,9 @@ class ModelFolder:
                 )
             raise ConfigError(f"{self.path}: {WEIGHTS} is missing.")
         try:
-            table = {str(name): str(file) for name, file in _read_json(self.path / INDEX)["weight_map"].items()}
+            table = {
+                str(name): str(file) for name, file in _read_json(self.path / INDEX)["weight_map"].items()
+            }
         except (KeyError, AttributeError):
             raise ConfigError(f"{self.path / INDEX}: 'weight_map' is missing or not an object.") from None
         opened = {file: _open(self.path / file) for file in sorted(set(table.values()))}

@@ -48,7 +48,9 @@ class HuggingFaceModel:
     def __init__(self, path: Path) -> None:
         self.folder = ModelFolder(path)
         self.config = config_of_folder(path, self.folder.names)
-        self.weights: Mapping[str, Counterpart] = {weight.name: weight for weight in counterparts(self.config)}
+        self.weights: Mapping[str, Counterpart] = {
+            weight.name: weight for weight in counterparts(self.config)
+        }
         self._names = self._check_names()
 
     def read(self, weight: Counterpart) -> Tensor:

@@ -17,6 +17,7 @@ from ..engine.checkpoint.load import weight_targets
 from ..engine.checkpoint.states import LocalParameter, OptimizerStates, Shape, parameters_of
 from ..errors import ConfigError
 from ..models.hf import Counterpart
+from .hf_folder import shape_text
 from .hf_model import HuggingFaceModel
 
 _BLOCK_ELEMENTS = 1 << 21  # 8 MiB in fp32
@@ -48,8 +49,8 @@ def _counterpart(model: HuggingFaceModel, local: LocalParameter) -> Counterpart:
     weight = model.weights.get(f"{local.layer}.{local.key}")
     if weight is None or weight.shape != local.shape.full:
         raise ConfigError(
-            f"{local.name}: the model of {model.folder.path} has {'no such weight' if weight is None else weight.shape} "
-            f"(got {local.shape.full}). Build the layers with the config of the folder."
+            f"{local.name}: {model.folder.path} has {shape_text(weight and weight.shape)} (got "
+            f"{shape_text(local.shape.full)} in the model). Build the layers with the config of the folder."
         )
     return weight
 

@@ -29,16 +29,13 @@ from .hf_folder import CONFIG, INDEX, safetensors, shape_text, shard_name, write
 from .tokenizer_files import save_tokenizer, tokenizer_of
 
 
-Dtype = Literal["float32", "bfloat16"]
-
-
 def to_hf(
     source: Path,
     output: Path,
     tokenizer: Path | None,
     heads: int | None,
     shard_bytes: int,
-    dtype: Dtype = "float32",
+    dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> str:
     """Write config.json, the weights and, if found, the tokenizer.
 
@@ -86,7 +83,9 @@ def to_hf(
         index: dict[str, str] = {}
         shards = _shards(weights, shard_bytes, element_bytes)
         for number, shard in enumerate(shards, start=1):
-            tensors = dict(pair for weight in shard for pair in _to_hf(weight, read(weight), config, torch_dtype))
+            tensors = dict(
+                pair for weight in shard for pair in _to_hf(weight, read(weight), config, torch_dtype)
+            )
             name = shard_name(number, len(shards))
             write_weights(folder / name, tensors)
             index |= dict.fromkeys(tensors, name)
@@ -96,9 +95,10 @@ def to_hf(
         tokenizer_line = save_tokenizer(model_tokenizer, folder)
         _write_json(folder / CONFIG, config_json)
     precision = "fp32" if dtype == "float32" else "bf16"
+    kind, count = config_json["architectures"][0], total // element_bytes
     return (
-        f"wrote {output} from {checkpoint}: {config_json['architectures'][0]}, {total // element_bytes:,} parameters in "
-        f"{precision}, {len(shards)} file{'s' if len(shards) > 1 else ''} of weights\n{tokenizer_line}"
+        f"wrote {output} from {checkpoint}: {kind}, {count:,} parameters in {precision}, {len(shards)} "
+        f"file{'s' if len(shards) > 1 else ''} of weights\n{tokenizer_line}"
     )
 
 
@@ -177,9 +177,7 @@ def _to_hf(
         yield name, hf_tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def _shards(
-    weights: Sequence[Counterpart], limit_bytes: int, element_bytes: int
-) -> list[list[Counterpart]]:
+def _shards(weights: Sequence[Counterpart], limit_bytes: int, element_bytes: int) -> list[list[Counterpart]]:
     """Group the weights, in order, into files of at most ``limit_bytes``, or of one larger weight."""
     shards: list[list[Counterpart]] = [[]]
     shard_bytes = 0

@@ -131,8 +131,8 @@ def to_json(
         return llama_json(config, end_of_text, dtype)
     if config.sliding_window is not None:
         raise ConfigError(
-            f"sliding_window: GPT2LMHeadModel of transformers has null (got {config.sliding_window}). This model cannot "
-            f"be converted."
+            f"sliding_window: GPT2LMHeadModel of transformers has none (got {config.sliding_window}). This model "
+            f"cannot be converted."
         )
     return {
         "architectures": ["GPT2LMHeadModel"],

@@ -23,6 +23,8 @@ _GROUPS: Mapping[str, int | None] = {"llama": None, "mistral": 8, "qwen2": 32, "
 _HEAD_SIZE: Mapping[str, int | None] = {"qwen3": 128}
 _WINDOW = 4096
 _MAX_WINDOW_LAYERS = 28
+_ORIGINAL = "original_max_position_embeddings"
+_SCALING = fields(RopeScaling)
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -116,7 +118,7 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "default":
         return {"rotary_base": base, "rope_scaling": None}
-    scaling = {name: given[name] for name in _SCALING_FIELDS & given.keys() if given[name] is not None}
+    scaling = {field.name: given[field.name] for field in _SCALING if given.get(field.name) is not None}
     if kind in ("llama3", "yarn"):
         longest = integer(values, "max_position_embeddings")
         original = values.get("original_max_position_embeddings", scaling.get(_ORIGINAL, longest))
@@ -130,10 +132,6 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{key}: {error}") from None
 
 
-_ORIGINAL = "original_max_position_embeddings"
-_SCALING_FIELDS = {field.name for field in fields(RopeScaling)} - {"rope_type"}
-
-
 def _has_biases(kind: str, values: Mapping[str, Any]) -> bool:
     """Return whether all linear layers have biases."""
     if kind == "qwen3":
@@ -142,7 +140,9 @@ def _has_biases(kind: str, values: Mapping[str, Any]) -> bool:
         return False
     attention, mlp = _flag(values, "attention_bias"), _flag(values, "mlp_bias")
     if attention != mlp:
-        raise refused("attention_bias", attention, f"only the value of mlp_bias, {json.dumps(mlp)}, can be converted")
+        raise refused(
+            "attention_bias", attention, f"only the value of mlp_bias, {json.dumps(mlp)}, can be converted"
+        )
     return attention
 
 
@@ -152,10 +152,7 @@ def _window(kind: str, values: Mapping[str, Any]) -> tuple[int | None, tuple[int
         return None, None
     if kind == "mistral":
         return integer(values, "sliding_window", _WINDOW), None
-    if not _flag(values, "use_sliding_window"):
-        window = None
-    else:
-        window = integer(values, "sliding_window", _WINDOW)
+    window = integer(values, "sliding_window", _WINDOW) if _flag(values, "use_sliding_window") else None
     layers = integer(values, "num_hidden_layers") or 0
     types = values.get("layer_types")
     if types is None:
@@ -208,10 +205,10 @@ def _kind(config: TransformerConfig) -> str:
 def _rope_parameters(config: TransformerConfig) -> dict[str, Any]:
     parameters: dict[str, Any] = {"rope_theta": config.rotary_base, "rope_type": "default"}
     if config.rope_scaling is not None:
-        parameters |= {name: value for name, value in asdict(config.rope_scaling).items() if value is not None}
-        if config.rope_scaling.rope_type != "yarn":
-            for name in ("beta_fast", "beta_slow", "truncate"):
-                del parameters[name]
+        values = asdict(config.rope_scaling)
+        parameters |= {
+            field.name: values[field.name] for field in _SCALING if values[field.name] != field.default
+        }
     return parameters
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,18 @@ from ds_ext.engine.checkpoint.file import read_plain, write_plain
 from ds_ext.engine.checkpoint.folder import check_contents, open_checkpoint
 from ds_ext.models.bert import BertConfig
 from ds_ext.models.gpt import GPTConfig
-from tests.hf_models import BERT, GPT, MASKED_ONLY, loaded, logits_difference, random_bert, random_gpt2
+from ds_ext.models.hf_config import from_json
+from tests.hf_models import (
+    BERT,
+    GPT,
+    LLAMA_FAMILY,
+    MASKED_ONLY,
+    loaded,
+    logits_difference,
+    random_bert,
+    random_gpt2,
+    random_llama,
+)
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -46,6 +58,42 @@ def layers(folder: Path) -> dict[str, Tensor]:
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("name", LLAMA_FAMILY)
+def test_llama_family_bit_by_bit(name: str, tmp_path: Path) -> None:
+    """Convert fp32 weights, and weights in bf16 in several files, to a checkpoint and back."""
+    config, kind, _ = LLAMA_FAMILY[name]
+    hf_model = random_llama(name)
+    source, checkpoint, back, half = (tmp_path / part for part in ("source", "checkpoint", "back", "half"))
+    hf_model.save_pretrained(source)
+    values = json.loads((source / "config.json").read_text())
+    assert from_json(values, []) == dataclasses.replace(config, make_vocab_size_divisible_by=128)
+    convert(source, "--from", "hf", checkpoint)
+    check_contents(*open_checkpoint(checkpoint))
+    weights = layers(checkpoint)
+    assert logits_difference(config, weights, hf_model) < 1e-5
+
+    convert(checkpoint, "--to", "hf", back)
+    assert same(*(safetensors.load_file(folder / "model.safetensors") for folder in (source, back)))
+    after = json.loads((back / "config.json").read_text())
+    assert (after["model_type"], from_json(after, [])) == (values["model_type"], from_json(values, []))
+    assert logits_difference(config, weights, loaded(kind, back)) < 1e-5
+
+    hf_model.bfloat16().save_pretrained(half, max_shard_size="50KB")
+    assert len(list(half.glob("model-*.safetensors"))) > 1
+    convert(half, "--from", "hf", tmp_path / "half_checkpoint")
+    for dtype in ("bfloat16", "float32"):
+        convert(tmp_path / "half_checkpoint", "--to", "hf", tmp_path / dtype, "--dtype", dtype)
+        written = safetensors.load_file(tmp_path / dtype / "model.safetensors")
+        expected = {
+            key: value.to(getattr(torch, dtype))
+            for path in half.glob("model-*.safetensors")
+            for key, value in safetensors.load_file(path).items()
+        }
+        assert same(written, expected) and {value.dtype for value in written.values()} == {
+            getattr(torch, dtype)
+        }
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,7 +193,7 @@ def test_the_tokenizer_is_copied(
 
 # Model, changed values of its config.json, values in the error.
 REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
-    ("gpt2", {"model_type": "llama"}, ("model_type: ", '"gpt2"', '"bert"', '"llama"')),
+    ("gpt2", {"model_type": "gemma"}, ("model_type: ", '"gpt2"', '"bert"', '"gemma"')),
     ("gpt2", {"activation_function": "gelu"}, ("activation_function: ", '"gelu_new"', '"gelu"')),
     ("gpt2", {"layer_norm_epsilon": 1e-6}, ("layer_norm_epsilon: ", "1e-05", "1e-06")),
     ("gpt2", {"tie_word_embeddings": False}, ("tie_word_embeddings: ", "true", "false")),

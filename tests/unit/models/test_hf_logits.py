@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ from ds_ext.models.bert import BertConfig
 from ds_ext.models.gpt import GPTConfig
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel, create_tensor_parallel, shard_dim
 from tests.bert_runs import BertChain, random_bert_batches
-from tests.hf_weights import bert_state, gpt2_state
+from tests.hf_models import LLAMA_FAMILY, llama_model
+from tests.hf_weights import bert_state, gpt2_state, llama_state
 from tests.ranks import RankPool
 from tests.reference import Chain, gather_shards, random_batches
 
@@ -102,7 +104,24 @@ def bert_difference(rank: int, tp_size: int) -> float:
     return float(torch.maximum(words, (order_B2 - expected.seq_relationship_logits).abs().max()))
 
 
-@pytest.mark.parametrize("difference", [gpt_difference, bert_difference])
+@torch.no_grad()
+def llama_difference(rank: int, tp_size: int) -> float:
+    """Return the largest difference of all models of the Llama family."""
+    tp = TensorParallel() if tp_size == 1 else create_tensor_parallel([list(range(tp_size))])
+    differences = []
+    for name, (config, _, _) in LLAMA_FAMILY.items():
+        config = dataclasses.replace(config, init_std=0.1)
+        model = Chain(config, tp, DropoutClock()).eval()
+        randomize(model)
+        hf_model = load(llama_model(name), llama_state(full_weights(model, tp), config))
+        tokens_BS, _ = random_batches(config, 1, 1, micro_batch_size=4)[0][0]
+        logits_BSV, expected_BSV = gathered(model(tokens_BS), tp, config), hf_model(tokens_BS).logits
+        assert expected_BSV.std() > 0.1
+        differences.append(float((logits_BSV - expected_BSV).abs().max()))
+    return max(differences)
+
+
+@pytest.mark.parametrize("difference", [gpt_difference, bert_difference, llama_difference])
 def test_logits_equal_those_of_transformers(
     ranks2: RankPool, difference: Callable[[int, int], float]
 ) -> None:
