@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+from contextlib import nullcontext
+from pathlib import Path
 
 from ds_ext.errors import ConfigError
 from ds_ext.launch import process
@@ -29,15 +31,19 @@ def main() -> int:
     """Train, or print the plan of a dry run. Returns the exit code."""
     args, plan = plan_job("train_gpt.py", sys.argv[1:], "gpt")
 
+    from ds_ext.convert.hf_model import HuggingFaceModel
     from ds_ext.data.gpt import build_gpt_datasets, describe_chat
     from ds_ext.models.gpt import GPTConfig
     from ds_ext.training.checkpoint_fit import check_load
     from ds_ext.training.documents import document_options
+    from ds_ext.training.hf_model import folder_sizes
     from ds_ext.training.loop import Trainer, say, show, shut_down
 
     process.set_up_logging()
     options = document_options(args)
-    config = GPTConfig(**model_sizes(args, plan), vocab_size=vocab_size(args))
+    folder = HuggingFaceModel(Path(args.hf_model)) if args.hf_model else None
+    sizes = {**model_sizes(args, plan), **(folder_sizes(folder.config) if folder else {})}
+    config = GPTConfig(**sizes, vocab_size=vocab_size(args))
     config.check_tensor_parallel(plan.layout.tensor_parallel_size)
     check_load(args, config)
     boundaries = stage_boundaries(args, plan, BEFORE, AFTER, config.vocab_size)
@@ -46,14 +52,17 @@ def main() -> int:
     token_bytes = START_BYTES if config.packed else 0
     text = describe_job(args, plan, boundaries, BEFORE, AFTER, config.vocab_size, token_bytes)
     text = "\n".join([*describe_chat(train.dataset), text])
+    if folder is not None:
+        text = f"model     {args.hf_model}: {folder.describe()}\n{text}"
     if args.dry_run:
         return show(text)
 
     import ds_ext
+    from ds_ext.convert.into_ranks import load_into_ranks
     from ds_ext.data.meta import read_meta
     from ds_ext.engine import check_precision, init_distributed, on_hosts, weight_decay_groups
     from ds_ext.models.gpt import gpt_layer_specs, gpt_loss
-    from ds_ext.tensor_parallel import DropoutClock, create_tensor_parallel
+    from ds_ext.tensor_parallel import DropoutClock, create_tensor_parallel, skip_initial_values
 
     settings = plan.job.ds_ext
     check_precision(plan.job)
@@ -61,14 +70,18 @@ def main() -> int:
     say(text)
     tp = create_tensor_parallel(on_hosts(plan.layout, settings.fbd.forward_hosts).groups()["tensor"])
     clock = DropoutClock()
-    model = ds_ext.PipelineModule(
-        gpt_layer_specs(config, tp, clock),
-        plan,
-        loss_fn=gpt_loss(config, tp),
-        clock=clock,
-        partition_method=boundaries,
-    )
+    initial = None if args.load else folder  # the weights of a checkpoint replace those of the folder
+    with skip_initial_values() if initial else nullcontext():
+        model = ds_ext.PipelineModule(
+            gpt_layer_specs(config, tp, clock),
+            plan,
+            loss_fn=gpt_loss(config, tp),
+            clock=clock,
+            partition_method=boundaries,
+        )
     engine, *_ = ds_ext.initialize(model=model, model_parameters=weight_decay_groups(model))
+    if initial is not None:
+        load_into_ranks(engine, initial)
     meta = read_meta(args.data_path) or {}
     floor = ("unigram entropy", meta["unigram_entropy_nats"]) if "unigram_entropy_nats" in meta else None
     tokenizer = meta.get("tokenizer_fingerprint")
@@ -78,7 +91,7 @@ def main() -> int:
 
 
 def vocab_size(args: argparse.Namespace) -> int:
-    """Return the vocabulary size of the data's tokenizer. Raises ConfigError for a different tokenizer."""
+    """Return --vocab-size, or that of the data's tokenizer. Raises ConfigError for a different tokenizer."""
     from ds_ext.data.meta import check_one_tokenizer, check_tokenizer, check_vocab_size, read_meta
     from ds_ext.training.documents import flagged_tokenizer
 
@@ -95,11 +108,14 @@ def vocab_size(args: argparse.Namespace) -> int:
     elif meta is not None:
         check_one_tokenizer(args.data_path)
         size = meta["vocab_size"]
+    elif args.vocab_size:
+        size = args.vocab_size
     else:
         raise ConfigError(
             f"--data-path: no meta.json with the vocabulary (got {' '.join(args.data_path)}). Add --tokenizer, or "
             f"--vocab-file and --merge-file."
         )
+    size = args.vocab_size or size
     check_vocab_size(args.data_path, size)
     return size
 

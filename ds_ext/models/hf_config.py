@@ -63,6 +63,8 @@ def unseen_in_weights(config: TransformerConfig) -> dict[str, Any]:
     scaling, layers = config.rope_scaling, config.sliding_window_layers
     return {
         **values,
+        "num_query_groups": config.query_groups,
+        "kv_channels": config.head_size,
         "max_position_embeddings": config.positions,
         "rope_scaling": None if scaling is None else asdict(scaling),
         "sliding_window_layers": None if layers is None else list(layers),

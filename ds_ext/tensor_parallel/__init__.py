@@ -8,6 +8,7 @@ from ds_ext.tensor_parallel.layers import (
     VocabParallelEmbedding,
     enter_tensor_parallel,
     shard_dim,
+    skip_initial_values,
     unpadded_size,
 )
 from ds_ext.tensor_parallel.loss import IGNORE_INDEX, vocab_parallel_cross_entropy
@@ -60,6 +61,7 @@ __all__ = [
     "reduce_scatter_to_sequence_parallel_region",
     "shard_dim",
     "shared_parameters",
+    "skip_initial_values",
     "unpadded_size",
     "vocab_parallel_cross_entropy",
 ]

@@ -10,7 +10,9 @@ The full weight is initialized on the CPU and then sharded, so initial values do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -245,8 +247,23 @@ def linear_of_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice, 
     return F.linear(x, weight[rows], biases[0][rows] if biases else None)
 
 
+_skip_initial_values = ContextVar("_skip_initial_values", default=False)
+
+
+@contextmanager
+def skip_initial_values() -> Iterator[None]:
+    """Context in which layers allocate only their shards and leave them undefined, because weights are loaded next."""
+    token = _skip_initial_values.set(True)
+    try:
+        yield
+    finally:
+        _skip_initial_values.reset(token)
+
+
 def replicated_parameter(shape: Sequence[int], init: InitMethod) -> nn.Parameter:
     """Return a parameter that every rank holds whole. ``init`` fills it in fp32."""
+    if _skip_initial_values.get():
+        return nn.Parameter(torch.empty(tuple(shape), device="cpu"))
     full = torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
     with torch.no_grad():
         init(full)
@@ -265,11 +282,15 @@ def sharded_parameter(
         init: function that fills the full parameter.
         unpadded: size of the full parameter along ``dim`` without padding; None: no padding.
     """
-    full = torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
-    with torch.no_grad():
-        init(full)
-    # Clone the shard: a view would keep the full weight alive.
-    parameter: Any = nn.Parameter(tp.shard(full, dim).to(torch.get_default_dtype()).clone())
+    if _skip_initial_values.get():
+        parts = [tp.shard_size(n, f"dimension {dim}") if i == dim else n for i, n in enumerate(shape)]
+        parameter: Any = nn.Parameter(torch.empty(parts, device="cpu"))
+    else:
+        full = torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
+        with torch.no_grad():
+            init(full)
+        # Clone the shard: a view would keep the full weight alive.
+        parameter = nn.Parameter(tp.shard(full, dim).to(torch.get_default_dtype()).clone())
     parameter.model_parallel = parameter.tensor_model_parallel = True
     parameter.partition_dim = dim
     if unpadded is not None:

@@ -1,4 +1,4 @@
-"""Flags and JSON of the training scripts. Parsing imports neither torch nor DeepSpeed.
+"""Flags and JSON of the training scripts. Without ``--hf-model``, parsing imports neither torch nor DeepSpeed.
 
 Flags override their defaults in ``"ds_ext": {"train": {...}}``. Flags for a key of the JSON itself (sizes, schedule,
 batch, learning rate) set this key and must not contradict it.
@@ -17,6 +17,7 @@ from ..errors import ConfigError, ScheduleError
 from ..pipe_schedules.registry import import_modules
 from ..planner.auto import MODEL_OPTIONS, MODEL_SIZES
 from .flags import Model, build_parser
+from .hf_model import take_sizes
 from .megatron_flags import refusal
 
 # Flag -> path in the DeepSpeed JSON, and the value that a switch sets.
@@ -57,6 +58,8 @@ def parse(prog: str, argv: Sequence[str], model: Model = "gpt") -> tuple[argpars
     job = load_config(path)
     parser.set_defaults(**_train_defaults(parser, job.ds_ext.train))
     args = parser.parse_args(argv)
+    if args.hf_model:
+        take_sizes(args, _given(prog, argv, model, job.ds_ext.train))
     _resolve_model(args)
     import_own_schedules(job)
     try:
@@ -66,6 +69,19 @@ def parse(prog: str, argv: Sequence[str], model: Model = "gpt") -> tuple[argpars
     merged, flags = _merge_json_flags(job.deepspeed, args)
     _set_train_for_auto(merged, args)
     return args, JobConfig(merged, load_config(merged).ds_ext, path, flags)
+
+
+def _given(prog: str, argv: Sequence[str], model: Model, train: Mapping[str, Any]) -> dict[str, str]:
+    """Return the name of every flag that the user set, by its ``dest``.
+
+    The "train" object counts if it contains ``hf_model``. Otherwise ``--hf-model`` overrides it, as every flag does.
+    """
+    parser = build_parser(prog, model)
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    flags = {dest: "--" + dest.replace("_", "-") for dest in vars(parser.parse_args(argv))}
+    keys = train if "hf_model" in train and "hf_model" not in flags else ()
+    return {**{key: f"train.{key}" for key in keys}, **flags}
 
 
 def _parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:

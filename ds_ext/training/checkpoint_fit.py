@@ -18,7 +18,7 @@ from ..engine.checkpoint.save import STATE_FILE
 from ..errors import ConfigError
 from ..models.config import TransformerConfig
 from ..models.hf import counterparts, num_pipeline_layers
-from ..models.hf_config import unseen_in_weights
+from ..models.hf_config import COMPUTED, unseen_in_weights
 
 # Name of a weight -> flag of each of its sizes.
 _SIZES = {
@@ -27,7 +27,6 @@ _SIZES = {
     "1.position_embeddings": ("max_position_embeddings",),
     "2.mlp.linear_fc1.weight": ("ffn_hidden_size",),
 }
-_SAVED = ("num_attention_heads", "layernorm_epsilon")
 _SHOWN = 4
 
 
@@ -93,7 +92,7 @@ def _other_sizes(
             sizes = zip(keys, shapes[name], expected[name], strict=False)
             pairs |= {key: (saved_size, size) for key, saved_size, size in sizes}
     here = unseen_in_weights(model)
-    pairs |= {key: (saved[key], here[key]) for key in _SAVED if key in saved}
+    pairs |= {key: (saved[key], here[key]) for key in COMPUTED if key in saved}
     yield from (f"{key} {there}, here {size}" for key, (there, size) in pairs.items() if there != size)
 
 

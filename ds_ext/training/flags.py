@@ -141,6 +141,17 @@ def _add_model(group: Any) -> None:
 
 def _add_gpt_options(group: Any) -> None:
     group.add_argument(
+        "--hf-model",
+        metavar="FOLDER",
+        help="Hugging Face model: sizes, tokenizer and, without --load, initial weights",
+    )
+    group.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="rows of the word embeddings without padding, if the model has more than its tokenizer",
+    )
+    group.add_argument(
         "--position-embedding-type",
         choices=["learned_absolute", "rope"],
         default="learned_absolute",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config.deepspeed_json import precision
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 _PER_HOST = frozenset(
     {
         *("local_rank", "deepspeed", "deepspeed_config", "metrics_file", "dry_run"),
-        *("data_path", "tokenizer", "tokenizer_type", "vocab_file", "merge_file"),
+        *("data_path", "hf_model", "tokenizer", "tokenizer_type", "vocab_file", "merge_file"),
     }
 )
 
@@ -163,7 +164,13 @@ def job_facts(args: argparse.Namespace, plan: JobPlan, vocab_size: int) -> Facts
         if name not in _PER_HOST | FLAGS_OF_THE_JSON
     }
     section = {key: value for key, value in plan.job.deepspeed.get("ds_ext", {}).items() if key != "train"}
+    folder = {}
+    if args.hf_model:
+        from ..convert.hf_folder import ModelFolder
+
+        folder = {"contents of --hf-model": ModelFolder(Path(args.hf_model)).fingerprint()}
     return {
+        **folder,
         **setting_facts({**plan.job.deepspeed, "ds_ext": section}),
         **setting_facts(flags),
         "contents of --data-path": fingerprint(args.data_path),

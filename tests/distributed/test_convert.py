@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_ext.__main__ import main
+from ds_ext.convert.hf_model import HuggingFaceModel
+from ds_ext.convert.into_ranks import load_into_ranks
+from ds_ext.engine.checkpoint.states import OptimizerStates
 from ds_ext.errors import ConfigError
+from ds_ext.models.gpt import GPTConfig
 from ds_ext.models.hf_config import unseen_in_weights
+from ds_ext.tensor_parallel import skip_initial_values
 from ds_ext.training.checkpoint_fit import check_load
 from tests.distributed import test_bert, test_checkpoint
 from tests.engine_runs import MODEL, Job, StepBatches, build
@@ -92,6 +99,24 @@ def load_and_train(rank: int, job: Job, folder: str) -> tuple[list[float], str]:
     return losses, str(refused.value)
 
 
+def expected_losses(theirs: Any, model: GPTConfig, micro_batches: int, steps: int) -> list[float]:
+    """The losses of a model of transformers that a plain loop trains."""
+    update = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
+    expected = []
+    for batches in random_batches(model, steps, micro_batches):
+        losses = [
+            F.cross_entropy(theirs(tokens_BS).logits.flatten(0, 1), labels_BS.flatten())
+            for tokens_BS, labels_BS in batches
+        ]
+        loss = sum(losses, torch.zeros(())) / len(losses)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        update.step()
+        update.zero_grad()
+        expected.append(float(loss.detach()))
+    return expected
+
+
 @pytest.mark.parametrize(("sizes", "zero"), [(("bitpipe_zb", 2, 2, 1, 4), 1), (("1f1b", 2, 1, 2, 2), 0)])
 def test_training_goes_on_from_transformers(
     ranks: Ranks, tmp_path: Path, sizes: tuple[str, int, int, int, int], zero: int
@@ -102,23 +127,85 @@ def test_training_goes_on_from_transformers(
     theirs = random_gpt2(vocab_size=84, n_positions=16, n_layer=8, n_inner=None)
     theirs.save_pretrained(tmp_path / "hf")
     assert main(["convert", str(tmp_path / "hf"), "--from", "hf", str(tmp_path / "ours")]) == 0
-    sections = {"zero_optimization": {"stage": zero}, "zero_allow_untested_optimizer": True}
-    job = Job(*sizes, GPT, 3, deepspeed=sections)
+    job = Job(*sizes, GPT, 3, deepspeed=zero_json(zero))
     results = ranks(4).run(load_and_train, job, str(tmp_path / "ours"), timeout_s=120)
-
-    update = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
-    expected = []
-    for micro_batches in random_batches(GPT, 3, 4):
-        losses = [
-            F.cross_entropy(theirs(tokens_BS).logits.flatten(0, 1), labels_BS.flatten())
-            for tokens_BS, labels_BS in micro_batches
-        ]
-        loss = sum(losses, torch.zeros(())) / len(losses)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
-        update.step()
-        update.zero_grad()
-        expected.append(float(loss.detach()))
+    expected = expected_losses(theirs, GPT, 4, 3)
     for losses, refused in results:
         assert losses == pytest.approx(expected, rel=1e-5)
         assert "num_attention_heads 4, here 8" in refused
+
+
+def zero_json(stage: int) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
+
+
+def weights_of_both(rank: int, job: Job, folder: str, checkpoint: str) -> tuple[list[float], list[str]]:
+    """Load a folder and train; load its conversion. Return the losses, and a checksum of the weights for each load."""
+    losses, checksums = [], []
+    for from_folder in (True, False):
+        with skip_initial_values() if from_folder else nullcontext():
+            engine, _ = build(job)
+        if from_folder:
+            load_into_ranks(engine, HuggingFaceModel(Path(folder)))
+        else:
+            engine.load_checkpoint(checkpoint)
+        states = OptimizerStates(engine.optimizer)
+        master = (fragment.master for fragment in states.fragments().values())
+        tensors = [*engine.module.parameters(), *(tensor for tensor in master if tensor is not None)]
+        digest = hashlib.sha256()
+        for tensor in tensors:
+            digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        checksums.append(digest.hexdigest())
+        if from_folder:
+            batches: Any = StepBatches(random_batches(job.model, 2, job.micro_batches * job.dp))
+            losses = [float(engine.train_batch(batches)) for _ in range(2)]
+        engine.transport.close()
+    return losses, checksums
+
+
+# Model, sizes, and sections of the JSON.
+LOADED: list[tuple[str, tuple[str, int, int, int, int], dict[str, Any]]] = [
+    ("llama3", ("bitpipe_zb", 4, 1, 1, 4), zero_json(1)),
+    ("qwen2", ("interleaved", 2, 2, 1, 4), zero_json(0)),
+    ("qwen3", ("fbd", 2, 1, 1, 4), zero_json(0)),
+    ("gpt2", ("1f1b", 2, 2, 1, 4), HALF),
+    ("mistral", ("chimera", 2, 2, 1, 4), HALF),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "sections"), LOADED)
+def test_ranks_load_their_part_of_a_folder(
+    ranks: Ranks,
+    tmp_path: Path,
+    name: str,
+    sizes: tuple[str, int, int, int, int],
+    sections: dict[str, Any],
+) -> None:
+    """A folder and its conversion give the same weights bit by bit, and the losses of transformers' model."""
+    from tests.hf_models import random_gpt2, random_llama
+
+    changes: dict[str, Any] = {"vocab_size": 84}
+    if name == "gpt2":
+        theirs = random_gpt2(**changes, n_positions=16, n_layer=8, n_inner=None)
+    else:
+        theirs = random_llama(name, **changes, max_position_embeddings=16, num_hidden_layers=8)
+    folder, checkpoint = tmp_path / "hf", tmp_path / "checkpoint"
+    theirs.save_pretrained(folder, max_shard_size="100KB")
+    assert len([*folder.glob("model-*.safetensors")]) > 1
+    assert main(["convert", str(folder), "--from", "hf", str(checkpoint)]) == 0
+    model = dataclasses.replace(
+        HuggingFaceModel(folder).config,
+        make_vocab_size_divisible_by=8,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    assert isinstance(model, GPTConfig)
+    job = Job(*sizes, model, 2, deepspeed=sections)
+    results = ranks(job.world_size).run(weights_of_both, job, str(folder), str(checkpoint), timeout_s=120)
+    assert all(first == second for _, (first, second) in results)
+    expected = expected_losses(theirs, model, 4, 2)
+    for losses, _ in results:
+        if sections is HALF:
+            assert losses[0] == pytest.approx(expected[0], rel=2e-2)
+        else:
+            assert losses == pytest.approx(expected, rel=1e-5)
