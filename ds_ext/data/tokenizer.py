@@ -6,7 +6,7 @@ sentencepiece unigram model (Kudo 2018). Both are lossless. BERT's WordPiece is 
 
 import io
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,27 @@ from ds_ext.errors import ConfigError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eod|>", "[EOD]")
+TOKENIZER_CONFIG = "tokenizer_config.json"
 BYTE_VALUES = 256
 
 
 class BpeTokenizer(HuggingFaceTokenizer):
     """Tokenizer with an end-of-document token; byte-level BPE if trained here."""
 
-    def __init__(self, backend: Any, origin: str) -> None:
-        """Wrap a `tokenizers.Tokenizer`. `origin` is its name in errors.
+    def __init__(self, backend: Any, origin: str, folder: Path | None = None) -> None:
+        """Wrap a `tokenizers.Tokenizer`.
+
+        Args:
+            backend: tokenizer of the library.
+            origin: name in errors.
+            folder: folder whose JSON files may declare the end-of-document token; None: use a well-known name.
 
         Raises:
             ConfigError: there is no end-of-document token.
         """
         super().__init__(backend)
-        names = [name for name in END_OF_DOCUMENT_NAMES if name in self.vocab]
+        self._declared = None if folder is None else declared_end_of_document(folder, self.vocab)
+        names = [name for name in (self._declared, *END_OF_DOCUMENT_NAMES) if name in self.vocab]
         if not names:
             raise ConfigError(
                 f"{origin}: no end-of-document token (got {len(self.vocab)} tokens). Add one of "
@@ -44,7 +51,10 @@ class BpeTokenizer(HuggingFaceTokenizer):
         """Write `tokenizer.json` and the files of the model into `folder`. Return their names."""
         self._backend.save(str(folder / "tokenizer.json"))
         self._backend.model.save(str(folder))
-        names = ("tokenizer.json", "vocab.json", "merges.txt")
+        if self._declared is not None:
+            values = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._declared}
+            (folder / TOKENIZER_CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        names = ("tokenizer.json", TOKENIZER_CONFIG, "vocab.json", "merges.txt")
         return [name for name in names if (folder / name).exists()]
 
 
@@ -193,7 +203,47 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise ConfigError(
             f"tokenizer: the file cannot be read (got {path}: {error}). Use a tokenizer.json."
         ) from error
-    return (WordPieceTokenizer if is_word_piece(backend) else BpeTokenizer)(backend, str(path))
+    if is_word_piece(backend):
+        return WordPieceTokenizer(backend, str(path))
+    return BpeTokenizer(backend, str(path), path.parent)
+
+
+def declared_end_of_document(folder: Path, vocab: Mapping[str, int]) -> str | None:
+    """Return the end-of-sequence token that the JSON files of a Hugging Face folder declare; None if there is none.
+
+    The name in tokenizer_config.json comes first, then the id in generation_config.json, then that in config.json. The
+    first id of a list counts. Ids outside the vocabulary are ignored.
+
+    Raises:
+        ConfigError: a file is damaged, or the name is not in the vocabulary.
+    """
+    name = _read_object(folder / TOKENIZER_CONFIG).get("eos_token")
+    name = name.get("content") if isinstance(name, dict) else name
+    if name is not None:
+        if name not in vocab:
+            raise ConfigError(
+                f"{folder / TOKENIZER_CONFIG}: eos_token is not in the vocabulary (got {name!r}). Use a folder whose "
+                "files belong together."
+            )
+        return name
+    names = {token_id: token for token, token_id in vocab.items()}
+    for file in ("generation_config.json", "config.json"):
+        declared = _read_object(folder / file).get("eos_token_id")
+        first = next(iter(declared), None) if isinstance(declared, list) else declared
+        if first in names:
+            return names[first]
+    return None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file; empty if it does not exist. Raises ConfigError if it is damaged."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON (got {error}). Download the file again.") from None
+    return value if isinstance(value, dict) else {}
 
 
 def _byte_level(model: Any) -> Any:

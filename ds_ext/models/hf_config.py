@@ -54,11 +54,15 @@ COMPUTED = (
     "sliding_window",
     "sliding_window_layers",
 )
-UNSEEN = (*COMPUTED, "max_position_embeddings", "hidden_dropout", "attention_dropout", "init_std")
+_TRAINED = ("hidden_dropout", "attention_dropout", "init_std")
+_BERT_UNSEEN = ("num_attention_heads", "layernorm_epsilon", *_TRAINED)
+UNSEEN = (*COMPUTED, "max_position_embeddings", *_TRAINED)
 
 
 def unseen_in_weights(config: TransformerConfig) -> dict[str, Any]:
     """Return the fields of a config that do not follow from the shapes of its weights, as plain values."""
+    if isinstance(config, BertConfig):
+        return {key: getattr(config, key) for key in _BERT_UNSEEN}
     values = {key: getattr(config, key) for key in UNSEEN}
     scaling, layers = config.rope_scaling, config.sliding_window_layers
     return {

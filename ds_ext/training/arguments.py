@@ -74,13 +74,14 @@ def parse(prog: str, argv: Sequence[str], model: Model = "gpt") -> tuple[argpars
 def _given(prog: str, argv: Sequence[str], model: Model, train: Mapping[str, Any]) -> dict[str, str]:
     """Return the name of every flag that the user set, by its ``dest``.
 
-    The "train" object counts if it contains ``hf_model``. Otherwise ``--hf-model`` overrides it, as every flag does.
+    The "train" object counts if it contains ``hf_model``. Otherwise ``--hf-model`` overrides its sizes, as every flag
+    overrides it.
     """
     parser = build_parser(prog, model)
     for action in parser._actions:
         action.default = argparse.SUPPRESS
     flags = {dest: "--" + dest.replace("_", "-") for dest in vars(parser.parse_args(argv))}
-    keys = train if "hf_model" in train and "hf_model" not in flags else ()
+    keys = train if "hf_model" in train and "hf_model" not in flags else train.keys() & {"seq_length"}
     return {**{key: f"train.{key}" for key in keys}, **flags}
 
 

@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..data.layout import TOKENIZER_NAMES
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,7 +52,6 @@ def take_sizes(args: argparse.Namespace, given: Mapping[str, str]) -> None:
         ConfigError: if the folder contains no supported model, or contradicts a flag.
     """
     from ..convert.hf_model import config_of_folder
-    from ..convert.tokenizer_files import tokenizer_beside
     from ..models.bert import BertConfig
 
     folder = Path(args.hf_model)
@@ -83,6 +83,9 @@ def take_sizes(args: argparse.Namespace, given: Mapping[str, str]) -> None:
             f"{args.seq_length}). Use {config.positions} or fewer."
         )
     args.seq_length = min(args.seq_length, config.positions)
-    if not args.tokenizer and not args.vocab_file:
-        tokenizer = tokenizer_beside(folder)
-        args.tokenizer = str(tokenizer[0]) if tokenizer else None
+    if (
+        not args.tokenizer
+        and not args.vocab_file
+        and any((folder / name).exists() for name in TOKENIZER_NAMES)
+    ):
+        args.tokenizer = str(folder)

@@ -1,6 +1,7 @@
 """Tokenizers: lossless encoding, saving and loading, fingerprints, errors."""
 
 import builtins
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_ext.data.layout import TOKENIZER_NAMES
 from ds_ext.data.tokenizer import load_gpt2_files, load_tokenizer, train_bpe, train_sentencepiece
 from ds_ext.data.tokenizer_base import Tokenizer
 from ds_ext.errors import ConfigError
@@ -130,3 +132,26 @@ def test_error_without_sentencepiece_has_the_install_command(monkeypatch: pytest
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigError, match="pip install sentencepiece"):
         train_sentencepiece(CORPUS)
+
+
+def test_files_of_a_folder_declare_the_end_of_document(bpe: Tokenizer, tmp_path: Path) -> None:
+    """The name in tokenizer_config.json comes before the ids in the other files; a copy keeps the token."""
+    bpe.save(tmp_path)
+    names = {token_id: token for token, token_id in bpe.vocab.items()}
+
+    def eod_with(file: str, values: dict[str, Any]) -> int:
+        (tmp_path / file).write_text(json.dumps(values))
+        return load_tokenizer(tmp_path / "tokenizer.json").eod_id
+
+    assert eod_with("config.json", {"eos_token_id": 10**6}) == bpe.eod_id
+    assert eod_with("config.json", {"eos_token_id": 7}) == 7
+    assert eod_with("generation_config.json", {"eos_token_id": [9, 8]}) == 9
+    assert eod_with("tokenizer_config.json", {"eos_token": None}) == 9
+    assert eod_with("tokenizer_config.json", {"eos_token": {"content": names[11]}}) == 11
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    assert set(load_tokenizer(tmp_path).save(copy)) <= {*TOKENIZER_NAMES}
+    loaded = load_tokenizer(copy)
+    assert (loaded.eod_id, loaded.fingerprint) == (11, bpe.fingerprint)
+    with pytest.raises(ConfigError, match="nowhere"):
+        eod_with("tokenizer_config.json", {"eos_token": "<nowhere>"})
