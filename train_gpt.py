@@ -82,6 +82,7 @@ def main() -> int:
     engine, *_ = ds_ext.initialize(model=model, model_parameters=weight_decay_groups(model))
     if initial is not None:
         load_into_ranks(engine, initial)
+        say(f"loaded {args.hf_model}")
     meta = read_meta(args.data_path) or {}
     floor = ("unigram entropy", meta["unigram_entropy_nats"]) if "unigram_entropy_nats" in meta else None
     tokenizer = meta.get("tokenizer_fingerprint")

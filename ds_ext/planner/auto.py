@@ -117,11 +117,13 @@ def vocabulary(vocab_size: int, train: Mapping[str, Any]) -> tuple[int, str]:
 
     Args:
         vocab_size: option "vocab_size"; 0 if it is not set.
-        train: "train" of the section; a ``meta.json`` beside its "data_path" contains the size. All parts of a blend
-            have the same tokenizer, so the first one decides.
+        train: "train" of the section. Without a "vocab_size", a ``meta.json`` beside its "data_path" contains the size.
+            All parts of a blend have the same tokenizer, so the first one decides.
     """
     if vocab_size:
         return vocab_size, '"vocab_size"'
+    if train.get("vocab_size"):
+        return train["vocab_size"], "the model"
     words = train.get("data_path") or []
     words = [words] if isinstance(words, str) else words
     for word in [word for text in words for word in (text, *str(text).split())]:

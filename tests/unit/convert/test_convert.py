@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from collections.abc import Callable
@@ -13,19 +14,24 @@ import torch
 from torch import Tensor
 
 from ds_ext.__main__ import main
+from ds_ext.convert.hf_model import HuggingFaceModel
 from ds_ext.data.tokenizer import load_tokenizer, train_bpe
 from ds_ext.data.tokenizer_base import Tokenizer
 from ds_ext.data.wordpiece import train_wordpiece
 from ds_ext.engine.checkpoint.file import read_plain, write_plain
 from ds_ext.engine.checkpoint.folder import check_contents, open_checkpoint
+from ds_ext.errors import ConfigError
 from ds_ext.models.bert import BertConfig
+from ds_ext.models.config import RopeScaling
 from ds_ext.models.gpt import GPTConfig
-from ds_ext.models.hf_config import from_json
+from ds_ext.models.hf_config import from_json, to_json
+from ds_ext.training.checkpoint_fit import check_load
 from tests.hf_models import (
     BERT,
     GPT,
     LLAMA_FAMILY,
     MASKED_ONLY,
+    llama_model,
     loaded,
     logits_difference,
     random_bert,
@@ -73,6 +79,12 @@ def test_llama_family_bit_by_bit(name: str, tmp_path: Path) -> None:
     check_contents(*open_checkpoint(checkpoint))
     weights = layers(checkpoint)
     assert logits_difference(config, weights, hf_model) < 1e-5
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"data{suffix}").touch()
+    flags = argparse.Namespace(load=str(checkpoint), data_path=[str(tmp_path / "data")])
+    check_load(flags, HuggingFaceModel(source).config)
+    with pytest.raises(ConfigError, match=r"rotary_base .*, here 123"):
+        check_load(flags, dataclasses.replace(config, rotary_base=123.0))
 
     convert(checkpoint, "--to", "hf", back)
     assert same(*(safetensors.load_file(folder / "model.safetensors") for folder in (source, back)))
@@ -94,6 +106,97 @@ def test_llama_family_bit_by_bit(name: str, tmp_path: Path) -> None:
         assert same(written, expected) and {value.dtype for value in written.values()} == {
             getattr(torch, dtype)
         }
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# Model, changed values of its config.json, expected fields.
+READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("llama2", {"rope_parameters": None, "rope_theta": 5e5}, {"rotary_base": 5e5, "rope_scaling": None}),
+    ("llama2", {"rope_parameters": None, "rope_scaling": None}, {"rotary_base": 1e4, "rope_scaling": None}),
+    (
+        "llama2",
+        {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": LLAMA3_ROPE},
+        {"rotary_base": 5e5, "rope_scaling": RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)},
+    ),
+    (
+        "llama2",
+        {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        {"rotary_base": 1e4, "rope_scaling": RopeScaling("linear", 4.0)},
+    ),
+    (
+        "qwen3",
+        {"rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0}},
+        {"rotary_base": 1e6, "rope_scaling": RopeScaling("yarn", 4.0, original_max_position_embeddings=12)},
+    ),
+    (
+        "llama2",
+        {"head_dim": None, "num_key_value_heads": None},
+        {"kv_channels": None, "num_query_groups": None},
+    ),
+    ("llama2", {"head_dim": 8}, {"kv_channels": None}),
+    ("mistral", {"sliding_window": None}, {"sliding_window": None}),
+    ("qwen2", {"use_sliding_window": False}, {"sliding_window": None, "sliding_window_layers": None}),
+    (
+        "qwen2",
+        {"layer_types": None, "max_window_layers": 2},
+        {"sliding_window": 4, "sliding_window_layers": (2,)},
+    ),
+    ("qwen2", {"layer_types": None, "max_window_layers": 0}, {"sliding_window_layers": None}),
+    ("qwen2", {"layer_types": None, "max_window_layers": 3}, {"sliding_window": None}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "expected"), READ)
+def test_spellings_of_config_json(name: str, changes: dict[str, Any], expected: dict[str, Any]) -> None:
+    values = llama_model(name).config.to_dict() | changes
+    config = from_json(values, [])
+    assert {key: getattr(config, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("llama2", {"hidden_act": "gelu"}, ("hidden_act: ", '"silu"', '"gelu"')),
+        ("llama2", {"attention_bias": True}, ("attention_bias: ", "mlp_bias", "true")),
+        ("llama2", {"mlp_bias": True}, ("attention_bias: ", "true", "false")),
+        ("qwen3", {"attention_bias": True}, ("attention_bias: ", "false", "true")),
+        ("llama2", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ("rope_scaling: ", "dynamic")),
+        (
+            "llama2",
+            {"rope_scaling": {"type": "longrope", "long_factor": [1]}},
+            ("rope_scaling: ", "longrope"),
+        ),
+        ("llama2", {"rope_scaling": {"type": "linear"}}, ("rope_scaling: ", "factor")),
+        ("llama2", {"rope_parameters": {"full_attention": {"rope_theta": 1}}}, ("rope_parameters: ",)),
+        ("llama2", {"partial_rotary_factor": 0.5}, ("partial_rotary_factor: ", "1.0", "0.5")),
+        ("llama2", {"rms_norm_eps": "1e-5"}, ("rms_norm_eps: ", '"1e-5"')),
+        ("llama2", {"vocab_size": None}, ("vocab_size: ", "null")),
+        ("llama2", {"num_key_value_heads": 3}, ("num_query_groups: ", "3")),
+        ("llama2", {"quantization_config": {"bits": 4}}, ("quantization_config: ", '{"bits": 4}')),
+        ("qwen2", {"layer_types": ["full_attention"]}, ("layer_types: ", "3")),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 3}, ("layer_types: ", "chunked_attention")),
+    ],
+)
+def test_unsupported_settings(name: str, changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    values = llama_model(name).config.to_dict() | changes
+    with pytest.raises(ConfigError) as refused:
+        from_json(values, [])
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.parametrize(
+    "changes", [{"rotary_percent": 0.5}, {"swiglu": False}, {"normalization": "LayerNorm"}]
+)
+def test_models_without_a_class_in_transformers(changes: dict[str, Any]) -> None:
+    config = dataclasses.replace(LLAMA_FAMILY["llama2"][0], **changes)
+    with pytest.raises(ConfigError, match=f"^{next(iter(changes))}: "):
+        to_json(config)
 
 
 @pytest.mark.parametrize("kind", KINDS)
