@@ -137,7 +137,8 @@ def test_error_without_sentencepiece_has_the_install_command(monkeypatch: pytest
 def test_files_of_a_folder_declare_the_end_of_document(bpe: Tokenizer, tmp_path: Path) -> None:
     """The name in tokenizer_config.json comes before the ids in the other files; a copy keeps the token."""
     bpe.save(tmp_path)
-    names = {token_id: token for token, token_id in bpe.vocab.items()}
+    vocab = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]
+    names = {token_id: token for token, token_id in vocab.items()}
 
     def eod_with(file: str, values: dict[str, Any]) -> int:
         (tmp_path / file).write_text(json.dumps(values))
