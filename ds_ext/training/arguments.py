@@ -198,7 +198,14 @@ def _set_train_for_auto(config: dict[str, Any], args: argparse.Namespace) -> Non
     section = config.get("ds_ext", {})
     if section.get("schedule") != AUTO:
         return
-    keys = (*MODEL_SIZES, *MODEL_OPTIONS, "position_embedding_type", "vocab_size", "data_path", "stage_layers")
+    keys = (
+        *MODEL_SIZES,
+        *MODEL_OPTIONS,
+        "position_embedding_type",
+        "vocab_size",
+        "data_path",
+        "stage_layers",
+    )
     known = {key: getattr(args, key) for key in keys if getattr(args, key)}
     recompute = {
         "recompute_granularity": args.recompute_granularity or AUTO,

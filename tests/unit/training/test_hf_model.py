@@ -60,10 +60,11 @@ def run(tmp_path: Path) -> Any:
 def test_sizes_come_from_the_folder(run: Any, folder: Path) -> None:
     """The flag overrides the sizes of the JSON; sequence length and explicit dropout stay free."""
     train = {"num_layers": 8, "hidden_dropout": 0.1, "seq_length": 32}
-    args = run(train, "--hf-model", folder, "--attention-dropout", 0.5, "--num-layers", 6)
+    args = run(train, "--hf-model", folder, "--attention-dropout", 0.5, "--num-layers", 6, "--swiglu")
     assert (args.num_layers, args.hidden_size, args.num_attention_heads) == (6, 48, 6)
     assert (args.ffn_hidden_size, args.vocab_size, args.max_position_embeddings) == (100, 700, 64)
     assert (args.seq_length, args.hidden_dropout, args.attention_dropout) == (32, 0.0, 0.5)
+    assert (args.norm_epsilon, args.num_query_groups, args.disable_bias_linear) == (1e-6, 2, True)
     assert args.init_method_std == 0.03 and args.tokenizer is None
     assert run({"hf_model": str(folder)}).seq_length == 64  # below the default of 128
     train_bpe(["a text"], 300).save(folder)
@@ -81,6 +82,9 @@ def test_folder_sizes_rebuild_the_config() -> None:
 REFUSED: list[tuple[dict[str, Any], tuple[object, ...], tuple[str, ...]]] = [
     ({}, ("--num-layers", 8), ("--num-layers: ", "6", "8")),
     ({}, ("--ffn-hidden-size", 192), ("--ffn-hidden-size: ", "100", "192")),
+    ({}, ("--rotary-base", 500000), ("--rotary-base: ", "10000", "500000")),
+    ({}, ("--num-query-groups", 3), ("--num-query-groups: ", "2", "3")),
+    ({}, ("--qk-layernorm",), ("--qk-layernorm: ", "False", "True")),
     ({}, ("--vocab-size", 300), ("--vocab-size: ", "700", "300")),
     ({}, ("--seq-length", 65), ("--seq-length: ", "64", "65")),
     ({"seq_length": 128}, (), ("seq_length", "64", "128")),
