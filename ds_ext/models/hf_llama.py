@@ -113,22 +113,22 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
     given = values.get(key) or {}
     if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
         raise refused(key, given, "only an object of numbers can be converted")
-    require_supported({**values, **given}, {"partial_rotary_factor": (1.0, 1)})
+    require_supported({**values, **given}, {"partial_rotary_factor": (1.0, None)})
     base = number(given, "rope_theta", number(values, "rope_theta", 10000.0))
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "default":
         return {"rotary_base": base, "rope_scaling": None}
     scaling = {field.name: given[field.name] for field in _SCALING if given.get(field.name) is not None}
-    if kind in ("llama3", "yarn"):
-        longest = integer(values, "max_position_embeddings")
-        original = values.get("original_max_position_embeddings", scaling.get(_ORIGINAL, longest))
-        scaling = {"factor": longest / original, **scaling, _ORIGINAL: original}
     try:
+        if kind in ("llama3", "yarn"):
+            longest = integer(values, "max_position_embeddings")
+            original = values.get(_ORIGINAL, scaling.get(_ORIGINAL, longest))
+            scaling = {"factor": longest / original, **scaling, _ORIGINAL: original}
         return {
             "rotary_base": base,
             "rope_scaling": RopeScaling(**{"factor": 0.0, **scaling, "rope_type": kind}),
         }
-    except (ConfigError, TypeError) as error:
+    except (ConfigError, TypeError, ZeroDivisionError) as error:
         raise ConfigError(f"{key}: {error}") from None
 
 

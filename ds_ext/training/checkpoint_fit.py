@@ -45,7 +45,7 @@ def check_load(args: argparse.Namespace, model: TransformerConfig) -> None:
     other = list(_other_sizes(manifest["job"], shapes, state.get("model") or {}, model))
     if other:
         data = (
-            ", and --data-path to data prepared with its tokenizer"
+            ", and --data-path to data prepared with its tokenizer, or --vocab-size"
             if any("vocab" in size for size in other)
             else ""
         )
