@@ -21,6 +21,7 @@ from ds_ext.engine.checkpoint.states import OptimizerStates
 from ds_ext.errors import ConfigError
 from ds_ext.models.gpt import GPTConfig
 from ds_ext.models.hf_config import unseen_in_weights
+from ds_ext.pipe_schedules import SCHEDULES
 from ds_ext.tensor_parallel import skip_initial_values
 from ds_ext.training.checkpoint_fit import check_load
 from tests.distributed import test_bert, test_checkpoint
@@ -28,6 +29,7 @@ from tests.engine_runs import MODEL, Job, StepBatches, build
 from tests.precisions import needs
 from tests.ranks import Ranks
 from tests.reference import random_batches
+from tests.selection import select
 
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -173,7 +175,10 @@ LOADED: list[tuple[str, tuple[str, int, int, int, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "sizes", "sections"), LOADED)
+EVERY_SCHEDULE = [("llama3", (name, 4, 1, 1, 8), zero_json(1)) for name in sorted(SCHEDULES)]
+
+
+@pytest.mark.parametrize(("name", "sizes", "sections"), select([*LOADED, *EVERY_SCHEDULE], LOADED))
 def test_ranks_load_their_part_of_a_folder(
     ranks: Ranks,
     tmp_path: Path,
@@ -203,7 +208,7 @@ def test_ranks_load_their_part_of_a_folder(
     job = Job(*sizes, model, 2, deepspeed=sections)
     results = ranks(job.world_size).run(weights_of_both, job, str(folder), str(checkpoint), timeout_s=120)
     assert all(first == second for _, (first, second) in results)
-    expected = expected_losses(theirs, model, 4, 2)
+    expected = expected_losses(theirs, model, job.micro_batches, 2)
     for losses, _ in results:
         if sections is HALF:
             assert losses[0] == pytest.approx(expected[0], rel=2e-2)
