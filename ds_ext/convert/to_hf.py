@@ -92,7 +92,7 @@ def to_hf(
         total = element_bytes * sum(math.prod(weight.shape) for weight in weights)
         if len(shards) > 1:
             _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
-        tokenizer_line = save_tokenizer(model_tokenizer, folder)
+        tokenizer_line = save_tokenizer(model_tokenizer, folder, tokenizer)
         _write_json(folder / CONFIG, config_json)
     precision = "fp32" if dtype == "float32" else "bf16"
     kind, count = config_json["architectures"][0], total // element_bytes

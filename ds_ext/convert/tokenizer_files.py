@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from ..data.tokenizer import load_tokenizer
 from ..data.tokenizer_base import Tokenizer
 from ..data.wordpiece import VOCAB_NAME
 from ..errors import ConfigError
+
+_ONLY_TRANSFORMERS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 def tokenizer_of(path: Path | None, state: Mapping[str, Any]) -> Tokenizer | None:
@@ -43,14 +46,25 @@ def tokenizer_of(path: Path | None, state: Mapping[str, Any]) -> Tokenizer | Non
     return next((tokenizer for tokenizer in candidates if tokenizer.fingerprint == fingerprint), None)
 
 
-def save_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> str:
-    """Write the tokenizer's files into ``folder`` and return a line for the summary."""
+def save_tokenizer(tokenizer: Tokenizer | None, folder: Path, source: Path | None) -> str:
+    """Write the tokenizer's files into ``folder`` and return a line for the summary.
+
+    Args:
+        tokenizer: tokenizer of the model; None: write nothing.
+        folder: folder of the converted model.
+        source: value of ``--tokenizer``; the files of a Hugging Face folder that only transformers reads are copied.
+    """
     if tokenizer is None:
         return (
             "tokenizer: not copied, because the folder of the training data is unknown or moved. Use --tokenizer "
             "FOLDER, or copy tokenizer.json."
         )
-    return f"tokenizer: {', '.join(tokenizer.save(folder))}"
+    written = dict.fromkeys(tokenizer.save(folder))
+    for name in _ONLY_TRANSFORMERS:
+        if source is not None and (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+            written[name] = None
+    return f"tokenizer: {', '.join(written)}"
 
 
 def tokenizer_beside(folder: Path) -> tuple[Path, Tokenizer] | None:

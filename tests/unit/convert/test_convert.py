@@ -285,7 +285,9 @@ def test_the_tokenizer_is_copied(
     error = capsys.readouterr().err
     assert error.startswith("error: --tokenizer: ")
     assert tokenizer.fingerprint in error and other.fingerprint in error
+    (source / "chat_template.jinja").write_text("{{ messages }}")
     convert(checkpoint, "--to", "hf", back, "--tokenizer", source)
+    assert (back / "chat_template.jinja").read_text() == "{{ messages }}"
     assert load_tokenizer(back).fingerprint == tokenizer.fingerprint
     text = "the pipe takes Another batch"
     loaded_again = transformers.AutoTokenizer.from_pretrained(back)
