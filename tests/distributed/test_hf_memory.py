@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,7 +45,7 @@ FACTOR = 1.3
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Write the model with random weights in fp32, in files of 0.5 GB."""
     path = tmp_path_factory.mktemp("llama_2gb")
     shapes = {
@@ -65,7 +67,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         index |= dict.fromkeys(names, file)
     (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
     (path / CONFIG).write_text(json.dumps(to_json(MODEL)))
-    return path
+    yield path
+    shutil.rmtree(path)  # pytest keeps the folders of the last runs
 
 
 def memory_bytes(key: str) -> int:

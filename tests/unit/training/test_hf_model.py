@@ -44,6 +44,7 @@ def folder(tmp_path: Path) -> Path:
     path = tmp_path / "llama"
     path.mkdir()
     (path / "config.json").write_text(json.dumps(to_json(MODEL)))
+    train_bpe(["a text"], 300).save(path)
     return path
 
 
@@ -65,11 +66,15 @@ def test_sizes_come_from_the_folder(run: Any, folder: Path) -> None:
     assert (args.ffn_hidden_size, args.vocab_size, args.max_position_embeddings) == (100, 700, 64)
     assert (args.seq_length, args.hidden_dropout, args.attention_dropout) == (32, 0.0, 0.5)
     assert (args.norm_epsilon, args.num_query_groups, args.disable_bias_linear) == (1e-6, 2, True)
-    assert args.init_method_std == 0.03 and args.tokenizer is None
+    assert args.init_method_std == 0.03
     assert run({"hf_model": str(folder)}).seq_length == 64  # below the default of 128
-    train_bpe(["a text"], 300).save(folder)
     assert run({"hf_model": str(folder)}).tokenizer == str(folder)
     assert run({}, "--hf-model", folder, "--tokenizer", "other.json").tokenizer == "other.json"
+    (folder / "tokenizer.json").rename(folder / "other.json")
+    for name in ("vocab.json", "merges.txt"):
+        (folder / name).unlink()
+    with pytest.raises(ConfigError, match="--tokenizer"):
+        run({}, "--hf-model", folder)
 
 
 def test_folder_sizes_rebuild_the_config() -> None:
