@@ -8,7 +8,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..data.layout import TOKENIZER_NAMES
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ _FREE = (
     *("seq_length", "make_vocab_size_divisible_by", "recompute", "recompute_interval", "sequence_parallel"),
     *("transformer_impl", "seed", "reset_position_ids", "reset_attention_mask"),
 )
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def folder_sizes(config: TransformerConfig) -> dict[str, Any]:
@@ -72,11 +72,12 @@ def take_sizes(args: argparse.Namespace, given: Mapping[str, str]) -> None:
             f"{args.seq_length}). Use {config.positions} or fewer."
         )
     args.seq_length = min(args.seq_length, config.positions)
-    if (
-        not args.tokenizer
-        and not args.vocab_file
-        and any((folder / name).exists() for name in TOKENIZER_NAMES)
-    ):
+    if not args.tokenizer and not args.vocab_file:
+        if not any((folder / name).is_file() for name in _TOKENIZERS):
+            raise ConfigError(
+                f"--hf-model: no tokenizer in the folder, to compare with that of the data (got {folder}). Add "
+                f"--tokenizer with the model's tokenizer."
+            )
         args.tokenizer = str(folder)
 
 
