@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import ConfigError
 
-_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ def batch_sizes(
         ConfigError: if a key is not a positive integer, or if the keys are missing or contradict each other.
     """
     ranks = replicas * data_parallel_size
-    names = [(flags or {}).get(key, "").partition(" ")[0] or key for key in _BATCH_KEYS]
-    train, micro, gas = (_batch_size(config, key, name) for key, name in zip(_BATCH_KEYS, names, strict=True))
+    names = [(flags or {}).get(key, "").partition(" ")[0] or key for key in BATCH_KEYS]
+    train, micro, gas = (_batch_size(config, key, name) for key, name in zip(BATCH_KEYS, names, strict=True))
     if train is None:
         if micro is None:
             raise ConfigError(

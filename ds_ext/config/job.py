@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import difflib
 import functools
 import json
@@ -106,9 +108,10 @@ def require_section(job: JobConfig) -> None:
 
 
 def load_config(source: str | Path | Mapping[str, Any]) -> JobConfig:
-    """Read and validate a DeepSpeed JSON (path or dict). Raises ConfigError."""
-    path = None if isinstance(source, Mapping) else str(source)
-    config = dict(source) if isinstance(source, Mapping) else _read(Path(source))
+    """Read and validate a DeepSpeed JSON (path, dict, or the JSON in base64, as in DeepSpeed). Raises ConfigError."""
+    decoded = source if isinstance(source, Mapping) else _decoded(str(source))
+    path = None if decoded is not None else str(source)
+    config = _read(Path(str(source))) if decoded is None else dict(decoded)
     section = config.get("ds_ext", {})
     if not isinstance(section, Mapping):
         raise ConfigError(f'ds_ext: must be an object such as {{"schedule": "bitpipe"}} (got {section!r}).')
@@ -125,6 +128,15 @@ def parse_section(section: Mapping[str, Any]) -> DsExtConfig:
         raise ConfigError(_explain(error)) from None
     valid.trace.check()
     return valid
+
+
+def _decoded(text: str) -> dict[str, Any] | None:
+    """Return the object of a JSON in base64; None for other text."""
+    try:
+        value = json.loads(base64.b64decode(text, altchars=b"-_", validate=True))
+    except (binascii.Error, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -95,6 +95,28 @@ class IteratorBatches:
         self._pulled.clear()
 
 
+class NoBatches:
+    """Batches of a rank without a data iterator. Only ranks with a first or last stage ask for them.
+
+    Args:
+        may_be_none: whether a batch may be None, because the script's ``batch_fn`` gets it from another rank.
+    """
+
+    def __init__(self, may_be_none: bool) -> None:
+        self._may_be_none = may_be_none
+
+    def get(self, micro_batch: int) -> None:
+        """Return None. Raises ConfigError if a batch is needed here."""
+        if not self._may_be_none:
+            raise ConfigError(
+                "data_iter: no data on a rank with the first or last stage (got None). Pass training_data to "
+                "initialize(), call engine.set_dataloader(), or pass train_batch() a data_iter."
+            )
+
+    def advance(self, micro_batches: int) -> None:
+        """Do nothing."""
+
+
 def _clone_pageable(tensor: Tensor) -> Tensor:
     """Copy a tensor if it is in pageable CPU memory. Loaders do not reuse other memory."""
     return tensor if tensor.device.type != "cpu" or tensor.is_pinned() else tensor.clone()
@@ -246,16 +268,19 @@ class StepData:
     Args:
         source: source of the micro-batches of all pipeline groups.
         first_id: id of this group's first micro-batch in ``source``.
+        batch_fn: function of a batch that returns (inputs, labels), as in DeepSpeed's ``set_batch_fn``; None: identity.
     """
 
-    def __init__(self, source: Batches, first_id: int) -> None:
-        self.source, self.first_id = source, first_id
+    def __init__(self, source: Batches, first_id: int, batch_fn: Callable[[Any], Any] | None = None) -> None:
+        self.source, self.first_id, self._batch_fn = source, first_id, batch_fn
         self._fetched: dict[int, tuple[Any, Any]] = {}
 
     def get(self, micro_batch: int) -> tuple[Any, Any]:
         """Return (inputs, labels). Raises ConfigError for a batch that is not a pair."""
         if micro_batch not in self._fetched:
             batch = self.source.get(self.first_id + micro_batch)
+            if self._batch_fn is not None:
+                batch = self._batch_fn(batch)
             self._fetched[micro_batch] = require_pair(batch, self.source)
         return self._fetched[micro_batch]
 

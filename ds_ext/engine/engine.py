@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -45,19 +45,27 @@ from ..pipe_schedules.inference import forward_timetable
 from ..pipe_schedules.lower import lower
 from ..planner.job_plan import JobPlan
 from ..tensor_parallel import WeightGradients, deferrable, deferring
-from .batches import Batches, IteratorBatches, MicroBatches, StepData, check_first_batch
+from .batches import (
+    Batches,
+    IteratorBatches,
+    MicroBatches,
+    NoBatches,
+    StepData,
+    check_first_batch,
+)
 from .checkpoint.folder import has_checkpoint
 from .checkpoint.load import load_checkpoint
 from .checkpoint.save import save_checkpoint
 from .checkpoint.states import parameters_of
 from .checkpoint.trial import try_folder
+from .deepspeed_api.handlers import is_patch, with_patches
 from .dynamic import messages as dynamic
 from .dynamic.order import DynamicSchedule, decided_steps
 from .grad_sync import EagerReduction, Gradients, clip_grad_norm, why_not_eager
 from .loss_watch import LossWatch
 from .messages import Kind, StageMessages, link_credits, pack
 from .module import PipelineModule
-from .stage import Buffer, DeferralReport, StageForward, loss_of
+from .stage import Buffer, DeferralReport, StageForward, loss_of, mean_over_ranks
 from .together import by_rank_0
 from .tracing.clock import BusyClock
 from .tracing.recorder import Tracer
@@ -93,6 +101,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
     # The parent's constructor reads these.
     batches: Batches | None = None
     activity = "setting up"
+    _stages: Sequence[int] | None = None
 
     # --- construction ---
 
@@ -102,7 +111,12 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         # Otherwise DeepSpeed would send only a slice of the activations from each tensor-parallel rank.
         self.is_pipe_partitioned = self.is_grad_partitioned = False
         self.plan, self.layout = self.module.plan, self.module.layout
-        self.last_stage = self.layout.placement.stages - 1
+        self._stages = self.module.stages
+        self.num_stages = self.layout.placement.stages
+        self.last_stage = self.num_stages - 1
+        self.is_pipe_parallel = self.layout.placement.num_devices > 1
+        self.grid.stage_to_global = self._rank_of_stage
+        self._handlers = with_patches(self._INSTRUCTION_MAP)
         self.schedule = self.running = self._make_schedule()
         self._inference_schedules: dict[int, TimetableSchedule] = {}
         self.pipe_buffers: list[Buffer] = []
@@ -115,7 +129,9 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self._checked_modes: set[bool] = set()
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._compute_loss = True
+        # Outputs and losses of an evaluation, by micro-batch; None: not requested.
         self._kept_outputs: dict[int, Any] | None = None
+        self._kept_losses: dict[int, Any] | None = None
         self.busy = BusyClock(self.device)
         self.bubble_measured: float | None = None
         settings, options = self.plan.settings, self.plan.settings.transport_options
@@ -127,8 +143,6 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             node_ips=options.node_ips,
             polled=self.plan.rules is not None,
         )
-        self.gradients = Gradients(self.optimizer, self.mpu.get_data_parallel_group())
-        eager = self._reduces_eagerly()
         self.tracer: Tracer | None = None
         if settings.trace.dir is not None:
             self.tracer = Tracer(
@@ -137,17 +151,11 @@ class PipelineEngine(DeepSpeedPipelineEngine):
                 self.layout,
                 self.busy,
                 transport=transport.name,
-                eager=eager,
+                eager=self._reduces_eagerly(),
                 timeout_s=options.timeout_s,
             )
-        self.reduction = self._make_reduction() if eager else None
+        self._use_optimizer()
         self.use_transport(transport)
-        # DeepSpeed's default, 0, is a dynamic loss scale, which skips steps.
-        deepspeed_json = self.plan.job.deepspeed
-        dynamic_scale = precision(deepspeed_json) == "fp16" and not deepspeed_json["fp16"].get("loss_scale")
-        parameters = parameters_of(self.module, self.layout.tensor_parallel_size).values()
-        limit = settings.max_nonfinite_losses
-        self.loss_watch = LossWatch(parameters, self.gradients, limit, dynamic_scale)
 
     @property
     def bubble_simulated(self) -> float:
@@ -192,11 +200,24 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             )
         self._messages = self._static_messages
 
+    def _use_optimizer(self) -> None:
+        """Build what depends on the optimizer. A script may set ``engine.optimizer`` after the construction."""
+        self.gradients = Gradients(self.optimizer, self.mpu.get_data_parallel_group())
+        self.reduction = self._make_reduction() if self._reduces_eagerly() else None
+        # DeepSpeed's default, 0, is a dynamic loss scale, which skips steps.
+        deepspeed_json = self.plan.job.deepspeed
+        dynamic_scale = precision(deepspeed_json) == "fp16" and not deepspeed_json["fp16"].get("loss_scale")
+        parameters = parameters_of(self.module, self.layout.tensor_parallel_size).values()
+        limit = self.plan.settings.max_nonfinite_losses
+        self.loss_watch = LossWatch(parameters, self.gradients, limit, dynamic_scale)
+        self._used = self._changeable()
+
     def _reduces_eagerly(self) -> bool:
         """Return whether the JSON enables eager reductions and the engine supports them."""
         if not self.plan.settings.eager_gradient_sync:
             return False
-        reason = why_not_eager(self)
+        patched = any(is_patch(self._handlers[kind]) for kind in (ds.ReduceGrads, ds.ReduceTiedGrads))
+        reason = "a script replaced the handler of the reduction" if patched else why_not_eager(self)
         if reason is not None:
             logger.debug("eager_gradient_sync: no effect, because %s", reason)
         return reason is None
@@ -232,7 +253,15 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         return self.schedule
 
     def _exec_schedule(self, pipe_schedule: TimetableSchedule) -> None:
-        """Run the instructions in order, and post receives several instructions ahead."""
+        """Run the instructions in order, and post receives several instructions ahead.
+
+        Raises ConfigError for one of DeepSpeed's schedules.
+        """
+        if not isinstance(pipe_schedule, TimetableSchedule):
+            raise ConfigError(
+                f"schedule: the engine runs the timetable of its job plan (got {type(pipe_schedule).__name__}). Call "
+                f"train_batch() or eval_batch(), and write own schedules as in docs/add_a_schedule.md."
+            )
         self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
         self.running = pipe_schedule
         if isinstance(pipe_schedule, DynamicSchedule):
@@ -268,7 +297,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
 
     def execute(self, instruction: ds.PipeInstruction) -> None:
         """Call the handler of an instruction. An exception gets a note with the position in the timetable."""
-        handler = self._INSTRUCTION_MAP[type(instruction)]
+        handler = self._handlers[type(instruction)]
         tracer = self.tracer if self.tracer and self.tracer.active else None
         begin = 0.0 if tracer is None else tracer.now()
         try:
@@ -317,6 +346,8 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         if self._compute_loss:
             loss = loss_of(self.module.loss_fn, outputs, labels)
             self._loss_sum += loss.detach()
+            if self._kept_losses is not None:
+                self._kept_losses[micro_batch] = loss
             if torch.is_grad_enabled():
                 buffer.loss = loss
 
@@ -382,6 +413,10 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             self.reduction.finish()
 
     def _exec_optimizer_step(self) -> None:
+        if self.optimizer is None:
+            raise ConfigError(
+                "optimizer: missing (got None). Add it to the JSON, pass it to initialize(), or set engine.optimizer."
+            )
         if self.gradient_clipping() == 0 and not isinstance(self.optimizer, DeepSpeedOptimizer):
             self.clip_fp32_gradients()  # without clipping, DeepSpeed does not measure the norm
         super()._exec_optimizer_step()
@@ -423,6 +458,28 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             model_group=self.mpu.get_model_parallel_group(),
         )
 
+    # --- position in the pipeline ---
+
+    def is_first_stage(self) -> bool:
+        """Return whether this rank loads inputs: it holds the first stage of a pipe, maybe beside other stages."""
+        # The parent's constructor asks by the coordinate of the folded grid, to open its links.
+        return super().is_first_stage() if self._stages is None else 0 in self._stages
+
+    def is_last_stage(self) -> bool:
+        """Return whether this rank loads labels: it holds the last stage of a pipe, maybe beside other stages."""
+        return super().is_last_stage() if self._stages is None else self.last_stage in self._stages
+
+    def _rank_of_stage(self, stage_id: int, **kwargs: int) -> int:
+        """Return the rank that holds a stage, 0..num_stages-1, in this rank's copy of the model.
+
+        Args:
+            stage_id: stage.
+            **kwargs: other coordinates, as for DeepSpeed's ``grid.stage_to_global``.
+        """
+        coordinate = self.grid.topology().get_coord(self.global_rank)
+        place = coordinate._replace(pipe=self.module.pipe_coordinate(stage_id), **kwargs)
+        return self.grid.topology().get_rank(**place._asdict())
+
     # --- data ---
 
     def _build_data_iter(self, dataset: Any) -> None:
@@ -430,8 +487,9 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self.batches = MicroBatches(dataset, self.micro_batch_size, collate=self.collate_fn, repeat=True)
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Take micro-batches from a loader; see :meth:`set_dataiterator`."""
-        self.set_dataiterator(iter(loader))
+        """Take micro-batches from a loader; see :meth:`set_dataiterator`. Other ranks than its readers ignore it."""
+        if self.is_first_stage() or self.is_last_stage():
+            self.set_dataiterator(iter(loader))
 
     def set_dataiterator(self, iterator: Iterator[Any] | Batches | None) -> None:
         """Take micro-batches by id from Batches, or in order from an iterator.
@@ -454,8 +512,8 @@ class PipelineEngine(DeepSpeedPipelineEngine):
 
     def _load_step(self, trains: bool) -> None:
         """Prepare the data of a step. Check it before the first training step and before the first evaluation."""
-        assert self.batches is not None
-        self._data = StepData(self.batches, self.module.data_index * self.running.micro_batches)
+        batches = NoBatches(self.batch_fn is not None) if self.batches is None else self.batches
+        self._data = StepData(batches, self.module.data_index * self.running.micro_batches, self.batch_fn)
         if trains not in self._checked_modes:
             check_first_batch(self._data, self.running.program, self.running.stage_id, self.transport.abort)
             self._checked_modes.add(trains)
@@ -468,18 +526,19 @@ class PipelineEngine(DeepSpeedPipelineEngine):
     def train_batch(self, data_iter: Iterator[Any] | Batches | None = None) -> Tensor:
         """Take one optimizer step over N micro-batches per pipeline group.
 
+        Args:
+            data_iter: source of the micro-batches; None: the one of earlier steps, of :meth:`set_dataloader` or of
+                ``training_data``. Ranks that are neither first nor last stage need none.
+
         Returns the mean loss of all micro-batches, on every rank.
 
         Raises:
-            ConfigError: there is no data.
+            ConfigError: there is no data or no optimizer, or a script changed ``micro_batches``.
             NonFiniteLoss: the loss was not finite in ``max_nonfinite_losses`` consecutive steps.
         """
         if data_iter is not None:
             self.set_dataiterator(data_iter)
-        if self.batches is None:
-            raise ConfigError(
-                "data_iter: train_batch() has no data (got None). Pass training_data to initialize(), or data_iter."
-            )
+        self._take_changes()
         step, skipped = self.global_steps + 1, self.skipped_steps
         with self._in_activity(f"step {step}"):
             if self.tracer is not None:
@@ -488,8 +547,27 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             if self.tracer is not None:
                 self.tracer.end_step()
             self.loss_watch.loss(step, float(loss), self.skipped_steps > skipped)
-        self.batches.advance(self.running.micro_batches * self.layout.data_parallel_size)
+        self._data.source.advance(self.running.micro_batches * self.layout.data_parallel_size)
         return loss
+
+    def _take_changes(self) -> None:
+        """Apply what a script changed since the last step: optimizer, instruction map, dtype of reductions.
+
+        Raises ConfigError for a number of micro-batches without a timetable.
+        """
+        planned = self.plan.sizes.gradient_accumulation_steps
+        if self.micro_batches != planned:
+            raise ConfigError(
+                f"micro_batches: the timetable has {planned} per data-parallel rank (got {self.micro_batches}). Call "
+                f"engine.set_train_batch_size()."
+            )
+        self._handlers = with_patches(self._INSTRUCTION_MAP)
+        if self._changeable() != self._used:
+            self._use_optimizer()
+
+    def _changeable(self) -> list[Any]:
+        """Return what a script may change between steps and :meth:`_use_optimizer` depends on."""
+        return [self.optimizer, self._handlers, self.communication_data_type]
 
     def eval_batch(
         self,
@@ -500,29 +578,41 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Run forwards only, without dropout. Returns the mean loss, on every rank.
+        """Run forwards only, without dropout.
 
         Args:
             data_iter: source of the micro-batches, as for :meth:`train_batch`.
-            return_logits: return (loss, {micro-batch: outputs}), with the outputs of the last stages on this rank.
-            compute_loss: compute the loss; False: the loss is None.
-            reduce_output: must be "avg", DeepSpeed's default.
-            bcast_loss: ignored; all ranks get the loss.
-            num_micro_batches: micro-batches per data-parallel rank; None: as in training.
+            return_logits: return (result, {micro-batch: outputs}), with the outputs of the last stages on this rank.
+            compute_loss: compute the loss; False: the result is made of the outputs of the last stage.
+            reduce_output: "avg": mean over all micro-batches; None: list with one element per micro-batch of this rank.
+            bcast_loss: must be False with ``reduce_output`` None; otherwise all ranks get the loss.
+            num_micro_batches: micro-batches per data-parallel rank; None: ``engine.micro_batches``.
+
+        Returns:
+            The mean loss, on every rank. Without ``compute_loss`` or with ``reduce_output`` None: the result on the
+            ranks of the last stage, and None on the others.
 
         Raises:
-            ConfigError: ``reduce_output`` is not "avg".
+            ConfigError: ``reduce_output`` is neither "avg" nor None, or None and ``bcast_loss`` is set.
         """
-        if reduce_output != "avg":
+        if reduce_output not in ("avg", None):
             raise ConfigError(
-                f'reduce_output: must be "avg" (got {reduce_output!r}). For the outputs of individual micro-batches, '
-                f"use return_logits=True."
+                f'reduce_output: must be "avg" or None (got {reduce_output!r}). For the outputs of individual '
+                f"micro-batches, use return_logits=True."
+            )
+        if reduce_output is None and compute_loss and bcast_loss:
+            raise ConfigError(
+                "bcast_loss: the losses of individual micro-batches are not broadcast (got True with reduce_output "
+                "None). Pass bcast_loss=False."
             )
         num_micro_batches = num_micro_batches or self.micro_batches
         train_batches, self.batches = self.batches, self._as_batches(data_iter, num_micro_batches)
-        assert self.batches is not None
         outputs: dict[int, Any] = {}
-        self._compute_loss, self._kept_outputs = compute_loss, outputs if return_logits else None
+        losses: dict[int, Any] = {}
+        self._compute_loss = compute_loss
+        self._kept_outputs = outputs if return_logits or not compute_loss else None
+        self._kept_losses = losses if reduce_output is None else None
+        self._handlers = with_patches(self._INSTRUCTION_MAP)
         modes = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
         try:
@@ -533,14 +623,19 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             ):
                 self._exec_schedule(self._inference_schedule(num_micro_batches))
                 loss = self._aggregate_total_loss() if compute_loss else None
-            self.batches.advance(self.running.micro_batches * self.layout.data_parallel_size)
+                by_id = losses if compute_loss else outputs
+                result: Any = [by_id[number] for number in sorted(by_id)] or None
+                if reduce_output == "avg":
+                    group = self.mpu.get_data_parallel_group()
+                    result = loss if compute_loss else result and mean_over_ranks(result, group)
+            self._data.source.advance(self.running.micro_batches * self.layout.data_parallel_size)
         finally:
-            self.batches, self._kept_outputs = train_batches, None
+            self.batches, self._kept_outputs, self._kept_losses = train_batches, None, None
             for module, training in modes:  # the user may have put some in evaluation mode
                 module.training = training
         if loss is not None and self.global_rank == 0 and self.monitor.enabled:
             self.monitor.write_events([("Train/Samples/eval_loss", loss.item(), self.global_samples)])
-        return (loss, outputs) if return_logits else loss
+        return (result, outputs) if return_logits else result
 
     def _aggregate_total_loss(self) -> Tensor:
         """Return the mean loss of all micro-batches of all groups, on every rank. Also measure the bubble."""
@@ -549,6 +644,8 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         losses, busy, spans = table[:, :3].unbind(1)
         self._take_shared_numbers(table[:, 3:])
         self.bubble_measured = 1 - float(busy.mean() / spans.max().clamp(min=1e-9))
+        if self.running.program.timetable.trains and self.is_last_stage():
+            self.total_loss = self._loss_sum.float()
         return (losses.sum() / (self._loss_copies() * self.running.micro_batches)).float()
 
     def _gather_rows(self, numbers: list[float]) -> Tensor:

@@ -25,14 +25,15 @@ from ..config.deepspeed_json import (
     precision,
     precision_section,
     require_monitors,
+    zero_stage,
 )
 from ..config.job import JobConfig, load_config
+from ..config.merge import merge
 from ..errors import ConfigError
 from ..launch.failure import rank, world_size
 from ..launch.job_facts import code_facts, setting_facts
 from ..launch.roll_call import Facts, compare, meet, one_refusal
 from ..parallel.fbd import FORWARD_ROLE, DisaggregatedLayout
-from ..planner.job_plan import JobPlan
 from .engine import PipelineEngine
 from .fbd.backward import BackwardEngine
 from .fbd.forward import ForwardEngine
@@ -136,11 +137,13 @@ def initialize(
     ``training_dataloader`` is None, because the engine fetches the micro-batches of ``training_data`` by id.
 
     Args:
-        config: same DeepSpeed JSON as for the PipelineModule; None: use the module's JSON.
+        config: DeepSpeed JSON (path or dict). A key that the PipelineModule's JSON or arguments also set must have the
+            same value; None: use the module's JSON.
 
     Raises:
-        ConfigError: the model is not a ds_ext.PipelineModule, ``config`` is not its JSON, DeepSpeed rejects the JSON,
-            the device does not support the precision, ``training_data`` cannot be indexed, or the ranks' jobs differ.
+        ConfigError: the model is not a ds_ext.PipelineModule, ``config`` contradicts it, no batch size is set,
+            DeepSpeed rejects the JSON, the device does not support the precision, ``training_data`` cannot be indexed,
+            or the ranks' jobs differ.
     """
     if not isinstance(model, PipelineModule):
         raise ConfigError(
@@ -153,11 +156,15 @@ def initialize(
             raise ConfigError("mpu, mesh_param: must be None. The PipelineModule has its own grid.")
         for source in (config, config_params, getattr(args, "deepspeed_config", None)):
             if source is not None:
-                _require_same_json(source, model.plan)
+                model.complete_plan(merge(model.job, load_config(source)))
                 break
+        else:
+            model.complete_plan(model.job)
         job, sizes = model.plan.job, model.plan.sizes
         _require_samples_by_index(training_data)
         check_precision(job)
+        if optimizer is None:
+            _require_optimizer_for_zero(job.deepspeed)
         check_deepspeed(job.deepspeed, optimizer=optimizer is None, scheduler=lr_scheduler is None)
         if rank() == 0:
             require_monitors(job.deepspeed)
@@ -174,6 +181,7 @@ def initialize(
         {
             **code_facts(),
             **setting_facts({k: v for k, v in job.deepspeed.items() if k != "ds_ext"}),
+            **setting_facts(job.ds_ext.model_dump(exclude={"train"}), "ds_ext."),
             **optimizer_facts(optimizer),
         },
         of_replicas={
@@ -251,23 +259,13 @@ def _require_samples_by_index(training_data: Any) -> None:
         raise ConfigError("training_data: must have at least one sample (got a length of 0).")
 
 
-def _require_same_json(config: str | Mapping[str, Any], plan: JobPlan) -> None:
-    """Raise ConfigError unless ``config`` is the JSON of the PipelineModule. Its "ds_ext" section may be missing."""
-    given_json = load_config(config).deepspeed
-    module_json, given_json = _flat(plan.job.deepspeed, "ds_ext" in given_json), _flat(given_json, True)
-    for key in sorted({*module_json, *given_json}):
-        if module_json.get(key) != given_json.get(key):
-            raise ConfigError(
-                f"{key}: PipelineModule and initialize() must get the same JSON (got {module_json.get(key)!r} and "
-                f"{given_json.get(key)!r}). Pass the same JSON to both, or omit config in initialize()."
-            )
-
-
-def _flat(config: Mapping[str, Any], with_section: bool) -> dict[str, Any]:
-    """Return a JSON with the keys of its "ds_ext" section renamed to ``ds_ext.key``, without its ``train`` key."""
-    section = config.get("ds_ext", {}) if with_section else {}
-    flat_section = {f"ds_ext.{key}": value for key, value in section.items() if key != "train"}
-    return {key: value for key, value in config.items() if key != "ds_ext"} | flat_section
+def _require_optimizer_for_zero(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a JSON that shards optimizer states but has no optimizer."""
+    if config.get("optimizer") is None and zero_stage(half_through_zero(config)):
+        raise ConfigError(
+            "optimizer: ZeRO and half precision need it when the engine is built (got none in the JSON and in "
+            "initialize()). Pass it to initialize(). Only fp32 without ZeRO takes an optimizer later."
+        )
 
 
 def _require_parameters(model: PipelineModule) -> None:

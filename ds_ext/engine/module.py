@@ -8,27 +8,31 @@ partitions match by position.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.module import PipelineModule as DeepSpeedPipelineModule
+from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch.distributed import ProcessGroup
-from torch.utils.checkpoint import checkpoint
 
-from ..config.job import load_config, require_section
+from ..config.job import JobConfig, load_config, require_section
+from ..config.merge import command_line_json, has_batch_size, with_arguments
 from ..errors import ConfigError
 from ..launch.job_facts import as_text, checksum, file_facts, setting_facts
 from ..launch.roll_call import compare
 from ..parallel.fbd import FORWARD_ROLE
 from ..parallel.layout import ParallelLayout
 from ..pipe_schedules.ops import BACKWARD, FORWARD
-from ..planner.job_plan import JobPlan, make_job_plan
+from ..planner.job_plan import JobPlan, StagePlan, make_stage_plan
+from .deepspeed_api.recompute import CheckpointFunction, checkpoint_function, recomputed
+from .deepspeed_api.topology import require_rank_order, topology_sizes
 from .grid import FoldedTopology, grid_of_role, on_hosts
 from .ties import (
     find_shared,
@@ -40,13 +44,6 @@ from .ties import (
 )
 
 logger = logging.getLogger(__name__)
-
-# Arguments of DeepSpeed's PipelineModule that have no effect here -> fix.
-_REPLACEMENTS = {
-    "num_stages": 'Set pipeline_parallel_size and schedule in the "ds_ext" section.',
-    "topology": 'Set the sizes in the "ds_ext" section.',
-    "activation_checkpoint_func": "torch.utils.checkpoint recomputes layers; call another function in the layer.",
-}
 
 
 class Clock(Protocol):
@@ -60,12 +57,18 @@ class Clock(Protocol):
 class PipelineModule(DeepSpeedPipelineModule):
     """Layers divided into the stages of a schedule's placement.
 
-    Takes the arguments of :class:`deepspeed.pipe.PipelineModule`, except that the number of stages and the
-    topology come from the ``"ds_ext"`` section of ``config``.
+    Takes the arguments of :class:`deepspeed.pipe.PipelineModule`, and a schedule. The schedule and the sizes come from
+    arguments, from the ``"ds_ext"`` section of ``config``, or from both if they agree.
 
     Args:
         layers: LayerSpecs, TiedLayerSpecs, modules or functions; the output of each is the input of the next.
-        config: DeepSpeed JSON (path or dict), or the job plan built from it.
+        config: DeepSpeed JSON (path or dict), or the job plan built from it. None: the JSON of the command line's flag
+            ``--deepspeed_config``, or no JSON.
+        num_stages: number of devices in a pipeline group, ``pipeline_parallel_size`` in the JSON.
+        topology: DeepSpeed topology with the axes pipe, data and model, as an alternative to ``num_stages``. The rank
+            order must be the one of DeepSpeed's PipeModelDataParallelTopology.
+        schedule: ``schedule`` in the JSON; default ``1f1b``.
+        schedule_options: ``schedule_options`` in the JSON.
         loss_fn: ``loss_fn(outputs, labels) -> scalar``, the mean over the micro-batch.
         clock: receives the step and the global micro-batch before each forward and each recomputation.
         partition_method: DeepSpeed's ``uniform``, ``parameters`` or ``type:<regex>``; or the boundaries, ``[0, 3, 5,
@@ -73,12 +76,15 @@ class PipelineModule(DeepSpeedPipelineModule):
         seed_layers: before each layer is built, seed the generator from the layer's global index. Initial weights then
             depend neither on the schedule nor on the sizes. (DeepSpeed's default is False.)
         seed_fn: called with the seed; None: torch.manual_seed.
-        **kwargs: further arguments of DeepSpeed's PipelineModule.
+        activation_checkpoint_func: ``func(run, *inputs)`` that recomputes layers in the backward; None:
+            torch.utils.checkpoint without reentrance.
+        **kwargs: further arguments of DeepSpeed's PipelineModule. ``dynamic_shape`` has no effect, because each message
+            carries its shapes.
 
     Raises:
-        ConfigError: ``config`` is missing, the world size does not fit the sizes, there are fewer layers than stages, a
-            tied layer trains more than its tied weights, or layers share parameters in a way that depends on the
-            schedule.
+        ConfigError: neither arguments nor JSON set the number of stages, arguments contradict the JSON, the world size
+            does not fit the sizes, there are fewer layers than stages, a tied layer trains more than its tied weights,
+            or layers share parameters in a way that depends on the schedule.
     """
 
     def __init__(
@@ -86,23 +92,27 @@ class PipelineModule(DeepSpeedPipelineModule):
         layers: Iterable[Any],
         config: str | Mapping[str, Any] | JobPlan | None = None,
         *,
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        schedule: str | None = None,
+        schedule_options: Mapping[str, Any] | None = None,
         loss_fn: Callable[..., torch.Tensor] | None = None,
         clock: Clock | None = None,
         partition_method: str | Sequence[int] = "parameters",
         seed_layers: bool = True,
         seed_fn: Callable[[int], Any] | None = None,
+        activation_checkpoint_func: CheckpointFunction | None = None,
         **kwargs: Any,
     ) -> None:
-        for key, replacement in _REPLACEMENTS.items():
-            if kwargs.get(key) is not None:
-                raise ConfigError(f"{key}: ds_ext.PipelineModule does not use it. {replacement}")
-        if config is None:
-            raise ConfigError(
-                'config: PipelineModule needs the DeepSpeed JSON with the "ds_ext" section (got None). Pass its path or'
-                " dict: ds_ext.PipelineModule(layers, config, loss_fn=...)."
-            )
-        plan = config if isinstance(config, JobPlan) else _plan(config)
+        arguments: list[tuple[str, str, Any]] = [
+            ("num_stages", "pipeline_parallel_size", num_stages),
+            *topology_sizes(topology),
+            ("schedule", "schedule", schedule),
+            ("schedule_options", "schedule_options", schedule_options),
+        ]
+        plan = _plan(config, arguments)
         settings, placement = plan.settings, plan.layout.placement
+        require_rank_order(topology, plan.layout)
         layers = list(layers)
         if len(layers) < placement.stages:
             raise ConfigError(
@@ -121,7 +131,7 @@ class PipelineModule(DeepSpeedPipelineModule):
             }
         )
         layout = on_hosts(plan.layout, settings.fbd.forward_hosts)
-        self.plan, self.clock = replace(plan, layout=layout), clock
+        self._plan, self.clock = replace(plan, layout=layout), clock
         self.role = layout.role(dist.get_rank())
         device, data_index, _ = layout.coordinates(dist.get_rank())
         self.device_index, self.data_index = device, data_index
@@ -133,6 +143,7 @@ class PipelineModule(DeepSpeedPipelineModule):
                 partition_method=partition_method,
                 seed_layers=seed_layers,
                 seed_fn=seed_fn or _seed,
+                activation_checkpoint_func=checkpoint_function(activation_checkpoint_func),
                 **kwargs,
             )
         # DeepSpeed numbers the ranks of a model copy by global rank, and mirrored devices run in reverse order.
@@ -143,34 +154,69 @@ class PipelineModule(DeepSpeedPipelineModule):
         )
 
     @property
+    def plan(self) -> JobPlan:
+        """The job plan. Raises ConfigError before initialize() if the module has no batch size."""
+        if isinstance(self._plan, JobPlan):
+            return self._plan
+        raise ConfigError(
+            "plan: the number of micro-batches is unknown (got a PipelineModule without batch sizes). Call "
+            "ds_ext.initialize(model=model, config=...) first."
+        )
+
+    @property
+    def job(self) -> JobConfig:
+        """The JSON and the arguments of this module."""
+        return self._plan.job
+
+    def complete_plan(self, job: JobConfig) -> None:
+        """Complete the plan with the batch sizes of a job. Raises the errors of :meth:`.StagePlan.complete`."""
+        self._plan = self._plan.complete(job)
+
+    @property
     def layout(self) -> ParallelLayout:
         """Global rank of every (device, data-parallel index, tensor-parallel index)."""
-        return self.plan.layout
+        return self._plan.layout
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages of the model, over all devices."""
+        return self.layout.placement.stages
+
+    @num_stages.setter
+    def num_stages(self, value: int) -> None:
+        """Ignore the pipe size of the folded grid, which DeepSpeed's constructor sets."""
 
     # --- building ---
 
     def _partition_layers(self, method: str | Sequence[int] = "parameters") -> None:
         """Divide the layers into the placement's stages; the parent would use the grid's pipe size."""
-        self.num_stages = self.layout.placement.stages
         if isinstance(method, str):
             super()._partition_layers(method)
-            self.parts = [int(part) for part in self.parts]  # from numpy integers, which are not valid seeds
         else:
             self.parts = list(method)
-            if len(method) != self.num_stages + 1 or self.parts[0] != 0 or self.parts[-1] != self._num_layers:
-                raise ConfigError(
-                    f"partition_method: {self.num_stages} stages need {self.num_stages + 1} boundaries from 0 to the "
-                    f"number of layers, {self._num_layers} (got {self.parts}). Use uniform, or different boundaries."
-                )
-        empty = [stage for stage in range(self.num_stages) if self.parts[stage] >= self.parts[stage + 1]]
+
+    def _check_parts(self) -> None:
+        """Raise ConfigError for boundaries that are not those of the placement's stages.
+
+        A subclass may override ``_partition_layers``, so this is checked after it.
+        """
+        stages = self.num_stages
+        self.parts = [int(part) for part in self.parts]  # from numpy integers, which are not valid seeds
+        if len(self.parts) != stages + 1 or self.parts[0] != 0 or self.parts[-1] != self._num_layers:
+            raise ConfigError(
+                f"partition_method: {stages} stages need {stages + 1} boundaries from 0 to the number of layers, "
+                f"{self._num_layers} (got {self.parts}). Use uniform, or different boundaries."
+            )
+        empty = [stage for stage in range(stages) if self.parts[stage] >= self.parts[stage + 1]]
         if empty:
             raise ConfigError(
-                f"partition_method: stage {empty[0]} of {self.num_stages} has no layers (got {method!r}). Use uniform, "
-                f"or fewer stages."
+                f"partition_method: stage {empty[0]} of {stages} has no layers (got {self.parts}). Use uniform, or "
+                f"fewer stages."
             )
-        self.stages = self.layout.placement.stages_of(self.device_index)
 
     def _build(self) -> None:
+        self._check_parts()
+        self.stages = self.layout.placement.stages_of(self.device_index)
         self.stage_funcs: dict[int, list[Callable[..., Any]]] = {}
         for stage in self.stages:
             self._set_bounds(self.parts[stage], self.parts[stage + 1])
@@ -180,9 +226,12 @@ class PipelineModule(DeepSpeedPipelineModule):
 
     def stage_owner(self, layer_idx: int) -> int:
         """Return the folded pipeline coordinate that holds a layer. DeepSpeed uses it to find ties."""
+        return self.pipe_coordinate(super().stage_owner(layer_idx))
+
+    def pipe_coordinate(self, stage: int) -> int:
+        """Return the folded pipeline coordinate that holds a stage."""
         kind = FORWARD if self.role == FORWARD_ROLE else BACKWARD
-        device = self.layout.placement.device(kind, super().stage_owner(layer_idx), 0)
-        return self.topology().folded_stage(device)
+        return self.topology().folded_stage(self.layout.placement.device(kind, stage, 0))
 
     def _index_tied_modules(self) -> dict[str, Any]:
         """Return the ties that need communication. In a V placement, both ends of a tie are on the same rank."""
@@ -233,10 +282,18 @@ class PipelineModule(DeepSpeedPipelineModule):
         for start in range(0, len(layers), interval):
             stop = min(start + interval, len(layers))
             if self._is_checkpointable(layers[start:stop]):
-                inputs = checkpoint(run, start, stop, inputs, use_reentrant=False)
+                block = functools.partial(run, start, stop)
+                inputs = recomputed(self.activation_checkpoint_func, layers[start:stop], block, inputs)
             else:
                 inputs = run(start, stop, inputs)
         return inputs
+
+    def forward(self, forward_input: Any) -> NoReturn:
+        """Disabled: the engine runs one stage at a time. Raises ConfigError."""
+        raise ConfigError(
+            "PipelineModule: cannot be called, because a rank may hold several stages (got a direct call, or an engine "
+            "of deepspeed.initialize()). Use ds_ext.initialize(), engine.train_batch() and engine.eval_batch()."
+        )
 
     def stage_parameters(self, stage: int) -> list[torch.nn.Parameter]:
         """Return the trainable parameters of one stage. A shared parameter belongs to every stage that uses it."""
@@ -270,14 +327,29 @@ class PipelineModule(DeepSpeedPipelineModule):
         self._activate(self.stages[0])
 
 
-def _plan(config: str | Mapping[str, Any]) -> JobPlan:
-    job = load_config(config)
-    require_section(job)
+def _plan(
+    config: str | Mapping[str, Any] | JobPlan | None, arguments: list[tuple[str, str, Any]]
+) -> StagePlan:
+    """Return the plan of a module's JSON and arguments: a JobPlan if the JSON has a batch size."""
+    if isinstance(config, JobPlan):
+        with_arguments(config.job, arguments)  # raises an error if they contradict the plan
+        return config
+    config = command_line_json() if config is None else config
+    job = load_config({} if config is None else config)
+    if all(value is None for _, key, value in arguments if key == "pipeline_parallel_size"):
+        if config is None:
+            raise ConfigError(
+                "config: PipelineModule needs the number of stages (got neither num_stages nor a JSON). Pass "
+                'num_stages=4, schedule="bitpipe", or a DeepSpeed JSON with a "ds_ext" section as config.'
+            )
+        require_section(job)
+    job = with_arguments(job, arguments)
     if not dist.is_initialized():
         raise ConfigError(
             "PipelineModule: needs a process group (got none). Call ds_ext.init_distributed() first."
         )
-    return make_job_plan(job, dist.get_world_size())
+    plan = make_stage_plan(job, dist.get_world_size())
+    return plan.complete(job) if has_batch_size(job) else plan
 
 
 def _description(layer: Any) -> str:

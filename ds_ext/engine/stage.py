@@ -6,13 +6,14 @@ import functools
 import logging
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ..errors import ConfigError
 from ..tensor_parallel import Deferral, DeferralWatch, WeightGradients, backward, let_defer
@@ -169,6 +170,20 @@ def loss_of(loss_fn: Callable[..., Any] | None, outputs: Any, labels: tuple[Tens
             "without detach() or torch.no_grad()."
         )
     return loss.reshape(())
+
+
+def mean_over_ranks(outputs: Sequence[Any], group: ProcessGroup | None) -> Any:
+    """Return the mean of the outputs of several micro-batches, over all ranks of a group. They call this together.
+
+    Args:
+        outputs: a tensor or a tuple of tensors for each micro-batch of this rank, of equal shapes.
+        group: process group of the data-parallel ranks.
+    """
+    if isinstance(outputs[0], tuple | list):
+        return [mean_over_ranks(parts, group) for parts in zip(*outputs, strict=True)]
+    mean = torch.stack(list(outputs)).sum(0) / len(outputs)
+    dist.all_reduce(mean, group=group)
+    return mean / dist.get_world_size(group)
 
 
 class DeferralReport:

@@ -1,7 +1,9 @@
 """Job plan: everything decided from the JSON, the flags and the world size before launch.
 
 :func:`make_job_plan` builds the plan once per process. It is then passed down: the scripts print it, ``PipelineModule``
-uses it to split the layers, and the engine runs its program. This module imports neither torch nor DeepSpeed.
+uses it to split the layers, and the engine runs its program. The layers need only its first part, the
+:class:`StagePlan`, which does not depend on the number of micro-batches. A ``PipelineModule`` without a JSON builds
+that part, and ``initialize`` completes it. This module imports neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations
@@ -30,18 +32,13 @@ from .search import Candidates
 
 
 @dataclass(frozen=True)
-class JobPlan:
-    """Everything that follows from the JSON, the flags and the world size.
+class StagePlan:
+    """Part of the job plan that does not depend on the number of micro-batches.
 
     Attributes:
         schedule: the schedule that runs.
         options: its options, from "schedule_options" and "fbd".
         layout: global ranks of every device, pipeline group and tensor-parallel rank.
-        program: the timetable, lowered.
-        report: proof that the program runs to completion.
-        simulation: simulation with the costs that the schedule was planned or chosen for; equal costs by default.
-        reductions: for each device: op -> stages whose gradients are reduced after it.
-        rules: runtime scheduling rules; None for a static schedule.
         candidates: candidates of the schedule "auto", ranked; None for any other.
     """
 
@@ -49,6 +46,44 @@ class JobPlan:
     schedule: Schedule
     options: Mapping[str, Any]
     layout: ParallelLayout
+    candidates: Candidates | None
+
+    @property
+    def settings(self) -> DsExtConfig:
+        """The validated "ds_ext" section."""
+        return self.job.ds_ext
+
+    def complete(self, job: JobConfig) -> JobPlan:
+        """Return the job plan for the batch sizes of ``job``, whose schedule and parallel sizes are those of this plan.
+
+        Raises:
+            ConfigError: ``job`` has no batch size, or the schedule does not support it.
+            ScheduleError: the timetable of the schedule is invalid.
+        """
+        return _plan(replace(self.stages, job=job), self._sizes(job))
+
+    @property
+    def stages(self) -> StagePlan:
+        """This part of the plan."""
+        return self
+
+    def _sizes(self, job: JobConfig) -> BatchSizes:
+        layout = self.layout
+        return batch_sizes(job.deepspeed, layout.placement.replicas, layout.data_parallel_size, job.flags)
+
+
+@dataclass(frozen=True)
+class JobPlan(StagePlan):
+    """Everything that follows from the JSON, the flags and the world size.
+
+    Attributes:
+        program: the timetable, lowered.
+        report: proof that the program runs to completion.
+        simulation: simulation with the costs that the schedule was planned or chosen for; equal costs by default.
+        reductions: for each device: op -> stages whose gradients are reduced after it.
+        rules: runtime scheduling rules; None for a static schedule.
+    """
+
     sizes: BatchSizes
     timetable: Timetable
     program: Program
@@ -56,22 +91,25 @@ class JobPlan:
     simulation: Simulation
     reductions: tuple[Mapping[Op, tuple[int, ...]], ...]
     rules: DynamicRules | None = None
-    candidates: Candidates | None = None
-
-    @property
-    def settings(self) -> DsExtConfig:
-        """The validated "ds_ext" section."""
-        return self.job.ds_ext
 
     @property
     def costs(self) -> Costs:
         """Costs that the timetable was planned, chosen and simulated for."""
         return self.simulation.costs
 
+    def complete(self, job: JobConfig) -> JobPlan:
+        """Return the plan for the batch sizes of ``job``. The timetable is kept if they are those of this plan."""
+        return replace(self, job=job) if self._sizes(job) == self.sizes else super().complete(job)
+
+    @property
+    def stages(self) -> StagePlan:
+        """Part of the plan that does not depend on the number of micro-batches."""
+        return StagePlan(self.job, self.schedule, self.options, self.layout, self.candidates)
+
     def resized(self, gradient_accumulation_steps: int) -> JobPlan:
         """Return the plan for a new number of micro-batches. Raises ConfigError if the schedule does not support it."""
         sizes = replace(self.sizes, gradient_accumulation_steps=gradient_accumulation_steps)
-        return _plan(self.job, self.schedule, self.options, self.layout, sizes, self.candidates)
+        return _plan(self.stages, sizes)
 
 
 def make_job_plan(job: JobConfig, world_size: int | None = None) -> JobPlan:
@@ -84,36 +122,41 @@ def make_job_plan(job: JobConfig, world_size: int | None = None) -> JobPlan:
         ConfigError: a size, an option or the batch does not fit the schedule or the world size.
         ScheduleError: the timetable of the schedule is invalid.
     """
+    return make_stage_plan(job, world_size).complete(job)
+
+
+def make_stage_plan(job: JobConfig, world_size: int | None = None) -> StagePlan:
+    """Decide the part of a job that does not depend on the number of micro-batches.
+
+    Args:
+        world_size: number of processes; None: one pipeline group.
+
+    Raises:
+        ConfigError: a size or an option does not fit the schedule or the world size.
+    """
     schedule, candidates = resolve_schedule(job, world_size)
     options = schedule_options(job.ds_ext, schedule)
     placement = place(job.ds_ext, schedule, options)
     tensor = job.ds_ext.tensor_parallel_size
     data = 1 if world_size is None else data_parallel_size(world_size, placement, tensor)
-    sizes = batch_sizes(job.deepspeed, placement.replicas, data, job.flags)
-    return _plan(job, schedule, options, make_layout(placement, tensor, data), sizes, candidates)
+    return StagePlan(job, schedule, options, make_layout(placement, tensor, data), candidates)
 
 
-def _plan(
-    job: JobConfig,
-    schedule: Schedule,
-    options: Mapping[str, Any],
-    layout: ParallelLayout,
-    sizes: BatchSizes,
-    candidates: Candidates | None,
-) -> JobPlan:
-    devices = job.ds_ext.pipeline_parallel_size
+def _plan(plan: StagePlan, sizes: BatchSizes) -> JobPlan:
+    devices, schedule = plan.settings.pipeline_parallel_size, plan.schedule
     with _as_config_error():
-        timetable = schedule.timetable(devices, sizes.micro_batches, options)
-        rules = schedule.rules(devices, sizes.micro_batches, options)
+        timetable = schedule.timetable(devices, sizes.micro_batches, plan.options)
+        rules = schedule.rules(devices, sizes.micro_batches, plan.options)
     program = lower(timetable)
-    report = check(program, link_credits=_link_credits(layout.placement))
-    simulation = simulate(timetable, _costs(options, candidates))
+    report = check(program, link_credits=_link_credits(plan.layout.placement))
+    simulation = simulate(timetable, _costs(plan.options, plan.candidates))
     reductions = eager_reductions(simulation)
     return JobPlan(
-        job,
+        plan.job,
         schedule,
-        options,
-        layout,
+        plan.options,
+        plan.layout,
+        plan.candidates,
         sizes,
         timetable,
         program,
@@ -121,7 +164,6 @@ def _plan(
         simulation,
         reductions,
         rules,
-        candidates,
     )
 
 

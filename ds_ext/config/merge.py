@@ -1,0 +1,108 @@
+"""One job from several sources: arguments of PipelineModule, its JSON, and the JSON of initialize(). Needs no torch.
+
+A value that two sources set must be the same in both. A value that one source sets stands for all.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..errors import ConfigError
+from .batch_sizes import BATCH_KEYS
+from .job import DsExtConfig, JobConfig, parse_section
+
+_FLAG = "--deepspeed_config"
+# Keys of the section that decide which layers a rank builds.
+_OF_STAGES = (
+    "schedule",
+    "pipeline_parallel_size",
+    "tensor_parallel_size",
+    "schedule_options",
+    "import",
+    "fbd",
+)
+
+
+def command_line_json(words: Iterable[str] | None = None) -> str | None:
+    """Return the value of DeepSpeed's flag ``--deepspeed_config``; None without it.
+
+    Args:
+        words: command line; None: that of this process.
+    """
+    value = None
+    words = list(sys.argv[1:] if words is None else words)
+    for word, following in zip(words, [*words[1:], None], strict=True):
+        flag, equals, after = word.partition("=")
+        if flag == _FLAG:
+            value = after if equals else following
+    return value
+
+
+def has_batch_size(job: JobConfig) -> bool:
+    """Return whether the JSON fixes the number of micro-batches. One key alone may be completed by another JSON."""
+    return sum(job.deepspeed.get(key) is not None for key in BATCH_KEYS) >= 2
+
+
+def with_arguments(job: JobConfig, arguments: Iterable[tuple[str, str, Any]]) -> JobConfig:
+    """Return the job with the section's keys that arguments of PipelineModule set.
+
+    Args:
+        job: job of the module's JSON; its section may be missing.
+        arguments: (argument, key of the section, value); None as the value: not given.
+
+    Raises:
+        ConfigError: an argument contradicts the JSON or another argument, or its value is invalid.
+    """
+    section = dict(job.deepspeed.get("ds_ext", {}))
+    for argument, key, value in arguments:
+        if value is None:
+            continue
+        if section.setdefault(key, value) != value:
+            raise ConfigError(
+                f"{argument}: contradicts ds_ext.{key}, which is {section[key]!r} (got {value!r}). Use one value, or "
+                f"omit {argument}."
+            )
+    return replace(job, deepspeed={**job.deepspeed, "ds_ext": section}, ds_ext=parse_section(section))
+
+
+def merge(module: JobConfig, given: JobConfig) -> JobConfig:
+    """Return the job of a module and of the JSON of initialize().
+
+    Args:
+        module: job of the PipelineModule, whose stages are built.
+        given: job of the JSON; its section may be missing.
+
+    Raises:
+        ConfigError: the two set a key to different values, or the JSON sets a key that the module's stages depend on.
+    """
+    ours, theirs = dict(module.deepspeed.get("ds_ext", {})), dict(given.deepspeed.get("ds_ext", {}))
+    names = {field.alias or name: name for name, field in DsExtConfig.model_fields.items()}
+    for key, value in theirs.items():
+        if key == "train":
+            continue
+        if key in ours and ours[key] != value:
+            raise _contradiction(f"ds_ext.{key}", ours[key], value)
+        built = getattr(module.ds_ext, names[key])
+        if key in _OF_STAGES and getattr(given.ds_ext, names[key]) != built:
+            raise ConfigError(
+                f"ds_ext.{key}: PipelineModule built its stages for {built!r}, the default (got {value!r} in the JSON "
+                f"of initialize()). Pass this JSON to PipelineModule too: PipelineModule(layers, config, ...), or "
+                f"start the script with {_FLAG}."
+            )
+    top = {key: value for key, value in given.deepspeed.items() if key != "ds_ext"}
+    for key, value in top.items():
+        if key in module.deepspeed and module.deepspeed[key] != value:
+            raise _contradiction(key, module.deepspeed[key], value)
+    section: Mapping[str, Any] = {**theirs, **ours}
+    merged = {**top, **module.deepspeed, "ds_ext": section}
+    return replace(module, deepspeed=merged, ds_ext=parse_section(section), path=module.path or given.path)
+
+
+def _contradiction(key: str, ours: Any, theirs: Any) -> ConfigError:
+    return ConfigError(
+        f"{key}: PipelineModule and initialize() must get the same value (got {ours!r} and {theirs!r}). Use one value, "
+        f"or set it in one place."
+    )

@@ -1,0 +1,71 @@
+"""Recomputation of layers in the backward, with torch's function or the caller's ``activation_checkpoint_func``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ...errors import ConfigError
+
+CheckpointFunction = Callable[..., Any]
+_NON_REENTRANT = partial(checkpoint, use_reentrant=False)
+
+
+def checkpoint_function(given: CheckpointFunction | None) -> CheckpointFunction:
+    """Return the caller's function, or torch's non-reentrant one for None."""
+    return _NON_REENTRANT if given is None else given
+
+
+def recomputed(
+    function: CheckpointFunction, layers: Sequence[Any], run: Callable[[Any], Any], inputs: Any
+) -> Any:
+    """Return ``run(inputs)``, which ``function`` runs again in the backward.
+
+    Args:
+        function: ``function(f, *tensors)``, for example ``deepspeed.checkpointing.checkpoint``.
+        layers: layers that ``run`` calls.
+        run: forward of the layers.
+        inputs: tensor or tuple of tensors.
+
+    Raises:
+        ConfigError: trained layers get no gradients. Reentrant functions lose them if no input has a gradient.
+    """
+    if function is non_reentrant_checkpoint:  # set by "pipeline": {"use_reentrant": false}, or by the caller
+        function = _NON_REENTRANT
+    is_tuple = isinstance(inputs, tuple)
+    tensors: tuple[Any, ...] = inputs if is_tuple else (inputs,)
+    if function is not _NON_REENTRANT and not any(map(_has_gradient, tensors)):
+        tensors = tuple(map(_with_gradient, tensors))
+
+    def forward(*tensors: Any) -> Any:
+        return run(tensors if is_tuple else tensors[0])
+
+    outputs = function(forward, *tensors)
+    if not any(map(_has_gradient, outputs if isinstance(outputs, tuple) else (outputs,))):
+        trained = [layer for layer in layers if isinstance(layer, nn.Module) and _is_trained(layer)]
+        if trained:
+            raise ConfigError(
+                f"activation_checkpoint_func: {type(trained[0]).__name__} gets no gradient, because the inputs are "
+                f"integers and the function is reentrant (got {function}). Use use_reentrant=False, or exclude the "
+                f"layer with checkpointable_layers."
+            )
+    return outputs
+
+
+def _is_trained(layer: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in layer.parameters())
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _with_gradient(value: Any) -> Any:
+    """Return a leaf that requires grad, on the memory of a floating-point tensor; other values unchanged."""
+    differentiable = isinstance(value, Tensor) and value.is_floating_point()
+    return value.detach().requires_grad_() if differentiable else value

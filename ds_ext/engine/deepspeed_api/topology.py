@@ -1,0 +1,48 @@
+"""Topology that a script passes to PipelineModule instead of ``num_stages``."""
+
+from __future__ import annotations
+
+from deepspeed.runtime.pipe.topology import ProcessTopology
+
+from ...errors import ConfigError
+from ...parallel.layout import ParallelLayout
+
+
+def topology_sizes(topology: ProcessTopology | None) -> list[tuple[str, str, int]]:
+    """Return (argument, key of the "ds_ext" section, size) for the pipe and model axes of a caller's topology.
+
+    Raises:
+        ConfigError: the topology has another axis, or no axis pipe.
+    """
+    if topology is None:
+        return []
+    axes = topology.get_axis_names()
+    if "pipe" not in axes or not {*axes} <= {"pipe", "data", "model"}:
+        raise ConfigError(
+            f"topology: must have the axes pipe, data and, with tensor parallelism, model (got {', '.join(axes)}). Use "
+            f"PipeDataParallelTopology or PipeModelDataParallelTopology, or pass num_stages."
+        )
+    return [
+        ("topology", "pipeline_parallel_size", topology.get_dim("pipe")),
+        ("topology", "tensor_parallel_size", max(topology.get_dim("model"), 1)),
+    ]
+
+
+def require_rank_order(topology: ProcessTopology | None, layout: ParallelLayout) -> None:
+    """Raise ConfigError unless a caller's topology numbers the ranks of all devices as the layout does."""
+    if topology is None:
+        return
+    if topology.world_size() != layout.world_size:
+        raise ConfigError(
+            f"topology: must contain all {layout.world_size} ranks (got {topology.world_size()}). Change the size of "
+            f"its axis data, or pass num_stages."
+        )
+    for coordinate, rank in topology.mapping.items():
+        data, model = getattr(coordinate, "data", 0), getattr(coordinate, "model", 0)
+        expected = layout.rank(coordinate.pipe, data, model)
+        if rank != expected:
+            raise ConfigError(
+                f"topology: must number ranks with model fastest, then data, then pipe, as DeepSpeed's "
+                f"PipeModelDataParallelTopology (got rank {rank} instead of {expected} at pipe {coordinate.pipe}, data "
+                f"{data}, model {model}). Pass num_stages instead."
+            )
