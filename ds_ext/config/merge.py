@@ -32,12 +32,11 @@ def command_line_json(words: Iterable[str] | None = None) -> str | None:
     Args:
         words: command line; None: that of this process.
     """
-    value = None
-    words = list(sys.argv[1:] if words is None else words)
-    for word, following in zip(words, [*words[1:], None], strict=True):
+    value, words = None, iter(sys.argv[1:] if words is None else words)
+    for word in words:
         flag, equals, after = word.partition("=")
         if flag == _FLAG:
-            value = after if equals else following
+            value = after if equals else next(words, None)
     return value
 
 

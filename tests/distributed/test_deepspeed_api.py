@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
@@ -16,6 +19,7 @@ from deepspeed.runtime.pipe.topology import (
     ProcessTopology,
 )
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import ds_ext
 from ds_ext.engine import PipelineEngine
@@ -259,8 +263,10 @@ def test_evaluation_without_a_loss(ranks4: RankPool, schedule: str) -> None:
 # --- optimizers and handlers of a script ---
 
 
-def train_with_late_optimizer(rank: int, schedule: str, stage: int, how: str) -> list[float]:
-    engine = engine_of(BATCH | {"zero_optimization": {"stage": stage}}, schedule=schedule)
+def train_with_late_optimizer(rank: int, schedule: str, how: str) -> list[float]:
+    error = refused(lambda: engine_of(BATCH | {"zero_optimization": {"stage": 1}}, schedule=schedule))
+    assert error.startswith("optimizer: ")  # DeepSpeed's ZeRO needs it at the construction
+    engine = engine_of(BATCH, schedule=schedule)
     parameters = [p for p in engine.module.parameters() if p.requires_grad]
     if how == "assigned":
         engine.optimizer = torch.optim.AdamW(parameters, lr=0.01)
@@ -269,13 +275,10 @@ def train_with_late_optimizer(rank: int, schedule: str, stage: int, how: str) ->
     return trained(engine)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "stage", "how"),
-    [("bitpipe", 0, "assigned"), ("1f1b", 0, "configured"), ("bitpipe", 1, "configured")],
-)
-def test_an_optimizer_made_after_initialize(ranks4: RankPool, schedule: str, stage: int, how: str) -> None:
+@pytest.mark.parametrize(("schedule", "how"), [("bitpipe", "assigned"), ("1f1b", "configured")])
+def test_an_optimizer_made_after_initialize(ranks4: RankPool, schedule: str, how: str) -> None:
     expected = plain_losses(lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
-    for losses in ranks4.run(train_with_late_optimizer, schedule, stage, how):
+    for losses in ranks4.run(train_with_late_optimizer, schedule, how):
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
@@ -322,3 +325,44 @@ def test_handlers_of_a_script(ranks4: RankPool) -> None:
         assert [error.partition(":")[0] for error in errors] == [
             "_INSTRUCTION_MAP[ForwardPass]", "schedule", "micro_batches",
         ]  # fmt: skip
+
+
+# --- recomputation ---
+
+
+def train_with_checkpoints(rank: int, schedule: str, function: Any) -> tuple[list[float], str]:
+    arguments: dict[str, Any] = {
+        "num_stages": 2,
+        "schedule": schedule,
+        "activation_checkpoint_interval": 2,
+        "activation_checkpoint_func": function,
+        "partition_method": "uniform",
+    }
+    model = ds_ext.PipelineModule(layers(), loss_fn=nn.functional.mse_loss, **arguments)
+    config = BATCH | {"optimizer": SGD}
+    engine, *_ = ds_ext.initialize(model=model, config=config, model_parameters=model.parameters())
+    embedded = ds_ext.PipelineModule(
+        [LayerSpec(nn.Embedding, 4, 4), *layers(7)], loss_fn=nn.functional.mse_loss, **arguments
+    )
+    if rank == 1:  # does not hold the embedding
+        return trained(engine), ""
+    losses = trained(engine)
+    return losses, refused(lambda: embedded.forward_stage(0, torch.zeros(2, dtype=torch.int64), 0, 0))
+
+
+REENTRANT = functools.partial(checkpoint, use_reentrant=True)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "function"),
+    select(
+        [*itertools.product(["1f1b", "zb_h1", "bitpipe"], [REENTRANT, deepspeed.checkpointing.checkpoint])],
+        [("1f1b", REENTRANT), ("zb_h1", deepspeed.checkpointing.checkpoint), ("zb_h1", REENTRANT)],
+    ),
+)
+def test_reentrant_recomputation(ranks2: RankPool, schedule: str, function: Any) -> None:
+    expected = plain_losses(sgd)
+    found = ranks2.run(train_with_checkpoints, schedule, function)
+    for losses, _ in found:
+        assert losses == pytest.approx(expected, rel=1e-5)
+    assert found[0][1].startswith("activation_checkpoint_func: ")
