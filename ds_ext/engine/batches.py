@@ -8,6 +8,7 @@ micro-batches of one data-parallel rank (:class:`IteratorBatches`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,8 +18,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..errors import ConfigError
+from ..launch.job_facts import checksum
 from ..pipe_schedules import Program
 
+logger = logging.getLogger(__name__)
+
+_Answer = tuple[str | None, tuple[int, str] | None]  # problem, first inputs
 _MAX_SHOWN = 6  # keys or types in an error
 
 
@@ -288,6 +293,8 @@ class StepData:
 def check_first_batch(data: StepData, program: Program, device: int, abort: Callable[[str], None]) -> None:
     """Fetch and check the first micro-batch for every stage on ``device``. All ranks must call this together.
 
+    Logs a warning if the iterators of two data-parallel ranks begin with the same inputs.
+
     Args:
         data: micro-batches of the next step.
         program: program of the next step.
@@ -302,22 +309,24 @@ def check_first_batch(data: StepData, program: Program, device: int, abort: Call
         if instruction.name == "LoadMicroBatch":
             assert instruction.stage is not None and instruction.micro_batch is not None
             loads.setdefault(instruction.stage, instruction.micro_batch)
-    problem, failure = None, None
+    problem, failure, begin = None, None, None
     last_stage = program.timetable.placement.stages - 1
     try:
         for stage, micro_batch in loads.items():
             inputs, labels = data.get(micro_batch)
             if stage == 0:
                 _require_tensors(inputs, "inputs", data.source)
+                begin = _first_inputs(data.source, inputs)
             if stage == last_stage and labels is not None:
                 _require_tensors(labels, "labels", data.source)
     except ConfigError as error:
         problem = str(error)
     except Exception as error:  # from the dataset; this rank prints the traceback
         failure = error
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    first = next((problem for problem in problems if problem is not None), None)
+    own: _Answer = problem, begin
+    answers: list[_Answer] = [own] * dist.get_world_size()
+    dist.all_gather_object(answers, own)
+    first = next((problem for problem, _ in answers if problem is not None), None)
     if failure is not None:
         abort(f"{type(failure).__name__}: {failure}")
         raise failure
@@ -325,6 +334,31 @@ def check_first_batch(data: StepData, program: Program, device: int, abort: Call
         error = ConfigError(first)
         error.reported_by = 0
         raise error
+    _warn_of_equal_inputs([begin for _, begin in answers if begin is not None])
+
+
+def _first_inputs(source: Batches, inputs: Any) -> tuple[int, str] | None:
+    """Return the data-parallel rank of an iterator and a checksum of its first inputs; None for other sources."""
+    if not isinstance(source, IteratorBatches):
+        return None
+    parts = inputs if isinstance(inputs, tuple | list) else (inputs,)
+    dense = [part.detach().cpu().contiguous().reshape(-1) for part in parts if part.layout == torch.strided]
+    return source.rank, checksum(part.view(torch.uint8).numpy().tobytes() for part in dense)
+
+
+def _warn_of_equal_inputs(begins: Sequence[tuple[int, str]]) -> None:
+    """Log a warning on rank 0 for two data-parallel ranks with the same checksum."""
+    rank_of: dict[str, int] = {}
+    for rank, inputs in begins:
+        other = rank_of.setdefault(inputs, rank)
+        if other != rank and dist.get_rank() == 0:
+            logger.warning(
+                "data_iter: data-parallel ranks %d and %d begin with the same inputs. Select each rank's samples by "
+                "engine.grid.get_data_parallel_rank(). The two pipes of bitpipe are two data-parallel ranks.",
+                other,
+                rank,
+            )
+            return
 
 
 def describe(value: Any) -> str:

@@ -326,6 +326,26 @@ class PipelineModule(DeepSpeedPipelineModule):
             super().compile(*args, **kwargs)
         self._activate(self.stages[0])
 
+    def save_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Write the layer files of this rank's stages. Arguments are the same as DeepSpeed's.
+
+        Forward ranks write nothing, because backward ranks have the same weights.
+        """
+        for stage in self.stages if self.role != FORWARD_ROLE else ():
+            self._activate(stage)
+            super().save_state_dict(*args, **kwargs)
+        self._activate(self.stages[0])
+
+    def load_state_dir(self, *args: Any, **kwargs: Any) -> None:
+        """Read the layer files of this rank's stages. Arguments are the same as DeepSpeed's."""
+        ties, self.tied_comms = self.tied_comms, {}  # synchronized once, after all stages
+        for stage in self.stages:
+            self._activate(stage)
+            super().load_state_dir(*args, **kwargs)
+        self._activate(self.stages[0])
+        self.tied_comms = ties
+        self._synchronize_tied_weights()
+
 
 def _plan(
     config: str | Mapping[str, Any] | JobPlan | None, arguments: list[tuple[str, str, Any]]

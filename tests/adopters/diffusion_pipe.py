@@ -4,6 +4,7 @@ It also replaces a handler in _INSTRUCTION_MAP, changes shapes between steps, an
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,12 +13,13 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import ReduceGrads
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 MICRO_BATCHES = 8  # per step, over all data-parallel ranks
 
 
 class ManualPipelineModule(PipelineModule):
-    def __init__(self, *args, manual_partition_split=None, **kwargs):
+    def __init__(self, *args, manual_partition_split=(), **kwargs):
         self.manual_partition_split = manual_partition_split
         super().__init__(*args, **kwargs)
 
@@ -32,20 +34,20 @@ class ManualPipelineModule(PipelineModule):
 
 
 class Entry(nn.Linear):
-    def forward(self, inputs):
-        latents_BTD, time_B = inputs
+    def forward(self, input) -> Any:
+        latents_BTD, time_B = input
         return super().forward(latents_BTD) + time_B[:, None, None], time_B
 
 
 class Block(nn.Linear):
-    def forward(self, inputs):
-        hidden_BTD, time_B = inputs
+    def forward(self, input) -> Any:
+        hidden_BTD, time_B = input
         return hidden_BTD + torch.tanh(super().forward(hidden_BTD)) * time_B[:, None, None], time_B
 
 
 class Exit(nn.Linear):
-    def forward(self, inputs):
-        return super().forward(inputs[0])
+    def forward(self, input) -> Any:
+        return super().forward(input[0])
 
 
 def loss_fn(output_BTD, label):
@@ -81,7 +83,7 @@ def main(config, splits, reentrant):
         dynamic_shape=True,
         activation_checkpoint_interval=1,
         checkpointable_layers=["Block"],
-        activation_checkpoint_func=partial(torch.utils.checkpoint.checkpoint, use_reentrant=reentrant),
+        activation_checkpoint_func=partial(checkpoint, use_reentrant=reentrant),
     )
     parameters = [p for p in model.parameters() if p.requires_grad]
     engine, _, _, _ = initialize(model=model, config=config)
@@ -119,7 +121,7 @@ def main(config, splits, reentrant):
     own = {}
     if engine.grid.get_data_parallel_rank() == 0:
         own = {name: p.detach().clone() for name, p in model.named_parameters()}
-    saved = [None] * dist.get_world_size()
+    saved: list = [None] * dist.get_world_size()
     dist.all_gather_object(saved, own)
     merged = {name: p for part in saved for name, p in part.items()}
     return {

@@ -4,6 +4,7 @@ Masks travel between the stages. Checkpoints have a tag and a client state.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +26,8 @@ class EmbeddingPipe(nn.Embedding):
     def word_embeddings_weight(self):
         return self.weight
 
-    def forward(self, args):
-        tokens_BT, positions_BT, mask_TT = args
+    def forward(self, input) -> Any:
+        tokens_BT, positions_BT, mask_TT = input
         return super().forward(tokens_BT) + positions_BT[..., None] / VOCABULARY, mask_TT
 
 

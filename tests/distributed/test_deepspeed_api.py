@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -37,7 +40,7 @@ BATCH = {
 STEPS = 3
 
 
-def micro_batch(step: int, number: int) -> tuple[Tensor, Tensor]:
+def numbers(step: int, number: int) -> tuple[Tensor, Tensor]:
     x = torch.sin(torch.arange(8.0).view(2, 4) * (10 * step + number + 1))
     return x, x.square()
 
@@ -48,8 +51,8 @@ class Steps:
     def __init__(self) -> None:
         self.step = 0
 
-    def get(self, number: int) -> tuple[Tensor, Tensor]:
-        return micro_batch(self.step, number)
+    def get(self, micro_batch: int) -> tuple[Tensor, Tensor]:
+        return numbers(self.step, micro_batch)
 
     def advance(self, micro_batches: int) -> None:
         self.step += 1
@@ -74,7 +77,7 @@ def plain_losses(optimizer_of: Callable[[Any], torch.optim.Optimizer]) -> list[f
     for step in range(STEPS):
         optimizer.zero_grad()
         total = torch.stack(
-            [nn.functional.mse_loss(model(x), y) for x, y in (micro_batch(step, n) for n in range(8))]
+            [nn.functional.mse_loss(model(x), y) for x, y in (numbers(step, n) for n in range(8))]
         )
         total.mean().backward()
         losses.append(total.mean().item())
@@ -244,8 +247,8 @@ def evaluations(rank: int, schedule: str) -> list[Any]:
 def test_evaluation_without_a_loss(ranks4: RankPool, schedule: str) -> None:
     model = chain()
     with torch.no_grad():
-        outputs = [model(micro_batch(0, number)[0]) for number in range(8)]
-        losses = [float(nn.functional.mse_loss(outputs[n], micro_batch(0, n)[1])) for n in range(8)]
+        outputs = [model(numbers(0, number)[0]) for number in range(8)]
+        losses = [float(nn.functional.mse_loss(outputs[n], numbers(0, n)[1])) for n in range(8)]
     parts: list[Tensor] = []
     own_losses: list[float] = []
     for mean, several, of_each, loss, *errors in ranks4.run(evaluations, schedule):
@@ -366,3 +369,40 @@ def test_reentrant_recomputation(ranks2: RankPool, schedule: str, function: Any)
     for losses, _ in found:
         assert losses == pytest.approx(expected, rel=1e-5)
     assert found[0][1].startswith("activation_checkpoint_func: ")
+
+
+# --- layer files of the module, and data of several ranks ---
+
+
+def save_and_load(rank: int, folder: str) -> tuple[list[str], bool]:
+    engine = engine_of(schedule="bitpipe")
+    engine.train_batch(Steps())
+    engine.module.save_state_dict(folder, engine.checkpoint_engine)
+    torch.distributed.barrier()
+    loss = float(engine.eval_batch(Steps()))
+    other = engine_of(schedule="zb_v")
+    assert float(other.eval_batch(Steps())) != pytest.approx(loss, rel=1e-3)
+    other.module.load_state_dir(folder, other.checkpoint_engine)
+    return sorted(os.listdir(folder)), float(other.eval_batch(Steps())) == pytest.approx(loss, rel=1e-6)
+
+
+def test_layer_files_hold_every_stage(ranks4: RankPool, tmp_path: Path) -> None:
+    for files, equal in ranks4.run(save_and_load, str(tmp_path)):
+        assert len(files) == 8 and equal
+
+
+def warnings_of(rank: int, shared: bool) -> list[tuple[int, int]]:
+    engine = engine_of(schedule="bitpipe")
+    first = 0 if shared else 4 * engine.grid.get_data_parallel_rank()
+    found: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            logging.getLogger("ds_ext.engine.batches"), "warning", lambda *values: found.append(values[1:])
+        )
+        engine.train_batch(iter([numbers(0, first + number) for number in range(4)]))
+    return found
+
+
+def test_ranks_that_read_the_same_samples(ranks4: RankPool) -> None:
+    assert ranks4.run(warnings_of, False) == [[], [], [], []]
+    assert ranks4.run(warnings_of, True) == [[(0, 1)], [], [], []]

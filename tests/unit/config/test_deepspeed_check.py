@@ -145,6 +145,12 @@ def test_keys_that_zero_has_lost(key: str) -> None:
     assert f"'zero_optimization.{key}'" in str(refusal({"zero_optimization": {key: 1}}))
 
 
+@pytest.mark.parametrize("key", _REMOVED_TOP_LEVEL_CONFIG_KEYS)
+def test_keys_that_deepspeed_has_lost(key: str) -> None:
+    agree({key: {"enabled": False}}, False)
+    assert str(refusal({key: {"enabled": False}})).startswith(f"{key}: ")
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [

@@ -69,7 +69,11 @@ def test_arguments_stand_in_for_keys() -> None:
 
 @pytest.mark.parametrize(
     ("argument", "key", "value"),
-    [("num_stages", "pipeline_parallel_size", 2), ("num_stages", "pipeline_parallel_size", "4"), ("x", "schedule", 3)],
+    [
+        ("num_stages", "pipeline_parallel_size", 2),
+        ("num_stages", "pipeline_parallel_size", "4"),
+        ("x", "schedule", 3),
+    ],
 )
 def test_arguments_that_do_not_fit(argument: str, key: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -82,7 +86,11 @@ def test_a_merge_takes_every_key_once() -> None:
     given = job(steps_per_print=5, train_batch_size=8, ds_ext={"transport": "tcp", "schedule": "bitpipe"})
     found = merge(module, given)
     assert found.deepspeed["steps_per_print"] == 5 and found.deepspeed["train_batch_size"] == 8
-    assert (found.ds_ext.schedule, found.ds_ext.transport, found.ds_ext.train) == ("bitpipe", "tcp", {"seed": 1})
+    assert (found.ds_ext.schedule, found.ds_ext.transport, found.ds_ext.train) == (
+        "bitpipe",
+        "tcp",
+        {"seed": 1},
+    )
     assert merge(module, job(steps_per_print=5)).ds_ext == module.ds_ext
     assert merge(module, job(ds_ext={"pipeline_parallel_size": 1})).ds_ext.pipeline_parallel_size == 1
 
