@@ -228,6 +228,36 @@ def test_first_and_last_stages(
     assert found[3][1] == owners_of_rank_3
 
 
+# --- data ---
+
+
+def train_with_batch_fn(rank: int) -> tuple[list[float], str]:
+    """The first tensor-parallel rank reads the data, and ``batch_fn`` sends it to the others, as in gpt-neox."""
+    engine = engine_of(num_stages=None, topology=PipeModelDataParallelTopology(2, 2, 1))
+    group, tensor_rank = engine.grid.get_slice_parallel_group(), engine.grid.get_slice_parallel_rank()
+    missing = refused(engine.train_batch)
+
+    def batch_fn(batch: Any) -> Any:
+        boxes = [batch]
+        torch.distributed.broadcast_object_list(boxes, src=rank - tensor_rank, group=group)
+        return boxes[0]["x"], boxes[0]["y"]
+
+    engine.set_batch_fn(batch_fn)
+    losses = []
+    for step in range(STEPS):
+        pairs = (numbers(step, number) for number in range(8))
+        data = iter([{"x": x, "y": y} for x, y in pairs]) if tensor_rank == 0 else None
+        losses.append(float(engine.train_batch(data)))
+    return losses, missing
+
+
+def test_data_of_one_rank_reaches_the_others_through_batch_fn(ranks4: RankPool) -> None:
+    expected = plain_losses(sgd)
+    for losses, missing in ranks4.run(train_with_batch_fn):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert missing.startswith("data_iter: ")
+
+
 # --- evaluation ---
 
 
