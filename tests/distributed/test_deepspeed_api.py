@@ -235,7 +235,7 @@ def train_with_batch_fn(rank: int) -> tuple[list[float], str]:
     """The first tensor-parallel rank reads the data, and ``batch_fn`` sends it to the others, as in gpt-neox."""
     engine = engine_of(num_stages=None, topology=PipeModelDataParallelTopology(2, 2, 1))
     group, tensor_rank = engine.grid.get_slice_parallel_group(), engine.grid.get_slice_parallel_rank()
-    missing = refused(engine.train_batch)
+    missing = refused(engine_of().train_batch)
 
     def batch_fn(batch: Any) -> Any:
         boxes = [batch]
