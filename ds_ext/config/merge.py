@@ -15,14 +15,10 @@ from .batch_sizes import BATCH_KEYS
 from .job import DsExtConfig, JobConfig, parse_section
 
 _FLAG = "--deepspeed_config"
-# Keys of the section that decide which layers a rank builds.
+# Keys of the section that decide which layers a rank builds, and how.
 _OF_STAGES = (
-    "schedule",
-    "pipeline_parallel_size",
-    "tensor_parallel_size",
-    "schedule_options",
-    "import",
-    "fbd",
+    *("schedule", "schedule_options", "import", "fbd"),
+    *("pipeline_parallel_size", "tensor_parallel_size", "sequence_parallel"),
 )
 
 

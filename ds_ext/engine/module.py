@@ -352,8 +352,15 @@ def _plan(
 ) -> StagePlan:
     """Return the plan of a module's JSON and arguments: a JobPlan if the JSON has a batch size."""
     if isinstance(config, JobPlan):
-        with_arguments(config.job, arguments)  # raises an error if they contradict the plan
+        if with_arguments(config.job, arguments).ds_ext != config.settings:
+            names = ", ".join(dict.fromkeys(name for name, _, value in arguments if value is not None))
+            values = [value for _, _, value in arguments if value is not None]
+            raise ConfigError(f"{names}: the job plan has other values (got {values}). Omit {names}.")
         return config
+    if isinstance(config, int):
+        raise ConfigError(
+            f"config: must be a DeepSpeed JSON or a job plan (got {config}). Pass num_stages={config}."
+        )
     config = command_line_json() if config is None else config
     job = load_config({} if config is None else config)
     if all(value is None for _, key, value in arguments if key == "pipeline_parallel_size"):

@@ -25,8 +25,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_ext
+from ds_ext.config.job import load_config
 from ds_ext.engine import PipelineEngine
 from ds_ext.errors import ConfigError
+from ds_ext.planner.job_plan import make_job_plan
 from tests.ranks import RankPool
 from tests.selection import select
 
@@ -162,6 +164,8 @@ def contradictions(rank: int) -> list[str]:
         return refused(lambda: ds_ext.initialize(model=model, config=given))
 
     four: dict[str, Any] = {"ds_ext": {"pipeline_parallel_size": 4}}
+    plan = make_job_plan(load_config(BATCH | {"ds_ext": {}}), 4)
+    number: Any = 4  # DeepSpeed's second argument is num_stages
     column_major = ProcessTopology(axes=["data", "pipe"], dims=[2, 2])
     return [
         refused(lambda: module(config=four, num_stages=2)),
@@ -174,6 +178,8 @@ def contradictions(rank: int) -> list[str]:
             lambda: module(config=four | {"ds_ext": {"schedule": "zb_v"}}, schedule="bitpipe", num_stages=4)
         ),
         refused(lambda: module()),
+        refused(lambda: module(config=plan, num_stages=4)),
+        refused(lambda: module(config=number)),
         refused(lambda: module(num_stages=4)(torch.zeros(2, 4))),
         initialized(BATCH | {"ds_ext": {"schedule": "bitpipe"}}, num_stages=4),
         initialized(BATCH | {"gradient_clipping": 2.0}, num_stages=4, config={"gradient_clipping": 1.0}),
@@ -186,13 +192,21 @@ def test_both_values_of_a_contradiction(ranks4: RankPool) -> None:
     assert all(other == found for other in others)
     keys = (
         *("num_stages: ", "topology: ", "topology: ", "topology: ", "topology: ", "topology: ", "schedule: "),
-        *("config: ", "PipelineModule: ", "ds_ext.schedule: ", "gradient_clipping: ", "train_batch_size: "),
+        *(
+            "config: ",
+            "num_stages: ",
+            "config: ",
+            "PipelineModule: ",
+            "ds_ext.schedule: ",
+            "gradient_clipping: ",
+            "train_batch_size: ",
+        ),
     )
     for error, key in zip(found, keys, strict=True):
         assert error.startswith(key)
     assert "4" in found[0] and "2" in found[0]
-    assert "'1f1b'" in found[9] and "'bitpipe'" in found[9]
-    assert "1.0" in found[10] and "2.0" in found[10]
+    assert "'1f1b'" in found[11] and "'bitpipe'" in found[11]
+    assert "1.0" in found[12] and "2.0" in found[12]
 
 
 # --- position in the pipeline ---
