@@ -8,12 +8,19 @@ if not torch.accelerator.is_available():
     # DeepSpeed would choose the same accelerator, with a warning in every process.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+import deepspeed.ops
+from deepspeed.accelerator import get_accelerator
+
 from ..config.deepspeed_check import check_deepspeed
 from .batches import MicroBatches
 from .engine import PipelineEngine
 from .grid import FoldedTopology, on_hosts
 from .initialize import check_precision, init_distributed, initialize, weight_decay_groups
 from .module import PipelineModule
+
+if get_accelerator().device_name() == "cpu":
+    # Otherwise init_distributed() spends 30 s compiling an op that only DeepSpeed's inference engine uses.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 __all__ = [
     "FoldedTopology",

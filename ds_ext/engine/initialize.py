@@ -10,7 +10,6 @@ from datetime import timedelta
 from typing import Any
 
 import deepspeed
-import deepspeed.ops
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
@@ -80,11 +79,8 @@ def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> No
         ConfigError: ranks differ, a rank failed, or the port is in use.
         TransportError: a rank did not join in time.
     """
-    if get_accelerator().device_name() == "cpu":
-        # Otherwise DeepSpeed spends 30 s compiling an op that only its inference engine uses.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(threads_of_rank())
+    if get_accelerator().device_name() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads_of_rank())
     if not dist.is_initialized():
         try:
             # Rank 0 may serve the store. Keep the roll call until the process group shares the store.

@@ -15,7 +15,7 @@ from ds_ext.errors import ConfigError
 from ds_ext.pipe_schedules.costs import read_costs
 from ds_ext.pipe_schedules.draw.grid import time_grid
 from ds_ext.pipe_schedules.simulate import simulate
-from ds_ext.planner.job_plan import JobPlan, make_job_plan
+from ds_ext.planner.job_plan import JobPlan, make_job_plan, make_stage_plan
 from ds_ext.training.plan_text import describe
 
 JSON: dict[str, Any] = {
@@ -52,6 +52,19 @@ def test_sizes_follow_from_the_world() -> None:
     assert (two.layout.world_size, two.sizes.micro_batches, two.sizes.train_batch_size) == (8, 8, 48)
     assert two.layout.data_parallel_size == 2
     assert one.timetable.micro_batches == 8
+
+
+def test_the_batch_sizes_may_come_later() -> None:
+    early = make_stage_plan(load_config({"ds_ext": JSON["ds_ext"]}), 8)
+    complete = early.complete(load_config(JSON))
+    assert (early.layout, early.schedule.name) == (complete.layout, "bitpipe")
+    assert complete.program == plan(8).program and complete.sizes.train_batch_size == 48
+    same = complete.complete(load_config(JSON | {"train_batch_size": 48, "steps_per_print": 1}))
+    assert same.program is complete.program and same.job.deepspeed["steps_per_print"] == 1
+    other = complete.complete(load_config(JSON | {"gradient_accumulation_steps": 2}))
+    assert other.timetable.micro_batches == 4 and isinstance(other, JobPlan)
+    with pytest.raises(ConfigError, match="train_batch_size"):
+        early.complete(early.job)
 
 
 @pytest.mark.parametrize(
