@@ -1,6 +1,7 @@
 """Pipeline schedules for DeepSpeed: BitPipe, dynamic pipelines and forward/backward disaggregation.
 
-torch and DeepSpeed are imported on first use of `initialize`, `init_distributed` or `PipelineModule`.
+torch and DeepSpeed are imported on first use of `initialize`, `init_distributed`, `PipelineModule`,
+`from_transformers` or `save_adapter`.
 """
 
 from __future__ import annotations
@@ -8,10 +9,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ds_ext.decoders import from_transformers, save_adapter
     from ds_ext.engine import PipelineModule, init_distributed, initialize
 
 __version__ = "0.1.0"
-__all__ = ["PipelineModule", "__version__", "init_distributed", "initialize"]
+__all__ = [
+    "PipelineModule",
+    "__version__",
+    "from_transformers",
+    "init_distributed",
+    "initialize",
+    "save_adapter",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,4 +28,8 @@ def __getattr__(name: str) -> Any:
         from ds_ext import engine
 
         return getattr(engine, name)
+    if name in ("from_transformers", "save_adapter"):
+        from ds_ext import decoders
+
+        return getattr(decoders, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

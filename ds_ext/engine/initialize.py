@@ -265,13 +265,21 @@ def _require_optimizer_for_zero(config: Mapping[str, Any]) -> None:
 
 
 def _require_parameters(model: PipelineModule) -> None:
-    """Raise ConfigError on all ranks if one has no trainable parameter; DeepSpeed would raise it only on that rank."""
-    trained = [stage for stage in model.stages if model.stage_parameters(stage)]
-    empty = [rank for rank, count in enumerate(together(lambda: len(trained))) if count == 0]
+    """Raise ConfigError on all ranks if no rank trains a parameter, or if layers were frozen after the module was built.
+
+    A rank whose layers are frozen when the module is built has a placeholder, because optimizers need a parameter.
+    """
+    trains = any(model.stage_parameters(stage) for stage in model.stages)
+    facts = together(lambda: (trains, trains or model.placeholder is not None))
+    if not any(trains for trains, _ in facts):
+        raise ConfigError(
+            "layers: the model has no trainable parameter (got 0). Set requires_grad on some of them."
+        )
+    empty = [rank for rank, (_, has_parameter) in enumerate(facts) if not has_parameter]
     if empty:
         raise ConfigError(
-            f"partition_method: every rank needs a trainable parameter (got none on rank{'s' * (len(empty) > 1)} "
-            f"{', '.join(map(str, empty))}). Use different boundaries, or fewer stages."
+            f"layers: all parameters of rank{'s' * (len(empty) > 1)} {', '.join(map(str, empty))} were frozen after "
+            f"PipelineModule was built. Freeze them in the layers' constructors, or in the modules of the layer list."
         )
 
 

@@ -152,6 +152,10 @@ class PipelineModule(DeepSpeedPipelineModule):
         self.mpu().ds_model_rank = coordinate.pipe * self.mpu().model_parallel_size + getattr(
             coordinate, "model", 0
         )
+        self.placeholder: torch.nn.Parameter | None = None
+        if not any(parameter.requires_grad for parameter in self.parameters()):
+            # Optimizers need a parameter. This one has no gradient, and is in no stage and no checkpoint.
+            self.placeholder = torch.nn.Parameter(torch.zeros(1))
 
     @property
     def plan(self) -> JobPlan:
@@ -213,6 +217,12 @@ class PipelineModule(DeepSpeedPipelineModule):
                 f"partition_method: stage {empty[0]} of {stages} has no layers (got {self.parts}). Use uniform, or "
                 f"fewer stages."
             )
+
+    def _count_layer_params(self) -> list[int]:
+        """Return the parameters of each layer. DeepSpeed would build every LayerSpec on every rank to count them."""
+        counts = [getattr(spec, "num_parameters", None) for spec in self._layer_specs]
+        known = [count for count in counts if count is not None]
+        return known if len(known) == len(counts) else super()._count_layer_params()
 
     def _build(self) -> None:
         self._check_parts()

@@ -72,7 +72,8 @@ class Buffer:
             outputs = [t for t in self.outputs if _differentiable(t)]
             pairs = zip(outputs, self.grads, strict=True)
             roots = [(output, grad) for output, grad in pairs if output.requires_grad]
-        backward([output for output, _ in roots], [grad for _, grad in roots])
+        if roots:  # none if all layers up to here are frozen
+            backward([output for output, _ in roots], [grad for _, grad in roots])
         self.outputs = self.grads = self.loss = None
 
 

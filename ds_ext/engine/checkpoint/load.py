@@ -132,7 +132,8 @@ def _check_fit(
         )
     for name, local in parameters.items():
         if name not in saved:
-            if strict:
+            # A checkpoint with exclude_frozen_parameters has no frozen parameters: they keep their values.
+            if strict and (local.parameter.requires_grad or job.get("with_frozen", True)):
                 raise CheckpointError(
                     f"{checkpoint}: does not contain the model's parameter {name}. Use the model sizes and layers "
                     f"of that run."

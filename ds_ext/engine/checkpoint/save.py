@@ -158,7 +158,8 @@ def _write_part(
         }
         for name, local in parameters.items()
     }
-    return {"files": files, "fragments": fragments, "parameters": described, "job": describe_job(engine)}
+    job = {**describe_job(engine), "with_frozen": with_frozen}
+    return {"files": files, "fragments": fragments, "parameters": described, "job": job}
 
 
 def _write_layers(

@@ -1,0 +1,226 @@
+"""Pipeline layers of a transformers decoder: embedding, positions, decoder layers, final norm, head.
+
+Every layer runs code of the model itself. Positions, FinalNorm and Head call the model's own forward on a skeleton that
+has only the weights of that part. Recorders stand in for the decoder layers. Masks and rotary embeddings are computed
+once per micro-batch, in Positions. They travel to the decoder layers with the hidden states, as a tuple of tensors; an
+absent mask travels as an empty tensor.
+
+B: batch, S: sequence, D: hidden size, V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..tensor_parallel import linear
+from .cut import Cut, Recorder
+from .lora import Adapters
+from .weights import Source
+
+
+class Embedding(nn.Module):
+    """Word embedding: ids_BS, or (ids_BS, mask_BS), to (embeds_BSD,) or (embeds_BSD, mask_BS)."""
+
+    def __init__(self, source: Source, cut: Cut, adapters: Adapters | None) -> None:
+        super().__init__()
+        self.module = source.submodule(cut.embedding)
+        if adapters is not None:
+            self.requires_grad_(False)
+
+    def forward(self, inputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+        ids_BS, *mask = (inputs,) if isinstance(inputs, Tensor) else inputs
+        return self.module(ids_BS), *mask
+
+
+def embed(layer: Embedding, inputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Run a tied embedding."""
+    return layer(inputs)
+
+
+class _Part(nn.Module):
+    """Skeleton of the model with the weights of some modules, whose decoder layers are replaced by a recorder."""
+
+    def __init__(self, source: Source, cut: Cut, paths: Sequence[str], adapters: Adapters | None) -> None:
+        super().__init__()
+        self.cut = cut
+        skeleton = source.skeleton()
+        for path in paths:
+            skeleton.set_submodule(path, source.submodule(path))
+        self._dropped = _drop_weights(skeleton, [skeleton.get_submodule(path) for path in paths])
+        if adapters is not None:
+            skeleton.requires_grad_(False)
+        self.skeleton = skeleton
+        layers = skeleton.get_submodule(cut.layers)
+        for module in layers.modules():
+            module._buffers = dict.fromkeys(module._buffers)
+        self._recorder = Recorder(layers, self._output)
+
+    @property
+    def backbone(self) -> Any:
+        return self.skeleton.get_submodule(self.cut.backbone)
+
+    def _output(self, index: int, record: tuple[Any, ...]) -> Any:
+        raise NotImplementedError
+
+
+class _AllRecorded(Exception):
+    """The forward has reached the last decoder layer."""
+
+
+class Positions(_Part):
+    """Everything between the word embedding and the first decoder layer: positions, masks, rotary embeddings.
+
+    Returns (hidden_BSD, *shared), where the shared tensors are the slots of the cut.
+    """
+
+    def __init__(self, source: Source, cut: Cut, adapters: Adapters | None) -> None:
+        super().__init__(source, cut, cut.before, adapters)
+
+    def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        embeds_BSD, *mask = inputs
+        self._recorder.records = []
+        try:
+            self.backbone(inputs_embeds=embeds_BSD, attention_mask=mask[0] if mask else None, use_cache=False)
+        except _AllRecorded:
+            pass
+        records, self._recorder.records = self._recorder.records, []
+        hidden_BSD = self.cut.hidden(records[0])
+        shared = self.cut.shared_tensors(records)
+        return hidden_BSD, *(hidden_BSD.new_empty(0, dtype=torch.bool) if t is None else t for t in shared)
+
+    def _output(self, index: int, record: tuple[Any, ...]) -> Any:
+        if index == len(self.cut.calls) - 1:
+            raise _AllRecorded
+        return self.cut.returned(self.cut.hidden(record))
+
+
+class DecoderLayer(nn.Module):
+    """One decoder layer: (hidden_BSD, *shared) to the same with new hidden states.
+
+    Args:
+        source, cut: model.
+        index: index of the decoder layer.
+        adapters: adapters to insert; None: all weights are trained.
+    """
+
+    def __init__(self, source: Source, cut: Cut, index: int, adapters: Adapters | None) -> None:
+        super().__init__()
+        self.cut, self.call, self.path = cut, cut.calls[index], f"{cut.layers}.{index}"
+        self.module = source.submodule(self.path)
+        if adapters is not None:
+            adapters.insert(source, cut, index, self.module)
+
+    def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        hidden_BSD, *shared = inputs
+        # Messages make every floating-point tensor a leaf with a gradient. Masks and angles need none.
+        shared = [
+            t if trained else t.detach() for t, trained in zip(shared, self.cut.differentiable, strict=True)
+        ]
+        args, kwargs = self.call.arguments(hidden_BSD, [t if t.numel() else None for t in shared])
+        output = self.module(*args, **kwargs)
+        return (output[0] if self.cut.in_tuple else output), *shared
+
+
+class FinalNorm(_Part):
+    """Everything in the backbone after the last decoder layer: (hidden_BSD, *shared) to hidden_BSD."""
+
+    def __init__(self, source: Source, cut: Cut, adapters: Adapters | None) -> None:
+        super().__init__(source, cut, cut.after, adapters)
+        self._hidden: Tensor | None = None
+        self._nan: Tensor | None = None
+
+    def forward(self, inputs: Sequence[Tensor]) -> Tensor:
+        self._hidden = hidden_BSD = inputs[0]
+        # The parts before the decoder layers run too, on NaN: nothing of them can reach the result unnoticed.
+        if self._nan is None or (self._nan.device, self._nan.dtype) != (hidden_BSD.device, hidden_BSD.dtype):
+            self._nan = hidden_BSD.new_full((), float("nan"))
+            for module, key, shape in self._dropped:
+                module.__dict__[key] = self._nan.expand(
+                    shape
+                )  # not registered: it is no weight, and takes no memory
+        embeds_BSD = self._nan.expand(*hidden_BSD.shape[:2], self.cut.width)
+        try:
+            return self.backbone(inputs_embeds=embeds_BSD, use_cache=False).last_hidden_state
+        finally:
+            self._hidden, self._recorder.records = None, []
+
+    def _output(self, index: int, record: tuple[Any, ...]) -> Any:
+        assert self._hidden is not None
+        return self.cut.returned(self._hidden)
+
+
+class Head(_Part):
+    """Output projection, with what the model does to the logits: hidden_BSD to logits_BSV."""
+
+    def __init__(self, source: Source, cut: Cut, adapters: Adapters | None) -> None:
+        super().__init__(source, cut, () if cut.tied else (cut.head,), adapters)
+        self._hidden: Tensor | None = None
+        self.backbone.forward = lambda *args, **kwargs: Outputs(self._hidden)
+
+    def forward(self, hidden_BSD: Tensor) -> Tensor:
+        return self._run(hidden_BSD).logits
+
+    def project_with(self, weight: Tensor, forward: Callable[[Tensor], Tensor]) -> None:
+        """Set the output projection of a head without weights."""
+        projection: Any = self.skeleton.get_submodule(self.cut.head)
+        projection.__dict__["weight"] = weight  # not registered: the embedding trains it
+        projection.forward = forward
+
+    def with_loss(self, hidden_BSD: Tensor, labels_BS: Tensor) -> Tensor:
+        """Return the loss that the model's own forward computes."""
+        return self._run(hidden_BSD, labels=labels_BS).loss
+
+    def _run(self, hidden_BSD: Tensor, **kwargs: Any) -> Any:
+        self._hidden = hidden_BSD
+        try:
+            return self.skeleton(use_cache=False, **kwargs)
+        finally:
+            self._hidden = None
+
+
+class TiedHead:
+    """Head whose weight is that of the word embedding: ``forward_fn`` of a TiedLayerSpec."""
+
+    def __init__(self, source: Source, cut: Cut) -> None:
+        self._source, self._cut = source, cut
+        self._head: Head | None = None
+
+    def __call__(self, embedding: Embedding, hidden_BSD: Tensor) -> Tensor:
+        if self._head is None:
+            self._head = Head(self._source, self._cut, None)
+        weight = embedding.module.weight
+        self._head.project_with(weight, lambda x_BSD: linear(x_BSD, weight))
+        return self._head(hidden_BSD)
+
+
+class Outputs:
+    """Outputs of a backbone: the last hidden states. Everything else is None."""
+
+    def __init__(self, hidden_BSD: Tensor | None) -> None:
+        self.last_hidden_state = hidden_BSD
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
+def _drop_weights(
+    model: nn.Module, except_in: Sequence[nn.Module]
+) -> list[tuple[nn.Module, str, torch.Size]]:
+    """Remove the parameters of ``model`` except those of some modules. Returns (module, name, shape) of each."""
+    kept = {id(module) for part in except_in for module in part.modules()}
+    dropped = []
+    for module in model.modules():
+        if id(module) not in kept:
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[key] = None
+                    dropped.append((module, key, parameter.shape))
+    return dropped

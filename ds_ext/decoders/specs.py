@@ -1,0 +1,136 @@
+"""``ds_ext.from_transformers``: any decoder of transformers as layers for a PipelineModule."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from .cut import Cut, find_cut
+from .layers import DecoderLayer, Embedding, FinalNorm, Head, Positions, TiedHead, embed
+from .lora import Adapters
+from .weights import Source, source_of
+
+logger = logging.getLogger(__name__)
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+_TIE = "embedding"
+
+
+def from_transformers(
+    model_or_folder: nn.Module | str | Path, *, lora: Any = None, dtype: torch.dtype | None = None
+) -> tuple[list[LayerSpec], Loss]:
+    """Cut a causal language model of transformers into layers for :class:`ds_ext.PipelineModule`.
+
+    The list has the word embedding, the positions, every decoder layer, the final norm and the head. From a folder,
+    a rank reads only the weights of its stages, when they are built. The layers of a model in memory are used as they
+    are.
+
+    Args:
+        model_or_folder: a transformers model, plain or wrapped by peft; or a folder with ``config.json`` and
+            safetensors files.
+        lora: ``peft.LoraConfig``: freeze all weights and train adapters in the decoder layers; None: train everything,
+            or what a model in memory trains.
+        dtype: dtype of the weights from a folder; None: as in the folder.
+
+    Returns:
+        ``(layers, loss_fn)``. The inputs of a micro-batch are ``ids_BS`` or ``(ids_BS, mask_BS)``, with a mask of 0 for
+        padding, and its labels are ``labels_BS``. The loss is the model's: it shifts the labels, ignores -100, and
+        averages over the tokens of the micro-batch.
+
+    Raises:
+        ConfigError: the model cannot be cut, the folder is incomplete, or a package is missing.
+    """
+    source = source_of(model_or_folder, dtype)
+    cut = find_cut(source)
+    adapters = None if lora is None else Adapters(lora, source, cut)
+    loss_fn = _loss_of(source)
+    _check_loss(source, cut, loss_fn)
+    _warn_of_dropout(source)
+    sizes = _sizes(source, cut)
+    arguments = (source, cut, adapters)
+    if cut.tied:
+        tie = {"tied_weight_attr": ["module.weight"]}
+        first = TiedLayerSpec(_TIE, Embedding, *arguments, forward_fn=embed, **tie)
+        last = TiedLayerSpec(_TIE, Embedding, *arguments, forward_fn=TiedHead(source, cut), **tie)
+    else:
+        first, last = LayerSpec(Embedding, *arguments), LayerSpec(Head, *arguments)
+    layers = [
+        first,
+        LayerSpec(Positions, *arguments),
+        *(LayerSpec(DecoderLayer, source, cut, index, adapters) for index in range(len(cut.calls))),
+        LayerSpec(FinalNorm, *arguments),
+        last,
+    ]
+    for layer, size in zip(layers, sizes, strict=True):
+        layer.num_parameters = (
+            size  # PipelineModule divides the layers by it, and builds none of them for this
+        )
+    return layers, loss_fn
+
+
+def _loss_of(source: Source) -> Loss:
+    """Return the loss function of the model, on logits_BSV and labels_BS."""
+    function, vocab_size = source.loss_function, source.config.get_text_config().vocab_size
+
+    def loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+        return function(logits=logits_BSV, labels=labels_BS, vocab_size=vocab_size)
+
+    return loss
+
+
+def _check_loss(source: Source, cut: Cut, loss_fn: Loss) -> None:
+    """Raise ConfigError if the model's own forward computes another loss from random logits."""
+    head = Head(source, dataclasses.replace(cut, tied=True), None)
+    vocab_size = source.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    logits_BSV = torch.randn(1, 6, vocab_size, generator=generator)
+    labels_BS = torch.randint(vocab_size, (1, 6), generator=generator)
+    labels_BS[0, 2] = -100
+    head.project_with(torch.ones(()).expand(vocab_size, cut.width), lambda x_BSD: logits_BSV)
+    with torch.no_grad():
+        own = head.with_loss(torch.zeros(1, 6, cut.width), labels_BS)
+        ours = loss_fn(head(torch.zeros(1, 6, cut.width)), labels_BS)
+    if not math.isclose(float(own), float(ours), rel_tol=1e-5):
+        raise ConfigError(
+            f"{type(source.config).__name__}: cannot be cut, because its forward adds to the loss of the logits "
+            f"(got {float(own):.6g}, and {float(ours):.6g} without). Set the extra loss to 0 in the config."
+        )
+
+
+def _warn_of_dropout(source: Source) -> None:
+    values = {key: value for key, value in source.config.to_dict().items() if _is_dropout(key) and value}
+    if values:
+        logger.warning(
+            "%s: dropout is active in training, and its masks depend on the schedule and the sizes (%s). Set it to 0 in "
+            "the config for reproducible losses.",
+            type(source.config).__name__,
+            ", ".join(f"{key} {value}" for key, value in values.items()),
+        )
+
+
+def _is_dropout(key: str) -> bool:
+    unused = ("summary", "classifier", "classification")
+    noise = key.endswith(("dropout", "pdrop", "dropout_prob", "jitter_noise"))
+    return noise and not key.startswith(unused)
+
+
+def _sizes(source: Source, cut: Cut) -> list[int]:
+    """Return the number of parameters of every pipeline layer, frozen ones included."""
+    model = source.skeleton()
+
+    def size(*paths: str) -> int:
+        return sum(
+            parameter.numel() for path in paths for parameter in model.get_submodule(path).parameters()
+        )
+
+    layers = [size(f"{cut.layers}.{index}") for index in range(len(cut.calls))]
+    return [size(cut.embedding), size(*cut.before), *layers, size(*cut.after), size(cut.head)]

@@ -1,0 +1,131 @@
+"""Small random decoders of transformers, as folders, and their training in one plain process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers: Any = pytest.importorskip("transformers")
+
+WORDS, LENGTH, LAYERS = 67, 10, 4
+SIZES: dict[str, Any] = {
+    "vocab_size": WORDS,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+HEADS_OF_8 = {**GROUPED, "head_dim": 8}
+ALTERNATING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
+OLD_NAMES: dict[str, Any] = {
+    "vocab_size": WORDS,
+    "n_embd": 32,
+    "n_layer": LAYERS,
+    "n_head": 4,
+    "n_positions": 32,
+}
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
+NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+FALCON = {k: v for k, v in SIZES.items() if k not in ("intermediate_size", "max_position_embeddings")}
+
+# Name of the configuration -> (its values, what is special about the architecture).
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama": GROUPED,
+    "GPT2": {**OLD_NAMES, **TOKENS, **NO_DROPOUT},
+    "OPT": {
+        **{k: v for k, v in SIZES.items() if k != "intermediate_size"},
+        **{"ffn_dim": 48, "word_embed_proj_dim": 16, "dropout": 0.0},
+    },
+    "GPTNeoX": SIZES,
+    "Phi": SIZES,
+    "Falcon": FALCON,
+    "Gemma2": {**HEADS_OF_8, "sliding_window": 4, "query_pre_attn_scalar": 8},
+    "Gemma3Text": {**HEADS_OF_8, **ALTERNATING, "query_pre_attn_scalar": 8},
+    "Cohere": GROUPED,
+    "Mixtral": {**GROUPED, "num_local_experts": 4},
+    "Starcoder2": {**GROUPED, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "Olmo2": GROUPED,
+    "StableLm": GROUPED,
+    "Glm": HEADS_OF_8,
+    "Bloom": {
+        **{"vocab_size": WORDS, "hidden_size": 32, "n_layer": LAYERS, "n_head": 4},
+        **{"hidden_dropout": 0.0, "attention_dropout": 0.0, **TOKENS},
+    },
+    "Granite": {**GROUPED, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
+    "GPTJ": {**OLD_NAMES, **TOKENS, **NO_DROPOUT, "rotary_dim": 4},
+    "Qwen2Moe": {
+        **{**GROUPED, "num_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    },
+}
+
+
+def random_decoder(name: str, **changes: Any) -> Any:
+    """Return a causal language model with random weights, none of which is zero or one."""
+    config = getattr(transformers, f"{name}Config")(**{**MODELS[name], **changes})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def save_decoder(name: str, folder: Path, **changes: Any) -> str:
+    """Write a random decoder as several safetensors files. Returns the path."""
+    random_decoder(name, **changes).save_pretrained(folder, max_shard_size="40KB")
+    return str(folder)
+
+
+def micro_batch(step: int, number: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Return ((ids_BS, mask_BS), labels_BS). Odd micro-batches have padding, so that their masks are tensors."""
+    generator = torch.Generator().manual_seed(100 * step + number)
+    ids_BS = torch.randint(3, WORDS, (2, LENGTH), generator=generator)
+    mask_BS = torch.ones_like(ids_BS)
+    if number % 2:
+        mask_BS[0, -3:] = 0
+    return (ids_BS, mask_BS), ids_BS.masked_fill(mask_BS == 0, -100)
+
+
+def mean_loss(model: Callable[..., Any], step: int, micro_batches: int, backward: bool = True) -> float:
+    """Return the mean of the losses that the model's own forward computes; gradients accumulate in the model."""
+    total = 0.0
+    for number in range(micro_batches):
+        (ids_BS, mask_BS), labels_BS = micro_batch(step, number)
+        loss = model(input_ids=ids_BS, attention_mask=mask_BS, labels=labels_BS).loss / micro_batches
+        if backward:
+            loss.backward()
+        total += loss.item()
+    return total
+
+
+def config_of(schedule: str, pp: int, micro_batches: int, **sections: Any) -> dict[str, Any]:
+    """Return the JSON of a job with ``micro_batches`` per pipeline group, replicas included."""
+    replicas = 2 if schedule.startswith(("bitpipe", "chimera")) else 1
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": micro_batches // replicas,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 10**9,
+        **sections,
+        "ds_ext": {"schedule": schedule, "pipeline_parallel_size": pp},
+    }
+
+
+def own_name(cut: Any, index: int, name: str) -> str:
+    """Return the name of a parameter in the transformers model, from its pipeline layer and its name there."""
+    if index == 0:
+        return name.replace("module", cut.embedding, 1)
+    if 2 <= index < 2 + len(cut.calls):
+        return name.replace("module", f"{cut.layers}.{index - 2}", 1)
+    return name.removeprefix("skeleton.")

@@ -1,0 +1,84 @@
+"""Decoders cut by from_transformers train to the model's own losses and gradients."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ds_ext
+from ds_ext.engine.checkpoint.states import parameters_of
+from tests.decoder_models import (
+    MODELS,
+    config_of,
+    mean_loss,
+    micro_batch,
+    own_name,
+    random_decoder,
+    save_decoder,
+)
+from tests.distributed.test_own_layers import Batches
+from tests.ranks import Ranks
+from tests.reference import assert_close_gradients
+from tests.selection import EVERYTHING
+
+MICRO_BATCHES, LR = 8, 0.1
+LAYOUTS = [("1f1b", 2), ("bitpipe_zb", 2), ("1f1b", 4), ("bitpipe_zb", 4)]
+Result = tuple[float, float | None, dict[str, Tensor]]
+
+
+@cache
+def in_one_process(name: str) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss and the gradients of the model's own forward."""
+    model = random_decoder(name).train()
+    loss = mean_loss(model, 0, MICRO_BATCHES)
+    return loss, {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+
+def train(rank: int, folders: dict[str, str], schedule: str, pp: int) -> dict[str, Result]:
+    """Return (loss, deferred share, gradients of this rank by the model's names) of one step of each decoder."""
+    return {name: train_one(folder, schedule, pp) for name, folder in folders.items()}
+
+
+def train_one(folder: str, schedule: str, pp: int) -> Result:
+    layers, loss_fn = ds_ext.from_transformers(folder)
+    config = config_of(schedule, pp, MICRO_BATCHES)
+    method = "parameters" if pp == 2 else "uniform"
+    module = ds_ext.PipelineModule(layers, config, loss_fn=loss_fn, partition_method=method)
+    optimizer = torch.optim.SGD(module.parameters(), lr=LR)
+    engine, *_ = ds_ext.initialize(model=module, optimizer=optimizer, config=config)
+    found: dict[str, Tensor] = {}
+    cut = layers[1].module_args[1]
+
+    def keep_gradients(*_: Any) -> None:
+        for local in parameters_of(module, 1).values():
+            if local.parameter.grad is not None:
+                found[own_name(cut, local.layer, local.key)] = local.parameter.grad.clone()
+
+    optimizer.register_step_pre_hook(keep_gradients)
+    loss = float(engine.train_batch(Batches(micro_batch)))
+    engine.transport.close()
+    return loss, engine.deferred_share, found
+
+
+@pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=[f"{s}-pp{pp}" for s, pp in LAYOUTS])
+def test_losses_and_gradients_are_the_models_own(ranks: Ranks, number: int, tmp_path: Path) -> None:
+    schedule, pp = LAYOUTS[number]
+    names = list(MODELS) if EVERYTHING else list(MODELS)[number :: len(LAYOUTS)]
+    folders = {name: save_decoder(name, tmp_path / name) for name in names}
+    by_rank = ranks(pp).run(train, folders, schedule, pp, timeout_s=60.0 + 15 * len(names))
+    for name in names:
+        expected_loss, expected = in_one_process(name)
+        found: dict[str, Tensor] = {}
+        for results in by_rank:
+            loss, share, gradients = results[name]
+            assert loss == pytest.approx(expected_loss, rel=1e-5), name
+            assert (share is not None) == (schedule == "bitpipe_zb")
+            for key, gradient in gradients.items():
+                assert_close_gradients(gradient, expected[key], f"{name} {key}")
+            found |= gradients
+        assert found.keys() == expected.keys(), name
