@@ -154,7 +154,7 @@ class PipelineModule(DeepSpeedPipelineModule):
         )
         self.placeholder: torch.nn.Parameter | None = None
         if not any(parameter.requires_grad for parameter in self.parameters()):
-            # Optimizers need a parameter. This one has no gradient, and is in no stage and no checkpoint.
+            # Optimizers need a parameter. The gradient of this one is zero. It is in no stage and no checkpoint.
             self.placeholder = torch.nn.Parameter(torch.zeros(1))
 
     @property

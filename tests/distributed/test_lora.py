@@ -1,0 +1,186 @@
+"""LoRA in decoders from transformers, and stages without trained parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ds_ext
+from ds_ext.engine.checkpoint.states import parameters_of
+from tests.decoder_models import config_of, mean_loss, micro_batch, own_name, save_decoder
+from tests.distributed.test_own_layers import Batches
+from tests.ranks import RankPool, Ranks
+from tests.selection import covering
+
+peft: Any = pytest.importorskip("peft")
+transformers: Any = pytest.importorskip("transformers")
+
+STEPS, MICRO_BATCHES, LR = 3, 8, 0.5
+CASES = covering([(s, pp, z) for s in ("1f1b", "bitpipe_zb", "zb_h1") for pp in (2, 4) for z in (0, 1)], 2)
+
+
+def lora(**changes: Any) -> Any:
+    return peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], **changes)
+
+
+class Run:
+    """Engine of this rank for a decoder with adapters."""
+
+    def __init__(self, folder: str, schedule: str, pp: int, config: Any = None, **sections: Any) -> None:
+        self.config = config or lora()
+        layers, loss_fn = ds_ext.from_transformers(folder, lora=self.config)
+        self.cut = layers[1].module_args[1]
+        sections = {"optimizer": {"type": "SGD", "params": {"lr": LR}}, **sections}
+        sections["zero_allow_untested_optimizer"] = True
+        settings = config_of(schedule, pp, MICRO_BATCHES, **sections)
+        self.module = ds_ext.PipelineModule(layers, settings, loss_fn=loss_fn, partition_method="uniform")
+        self.engine, *_ = ds_ext.initialize(
+            model=self.module, model_parameters=self.module.parameters(), config=settings
+        )
+        self.batches = Batches(micro_batch)
+
+    def trained(self) -> dict[str, Tensor]:
+        """Return the trained parameters of this rank by their names in the model."""
+        return {
+            own_name(self.cut, local.layer, local.key): local.parameter.detach().clone()
+            for local in parameters_of(self.module, 1).values()
+            if local.parameter.requires_grad
+        }
+
+    def losses(self, steps: int = STEPS) -> list[float]:
+        return [float(self.engine.train_batch(self.batches)) for _ in range(steps)]
+
+
+def train(rank: int, folder: str, schedule: str, pp: int, zero: int) -> tuple[Any, ...]:
+    """Return (initial adapters, losses, final adapters, deferred share) of this rank."""
+    run = Run(folder, schedule, pp, zero_optimization={"stage": zero})
+    initial, losses = run.trained(), run.losses()
+    run.engine.transport.close()
+    return initial, losses, run.trained(), run.engine.deferred_share
+
+
+def together(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the parameters of all ranks. Replicas must have the same ones."""
+    whole: dict[str, Tensor] = {}
+    for part in parts:
+        for name, tensor in part.items():
+            assert torch.equal(whole.setdefault(name, tensor), tensor), name
+    return whole
+
+
+def in_one_process(folder: str, initial: dict[str, Tensor]) -> tuple[list[float], dict[str, Tensor]]:
+    """Train peft's own model from the same initial adapters."""
+    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(folder), lora()).train()
+    named = {n.removeprefix("base_model.model."): p for n, p in model.named_parameters() if p.requires_grad}
+    assert named.keys() == initial.keys()
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.copy_(initial[name])
+    optimizer, losses = torch.optim.SGD(named.values(), lr=LR), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(mean_loss(model, step, MICRO_BATCHES))
+        optimizer.step()
+    return losses, {name: parameter.detach() for name, parameter in named.items()}
+
+
+@pytest.mark.parametrize(("schedule", "pp", "zero"), CASES)
+def test_adapters_train_as_in_pefts_model(
+    ranks: Ranks, schedule: str, pp: int, zero: int, tmp_path: Path
+) -> None:
+    folder = save_decoder("Llama", tmp_path)
+    results = ranks(pp).run(train, folder, schedule, pp, zero, timeout_s=120)
+    initial, final = (together([result[place] for result in results]) for place in (0, 2))
+    losses, expected = in_one_process(folder, initial)
+    for _, found, _, share in results:
+        assert found == pytest.approx(losses, rel=1e-5)
+        assert share == (None if schedule == "1f1b" else 1.0)
+    assert final.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(final[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def initial_adapters(rank: int, folder: str, schedule: str) -> dict[str, Tensor]:
+    torch.manual_seed(rank)
+    return Run(folder, schedule, 2).trained()
+
+
+def test_initial_adapters_do_not_depend_on_the_schedule(ranks2: RankPool, tmp_path: Path) -> None:
+    folder = save_decoder("Llama", tmp_path)
+    first, second = (together(ranks2.run(initial_adapters, folder, s)) for s in ("1f1b", "bitpipe"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+# --- stages without trained parameters ---
+
+
+def train_last_layer(rank: int, folder: str, jobs: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """Return (number of trained parameters on this rank, losses) of jobs that train the last decoder layer only."""
+    found = []
+    for schedule, sections in jobs:
+        run = Run(folder, schedule, 2, lora(layers_to_transform=[3]), **sections)
+        found.append((len(run.trained()), run.losses(2)))
+        run.engine.transport.close()
+    return found
+
+
+def test_stages_without_trained_parameters(ranks2: RankPool, tmp_path: Path) -> None:
+    folder, bf16 = save_decoder("Llama", tmp_path), {"enabled": True}
+    jobs: list[tuple[str, dict[str, Any]]] = [
+        *((schedule, {}) for schedule in ("1f1b", "zb_h1", "bitpipe_zb", "dpp")),
+        ("1f1b", {"zero_optimization": {"stage": 1}}),
+        ("zb_h1", {"zero_optimization": {"stage": 1}, "bf16": bf16}),
+        ("1f1b", {"bf16": bf16, "gradient_clipping": 1.0}),
+    ]
+    results = ranks2.run(train_last_layer, folder, jobs, timeout_s=240)
+    counts = [count for count, _ in results[0]]
+    assert counts[0] == 0 and results[1][0][0] > 0  # the first rank of 1f1b trains nothing
+    for (schedule, sections), (_, losses) in zip(jobs, results[0], strict=True):
+        expected = results[0][0][1]
+        assert losses == pytest.approx(expected, rel=2e-2 if "bf16" in sections else 1e-5), schedule
+        assert losses[1] != losses[0]
+
+
+# --- checkpoints and adapters ---
+
+
+def save(rank: int, folder: str, target: str) -> tuple[float, list[str]]:
+    """Train, save the trained parameters and the adapter. Return the next loss, and the parameters in the checkpoint."""
+    run = Run(folder, "1f1b", 2)
+    run.losses(2)
+    run.engine.save_checkpoint(target, tag="trained", exclude_frozen_parameters=True)
+    ds_ext.save_adapter(run.engine, run.config, f"{target}/adapter")
+    loss = run.losses(1)[0]
+    run.engine.transport.close()
+    return loss, sorted(run.trained())
+
+
+def load(rank: int, folder: str, target: str, schedule: str) -> float:
+    run = Run(folder, schedule, 4)
+    run.engine.load_checkpoint(target, tag="trained")
+    run.batches.step = 2
+    loss = run.losses(1)[0]
+    run.engine.transport.close()
+    return loss
+
+
+def test_a_checkpoint_of_trained_parameters_and_the_adapter_give_the_next_loss(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    folder, target = save_decoder("Llama", tmp_path / "model"), tmp_path / "saved"
+    expected = ranks(2).run(save, folder, str(target), timeout_s=120)[0][0]
+    frozen = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+    layers = target / "trained"
+    tensors = [torch.load(file) for file in layers.glob("layer_*.pt")]
+    keys = {key for state in tensors for key in state}
+    assert keys and all("lora_" in key for key in keys)
+    assert sum(t.numel() * 4 for state in tensors for t in state.values()) < frozen / 4
+    for schedule in ("bitpipe_zb", "1f1b"):
+        assert ranks(4).run(load, folder, str(target), schedule, timeout_s=120)[0] == pytest.approx(expected)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model = peft.PeftModel.from_pretrained(base, target / "adapter")
+    assert mean_loss(model, 2, MICRO_BATCHES, backward=False) == pytest.approx(expected, rel=1e-5)
