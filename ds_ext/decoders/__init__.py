@@ -1,6 +1,6 @@
 """Decoders of transformers as pipeline layers, with LoRA."""
 
-from .lora import save_adapter
+from .export import save_adapter
 from .specs import from_transformers
 
 __all__ = ["from_transformers", "save_adapter"]

@@ -1,10 +1,10 @@
-"""Where and how a decoder can be cut into pipeline layers, found by running the model's own forward.
+"""Places at which a decoder can be cut into pipeline layers, found by running the model's own forward.
 
 A backbone is the module that owns the list of decoder layers. Its forward embeds positions, builds masks and rotary
 embeddings, calls the decoder layers and applies the final norm. :func:`find_cut` runs this forward twice, on a skeleton
 whose weights take no memory and whose decoder layers only record their arguments: with a padding mask and without. The
 records show which arguments every decoder layer gets. They also show what a cut would lose, such as a state that the
-layers exchange; such a model is refused.
+layers exchange; that model is refused.
 
 B: batch, S: sequence, D: hidden size, V: vocabulary.
 """
@@ -69,7 +69,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a causal language model is cut. Paths are as in ``named_modules()``.
+    """Parts of a causal language model. Paths are as in ``named_modules()``.
 
     Attributes:
         backbone: path of the module that owns the decoder layers.
@@ -148,23 +148,20 @@ def find_cut(source: Source) -> Cut:
     model = source.skeleton()
     owner, attribute = _owner_of_layers(model, config, name)
     backbone = model.get_submodule(owner)
-    embedding, head = (
-        _name_of(model, model.get_input_embeddings()),
-        _name_of(model, model.get_output_embeddings()),
-    )
+    embedding = _name_of(model, model.get_input_embeddings())
+    head = _name_of(model, model.get_output_embeddings())
     if embedding is None or head is None:
         raise ConfigError(
             f"{name}: cannot be cut, because it has no separate word embedding and output projection."
         )
-    tied = model.get_submodule(head).weight is model.get_submodule(embedding).weight
-    if tied and (
-        type(model.get_submodule(head)) is not nn.Linear or model.get_submodule(head).bias is not None
-    ):
+    projection = model.get_submodule(head)
+    tied = projection.weight is model.get_submodule(embedding).weight
+    if tied and (type(projection) is not nn.Linear or projection.bias is not None):
         raise ConfigError(
             f"{name}: cannot be cut, because its tied output projection has more than the tied weight."
         )
     layers = f"{owner}.{attribute}" if owner else attribute
-    trial = _Trial(model, backbone, getattr(backbone, attribute), name, config)
+    trial = _Trial(model, backbone, getattr(backbone, attribute), name)
     padded, plain = trial.run(padded=True), trial.run(padded=False)
     before, after = trial.modules_around(owner, layers, embedding)
     covered = (embedding, head, *before, *after, layers)
@@ -175,6 +172,7 @@ def find_cut(source: Source) -> Cut:
         raise ConfigError(
             f"{name}: cannot be cut, because it uses {others[0]} outside its embedding, layers and head."
         )
+    trial.check_tail(before)
     calls, differentiable = _merge(padded, plain, name)
     return Cut(
         backbone=owner,
@@ -224,7 +222,8 @@ def _owner_of_layers(model: nn.Module, config: Any, name: str) -> tuple[str, str
     lists = [path for path in lists if path.count(".") == depth]
     if len(lists) != 1:
         raise ConfigError(
-            f"{name}: cannot be cut, because it needs one list of {count} decoder layers (got {', '.join(lists) or 'none'})."
+            f"{name}: cannot be cut, because it needs one list of {count} decoder layers (got "
+            f"{', '.join(lists) or 'none'})."
         )
     owner, _, attribute = lists[0].rpartition(".")
     return owner, attribute
@@ -260,9 +259,10 @@ class Recorder:
 class _Trial:
     """Runs of a skeleton's backbone with decoder layers that return chosen hidden states."""
 
-    def __init__(self, model: Any, backbone: Any, layers: nn.ModuleList, name: str, config: Any) -> None:
-        self.model, self.backbone, self.layers, self.name, self.config = model, backbone, layers, name, config
-        self.in_tuple = False
+    def __init__(self, model: Any, backbone: Any, layers: nn.ModuleList, name: str) -> None:
+        self.model, self.backbone, self.layers, self.name = model, backbone, layers, name
+        model.eval()  # draw no random numbers
+        self.in_tuple, self._checks_arguments = False, True
         self._hidden: list[Tensor] = []
         self._called: dict[str, set[str]] = {"before": set(), "after": set()}
         self._recorder = Recorder(layers, self._output)
@@ -274,9 +274,7 @@ class _Trial:
 
     def run(self, padded: bool) -> list[tuple[Any, ...]]:
         """Return the arguments of every decoder layer, with or without a padding mask."""
-        width = self.model.get_input_embeddings().weight.shape[1]
-        dtype = self.model.get_input_embeddings().weight.dtype
-        embeds_BSD = torch.ones(_BATCH, _LENGTH, width, dtype=dtype, requires_grad=True)
+        embeds_BSD = self._embeds(1.0)
         mask_BS = torch.ones(_BATCH, _LENGTH, dtype=torch.int64)
         mask_BS[0, -_PADDING:] = 0
         errors: list[tuple[int, str]] = []
@@ -290,19 +288,35 @@ class _Trial:
             except _Uncuttable as error:
                 errors.append((len(self._recorder.records), str(error)))
             except Exception as error:  # any forward, with layers that return the wrong form
-                first_line = f"{type(error).__name__}: {error}".splitlines()[0]
-                errors.append(
-                    (
-                        len(self._recorder.records),
-                        f"its layers pass on more than hidden states ({first_line})",
-                    )
-                )
+                cause = f"{type(error).__name__}: {error}".splitlines()[0]
+                reason = f"its layers pass on more than hidden states ({cause})"
+                errors.append((len(self._recorder.records), reason))
             else:
                 return self._recorder.records
         # The run with the form that the model expects gets further.
         raise ConfigError(
             f"{self.name}: cannot be cut, because {max(errors, key=lambda error: error[0])[1]}."
         )
+
+    def check_tail(self, before: Sequence[str]) -> None:
+        """Raise ConfigError if the final hidden states depend on anything before the decoder layers.
+
+        This run has NaN in the word embeddings and in all weights of the modules ``before``.
+        """
+        self._hidden, self._recorder.records, self._checks_arguments = [], [], False
+        for path in before:
+            for parameter in self.model.get_submodule(path).parameters():
+                parameter.data = torch.full((), float("nan"), dtype=parameter.dtype).expand(parameter.shape)
+        try:
+            outputs = self.backbone(inputs_embeds=self._embeds(float("nan")), use_cache=False)
+            self._check_result(outputs.last_hidden_state)
+        except _Uncuttable as error:
+            raise ConfigError(f"{self.name}: cannot be cut, because {error}.") from None
+
+    def _embeds(self, value: float) -> Tensor:
+        weight = self.model.get_input_embeddings().weight
+        shape = (_BATCH, _LENGTH, weight.shape[1])
+        return torch.full(shape, value, dtype=weight.dtype, requires_grad=True)
 
     def _check_result(self, final_BSD: Tensor | None) -> None:
         calls, layers = len(self._recorder.records), len(self.layers)
@@ -317,7 +331,7 @@ class _Trial:
         hidden = leaves[_place_of_hidden(record)]
         if index and hidden is not self._hidden[-1]:
             raise _Uncuttable("it changes the hidden states between decoder layers")
-        for leaf in leaves:
+        for leaf in leaves if self._checks_arguments else ():
             if (
                 isinstance(leaf, Tensor)
                 and leaf is not hidden

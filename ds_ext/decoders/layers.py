@@ -10,6 +10,7 @@ B: batch, S: sequence, D: hidden size, V: vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ class Embedding(nn.Module):
             self.requires_grad_(False)
 
     def forward(self, inputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Embed the words, and pass the mask on."""
         ids_BS, *mask = (inputs,) if isinstance(inputs, Tensor) else inputs
         return self.module(ids_BS), *mask
 
@@ -81,12 +83,11 @@ class Positions(_Part):
         super().__init__(source, cut, cut.before, adapters)
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the backbone until it calls the last decoder layer."""
         embeds_BSD, *mask = inputs
         self._recorder.records = []
-        try:
+        with contextlib.suppress(_AllRecorded):
             self.backbone(inputs_embeds=embeds_BSD, attention_mask=mask[0] if mask else None, use_cache=False)
-        except _AllRecorded:
-            pass
         records, self._recorder.records = self._recorder.records, []
         hidden_BSD = self.cut.hidden(records[0])
         shared = self.cut.shared_tensors(records)
@@ -115,6 +116,7 @@ class DecoderLayer(nn.Module):
             adapters.insert(source, cut, index, self.module)
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the decoder layer with the arguments that the backbone would give it."""
         hidden_BSD, *shared = inputs
         # Messages make every floating-point tensor a leaf with a gradient. Masks and angles need none.
         shared = [
@@ -134,6 +136,7 @@ class FinalNorm(_Part):
         self._nan: Tensor | None = None
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Run the backbone with decoder layers that return the hidden states."""
         self._hidden = hidden_BSD = inputs[0]
         # The parts before the decoder layers run too, on NaN: nothing of them can reach the result unnoticed.
         if self._nan is None or (self._nan.device, self._nan.dtype) != (hidden_BSD.device, hidden_BSD.dtype):
@@ -162,6 +165,7 @@ class Head(_Part):
         self.backbone.forward = lambda *args, **kwargs: Outputs(self._hidden)
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
+        """Run the model with a backbone that returns the hidden states."""
         return self._run(hidden_BSD).logits
 
     def project_with(self, weight: Tensor, forward: Callable[[Tensor], Tensor]) -> None:
@@ -192,7 +196,8 @@ class TiedHead:
     def __call__(self, embedding: Embedding, hidden_BSD: Tensor) -> Tensor:
         if self._head is None:
             self._head = Head(self._source, self._cut, None)
-        weight = embedding.module.weight
+        table: Any = embedding.module
+        weight = table.weight
         self._head.project_with(weight, lambda x_BSD: linear(x_BSD, weight))
         return self._head(hidden_BSD)
 

@@ -1,22 +1,15 @@
-"""LoRA adapters of peft in the decoder layers: insertion while a layer is built, and export as an adapter folder."""
+"""LoRA adapters of peft, inserted in a decoder layer while it is built."""
 
 from __future__ import annotations
 
 import copy
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-from ..engine.together import by_rank_0, together
 from ..errors import ConfigError
 from .cut import Cut
 from .weights import Source
-
-if TYPE_CHECKING:
-    from ..engine import PipelineEngine
-
-_PREFIX, _ADAPTER = "base_model.model.", "default"  # of the names in peft's files and modules
 
 
 class Adapters:
@@ -71,45 +64,3 @@ class Adapters:
         for other in range(len(layers)):
             layers[other] = layer if other == index else nn.Identity()
         peft.inject_adapter_in_model(copy.deepcopy(self.config), model)
-
-
-def save_adapter(engine: PipelineEngine, lora: Any, folder: str | Path) -> None:
-    """Write the trained adapters as a folder for ``peft.PeftModel.from_pretrained``. All ranks must call this together.
-
-    Args:
-        engine: engine of a module from ``from_transformers`` with adapters.
-        lora: ``peft.LoraConfig`` of the adapters.
-        folder: path of the new folder: ``adapter_config.json`` and ``adapter_model.safetensors``.
-
-    Raises:
-        ConfigError: the layers have no adapters.
-    """
-    from .layers import DecoderLayer
-
-    def weights() -> dict[str, Any]:
-        modules = [m for stage in engine.module.stages for m in engine.module.stage_modules(stage).values()]
-        return {
-            f"{_PREFIX}{layer.path}.{name.replace(f'.{_ADAPTER}.', '.')}": parameter.detach().cpu().clone()
-            for layer in modules
-            if isinstance(layer, DecoderLayer)
-            for name, parameter in layer.module.named_parameters()
-            if "lora_" in name
-        }
-
-    tensors = {name: tensor for part in together(weights) for name, tensor in part.items()}
-
-    def write() -> None:
-        from safetensors.torch import save_file
-
-        if not tensors:
-            raise ConfigError(
-                "save_adapter: the layers have no adapters (got 0). Pass lora=... to from_transformers."
-            )
-        target = Path(folder)
-        target.mkdir(parents=True, exist_ok=True)
-        saved = copy.deepcopy(lora)
-        saved.inference_mode = True
-        saved.save_pretrained(str(target))
-        save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
-
-    by_rank_0(write)

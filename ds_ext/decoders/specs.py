@@ -110,8 +110,8 @@ def _warn_of_dropout(source: Source) -> None:
     values = {key: value for key, value in source.config.to_dict().items() if _is_dropout(key) and value}
     if values:
         logger.warning(
-            "%s: dropout is active in training, and its masks depend on the schedule and the sizes (%s). Set it to 0 in "
-            "the config for reproducible losses.",
+            "%s: dropout masks depend on the schedule and the sizes (got %s). Set them to 0 in config.json for losses "
+            "that do not.",
             type(source.config).__name__,
             ", ".join(f"{key} {value}" for key, value in values.items()),
         )

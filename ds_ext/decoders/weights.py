@@ -74,16 +74,20 @@ class ModelSource:
 
     @property
     def config(self) -> Any:
+        """Configuration of the model."""
         return self.model.config
 
     @property
     def loss_function(self) -> Any:
+        """Loss function of the model."""
         return self.model.loss_function
 
     def skeleton(self) -> Any:
+        """Return a new model without weights."""
         return empty_model(type(self.model), self.model.config, self.model.dtype)
 
     def submodule(self, path: str) -> nn.Module:
+        """Return the module with its weights."""
         return self.model.get_submodule(path)
 
 
@@ -121,20 +125,26 @@ class FolderSource:
             )
         self._class = mapping[type(self._config)]
         self._files = _files_by_key(folder)
-        self._dtype = dtype or self._config.dtype or _dtype_of(self._files)
+        saved = self._config.dtype
+        saved = getattr(torch, saved) if isinstance(saved, str) else saved
+        self._dtype: torch.dtype = dtype or saved or _dtype_of(self._files)
 
     @property
     def config(self) -> Any:
+        """Configuration of the model."""
         return self._config
 
     @property
     def loss_function(self) -> Any:
+        """Loss function of the model."""
         return self.skeleton().loss_function
 
     def skeleton(self) -> Any:
+        """Return a new model without weights."""
         return empty_model(self._class, self._config, self._dtype)
 
     def submodule(self, path: str) -> nn.Module:
+        """Return the module with its weights. Raises ConfigError if the folder does not have them all."""
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
@@ -241,10 +251,10 @@ def _parameters_on_meta() -> Iterator[None]:
     """Context in which new parameters move to the meta device before they are initialized."""
     register = nn.Module.register_parameter
 
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
 
     nn.Module.register_parameter = on_meta
     try:

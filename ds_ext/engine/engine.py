@@ -408,7 +408,9 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self.loss_watch.before_reduction(self.global_steps + 1)
         if self.module.placeholder is not None:
             with self.gradients.accumulating():
-                (0 * self.module.placeholder).sum().backward()  # the bf16 optimizer needs at least one gradient
+                (
+                    0 * self.module.placeholder
+                ).sum().backward()  # the bf16 optimizer needs at least one gradient
         if self.reduction is None:
             self.gradients.fill_missing(self.module.parameters())
             super()._exec_reduce_grads()

@@ -265,7 +265,7 @@ def _require_optimizer_for_zero(config: Mapping[str, Any]) -> None:
 
 
 def _require_parameters(model: PipelineModule) -> None:
-    """Raise ConfigError on all ranks if no rank trains a parameter, or if layers were frozen after the module was built.
+    """Raise ConfigError on all ranks if no parameter is trained, or if a rank was frozen after its layers were built.
 
     A rank whose layers are frozen when the module is built has a placeholder, because optimizers need a parameter.
     """

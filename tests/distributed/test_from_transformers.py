@@ -60,7 +60,8 @@ def train_one(folder: str, schedule: str, pp: int) -> Result:
                 found[own_name(cut, local.layer, local.key)] = local.parameter.grad.clone()
 
     optimizer.register_step_pre_hook(keep_gradients)
-    loss = float(engine.train_batch(Batches(micro_batch)))
+    batches = Batches(micro_batch)  # pyright: ignore[reportArgumentType]
+    loss = float(engine.train_batch(batches))
     engine.transport.close()
     return loss, engine.deferred_share, found
 

@@ -41,7 +41,7 @@ class Run:
         self.engine, *_ = ds_ext.initialize(
             model=self.module, model_parameters=self.module.parameters(), config=settings
         )
-        self.batches = Batches(micro_batch)
+        self.batches = Batches(micro_batch)  # pyright: ignore[reportArgumentType]
 
     def trained(self) -> dict[str, Tensor]:
         """Return the trained parameters of this rank by their names in the model."""
@@ -149,7 +149,7 @@ def test_stages_without_trained_parameters(ranks2: RankPool, tmp_path: Path) -> 
 
 
 def save(rank: int, folder: str, target: str) -> tuple[float, list[str]]:
-    """Train, save the trained parameters and the adapter. Return the next loss, and the parameters in the checkpoint."""
+    """Train, save the trained parameters and the adapter. Return the next loss, and the trained parameters."""
     run = Run(folder, "1f1b", 2)
     run.losses(2)
     run.engine.save_checkpoint(target, tag="trained", exclude_frozen_parameters=True)

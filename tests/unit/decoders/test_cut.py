@@ -1,0 +1,175 @@
+"""Cuts of transformers decoders: parity in one process, reading of folders, refusals."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import Tensor, nn
+
+import ds_ext
+from ds_ext.decoders import weights
+from ds_ext.errors import ConfigError
+from tests.decoder_models import GROUPED, SIZES, WORDS, micro_batch, random_decoder, save_decoder
+
+transformers: Any = pytest.importorskip("transformers")
+peft: Any = pytest.importorskip("peft")
+
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
+
+
+def chain(layers: list[LayerSpec]) -> Any:
+    """Build all layers in this process, and return the function from inputs to logits."""
+    tied: dict[str, nn.Module] = {}
+    calls: list[Any] = []
+    for spec in layers:
+        if isinstance(spec, TiedLayerSpec):
+            module = tied.get(spec.key) or tied.setdefault(spec.key, spec.build())
+            calls.append(partial(spec.forward_fn, module))
+        else:
+            calls.append(spec.build())
+
+    def run(inputs: Any) -> Tensor:
+        for call in calls:
+            inputs = call(inputs)
+        return inputs
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Gemma3Text", "Mixtral"])
+def test_a_model_in_memory_is_used_and_not_copied(name: str) -> None:
+    model = random_decoder(name).train()
+    layers, loss_fn = ds_ext.from_transformers(model)
+    inputs, labels_BS = micro_batch(0, 1)
+    expected = model(input_ids=inputs[0], attention_mask=inputs[1], labels=labels_BS).loss
+    expected.backward()
+    gradients = {key: p.grad.clone() for key, p in model.named_parameters()}
+    model.zero_grad()
+    loss = loss_fn(chain(layers)(inputs), labels_BS)
+    loss.backward()
+    assert torch.equal(loss, expected)
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[key], msg=key)
+
+
+def test_two_builds_from_a_folder_share_nothing(tmp_path: Path) -> None:
+    layers, _ = ds_ext.from_transformers(save_decoder("Llama", tmp_path))
+    first, second = (layers[3].build().module.self_attn.q_proj.weight for _ in range(2))
+    assert torch.equal(first, second) and first.data_ptr() != second.data_ptr()
+
+
+def test_a_layer_reads_only_its_own_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, _ = ds_ext.from_transformers(save_decoder("Mixtral", tmp_path))
+    read: list[str] = []
+    original = weights.FolderSource._read
+
+    def reading(self: Any, keys: list[str]) -> Any:
+        read.extend(keys)
+        return original(self, keys)
+
+    monkeypatch.setattr(weights.FolderSource, "_read", reading)
+    for spec in layers:
+        spec.num_parameters  # counted without reading  # noqa: B018
+    assert not read
+    layers[3].build()
+    assert read and all(key.startswith("model.layers.1.") for key in read)
+
+
+def test_the_dtype_of_a_folder_and_another_one(tmp_path: Path) -> None:
+    folder = save_decoder("Llama", tmp_path)
+    for dtype in (None, torch.bfloat16):
+        layer: Any = ds_ext.from_transformers(folder, dtype=dtype)[0][2].build()
+        assert {p.dtype for p in layer.parameters()} == {dtype or torch.float32}
+
+
+def test_a_model_with_pefts_adapters() -> None:
+    model = peft.get_peft_model(random_decoder("Llama"), peft.LoraConfig(target_modules=["q_proj"]))
+    layers, _ = ds_ext.from_transformers(model)
+    trained = [name for name, p in layers[2].build().named_parameters() if p.requires_grad]
+    assert trained and all("lora_" in name for name in trained)
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "Rwkv": {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 4},
+    "Bert": {**SIZES, "is_decoder": True},
+    "OPT": {**{k: v for k, v in SIZES.items() if k != "intermediate_size"}, "layerdrop": 0.1},
+    "Mixtral": {**GROUPED, "num_local_experts": 2, "output_router_logits": True},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_cannot_be_cut(name: str) -> None:
+    config = getattr(transformers, f"{name}Config")(**REFUSED[name])
+    with pytest.raises(ConfigError):
+        ds_ext.from_transformers(transformers.AutoModelForCausalLM.from_config(config))
+
+
+class Skipping(nn.Module):
+    """Norm that adds the word embeddings, which a pipeline layer after the decoder layers does not have."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+
+def tamper(model: Any, change: Any) -> Any:
+    """Return the model with another forward of its backbone; also in its skeletons, which are of the same class."""
+    original = type(model.model).forward
+    backbone = type(f"Changed{type(model.model).__name__}", (type(model.model),), {})
+    backbone.forward = change(original)
+
+    class Model(type(model)):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model.__class__ = backbone
+
+    return Model(model.config)
+
+
+def adds_embeddings_at_the_end(forward: Any) -> Any:
+    def changed(
+        self: Any, *args: Any, inputs_embeds: Any = None, input_ids: Any = None, **kwargs: Any
+    ) -> Any:
+        embeds_BSD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        outputs = forward(self, *args, inputs_embeds=embeds_BSD, **kwargs)
+        outputs.last_hidden_state = outputs.last_hidden_state + embeds_BSD
+        return outputs
+
+    return changed
+
+
+def test_a_skip_connection_over_all_layers_is_refused() -> None:
+    model = tamper(random_decoder("Llama"), adds_embeddings_at_the_end)
+    with pytest.raises(ConfigError):
+        ds_ext.from_transformers(model)
+
+
+def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        ds_ext.from_transformers(tmp_path / "none")
+    folder = Path(save_decoder("Llama", tmp_path / "model"))
+    layers, _ = ds_ext.from_transformers(folder)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("layers.1.self_attn.q_proj", "layers.1.self_attn.none"))
+    layers, _ = ds_ext.from_transformers(folder)
+    layers[2].build()
+    with pytest.raises(ConfigError):
+        layers[3].build()
+    index.unlink()
+    with pytest.raises(ConfigError):
+        ds_ext.from_transformers(folder)
+
+
+def test_adapters_outside_the_decoder_layers_are_refused() -> None:
+    for config in (
+        peft.LoraConfig(target_modules=["lm_head"]),
+        peft.LoraConfig(target_modules=["none"]),
+        object(),
+    ):
+        with pytest.raises(ConfigError):
+            ds_ext.from_transformers(random_decoder("Llama"), lora=config)
