@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from tests.distributed.test_own_layers import Batches
 from tests.ranks import Ranks
 from tests.reference import assert_close_gradients
 from tests.selection import EVERYTHING
+
+transformers: Any = pytest.importorskip("transformers")
 
 MICRO_BATCHES, LR = 8, 0.1
 LAYOUTS = [("1f1b", 2), ("bitpipe_zb", 2), ("1f1b", 4), ("bitpipe_zb", 4)]
@@ -83,3 +86,37 @@ def test_losses_and_gradients_are_the_models_own(ranks: Ranks, number: int, tmp_
                 assert_close_gradients(gradient, expected[key], f"{name} {key}")
             found |= gradients
         assert found.keys() == expected.keys(), name
+
+
+# --- memory ---
+
+
+def peak_of_loading(rank: int, folder: str) -> tuple[int, int]:
+    """Return (peak of the resident memory while this rank builds its layers, bytes of its parameters)."""
+    layers, loss_fn = ds_ext.from_transformers(folder)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # sets the peak to the current value
+    before = resident("VmRSS")
+    module = ds_ext.PipelineModule(layers, config_of("1f1b", 4, MICRO_BATCHES), loss_fn=loss_fn)
+    peak = resident("VmHWM") - before
+    return peak, sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def resident(key: str) -> int:
+    """Return a value of /proc/self/status in bytes."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="writes 2 GB")
+def test_a_rank_holds_only_its_own_share_while_it_loads(ranks: Ranks, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 28, "vocab_size": 8000}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=8)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    model.to_empty(device="cpu").save_pretrained(tmp_path, max_shard_size="300MB")
+    assert sum(p.numel() * p.element_size() for p in model.parameters()) >= 1.9e9
+    del model
+    for rank, (peak, share) in enumerate(ranks(4).run(peak_of_loading, str(tmp_path), timeout_s=240)):
+        print(f"rank {rank}: share {share / 1e6:.0f} MB, peak {peak / 1e6:.0f} MB, {peak / share:.2f} x")
+        assert peak <= 1.3 * share

@@ -1,0 +1,76 @@
+"""Fine-tune a decoder of transformers in a pipeline, with all weights or with LoRA.
+
+    torchrun --nproc_per_node 2 examples/finetune_decoder.py --create --lora 8
+
+``--create`` writes a small random Llama to ``--model`` if that folder does not exist. The samples are random tokens; put
+your dataset in their place.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ds_ext
+
+
+class RandomTokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Samples of the form (inputs, labels). The model's loss shifts the labels itself."""
+
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        ids_S = torch.randint(3, 512, (64,), generator=torch.Generator().manual_seed(index % 8))
+        return ids_S, ids_S
+
+
+def create(folder: Path) -> None:
+    """Write a random Llama of 8 layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=512, **sizes)).save_pretrained(folder)
+
+
+def main() -> None:
+    """Train, and save a checkpoint of the trained parameters; with LoRA also peft's adapter folder."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path, default=Path("tiny_llama"), help="folder with config.json")
+    parser.add_argument("--create", action="store_true", help="create the folder with a random model")
+    parser.add_argument("--lora", type=int, default=0, help="rank of the adapters; 0: train all weights")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--save", type=Path, default=Path("finetuned"))
+    parser.add_argument("--local_rank", type=int, help="set by the deepspeed launcher")
+    args = parser.parse_args()
+    config = str(Path(__file__).with_suffix(".json"))
+
+    ds_ext.init_distributed()
+    if args.create and dist.get_rank() == 0 and not args.model.exists():
+        create(args.model)
+    dist.barrier()
+    lora = None
+    if args.lora:
+        import peft
+
+        lora = peft.LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear")
+    layers, loss_fn = ds_ext.from_transformers(args.model, lora=lora)
+    model = ds_ext.PipelineModule(layers, config, loss_fn=loss_fn)
+    engine, *_ = ds_ext.initialize(
+        model=model, model_parameters=model.parameters(), training_data=RandomTokens(), config=config
+    )
+    for step in range(1, args.steps + 1):
+        loss = engine.train_batch()
+        if dist.get_rank() == 0 and (step == 1 or step % 5 == 0):
+            print(f"step {step:3d}  loss {float(loss):.4f}", flush=True)
+    engine.save_checkpoint(args.save, exclude_frozen_parameters=bool(args.lora))
+    if lora is not None:
+        ds_ext.save_adapter(engine, lora, args.save / "adapter")
+
+
+if __name__ == "__main__":
+    main()
