@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node 2 examples/finetune_decoder.py --create --lora 8
 
-``--create`` writes a small random Llama to ``--model`` if that folder does not exist. The samples are random tokens; put
-your dataset in their place.
+``--create`` writes a small random Llama to ``--model`` if that folder does not exist. The samples are random tokens.
+Replace them by your dataset.
 """
 
 from __future__ import annotations

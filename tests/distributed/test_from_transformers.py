@@ -31,6 +31,8 @@ transformers: Any = pytest.importorskip("transformers")
 
 MICRO_BATCHES, LR = 8, 0.1
 LAYOUTS = [("1f1b", 2), ("bitpipe_zb", 2), ("1f1b", 4), ("bitpipe_zb", 4)]
+# Their largest weights are not in nn.Linear: Conv1D, a subclass of nn.Linear, and fused experts.
+AT_ONCE = ("GPT2", "Falcon", "Mixtral", "Qwen2Moe")
 Result = tuple[float, float | None, dict[str, Tensor]]
 
 
@@ -81,7 +83,8 @@ def test_losses_and_gradients_are_the_models_own(ranks: Ranks, number: int, tmp_
         for results in by_rank:
             loss, share, gradients = results[name]
             assert loss == pytest.approx(expected_loss, rel=1e-5), name
-            assert (share is not None) == (schedule == "bitpipe_zb")
+            if schedule == "bitpipe_zb":
+                assert share is not None and (share < 0.5) == (name in AT_ONCE), name
             for key, gradient in gradients.items():
                 assert_close_gradients(gradient, expected[key], f"{name} {key}")
             found |= gradients
