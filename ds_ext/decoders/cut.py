@@ -24,7 +24,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from ..errors import ConfigError
 from .weights import Source
 
-_BATCH, _LENGTH, _PADDING = 2, 6, 2  # sizes of the trial inputs
+_BATCH, _LENGTH, _PADDING = (
+    7,
+    6,
+    2,
+)  # sizes of the trial inputs; a tensor has more rows than a layer returns values
+_MAX_TUPLE = 3
 _CONSTANTS = (bool, int, float, str, torch.dtype)
 
 
@@ -78,7 +83,7 @@ class Cut:
         embedding, head: paths of the word embedding and of the output projection.
         before, after: paths of the backbone's other modules that run before and after the decoder layers.
         tied: whether the head's weight is the embedding's.
-        in_tuple: whether a decoder layer returns a tuple with the hidden states first.
+        tuple_size: size of the tuple that a decoder layer returns, with the hidden states first; 0: only the tensor.
         calls: arguments of every decoder layer.
         differentiable: for every shared tensor, whether it depends on trained parameters.
     """
@@ -91,13 +96,13 @@ class Cut:
     before: tuple[str, ...]
     after: tuple[str, ...]
     tied: bool
-    in_tuple: bool
+    tuple_size: int
     calls: tuple[Call, ...]
     differentiable: tuple[bool, ...]
 
     def returned(self, hidden_BSD: Tensor) -> Any:
         """Return the hidden states in the form in which a decoder layer returns them."""
-        return (hidden_BSD,) if self.in_tuple else hidden_BSD
+        return (hidden_BSD, *[None] * (self.tuple_size - 1)) if self.tuple_size else hidden_BSD
 
     @staticmethod
     def hidden(record: tuple[Any, ...]) -> Tensor:
@@ -154,8 +159,9 @@ def find_cut(source: Source) -> Cut:
         raise ConfigError(
             f"{name}: cannot be cut, because it has no separate word embedding and output projection."
         )
-    projection = model.get_submodule(head)
-    tied = projection.weight is model.get_submodule(embedding).weight
+    reference = source.reference()
+    projection = reference.get_submodule(head)
+    tied = projection.weight is reference.get_submodule(embedding).weight
     if tied and (type(projection) is not nn.Linear or projection.bias is not None):
         raise ConfigError(
             f"{name}: cannot be cut, because its tied output projection has more than the tied weight."
@@ -164,6 +170,7 @@ def find_cut(source: Source) -> Cut:
     trial = _Trial(model, backbone, getattr(backbone, attribute), name)
     padded, plain = trial.run(padded=True), trial.run(padded=False)
     before, after = trial.modules_around(owner, layers, embedding)
+    _check_sharing(reference, layers, (embedding, head), name)
     covered = (embedding, head, *before, *after, layers)
     others = [
         n for n, _ in model.named_parameters() if not n.startswith(tuple(f"{path}." for path in covered))
@@ -183,7 +190,7 @@ def find_cut(source: Source) -> Cut:
         before=before,
         after=after,
         tied=tied,
-        in_tuple=trial.in_tuple,
+        tuple_size=trial.tuple_size,
         calls=tuple(calls),
         differentiable=tuple(differentiable),
     )
@@ -229,12 +236,33 @@ def _owner_of_layers(model: nn.Module, config: Any, name: str) -> tuple[str, str
     return owner, attribute
 
 
+def _check_sharing(model: nn.Module, layers: str, table: tuple[str, str], name: str) -> None:
+    """Raise ConfigError if parts of the model share a parameter, apart from a head that is tied to the embedding."""
+    parts: dict[int, set[str]] = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        depth = layers.count(".") + 2 if path.startswith(f"{layers}.") else layers.count(".") + 1
+        part = (
+            "table"
+            if path.startswith(tuple(f"{end}." for end in table))
+            else ".".join(path.split(".")[:depth])
+        )
+        parts.setdefault(id(parameter), set()).add(part)
+        if len(parts[id(parameter)]) > 1:
+            raise ConfigError(
+                f"{name}: cannot be cut, because {' and '.join(sorted(parts[id(parameter)]))} share weights."
+            )
+
+
 def _name_of(model: nn.Module, module: Any) -> str | None:
     return next((path for path, other in model.named_modules() if other is module), None)
 
 
 class _Uncuttable(Exception):
     """Reason why a model cannot be cut."""
+
+
+class _State:
+    """Stand-in for a value that a decoder layer returns beside the hidden states."""
 
 
 class Recorder:
@@ -262,7 +290,7 @@ class _Trial:
     def __init__(self, model: Any, backbone: Any, layers: nn.ModuleList, name: str) -> None:
         self.model, self.backbone, self.layers, self.name = model, backbone, layers, name
         model.eval()  # draw no random numbers
-        self.in_tuple, self._checks_arguments = False, True
+        self.tuple_size, self._checks_arguments = 0, True
         self._hidden: list[Tensor] = []
         self._called: dict[str, set[str]] = {"before": set(), "after": set()}
         self._recorder = Recorder(layers, self._output)
@@ -278,7 +306,7 @@ class _Trial:
         mask_BS = torch.ones(_BATCH, _LENGTH, dtype=torch.int64)
         mask_BS[0, -_PADDING:] = 0
         errors: list[tuple[int, str]] = []
-        for self.in_tuple in (False, True):
+        for self.tuple_size in range(_MAX_TUPLE + 1):
             self._hidden, self._recorder.records = [], []
             try:
                 outputs = self.backbone(
@@ -331,6 +359,8 @@ class _Trial:
         hidden = leaves[_place_of_hidden(record)]
         if index and hidden is not self._hidden[-1]:
             raise _Uncuttable("it changes the hidden states between decoder layers")
+        if any(isinstance(leaf, _State) for leaf in leaves):
+            raise _Uncuttable("its decoder layers pass a state to each other")
         for leaf in leaves if self._checks_arguments else ():
             if (
                 isinstance(leaf, Tensor)
@@ -342,7 +372,9 @@ class _Trial:
         # NaN shows whatever depends on the hidden states and not only on the inputs.
         value = 1.0 if index == len(self.layers) - 1 else float("nan")
         self._hidden.append(torch.full_like(hidden, value, requires_grad=False))
-        return (self._hidden[-1],) if self.in_tuple else self._hidden[-1]
+        # The other values of a tuple must not reach the next layer. _State shows them.
+        others = [_State()] * (self.tuple_size - 1)
+        return (self._hidden[-1], *others) if self.tuple_size else self._hidden[-1]
 
     def _note(self, path: str, module: nn.Module, args: Any) -> None:
         done = len(self._recorder.records)

@@ -124,7 +124,7 @@ class DecoderLayer(nn.Module):
         ]
         args, kwargs = self.call.arguments(hidden_BSD, [t if t.numel() else None for t in shared])
         output = self.module(*args, **kwargs)
-        return (output[0] if self.cut.in_tuple else output), *shared
+        return (output[0] if self.cut.tuple_size else output), *shared
 
 
 class FinalNorm(_Part):

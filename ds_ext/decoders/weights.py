@@ -34,6 +34,10 @@ class Source(Protocol):
         """Return a new model without weights: its parameters are on the meta device, its buffers are not."""
         ...
 
+    def reference(self) -> Any:
+        """Return a model that shares parameters between its modules as the source does; it may have no weights."""
+        ...
+
     def submodule(self, path: str) -> nn.Module:
         """Return the module with its weights, such as ``model.layers.3``."""
         ...
@@ -85,6 +89,10 @@ class ModelSource:
     def skeleton(self) -> Any:
         """Return a new model without weights."""
         return empty_model(type(self.model), self.model.config, self.model.dtype)
+
+    def reference(self) -> Any:
+        """Return the model."""
+        return self.model
 
     def submodule(self, path: str) -> nn.Module:
         """Return the module with its weights."""
@@ -142,6 +150,10 @@ class FolderSource:
     def skeleton(self) -> Any:
         """Return a new model without weights."""
         return empty_model(self._class, self._config, self._dtype)
+
+    def reference(self) -> Any:
+        """Return a skeleton, whose tied parameters are tied."""
+        return self.skeleton()
 
     def submodule(self, path: str) -> nn.Module:
         """Return the module with its weights. Raises ConfigError if the folder does not have them all."""

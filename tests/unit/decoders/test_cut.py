@@ -19,8 +19,6 @@ from tests.decoder_models import GROUPED, SIZES, WORDS, micro_batch, random_deco
 transformers: Any = pytest.importorskip("transformers")
 peft: Any = pytest.importorskip("peft")
 
-TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
-
 
 def chain(layers: list[LayerSpec]) -> Any:
     """Build all layers in this process, and return the function from inputs to logits."""
@@ -41,9 +39,12 @@ def chain(layers: list[LayerSpec]) -> Any:
     return run
 
 
-@pytest.mark.parametrize("name", ["GPT2", "Gemma3Text", "Mixtral"])
-def test_a_model_in_memory_is_used_and_not_copied(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "attention"), [("GPT2", "sdpa"), ("Gemma3Text", "eager"), ("Mixtral", "sdpa")]
+)
+def test_a_model_in_memory_is_used_and_not_copied(name: str, attention: str) -> None:
     model = random_decoder(name).train()
+    model.set_attn_implementation(attention)
     layers, loss_fn = ds_ext.from_transformers(model)
     inputs, labels_BS = micro_batch(0, 1)
     expected = model(input_ids=inputs[0], attention_mask=inputs[1], labels=labels_BS).loss
@@ -95,6 +96,9 @@ def test_a_model_with_pefts_adapters() -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
+    # Two layers share a block.
+    "Zamba2": {**GROUPED, "num_hidden_layers": 6, "layers_block_type": ["mamba", "mamba", "hybrid"] * 2},
+    # Layers pass a state to each other.
     "Rwkv": {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 4},
     "Bert": {**SIZES, "is_decoder": True},
     "OPT": {**{k: v for k, v in SIZES.items() if k != "intermediate_size"}, "layerdrop": 0.1},
@@ -107,14 +111,6 @@ def test_a_model_that_cannot_be_cut(name: str) -> None:
     config = getattr(transformers, f"{name}Config")(**REFUSED[name])
     with pytest.raises(ConfigError):
         ds_ext.from_transformers(transformers.AutoModelForCausalLM.from_config(config))
-
-
-class Skipping(nn.Module):
-    """Norm that adds the word embeddings, which a pipeline layer after the decoder layers does not have."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
 
 
 def tamper(model: Any, change: Any) -> Any:
@@ -143,10 +139,30 @@ def adds_embeddings_at_the_end(forward: Any) -> Any:
     return changed
 
 
-def test_a_skip_connection_over_all_layers_is_refused() -> None:
-    model = tamper(random_decoder("Llama"), adds_embeddings_at_the_end)
+def scales_between_the_layers(forward: Any) -> Any:
+    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = self.layers[1].register_forward_pre_hook(lambda _, args: (2 * args[0], *args[1:]))
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            handle.remove()
+
+    return changed
+
+
+@pytest.mark.parametrize("change", [adds_embeddings_at_the_end, scales_between_the_layers])
+def test_a_backbone_that_does_more_than_call_its_layers_is_refused(change: Any) -> None:
+    model = tamper(random_decoder("Llama"), change)
     with pytest.raises(ConfigError):
         ds_ext.from_transformers(model)
+
+
+def test_a_model_without_a_language_head_is_refused() -> None:
+    sizes = {"vocab_size": WORDS, "d_model": 32, "num_layers": 2, "d_ff": 48, "num_heads": 4}
+    encoder_decoder = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+    for model in (encoder_decoder, random_decoder("Llama").model, nn.Linear(2, 2)):
+        with pytest.raises(ConfigError):
+            ds_ext.from_transformers(model)
 
 
 def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
