@@ -14,7 +14,8 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from .cut import Cut, find_cut
+from .cut import Cut
+from .find import find_cut
 from .layers import DecoderLayer, Embedding, FinalNorm, Head, Positions, TiedHead, embed
 from .lora import Adapters
 from .weights import Source, source_of
