@@ -33,8 +33,10 @@ def create(folder: Path) -> None:
     """Write a random Llama of 8 layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4}
-    LlamaForCausalLM(LlamaConfig(vocab_size=512, **sizes)).save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=8, num_attention_heads=4
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def main() -> None:
