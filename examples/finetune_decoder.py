@@ -36,6 +36,7 @@ def create(folder: Path) -> None:
     config = LlamaConfig(
         vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=8, num_attention_heads=4
     )
+    torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
 
 

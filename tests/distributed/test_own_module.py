@@ -128,7 +128,7 @@ def build_wrongly(rank: int, what: str) -> str:
     config = job("bitpipe", 2)
     layers = [nn.Linear(4, 4) for _ in range(3 if what == "few layers" else 4)]
     if what == "no parameters":
-        layers = [nn.Linear(4, 4), nn.Tanh(), nn.Tanh(), nn.Tanh()]
+        layers = [nn.Linear(4, 4).requires_grad_(False), nn.Tanh(), nn.Tanh(), nn.Tanh()]
         config = job("1f1b", 2)
     method: Any = [0, 1, 2, 4] if what == "boundaries" else [0, 1, 1, 2, 4] if what == "empty" else "uniform"
     with pytest.raises(ConfigError) as caught:
@@ -152,7 +152,7 @@ def build_wrongly(rank: int, what: str) -> str:
         ("empty", "partition_method: stage 1 of 4"),
         ("no data", "data_iter: "),
         ("plain module", "model: must be a ds_ext.PipelineModule (got Linear)"),
-        ("no parameters", "(got none on rank 1)"),
+        ("no parameters", "layers: the model has no trainable parameter"),
         ("another section", "ds_ext.schedule"),
     ],
 )
