@@ -100,5 +100,6 @@ def pack_best_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64
         samples[document] = sample
         if space > length:
             insort(open_samples, (space - length, sample))
-            del open_samples[: len(open_samples) - OPEN_SAMPLES]
+            if len(open_samples) > OPEN_SAMPLES:
+                del open_samples[0]
     return samples

@@ -126,5 +126,10 @@ def test_packing_is_valid_and_leaves_few_gaps(lengths: list[int]) -> None:
         assert np.count_nonzero(fill * 2 <= 30) <= 1
 
 
+def test_packing_keeps_its_samples_open() -> None:
+    first = np.arange(OPEN_SAMPLES) + 500
+    assert np.array_equal(pack_best_fit(np.concatenate((first, 1000 - first)), 1000), np.tile(np.arange(OPEN_SAMPLES), 2))
+
+
 def test_packing_by_hand() -> None:
     assert pack_best_fit(np.array([6, 7, 3, 4, 10, 1]), 10).tolist() == [0, 1, 1, 0, 2, 3]
