@@ -160,6 +160,7 @@ class SelfAttention(nn.Module):
 
 
 @functools.lru_cache(maxsize=4)
+@torch.inference_mode(False)  # autograd must be able to save the cached mask
 def _window_mask(tokens: int, window: int | None, device: torch.device) -> Tensor:
     """Return the causal mask (S, S) with a window: True for the keys (columns) of every query (row)."""
     i_S = torch.arange(tokens, device=device)

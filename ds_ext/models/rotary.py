@@ -50,6 +50,7 @@ def rotate(x_BNSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=16)
+@torch.inference_mode(False)  # autograd must be able to save the cached tables
 def _tables(
     size: int,
     base: float,

@@ -242,6 +242,17 @@ def test_recomputation_changes_no_bit_of_a_gradient(recompute: Any) -> None:
         assert torch.equal(recomputed[name], grad), name
 
 
+def test_a_model_trains_after_inference_mode() -> None:
+    config = replace(LLAMA, rotary_base=77.0, sliding_window=3)  # not in a cache yet
+    inputs, labels_BS = random_batches(config, 1, 1)[0][0]
+    model = Chain(config, ONE, DropoutClock())
+    with torch.inference_mode():
+        expected = model(inputs)
+    logits_BSV = model(inputs)
+    assert torch.equal(logits_BSV, expected)
+    gpt_loss(config, ONE)(logits_BSV, labels_BS).backward()
+
+
 def test_names_and_shapes_of_the_weights() -> None:
     shapes = {
         name: tuple(p.shape) for name, p in Chain(QWEN3, ONE, DropoutClock()).parameters_by_layer().items()
