@@ -130,7 +130,8 @@ def _options(sizes: ModelSizes) -> dict[str, Any]:
         "untie_embeddings_and_output_weights": sizes.untied,
         "position_embedding_type": "rope" if sizes.rope else None,
     }
-    return {key: value for key, value in options.items() if value}
+    without_dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0} if llama else {}
+    return {key: value for key, value in options.items() if value} | without_dropout
 
 
 @dataclass(frozen=True)

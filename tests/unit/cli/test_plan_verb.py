@@ -93,6 +93,8 @@ def test_the_json_of_a_llama_has_its_layers(tmp_path: Path, capsys: pytest.Captu
         "kv_channels": 64,
         "ffn_hidden_size": 8192,
         "swiglu": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
         "normalization": "RMSNorm",
         "add_bias_linear": False,
         "position_embedding_type": "rope",
