@@ -128,7 +128,9 @@ def test_packing_is_valid_and_leaves_few_gaps(lengths: list[int]) -> None:
 
 def test_packing_keeps_its_samples_open() -> None:
     first = np.arange(OPEN_SAMPLES) + 500
-    assert np.array_equal(pack_best_fit(np.concatenate((first, 1000 - first)), 1000), np.tile(np.arange(OPEN_SAMPLES), 2))
+    assert np.array_equal(
+        pack_best_fit(np.concatenate((first, 1000 - first)), 1000), np.tile(np.arange(OPEN_SAMPLES), 2)
+    )
 
 
 def test_packing_by_hand() -> None:
