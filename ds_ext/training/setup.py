@@ -217,9 +217,9 @@ def describe_job(
     names = [*before, *(f"layer {i}" for i in range(args.num_layers)), *after]
     number_bytes = 4 if precision(plan.job.deepspeed) == "fp32" else 2
     tokens = plan.sizes.micro_batch_size * args.seq_length
-    if plan.job.ds_ext.sequence_parallel:
-        tokens //= plan.layout.tensor_parallel_size
-    message_bytes = tokens * (args.hidden_size * number_bytes + token_bytes)
+    slices = plan.layout.tensor_parallel_size if plan.job.ds_ext.sequence_parallel else 1
+    # With sequence parallelism only the activations are sliced.
+    message_bytes = tokens // slices * args.hidden_size * number_bytes + tokens * token_bytes
     grid, ends = plan.sizes.micro_batches <= 32, _ends(args, vocab_size)
     return describe(
         plan,
