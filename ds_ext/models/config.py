@@ -267,6 +267,12 @@ class TransformerConfig:
             raise ConfigError(
                 f"num_query_groups: must divide num_attention_heads {heads} (got {groups}). Use {_either(common)}."
             )
+        outside = [layer for layer in self.sliding_window_layers or () if layer not in range(self.num_layers)]
+        if outside or (self.sliding_window_layers is not None and self.sliding_window is None):
+            raise ConfigError(
+                f"sliding_window_layers: must be layers in 0..{self.num_layers - 1}, with a sliding_window (got "
+                f"{self.sliding_window_layers} and sliding_window {self.sliding_window}). Set both."
+            )
         if self.rotary_percent > 1:
             raise ConfigError(f"rotary_percent: must be at most 1 (got {self.rotary_percent:g}).")
         if self.position_embedding_type == "rope" and (self.rotary_size == 0 or self.rotary_size % 2):

@@ -288,6 +288,8 @@ def test_names_and_shapes_of_the_weights() -> None:
         ({"normalization": "batch"}, r"^normalization: .*batch"),
         ({"position_embedding_type": "alibi"}, r"^position_embedding_type: .*alibi"),
         ({"sliding_window": 0}, r"^sliding_window: .*0"),
+        ({"sliding_window": 4, "sliding_window_layers": (0, 40)}, r"^sliding_window_layers: .*\b40\b"),
+        ({"sliding_window_layers": (0,)}, r"^sliding_window_layers: .*None"),
         (
             {"position_embedding_type": "learned_absolute", "rope_scaling": RopeScaling("linear", 2.0)},
             r"^rope_scaling: ",
