@@ -10,11 +10,12 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..models.config import TransformerConfig
-from ..models.hf import Counterpart, counterparts, hf_name
+from ..models.hf import Counterpart, counterparts, hf_name, tied_copies
 from ..models.hf_config import from_json
 from .hf_folder import CONFIG, ModelFolder, read_config, shape_text
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_COMPARED_ROWS = 4096
 
 
 def config_of_folder(folder: Path, weights: Sequence[str] = ()) -> TransformerConfig:
@@ -52,6 +53,7 @@ class HuggingFaceModel:
             weight.name: weight for weight in counterparts(self.config)
         }
         self._names = self._check_names()
+        self._check_tied_copies()
 
     def read(self, weight: Counterpart) -> Tensor:
         """Return a full weight in the dtype of the file."""
@@ -105,3 +107,28 @@ class HuggingFaceModel:
                     f"{name}: quantized weights cannot be converted (got {folder.dtype(files[name])} in {folder.path})."
                 )
         return files
+
+    def _check_tied_copies(self) -> None:
+        """Raise ConfigError if the weight of a tied output layer differs. transformers then does not tie the layer."""
+        folder = self.folder
+        for copy, name in tied_copies(self.config).items():
+            if copy in folder.names and not self._equal(copy, self._names[name]):
+                raise ConfigError(
+                    f"{copy}: differs from {name}, but {folder.path / CONFIG} ties them (got "
+                    f"{shape_text(folder.shape(copy))} and {shape_text(folder.shape(self._names[name]))}). Set "
+                    f"tie_word_embeddings to false, or remove the weight that the model does not use."
+                )
+
+    def _equal(self, one: str, other: str) -> bool:
+        """Return whether two weights of the files are equal. Reads them in blocks of rows."""
+        folder = self.folder
+        shape = folder.shape(one)
+        if folder.dtype(one) not in _FLOATS or shape != folder.shape(other):
+            return False
+        blocks = (
+            (start, min(start + _COMPARED_ROWS, shape[0])) for start in range(0, shape[0], _COMPARED_ROWS)
+        )
+        return all(
+            torch.equal(folder.read_rows(one, *block).float(), folder.read_rows(other, *block).float())
+            for block in blocks
+        )

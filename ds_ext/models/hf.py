@@ -101,6 +101,22 @@ def hf_name(name: str, config: TransformerConfig) -> str | None:
     return None if re.fullmatch(unused, name) else name
 
 
+def tied_copies(config: TransformerConfig) -> dict[str, str]:
+    """Return the names of the weights of tied output layers -> the weights of which they must be copies.
+
+    Files may contain both. transformers ties them only if they are equal.
+    """
+    if isinstance(config, BertConfig):
+        predictions = "cls.predictions."
+        return {
+            f"{predictions}decoder.weight": "bert.embeddings.word_embeddings.weight",
+            f"{predictions}decoder.bias": f"{predictions}bias",
+        }
+    if config.untie_embeddings_and_output_weights:
+        return {}
+    return {"lm_head.weight": "transformer.wte.weight" if is_gpt2(config) else "model.embed_tokens.weight"}
+
+
 # --- models ---
 
 

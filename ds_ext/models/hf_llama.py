@@ -120,6 +120,9 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
         return {"rotary_base": base, "rope_scaling": None}
     scaling = {field.name: given[field.name] for field in _SCALING if given.get(field.name) is not None}
     try:
+        require_supported(scaling, {"truncate": (True, False)})
+        for name in scaling.keys() - {"rope_type", "truncate"}:
+            number(scaling, name, 0.0)
         if kind in ("llama3", "yarn"):
             longest = integer(values, "max_position_embeddings")
             original = values.get(_ORIGINAL, scaling.get(_ORIGINAL, longest))

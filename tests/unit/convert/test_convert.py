@@ -173,6 +173,11 @@ def test_spellings_of_config_json(name: str, changes: dict[str, Any], expected: 
             ("rope_scaling: ", "longrope"),
         ),
         ("llama2", {"rope_scaling": {"type": "linear"}}, ("rope_scaling: ", "factor")),
+        (
+            "llama2",
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": "1"}},
+            ("rope_scaling: ", "attention_factor", '"1"'),
+        ),
         ("llama2", {"rope_parameters": {"full_attention": {"rope_theta": 1}}}, ("rope_parameters: ",)),
         ("llama2", {"partial_rotary_factor": 0.5}, ("partial_rotary_factor: ", "1.0", "0.5")),
         ("llama2", {"rms_norm_eps": "1e-5"}, ("rms_norm_eps: ", '"1e-5"')),
@@ -366,6 +371,26 @@ def test_unsupported_models_and_damaged_files(tmp_path: Path, capsys: pytest.Cap
     layer.write_bytes(saved[:-200] + bytes(100) + saved[-100:])
     refused((layer,), checkpoint, "--to", "hf", back)
     assert not back.exists() and not list(tmp_path.glob(".back*"))
+
+
+@pytest.mark.parametrize("make", [random_gpt2, random_bert, lambda: random_llama("qwen2")])
+def test_tied_weights_must_be_equal(make: Callable[[], Any], tmp_path: Path) -> None:
+    """Load a copy of a tied weight if it is equal; transformers does not tie weights that differ."""
+    hf_model = make()
+    hf_model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = safetensors.load_file(path)
+    head = (
+        "cls.predictions.decoder.weight"
+        if isinstance(hf_model, transformers.BertForPreTraining)
+        else "lm_head.weight"
+    )
+    weight = hf_model.get_output_embeddings().weight.detach()
+    safetensors.save_file(tensors | {head: weight.clone()}, path)
+    HuggingFaceModel(tmp_path)
+    safetensors.save_file(tensors | {head: weight * 2}, path)
+    with pytest.raises(ConfigError, match=f"^{head}: "):
+        HuggingFaceModel(tmp_path)
 
 
 def test_checkpoints_of_other_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
