@@ -107,10 +107,10 @@ class ModelFolder:
 
     def _find_files(self) -> dict[str, TensorFile]:
         """Return a dict of weight name -> file. Raises ConfigError."""
+        if (self.path / WEIGHTS).is_file():  # transformers reads it even if there is an index
+            file = _open(self.path / WEIGHTS)
+            return dict.fromkeys(file.names, file)
         if not (self.path / INDEX).is_file():
-            if (self.path / WEIGHTS).is_file():
-                file = _open(self.path / WEIGHTS)
-                return dict.fromkeys(file.names, file)
             if any((self.path / name).exists() for name in _PICKLED):
                 raise ConfigError(
                     f"{self.path}: pytorch_model.bin is not read, because loading it can run code. Load the model with "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -88,7 +89,15 @@ class TensorFile:
             self._header: dict[str, Any] = json.loads(file.read(length))
         self._header.pop("__metadata__", None)
         self._data = 8 + length
-        end = max((record["data_offsets"][1] for record in self._header.values()), default=0)
+        end = 0
+        for name, record in sorted(self._header.items(), key=lambda item: item[1]["data_offsets"]):
+            (start, stop), dtype = record["data_offsets"], _DTYPES.get(record["dtype"])
+            tensor_bytes = stop - start if dtype is None else math.prod(record["shape"]) * dtype.itemsize
+            if start != end or stop - start != tensor_bytes:
+                raise ValueError(
+                    f"bytes {start} to {stop} for {name}, {tensor_bytes} bytes from {end} expected"
+                )
+            end = stop
         if self._data + end != size:
             raise ValueError(f"{self._data + end} bytes expected, {size} bytes found")
 

@@ -393,6 +393,33 @@ def test_tied_weights_must_be_equal(make: Callable[[], Any], tmp_path: Path) -> 
         HuggingFaceModel(tmp_path)
 
 
+def test_a_single_file_comes_before_an_index(tmp_path: Path) -> None:
+    """A folder with both, e.g. of two saved models, loads as in transformers."""
+    random_llama("llama2").save_pretrained(tmp_path, max_shard_size="50KB")
+    names = HuggingFaceModel(tmp_path).folder.names
+    state = {name: value + 1 for name, value in loaded("LlamaForCausalLM", tmp_path).state_dict().items()}
+    safetensors.save_file(state, tmp_path / "model.safetensors")
+    expected = loaded("LlamaForCausalLM", tmp_path).state_dict()
+    folder = HuggingFaceModel(tmp_path).folder
+    assert same({name: folder.read(name) for name in names}, expected) and same(expected, state)
+
+
+@pytest.mark.parametrize(
+    "change", [{"data_offsets": [2, 128]}, {"dtype": "F64"}, {"shape": [16]}, {"shape": None}]
+)
+def test_headers_that_contradict_the_data(change: dict[str, Any], tmp_path: Path) -> None:
+    random_llama("llama2").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["model.norm.weight"] |= change
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    with pytest.raises(ConfigError, match=r"model\.safetensors: "):
+        HuggingFaceModel(tmp_path)
+
+
 def test_checkpoints_of_other_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from ds_ext.engine.checkpoint.folder import publish, start_writing
 
