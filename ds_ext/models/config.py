@@ -47,7 +47,7 @@ class RopeScaling:
         needed = {
             "linear": (),
             "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-            "yarn": ("original_max_position_embeddings",),
+            "yarn": ("original_max_position_embeddings", "beta_fast", "beta_slow"),
         }
         if self.rope_type not in needed:
             raise ConfigError(

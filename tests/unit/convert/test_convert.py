@@ -178,6 +178,11 @@ def test_spellings_of_config_json(name: str, changes: dict[str, Any], expected: 
             {"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": "1"}},
             ("rope_scaling: ", "attention_factor", '"1"'),
         ),
+        (
+            "llama2",
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_slow": 0}},
+            ("rope_scaling: ", "beta_slow", "0"),
+        ),
         ("llama2", {"rope_parameters": {"full_attention": {"rope_theta": 1}}}, ("rope_parameters: ",)),
         ("llama2", {"partial_rotary_factor": 0.5}, ("partial_rotary_factor: ", "1.0", "0.5")),
         ("llama2", {"rms_norm_eps": "1e-5"}, ("rms_norm_eps: ", '"1e-5"')),
@@ -408,6 +413,7 @@ def test_a_single_file_comes_before_an_index(tmp_path: Path) -> None:
     "change", [{"data_offsets": [2, 128]}, {"dtype": "F64"}, {"shape": [16]}, {"shape": None}]
 )
 def test_headers_that_contradict_the_data(change: dict[str, Any], tmp_path: Path) -> None:
+    """Bytes, dtype and shape of a tensor must agree, as in the package safetensors."""
     random_llama("llama2").save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     data = path.read_bytes()
