@@ -154,6 +154,11 @@ def _window(kind: str, values: Mapping[str, Any]) -> tuple[int | None, tuple[int
     if kind == "llama":
         return None, None
     if kind == "mistral":
+        if (types := values.get("layer_types")) and types != [_SLIDING] * integer(
+            values, "num_hidden_layers"
+        ):
+            # transformers' AutoModelForCausalLM builds a Ministral.
+            raise refused("layer_types", types, f"a Mistral can have only {_SLIDING}")
         return integer(values, "sliding_window", _WINDOW), None
     window = integer(values, "sliding_window", _WINDOW) if _flag(values, "use_sliding_window") else None
     layers = integer(values, "num_hidden_layers") or 0

@@ -189,6 +189,7 @@ def test_spellings_of_config_json(name: str, changes: dict[str, Any], expected: 
         ("llama2", {"vocab_size": None}, ("vocab_size: ", "null")),
         ("llama2", {"num_key_value_heads": 3}, ("num_query_groups: ", "3")),
         ("llama2", {"quantization_config": {"bits": 4}}, ("quantization_config: ", '{"bits": 4}')),
+        ("mistral", {"layer_types": ["full_attention"] * 3}, ("layer_types: ", "full_attention")),
         ("qwen2", {"layer_types": ["full_attention"]}, ("layer_types: ", "3")),
         ("qwen2", {"layer_types": ["chunked_attention"] * 3}, ("layer_types: ", "chunked_attention")),
     ],
