@@ -126,11 +126,19 @@ def run(args: argparse.Namespace) -> int:
             f"{meta['bytes'] / meta['tokens']:.2f}, vocabulary {meta['vocab_size']}, unigram entropy "
             f"{meta['unigram_entropy_nats']:.3f} nats"
         )
+    model = "" if for_bert else _model_flag(args.tokenizer)
     print(
-        f"next: deepspeed --num_gpus 4 {NEXT_BERT if for_bert else NEXT_GPT} --data-path {output} "
+        f"next: deepspeed --num_gpus 4 {NEXT_BERT if for_bert else NEXT_GPT}{model} --data-path {output} "
         f"--save checkpoints/{output.name}"
     )
     return 0
+
+
+def _model_flag(tokenizer: str | None) -> str:
+    """Return ``--hf-model FOLDER`` if the tokenizer is that of a Hugging Face model, else nothing."""
+    folder = Path(tokenizer or "")
+    has_model = tokenizer and (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    return f" --hf-model {tokenizer}" if has_model else ""
 
 
 def _load_tokenizer(args: argparse.Namespace) -> Tokenizer | None:

@@ -70,6 +70,19 @@ def test_prepared_documents_end_with_the_end_of_document_token(
     assert not list(tmp_path.rglob(".partial*"))
 
 
+def test_the_next_command_trains_the_model_of_the_tokenizer(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    run("--source", source, "--output", model, "--vocab-size", 300)
+    run("--source", source, "--output", tmp_path / "tokenizer_only", "--tokenizer", model)
+    assert "--hf-model" not in capsys.readouterr().out
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").touch()
+    run("--source", source, "--output", tmp_path / "with_model", "--tokenizer", model)
+    assert f"--hf-model {model} --data-path {tmp_path / 'with_model'}" in capsys.readouterr().out
+
+
 def test_second_run_does_nothing_and_other_arguments_are_refused(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
