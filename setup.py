@@ -51,7 +51,7 @@ setup(
     ],
     extras_require={
         "data": ["megatron-core>=0.16,<0.17", "sentencepiece"],
-        "hf": ["transformers", "safetensors"],
+        "hf": ["transformers>=5", "safetensors"],
         "lora": ["peft"],
         "solve": ["ortools"],
         "trace": ["viztracer"],
@@ -67,7 +67,7 @@ setup(
             "codespell",
             "pybind11>=2.12",
             # Our models' logits are compared with its models'.
-            "transformers",
+            "transformers>=5",
             "safetensors",
             "peft",
         ],

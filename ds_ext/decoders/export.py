@@ -31,11 +31,11 @@ def save_adapter(engine: PipelineEngine, lora: Any, folder: str | Path) -> None:
     def weights() -> dict[str, Any]:
         modules = [m for stage in engine.module.stages for m in engine.module.stage_modules(stage).values()]
         return {
-            f"{_PREFIX}{layer.path}.{name.replace(f'.{_ADAPTER}.', '.')}": parameter.detach().cpu().clone()
+            f"{_PREFIX}{layer.path}.{_saved_name(name)}": parameter.detach().cpu().clone()
             for layer in modules
             if isinstance(layer, DecoderLayer)
             for name, parameter in layer.module.named_parameters()
-            if "lora_" in name
+            if "lora_" in name or parameter.requires_grad  # such as the biases of bias="lora_only"
         }
 
     tensors = {name: tensor for part in together(weights) for name, tensor in part.items()}
@@ -43,7 +43,7 @@ def save_adapter(engine: PipelineEngine, lora: Any, folder: str | Path) -> None:
     def write() -> None:
         from safetensors.torch import save_file
 
-        if not tensors:
+        if not any("lora_" in name for name in tensors):
             raise ConfigError(
                 "save_adapter: the layers have no adapters (got 0). Pass lora=... to from_transformers."
             )
@@ -55,3 +55,8 @@ def save_adapter(engine: PipelineEngine, lora: Any, folder: str | Path) -> None:
         save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
 
     by_rank_0(write)
+
+
+def _saved_name(name: str) -> str:
+    """Return the name in peft's file. The magnitudes of DoRA have none of the suffixes that their module has."""
+    return name.replace(f".{_ADAPTER}.", ".").replace("lora_magnitude_vector.weight", "lora_magnitude_vector")

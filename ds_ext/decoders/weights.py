@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 
 _NEEDS = "Install them with: pip install 'transformers>=5' safetensors"
+_ROWS = 4096  # that are read at once to compare two tables
 _SHARDS, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -53,6 +54,10 @@ def source_of(model_or_folder: Any, dtype: torch.dtype | None) -> Source:
         import transformers
     except ImportError:
         raise ConfigError(f"from_transformers: needs transformers (got none). {_NEEDS}") from None
+    if int(transformers.__version__.split(".")[0]) < 5:
+        raise ConfigError(
+            f"from_transformers: needs transformers 5 or newer (got {transformers.__version__}). {_NEEDS}"
+        )
     if isinstance(model_or_folder, nn.Module):
         model: Any = model_or_folder
         if hasattr(model, "get_base_model"):
@@ -136,6 +141,8 @@ class FolderSource:
         saved = self._config.dtype
         saved = getattr(torch, saved) if isinstance(saved, str) else saved
         self._dtype: torch.dtype = dtype or saved or _dtype_of(self._files)
+        if getattr(self._config, "tie_word_embeddings", False) and not self._heads_agree():
+            self._config.tie_word_embeddings = False  # as from_pretrained does
 
     @property
     def config(self) -> Any:
@@ -186,6 +193,23 @@ class FolderSource:
                 f"the folder again."
             )
         return module
+
+    def _heads_agree(self) -> bool:
+        """Return False if the files have a head that differs from the word embedding. Rows are compared in blocks."""
+        from safetensors import safe_open
+
+        model = self.skeleton()
+        ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+        names = {f"{path}.weight" for path, m in model.named_modules() if any(m is end for end in ends)}
+        keys = [key for key, found in self._targets(model, _conversions(model)).items() if names & found]
+        if len(keys) != 2:
+            return True
+        first, second = (safe_open(self._files[key], framework="pt").get_slice(key) for key in keys)
+        rows = first.get_shape()[0]
+        return first.get_shape() == second.get_shape() and all(
+            torch.equal(first[start : start + _ROWS], second[start : start + _ROWS])
+            for start in range(0, rows, _ROWS)
+        )
 
     def _targets(self, model: Any, mapping: list[Any]) -> dict[str, set[str]]:
         """Return a dict of key in the files -> names in the model that the key's tensor contributes to."""

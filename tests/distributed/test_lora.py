@@ -186,3 +186,21 @@ def test_a_checkpoint_of_trained_parameters_and_the_adapter_give_the_next_loss(
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
     model = peft.PeftModel.from_pretrained(base, target / "adapter")
     assert mean_loss(model, 2, MICRO_BATCHES, backward=False) == pytest.approx(expected, rel=1e-5)
+
+
+def save_magnitudes_and_biases(rank: int, folder: str, target: str) -> float:
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True, bias="lora_only")
+    run = Run(folder, "bitpipe_zb", 2, config)
+    run.losses(2)
+    ds_ext.save_adapter(run.engine, run.config, target)
+    loss = run.losses(1)[0]
+    run.engine.transport.close()
+    return loss
+
+
+def test_the_adapter_has_magnitudes_and_biases(ranks2: RankPool, tmp_path: Path) -> None:
+    folder, target = save_decoder("Starcoder2", tmp_path / "model"), tmp_path / "adapter"
+    expected = ranks2.run(save_magnitudes_and_biases, folder, str(target), timeout_s=120)[0]
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model = peft.PeftModel.from_pretrained(base, target)
+    assert mean_loss(model, 2, MICRO_BATCHES, backward=False) == pytest.approx(expected, rel=1e-5)

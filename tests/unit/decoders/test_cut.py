@@ -88,6 +88,18 @@ def test_the_dtype_of_a_folder_and_another_one(tmp_path: Path) -> None:
         assert {p.dtype for p in layer.parameters()} == {dtype or torch.float32}
 
 
+def test_a_folder_with_a_separate_head_is_not_tied(tmp_path: Path) -> None:
+    model = random_decoder("Llama")
+    model.config.tie_word_embeddings = True  # contradicts the files, as after a merge of models
+    model.save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    inputs, labels_BS = micro_batch(0, 0)
+    layers, loss_fn = ds_ext.from_transformers(tmp_path)
+    expected = model(input_ids=inputs[0], attention_mask=inputs[1], labels=labels_BS).loss
+    torch.testing.assert_close(loss_fn(chain(layers)(inputs), labels_BS), expected)
+
+
 def test_a_model_with_pefts_adapters() -> None:
     model = peft.get_peft_model(random_decoder("Llama"), peft.LoraConfig(target_modules=["q_proj"]))
     layers, _ = ds_ext.from_transformers(model)
