@@ -19,6 +19,7 @@ from tests.selection import covering
 
 peft: Any = pytest.importorskip("peft")
 transformers: Any = pytest.importorskip("transformers")
+load_file: Any = pytest.importorskip("safetensors.torch").load_file
 
 STEPS, MICRO_BATCHES, LR = 3, 8, 0.5
 SCHEDULES, TIED = ("1f1b", "bitpipe_zb", "zb_h1"), "Gemma2"
@@ -204,3 +205,9 @@ def test_the_adapter_has_magnitudes_and_biases(ranks2: RankPool, tmp_path: Path)
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
     model = peft.PeftModel.from_pretrained(base, target)
     assert mean_loss(model, 2, MICRO_BATCHES, backward=False) == pytest.approx(expected, rel=1e-5)
+    saved = load_file(target / "adapter_model.safetensors")
+    model.save_pretrained(tmp_path / "own")  # peft's own names
+    own = load_file(tmp_path / "own" / "adapter_model.safetensors")
+    assert saved.keys() == own.keys() and any(name.endswith("base_layer.bias") for name in saved)
+    for name, tensor in own.items():
+        torch.testing.assert_close(tensor, saved[name], msg=name)
