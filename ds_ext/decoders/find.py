@@ -89,6 +89,16 @@ def _check_config(config: Any, name: str) -> None:
         raise ConfigError(
             "output_router_logits: a pipeline does not add the router's loss (got true). Set it to false in the config."
         )
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    parts = [
+        rope,
+        *(part for part in rope.values() if isinstance(part, dict)),
+    ]  # or one for each kind of attention
+    if any(part.get("rope_type") == "dynamic" for part in parts):
+        raise ConfigError(
+            'rope_parameters: the tables of "dynamic" depend on the lengths of all earlier samples of a rank (got '
+            f"{rope}). Use a model with another rope_type."
+        )
     if getattr(config, "layerdrop", 0.0):
         raise ConfigError(
             f"layerdrop: a pipeline runs every layer (got {config.layerdrop}). Set it to 0 in the config."

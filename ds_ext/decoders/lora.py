@@ -11,6 +11,9 @@ from ..errors import ConfigError
 from .cut import Cut
 from .weights import Source
 
+# Values of init_lora_weights that leave the frozen weights as they are.
+_INITIAL_VALUES = (True, False, "gaussian", "orthogonal")
+
 
 class Adapters:
     """Adapters for the decoder layers of a model.
@@ -20,7 +23,8 @@ class Adapters:
         source, cut: model.
 
     Raises:
-        ConfigError: peft is missing, or the configuration trains something outside the decoder layers.
+        ConfigError: peft is missing, or the configuration changes frozen weights or trains something outside the
+            decoder layers.
     """
 
     def __init__(self, lora: Any, source: Source, cut: Cut) -> None:
@@ -30,6 +34,11 @@ class Adapters:
             raise ConfigError("lora: needs peft (got none). Install it with: pip install peft") from None
         if not isinstance(lora, peft.LoraConfig):
             raise ConfigError(f"lora: must be a peft.LoraConfig (got {type(lora).__name__}).")
+        if lora.init_lora_weights not in _INITIAL_VALUES:
+            raise ConfigError(
+                f"lora: init_lora_weights must not change the frozen weights (got {lora.init_lora_weights!r}). Use "
+                f"{', '.join(map(repr, _INITIAL_VALUES[:-1]))} or {_INITIAL_VALUES[-1]!r}."
+            )
         self.config = lora
         self._layers = self._adapted_layers(source, cut)
 

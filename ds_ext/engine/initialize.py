@@ -172,7 +172,8 @@ def initialize(
     )
     # The constructors below communicate.
     limit_waits(model.plan.settings.transport_options.timeout_s)
-    model_parameters = None if model_parameters is None else [_with_list(group) for group in model_parameters]
+    if model_parameters is not None:
+        model_parameters = _with_placeholder(model, [_with_list(group) for group in model_parameters])
     compare(
         {
             **code_facts(),
@@ -186,7 +187,7 @@ def initialize(
         },
     )
     if optimizer is not None or "optimizer" in config_dict:
-        _require_parameters(model)
+        _require_parameters(model, model_parameters)
     engine = _make_engine(
         model,
         config_dict,
@@ -240,6 +241,19 @@ def _with_list(group: Any) -> Any:
     return {**group, "params": [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)}
 
 
+def _with_placeholder(model: PipelineModule, groups: list[Any]) -> list[Any]:
+    """Return the parameters or groups, with the placeholder of a rank that trains nothing if they are empty."""
+    if model.placeholder is None or not _are_empty(groups):
+        return groups
+    first = {**groups[0], "params": [model.placeholder]} if groups else model.placeholder
+    return [first, *groups[1:]]
+
+
+def _are_empty(groups: list[Any]) -> bool:
+    """Return whether parameters or parameter groups contain no parameter."""
+    return all(isinstance(group, Mapping) and not group["params"] for group in groups)
+
+
 def _require_samples_by_index(training_data: Any) -> None:
     """Raise ConfigError for training data that is empty or cannot be indexed."""
     if training_data is None:
@@ -264,18 +278,25 @@ def _require_optimizer_for_zero(config: Mapping[str, Any]) -> None:
         )
 
 
-def _require_parameters(model: PipelineModule) -> None:
-    """Raise ConfigError on all ranks if no parameter is trained, or if a rank was frozen after its layers were built.
+def _require_parameters(model: PipelineModule, groups: list[Any] | None) -> None:
+    """Raise ConfigError on all ranks if an optimizer would have no parameter on one of them.
 
     A rank whose layers are frozen when the module is built has a placeholder, because optimizers need a parameter.
     """
     trains = any(model.stage_parameters(stage) for stage in model.stages)
-    facts = together(lambda: (trains, trains or model.placeholder is not None))
-    if not any(trains for trains, _ in facts):
+    omitted = groups is not None and _are_empty(groups)
+    facts = together(lambda: (trains, trains or model.placeholder is not None, omitted))
+    if not any(trains for trains, _, _ in facts):
         raise ConfigError(
             "layers: the model has no trainable parameter (got 0). Set requires_grad on some of them."
         )
-    empty = [rank for rank, (_, has_parameter) in enumerate(facts) if not has_parameter]
+    omitting = [rank for rank, (_, _, omitted) in enumerate(facts) if omitted]
+    if omitting:
+        raise ConfigError(
+            f"model_parameters: contains no parameter of rank{'s' * (len(omitting) > 1)} "
+            f"{', '.join(map(str, omitting))}, which trains some. Pass model.parameters()."
+        )
+    empty = [rank for rank, (_, has_parameter, _) in enumerate(facts) if not has_parameter]
     if empty:
         raise ConfigError(
             f"layers: all parameters of rank{'s' * (len(empty) > 1)} {', '.join(map(str, empty))} were frozen after "

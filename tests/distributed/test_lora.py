@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import ds_ext
 from ds_ext.engine.checkpoint.states import parameters_of
+from ds_ext.errors import ConfigError
 from tests.decoder_models import config_of, mean_loss, micro_batch, own_name, save_decoder
 from tests.distributed.test_own_layers import Batches
 from tests.ranks import RankPool, Ranks
@@ -33,7 +35,16 @@ def lora(**changes: Any) -> Any:
 class Run:
     """Engine of this rank for a decoder with adapters."""
 
-    def __init__(self, folder: str, schedule: str, pp: int, config: Any = None, **sections: Any) -> None:
+    def __init__(
+        self,
+        folder: str,
+        schedule: str,
+        pp: int,
+        config: Any = None,
+        by_name: bool = False,
+        **sections: Any,
+    ) -> None:
+        """Build it; ``by_name`` selects the parameters of the optimizer as scripts for peft do."""
         self.config = config or lora()
         layers, loss_fn = ds_ext.from_transformers(folder, lora=self.config)
         self.cut = layers[1].module_args[1]
@@ -41,9 +52,8 @@ class Run:
         sections["zero_allow_untested_optimizer"] = True
         settings = config_of(schedule, pp, MICRO_BATCHES, **sections)
         self.module = ds_ext.PipelineModule(layers, settings, loss_fn=loss_fn, partition_method="uniform")
-        self.engine, *_ = ds_ext.initialize(
-            model=self.module, model_parameters=self.module.parameters(), config=settings
-        )
+        named = [p for name, p in self.module.named_parameters() if not by_name or "lora_" in name]
+        self.engine, *_ = ds_ext.initialize(model=self.module, model_parameters=named, config=settings)
         self.batches = Batches(micro_batch)  # pyright: ignore[reportArgumentType]
 
     def trained(self) -> dict[str, Tensor]:
@@ -135,6 +145,7 @@ def test_stages_without_trained_parameters(ranks2: RankPool, tmp_path: Path) -> 
     folder, bf16 = save_decoder("Llama", tmp_path), {"enabled": True}
     jobs: list[tuple[str, dict[str, Any]]] = [
         *((schedule, {}) for schedule in ("1f1b", "zb_h1", "bitpipe_zb", "dpp")),
+        ("1f1b", {"by_name": True}),
         ("1f1b", {"zero_optimization": {"stage": 1}}),
         ("zb_h1", {"zero_optimization": {"stage": 1}, "bf16": bf16}),
         ("1f1b", {"bf16": bf16, "gradient_clipping": 1.0}),
@@ -146,6 +157,23 @@ def test_stages_without_trained_parameters(ranks2: RankPool, tmp_path: Path) -> 
         expected = results[0][0][1]
         assert losses == pytest.approx(expected, rel=2e-2 if "bf16" in sections else 1e-5), schedule
         assert losses[1] != losses[0]
+
+
+def omit_parameters(rank: int, folder: str) -> str:
+    """Give the optimizer no parameter on the first rank, although it trains some."""
+    settings = config_of("1f1b", 2, MICRO_BATCHES, optimizer={"type": "SGD", "params": {"lr": LR}})
+    layers, loss_fn = ds_ext.from_transformers(folder, lora=lora())
+    module = ds_ext.PipelineModule(layers, settings, loss_fn=loss_fn, partition_method="uniform")
+    with pytest.raises(ConfigError) as raised:
+        ds_ext.initialize(model=module, model_parameters=module.parameters() if rank else [], config=settings)
+    return str(raised.value)
+
+
+def test_an_optimizer_without_parameters_on_one_rank_is_refused_on_all(
+    ranks2: RankPool, tmp_path: Path
+) -> None:
+    messages = ranks2.run(omit_parameters, save_decoder("Llama", tmp_path), timeout_s=120)
+    assert messages[0] == messages[1] and re.search(r"^model_parameters: .*\b0\b", messages[0])
 
 
 # --- checkpoints and adapters ---

@@ -115,6 +115,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     "Bert": {**SIZES, "is_decoder": True},
     "OPT": {**{k: v for k, v in SIZES.items() if k != "intermediate_size"}, "layerdrop": 0.1},
     "Mixtral": {**GROUPED, "num_local_experts": 2, "output_router_logits": True},
+    # The tables depend on earlier samples.
+    "Llama": {
+        **GROUPED,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    },
 }
 
 
@@ -193,10 +198,11 @@ def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
         ds_ext.from_transformers(folder)
 
 
-def test_adapters_outside_the_decoder_layers_are_refused() -> None:
+def test_unsupported_adapters_are_refused() -> None:
     for config in (
         peft.LoraConfig(target_modules=["lm_head"]),
         peft.LoraConfig(target_modules=["none"]),
+        peft.LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa"),
         object(),
     ):
         with pytest.raises(ConfigError):
