@@ -27,6 +27,11 @@ _SIZES = {
     "1.position_embeddings": ("max_position_embeddings",),
     "2.mlp.linear_fc1.weight": ("ffn_hidden_size",),
 }
+# Field -> fields that decide its default.
+_DERIVED = {
+    "kv_channels": {"hidden_size", "num_attention_heads"},
+    "num_query_groups": {"num_attention_heads"},
+}
 _SHOWN = 4
 
 
@@ -93,7 +98,11 @@ def _other_sizes(
             pairs |= {key: (saved_size, size) for key, saved_size, size in sizes}
     here = unseen_in_weights(model)
     pairs |= {key: (saved[key], here[key]) for key in COMPUTED if key in saved}
-    yield from (f"{key} {there}, here {size}" for key, (there, size) in pairs.items() if there != size)
+    other = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    for derived, origins in _DERIVED.items():
+        if other.keys() & origins:
+            other.pop(derived, None)
+    yield from (f"{key} {there}, here {size}" for key, (there, size) in other.items())
 
 
 def _other_weights(shapes: Mapping[str, tuple[int, ...]], model: TransformerConfig) -> Iterator[str]:
