@@ -293,7 +293,7 @@ class StepData:
 def check_first_batch(data: StepData, program: Program, device: int, abort: Callable[[str], None]) -> None:
     """Fetch and check the first micro-batch for every stage on ``device``. All ranks must call this together.
 
-    Logs a warning if the iterators of two data-parallel ranks begin with the same inputs.
+    Logs a warning if the iterators of two data-parallel ranks begin with the same samples.
 
     Args:
         data: micro-batches of the next step.
@@ -316,7 +316,7 @@ def check_first_batch(data: StepData, program: Program, device: int, abort: Call
             inputs, labels = data.get(micro_batch)
             if stage == 0:
                 _require_tensors(inputs, "inputs", data.source)
-                begin = _first_inputs(data.source, inputs)
+                begin = _first_samples(data.source, inputs, labels)
             if stage == last_stage and labels is not None:
                 _require_tensors(labels, "labels", data.source)
     except ConfigError as error:
@@ -337,13 +337,25 @@ def check_first_batch(data: StepData, program: Program, device: int, abort: Call
     _warn_of_equal_inputs([begin for _, begin in answers if begin is not None])
 
 
-def _first_inputs(source: Batches, inputs: Any) -> tuple[int, str] | None:
-    """Return the data-parallel rank of an iterator and a checksum of its first inputs; None for other sources."""
+def _first_samples(source: Batches, inputs: Any, labels: Any) -> tuple[int, str] | None:
+    """Return the data-parallel rank of an iterator and a checksum of its first samples.
+
+    None for other sources, and for inputs whose elements are all equal, such as zeros for a benchmark.
+    """
     if not isinstance(source, IteratorBatches):
         return None
-    parts = inputs if isinstance(inputs, tuple | list) else (inputs,)
-    dense = [part.detach().cpu().contiguous().reshape(-1) for part in parts if part.layout == torch.strided]
-    return source.rank, checksum(part.view(torch.uint8).numpy().tobytes() for part in dense)
+    dense = _dense_parts(inputs)
+    if all(bool((part == part[:1]).all()) for part in dense):
+        return None
+    parts = [*dense, *_dense_parts(labels)]
+    return source.rank, checksum(part.view(torch.uint8).numpy().tobytes() for part in parts)
+
+
+def _dense_parts(value: Any) -> list[Tensor]:
+    """Return the dense tensors of inputs or labels, flattened and in CPU memory."""
+    parts = value if isinstance(value, tuple | list) else (value,)
+    dense = [part for part in parts if isinstance(part, Tensor) and part.layout == torch.strided]
+    return [part.detach().cpu().contiguous().reshape(-1) for part in dense]
 
 
 def _warn_of_equal_inputs(begins: Sequence[tuple[int, str]]) -> None:
@@ -353,7 +365,7 @@ def _warn_of_equal_inputs(begins: Sequence[tuple[int, str]]) -> None:
         other = rank_of.setdefault(inputs, rank)
         if other != rank and dist.get_rank() == 0:
             logger.warning(
-                "data_iter: data-parallel ranks %d and %d begin with the same inputs. Select each rank's samples by "
+                "data_iter: data-parallel ranks %d and %d begin with the same samples. Select each rank's samples by "
                 "engine.grid.get_data_parallel_rank(). The two pipes of bitpipe are two data-parallel ranks.",
                 other,
                 rank,

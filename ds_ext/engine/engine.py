@@ -558,7 +558,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
     def _take_changes(self) -> None:
         """Apply what a script changed since the last step: optimizer, instruction map, dtype of reductions.
 
-        Raises ConfigError for a number of micro-batches without a timetable.
+        Raises ConfigError for a number of micro-batches without a timetable, or an optimizer without fp32 weights.
         """
         planned = self.plan.sizes.gradient_accumulation_steps
         if self.micro_batches != planned:
@@ -568,6 +568,13 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             )
         self._handlers = with_patches(self._INSTRUCTION_MAP)
         if self._changeable() != self._used:
+            if isinstance(self._used[0], DeepSpeedOptimizer) and not isinstance(
+                self.optimizer, DeepSpeedOptimizer
+            ):
+                raise ConfigError(
+                    f"optimizer: ZeRO and half precision keep the fp32 weights and the shards in DeepSpeed's optimizer "
+                    f"(got {type(self.optimizer).__name__} after initialize). Pass it to initialize(optimizer=...)."
+                )
             self._use_optimizer()
 
     def _changeable(self) -> list[Any]:

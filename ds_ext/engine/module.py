@@ -26,7 +26,7 @@ from ..config.job import JobConfig, load_config, require_section
 from ..config.merge import command_line_json, has_batch_size, with_arguments
 from ..errors import ConfigError
 from ..launch.job_facts import as_text, checksum, file_facts, setting_facts
-from ..launch.roll_call import compare
+from ..launch.roll_call import compare, one_refusal
 from ..parallel.fbd import FORWARD_ROLE
 from ..parallel.layout import ParallelLayout
 from ..pipe_schedules.ops import BACKWARD, FORWARD
@@ -110,17 +110,18 @@ class PipelineModule(DeepSpeedPipelineModule):
             ("schedule", "schedule", schedule),
             ("schedule_options", "schedule_options", schedule_options),
         ]
-        plan = _plan(config, arguments)
-        settings, placement = plan.settings, plan.layout.placement
-        require_rank_order(topology, plan.layout)
-        layers = list(layers)
-        if len(layers) < placement.stages:
-            raise ConfigError(
-                f"layers: {plan.schedule.name} has {placement.stages} stages on {placement.devices_per_pipe} devices "
-                f"(got {len(layers)} layers). Use at least {placement.stages} layers, or a smaller "
-                f"pipeline_parallel_size."
-            )
-        require_visible_parameters(layers, loss_fn)
+        with one_refusal() if dist.is_initialized() else contextlib.nullcontext():
+            plan = _plan(config, arguments)
+            settings, placement = plan.settings, plan.layout.placement
+            require_rank_order(topology, plan.layout)
+            layers = list(layers)
+            if len(layers) < placement.stages:
+                raise ConfigError(
+                    f"layers: {plan.schedule.name} has {placement.stages} stages on {placement.devices_per_pipe} "
+                    f"devices (got {len(layers)} layers). Use at least {placement.stages} layers, or a smaller "
+                    f"pipeline_parallel_size."
+                )
+            require_visible_parameters(layers, loss_fn)
         seeds = {"seed_layers": seed_layers, "base_seed": kwargs.get("base_seed")}
         compare(
             {
@@ -289,11 +290,14 @@ class PipelineModule(DeepSpeedPipelineModule):
 
         if interval == 0 or not torch.is_grad_enabled():
             return run(0, len(layers), inputs)
+        modules = self.stage_modules(stage)
         for start in range(0, len(layers), interval):
             stop = min(start + interval, len(layers))
             if self._is_checkpointable(layers[start:stop]):
                 block = functools.partial(run, start, stop)
-                inputs = recomputed(self.activation_checkpoint_func, layers[start:stop], block, inputs)
+                indices = range(self.parts[stage] + start, self.parts[stage] + stop)
+                of_block = [modules[index] for index in indices if index in modules]
+                inputs = recomputed(self.activation_checkpoint_func, of_block, block, inputs)
             else:
                 inputs = run(start, stop, inputs)
         return inputs

@@ -13,7 +13,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from deepspeed.pipe import LayerSpec
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.engine import PipelineEngine as DeepSpeedPipelineEngine
 from deepspeed.runtime.pipe.schedule import ForwardPass, OptimizerStep, ReduceGrads, TrainSchedule
 from deepspeed.runtime.pipe.topology import (
@@ -33,6 +33,7 @@ from tests.ranks import RankPool
 from tests.selection import select
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
+ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
 BATCH = {
     "train_batch_size": 16,
     "train_micro_batch_size_per_gpu": 2,
@@ -329,6 +330,22 @@ def test_an_optimizer_made_after_initialize(ranks4: RankPool, schedule: str, how
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
+def replace_optimizer(rank: int, config: dict[str, Any]) -> str:
+    engine = engine_of(BATCH | {"optimizer": ADAMW} | config, schedule="bitpipe")
+    engine.optimizer = torch.optim.AdamW(engine.module.parameters(), lr=0.01)
+    return refused(lambda: trained(engine))
+
+
+@pytest.mark.parametrize(
+    "config", [{"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 1}}], ids=str
+)
+def test_an_optimizer_with_fp32_weights_or_shards_is_not_replaced(
+    ranks4: RankPool, config: dict[str, Any]
+) -> None:
+    for error in ranks4.run(replace_optimizer, config):
+        assert error.startswith("optimizer: ") and "AdamW" in error
+
+
 def train_with_patches(rank: int) -> tuple[list[float], list[str], list[str]]:
     calls: list[str] = []
     own = {kind: PipelineEngine._INSTRUCTION_MAP[kind] for kind in (ReduceGrads, OptimizerStep)}
@@ -415,6 +432,42 @@ def test_reentrant_recomputation(ranks2: RankPool, schedule: str, function: Any)
     assert found[0][1].startswith("activation_checkpoint_func: ")
 
 
+class Frozen(nn.Linear):
+    """Linear layer that is not trained."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.requires_grad_(False)
+
+
+def lose_the_gradient_of_a_tie(rank: int) -> None:
+    """Recompute a tied embedding and a frozen layer in one block."""
+
+    def embed(table: nn.Embedding, ids: Tensor) -> Tensor:
+        return table(ids)
+
+    tied = TiedLayerSpec("table", nn.Embedding, 4, 4, forward_fn=embed)
+    layers = [tied, LayerSpec(Frozen, 4, 4), *(LayerSpec(nn.Linear, 4, 4) for _ in range(2))]
+    model = ds_ext.PipelineModule(
+        layers,
+        num_stages=2,
+        loss_fn=lambda outputs, labels: (outputs - labels).square().mean(),
+        partition_method="uniform",
+        activation_checkpoint_interval=2,
+        activation_checkpoint_func=REENTRANT,
+    )
+    engine = ds_ext.initialize(
+        model=model, config=BATCH | {"optimizer": SGD}, model_parameters=model.parameters()
+    )[0]
+    batches = ((torch.arange(4), torch.zeros(4, 4)) for _ in range(8))
+    engine.train_batch(batches)
+
+
+def test_a_tied_embedding_does_not_lose_its_gradient(ranks2: RankPool) -> None:
+    with pytest.raises(ConfigError, match="activation_checkpoint_func: Embedding"):
+        ranks2.run(lose_the_gradient_of_a_tie, timeout_s=60)
+
+
 # --- layer files of the module, and data of several ranks ---
 
 
@@ -435,18 +488,27 @@ def test_layer_files_hold_every_stage(ranks4: RankPool, tmp_path: Path) -> None:
         assert len(files) == 8 and equal
 
 
-def warnings_of(rank: int, shared: bool) -> list[tuple[int, int]]:
+def warnings_of(rank: int, kind: str) -> list[tuple[int, int]]:
     engine = engine_of(schedule="bitpipe")
-    first = 0 if shared else 4 * engine.grid.get_data_parallel_rank()
+    own = 4 * engine.grid.get_data_parallel_rank()
+    first = 0 if kind == "shared" else own
+
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        inputs, labels = numbers(0, first + number)
+        if kind == "constant inputs":
+            return torch.zeros_like(inputs), torch.zeros_like(labels)
+        return (numbers(0, number)[0], labels) if kind == "own labels" else (inputs, labels)
+
     found: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             logging.getLogger("ds_ext.engine.batches"), "warning", lambda *values: found.append(values[1:])
         )
-        engine.train_batch(iter([numbers(0, first + number) for number in range(4)]))
+        engine.train_batch(iter([batch(number) for number in range(4)]))
     return found
 
 
 def test_ranks_that_read_the_same_samples(ranks4: RankPool) -> None:
-    assert ranks4.run(warnings_of, False) == [[], [], [], []]
-    assert ranks4.run(warnings_of, True) == [[(0, 1)], [], [], []]
+    for kind in ("own", "own labels", "constant inputs"):
+        assert ranks4.run(warnings_of, kind) == [[], [], [], []]
+    assert ranks4.run(warnings_of, "shared") == [[(0, 1)], [], [], []]

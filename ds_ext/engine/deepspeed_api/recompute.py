@@ -22,13 +22,13 @@ def checkpoint_function(given: CheckpointFunction | None) -> CheckpointFunction:
 
 
 def recomputed(
-    function: CheckpointFunction, layers: Sequence[Any], run: Callable[[Any], Any], inputs: Any
+    function: CheckpointFunction, modules: Sequence[nn.Module], run: Callable[[Any], Any], inputs: Any
 ) -> Any:
     """Return ``run(inputs)``, which ``function`` runs again in the backward.
 
     Args:
         function: ``function(f, *tensors)``, for example ``deepspeed.checkpointing.checkpoint``.
-        layers: layers that ``run`` calls.
+        modules: modules that ``run`` calls.
         run: forward of the layers.
         inputs: tensor or tuple of tensors.
 
@@ -47,7 +47,7 @@ def recomputed(
 
     outputs = function(forward, *tensors)
     if not any(map(_has_gradient, outputs if isinstance(outputs, tuple) else (outputs,))):
-        trained = [layer for layer in layers if isinstance(layer, nn.Module) and _is_trained(layer)]
+        trained = [module for module in modules if _is_trained(module)]
         if trained:
             raise ConfigError(
                 f"activation_checkpoint_func: {type(trained[0]).__name__} gets no gradient, because the inputs are "
@@ -57,8 +57,8 @@ def recomputed(
     return outputs
 
 
-def _is_trained(layer: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in layer.parameters())
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _has_gradient(value: Any) -> bool:
