@@ -142,9 +142,8 @@ class FinalNorm(_Part):
         if self._nan is None or (self._nan.device, self._nan.dtype) != (hidden_BSD.device, hidden_BSD.dtype):
             self._nan = hidden_BSD.new_full((), float("nan"))
             for module, key, shape in self._dropped:
-                module.__dict__[key] = self._nan.expand(
-                    shape
-                )  # not registered: it is no weight, and takes no memory
+                # Not registered: it is no weight, and takes no memory.
+                module.__dict__[key] = self._nan.expand(shape)
         embeds_BSD = self._nan.expand(*hidden_BSD.shape[:2], self.cut.width)
         try:
             return self.backbone(inputs_embeds=embeds_BSD, use_cache=False).last_hidden_state

@@ -72,9 +72,8 @@ def from_transformers(
         last,
     ]
     for layer, size in zip(layers, sizes, strict=True):
-        layer.num_parameters = (
-            size  # PipelineModule divides the layers by it, and builds none of them for this
-        )
+        # PipelineModule divides the layers by their parameters, and builds none of them for this.
+        layer.num_parameters = size
     return layers, loss_fn
 
 

@@ -238,9 +238,8 @@ class FolderSource:
             with safe_open(file, framework="pt", device="cpu") as opened:
                 for key in keys:
                     if self._files[key] == file:
-                        tensors[key] = opened.get_tensor(
-                            key
-                        ).clone()  # the original is a view of the mapped file
+                        # The original is a view of the mapped file.
+                        tensors[key] = opened.get_tensor(key).clone()
         return tensors
 
 

@@ -407,10 +407,9 @@ class PipelineEngine(DeepSpeedPipelineEngine):
     def _exec_reduce_grads(self) -> None:
         self.loss_watch.before_reduction(self.global_steps + 1)
         if self.module.placeholder is not None:
+            # The bf16 optimizer needs at least one gradient.
             with self.gradients.accumulating():
-                (
-                    0 * self.module.placeholder
-                ).sum().backward()  # the bf16 optimizer needs at least one gradient
+                (0 * self.module.placeholder).sum().backward()
         if self.reduction is None:
             self.gradients.fill_missing(self.module.parameters())
             super()._exec_reduce_grads()
