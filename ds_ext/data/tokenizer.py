@@ -209,7 +209,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def declared_end_of_document(folder: Path, vocab: Mapping[str, int]) -> str | None:
-    """Return the end-of-sequence token that the JSON files of a Hugging Face folder declare; None if there is none.
+    """Return the end-of-sequence token from the JSON files of a Hugging Face folder, or None if they have none.
 
     The name in tokenizer_config.json comes first, then the id in generation_config.json, then that in config.json. The
     first id of a list counts. Ids outside the vocabulary are ignored.

@@ -44,7 +44,7 @@ def embed(layer: Embedding, inputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, 
 
 
 class _Part(nn.Module):
-    """Skeleton of the model with the weights of some modules, whose decoder layers are replaced by a recorder."""
+    """Skeleton of the model with the weights of some modules, whose decoder layers are not used."""
 
     def __init__(self, source: Source, cut: Cut, paths: Sequence[str], adapters: Adapters | None) -> None:
         super().__init__()
@@ -59,14 +59,10 @@ class _Part(nn.Module):
         layers = skeleton.get_submodule(cut.layers)
         for module in layers.modules():
             module._buffers = dict.fromkeys(module._buffers)
-        self._recorder = Recorder(layers, self._output)
 
     @property
     def backbone(self) -> Any:
         return self.skeleton.get_submodule(self.cut.backbone)
-
-    def _output(self, index: int, record: tuple[Any, ...]) -> Any:
-        raise NotImplementedError
 
 
 class _AllRecorded(Exception):
@@ -81,6 +77,7 @@ class Positions(_Part):
 
     def __init__(self, source: Source, cut: Cut, adapters: Adapters | None) -> None:
         super().__init__(source, cut, cut.before, adapters)
+        self._recorder = Recorder(self.skeleton.get_submodule(cut.layers), self._output)
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the backbone until it calls the last decoder layer."""
@@ -132,6 +129,7 @@ class FinalNorm(_Part):
 
     def __init__(self, source: Source, cut: Cut, adapters: Adapters | None) -> None:
         super().__init__(source, cut, cut.after, adapters)
+        self._recorder = Recorder(self.skeleton.get_submodule(cut.layers), self._output)
         self._hidden: Tensor | None = None
         self._nan: Tensor | None = None
 

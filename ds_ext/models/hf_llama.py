@@ -184,7 +184,7 @@ def _flag(values: Mapping[str, Any], key: str) -> bool:
 
 
 def _kind(config: TransformerConfig) -> str:
-    """Return the ``model_type`` that computes the model. Raises ConfigError if there is none."""
+    """Return the ``model_type`` of a model. Raises ConfigError if transformers has no such model."""
     kind = "llama"
     if config.qk_layernorm:
         kind = "qwen3"
