@@ -1,15 +1,17 @@
 """Layout of the world: ranks, coordinates and groups. Pure arithmetic.
 
-Ranks are numbered as in DeepSpeed: the tensor-parallel index varies fastest, then data, then pipeline:
-``rank = tp + TP * (dp + DP * device)``.
+By default, ranks are numbered as in DeepSpeed: the tensor-parallel index varies fastest, then data, then pipeline:
+``rank = tp + TP * (dp + DP * device)``. :mod:`.rank_order` has the other orders.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..errors import ConfigError
 from ..pipe_schedules import Placement
+from .rank_order import DATA, DEEPSPEED_ORDER, MIRROR, PIPELINE, TENSOR, RankOrder
 
 
 @dataclass(frozen=True)
@@ -20,11 +22,13 @@ class ParallelLayout:
         placement: device of every stage of one pipeline group.
         tensor_parallel_size: TP, the number of ranks per device.
         data_parallel_size: DP, the number of pipeline groups; replicas inside a placement do not count.
+        rank_order: order of the axes in the rank numbers.
     """
 
     placement: Placement
     tensor_parallel_size: int
     data_parallel_size: int
+    rank_order: RankOrder = DEEPSPEED_ORDER
 
     @property
     def world_size(self) -> int:
@@ -33,13 +37,39 @@ class ParallelLayout:
 
     def rank(self, device: int, data: int, tensor: int) -> int:
         """Return the global rank of a device of pipeline group ``data``."""
-        return tensor + self.tensor_parallel_size * (data + self.data_parallel_size * device)
+        index = {TENSOR: tensor, DATA: data, PIPELINE: device}
+        if self.rank_order.pairs_mirrors:
+            index[PIPELINE], index[MIRROR] = self._mirror_index[device]
+        return self.rank_order.rank(index, self._axis_sizes)
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
         """Return the coordinates (device, data, tensor) of a global rank."""
-        rest, tensor = divmod(rank, self.tensor_parallel_size)
-        device, data = divmod(rest, self.data_parallel_size)
-        return device, data, tensor
+        index = self.rank_order.index(rank, self._axis_sizes)
+        device = index[PIPELINE]
+        if self.rank_order.pairs_mirrors:
+            device = self.placement.replica_groups[device][index[MIRROR]]
+        return device, index[DATA], index[TENSOR]
+
+    @cached_property
+    def _axis_sizes(self) -> dict[str, int]:
+        sizes = {
+            TENSOR: self.tensor_parallel_size,
+            DATA: self.data_parallel_size,
+            PIPELINE: self.placement.num_devices,
+        }
+        if self.rank_order.pairs_mirrors:
+            sizes |= {PIPELINE: len(self.placement.replica_groups), MIRROR: self.placement.replicas}
+        return sizes
+
+    @cached_property
+    def _mirror_index(self) -> dict[int, tuple[int, int]]:
+        """(index of its group of replicas, index within the group) of every device."""
+        groups = self.placement.replica_groups
+        return {
+            device: (pair, replica)
+            for pair, devices in enumerate(groups)
+            for replica, device in enumerate(devices)
+        }
 
     def role(self, rank: int) -> str | None:
         """Return ``"forward"`` or ``"backward"`` under forward/backward disaggregation, else None."""

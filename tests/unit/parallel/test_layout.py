@@ -8,6 +8,8 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelD
 from ds_ext.engine.grid import FoldedTopology
 from ds_ext.errors import ConfigError
 from ds_ext.parallel.layout import ParallelLayout, data_parallel_size
+from ds_ext.parallel.rank_order import parse_rank_order
+from ds_ext.pipe_schedules import Placement
 from ds_ext.pipe_schedules.placement import bidirectional_v, linear
 
 
@@ -98,3 +100,26 @@ def test_worlds_that_do_not_fit(world: int, fitting: str) -> None:
     sizes = "4 = pipeline_parallel_size 2 x tensor_parallel_size 2"
     with pytest.raises(ConfigError, match=rf"^world size: .*{sizes} .*{world}\b.*{fitting}"):
         data_parallel_size(world, linear(2), 2)
+
+
+@pytest.mark.parametrize("placement", [linear(4), bidirectional_v(4)], ids=["linear", "bitpipe"])
+@pytest.mark.parametrize("order", ["tp-dp-pp", "tp-pp-dp", "tp-mirror-dp-pp", "tp-pp-mirror-dp"])
+def test_every_rank_order_numbers_each_rank_once(placement: Placement, order: str) -> None:
+    layout = ParallelLayout(placement, 2, 3, parse_rank_order(order))
+    ranks = [layout.rank(*layout.coordinates(r)) for r in range(24)]
+    assert ranks == list(range(24))
+    assert sorted(layout.groups()["tensor"]) == [[2 * i, 2 * i + 1] for i in range(12)]
+
+
+def test_mirror_axis_puts_replicas_side_by_side() -> None:
+    layout = ParallelLayout(bidirectional_v(4), 1, 2, parse_rank_order("tp-mirror-pp-dp"))
+    assert layout.groups()["mirror"] == [[0, 1], [4, 5], [2, 3], [6, 7]]
+    assert [layout.coordinates(r)[0] for r in range(8)] == [0, 3, 1, 2, 0, 3, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "tp", "tp-dp", "dp-tp-pp", "tp-dp-pp-pp", "tp-dp-pp-ep", "tp-mirror-mirror-dp-pp"]
+)
+def test_invalid_rank_orders_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"ds_ext\.rank_order"):
+        parse_rank_order(text)

@@ -1,0 +1,112 @@
+"""Hosts of a job and the ranks on each. Pure arithmetic."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+
+from ..errors import ConfigError
+
+_MOST_HOSTS = 100_000
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Hosts of a job. Ranks are numbered host by host, as `deepspeed`, `torchrun` and Slurm number them.
+
+    Args:
+        slots: number of ranks on each host.
+        names: name of each host; empty: ``host 0``, ``host 1``, ...
+
+    Raises:
+        ConfigError: there is no host, a host has no rank, or the names do not match the slots.
+    """
+
+    slots: tuple[int, ...]
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.slots or min(self.slots) < 1:
+            raise ConfigError(
+                f"hosts: every host needs at least 1 slot (got {self.slots}). Remove empty hosts."
+            )
+        if not self.names:
+            object.__setattr__(self, "names", tuple(f"host {index}" for index in range(len(self.slots))))
+        if len(self.names) != len(self.slots):
+            raise ConfigError(
+                f"hosts: got {len(self.names)} names for {len(self.slots)} hosts. Name every host."
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks on all hosts."""
+        return self._ends[-1]
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        """Rank after the last rank of each host."""
+        return tuple(accumulate(self.slots))
+
+    def of(self, rank: int) -> int:
+        """Return the index of a rank's host. Raises ConfigError if no host has the rank."""
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(
+                f"hosts: {self} has ranks 0 to {self.world_size - 1} (got rank {rank}). Add slots."
+            )
+        return bisect_right(self._ends, rank)
+
+    def cross(self, ranks: Iterable[int]) -> bool:
+        """Return True if the ranks are on more than one host."""
+        return len({self.of(rank) for rank in ranks}) > 1
+
+    def __str__(self) -> str:
+        if len(set(self.slots)) == 1:
+            return f"{len(self.slots)}x{self.slots[0]}"
+        return ",".join(map(str, self.slots))
+
+
+def parse_hosts(text: str) -> Hosts:
+    """Return the hosts in ``"4x8"`` (4 hosts with 8 ranks each), ``"8,8,4"`` (slots), or a hostfile's path.
+
+    A hostfile has lines ``worker-0 slots=8``, as for `deepspeed`. Raises ConfigError.
+    """
+    if Path(text).is_file():
+        return _read_hostfile(Path(text))
+    if match := re.fullmatch(r"(\d{1,6})x(\d{1,6})", text):
+        count, slots = map(int, match.groups())
+        if not 1 <= count <= _MOST_HOSTS:
+            raise ConfigError(f"hosts: must be 1 to {_MOST_HOSTS:,} hosts (got {text!r}).")
+        return Hosts((slots,) * count)
+    if re.fullmatch(r"\d{1,6}(,\d{1,6})*", text):
+        return Hosts(tuple(map(int, text.split(","))))
+    raise ConfigError(
+        f"hosts: neither sizes nor an existing hostfile (got {text!r}). Use 4x8 (4 hosts, 8 ranks each), 8,8,4 (slots "
+        "of each host), or the path of a hostfile."
+    )
+
+
+def _read_hostfile(path: Path) -> Hosts:
+    slots: dict[str, int] = {}
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
+        words = line.strip()
+        if not words or words.startswith("#"):
+            continue
+        match = re.match(r"(\S+)\s+slots=(\d{1,6})\b", words)
+        if match is None:
+            raise ConfigError(
+                f'{path}: line {number}: not a host (got {words[:60]!r}). Example: "worker-0 slots=8".'
+            )
+        name, count = match.group(1), int(match.group(2))
+        if name in slots:
+            raise ConfigError(
+                f"{path}: line {number}: host {name} is repeated. Add up its slots in one line."
+            )
+        slots[name] = count
+    if not slots:
+        raise ConfigError(f'{path}: no host. Add lines such as "worker-0 slots=8".')
+    return Hosts(tuple(slots.values()), tuple(slots))
