@@ -1,0 +1,214 @@
+"""Traffic between hosts: which process groups cross hosts, and how many bytes a step sends from host to host.
+
+A collective over n ranks on h > 1 hosts counts as a ring in rank order, which passes from one host to the next h times.
+An all-reduce of V bytes sends 2 V (n - 1) / n over every connection of the ring, an all-gather or a reduce-scatter half
+of that (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+from ..errors import ConfigError
+from ..pipe_schedules import Placement
+from ..pipe_schedules.dependencies import Dependencies
+from ..pipe_schedules.ops import Op
+from .hosts import Hosts
+from .layout import ParallelLayout
+from .rank_order import DATA, DEEPSPEED_ORDER, MIRROR, PIPELINE, TENSOR, RankOrder
+
+MIRRORS, DATA_RANKS = "mirror", "data"  # names of groups, as in ParallelLayout.groups
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank communicates in a step, before they are divided between connections.
+
+    Args:
+        message: activation or gradient of one micro-batch, from one rank to one rank of another device.
+        gradients: for each device, the gradients of one rank that its replicas and data-parallel ranks average.
+        weights: for each device, the weights of one rank that change in a step.
+        tensor: for each device, the tensors that one rank all-reduces over its tensor-parallel group; empty: 0.
+        zero_stage: 1 if the ranks that average gradients also gather the weights after the step.
+    """
+
+    message: float
+    gradients: tuple[float, ...]
+    weights: tuple[float, ...]
+    tensor: tuple[float, ...] = ()
+    zero_stage: int = 0
+
+
+@dataclass(frozen=True)
+class GroupTraffic:
+    """Groups of one kind.
+
+    Attributes:
+        name: "tensor", "neighbors" (links between devices), "mirror", "data", "gradients" (the groups that average
+            gradients, if a device has both replicas and data-parallel ranks) or "weights" (`fbd`).
+        size: number of ranks in a group; 2 for links.
+        groups: number of groups, or of directed links.
+        crossing: number of groups with ranks on several hosts.
+        bytes: bytes from host to host in a step.
+    """
+
+    name: str
+    size: int
+    groups: int
+    crossing: int
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Traffic between hosts under one rank order; ``kinds`` has no groups of one rank."""
+
+    rank_order: RankOrder
+    kinds: tuple[GroupTraffic, ...]
+
+    @property
+    def bytes(self) -> float:
+        """Bytes from host to host in a step."""
+        return sum(kind.bytes for kind in self.kinds)
+
+    def kind(self, name: str) -> GroupTraffic | None:
+        """Return the groups of a kind; None if they have one rank each."""
+        return next((kind for kind in self.kinds if kind.name == name), None)
+
+
+def crossing(layout: ParallelLayout, hosts: Hosts, traffic: Traffic, micro_batches: int) -> Crossing:
+    """Return the traffic between hosts for the layout's rank order.
+
+    Args:
+        micro_batches: N per pipeline group.
+
+    Raises:
+        ConfigError: the hosts have more or fewer slots than the layout has ranks.
+    """
+    require_slots(layout, hosts)
+    table = layout.groups()
+
+    def device(rank: int) -> int:
+        return layout.coordinates(rank)[0]
+
+    kinds: list[GroupTraffic] = []
+    tensor = traffic.tensor or (0.0,) * layout.placement.num_devices
+    rings = [(group, _all_reduce(len(group), tensor[device(group[0])])) for group in table["tensor"]]
+    kinds.append(_rings("tensor", rings, hosts))
+    kinds.append(_links("neighbors", _messages(layout, traffic, micro_batches), hosts))
+    reductions = list(_reductions(layout, traffic))
+    if layout.placement.replicas > 1 and layout.data_parallel_size > 1:
+        kinds += [
+            _rings(name, [(group, 0.0) for group in table[name]], hosts) for name in (MIRRORS, DATA_RANKS)
+        ]
+        kinds.append(_rings("gradients", reductions, hosts))
+    else:
+        kinds.append(_rings(MIRRORS if layout.placement.replicas > 1 else DATA_RANKS, reductions, hosts))
+    copies = {(pair[1], pair[0]): traffic.weights[device(pair[1])] for pair in table.get("weights", ())}
+    kinds.append(_links("weights", copies, hosts))
+    return Crossing(layout.rank_order, tuple(kind for kind in kinds if kind.size > 1 and kind.groups))
+
+
+def rank_orders(layout: ParallelLayout) -> list[RankOrder]:
+    """Return the rank orders that number the layout's ranks differently, the default order first.
+
+    Forward/backward disaggregation has one order.
+    """
+    if layout.placement.forward_devices:
+        return [layout.rank_order]
+    axes = [(DATA, PIPELINE)]
+    axes += [(DATA, PIPELINE, MIRROR)] if layout.placement.replicas > 1 else []
+    orders = [RankOrder((TENSOR, *order)) for words in axes for order in permutations(words)]
+    found: dict[tuple[int, ...], RankOrder] = {}
+    for order in (DEEPSPEED_ORDER, *orders):
+        ordered = replace(layout, rank_order=order)
+        devices, groups = range(layout.placement.num_devices), range(layout.data_parallel_size)
+        found.setdefault(tuple(ordered.rank(d, g, 0) for d in devices for g in groups), order)
+    return list(found.values())
+
+
+def ranked_orders(
+    layout: ParallelLayout, hosts: Hosts, traffic: Traffic, micro_batches: int
+) -> list[Crossing]:
+    """Return the traffic between hosts for every rank order, fewest bytes first; ties: the default, then no mirror.
+
+    Tensor-parallel groups have consecutive ranks in every order. They cross hosts only if the tensor-parallel size
+    does not divide the slots of every host. The arguments and errors are those of :func:`crossing`.
+    """
+    found = [
+        crossing(replace(layout, rank_order=order), hosts, traffic, micro_batches)
+        for order in rank_orders(layout)
+    ]
+    return sorted(found, key=lambda one: one.bytes)
+
+
+def require_slots(layout: ParallelLayout, hosts: Hosts) -> None:
+    """Raise ConfigError unless the hosts have one slot per rank."""
+    if hosts.world_size != layout.world_size:
+        raise ConfigError(
+            f"hosts: {hosts} has {hosts.world_size} slots, and the job {layout.world_size} ranks. Use hosts with "
+            f"{layout.world_size} slots in all."
+        )
+
+
+def messages_between(placement: Placement, micro_batches: int) -> Counter[tuple[int, int]]:
+    """Return the number of messages of a training step, by (sending device, receiving device)."""
+    pipes = Counter(placement.pipes_of(micro_batches))
+    dependencies = Dependencies(placement, placement.replicas)  # one micro-batch per pipe
+    found: Counter[tuple[int, int]] = Counter()
+    for pipe in range(placement.replicas):
+        for stage in range(placement.stages):
+            for kind in (*dependencies.forward_kinds(stage), dependencies.gradient_kind(stage, pipe)):
+                op = Op(kind, pipe, stage)
+                sender = dependencies.device(op)
+                for _, receiver in dependencies.consumers(op):
+                    if receiver != sender:
+                        found[sender, receiver] += pipes[pipe]
+    return found
+
+
+def _messages(layout: ParallelLayout, traffic: Traffic, micro_batches: int) -> dict[tuple[int, int], float]:
+    """Return the bytes of the messages between stages in a step, by (sending rank, receiving rank)."""
+    return {
+        (layout.rank(sender, data, tensor), layout.rank(receiver, data, tensor)): count * traffic.message
+        for (sender, receiver), count in messages_between(layout.placement, micro_batches).items()
+        for data in range(layout.data_parallel_size)
+        for tensor in range(layout.tensor_parallel_size)
+    }
+
+
+def _reductions(layout: ParallelLayout, traffic: Traffic) -> Iterable[tuple[list[int], float]]:
+    """Yield the ranks that average gradients, and the bytes per connection of their ring."""
+    placement = layout.placement
+    for devices in placement.replica_groups:
+        for tensor in range(layout.tensor_parallel_size):
+            data = range(layout.data_parallel_size)
+            ranks = [layout.rank(device, d, tensor) for d in data for device in devices]
+            size = _all_reduce(len(ranks), traffic.gradients[devices[0]])
+            if traffic.zero_stage:
+                size += _all_reduce(len(ranks), traffic.weights[devices[0]]) / 2
+            yield ranks, size
+
+
+def _all_reduce(ranks: int, size: float) -> float:
+    """Return the bytes that an all-reduce of ``size`` bytes sends over every connection of a ring."""
+    return 2 * size * (ranks - 1) / ranks
+
+
+def _rings(name: str, rings: Iterable[tuple[list[int], float]], hosts: Hosts) -> GroupTraffic:
+    """Return the traffic of collectives, given as (ranks, bytes per connection of the ring)."""
+    rings = list(rings)
+    spans = [len({hosts.of(rank) for rank in ranks}) for ranks, _ in rings]
+    total = sum(span * size for span, (_, size) in zip(spans, rings, strict=True) if span > 1)
+    return GroupTraffic(
+        name, max((len(r) for r, _ in rings), default=0), len(rings), sum(s > 1 for s in spans), total
+    )
+
+
+def _links(name: str, links: dict[tuple[int, int], float], hosts: Hosts) -> GroupTraffic:
+    """Return the traffic of links, given as (sender, receiver) -> bytes."""
+    between = [size for link, size in links.items() if hosts.cross(link)]
+    return GroupTraffic(name, 2, len(links), len(between), sum(between))

@@ -1,0 +1,50 @@
+"""Bytes that the ranks of a GPT communicate in a training step.
+
+A transformer layer all-reduces its output over the tensor-parallel group twice in the forward and twice in the backward
+(arXiv 1909.08053, section 3). Sequence parallelism replaces each of them by an all-gather and a reduce-scatter with
+as many bytes (arXiv 2205.05198, section 4.2.2). Not counted: embedding, loss, norms and overflow checks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from ..parallel.crossing import Traffic
+from ..pipe_schedules import Placement
+from .memory import ModelSizes
+from .stage_costs import message_bytes
+
+_ALL_REDUCES = 2  # of a layer, in the forward and again in the backward
+
+
+def traffic(sizes: ModelSizes, placement: Placement, micro_batches: int) -> Traffic:
+    """Return the bytes that a rank of every device communicates in a step.
+
+    Args:
+        sizes: model with layers that fit the placement's stages; see :func:`.stage_costs.split_layers`.
+        micro_batches: N per pipeline group.
+
+    Raises:
+        ScheduleError: the layers do not fit the stages.
+    """
+    layers, pipes = sizes.layers_of(placement.stages), Counter(placement.pipes_of(micro_batches))
+    reduced = message_bytes(replace(sizes, sequence_parallel=False))
+    passes = 3 if sizes.recompute == "full" or placement.forward_devices else 2
+    parameters, tensor = [], []
+    for device, chunks in enumerate(placement.chunks):
+        # A merged forward rank holds whole weights.
+        forward = device in placement.forward_devices
+        held = replace(sizes, tensor_parallel=1) if forward and placement.merged > 1 else sizes
+        parameters.append(held.device_parameters(placement, device))
+        work = sum(
+            layers[chunk.stage] * (micro_batches if forward else pipes[chunk.pipe]) for chunk in chunks
+        )
+        tensor.append(_ALL_REDUCES * (1 if forward else passes) * work * reduced)
+    return Traffic(
+        message=message_bytes(sizes),
+        gradients=tuple(count * sizes.gradient_bytes for count in parameters),
+        weights=tuple(count * sizes.weight_bytes for count in parameters),
+        tensor=tuple(map(float, tensor)),
+        zero_stage=sizes.zero_stage,
+    )
