@@ -17,6 +17,7 @@ from ds_ext.engine import PipelineEngine, PipelineModule, initialize, weight_dec
 from ds_ext.models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
 from ds_ext.parallel.fbd import make_layout
 from ds_ext.parallel.layout import ParallelLayout
+from ds_ext.parallel.rank_order import parse_rank_order
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel, create_tensor_parallel, shard_dim
 from tests.plans import placement_of
 from tests.reference import ReferenceRun, gather_shards, random_batches, train_reference
@@ -61,10 +62,12 @@ class Job:
     decay_groups: bool = False
     fbd: dict[str, Any] = field(default_factory=dict)
     transport: str = "auto"
+    rank_order: str = "tp-dp-pp"
 
     @property
     def layout(self) -> ParallelLayout:
-        return make_layout(placement_of(self.config(1)), self.tp, self.dp)
+        order = parse_rank_order(self.rank_order)
+        return make_layout(placement_of(self.config(1)), self.tp, self.dp, order)
 
     @property
     def world_size(self) -> int:
@@ -82,6 +85,7 @@ class Job:
                 "schedule": self.schedule,
                 "pipeline_parallel_size": self.pp,
                 "tensor_parallel_size": self.tp,
+                "rank_order": self.rank_order,
                 "schedule_options": self.options,
                 "eager_gradient_sync": self.eager,
                 "fbd": self.fbd,

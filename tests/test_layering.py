@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "pipe_schedules": {"errors"},
     "pipe_schedules/bridge": {"errors", "pipe_schedules", "deepspeed:"},
-    "config": {"errors", "pipe_schedules", "pydantic:"},
+    "config": {"errors", "pipe_schedules", "parallel", "pydantic:"},
     "config/deepspeed_check": {"errors", "config", "pydantic:", "torch:", "deepspeed:"},
     "parallel": {"errors", "pipe_schedules"},
     "planner": {"errors", "pipe_schedules", "config", "parallel", "data/layout"},

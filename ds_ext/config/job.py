@@ -16,6 +16,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from ..errors import ConfigError, ScheduleError
+from ..parallel.rank_order import DEEPSPEED_ORDER, parse_rank_order
 from ..pipe_schedules import Schedule, get_schedule
 from ..pipe_schedules.files import is_timetable_file, schedule_of_file
 from ..pipe_schedules.registry import import_modules
@@ -32,6 +33,7 @@ class DsExtConfig(Section):
     pipeline_parallel_size: int = Field(default=1, ge=1)
     tensor_parallel_size: int = Field(default=1, ge=1)
     sequence_parallel: bool = False
+    rank_order: str = str(DEEPSPEED_ORDER)
     schedule_options: dict[str, Any] = Field(default_factory=dict)
     modules: list[str] = Field(default_factory=list, alias="import")
     eager_gradient_sync: bool = True
@@ -127,6 +129,7 @@ def parse_section(section: Mapping[str, Any]) -> DsExtConfig:
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
     valid.trace.check()
+    parse_rank_order(valid.rank_order)
     return valid
 
 

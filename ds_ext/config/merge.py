@@ -18,7 +18,7 @@ _FLAG = "--deepspeed_config"
 # Keys of the section that decide which layers a rank builds, and how.
 _OF_STAGES = (
     *("schedule", "schedule_options", "import", "fbd"),
-    *("pipeline_parallel_size", "tensor_parallel_size", "sequence_parallel"),
+    *("pipeline_parallel_size", "tensor_parallel_size", "sequence_parallel", "rank_order"),
 )
 
 

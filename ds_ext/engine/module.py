@@ -65,8 +65,8 @@ class PipelineModule(DeepSpeedPipelineModule):
         config: DeepSpeed JSON (path or dict), or the job plan built from it. None: the JSON of the command line's flag
             ``--deepspeed_config``, or no JSON.
         num_stages: number of devices in a pipeline group, ``pipeline_parallel_size`` in the JSON.
-        topology: DeepSpeed topology with the axes pipe, data and model, as an alternative to ``num_stages``. The rank
-            order must be the one of DeepSpeed's PipeModelDataParallelTopology.
+        topology: DeepSpeed topology with the axes pipe, data and model, as an alternative to ``num_stages``. It must
+            number the ranks as ``rank_order`` in the JSON; the default is the order of PipeModelDataParallelTopology.
         schedule: ``schedule`` in the JSON; default ``1f1b``.
         schedule_options: ``schedule_options`` in the JSON.
         loss_fn: ``loss_fn(outputs, labels) -> scalar``, the mean over the micro-batch.

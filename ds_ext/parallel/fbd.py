@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from ..errors import ConfigError
 from ..pipe_schedules import Placement
 from .layout import ParallelLayout
+from .rank_order import DEEPSPEED_ORDER, RankOrder
 
 FORWARD_ROLE, BACKWARD_ROLE = "forward", "backward"
 
@@ -155,14 +156,25 @@ class DisaggregatedLayout(ParallelLayout):
         ]
 
 
-def make_layout(placement: Placement, tensor_parallel_size: int, data_parallel_size: int) -> ParallelLayout:
+def make_layout(
+    placement: Placement,
+    tensor_parallel_size: int,
+    data_parallel_size: int,
+    rank_order: RankOrder = DEEPSPEED_ORDER,
+) -> ParallelLayout:
     """Return the layout for a placement.
 
     Raises:
-        ConfigError: if a merged forward rank does not replace all tensor-parallel ranks of its stage.
+        ConfigError: a merged forward rank does not replace all tensor-parallel ranks of its stage, or forward ranks
+            have a rank order.
     """
     if not placement.forward_devices:
-        return ParallelLayout(placement, tensor_parallel_size, data_parallel_size)
+        return ParallelLayout(placement, tensor_parallel_size, data_parallel_size, rank_order)
+    if rank_order != DEEPSPEED_ORDER:
+        raise ConfigError(
+            f'ds_ext.rank_order: schedules with forward ranks number their ranks by role (got "{rank_order}"). Remove '
+            'it. To choose the hosts of the forward ranks, use "fbd": {"forward_hosts": [...]}.'
+        )
     merged = placement.merged
     if merged not in (1, tensor_parallel_size):
         raise ConfigError(

@@ -18,6 +18,7 @@ from ..config.job import AUTO, DsExtConfig, JobConfig, import_own_schedules, nam
 from ..errors import ConfigError, ScheduleError
 from ..parallel.fbd import make_layout
 from ..parallel.layout import ParallelLayout, data_parallel_size
+from ..parallel.rank_order import parse_rank_order
 from ..pipe_schedules import Placement, Program, Schedule, Timetable
 from ..pipe_schedules.check.program import Report, check
 from ..pipe_schedules.costs import Costs, read_costs
@@ -139,7 +140,8 @@ def make_stage_plan(job: JobConfig, world_size: int | None = None) -> StagePlan:
     placement = place(job.ds_ext, schedule, options)
     tensor = job.ds_ext.tensor_parallel_size
     data = 1 if world_size is None else data_parallel_size(world_size, placement, tensor)
-    return StagePlan(job, schedule, options, make_layout(placement, tensor, data), candidates)
+    layout = make_layout(placement, tensor, data, parse_rank_order(job.ds_ext.rank_order))
+    return StagePlan(job, schedule, options, layout, candidates)
 
 
 def _plan(plan: StagePlan, sizes: BatchSizes) -> JobPlan:

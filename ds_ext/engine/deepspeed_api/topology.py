@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from ...errors import ConfigError
+from ...parallel.crossing import rank_orders
 from ...parallel.layout import ParallelLayout
 
 
@@ -42,7 +45,18 @@ def require_rank_order(topology: ProcessTopology | None, layout: ParallelLayout)
         expected = layout.rank(coordinate.pipe, data, model)
         if rank != expected:
             raise ConfigError(
-                f"topology: must number ranks with model fastest, then data, then pipe, as DeepSpeed's "
-                f"PipeModelDataParallelTopology (got rank {rank} instead of {expected} at pipe {coordinate.pipe}, data "
-                f"{data}, model {model}). Pass num_stages instead."
+                f'topology: must number ranks as ds_ext.rank_order "{layout.rank_order}" does (got rank {rank} instead '
+                f"of {expected} at pipe {coordinate.pipe}, data {data}, model {model}). {_fix(topology, layout)}"
             )
+
+
+def _fix(topology: ProcessTopology, layout: ParallelLayout) -> str:
+    """Return the rank order that numbers the ranks as the topology does, or another way to pass the sizes."""
+    for order in rank_orders(layout):
+        ordered = replace(layout, rank_order=order)
+        if all(
+            rank == ordered.rank(at.pipe, getattr(at, "data", 0), getattr(at, "model", 0))
+            for at, rank in topology.mapping.items()
+        ):
+            return f'Set "rank_order": "{order}" in the "ds_ext" section.'
+    return "Pass num_stages instead."

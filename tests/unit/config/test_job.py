@@ -45,6 +45,7 @@ def test_section_with_all_keys() -> None:
         "pipeline_parallel_size": 4,
         "tensor_parallel_size": 1,
         "sequence_parallel": False,
+        "rank_order": "tp-mirror-dp-pp",
         "schedule_options": {},
         "eager_gradient_sync": True,
         "transport": "auto",
@@ -81,6 +82,8 @@ def test_section_with_all_keys() -> None:
         ({"tensor_parallel_size": 1.5}, "tensor_parallel_size", "1.5"),
         ({"transport": "carrier pigeon"}, "transport", "'carrier pigeon'"),
         ({"train": 3}, "train", "3"),
+        ({"rank_order": "dp-tp-pp"}, "rank_order", "'dp-tp-pp'"),
+        ({"rank_order": ["tp", "dp", "pp"]}, "rank_order", ".*tp"),
     ],
 )
 def test_keys_and_types(section: dict[str, Any], key: str, got: str) -> None:

@@ -103,6 +103,7 @@ def test_a_merge_takes_every_key_once() -> None:
         ({"ds_ext": {"schedule": "zb_v"}}, "ds_ext.schedule", ("'1f1b'", "'zb_v'")),
         ({"ds_ext": {"pipeline_parallel_size": 2}}, "ds_ext.pipeline_parallel_size", ("1", "2")),
         ({"ds_ext": {"sequence_parallel": True}}, "ds_ext.sequence_parallel", ("False", "True")),
+        ({"ds_ext": {"rank_order": "tp-pp-dp"}}, "ds_ext.rank_order", ("'tp-dp-pp'", "'tp-pp-dp'")),
         ({"ds_ext": {"import": ["mine"]}}, "ds_ext.import", ("[]", "['mine']")),
     ],
 )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 import pytest
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 
 from ds_ext.engine.grid import FoldedTopology
 from ds_ext.errors import ConfigError
+from ds_ext.parallel.fbd import make_layout
 from ds_ext.parallel.layout import ParallelLayout, data_parallel_size
 from ds_ext.parallel.rank_order import parse_rank_order
-from ds_ext.pipe_schedules import Placement
+from ds_ext.pipe_schedules import Placement, get_schedule
 from ds_ext.pipe_schedules.placement import bidirectional_v, linear
 
 
@@ -123,3 +127,22 @@ def test_mirror_axis_puts_replicas_side_by_side() -> None:
 def test_invalid_rank_orders_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"ds_ext\.rank_order"):
         parse_rank_order(text)
+
+
+@pytest.mark.parametrize("order", ["tp-pp-dp", "tp-mirror-dp-pp", "tp-mirror-pp-dp", "tp-dp-pp-mirror"])
+def test_coordinates_of_deepspeeds_grid_do_not_depend_on_the_order(order: str) -> None:
+    """Samples and shards follow the coordinates: data-parallel rank 2 * data + replica."""
+    default = ParallelLayout(bidirectional_v(4), 2, 2)
+    ordered = replace(default, rank_order=parse_rank_order(order))
+    folded, reference = FoldedTopology(ordered), FoldedTopology(default)
+    for device, data, tensor in product(range(4), range(2), range(2)):
+        coordinate = folded.get_coord(ordered.rank(device, data, tensor))
+        assert coordinate == reference.get_coord(default.rank(device, data, tensor))
+    assert folded.mapping != reference.mapping
+
+
+def test_forward_ranks_have_no_rank_order() -> None:
+    placement = get_schedule("fbd").placement(2)
+    assert make_layout(placement, 1, 1, parse_rank_order("tp-dp-pp")).world_size == 4
+    with pytest.raises(ConfigError, match=r"^ds_ext\.rank_order: .*tp-pp-dp.*forward_hosts"):
+        make_layout(placement, 1, 1, parse_rank_order("tp-pp-dp"))

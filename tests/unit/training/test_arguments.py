@@ -52,6 +52,8 @@ def test_flags_set_keys_of_the_json(run: Any) -> None:
     assert (section.pipeline_parallel_size, section.tensor_parallel_size) == (2, 3)
     assert job.deepspeed["optimizer"] == {"params": {"lr": 0.5}}
     assert (job.deepspeed["gradient_clipping"], job.deepspeed["train_micro_batch_size_per_gpu"]) == (2, 2)
+    assert section.rank_order == "tp-dp-pp"
+    assert run({}, "--use-tp-pp-dp-mapping")[1].ds_ext.rank_order == "tp-pp-dp"
     # Equal values do not contradict.
     same = ["--enable-bitpipe-schedule", "--schedule", "bitpipe"]
     assert run({"ds_ext": {"schedule": "bitpipe"}}, *same)[1].ds_ext.schedule == "bitpipe"
@@ -69,6 +71,11 @@ def test_flags_set_keys_of_the_json(run: Any) -> None:
             {"ds_ext": {"pipeline_parallel_size": 4}},
             ["--pipeline-model-parallel-size", "2"],
             r"^--pipeline-model-parallel-size 2: .*ds_ext\.pipeline_parallel_size .*got 4",
+        ),
+        (
+            {"ds_ext": {"rank_order": "tp-dp-pp"}},
+            ["--use-tp-pp-dp-mapping"],
+            r"^--use-tp-pp-dp-mapping: .*ds_ext\.rank_order .*got 'tp-dp-pp'",
         ),
         ({}, ["--global-batch-size", "16"], r"^--global-batch-size 16: .*train_batch_size .*got 8"),
         (
