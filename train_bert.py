@@ -9,8 +9,12 @@ from __future__ import annotations
 import functools
 import math
 import sys
+from dataclasses import replace
 
 from ds_ext.launch import process
+from ds_ext.parallel.hosts import Hosts
+from ds_ext.planner.job_plan import JobPlan
+from ds_ext.training.hosts import hosts_of_flags
 from ds_ext.training.setup import (
     describe_job,
     job_facts,
@@ -43,21 +47,33 @@ def main() -> int:
     boundaries = stage_boundaries(args, plan, BEFORE, AFTER, config.vocab_size)
     datasets = functools.partial(build_bert_datasets, args.data_path, args.split, args.seq_length)
     train, valid = micro_batches(args, plan, lambda samples: datasets(samples, args.seed, tokenizer, options))
-    text = describe_job(args, plan, boundaries, BEFORE, AFTER, config.vocab_size, PADDING_MASK_BYTES)
+
+    def describe(plan: JobPlan, hosts: Hosts | None) -> str:
+        return describe_job(
+            args, plan, boundaries, BEFORE, AFTER, config.vocab_size, PADDING_MASK_BYTES, hosts
+        )
+
     if args.dry_run:
-        return show(text)
+        return show(describe(plan, hosts_of_flags(args)))
 
     import ds_ext
     from ds_ext.data.meta import read_meta
-    from ds_ext.engine import check_precision, init_distributed, on_hosts, weight_decay_groups
+    from ds_ext.engine import (
+        check_precision,
+        hosts_of_job,
+        init_distributed,
+        on_hosts,
+        weight_decay_groups,
+    )
     from ds_ext.models.bert import BertLoss, bert_layer_specs
     from ds_ext.tensor_parallel import DropoutClock, create_tensor_parallel
 
     settings = plan.job.ds_ext
     check_precision(plan.job)
     init_distributed(settings.transport_options.timeout_s, job_facts(args, plan, config.vocab_size))
-    say(text)
-    tp = create_tensor_parallel(on_hosts(plan.layout, settings.fbd.forward_hosts).groups()["tensor"])
+    plan = replace(plan, layout=on_hosts(plan.layout, settings.fbd.forward_hosts))
+    say(describe(plan, hosts_of_job()))
+    tp = create_tensor_parallel(plan.layout.groups()["tensor"])
     clock = DropoutClock()
     model = ds_ext.PipelineModule(
         bert_layer_specs(config, tp, clock),

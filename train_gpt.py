@@ -10,10 +10,14 @@ import argparse
 import functools
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from ds_ext.errors import ConfigError
 from ds_ext.launch import process
+from ds_ext.parallel.hosts import Hosts
+from ds_ext.planner.job_plan import JobPlan
+from ds_ext.training.hosts import hosts_of_flags
 from ds_ext.training.setup import (
     describe_job,
     job_facts,
@@ -50,25 +54,35 @@ def main() -> int:
     datasets = functools.partial(build_gpt_datasets, args.data_path, args.split, args.seq_length)
     train, valid = micro_batches(args, plan, lambda samples: datasets(samples, args.seed, options))
     token_bytes = START_BYTES if config.packed else 0
-    text = describe_job(args, plan, boundaries, BEFORE, AFTER, config.vocab_size, token_bytes)
-    text = "\n".join([*describe_chat(train.dataset), text])
-    if folder is not None:
-        text = f"model     {args.hf_model}: {folder.describe()}\n{text}"
+    lines = [f"model     {args.hf_model}: {folder.describe()}"] if folder is not None else []
+    lines += describe_chat(train.dataset)
+
+    def describe(plan: JobPlan, hosts: Hosts | None) -> str:
+        text = describe_job(args, plan, boundaries, BEFORE, AFTER, config.vocab_size, token_bytes, hosts)
+        return "\n".join([*lines, text])
+
     if args.dry_run:
-        return show(text)
+        return show(describe(plan, hosts_of_flags(args)))
 
     import ds_ext
     from ds_ext.convert.into_ranks import load_into_ranks
     from ds_ext.data.meta import read_meta
-    from ds_ext.engine import check_precision, init_distributed, on_hosts, weight_decay_groups
+    from ds_ext.engine import (
+        check_precision,
+        hosts_of_job,
+        init_distributed,
+        on_hosts,
+        weight_decay_groups,
+    )
     from ds_ext.models.gpt import gpt_layer_specs, gpt_loss
     from ds_ext.tensor_parallel import DropoutClock, create_tensor_parallel, skip_initial_values
 
     settings = plan.job.ds_ext
     check_precision(plan.job)
     init_distributed(settings.transport_options.timeout_s, job_facts(args, plan, config.vocab_size))
-    say(text)
-    tp = create_tensor_parallel(on_hosts(plan.layout, settings.fbd.forward_hosts).groups()["tensor"])
+    plan = replace(plan, layout=on_hosts(plan.layout, settings.fbd.forward_hosts))
+    say(describe(plan, hosts_of_job()))
+    tp = create_tensor_parallel(plan.layout.groups()["tensor"])
     clock = DropoutClock()
     initial = None if args.load else folder  # the weights of a checkpoint replace those of the folder
     with skip_initial_values() if initial else nullcontext():

@@ -49,25 +49,33 @@ def limit_waits(timeout_s: float) -> None:
 def watch_hosts() -> None:
     """Start the heartbeat for connections between hosts; a collective call of all ranks of the world.
 
-    Ranks exchange their hosts' addresses through the rendezvous store.
+    Ranks exchange their hosts' names and addresses through the rendezvous store.
     """
-    world = dist.get_world_size()
-    if world == 1 or host_watch.running() is not None:
+    if dist.get_world_size() == 1 or host_watch.running() is not None:
         return
     store: Any = dist.distributed_c10d._get_default_store()
-    keys = [f"ds_ext/host_of_rank_{rank}" for rank in range(world)]
-    store.set(keys[dist.get_rank()], json.dumps([socket.gethostname(), host_watch.own_addresses()]))
+    store.set(_host_key(dist.get_rank()), json.dumps([socket.gethostname(), host_watch.own_addresses()]))
+    port = os.environ.get("MASTER_PORT", "")
+    host_watch.start(dist.get_rank(), job_hosts(), int(port) if port.isdigit() else None)
+
+
+def job_hosts() -> list[host_watch.Host]:
+    """Return the hosts of the job with their ranks. Waits until all ranks have called :func:`watch_hosts`."""
+    world = dist.get_world_size()
+    if world == 1:
+        return [host_watch.Host(socket.gethostname(), frozenset(host_watch.own_addresses()), (0,))]
+    store: Any = dist.distributed_c10d._get_default_store()
+    keys = [_host_key(rank) for rank in range(world)]
     hosts: dict[tuple[str, frozenset[str]], list[int]] = {}
     answers = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
     for rank, answer in enumerate(answers):
         name, addresses = json.loads(answer)
         hosts.setdefault((name, frozenset(addresses)), []).append(rank)
-    port = os.environ.get("MASTER_PORT", "")
-    host_watch.start(
-        dist.get_rank(),
-        [host_watch.Host(*host, tuple(ranks)) for host, ranks in hosts.items()],
-        int(port) if port.isdigit() else None,
-    )
+    return [host_watch.Host(*host, tuple(ranks)) for host, ranks in hosts.items()]
+
+
+def _host_key(rank: int) -> str:
+    return f"ds_ext/host_of_rank_{rank}"
 
 
 def wait_time(deadline: float) -> timedelta:

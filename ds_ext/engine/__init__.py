@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from ..config.deepspeed_check import check_deepspeed
 from .batches import MicroBatches
 from .engine import PipelineEngine
-from .grid import FoldedTopology, on_hosts
+from .grid import FoldedTopology, hosts_of_job, on_hosts
 from .initialize import check_precision, init_distributed, initialize, weight_decay_groups
 from .module import PipelineModule
 
@@ -29,6 +29,7 @@ __all__ = [
     "PipelineModule",
     "check_deepspeed",
     "check_precision",
+    "hosts_of_job",
     "init_distributed",
     "initialize",
     "on_hosts",

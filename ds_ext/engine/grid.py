@@ -11,7 +11,6 @@ data = k x groups, model = TP. DeepSpeed's optimizers and norms see no other ran
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,10 +18,10 @@ import deepspeed.runtime.pipe.module as deepspeed_module
 from deepspeed import comm as dist
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 
-from ..comm import host_watch
+from ..comm.groups import job_hosts, watch_hosts
 from ..parallel.fbd import BACKWARD_ROLE, FORWARD_ROLE, DisaggregatedLayout, place_by_hosts
+from ..parallel.hosts import Hosts, hosts_in_rank_order
 from ..parallel.layout import ParallelLayout
-from .together import together
 
 
 class FoldedTopology(ProcessTopology):
@@ -122,9 +121,17 @@ def on_hosts(layout: ParallelLayout, forward_hosts: Sequence[str] | None) -> Par
     """
     if forward_hosts is None or not isinstance(layout, DisaggregatedLayout):
         return layout
-    hosts = together(lambda: (socket.gethostname(), host_watch.own_addresses()))
-    names, addresses = zip(*hosts, strict=True)
-    return place_by_hosts(layout, names, forward_hosts, addresses)
+    watch_hosts()
+    by_rank = {rank: host for host in job_hosts() for rank in host.ranks}
+    hosts = [by_rank[rank] for rank in range(layout.world_size)]
+    return place_by_hosts(
+        layout, [host.name for host in hosts], forward_hosts, [host.addresses for host in hosts]
+    )
+
+
+def hosts_of_job() -> Hosts | None:
+    """Return the hosts of the running job; None if its ranks are not numbered host by host."""
+    return hosts_in_rank_order((host.name, host.ranks) for host in job_hosts())
 
 
 @contextlib.contextmanager

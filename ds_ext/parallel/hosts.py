@@ -90,6 +90,18 @@ def parse_hosts(text: str) -> Hosts:
     )
 
 
+def hosts_in_rank_order(ranks: Iterable[tuple[str, Iterable[int]]]) -> Hosts | None:
+    """Return the hosts of a running job; None if its ranks are not numbered host by host.
+
+    Args:
+        ranks: name and ranks of every host.
+    """
+    hosts = sorted((sorted(own), name) for name, own in ranks)
+    if [rank for own, _ in hosts for rank in own] != list(range(sum(len(own) for own, _ in hosts))):
+        return None
+    return Hosts(tuple(len(own) for own, _ in hosts), tuple(name for _, name in hosts))
+
+
 def _read_hostfile(path: Path) -> Hosts:
     slots: dict[str, int] = {}
     for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):

@@ -74,7 +74,7 @@ def choose_for_job(
     try:
         values = _AUTO.resolve_options(options)
         entries, _ = vocabulary(values["vocab_size"], train)
-        sizes = _model(config, train, entries, micro_batch, tensor_parallel, data)
+        sizes = model_of_job(config, train, entries, micro_batch, tensor_parallel, data)
         limit = parse_bytes(values["memory"]) if values["memory"] else None
         if limit is not None and sizes is None:
             raise ConfigError(
@@ -156,7 +156,7 @@ def _remedies(request: Request) -> str:
     sizes = request.sizes
     assert sizes is not None, "a memory limit needs a model"
     remedies = ["more devices (pipeline_parallel_size, tensor_parallel_size)"]
-    if sizes.micro_batch > (2 if sizes.weight_bytes > 2 else 1):  # see _model
+    if sizes.micro_batch > (2 if sizes.weight_bytes > 2 else 1):  # see model_of_job
         remedies.append("a smaller micro-batch")
     if sizes.zero_stage == 0:
         remedies.append("ZeRO stage 1")
@@ -190,7 +190,7 @@ def _micro_batches(config: Mapping[str, Any], data: int) -> tuple[int, int]:
     return micro_batch, train // unit
 
 
-def _model(
+def model_of_job(
     config: Mapping[str, Any],
     train: Mapping[str, Any],
     vocab: int,
@@ -198,7 +198,7 @@ def _model(
     tensor_parallel: int,
     data: int,
 ) -> ModelSizes | None:
-    """Return the sizes in "train"; None if one is missing. Raises ScheduleError."""
+    """Return the sizes in "train", or in the flags of a script; None if one is missing. Raises ScheduleError."""
     if not all(isinstance(train.get(key), int) for key in MODEL_SIZES):
         return None
     half = precision(config) != "fp32"

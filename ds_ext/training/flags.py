@@ -53,6 +53,11 @@ def build_parser(prog: str, model: Model = "gpt") -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="print the job plan and exit, without other ranks"
     )
     parser.add_argument(
+        "--hosts",
+        metavar="HOSTS",
+        help="with --dry-run: hosts as 4x8 (4 hosts, 8 ranks each), 8,8,4 (ranks of each host) or a hostfile",
+    )
+    parser.add_argument(
         "--metrics-file", metavar="PATH", help="file for one JSON object per step, written by rank 0"
     )
     _add_model(parser.add_argument_group("model"))

@@ -69,7 +69,7 @@ def _describe_groups(layout: ParallelLayout, forward_hosts: Sequence[str] | None
         f"  {name:<9} {' '.join(str(group).replace(' ', '') for group in groups)}"
         for name, groups in layout.groups().items()
     ]
-    if forward_hosts:
+    if forward_hosts and getattr(layout, "order", None) is None:
         rows.append(
             f"  forward ranks are those of {', '.join(forward_hosts)}; the numbers count each role in rank order"
         )

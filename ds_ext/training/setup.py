@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +20,14 @@ from ..launch.job_facts import checksum, setting_facts
 from ..launch.process import world_size
 from ..launch.roll_call import Facts
 from ..models.config import RopeScaling
+from ..parallel.crossing import require_slots
+from ..parallel.hosts import Hosts
 from ..parallel.partition import BALANCED, end_weights, layer_boundaries, layer_work, stage_weights
 from ..planner.job_plan import JobPlan, make_job_plan
 from ..planner.stage_costs import repeated_share
 from .arguments import FLAGS_OF_THE_JSON, parse
 from .flags import Model
+from .hosts import describe_hosts, hosts_of_flags, is_placed, layout_on, traffic_of_job
 from .plan_text import describe
 from .preflight import check_forward_hosts, check_job
 
@@ -32,7 +37,7 @@ if TYPE_CHECKING:
 # Flags that may differ between hosts: only rank 0 reads them, or the content of their files is compared.
 _PER_HOST = frozenset(
     {
-        *("local_rank", "deepspeed", "deepspeed_config", "metrics_file", "dry_run"),
+        *("local_rank", "deepspeed", "deepspeed_config", "metrics_file", "dry_run", "hosts"),
         *("data_path", "hf_model", "tokenizer", "tokenizer_type", "vocab_file", "merge_file"),
     }
 )
@@ -50,12 +55,17 @@ def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Nam
     from ..engine import check_deepspeed
 
     check_deepspeed(job.deepspeed, job.flags)
-    plan = make_job_plan(job, world_size() if launched else None)
+    hosts = hosts_of_flags(args)
+    world = world_size() if launched else hosts and hosts.world_size
+    plan = make_job_plan(job, world)
     if not args.data_path:
         raise ConfigError(
             '--data-path: missing. Add it or "train": {"data_path": ...}; `python -m ds_ext prepare` creates data.'
         )
     check_forward_hosts(plan.layout, job.ds_ext.fbd.forward_hosts)
+    if args.hosts is not None and hosts is not None:
+        require_slots(plan.layout, hosts)
+        plan = replace(plan, layout=layout_on(plan.layout, hosts, job.ds_ext.fbd.forward_hosts))
     best = plan.candidates and plan.candidates.best
     if args.recompute_granularity is None:
         args.recompute_granularity = best.recompute if best else "none"
@@ -205,14 +215,19 @@ def describe_job(
     after: list[str],
     vocab_size: int,
     token_bytes: int = 0,
+    hosts: Hosts | None = None,
 ) -> str:
-    """Return the text of the plan with the names of the layers and the size of a message.
+    """Return the text of the plan with the names of the layers, the size of a message and the traffic between hosts.
 
     Args:
         boundaries: from :func:`stage_boundaries`.
         before: names of the layers before the transformer layers.
         after: names of the layers after them.
         token_bytes: bytes per token that a message carries in addition to its activation.
+        hosts: hosts of the job; None: unknown.
+
+    Raises:
+        ConfigError: the hosts have more or fewer slots than the job has ranks.
     """
     names = [*before, *(f"layer {i}" for i in range(args.num_layers)), *after]
     number_bytes = 4 if precision(plan.job.deepspeed) == "fp32" else 2
@@ -221,7 +236,18 @@ def describe_job(
     # With sequence parallelism only the activations are sliced.
     message_bytes = tokens // slices * args.hidden_size * number_bytes + tokens * token_bytes
     grid, ends = plan.sizes.micro_batches <= 32, _ends(args, vocab_size)
-    return describe(
+    lines = []
+    if (
+        hosts is not None
+        and len(hosts.slots) > 1
+        and is_placed(plan.layout, plan.job.ds_ext.fbd.forward_hosts)
+    ):
+        layers = [stop - start for start, stop in pairwise(boundaries)]
+        layers[0] -= len(before)
+        layers[-1] -= len(after)
+        sent = traffic_of_job(args, plan, tuple(layers), vocab_size, message_bytes)
+        lines = describe_hosts(plan.layout, hosts, sent, plan.sizes.micro_batches)
+    text = describe(
         plan,
         boundaries=boundaries,
         layer_names=names,
@@ -230,3 +256,4 @@ def describe_job(
         with_head=ends is not None,
         grid=grid,
     )
+    return "\n".join([text, *lines])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ds_ext.errors import ConfigError
-from ds_ext.parallel.hosts import Hosts, parse_hosts
+from ds_ext.parallel.hosts import Hosts, hosts_in_rank_order, parse_hosts
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,8 @@ def test_invalid_hostfiles(tmp_path: Path, text: str) -> None:
 def test_invalid_sizes(text: str) -> None:
     with pytest.raises(ConfigError, match="hosts"):
         parse_hosts(text)
+
+
+def test_hosts_of_a_running_job() -> None:
+    assert hosts_in_rank_order([("b", [2, 3, 4]), ("a", [1, 0])]) == Hosts((2, 3), ("a", "b"))
+    assert hosts_in_rank_order([("a", [0, 2]), ("b", [1, 3])]) is None
