@@ -120,7 +120,7 @@ def rank_orders(layout: ParallelLayout) -> list[RankOrder]:
     if layout.placement.forward_devices:
         return [layout.rank_order]
     axes = [(DATA, PIPELINE)]
-    axes += [(DATA, PIPELINE, MIRROR)] if layout.placement.replicas > 1 else []
+    axes += [(MIRROR, DATA, PIPELINE)] if layout.placement.replicas > 1 else []
     orders = [RankOrder((TENSOR, *order)) for words in axes for order in permutations(words)]
     found: dict[tuple[int, ...], RankOrder] = {}
     for order in (DEEPSPEED_ORDER, *orders):
