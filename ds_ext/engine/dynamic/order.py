@@ -48,7 +48,7 @@ class DynamicSchedule(TimetableSchedule):
         before = f"({omitted} more) " if omitted > 0 else ""
         arrow = "   <-- ERROR HERE" if instruction is not None else ""
         total = self.rules.num_ops(self.stage_id)
-        return f"rank {self.stage_id}  {before}{ops}{arrow}   ({len(self.executed)} of {total} decided)"
+        return f"device {self.stage_id}  {before}{ops}{arrow}   ({len(self.executed)} of {total} decided)"
 
 
 def decided_steps(schedule: DynamicSchedule, messages: DynamicMessages) -> Iterator[list[ds.PipeInstruction]]:

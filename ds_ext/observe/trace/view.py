@@ -43,7 +43,9 @@ def page(traces: Traces, step: int | None = None) -> str:
     planned = simulate(
         timetable, _costs(timetable, [row.spans for rows in groups.values() for row in rows.values()])
     )
-    unit = "rank" if traces.run["world_size"] == len(devices) else "device"
+    device_of = {rank: trace.run["device"] for rank, trace in traces.ranks.items()}
+    is_rank = traces.run["world_size"] == len(devices) and all(rank == at for rank, at in device_of.items())
+    unit = "rank" if is_rank else "device"
     names = [f"{unit} {device}" for device in devices]
     pictures, marks, labels = [_named(planned, "planned")], [[[] for _ in devices]], [names]
     for data, rows in groups.items():
@@ -51,7 +53,7 @@ def page(traces: Traces, step: int | None = None) -> str:
         pictures.append(_picture(timetable, rows, f"measured, step {step}{group}", planned))
         marks.append([rows[device].marks if device in rows else [] for device in devices])
         labels.append([f"{names[d]}{'' if d in rows else ', no trace'}" for d in devices])
-    table = _table(summary, {rank: trace.run["device"] for rank, trace in traces.ranks.items()}, unit)
+    table = _table(summary, device_of, unit)
     return html(pictures, table, _notes(summary, step, unit), axis=AXIS, marks=marks, rows=labels)
 
 

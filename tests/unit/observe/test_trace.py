@@ -169,6 +169,15 @@ def test_a_row_is_a_device_if_it_has_several_ranks(folder: Path) -> None:
     assert "rank 3 (device 3)" in text
 
 
+def test_a_row_is_a_device_if_ranks_have_another_order(whole: Path) -> None:
+    traces = read_traces(whole)
+    for rank, device in enumerate((0, 3, 1, 2)):
+        traces.ranks[rank].run["device"] = device
+    text = page(traces)
+    assert drawn(text)[0]["names"] == [f"device {device}" for device in range(4)]
+    assert "rank 1 (device 3)" in text
+
+
 def test_forward_devices_have_their_stage(tmp_path: Path) -> None:
     fbd = timetable("fbd", 2, 4)
     write_traces(tmp_path, simulate(fbd, Costs(1, 1, 1)), steps=1)
