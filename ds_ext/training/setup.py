@@ -247,6 +247,8 @@ def describe_job(
         layers[-1] -= len(after)
         sent = traffic_of_job(args, plan, tuple(layers), vocab_size, message_bytes)
         lines = describe_hosts(plan.layout, hosts, sent, plan.sizes.micro_batches)
+        if args.dry_run and args.hosts is None:
+            lines.append("note: --hosts: every host is assumed to have as many ranks as the first")
     text = describe(
         plan,
         boundaries=boundaries,
