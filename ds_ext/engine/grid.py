@@ -11,6 +11,7 @@ data = k x groups, model = TP. DeepSpeed's optimizers and norms see no other ran
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,10 +19,12 @@ import deepspeed.runtime.pipe.module as deepspeed_module
 from deepspeed import comm as dist
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 
-from ..comm.groups import job_hosts, watch_hosts
+from ..comm import host_watch
+from ..comm.groups import job_hosts
 from ..parallel.fbd import BACKWARD_ROLE, FORWARD_ROLE, DisaggregatedLayout, place_by_hosts
 from ..parallel.hosts import Hosts, hosts_in_rank_order
 from ..parallel.layout import ParallelLayout
+from .together import together
 
 
 class FoldedTopology(ProcessTopology):
@@ -121,16 +124,13 @@ def on_hosts(layout: ParallelLayout, forward_hosts: Sequence[str] | None) -> Par
     """
     if forward_hosts is None or not isinstance(layout, DisaggregatedLayout):
         return layout
-    watch_hosts()
-    by_rank = {rank: host for host in job_hosts() for rank in host.ranks}
-    hosts = [by_rank[rank] for rank in range(layout.world_size)]
-    return place_by_hosts(
-        layout, [host.name for host in hosts], forward_hosts, [host.addresses for host in hosts]
-    )
+    hosts = together(lambda: (socket.gethostname(), host_watch.own_addresses()))
+    names, addresses = zip(*hosts, strict=True)
+    return place_by_hosts(layout, names, forward_hosts, addresses)
 
 
 def hosts_of_job() -> Hosts | None:
-    """Return the hosts of the running job; None if its ranks are not numbered host by host."""
+    """Return the hosts of the job, after init_distributed(); None if ranks are not numbered host by host."""
     return hosts_in_rank_order((host.name, host.ranks) for host in job_hosts())
 
 
