@@ -21,12 +21,8 @@ from tests.selection import select
 
 ORDERS = ("tp-pp-dp", "tp-mirror-dp-pp", "tp-mirror-pp-dp", "tp-dp-mirror-pp", "tp-pp-mirror-dp")
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
-ON_4_DEVICES, IN_TWO_GROUPS, ON_8_RANKS, ON_4_DEVICES_IN_TWO_GROUPS = (
-    (4, 1, 1),
-    (2, 1, 2),
-    (2, 2, 2),
-    (4, 1, 2),
-)
+ON_4_DEVICES, IN_TWO_GROUPS, ON_8_RANKS = (4, 1, 1), (2, 1, 2), (2, 2, 2)
+ON_4_DEVICES_IN_TWO_GROUPS, ON_4_DEVICES_OF_2_RANKS = (4, 1, 2), (4, 2, 1)
 CASES: list[tuple[str, Layout, str, int]] = [
     ("bitpipe", ON_4_DEVICES, "tp-mirror-dp-pp", 1),
     ("bitpipe_zb", ON_4_DEVICES, "tp-mirror-pp-dp", 1),
@@ -35,6 +31,7 @@ CASES: list[tuple[str, Layout, str, int]] = [
     ("dpp", IN_TWO_GROUPS, "tp-pp-dp", 0),
     ("bitpipe", ON_8_RANKS, "tp-pp-dp", 1),
 ]
+MIRRORED = ("chimera", "bitpipe", "bitpipe_zb")
 MORE = [
     *product(
         ("1f1b", "gpipe", "zb_h1", "zb_v", "dualpipev", "dpp"),
@@ -42,7 +39,9 @@ MORE = [
         ORDERS[:1],
         (0, 1),
     ),
-    *product(("chimera", "bitpipe", "bitpipe_zb"), (ON_4_DEVICES_IN_TWO_GROUPS, ON_8_RANKS), ORDERS, (0, 1)),
+    *product(MIRRORED, (ON_4_DEVICES_IN_TWO_GROUPS,), ORDERS, (0, 1)),
+    *product(MIRRORED, (ON_4_DEVICES_OF_2_RANKS,), ORDERS[1:2], (0, 1)),
+    *product(MIRRORED, (ON_8_RANKS,), ORDERS[:1], (0, 1)),
 ]
 
 
