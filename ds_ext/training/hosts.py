@@ -19,7 +19,6 @@ from ..planner.text import aligned, format_bytes
 from ..planner.traffic import traffic
 
 _COLUMNS = ("group", "size", "groups", "cross hosts", "bytes between hosts")
-_NUMBER_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 _SHARE = 0.99  # of the bytes of the current rank order: a better order sends fewer
 
 
@@ -70,9 +69,8 @@ def traffic_of_job(
     )
     assert sizes is not None, "the flags have all sizes"
     reduced = fp32_sums_of_bf16(config).get("communication_data_type") or precision(config)
-    found = traffic(
-        replace(sizes, layers=layers), layout.placement, plan.sizes.micro_batches, _NUMBER_BYTES[reduced]
-    )
+    number_bytes = 4 if str(reduced).lower() == "fp32" else 2
+    found = traffic(replace(sizes, layers=layers), layout.placement, plan.sizes.micro_batches, number_bytes)
     return replace(found, message=message_bytes)
 
 
