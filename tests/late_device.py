@@ -17,7 +17,8 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,7 @@ class LateDevice(Device):
             self._stream(name, seed, 4 * late_s if name == slow else late_s)
             for name in ("main", "outward", "inward", "releases")
         )
+        self._current = self.main
 
     def _stream(self, name: str, seed: int, late_s: float) -> Any:
         return LateStream(name, seed, late_s)
@@ -156,7 +158,17 @@ class LateDevice(Device):
         return any(_within(block, tensor) for block in self._blocks)
 
     def current(self) -> Any:
-        return self.main
+        return self._current
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        before = self._current
+        if not self.left_out(f"current is {stream.name}"):
+            self._current = stream
+        try:
+            yield
+        finally:
+            self._current = before
 
     def pack(self, tensors: Sequence[Tensor], descriptors: Sequence[wire.Descriptor]) -> Tensor:
         body = self.empty(descriptors[0].body_bytes if descriptors else 0, self.current())
@@ -208,9 +220,6 @@ class LateDevice(Device):
 
     def done(self, event: LateEvent) -> bool:
         return self.left_out("done") or event.reached(int(event.counts[0]))
-
-    def finish(self, event: LateEvent) -> None:
-        event.await_record(int(event.counts[0]))
 
     def identity(self) -> DeviceIdentity:
         return {"folder": str(self._folder)}
@@ -305,8 +314,3 @@ class InlineDevice(LateDevice):
 def _within(block: np.ndarray, tensor: Tensor) -> bool:
     begin = block.ctypes.data
     return tensor.nbytes > 0 and begin <= tensor.data_ptr() < begin + block.nbytes
-
-
-def at(folder: str) -> LateDevice:
-    """Return a device with shared files in a folder."""
-    return LateDevice(Path(folder), os.getpid())

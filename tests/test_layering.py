@@ -27,9 +27,11 @@ ALLOWED: dict[str, set[str]] = {
     "planner": {"errors", "pipe_schedules", "config", "parallel", "data/layout"},
     "planner/solver": {"errors", "pipe_schedules", "planner", "ortools:"},
     "comm/host_watch": {"errors"},
-    "comm": {"errors", "comm/host_watch", "torch:"},
+    "comm/rounds": set(),
+    "comm/gloo_cuda": {"torch:"},
+    "comm": {"errors", "comm/host_watch", "comm/rounds", "torch:"},
     "launch": {"errors", "comm/host_watch", "torch:"},
-    "tensor_parallel": {"errors", "torch:"},
+    "tensor_parallel": {"errors", "comm/gloo_cuda", "torch:"},
     "models": {
         *("errors", "tensor_parallel", "torch:"),
         *("deepspeed.pipe:", "deepspeed.runtime.pipe.module:"),

@@ -224,9 +224,9 @@ def _cuda() -> Iterator[Finding]:
     if count:
         names = ", ".join(torch.cuda.get_device_name(device) for device in range(count))
         yield _ok("CUDA", f"torch {torch.__version__}, {count} device{'s' * (count > 1)}: {names}")
-        from ..comm.cuda import trial as cuda_trial
+        from ..comm.cuda.device import findings
 
-        for subject, found, remedy in cuda_trial.findings():
+        for subject, found, remedy in findings():
             yield _warn(subject, found, remedy) if remedy else _ok(subject, found)
     else:
         yield _ok("CUDA", f"torch {torch.__version__}, no device; jobs train on the CPU")

@@ -6,14 +6,19 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from ds_ext.comm import host_watch
+from ds_ext.comm.rounds import Link
 from ds_ext.errors import TransportError
 
+FIRST_STEP_FACTOR = 5  # the first step also compiles, loads kernels and connects NCCL
+_WATCHDOG_MARGIN_S = 60.0
 _CLOSED_SIGNS = ("closed", "reset by peer", "broken pipe", "unreachable", "no route to host", "host is down")
 
 
@@ -26,14 +31,58 @@ def require_initialized() -> None:
         )
 
 
+def first_step_limit_s(timeout_s: float) -> float:
+    """Return the time limit of waits in a first step that may compile."""
+    return FIRST_STEP_FACTOR * timeout_s
+
+
+def watchdog_s(timeout_s: float) -> float:
+    """Return the time limit of NCCL's watchdog, which ends the process without naming the peer.
+
+    It is later than every limit of ds_ext, whose errors name the rank, the peer and the operation.
+    """
+    return first_step_limit_s(timeout_s) + _WATCHDOG_MARGIN_S
+
+
+def backend_limit(backend: str, timeout_s: float) -> timedelta:
+    """Return the time limit of a process group: ``timeout_s``, or the watchdog's for NCCL."""
+    return timedelta(seconds=watchdog_s(timeout_s) if backend == "nccl" else timeout_s)
+
+
 def new_group(ranks: list[int] | None, backend: str, timeout_s: float) -> dist.ProcessGroup | None:
     """Create a process group of `ranks` (None: all ranks). Returns None on other ranks.
 
     A collective call of all ranks of the world.
     """
     require_initialized()
-    group = dist.new_group(ranks, backend=backend, timeout=timedelta(seconds=timeout_s))
+    group = dist.new_group(ranks, backend=backend, timeout=backend_limit(backend, timeout_s))
     return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def new_pair_groups(links: Sequence[Link], backend: str, timeout_s: float) -> dict[Link, dist.ProcessGroup]:
+    """Create a process group for each link, and return those of this rank. All ranks call this with the same links.
+
+    Only the two ranks of a link communicate.
+    """
+    require_initialized()
+    with _without_splits():
+        groups = {link: new_group(list(link), backend, timeout_s) for link in links}
+    return {link: group for link, group in groups.items() if group is not None}
+
+
+@contextmanager
+def _without_splits() -> Iterator[None]:
+    """Context in which NCCL groups are not split off the communicator of the world.
+
+    DeepSpeed binds the world to a device. torch then makes every group by ncclCommSplit, in which all ranks of the
+    world take part, one group after the other. Without the binding, two ranks connect at their first transfer.
+    """
+    world = dist.distributed_c10d._get_default_group()
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 def limit_waits(timeout_s: float) -> None:
@@ -43,7 +92,8 @@ def limit_waits(timeout_s: float) -> None:
     """
     world = dist.distributed_c10d._world
     for group in list(world.pg_map):
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+        limit = backend_limit(str(dist.get_backend(group)), timeout_s)
+        dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
 def watch_hosts() -> None:

@@ -145,6 +145,9 @@ class NativeTransport:
         self.drain()
         return list(self._arrived.values())
 
+    def settle(self) -> None:
+        """Do nothing: the contents are in host memory."""
+
     def close(self) -> None:
         """Wait up to `timeout_s` until the peers have taken all messages, except after a failure, and close."""
         deadline = time.monotonic() + self.timeout_s
@@ -177,6 +180,10 @@ class NativeTransport:
     def fail(self, what: str, kind: type[TransportError] = TransportError) -> TransportError:
         """Record a failure that the caller detected and return its error. The transport is unusable afterwards."""
         return self._state.failure(what, kind)
+
+    def timed_out(self, op: str, peer: int, tag: int) -> TransportError:
+        """Record a wait of the caller that reached `timeout_s`, and return its error; see fail()."""
+        return self._state.timeout(op, peer, tag, self.timeout_s)
 
     # --- receiving ---
 

@@ -163,6 +163,9 @@ class TorchTransport:
             self.advance(channel)
         return [(ticket.channel.peer, ticket.tag) for ticket in self._arrived]
 
+    def settle(self) -> None:
+        """Do nothing: the contents are in host memory."""
+
     def abort(self, cause: str) -> None:
         """Do nothing: torch.distributed cannot send a cause."""
 

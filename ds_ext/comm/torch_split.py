@@ -1,8 +1,8 @@
 """Transport between GPUs over torch.distributed: descriptors over gloo, contents over a communicator per directed pair.
 
 NCCL has no tags and matches by order alone. So the contents of a pair are received in the order of the descriptors and
-assigned by tag. The receive starts on the GPU at the next call to the transport after the descriptors have arrived.
-The host never waits for it.
+assigned by tag. A receive starts on the GPU at the next call to the transport after its descriptors have arrived, on a
+stream that does not wait for computations. The host waits for the GPU only in settle().
 """
 
 from __future__ import annotations
@@ -11,39 +11,54 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ds_ext.comm import wire
-from ds_ext.comm.groups import explain, new_group
+from ds_ext.comm.cuda.device import Device
+from ds_ext.comm.failure_state import FailureState
+from ds_ext.comm.groups import explain, new_pair_groups
+from ds_ext.comm.receive_stream import HostReceives, Receives, StreamReceives
+from ds_ext.comm.rounds import Link, rounds
 from ds_ext.comm.torch_p2p import TorchTransport
 from ds_ext.comm.transport import ITEM_BITS, Ticket, Transport, check_address, describe_tag, make_tag
 from ds_ext.errors import TransportError
 
 HEADER_CHANNEL = 0
+_SEND, _RECV = "send to", "recv from"
+_POLL_S = 0.001
 
-_Contents = tuple[tuple[Tensor, ...], dist.Work | None]
-_Operation = Callable[..., dist.Work | None]
+
+@dataclass(eq=False)
+class _Transfer:
+    """Contents in flight. ``body`` is kept until the transfer is complete."""
+
+    work: dist.Work
+    body: Tensor
+    op: str
+    peer: int
+    tag: int
+    waited: bool = False  # gloo allows one wait
 
 
 @dataclass(eq=False)
 class _SendTicket:
-    """Ticket of send(), which keeps the contents until they have been sent."""
+    """Ticket of send()."""
 
+    transport: SplitTransport
     header: Ticket
-    transfer: tuple[dist.Work, Tensor] | None
+    transfer: _Transfer | None
 
     def done(self) -> bool:
-        if self.transfer is not None and self.transfer[0].is_completed():
-            self.transfer = None
-        return self.transfer is None
+        return self.transfer is None or self.transfer.work.is_completed()
 
     def wait(self, timeout_s: float | None = None) -> tuple[Tensor, ...]:
         self.header.wait(timeout_s)
         if self.transfer is not None:
-            self.transfer[0].wait()
+            self.transport.finish(self.transfer, timeout_s)
             self.transfer = None
         return ()
 
@@ -54,69 +69,77 @@ class _RecvTicket:
     peer: int
     tag: int
     tensors: tuple[Tensor, ...] | None = None
-    work: dist.Work | None = None
+    transfer: _Transfer | None = None
 
     def done(self) -> bool:
         self.transport.take_headers(self.peer)
-        return self.tensors is not None and (self.work is None or self.work.is_completed())
+        return self.tensors is not None and (self.transfer is None or self.transfer.work.is_completed())
 
     def wait(self, timeout_s: float | None = None) -> tuple[Tensor, ...]:
         return self.transport.finish_recv(self, timeout_s)
 
 
+_Contents = tuple[tuple[Tensor, ...], _Transfer | None]
+
+
 class SplitTransport:
     """Transport (see transport.py) whose contents do not pass through the host.
 
-    On CUDA, a ticket's wait() makes the current stream wait for the transfer, as with every NCCL operation. The time
-    limit of wait() covers the descriptors; the communicator's limit covers the contents.
+    On CUDA, a ticket's wait() makes the current stream wait for the transfer, as with every NCCL operation. Its time
+    limit covers the descriptors. settle() applies the limit to the contents.
     """
 
     name = "torch"
 
     def __init__(
-        self,
-        headers: TorchTransport,
-        groups: dict[tuple[int, int], dist.ProcessGroup],
-        device: torch.device,
+        self, headers: TorchTransport, groups: dict[Link, dist.ProcessGroup], device: torch.device
     ) -> None:
         """Use `headers` for descriptors, and `groups` (one per directed pair of this rank) for contents."""
         self._headers = headers
         self._groups = groups
         self._device = device
+        self._on_cuda = device.type == "cuda"
+        self._receives: Receives = StreamReceives(Device(device)) if self._on_cuda else HostReceives()
+        self._state = FailureState(headers.rank)
         self._sent: dict[int, int] = defaultdict(int)
         self._requested: dict[int, int] = defaultdict(int)
         self._awaited_headers: dict[int, deque[Ticket]] = defaultdict(deque)
         self._seqs: dict[tuple[int, int, int], int] = defaultdict(int)
         self._tickets: dict[tuple[int, int], deque[_RecvTicket]] = defaultdict(deque)
         self._early: dict[tuple[int, int], deque[_Contents]] = defaultdict(deque)
-        self._unfinished: deque[_SendTicket] = deque()
+        self._transfers: deque[_Transfer] = deque()  # that may be incomplete, oldest first
         self._arrived: dict[_RecvTicket, None] = {}
 
     @classmethod
     def create(
-        cls,
-        timeout_s: float,
-        device: torch.device,
-        pairs: Iterable[tuple[int, int]],
-        backend: str = "nccl",
+        cls, timeout_s: float, device: torch.device, pairs: Iterable[Link], backend: str = "nccl"
     ) -> SplitTransport:
-        """Create the groups and do a first transfer on each; a collective call, with the same `pairs` on all ranks."""
-        headers = TorchTransport.create(timeout_s)
-        rank = headers.rank
-        groups: dict[tuple[int, int], dist.ProcessGroup] = {}
-        for source, destination in dict.fromkeys(pairs):
-            group = new_group([source, destination], backend, timeout_s)
-            if group is None:
-                continue
-            groups[source, destination] = group
-            # NCCL connects two ranks on their first transfer, which blocks both. In a schedule, two ranks that both
-            # send first would deadlock.
-            token = torch.zeros(1, dtype=torch.uint8, device=device)
-            if rank == source:
-                dist.send(token, destination, group=group)
-            else:
-                dist.recv(token, source, group=group)
-        return cls(headers, groups, device)
+        """Create the groups and do a first transfer on each; a collective call, with the same `pairs` on all ranks.
+
+        NCCL connects two ranks at their first transfer, which blocks both. In a schedule, two ranks that both send
+        first would deadlock. In a round, every rank connects to at most one other rank.
+        """
+        transport = cls(TorchTransport.create(timeout_s), {}, device)
+        rank = transport._headers.rank
+        for links in rounds(pairs):
+            for (source, destination), group in new_pair_groups(links, backend, timeout_s).items():
+                transport._groups[source, destination] = group
+                if rank == source:
+                    token = torch.zeros(1, dtype=torch.uint8, device=device)
+                    transport._start_send(token, destination, 0, group)
+                else:
+                    transport._start_recv(1, source, 0, group)
+        transport.settle()
+        return transport
+
+    @property
+    def timeout_s(self) -> float:
+        """Time limit on every wait, in seconds."""
+        return self._headers.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, value: float) -> None:
+        self._headers.timeout_s = value
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> _SendTicket:
         """Send the descriptors over gloo and the contents over the pair's communicator; see Transport.send."""
@@ -133,12 +156,8 @@ class SplitTransport:
         if descriptors[0].body_bytes:
             body = torch.empty(descriptors[0].body_bytes, dtype=torch.uint8, device=self._device)
             wire.fill(tensors, descriptors, body)
-            transfer = self._start(dist.isend, body, peer, tag, group), body
-        ticket = _SendTicket(header, transfer)
-        self._unfinished.append(ticket)
-        while self._unfinished and self._unfinished[0].done():
-            self._unfinished.popleft()
-        return ticket
+            transfer = self._start_send(body, peer, tag, group)
+        return _SendTicket(self, header, transfer)
 
     def recv(self, peer: int, tag: int) -> _RecvTicket:
         """Receive one more message from the peer; see Transport.recv."""
@@ -160,14 +179,53 @@ class SplitTransport:
             self.take_headers(peer)
         return [(ticket.peer, ticket.tag) for ticket in self._arrived if ticket.done()]
 
+    def settle(self) -> None:
+        """Wait until all transfers are complete; TransportTimeout if none completes within the limit."""
+        progress = time.monotonic()
+        while self._transfers:
+            first = self._transfers[0]
+            if not self._on_cuda:
+                self.finish(first)
+                self._transfers.popleft()
+                continue
+            left = deque(transfer for transfer in self._transfers if not self._is_over(transfer))
+            if len(left) < len(self._transfers):
+                self._transfers, progress = left, time.monotonic()
+            elif time.monotonic() - progress > self.timeout_s:
+                raise self._state.timeout(first.op, first.peer, first.tag, self.timeout_s)
+            else:
+                time.sleep(_POLL_S)
+
+    def _is_over(self, transfer: _Transfer) -> bool:
+        return transfer.work.is_completed() if self._on_cuda else transfer.waited
+
     def abort(self, cause: str) -> None:
         """Do nothing: torch.distributed cannot send a cause."""
 
     def close(self) -> None:
-        """Wait for unfinished sends and close."""
-        while self._unfinished:
-            self._unfinished.popleft().wait()
+        """Wait for unfinished transfers, except after a failure, and close."""
+        if self._state.reason is None:
+            self.settle()
         self._headers.close()
+
+    def finish(self, transfer: _Transfer, timeout_s: float | None = None) -> None:
+        """Wait for a transfer, or on CUDA let the current stream wait for it."""
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        start = time.monotonic()
+        if transfer.waited:
+            return
+        try:
+            if transfer.op == _RECV:
+                self._receives.hand_over(transfer.body, transfer.work, limit_s)
+            elif self._on_cuda:
+                transfer.work.wait()
+            else:
+                transfer.work.wait(timedelta(seconds=max(0.001, limit_s)))
+        except RuntimeError as error:
+            if time.monotonic() - start < limit_s:
+                raise self._failure(transfer.op, transfer.peer, transfer.tag, start, error) from error
+            raise self._state.timeout(transfer.op, transfer.peer, transfer.tag, limit_s) from error
+        transfer.waited = True
 
     def finish_recv(self, ticket: _RecvTicket, timeout_s: float | None) -> tuple[Tensor, ...]:
         """Take the peer's messages in order until the ticket's contents are in flight, then wait for them.
@@ -175,7 +233,7 @@ class SplitTransport:
         Raises:
             TransportError: the peer has sent no message for the ticket, or cannot be reached.
         """
-        deadline = time.monotonic() + (self._headers.timeout_s if timeout_s is None else timeout_s)
+        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         while ticket.tensors is None:
             headers = self._awaited_headers[ticket.peer]
             if not headers:
@@ -184,9 +242,9 @@ class SplitTransport:
                     f"{describe_tag(ticket.tag)}. Use the same tags on both ranks."
                 )
             self._take_message(ticket.peer, headers.popleft().wait(max(0.0, deadline - time.monotonic()))[0])
-        if ticket.work is not None:
-            ticket.work.wait()
-            ticket.work = None
+        if ticket.transfer is not None:
+            self.finish(ticket.transfer, max(0.0, deadline - time.monotonic()))
+            ticket.transfer = None
         self._arrived.pop(ticket, None)
         return ticket.tensors
 
@@ -199,11 +257,9 @@ class SplitTransport:
     def _take_message(self, peer: int, header: Tensor) -> None:
         try:
             descriptors = wire.unpack_all(header)
-            first = descriptors[0]
-            body = torch.empty(first.body_bytes, dtype=torch.uint8, device=self._device)
-            tensors = wire.view(descriptors, body)
         except wire.DescriptorError as error:
             raise TransportError(f"rank {self._headers.rank}: recv from rank {peer}: {error}") from error
+        first = descriptors[0]
         sequence = (peer, self._headers.rank, first.tag >> ITEM_BITS)
         if first.seq != self._seqs[sequence]:
             raise TransportError(
@@ -211,22 +267,28 @@ class SplitTransport:
                 f"{self._seqs[sequence]} of the channel (got message {first.seq})."
             )
         self._seqs[sequence] += 1
-        work = None
+        transfer, body = None, torch.empty(0, dtype=torch.uint8, device=self._device)
         if first.body_bytes:
             group = self._group(peer, self._headers.rank, peer, first.tag)
-            work = self._start(dist.irecv, body, peer, first.tag, group)
-        self._assign(peer, first.tag, tensors, work)
+            transfer = self._start_recv(first.body_bytes, peer, first.tag, group)
+            body = transfer.body
+        try:
+            tensors = wire.view(descriptors, body)
+        except wire.DescriptorError as error:
+            raise TransportError(f"rank {self._headers.rank}: recv from rank {peer}: {error}") from error
+        self._assign(peer, first.tag, tensors, transfer)
 
-    def _assign(self, peer: int, tag: int, tensors: tuple[Tensor, ...], work: dist.Work | None) -> None:
+    def _assign(self, peer: int, tag: int, tensors: tuple[Tensor, ...], transfer: _Transfer | None) -> None:
         tickets = self._tickets[peer, tag]
         if not tickets:
-            self._early[peer, tag].append((tensors, work))
+            self._early[peer, tag].append((tensors, transfer))
             return
         ticket = tickets.popleft()
-        ticket.tensors, ticket.work = tensors, work
+        ticket.tensors, ticket.transfer = tensors, transfer
         self._arrived[ticket] = None
 
     def _group(self, source: int, destination: int, peer: int, tag: int) -> dist.ProcessGroup:
+        self._state.check()
         check_address(self._headers.rank, self._headers.world_size, peer, tag)
         if (source, destination) not in self._groups:
             raise TransportError(
@@ -235,26 +297,46 @@ class SplitTransport:
             )
         return self._groups[source, destination]
 
+    def _start_send(self, body: Tensor, peer: int, tag: int, group: dist.ProcessGroup) -> _Transfer:
+        return self._start(_SEND, peer, tag, lambda: (body, _work(dist.isend(body, peer, group=group))))
+
+    def _start_recv(self, num_bytes: int, peer: int, tag: int, group: dist.ProcessGroup) -> _Transfer:
+        def post(body: Tensor) -> dist.Work:
+            return _work(dist.irecv(body, peer, group=group))
+
+        return self._start(_RECV, peer, tag, lambda: self._receives.post(num_bytes, post))
+
     def _start(
-        self, operation: _Operation, body: Tensor, peer: int, tag: int, group: dist.ProcessGroup
-    ) -> dist.Work:
+        self, op: str, peer: int, tag: int, begin: Callable[[], tuple[Tensor, dist.Work]]
+    ) -> _Transfer:
+        start = time.monotonic()
         try:
-            work = operation(body, peer, group=group)
+            body, work = begin()
         except RuntimeError as error:
-            raise TransportError(
-                f"rank {self._headers.rank}: {operation.__name__} with rank {peer} of {describe_tag(tag)}: "
-                f"{explain(error, peer, 0.0, self._headers.timeout_s)}",
-                peer,
-            ) from error
-        assert work is not None
-        return work
+            raise self._failure(op, peer, tag, start, error) from error
+        transfer = _Transfer(work, body, op, peer, tag)
+        self._transfers.append(transfer)
+        while len(self._transfers) > 1 and self._is_over(self._transfers[0]):
+            self._transfers.popleft()
+        return transfer
+
+    def _failure(self, op: str, peer: int, tag: int, start: float, error: RuntimeError) -> TransportError:
+        why = explain(error, peer, time.monotonic() - start, self.timeout_s)
+        failure = self._state.failure(f"{op} rank {peer} of {describe_tag(tag)}: {why}")
+        failure.peer, failure.op, failure.tag = peer, op, tag
+        return failure
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is in the group"
+    return work
 
 
 def create(
     *,
     timeout_s: float,
     device: torch.device,
-    pairs: Sequence[tuple[int, int]] = (),
+    pairs: Sequence[Link] = (),
     node_ips: Sequence[str] | None = None,
 ) -> Transport:
     """Create the transport "torch"; see create_transport(). torch.distributed ignores `node_ips`."""

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 ITEM_BITS = 16
 TAG_LIMIT = 1 << 31
-# Channels reserved for the transport between GPUs.
-GPU_CONTROL, GPU_PIECES = (1 << 14) - 2, (1 << 14) - 1
+GPU_CONTROL = (1 << 14) - 1  # channel reserved by the transport between GPUs
 DEFAULT_MAX_HELD = 16  # messages per link that a receiver may hold if no timetable sets the number
 
 # Name -> "module:function". The function takes the keyword arguments of create_transport.
@@ -59,6 +58,8 @@ class Transport(Protocol):
     for each peer and direction, both sides must use the items in the same order. Between channels any order is allowed.
     """
 
+    timeout_s: float  # time limit on every wait, in seconds
+
     @property
     def name(self) -> str:
         """Name of the transport in use, for metrics; never "auto"."""
@@ -80,6 +81,13 @@ class Transport(Protocol):
         """Return (peer, tag) of all messages that have arrived but have not been waited for.
 
         Transports over torch.distributed report only messages whose recv() has been called.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Wait until all transfers that the GPU still has to do are complete, each within the time limit.
+
+        Call it before the host waits for the GPU, whose wait would have no limit and would name no peer.
         """
         ...
 

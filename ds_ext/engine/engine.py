@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.profiler import record_function
 
+from ..comm.groups import first_step_limit_s, limit_waits
 from ..comm.host_watch import require_hosts
 from ..comm.transport import Transport, create_transport
 from ..config.deepspeed_json import precision
@@ -405,6 +406,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self.gradients.sum_tied(self.module.get_tied_weights_and_groups())
 
     def _exec_reduce_grads(self) -> None:
+        self.transport.settle()  # the reduction and the optimizer may make the host wait for the GPU
         self.loss_watch.before_reduction(self.global_steps + 1)
         if self.module.placeholder is not None:
             # The bf16 optimizer needs at least one gradient.
@@ -466,12 +468,13 @@ class PipelineEngine(DeepSpeedPipelineEngine):
 
     def is_first_stage(self) -> bool:
         """Return whether this rank loads inputs: it holds the first stage of a pipe, maybe beside other stages."""
-        # The parent's constructor asks by the coordinate of the folded grid, to open its links.
-        return super().is_first_stage() if self._stages is None else 0 in self._stages
+        # The parent's constructor sends a tensor to each stage before and behind, to connect them. Nothing uses these
+        # connections, and gloo cannot send a GPU tensor. So each rank is first and last until its stages are known.
+        return self._stages is None or 0 in self._stages
 
     def is_last_stage(self) -> bool:
         """Return whether this rank loads labels: it holds the last stage of a pipe, maybe beside other stages."""
-        return super().is_last_stage() if self._stages is None else self.last_stage in self._stages
+        return self._stages is None or self.last_stage in self._stages
 
     def _rank_of_stage(self, stage_id: int, **kwargs: int) -> int:
         """Return the rank that holds a stage, 0..num_stages-1, in this rank's copy of the model.
@@ -544,7 +547,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             self.set_dataiterator(data_iter)
         self._take_changes()
         step, skipped = self.global_steps + 1, self.skipped_steps
-        with self._in_activity(f"step {step}"):
+        with self._in_activity(f"step {step}"), self._first_step_limit(trains=True):
             if self.tracer is not None:
                 self.tracer.start_step(step, self.plan.timetable)
             loss = super().train_batch()
@@ -629,6 +632,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         try:
             with (
                 self._in_activity(f"evaluation after step {self.global_steps}"),
+                self._first_step_limit(trains=False),
                 torch.no_grad(),
                 self.tracer.evaluation() if self.tracer else nullcontext(),
             ):
@@ -650,6 +654,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
 
     def _aggregate_total_loss(self) -> Tensor:
         """Return the mean loss of all micro-batches of all groups, on every rank. Also measure the bubble."""
+        self.transport.settle()
         busy_s, span_s = self.busy.read()
         table = self._gather_rows([float(self._loss_sum), busy_s, span_s, *self._shared_numbers()])
         losses, busy, spans = table[:, :3].unbind(1)
@@ -661,10 +666,11 @@ class PipelineEngine(DeepSpeedPipelineEngine):
 
     def _gather_rows(self, numbers: list[float]) -> Tensor:
         """Return the numbers of all ranks, one row per rank. All ranks must call this together."""
-        row = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        device = "cpu" if dist.get_backend() == "gloo" else self.device
+        row = torch.tensor(numbers, dtype=torch.float64, device=device)
         rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, row)
-        return torch.stack(rows)
+        return torch.stack(rows).to(self.device)
 
     def _loss_copies(self) -> int:
         """Return the number of ranks, over all data-parallel groups, that compute the loss of a micro-batch index."""
@@ -756,6 +762,27 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         return str(path), client_state
 
     # --- failures ---
+
+    @contextmanager
+    def _first_step_limit(self, trains: bool) -> Iterator[None]:
+        """Context with a longer time limit for the first training step and the first evaluation, if they may compile.
+
+        A rank that compiles its layers, or loads the kernels of a GPU, answers nobody meanwhile.
+        """
+        compiles = self.device.type != "cpu" or self.is_compiled
+        if trains in self._checked_modes or not compiles:
+            yield
+            return
+        limit_s = self.plan.settings.transport_options.timeout_s
+        self._limit_waits(first_step_limit_s(limit_s))
+        try:
+            yield
+        finally:
+            self._limit_waits(limit_s)
+
+    def _limit_waits(self, limit_s: float) -> None:
+        self.transport.timeout_s = limit_s
+        limit_waits(limit_s)
 
     @contextmanager
     def _in_activity(self, activity: str) -> Iterator[None]:

@@ -33,6 +33,7 @@ from ..launch.failure import rank, world_size
 from ..launch.job_facts import code_facts, setting_facts
 from ..launch.roll_call import Facts, compare, meet, one_refusal
 from ..parallel.fbd import FORWARD_ROLE, DisaggregatedLayout
+from .deepspeed_api.device import select_device
 from .engine import PipelineEngine
 from .fbd.backward import BackwardEngine
 from .fbd.forward import ForwardEngine
@@ -52,8 +53,7 @@ def check_precision(job: JobConfig) -> None:
     dtype, accelerator = precision(job.deepspeed), get_accelerator()
     if dtype == "fp32":
         return
-    # The query may allocate on the current device, so select the one that DeepSpeed will use.
-    accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    select_device()  # the query may allocate on the current device
     supports = {"bf16": accelerator.is_bf16_supported, "fp16": accelerator.is_fp16_supported}
     if supports[dtype]():
         return
@@ -81,6 +81,7 @@ def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> No
     """
     if get_accelerator().device_name() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads_of_rank())
+    select_device()
     if not dist.is_initialized():
         try:
             # Rank 0 may serve the store. Keep the roll call until the process group shares the store.
@@ -92,6 +93,7 @@ def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> No
                 verbose=False,
                 timeout=timedelta(seconds=timeout_s),
             )
+            limit_waits(timeout_s)
         except torch.distributed.DistNetworkError as error:
             if "EADDRINUSE" not in str(error):
                 raise

@@ -33,6 +33,7 @@ from ..pipe_schedules.ops import BACKWARD, FORWARD
 from ..planner.job_plan import JobPlan, StagePlan, make_stage_plan
 from .deepspeed_api.recompute import CheckpointFunction, checkpoint_function, recomputed
 from .deepspeed_api.topology import require_rank_order, topology_sizes
+from .deepspeed_api.device import select_device
 from .grid import FoldedTopology, grid_of_role, on_hosts
 from .ties import (
     find_shared,
@@ -104,6 +105,7 @@ class PipelineModule(DeepSpeedPipelineModule):
         activation_checkpoint_func: CheckpointFunction | None = None,
         **kwargs: Any,
     ) -> None:
+        select_device()
         arguments: list[tuple[str, str, Any]] = [
             ("num_stages", "pipeline_parallel_size", num_stages),
             *topology_sizes(topology),
@@ -261,7 +263,7 @@ class PipelineModule(DeepSpeedPipelineModule):
     def _synchronize_tied_weights(self) -> None:
         with torch.no_grad():
             for weight, tie in self._tied_weights():
-                dist.broadcast(weight, src=min(tie["ranks"]), group=tie["group"])
+                dist.broadcast(weight.detach(), src=min(tie["ranks"]), group=tie["group"])
 
     def _tied_weights(self) -> Iterator[tuple[torch.nn.Parameter, dict[str, Any]]]:
         for tie in self.tied_comms.values():

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_ext.comm.gloo_cuda import transferable
 from ds_ext.tensor_parallel.group import TensorParallel
 
 _TOKENS = 1
@@ -80,10 +81,12 @@ def _all_gather(x: Tensor, tp: TensorParallel) -> Tensor:
 
 def _reduce_scatter(x: Tensor, tp: TensorParallel) -> Tensor:
     tp.shard_size(x.size(_TOKENS), "number of tokens with sequence_parallel")
-    slices = [part.contiguous() for part in x.chunk(tp.size, dim=_TOKENS)]
+    slices = [
+        part.contiguous() for part in transferable(x, "reduce_scatter_", tp.group).chunk(tp.size, dim=_TOKENS)
+    ]
     reduced = torch.empty_like(slices[0])
     dist.reduce_scatter(reduced, slices, group=tp.group)
-    return reduced
+    return reduced.to(x.device)
 
 
 class _CopyTo(torch.autograd.Function):

@@ -1,9 +1,10 @@
-"""Messages between GPUs: the protocol over streams that are late, in real ranks; and on a GPU where there is one."""
+"""Messages between GPUs: the protocol over streams that are late, in real ranks. tests/gpu/ has the tests on a GPU."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -16,22 +17,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_ext.comm import native, wire
-from ds_ext.comm.cuda import slabs as cuda_slabs
-from ds_ext.comm.cuda import staging as cuda_staging
-from ds_ext.comm.cuda.header import Header, Route
-from ds_ext.comm.cuda.staging import packed
+from ds_ext.comm.cuda.header import Header, Route, packed
 from ds_ext.comm.cuda.transport import GpuTransport
 from ds_ext.comm.endpoints import both_ways
 from ds_ext.comm.native_transport import NativeTransport
-from ds_ext.comm.transport import GPU_CONTROL, GPU_PIECES, create_transport, make_tag
-from ds_ext.errors import ProtocolError
+from ds_ext.comm.transport import GPU_CONTROL, create_transport, make_tag
+from ds_ext.errors import PeerGone, ProtocolError, TransportError, TransportTimeout
 from tests.distributed.test_torch_p2p import catch
 from tests.engine_runs import MODEL, Job, train
 from tests.late_device import InlineDevice, LateDevice
 from tests.ranks import RankPool
 
 CPU = torch.device("cpu")
-SHAPES = [(4000,), (9, 441), (31, 129)]  # of one slot size
+SHAPES = [(4000,), (9, 441), (31, 129)]
 
 
 def connect(device: LateDevice, direct: bool = True, max_held: int = 2) -> GpuTransport:
@@ -47,7 +45,7 @@ def message(number: int, sender: int, answers: bool) -> list[Tensor]:
     Where one rank only ``answers``, its messages have none for the GPU: its streams do not hold up the other's.
     """
     draw = torch.Generator().manual_seed(number * 2 + sender)
-    shapes = [] if answers and sender == 1 else random.Random(number).choices(SHAPES, k=1 + number % 2)
+    shapes = [] if answers and sender == 1 else random.Random(number).choices(SHAPES, k=2 - number % 2)
     return [torch.tensor([number]), *(torch.randn(shape, generator=draw) for shape in shapes)]
 
 
@@ -55,7 +53,6 @@ def traffic(
     rank: int, device: LateDevice, messages: int, direct: bool, answers: bool = False
 ) -> tuple[int, dict[Route, int]]:
     """Both ranks send and receive, keep what they got for a while and read it late; wrong contents, and counts."""
-    cuda_slabs._MIN_SLAB_BYTES, cuda_staging.PIECE_BYTES = 512, 5000  # few slots, several pieces
     transport, own, peer = connect(device, direct), random.Random(rank), 1 - rank
     kept: deque[tuple[list[Tensor], int]] = deque()
     results: list[tuple[Any, bytes]] = []
@@ -111,13 +108,7 @@ NEEDED = {
         "outward waits for their event": "main",  # the slot is free before it is written again
         "releases follows main": "main",  # and that is after its last use
     },
-    False: {
-        "outward follows main": "main",
-        "keep for outward": "outward",
-        "done": "outward",  # the message is on the host before it is sent
-        "main waits for own event": "inward",  # and back on the GPU before it is used
-        "keep for main": "main",  # and its memory is used again after
-    },
+    False: {"done": "main"},  # the message is on the host before it is sent
 }
 
 
@@ -126,7 +117,7 @@ def leave_out(rank: int, folder: Path, messages: int) -> list[tuple[bool, str]]:
     unnoticed = []
     for direct, needed in NEEDED.items():
         for skip, slow in needed.items():
-            slower = slow if rank == (slow in ("main", "inward")) else ""
+            slower = slow if rank == (slow == "main" and direct) else ""
             for late_s in (0.002, 0.01, 0.05):  # a busy machine is late itself
                 device = LateDevice(folder, rank, late_s, slower, skip)
                 found = [0, 0]
@@ -151,10 +142,10 @@ def promises(rank: int, folder: Path) -> None:
     peer = 1 - rank
     device = LateDevice(folder, rank, reachable=rank == 0)  # so the other direction is refused
     transport = connect(device)
-    cuda_staging.PIECE_BYTES, large = 100_000, torch.arange(1 << 16)  # several pieces
-    # A rank that does something else meanwhile: its copy to the host ends while it is in a collective.
+    large = torch.arange(1 << 16)
+    # A rank that is in a collective after its send.
     if rank == 0:
-        device.outward.put(lambda: time.sleep(0.3))
+        device.main.put(lambda: time.sleep(0.3))
         transport.send([device.tensor(large)], peer, 0)
     else:
         (tensor,) = transport.recv(peer, 0).wait(timeout_s=10)
@@ -184,7 +175,7 @@ def promises(rank: int, folder: Path) -> None:
     assert "no progress within" in catch(lambda: transport.recv(peer, 9 << 16).wait(timeout_s=0.2))
     assert time.monotonic() - begin < 15
     assert "reserved" in catch(lambda: transport.send([large], peer, GPU_CONTROL << 16))
-    assert "reserved" in catch(lambda: transport.recv(peer, GPU_PIECES << 16))
+    assert "reserved" in catch(lambda: transport.recv(peer, GPU_CONTROL << 16))
     assert "a peer must be another rank" in catch(lambda: transport.send([large], rank, 0))
     assert "no tensors" in catch(lambda: transport.send([], peer, 0))
     assert "got 9" in catch(lambda: transport.send([torch.ones([1] * 9)], peer, 0))
@@ -213,6 +204,29 @@ def test_promises_of_the_interface(ranks2: RankPool, tmp_path: Path) -> None:
     ranks2.run(promises, tmp_path)
 
 
+def stuck(rank: int, folder: Path) -> tuple[type[TransportError], int | None, str | None, int | None]:
+    """Rank 0's stream never gets to the copy; what either rank raises."""
+    device = LateDevice(folder, rank)
+    transport = connect(device, direct=False)
+    go_on = threading.Event()
+    with pytest.raises(TransportError) as caught:
+        if rank == 0:
+            transport.timeout_s = 0.2
+            device.main.put(lambda: go_on.wait())
+            transport.send([device.tensor(torch.ones(9))], 1, 7)
+        transport.recv(1 - rank, 7).wait(timeout_s=10)
+    go_on.set()
+    transport.close()
+    return caught.type, caught.value.peer, caught.value.op, caught.value.tag
+
+
+def test_a_stuck_copy_ends_within_the_limit(ranks2: RankPool, tmp_path: Path) -> None:
+    assert ranks2.run(stuck, tmp_path) == [
+        (TransportTimeout, 1, "send to", 7),
+        (PeerGone, 0, "recv from", 7),
+    ]
+
+
 def damage(rank: int, folder: Path, what: str) -> str:
     """Rank 0 sends over the links what no transport of GPUs sends; rank 1 receives it as if it was one's."""
     transport, text = connect(LateDevice(folder, rank)), ""
@@ -220,7 +234,7 @@ def damage(rank: int, folder: Path, what: str) -> str:
         body = torch.zeros(64, dtype=torch.uint8)
         head = Header(
             Route.DIRECT if what == "place" else Route.STAGED,
-            (0, 0, 0),
+            0,
             [True],
             wire.describe([body], tag=0, seq=0, link_seq=0, acknowledged=0),
         )
@@ -228,8 +242,8 @@ def damage(rank: int, folder: Path, what: str) -> str:
             "head": (0, (torch.zeros(3, dtype=torch.uint8),)),
             "place": (0, head.pack()),
             "body": (0, head.pack()),
-            "piece": (GPU_PIECES << 16, (torch.zeros(24, dtype=torch.uint8), body)),
-            "control": (GPU_CONTROL << 16, (packed(b'{"freed": [[0, 64]], "fence": 1}'),)),
+            "short": (0, (*head.pack(), body[1:])),
+            "control": (GPU_CONTROL << 16, (packed(b'{"freed": [0]}'),)),
             "words": (GPU_CONTROL << 16, (packed(b"\xff{"),)),
         }[what]
         transport._host.send(tensors, 1, tag)
@@ -243,7 +257,7 @@ def damage(rank: int, folder: Path, what: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("what", ["head", "place", "body", "piece", "control", "words"])
+@pytest.mark.parametrize("what", ["head", "place", "body", "short", "control", "words"])
 def test_what_cannot_be_right_is_refused(ranks2: RankPool, tmp_path: Path, what: str) -> None:
     assert ranks2.run(damage, tmp_path, what)[1].startswith("rank 1: ")
 

@@ -1,6 +1,6 @@
 """Memory, streams and events of a GPU, over torch.cuda without the CUDA runtime.
 
-A stream executes its work in order, and an event marks a point in it. Only finish() makes the host wait. As in CUDA,
+A stream executes its work in order, and an event marks a point in it. Nothing here makes the host wait. As in CUDA,
 waiting for an event means waiting for its most recent record at the time of the call. An event is therefore recorded
 before another process is notified of it.
 """
@@ -8,7 +8,8 @@ before another process is notified of it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class Device:
 
     Attributes:
         outward: stream of copies that leave the GPU.
-        inward: stream of copies from the host.
+        inward: stream of receives.
         releases: stream that records when received memory was used for the last time.
     """
 
@@ -50,6 +51,10 @@ class Device:
     def current(self) -> Stream:
         """Return the current stream of the caller."""
         return torch.cuda.current_stream(self.device)
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Context in which a stream is the current one."""
+        return torch.cuda.stream(stream)
 
     def pack(self, tensors: Sequence[Tensor], descriptors: Sequence[wire.Descriptor]) -> Tensor:
         """Copy tensors into a new message body, on the current stream."""
@@ -82,8 +87,7 @@ class Device:
 
     def new_event(self, shared: bool) -> Event:
         """Return an event of this GPU. Other processes may open a shared one."""
-        # Blocking: a host thread sleeps in finish().
-        return torch.cuda.Event(interprocess=shared, blocking=not shared)
+        return torch.cuda.Event(interprocess=shared)
 
     def record(self, event: Event, stream: Stream) -> None:
         """Record an event after the work queued on a stream so far."""
@@ -96,10 +100,6 @@ class Device:
     def done(self, event: Event) -> bool:
         """Return whether the work before the event is finished."""
         return event.query()
-
-    def finish(self, event: Event) -> None:
-        """Make the host wait for an event."""
-        event.synchronize()
 
     def identity(self) -> DeviceIdentity:
         """Return the ID that other ranks use to open memory and events of this GPU."""
@@ -178,3 +178,19 @@ class _SlabPart:
             "strides": None,
             "version": 3,
         }
+
+
+def findings() -> Iterator[tuple[str, str, str]]:
+    """Yield (subject, finding, fix or "") for each GPU of this host and for pairs without peer access."""
+    count = torch.cuda.device_count()
+    for index in range(count):
+        properties = torch.cuda.get_device_properties(index)
+        yield f"GPU {index}", f"{properties.name}, {properties.total_memory >> 30} GiB", ""
+    pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]
+    without = [f"{a}-{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+    if without:
+        yield (
+            "GPU peer access",
+            f"not between {', '.join(without)}",
+            "shm messages between these are staged in host memory; nccl may be faster",
+        )

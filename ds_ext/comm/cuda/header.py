@@ -1,7 +1,9 @@
-"""Header of a message between GPUs. The contents of GPU tensors may be sent separately.
+"""Header of a message between GPUs.
 
-The first tensor of a message is the header: the route of the contents, and which tensors are on the GPU. The second one
-holds the descriptors of the GPU tensors. CPU tensors follow unchanged.
+    | header | descriptors of the GPU tensors | staged contents | CPU tensors ... |
+
+The header has the route of the contents, and which tensors of the message are on the GPU. A message without GPU tensors
+has no descriptors. CPU tensors are sent unchanged.
 """
 
 from __future__ import annotations
@@ -11,20 +13,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+import torch
 from torch import Tensor
 
 from ds_ext.comm import _native, wire
-from ds_ext.comm.cuda.staging import packed
 
-_HEADER = struct.Struct("<Bqqq")
+_HEADER = struct.Struct("<Bq")
 
 
 class Route(IntEnum):
     """Route of the contents of GPU tensors."""
 
     NONE = 0  # no contents
-    DIRECT = 1  # place: slab, offset, event
-    STAGED = 2  # place: number of the body
+    DIRECT = 1  # in a slot of the receiver's slab
+    STAGED = 2  # in the message
 
 
 @dataclass(frozen=True)
@@ -33,19 +35,19 @@ class Header:
 
     Args:
         route: route of the contents.
-        place: location of the contents, three numbers that depend on the route.
+        slot: slot of the contents on the direct route, otherwise 0.
         on_gpu: whether each tensor of the message is on the GPU.
         descriptors: descriptors of the GPU tensors.
     """
 
     route: Route
-    place: tuple[int, int, int]
+    slot: int
     on_gpu: Sequence[bool]
     descriptors: Sequence[wire.Descriptor]
 
     def pack(self) -> tuple[Tensor, ...]:
         """Return the header as CPU tensors."""
-        header = packed(_HEADER.pack(self.route, *self.place) + bytes(self.on_gpu))
+        header = packed(_HEADER.pack(self.route, self.slot) + bytes(self.on_gpu))
         return (header, wire.pack_all(self.descriptors)) if self.descriptors else (header,)
 
     @property
@@ -63,13 +65,17 @@ class Header:
         return tuple(next(gpu_tensors if on_gpu else host_tensors) for on_gpu in self.on_gpu)
 
 
+def packed(data: bytes) -> Tensor:
+    """Return bytes as a tensor."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
 def unpack(tensors: Sequence[Tensor]) -> tuple[Header, Sequence[Tensor]]:
-    """Return the header of a message and its CPU tensors; LinkError or DescriptorError if the header is invalid."""
+    """Return the header of a message and its other tensors; LinkError or DescriptorError if it is invalid."""
     data = tensors[0].numpy().tobytes()
     if len(data) < _HEADER.size or data[0] > max(Route) or any(flag > 1 for flag in data[_HEADER.size :]):
         raise _native.LinkError("message without a valid header")
-    route, *place = _HEADER.unpack_from(data)
+    route, slot = _HEADER.unpack_from(data)
     on_gpu = [bool(flag) for flag in data[_HEADER.size :]]
     descriptors = wire.unpack_all(tensors[1]) if any(on_gpu) and len(tensors) > 1 else ()
-    header = Header(Route(route), (place[0], place[1], place[2]), on_gpu, descriptors)
-    return header, tensors[2 if descriptors else 1 :]
+    return Header(Route(route), slot, on_gpu, descriptors), tensors[2 if descriptors else 1 :]

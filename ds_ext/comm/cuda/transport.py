@@ -1,35 +1,33 @@
-"""Transport between GPUs: descriptors over native links, contents directly between GPUs if possible.
+"""Transport between GPUs over native links.
 
-Ranks on the same host with peer access write into each other's GPU memory (slabs.py). Other ranks, and messages without
-a free slot, copy through host memory (staging.py). The host never waits for a stream.
+Ranks on the same host with peer access write into each other's GPU memory (direct.py); the host never waits. Contents
+for other ranks, and those without a free slot, are staged: copied to page-locked host memory and sent with the message.
+The sender waits until that copy is complete, which needs no other rank.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ds_ext.comm import _native, wire
 from ds_ext.comm.cuda.device import Device
-from ds_ext.comm.cuda.header import Header, Route, unpack
-from ds_ext.comm.cuda.peer import Peer
-from ds_ext.comm.cuda.slabs import Control
-from ds_ext.comm.cuda.staging import Publisher, pieces
+from ds_ext.comm.cuda.direct import Control, DirectReceiver, DirectSender
+from ds_ext.comm.cuda.header import Header, Route, packed, unpack
 from ds_ext.comm.endpoints import Pairs
 from ds_ext.comm.native_transport import SENT, NativeTransport, RecvTicket, Sent
-from ds_ext.comm.transport import GPU_CONTROL, GPU_PIECES, ITEM_BITS, describe_tag, make_tag
-from ds_ext.errors import ProtocolError, TransportError, TransportTimeout
+from ds_ext.comm.transport import GPU_CONTROL, ITEM_BITS, describe_tag, make_tag
+from ds_ext.errors import ProtocolError, TransportError
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.0002  # interval between polls of copies to the host
+_POLL_S = 0.0002  # interval between polls of a copy to the host
 _ERRORS = (_native.LinkError, _native.DescriptorError, KeyError, IndexError, TypeError, AttributeError)
 
 
@@ -51,6 +49,25 @@ class GpuTicket:
         return self.transport.finish_recv(self, timeout_s)
 
 
+@dataclass(eq=False)
+class _Peer:
+    """State for one peer.
+
+    Args:
+        control: ticket for the next control message.
+        sender: sending endpoint of the direct route; None: the peer is on another host.
+        receiver: receiving endpoint of the direct route.
+    """
+
+    control: RecvTicket
+    sender: DirectSender | None
+    receiver: DirectReceiver
+    controls_sent: int = 0
+    controls_taken: int = 0
+    sent: int = 0
+    last: int = 0  # number of the last message sent that is not a control message
+
+
 class GpuTransport:
     """Transport (see transport.py) for GPU tensors. A message may also contain CPU tensors, which stay on the CPU.
 
@@ -67,13 +84,16 @@ class GpuTransport:
     def __init__(
         self, host: NativeTransport, device: Device, peers: Sequence[int], direct: Mapping[int, int]
     ) -> None:
-        self.name, self.timeout_s = host.name, host.timeout_s
-        self.rank, self.world_size = host.rank, host.world_size
+        self.name, self.rank, self.world_size = host.name, host.rank, host.world_size
         self._host, self._device = host, device
-        self._peers = {peer: Peer(host, peer, device, direct.get(peer)) for peer in peers}
-        # Held by the main thread during every call; the publisher takes it between calls.
-        self._lock = threading.RLock()
-        self._publisher = Publisher(device, self._publish)
+        self._peers = {
+            peer: _Peer(
+                host.recv(peer, make_tag(GPU_CONTROL, 0)),
+                DirectSender(device, direct[peer]) if peer in direct else None,
+                DirectReceiver(device),
+            )
+            for peer in peers
+        }
         self.counts = dict.fromkeys(Route, 0)
         host.must_be_taken = self._must_be_taken
 
@@ -86,139 +106,135 @@ class GpuTransport:
         direct = {peer: held for peer, held in mine.items() if kinds[host.rank, peer] == "shm"}
         return cls(host, device, list(mine), direct)
 
+    @property
+    def timeout_s(self) -> float:
+        """Time limit on every wait, in seconds."""
+        return self._host.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, value: float) -> None:
+        self._host.timeout_s = value
+
     # --- the interface ---
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Sent:
         """Send tensors after the work queued on the current stream so far; see Transport.send."""
-        with self._lock:
-            self.progress()
-            to = self._peers.get(peer)
-            if to is None:
-                return self._host.send(tensors, peer, tag)  # raises the error
-            self._refuse_reserved(tag)
-            on_gpu = [self._device.owns(tensor) for tensor in tensors]
-            gpu_tensors = [tensor for tensor, on in zip(tensors, on_gpu, strict=True) if on]
-            others = [tensor for tensor, on in zip(tensors, on_gpu, strict=True) if not on]
-            self._check_host(others, tag, needed=not gpu_tensors)
-            descriptors: list[wire.Descriptor] = []
-            if gpu_tensors:
-                descriptors = wire.describe(gpu_tensors, tag=tag, seq=0, link_seq=0, acknowledged=0)
-            route, place = self._start_contents(to, self._device.pack(gpu_tensors, descriptors))
-            if to.waiting:
-                others = [tensor.clone() for tensor in others]
-            to.waiting.append((None, (*Header(route, place, on_gpu, descriptors).pack(), *others), tag))
-            self.counts[route] += 1
-            self._publish()
+        self.progress()
+        if peer not in self._peers:
+            return self._host.send(tensors, peer, tag)  # raises the error
+        self._refuse_reserved(tag)
+        on_gpu = [self._device.owns(tensor) for tensor in tensors]
+        gpu_tensors = [tensor for tensor, on in zip(tensors, on_gpu, strict=True) if on]
+        others = [tensor for tensor, on in zip(tensors, on_gpu, strict=True) if not on]
+        self._check_host(others, tag, needed=not gpu_tensors)
+        descriptors: list[wire.Descriptor] = []
+        if gpu_tensors:
+            descriptors = wire.describe(gpu_tensors, tag=tag, seq=0, link_seq=0, acknowledged=0)
+        body = self._device.pack(gpu_tensors, descriptors)
+        route, slot, staged = self._send_body(body, peer, tag) if len(body) else (Route.NONE, 0, ())
+        header = Header(route, slot, on_gpu, descriptors)
+        self._post((*header.pack(), *staged, *others), peer, tag)
+        self.counts[route] += 1
         return SENT
 
     def recv(self, peer: int, tag: int) -> GpuTicket:
         """Receive the next message of the tag's channel; see Transport.recv."""
-        with self._lock:
-            self._refuse_reserved(tag)
-            return GpuTicket(self, self._host.recv(peer, tag))
+        self._refuse_reserved(tag)
+        return GpuTicket(self, self._host.recv(peer, tag))
 
     def ready(self) -> list[tuple[int, int]]:
         """Return (peer, tag) of all messages that have arrived but have not been waited for."""
-        with self._lock:
-            self.progress()
-            return [
-                (peer, tag)
-                for peer, tag in self._host.ready()
-                if tag >> ITEM_BITS not in (GPU_CONTROL, GPU_PIECES)
-            ]
+        self.progress()
+        return [(peer, tag) for peer, tag in self._host.ready() if tag >> ITEM_BITS != GPU_CONTROL]
+
+    def settle(self) -> None:
+        """Do nothing: every wait for another rank has the limit already."""
 
     def abort(self, cause: str) -> None:
         """Send the cause of this rank's failure to its peers. The transport is unusable afterwards."""
-        held = self._lock.acquire(timeout=1.0)
-        try:
-            self._host.abort(cause)
-        finally:
-            if held:
-                self._lock.release()
+        self._host.abort(cause)
 
     def close(self) -> None:
-        """Send all staged messages and wait until the peers have taken them; each step may take up to `timeout_s`."""
-        try:
-            self._flush()
-        finally:
-            with self._lock:
-                for peer in self._peers.values():
-                    peer.waiting.clear()
-                self._host.close()
-            self._publisher.close()
+        """Wait up to `timeout_s` until the peers have taken all messages, and close."""
+        self._host.close()
 
     # --- beyond the interface ---
 
     def wait_any(self, tickets: Sequence[GpuTicket], timeout_s: float | None = None) -> int:
         """Wait until one of the tickets is done, and return its position; errors as in Ticket.wait()."""
-        with self._lock:
-            begin = time.monotonic()
-            limit_s = self.timeout_s if timeout_s is None else timeout_s
-            peers = [self._peers[rank] for rank in dict.fromkeys(ticket.host.peer for ticket in tickets)]
-            while True:
-                self.progress()
-                for position, ticket in enumerate(tickets):
-                    if ticket.tensors is not None or ticket.host.arrived:
-                        return position
-                # Answer control messages meanwhile, because the peers may wait for the answers.
-                awaited = [ticket.host for ticket in tickets]
-                awaited += [ticket for peer in peers for ticket in peer.posted.values()]
-                waited_s = time.monotonic() - begin
-                if waited_s < limit_s and any(peer.waiting for peer in self._peers.values()):
-                    with contextlib.suppress(TransportTimeout):
-                        self._host.wait_any(awaited, _POLL_S)
-                else:
-                    left_s = None if timeout_s is None else max(0.0, timeout_s - waited_s)
-                    self._host.wait_any(awaited, left_s)
-
-    # --- called by tickets and the thread ---
+        begin = time.monotonic()
+        peers = [self._peers[rank] for rank in dict.fromkeys(ticket.host.peer for ticket in tickets)]
+        while True:
+            self.progress()
+            for position, ticket in enumerate(tickets):
+                if ticket.tensors is not None or ticket.host.arrived:
+                    return position
+            # Answer control messages meanwhile.
+            awaited = [ticket.host for ticket in tickets] + [peer.control for peer in peers]
+            left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - begin))
+            self._host.wait_any(awaited, left_s)
 
     def finish_recv(self, ticket: GpuTicket, timeout_s: float | None = None) -> tuple[Tensor, ...]:
         """Wait for the ticket's message and return its tensors."""
-        with self._lock:
-            if ticket.tensors is None:
-                self.wait_any((ticket,), timeout_s)
-                ticket.tensors = self._tensors(ticket.host.peer, ticket.host.wait())
+        if ticket.tensors is None:
+            self.wait_any((ticket,), timeout_s)
+            ticket.tensors = self._tensors(ticket.host.peer, ticket.host.wait())
         return ticket.tensors
 
     def progress(self) -> None:
-        """Take and answer arrived messages, and send messages that are ready, without waiting."""
-        with self._lock:
-            if self._publisher.error is not None:
-                raise self._publisher.error
-            self._host.drain()
-            for peer in self._peers.values():
-                try:
-                    while (piece := peer.take(GPU_PIECES)) is not None:
-                        peer.staged.add(*piece)
-                    while (control := peer.take(GPU_CONTROL)) is not None:
-                        self._on_control(peer, json.loads(control[0].numpy().tobytes()))
-                except (*_ERRORS, ValueError) as error:
-                    raise self._damaged(peer.rank, error) from error
-                freed = peer.slabs.freed()
-                if freed is not None:
-                    peer.send_control(freed)
-            self._publish()
+        """Take and answer control messages, and report free slots, without waiting."""
+        self._host.drain()
+        for rank, peer in self._peers.items():
+            try:
+                while peer.control.arrived:
+                    (control,) = peer.control.wait()
+                    peer.controls_taken += 1
+                    peer.control = self._host.recv(rank, make_tag(GPU_CONTROL, peer.controls_taken))
+                    self._on_control(rank, json.loads(control.numpy().tobytes()))
+            except (*_ERRORS, ValueError) as error:
+                raise self._damaged(rank, error) from error
+            freed = peer.receiver.freed()
+            if freed is not None:
+                self._send_control(freed, rank)
 
     # --- sending ---
 
-    def _start_contents(self, to: Peer, body: Tensor) -> tuple[Route, tuple[int, int, int]]:
-        """Start sending a body. Returns its route and place."""
-        if not len(body):
-            return Route.NONE, (0, 0, 0)
-        if to.direct is not None:
-            place = to.direct.send(body)
-            if place is not None:
-                return Route.DIRECT, place
-            request = to.direct.request_slab(len(body))
+    def _send_body(self, body: Tensor, peer: int, tag: int) -> tuple[Route, int, tuple[Tensor, ...]]:
+        """Send a body over the direct route, or stage it. Returns route, slot and staged contents."""
+        sender = self._peers[peer].sender
+        if sender is not None:
+            slot = sender.send(body)
+            if slot is not None:
+                return Route.DIRECT, slot, ()
+            request = sender.request(len(body))
             if request is not None:
-                to.send_control(request)
-        for event, piece in pieces(self._device, body, to.bodies):
-            to.waiting.append((event, piece, make_tag(GPU_PIECES, to.sent_pieces)))
-            to.sent_pieces += 1
-            self._publisher.watch(event)
-        to.bodies += 1
-        return Route.STAGED, (to.bodies - 1, 0, 0)
+                self._send_control(request, peer)
+        return Route.STAGED, 0, (self._to_host(body, peer, tag),)
+
+    def _to_host(self, body: Tensor, peer: int, tag: int) -> Tensor:
+        """Return a copy of a body in page-locked memory, after the work queued on the current stream."""
+        device, stream, begin = self._device, self._device.current(), time.monotonic()
+        pinned, copied = device.pinned(len(body)), device.new_event(shared=False)
+        device.copy(pinned, body, stream)
+        device.record(copied, stream)
+        while not device.done(copied):
+            if time.monotonic() - begin > self.timeout_s:
+                raise self._host.timed_out("send to", peer, tag)
+            time.sleep(_POLL_S)
+        return pinned
+
+    def _post(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+        """Send CPU tensors."""
+        state = self._peers[peer]
+        self._host.send(tensors, peer, tag)
+        state.sent += 1
+        if tag >> ITEM_BITS != GPU_CONTROL:
+            state.last = state.sent
+
+    def _send_control(self, control: Control, peer: int) -> None:
+        state = self._peers[peer]
+        self._post((packed(json.dumps(control).encode()),), peer, make_tag(GPU_CONTROL, state.controls_sent))
+        state.controls_sent += 1
 
     def _check_host(self, tensors: Sequence[Tensor], tag: int, needed: bool) -> None:
         """Raise link errors before any part of the message is sent."""
@@ -230,30 +246,6 @@ class GpuTransport:
         if tensors or needed:
             wire.describe(tensors, tag=tag, seq=0, link_seq=0, acknowledged=0)
 
-    def _publish(self) -> None:
-        """Send the messages whose copies to the host are finished, in order per peer."""
-        with self._lock:
-            for peer in self._peers.values():
-                while peer.waiting and (peer.waiting[0][0] is None or self._device.done(peer.waiting[0][0])):
-                    _, tensors, tag = peer.waiting.popleft()
-                    peer.post(tensors, tag)
-
-    def _flush(self) -> None:
-        deadline = time.monotonic() + self.timeout_s
-        while True:
-            with self._lock:
-                self._publish()
-                waiting = [peer.rank for peer in self._peers.values() if peer.waiting]
-            if not waiting:
-                return
-            if time.monotonic() > deadline:
-                raise TransportTimeout(
-                    f"rank {self.rank}: copies of messages to rank {waiting[0]} were not finished within the limit of "
-                    f"{self.timeout_s:g} s. The GPU is busy with earlier work: raise transport_options.timeout_s.",
-                    waiting[0],
-                )
-            time.sleep(_POLL_S)
-
     def _must_be_taken(self, peer: int, in_flight: int) -> bool:
         """Return whether close() waits for the messages in flight to a peer. Control messages alone do not count."""
         return self._peers[peer].last > self._peers[peer].sent - in_flight
@@ -261,43 +253,47 @@ class GpuTransport:
     # --- receiving ---
 
     def _tensors(self, source: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        peer = self._peers[source]
         try:
-            header, host = unpack(tensors)
+            header, others = unpack(tensors)
+            if header.route is Route.STAGED:
+                return header.join(self._to_device(others[0], header.body_bytes), others[1:])
             if header.route is Route.DIRECT:
-                body = peer.slabs.take(*header.place, header.body_bytes)
-            elif header.route is Route.STAGED:
-                body = peer.staged.take(header.place[0])
-            else:
-                body = self._device.empty(0, self._device.current())
-            return header.join(body, host)
+                return header.join(self._peers[source].receiver.take(header.slot, header.body_bytes), others)
+            return header.join(self._device.empty(0, self._device.current()), others)
         except _ERRORS as error:
             raise self._damaged(source, error) from error
 
+    def _to_device(self, contents: Tensor, num_bytes: int) -> Tensor:
+        """Return a copy of staged contents on the GPU, for use on the current stream."""
+        if contents.dtype != torch.uint8 or contents.shape != (num_bytes,):
+            raise _native.LinkError(f"contents of {contents.nbytes} bytes where {num_bytes} were announced")
+        device, stream = self._device, self._device.current()
+        pinned, body = device.pinned(num_bytes), device.empty(num_bytes, stream)
+        pinned.copy_(contents)
+        device.copy(body, pinned, stream)
+        return body
+
     def _refuse_reserved(self, tag: int) -> None:
-        if tag >> ITEM_BITS in (GPU_CONTROL, GPU_PIECES):
+        if tag >> ITEM_BITS == GPU_CONTROL:
             raise TransportError(
                 f"rank {self.rank}: channel reserved by the transport (got {describe_tag(tag)})."
             )
 
-    def _on_control(self, peer: Peer, control: Control) -> None:
+    def _on_control(self, rank: int, control: Control) -> None:
         """Handle a control message."""
-        if "request" in control:
-            peer.send_control(peer.slabs.grant(control))
+        peer = self._peers[rank]
+        if "filled" in control:
+            self._send_control(peer.receiver.grant(control), rank)
             return
-        if peer.direct is None:
+        if peer.sender is None:
             raise _native.LinkError("answer without a request")
         if "freed" in control:
-            peer.direct.on_freed(control)
+            peer.sender.on_freed(control["freed"])
             return
-        peer.direct.on_answer(control)
-        if peer.direct.refused:
-            logger.info(
-                "rank %d: contents for rank %d are staged in host memory: %s",
-                self.rank,
-                peer.rank,
-                peer.direct.refused,
-            )
+        peer.sender.on_answer(control)
+        if peer.sender.refused:
+            text = "rank %d: contents for rank %d are staged in host memory: %s"
+            logger.info(text, self.rank, rank, peer.sender.refused)
 
     def _damaged(self, source: int, error: Exception) -> TransportError:
         return self._host.fail(

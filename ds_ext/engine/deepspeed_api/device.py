@@ -1,0 +1,23 @@
+"""Selection of this rank's device, before anything allocates or communicates."""
+
+from __future__ import annotations
+
+import os
+
+from deepspeed.accelerator import get_accelerator
+
+# Hardware queues of a CUDA process, at most 32. By default there are 8, and streams that share one wait for each other.
+# A rank has a stream per communicator, and a blocked receive must not hold up a send in the same queue.
+_CUDA_QUEUES = "32"
+
+
+def select_device() -> None:
+    """Make the device of LOCAL_RANK the current one.
+
+    DeepSpeed's engine does so too, but only after the first collectives. NCCL rejects these if all ranks of a host use
+    device 0.
+    """
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cuda":
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _CUDA_QUEUES)  # read when CUDA starts
+    accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
