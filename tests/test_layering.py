@@ -68,7 +68,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "training": {
         *("__init__", "errors", "pipe_schedules", "config", "parallel", "planner", "launch", "engine"),
-        *("convert", "engine/checkpoint/folder", "models", "data", "observe", "torch:"),
+        *("convert", "engine/checkpoint/folder", "models", "data", "observe", "comm/rounds", "torch:"),
     },
     "cli": {
         "errors",

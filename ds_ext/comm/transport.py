@@ -58,12 +58,18 @@ class Transport(Protocol):
     for each peer and direction, both sides must use the items in the same order. Between channels any order is allowed.
     """
 
-    timeout_s: float  # time limit on every wait, in seconds
-
     @property
     def name(self) -> str:
         """Name of the transport in use, for metrics; never "auto"."""
         ...
+
+    @property
+    def timeout_s(self) -> float:
+        """Time limit on every wait, in seconds."""
+        ...
+
+    @timeout_s.setter
+    def timeout_s(self, value: float) -> None: ...
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Ticket:
         """Send tensors (at least one; any dtype, up to 8 dimensions) as one message.

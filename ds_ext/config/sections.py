@@ -23,10 +23,12 @@ class TransportOptions(Section):
         timeout_s: time limit on every wait, in seconds.
         node_ips: addresses on which ranks listen for other hosts, one per host or one per rank, as a list or a
             comma-separated string; None: each rank's local address on the route to MASTER_ADDR.
+        communicator_mib: GPU memory of an NCCL communicator that the printed plan assumes, in MiB.
     """
 
     timeout_s: float = Field(default=120.0, gt=0)
     node_ips: list[str] | None = Field(default=None, min_length=1)
+    communicator_mib: int = Field(default=512, ge=0)
 
     @field_validator("node_ips", mode="before")
     @classmethod

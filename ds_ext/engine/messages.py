@@ -13,6 +13,7 @@ from torch import Tensor
 from ..comm.transport import GPU_CONTROL, ITEM_BITS, Ticket, Transport
 from ..errors import ConfigError
 from ..parallel.layout import ParallelLayout
+from ..parallel.links import links_of
 from ..pipe_schedules import Program
 
 _ONE_TUPLE = torch.Size([0] * 8)  # a shape that no layer returns
@@ -102,7 +103,7 @@ def link_credits(layout: ParallelLayout, programs: Iterable[Program]) -> dict[tu
     device_of = layout.coordinates
     return {
         (source, target): peak[device_of(source)[0], device_of(target)[0]] + _SPARE
-        for source, target in _pairs(layout, programs)
+        for source, target in links_of(layout, programs)
     }
 
 
@@ -124,24 +125,6 @@ def _peak_messages(program: Program, device: int) -> Counter[int]:
             for sender in senders.pop(pair, ()):
                 live[sender] -= 1
     return peak
-
-
-def _pairs(layout: ParallelLayout, programs: Iterable[Program]) -> list[tuple[int, int]]:
-    """Return the (sender, receiver) global ranks of every link that the programs use; the same on all ranks."""
-    links = {
-        (device, instruction.peer)
-        for program in programs
-        for device, instructions in enumerate(program.instructions)
-        for instruction in instructions
-        if instruction.peer is not None and instruction.name.startswith("Send")
-    }
-    pairs = [
-        (layout.rank(source, data, tensor), layout.rank(target, data, tensor))
-        for source, target in sorted(links)
-        for data in range(layout.data_parallel_size)
-        for tensor in range(layout.tensor_parallel_size)
-    ]
-    return list(dict.fromkeys(pairs))  # a merged forward rank appears once per tensor-parallel index
 
 
 # --- packing ---

@@ -31,9 +31,9 @@ from ..parallel.fbd import FORWARD_ROLE
 from ..parallel.layout import ParallelLayout
 from ..pipe_schedules.ops import BACKWARD, FORWARD
 from ..planner.job_plan import JobPlan, StagePlan, make_stage_plan
+from .deepspeed_api.device import select_device
 from .deepspeed_api.recompute import CheckpointFunction, checkpoint_function, recomputed
 from .deepspeed_api.topology import require_rank_order, topology_sizes
-from .deepspeed_api.device import select_device
 from .grid import FoldedTopology, grid_of_role, on_hosts
 from .ties import (
     find_shared,

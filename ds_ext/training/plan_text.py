@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..comm.rounds import links_per_rank, rounds
 from ..config.batch_sizes import counted
 from ..parallel.layout import ParallelLayout
+from ..parallel.links import links_of
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.draw.grid import LEGEND, REPEATED_LEGEND, SPLIT_LEGEND, time_grid
 from ..pipe_schedules.simulate import Simulation, simulate
@@ -49,6 +51,7 @@ def describe(
         "stages",
         *_describe_stages(plan, boundaries, layer_names),
         *_describe_costs(plan, simulation, message_bytes, with_head),
+        *_describe_communicators(plan),
         *_describe_candidates(plan),
     ]
     if grid:
@@ -105,6 +108,19 @@ def _describe_costs(plan: JobPlan, simulation: Simulation, message_bytes: int, w
         f"weights   {copies} of the model per pipeline group",
         f"checked   no deadlock with room for {credits} per link",
         f"loss      device {losses}",
+    ]
+
+
+def _describe_communicators(plan: JobPlan) -> list[str]:
+    """Return the NCCL communicators of the messages between stages, and their memory, for the case of GPUs."""
+    settings = plan.job.ds_ext
+    links = links_of(plan.layout, [plan.program])
+    if plan.rules is not None or settings.transport not in ("auto", "torch") or not links:
+        return []
+    most, assumed = links_per_rank(links), settings.transport_options.communicator_mib
+    return [
+        f"nccl      on GPUs: {counted(most, 'communicator')} per rank at most, {format_bytes(most * assumed << 20)} "
+        f"(assumed: {assumed} MiB each); {len(links)} in all, made in {counted(len(rounds(links)), 'round')}"
     ]
 
 

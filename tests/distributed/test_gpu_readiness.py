@@ -20,6 +20,7 @@ from ds_ext.comm.groups import first_step_limit_s, limit_waits, new_pair_groups,
 from ds_ext.comm.torch_split import HEADER_CHANNEL, SplitTransport
 from ds_ext.comm.transport import make_tag
 from ds_ext.errors import TransportError, TransportTimeout
+from ds_ext.pipe_schedules.bridge import TimetableSchedule
 from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build
 from tests.ranks import RankPool
 
@@ -190,7 +191,12 @@ def limits_while_compiling(rank: int, compiled: bool) -> list[float]:
         engine.compile(backend="eager")
     limits: list[float] = []
     execute = engine._exec_schedule
-    engine._exec_schedule = lambda schedule: (limits.append(engine.transport.timeout_s), execute(schedule))[1]
+
+    def record(pipe_schedule: TimetableSchedule) -> None:
+        limits.append(engine.transport.timeout_s)
+        execute(pipe_schedule)
+
+    engine._exec_schedule = record
     batches = StepBatches(batches_of(job))
     for _ in range(2):
         engine.train_batch(batches)

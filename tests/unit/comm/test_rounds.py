@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ext.comm.rounds import links_per_rank, rounds
-from ds_ext.engine.messages import link_credits
 from ds_ext.parallel.layout import ParallelLayout
+from ds_ext.parallel.links import links_of
 from ds_ext.pipe_schedules import SCHEDULES, timetable
 from ds_ext.pipe_schedules.lower import lower
 
@@ -32,7 +32,7 @@ def test_eight_pipelines_of_eight_devices(schedule: str) -> None:
     program = lower(timetable(schedule, 8, 16))
     found = {}
     for pipelines in (1, 8):
-        links = list(link_credits(ParallelLayout(program.timetable.placement, 1, pipelines), [program]))
+        links = links_of(ParallelLayout(program.timetable.placement, 1, pipelines), [program])
         found[pipelines] = len(rounds(links)), links_per_rank(links)
         if schedule == "1f1b":
             assert len(links) == 14 * pipelines

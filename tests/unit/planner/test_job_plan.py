@@ -127,7 +127,7 @@ def test_text_of_a_plan() -> None:
         "  stage 6   device 1, 2    layer 12-13",
         "  stage 7   device 0, 3    layer 14-15, final norm, head",
     ]
-    figures = {line.split()[0]: line for line in lines[15:21]}
+    figures = {line.split()[0]: line for line in lines[15:22]}
     for label, numbers in {
         "bubble": "11.1% 1 2",
         "peak": "3.5 4 4 3.5 1/4",
@@ -135,6 +135,7 @@ def test_text_of_a_plan() -> None:
         "weights": "2",
         "checked": "1",
         "loss": "0 3",
+        "nccl": "4 2.1 512 24 4",
     }.items():
         assert re.findall(r"\d[\d.,/]*%?(?<!,)", figures[label]) == numbers.split()
     assert re.search(r"^\w+ 3  4 5 \. 0 0 1", text, re.MULTILINE)
