@@ -129,7 +129,7 @@ class SplitTransport:
                     transport._start_send(token, destination, 0, group)
                 else:
                     transport._start_recv(1, source, 0, group)
-        transport.settle()
+        transport._await(lambda: transport._transfers)
         return transport
 
     @property
@@ -139,6 +139,7 @@ class SplitTransport:
 
     @timeout_s.setter
     def timeout_s(self, value: float) -> None:
+        """Change the limit of later waits."""
         self._headers.timeout_s = value
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> _SendTicket:
@@ -180,18 +181,23 @@ class SplitTransport:
         return [(ticket.peer, ticket.tag) for ticket in self._arrived if ticket.done()]
 
     def settle(self) -> None:
-        """Wait until all transfers are complete; TransportTimeout if none completes within the limit."""
-        progress = time.monotonic()
-        while self._transfers:
-            first = self._transfers[0]
+        """Wait until all started receives are complete; TransportTimeout if none completes within the limit.
+
+        Their senders have queued the contents, so they need no further call of any rank. A send may need one.
+        """
+        self._await(lambda: [transfer for transfer in self._transfers if transfer.op == _RECV])
+
+    def _await(self, left: Callable[[], Sequence[_Transfer]]) -> None:
+        """Wait until ``left()``, some of the transfers, is empty."""
+        start, count = time.monotonic(), len(self._transfers)
+        while transfers := left():
             if not self._on_cuda:
-                self.finish(first)
-                self._transfers.popleft()
-                continue
-            left = deque(transfer for transfer in self._transfers if not self._is_over(transfer))
-            if len(left) < len(self._transfers):
-                self._transfers, progress = left, time.monotonic()
-            elif time.monotonic() - progress > self.timeout_s:
+                self.finish(transfers[0])
+            self._transfers = deque(each for each in self._transfers if not self._is_over(each))
+            if len(self._transfers) < count:
+                start, count = time.monotonic(), len(self._transfers)
+            elif time.monotonic() - start > self.timeout_s:
+                first = transfers[0]
                 raise self._state.timeout(first.op, first.peer, first.tag, self.timeout_s)
             else:
                 time.sleep(_POLL_S)
@@ -203,10 +209,18 @@ class SplitTransport:
         """Do nothing: torch.distributed cannot send a cause."""
 
     def close(self) -> None:
-        """Wait for unfinished transfers, except after a failure, and close."""
+        """Wait for unfinished transfers, except after a failure, and close.
+
+        Requested messages that have arrived are received, because their senders wait for that.
+        """
         if self._state.reason is None:
-            self.settle()
+            self._await(self._unfinished)
         self._headers.close()
+
+    def _unfinished(self) -> Sequence[_Transfer]:
+        for peer in list(self._awaited_headers):
+            self.take_headers(peer)
+        return self._transfers
 
     def finish(self, transfer: _Transfer, timeout_s: float | None = None) -> None:
         """Wait for a transfer, or on CUDA let the current stream wait for it."""

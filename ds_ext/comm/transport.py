@@ -91,7 +91,7 @@ class Transport(Protocol):
         ...
 
     def settle(self) -> None:
-        """Wait until all transfers that the GPU still has to do are complete, each within the time limit.
+        """Wait until the receives that the GPU still has to do are complete, within the time limit.
 
         Call it before the host waits for the GPU, whose wait would have no limit and would name no peer.
         """

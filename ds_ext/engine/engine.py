@@ -767,7 +767,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
     def _first_step_limit(self, trains: bool) -> Iterator[None]:
         """Context with a longer time limit for the first training step and the first evaluation, if they may compile.
 
-        A rank that compiles its layers, or loads the kernels of a GPU, answers nobody meanwhile.
+        A rank does not answer while it compiles its layers or loads the kernels of a GPU.
         """
         compiles = self.device.type != "cpu" or self.is_compiled
         if trains in self._checked_modes or not compiles:

@@ -1,4 +1,4 @@
-"""What a GPU needs of the calls that a job makes, seen on the CPU: operations, order, time limits. See tests/gpu/."""
+"""Calls of a job that a GPU restricts, tested on the CPU: operations, order, time limits. See tests/gpu/."""
 
 from __future__ import annotations
 
@@ -209,3 +209,44 @@ def limits_while_compiling(rank: int, compiled: bool) -> list[float]:
 def test_the_first_step_has_time_to_compile(ranks2: RankPool, compiled: bool) -> None:
     first = first_step_limit_s(120) if compiled else 120
     assert ranks2.run(limits_while_compiling, compiled) == [[first, 120, 120]] * 2
+
+
+def settle_before_the_peer_receives(rank: int) -> float:
+    """Rank 0 sends, settles and joins a collective; rank 1 takes the message after it."""
+    transport = SplitTransport.create(20, CPU, [(0, 1), (1, 0)], backend="gloo")
+    begin = time.monotonic()
+    if rank == 0:
+        transport.send([torch.ones(1 << 20)], 1, 0)
+    transport.settle()
+    dist.barrier()
+    if rank == 1:
+        assert float(transport.recv(0, 0).wait()[0].sum()) == 1 << 20
+    transport.settle()
+    waited_s = time.monotonic() - begin
+    transport.close()
+    return waited_s
+
+
+def test_settling_does_not_wait_for_calls_of_the_peer(ranks2: RankPool) -> None:
+    """With fbd, forward ranks take new weights in the next step."""
+    assert max(ranks2.run(settle_before_the_peer_receives)) < 10
+
+
+def close_with_a_requested_message(rank: int) -> float:
+    transport = SplitTransport.create(20, CPU, [(0, 1), (1, 0)], backend="gloo")
+    begin = time.monotonic()
+    for item in range(2):  # the descriptors of the first message take two transfers
+        if rank == 0:
+            transport.send([torch.ones(1 << 22)], 1, item)
+        elif item == 0:
+            transport.recv(0, item).wait()
+        else:
+            transport.recv(0, item)
+    dist.barrier()
+    time.sleep(0.1)
+    transport.close()
+    return time.monotonic() - begin
+
+
+def test_close_receives_what_was_requested(ranks2: RankPool) -> None:
+    assert max(ranks2.run(close_with_a_requested_message)) < 10

@@ -113,6 +113,7 @@ class GpuTransport:
 
     @timeout_s.setter
     def timeout_s(self, value: float) -> None:
+        """Change the limit of later waits."""
         self._host.timeout_s = value
 
     # --- the interface ---
