@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+_DEFAULT_QUEUES = 8  # hardware queues of a CUDA process without CUDA_DEVICE_MAX_CONNECTIONS
+_OTHER_STREAMS = 3  # computations, receives, reductions
+
 Link = tuple[int, int]  # (source, destination), global ranks
 
 
@@ -35,3 +38,19 @@ def rounds(links: Iterable[Link]) -> list[list[Link]]:
 def links_per_rank(links: Iterable[Link]) -> int:
     """Return the maximum number of links of a rank, in both directions."""
     return max(Counter(rank for link in set(links) for rank in link).values(), default=0)
+
+
+def queue_shortage(max_connections: str | None, links: int) -> str | None:
+    """Return a warning if the streams of a rank do not have separate hardware queues, otherwise None.
+
+    Args:
+        max_connections: value of CUDA_DEVICE_MAX_CONNECTIONS; None: not set.
+        links: links of the rank.
+    """
+    queues = int(max_connections or _DEFAULT_QUEUES)
+    if queues >= links + _OTHER_STREAMS:
+        return None
+    return (
+        f"CUDA_DEVICE_MAX_CONNECTIONS: {links + _OTHER_STREAMS} streams need separate hardware queues, or a job may "
+        f"hang (got {queues}). Set it to 32 before CUDA starts."
+    )

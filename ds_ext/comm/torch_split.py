@@ -7,41 +7,29 @@ stream that does not wait for computations. The host waits for the GPU only in s
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ds_ext.comm import wire
-from ds_ext.comm.cuda.device import Device
 from ds_ext.comm.failure_state import FailureState
-from ds_ext.comm.groups import explain, new_pair_groups
-from ds_ext.comm.receive_stream import HostReceives, Receives, StreamReceives
-from ds_ext.comm.rounds import Link, rounds
+from ds_ext.comm.groups import new_pair_groups
+from ds_ext.comm.rounds import Link, queue_shortage, rounds
 from ds_ext.comm.torch_p2p import TorchTransport
+from ds_ext.comm.transfers import Transfer, Transfers
 from ds_ext.comm.transport import ITEM_BITS, Ticket, Transport, check_address, describe_tag, make_tag
 from ds_ext.errors import TransportError
 
+logger = logging.getLogger(__name__)
+
 HEADER_CHANNEL = 0
-_SEND, _RECV = "send to", "recv from"
-_POLL_S = 0.001
-
-
-@dataclass(eq=False)
-class _Transfer:
-    """Contents in flight. ``body`` is kept until the transfer is complete."""
-
-    work: dist.Work
-    body: Tensor
-    op: str
-    peer: int
-    tag: int
-    waited: bool = False  # gloo allows one wait
 
 
 @dataclass(eq=False)
@@ -50,7 +38,7 @@ class _SendTicket:
 
     transport: SplitTransport
     header: Ticket
-    transfer: _Transfer | None
+    transfer: Transfer | None
 
     def done(self) -> bool:
         return self.transfer is None or self.transfer.work.is_completed()
@@ -58,7 +46,7 @@ class _SendTicket:
     def wait(self, timeout_s: float | None = None) -> tuple[Tensor, ...]:
         self.header.wait(timeout_s)
         if self.transfer is not None:
-            self.transport.finish(self.transfer, timeout_s)
+            self.transport.transfers.finish(self.transfer, timeout_s)
             self.transfer = None
         return ()
 
@@ -69,7 +57,7 @@ class _RecvTicket:
     peer: int
     tag: int
     tensors: tuple[Tensor, ...] | None = None
-    transfer: _Transfer | None = None
+    transfer: Transfer | None = None
 
     def done(self) -> bool:
         self.transport.take_headers(self.peer)
@@ -79,7 +67,7 @@ class _RecvTicket:
         return self.transport.finish_recv(self, timeout_s)
 
 
-_Contents = tuple[tuple[Tensor, ...], _Transfer | None]
+_Contents = tuple[tuple[Tensor, ...], Transfer | None]
 
 
 class SplitTransport:
@@ -98,16 +86,14 @@ class SplitTransport:
         self._headers = headers
         self._groups = groups
         self._device = device
-        self._on_cuda = device.type == "cuda"
-        self._receives: Receives = StreamReceives(Device(device)) if self._on_cuda else HostReceives()
         self._state = FailureState(headers.rank)
+        self.transfers = Transfers(self._state, device, headers.timeout_s)
         self._sent: dict[int, int] = defaultdict(int)
         self._requested: dict[int, int] = defaultdict(int)
         self._awaited_headers: dict[int, deque[Ticket]] = defaultdict(deque)
         self._seqs: dict[tuple[int, int, int], int] = defaultdict(int)
         self._tickets: dict[tuple[int, int], deque[_RecvTicket]] = defaultdict(deque)
         self._early: dict[tuple[int, int], deque[_Contents]] = defaultdict(deque)
-        self._transfers: deque[_Transfer] = deque()  # that may be incomplete, oldest first
         self._arrived: dict[_RecvTicket, None] = {}
 
     @classmethod
@@ -126,10 +112,13 @@ class SplitTransport:
                 transport._groups[source, destination] = group
                 if rank == source:
                     token = torch.zeros(1, dtype=torch.uint8, device=device)
-                    transport._start_send(token, destination, 0, group)
+                    transport.transfers.send(token, destination, 0, group)
                 else:
-                    transport._start_recv(1, source, 0, group)
-        transport._await(lambda: transport._transfers)
+                    transport.transfers.recv(1, source, 0, group)
+        transport.transfers.await_all()
+        shortage = queue_shortage(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"), len(transport._groups))
+        if shortage is not None and device.type == "cuda":
+            logger.warning("rank %d: %s", rank, shortage)
         return transport
 
     @property
@@ -140,7 +129,7 @@ class SplitTransport:
     @timeout_s.setter
     def timeout_s(self, value: float) -> None:
         """Change the limit of later waits."""
-        self._headers.timeout_s = value
+        self._headers.timeout_s = self.transfers.timeout_s = value
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> _SendTicket:
         """Send the descriptors over gloo and the contents over the pair's communicator; see Transport.send."""
@@ -157,7 +146,7 @@ class SplitTransport:
         if descriptors[0].body_bytes:
             body = torch.empty(descriptors[0].body_bytes, dtype=torch.uint8, device=self._device)
             wire.fill(tensors, descriptors, body)
-            transfer = self._start_send(body, peer, tag, group)
+            transfer = self.transfers.send(body, peer, tag, group)
         return _SendTicket(self, header, transfer)
 
     def recv(self, peer: int, tag: int) -> _RecvTicket:
@@ -176,8 +165,7 @@ class SplitTransport:
 
     def ready(self) -> list[tuple[int, int]]:
         """Return (peer, tag) of requested messages that have arrived but have not been waited for."""
-        for peer in list(self._awaited_headers):
-            self.take_headers(peer)
+        self._take_all_headers()
         return [(ticket.peer, ticket.tag) for ticket in self._arrived if ticket.done()]
 
     def settle(self) -> None:
@@ -185,25 +173,7 @@ class SplitTransport:
 
         Their senders have queued the contents, so they need no further call of any rank. A send may need one.
         """
-        self._await(lambda: [transfer for transfer in self._transfers if transfer.op == _RECV])
-
-    def _await(self, left: Callable[[], Sequence[_Transfer]]) -> None:
-        """Wait until ``left()``, some of the transfers, is empty."""
-        start, count = time.monotonic(), len(self._transfers)
-        while transfers := left():
-            if not self._on_cuda:
-                self.finish(transfers[0])
-            self._transfers = deque(each for each in self._transfers if not self._is_over(each))
-            if len(self._transfers) < count:
-                start, count = time.monotonic(), len(self._transfers)
-            elif time.monotonic() - start > self.timeout_s:
-                first = transfers[0]
-                raise self._state.timeout(first.op, first.peer, first.tag, self.timeout_s)
-            else:
-                time.sleep(_POLL_S)
-
-    def _is_over(self, transfer: _Transfer) -> bool:
-        return transfer.work.is_completed() if self._on_cuda else transfer.waited
+        self.transfers.await_receives()
 
     def abort(self, cause: str) -> None:
         """Do nothing: torch.distributed cannot send a cause."""
@@ -214,32 +184,8 @@ class SplitTransport:
         Requested messages that have arrived are received, because their senders wait for that.
         """
         if self._state.reason is None:
-            self._await(self._unfinished)
+            self.transfers.await_all(self._take_all_headers)
         self._headers.close()
-
-    def _unfinished(self) -> Sequence[_Transfer]:
-        for peer in list(self._awaited_headers):
-            self.take_headers(peer)
-        return self._transfers
-
-    def finish(self, transfer: _Transfer, timeout_s: float | None = None) -> None:
-        """Wait for a transfer, or on CUDA let the current stream wait for it."""
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
-        start = time.monotonic()
-        if transfer.waited:
-            return
-        try:
-            if transfer.op == _RECV:
-                self._receives.hand_over(transfer.body, transfer.work, limit_s)
-            elif self._on_cuda:
-                transfer.work.wait()
-            else:
-                transfer.work.wait(timedelta(seconds=max(0.001, limit_s)))
-        except RuntimeError as error:
-            if time.monotonic() - start < limit_s:
-                raise self._failure(transfer.op, transfer.peer, transfer.tag, start, error) from error
-            raise self._state.timeout(transfer.op, transfer.peer, transfer.tag, limit_s) from error
-        transfer.waited = True
 
     def finish_recv(self, ticket: _RecvTicket, timeout_s: float | None) -> tuple[Tensor, ...]:
         """Take the peer's messages in order until the ticket's contents are in flight, then wait for them.
@@ -257,7 +203,7 @@ class SplitTransport:
                 )
             self._take_message(ticket.peer, headers.popleft().wait(max(0.0, deadline - time.monotonic()))[0])
         if ticket.transfer is not None:
-            self.finish(ticket.transfer, max(0.0, deadline - time.monotonic()))
+            self.transfers.finish(ticket.transfer, max(0.0, deadline - time.monotonic()))
             ticket.transfer = None
         self._arrived.pop(ticket, None)
         return ticket.tensors
@@ -267,6 +213,10 @@ class SplitTransport:
         headers = self._awaited_headers[peer]
         while headers and headers[0].done():
             self._take_message(peer, headers.popleft().wait()[0])
+
+    def _take_all_headers(self) -> None:
+        for peer in list(self._awaited_headers):
+            self.take_headers(peer)
 
     def _take_message(self, peer: int, header: Tensor) -> None:
         try:
@@ -284,7 +234,7 @@ class SplitTransport:
         transfer, body = None, torch.empty(0, dtype=torch.uint8, device=self._device)
         if first.body_bytes:
             group = self._group(peer, self._headers.rank, peer, first.tag)
-            transfer = self._start_recv(first.body_bytes, peer, first.tag, group)
+            transfer = self.transfers.recv(first.body_bytes, peer, first.tag, group)
             body = transfer.body
         try:
             tensors = wire.view(descriptors, body)
@@ -292,7 +242,7 @@ class SplitTransport:
             raise TransportError(f"rank {self._headers.rank}: recv from rank {peer}: {error}") from error
         self._assign(peer, first.tag, tensors, transfer)
 
-    def _assign(self, peer: int, tag: int, tensors: tuple[Tensor, ...], transfer: _Transfer | None) -> None:
+    def _assign(self, peer: int, tag: int, tensors: tuple[Tensor, ...], transfer: Transfer | None) -> None:
         tickets = self._tickets[peer, tag]
         if not tickets:
             self._early[peer, tag].append((tensors, transfer))
@@ -310,40 +260,6 @@ class SplitTransport:
                 "Add the pair to create_transport(pairs=...) on every rank."
             )
         return self._groups[source, destination]
-
-    def _start_send(self, body: Tensor, peer: int, tag: int, group: dist.ProcessGroup) -> _Transfer:
-        return self._start(_SEND, peer, tag, lambda: (body, _work(dist.isend(body, peer, group=group))))
-
-    def _start_recv(self, num_bytes: int, peer: int, tag: int, group: dist.ProcessGroup) -> _Transfer:
-        def post(body: Tensor) -> dist.Work:
-            return _work(dist.irecv(body, peer, group=group))
-
-        return self._start(_RECV, peer, tag, lambda: self._receives.post(num_bytes, post))
-
-    def _start(
-        self, op: str, peer: int, tag: int, begin: Callable[[], tuple[Tensor, dist.Work]]
-    ) -> _Transfer:
-        start = time.monotonic()
-        try:
-            body, work = begin()
-        except RuntimeError as error:
-            raise self._failure(op, peer, tag, start, error) from error
-        transfer = _Transfer(work, body, op, peer, tag)
-        self._transfers.append(transfer)
-        while len(self._transfers) > 1 and self._is_over(self._transfers[0]):
-            self._transfers.popleft()
-        return transfer
-
-    def _failure(self, op: str, peer: int, tag: int, start: float, error: RuntimeError) -> TransportError:
-        why = explain(error, peer, time.monotonic() - start, self.timeout_s)
-        failure = self._state.failure(f"{op} rank {peer} of {describe_tag(tag)}: {why}")
-        failure.peer, failure.op, failure.tag = peer, op, tag
-        return failure
-
-
-def _work(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this rank is in the group"
-    return work
 
 
 def create(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,14 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_ext.comm import groups, wire
+from ds_ext.comm import groups, torch_split, wire
 from ds_ext.comm.gloo_cuda import needs_copy
 from ds_ext.comm.groups import first_step_limit_s, limit_waits, new_pair_groups, watchdog_s
 from ds_ext.comm.torch_split import HEADER_CHANNEL, SplitTransport
 from ds_ext.comm.transport import make_tag
 from ds_ext.errors import TransportError, TransportTimeout
 from ds_ext.pipe_schedules.bridge import TimetableSchedule
-from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build
+from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build, train
 from tests.ranks import RankPool
 
 CPU = torch.device("cpu")
@@ -139,7 +140,7 @@ def lost_contents(
         transport.timeout_s = 0.5
         begin = time.monotonic()
         ticket = transport.recv(0, tag)
-        while not transport._transfers:
+        while not transport.transfers._unfinished:
             transport.take_headers(0)
         with pytest.raises(TransportError) as caught:
             transport.settle() if how == "settle" else ticket.wait()
@@ -250,3 +251,26 @@ def close_with_a_requested_message(rank: int) -> float:
 
 def test_close_receives_what_was_requested(ranks2: RankPool) -> None:
     assert max(ranks2.run(close_with_a_requested_message)) < 10
+
+
+# --- the engine ---
+
+
+def train_over_pairs(rank: int, job: Job) -> dict[str, Any]:
+    """Train over the transport for nccl, with gloo in its place."""
+
+    def create(timeout_s: float, device: torch.device, pairs: Any, node_ips: Any) -> SplitTransport:
+        return SplitTransport.create(timeout_s, device, pairs, backend="gloo")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_split, "create", create)
+        return train(rank, job, evaluate=True)
+
+
+@pytest.mark.parametrize(("schedule", "devices"), [("bitpipe", 4), ("fbd", 2)])
+def test_trains_bitwise_as_over_shared_memory(ranks4: RankPool, schedule: str, devices: int) -> None:
+    job = Job(schedule, devices, 1, 1, 8, MODEL, steps=3, transport="shm")
+    expected = ranks4.run(train, job, True, timeout_s=120)
+    found = ranks4.run(train_over_pairs, replace(job, transport="torch"), timeout_s=120)
+    for key in ("losses", "norms", "digests", "evaluated"):
+        assert [one[key] for one in found] == [one[key] for one in expected]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_ext.comm.rounds import links_per_rank, rounds
+from ds_ext.comm.rounds import links_per_rank, queue_shortage, rounds
 from ds_ext.parallel.layout import ParallelLayout
 from ds_ext.parallel.links import links_of
 from ds_ext.pipe_schedules import SCHEDULES, timetable
@@ -38,3 +38,10 @@ def test_eight_pipelines_of_eight_devices(schedule: str) -> None:
             assert len(links) == 14 * pipelines
     assert found[1] == found[8] and found[1][1] == 4
     assert found[1][0] == 4 if schedule == "1f1b" else found[1][0] <= 6
+
+
+@pytest.mark.parametrize(
+    ("setting", "links", "short"), [(None, 4, False), (None, 6, True), ("32", 24, False), ("1", 2, True)]
+)
+def test_streams_need_separate_hardware_queues(setting: str | None, links: int, short: bool) -> None:
+    assert (queue_shortage(setting, links) is not None) is short

@@ -1,0 +1,150 @@
+"""Contents of messages between GPUs in flight: start, wait, time limits.
+
+On CUDA the host waits for a transfer only in await_all(), by polling. gloo, which takes NCCL's place in tests, reports
+a transfer only to a rank that waits for it, once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_ext.comm.cuda.device import Device
+from ds_ext.comm.failure_state import FailureState
+from ds_ext.comm.groups import explain
+from ds_ext.comm.receive_stream import HostReceives, Receives, StreamReceives
+from ds_ext.comm.transport import describe_tag
+from ds_ext.errors import TransportError
+
+_SEND, _RECV = "send to", "recv from"
+_POLL_S = 0.001
+
+
+@dataclass(eq=False)
+class Transfer:
+    """Contents in flight. ``body`` is kept until the transfer is complete."""
+
+    work: dist.Work
+    body: Tensor
+    op: str
+    peer: int
+    tag: int
+    waited: bool = False
+
+
+class Transfers:
+    """Transfers of one rank, oldest first.
+
+    Args:
+        state: first failure of the rank's transport.
+        device: device of the contents.
+        timeout_s: time limit on every wait, in seconds.
+    """
+
+    def __init__(self, state: FailureState, device: torch.device, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._state, self._on_cuda = state, device.type == "cuda"
+        self._receives: Receives = StreamReceives(Device(device)) if self._on_cuda else HostReceives()
+        self._unfinished: deque[Transfer] = deque()
+
+    def send(self, body: Tensor, peer: int, tag: int, group: dist.ProcessGroup) -> Transfer:
+        """Start to send a body, after the work queued on the current stream."""
+        return self._start(_SEND, peer, tag, lambda: (body, _work(dist.isend(body, peer, group=group))))
+
+    def recv(self, num_bytes: int, peer: int, tag: int, group: dist.ProcessGroup) -> Transfer:
+        """Start to receive a body, without waiting for queued work."""
+
+        def post(body: Tensor) -> dist.Work:
+            return _work(dist.irecv(body, peer, group=group))
+
+        return self._start(_RECV, peer, tag, lambda: self._receives.post(num_bytes, post))
+
+    def finish(self, transfer: Transfer, timeout_s: float | None = None) -> None:
+        """Wait for a transfer, or on CUDA let the current stream wait for it.
+
+        Raises:
+            TransportTimeout: `timeout_s` (None: the limit) expired.
+            TransportError: the transfer failed.
+        """
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        start = time.monotonic()
+        if transfer.waited:
+            return
+        try:
+            if transfer.op == _RECV:
+                self._receives.hand_over(transfer.body, transfer.work, limit_s)
+            elif self._on_cuda:
+                transfer.work.wait()
+            else:
+                transfer.work.wait(timedelta(seconds=max(0.001, limit_s)))
+        except RuntimeError as error:
+            if time.monotonic() - start < limit_s:
+                raise self._failure(transfer.op, transfer.peer, transfer.tag, start, error) from error
+            raise self._state.timeout(transfer.op, transfer.peer, transfer.tag, limit_s) from error
+        transfer.waited = True
+
+    def await_receives(self) -> None:
+        """Wait until all receives are complete; errors as in await_all()."""
+        self._await(lambda: [transfer for transfer in self._unfinished if transfer.op == _RECV])
+
+    def await_all(self, progress: Callable[[], None] = lambda: None) -> None:
+        """Wait until all transfers are complete, and call ``progress`` meanwhile.
+
+        Raises:
+            TransportTimeout: no transfer was completed within the limit.
+            TransportError: a transfer failed.
+        """
+
+        def left() -> Sequence[Transfer]:
+            progress()
+            return self._unfinished
+
+        self._await(left)
+
+    def _await(self, left: Callable[[], Sequence[Transfer]]) -> None:
+        """Wait until ``left()``, some of the transfers, is empty."""
+        start, count = time.monotonic(), len(self._unfinished)
+        while transfers := left():
+            if not self._on_cuda:
+                self.finish(transfers[0])
+            self._unfinished = deque(each for each in self._unfinished if not self._is_over(each))
+            if len(self._unfinished) < count:
+                start, count = time.monotonic(), len(self._unfinished)
+            elif time.monotonic() - start > self.timeout_s:
+                first = transfers[0]
+                raise self._state.timeout(first.op, first.peer, first.tag, self.timeout_s)
+            else:
+                time.sleep(_POLL_S)
+
+    def _start(self, op: str, peer: int, tag: int, begin: Callable[[], tuple[Tensor, dist.Work]]) -> Transfer:
+        start = time.monotonic()
+        try:
+            body, work = begin()
+        except RuntimeError as error:
+            raise self._failure(op, peer, tag, start, error) from error
+        while self._unfinished and self._is_over(self._unfinished[0]):
+            self._unfinished.popleft()
+        transfer = Transfer(work, body, op, peer, tag)
+        self._unfinished.append(transfer)
+        return transfer
+
+    def _is_over(self, transfer: Transfer) -> bool:
+        return transfer.work.is_completed() if self._on_cuda else transfer.waited
+
+    def _failure(self, op: str, peer: int, tag: int, start: float, error: RuntimeError) -> TransportError:
+        why = explain(error, peer, time.monotonic() - start, self.timeout_s)
+        failure = self._state.failure(f"{op} rank {peer} of {describe_tag(tag)}: {why}")
+        failure.peer, failure.op, failure.tag = peer, op, tag
+        return failure
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is in the group"
+    return work
