@@ -25,6 +25,7 @@ from ds_ext.errors import TransportError
 
 _SEND, _RECV = "send to", "recv from"
 _POLL_S = 0.001
+_ROUNDING_S = 0.01  # gloo's limits are whole milliseconds
 
 
 @dataclass(eq=False)
@@ -85,7 +86,7 @@ class Transfers:
             else:
                 transfer.work.wait(timedelta(seconds=max(0.001, limit_s)))
         except RuntimeError as error:
-            if time.monotonic() - start < limit_s:
+            if time.monotonic() - start < limit_s - _ROUNDING_S:
                 raise self._failure(transfer.op, transfer.peer, transfer.tag, start, error) from error
             raise self._state.timeout(transfer.op, transfer.peer, transfer.tag, limit_s) from error
         transfer.waited = True
