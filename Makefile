@@ -17,7 +17,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup data train test test-all test-rdma test-sanitizers check clean
+.PHONY: help setup data train test test-all test-rdma test-hosts test-sanitizers check clean
 
 bin := $(abspath $(VENV))/bin
 stamp := $(VENV)/.ds_ext-installed
@@ -80,6 +80,9 @@ test-all: $(stamp)  ## the tests with the whole matrices, some hours: schedule x
 
 test-rdma: $(stamp)  ## RDMA over real verbs, in guests emulated by qemu; skipped with the reason where none can be started
 	DS_EXT_TEST_RDMA=1 $(bin)/python -m pytest -rs tests/rdma $(PYTEST_FLAGS)
+
+test-hosts: $(stamp)  ## launches and failures over several hosts, made of namespaces with sshd; needs root, sshd and pdsh
+	DS_EXT_TEST_HOSTS=1 $(bin)/python -m pytest -rs tests/hosts $(PYTEST_FLAGS)
 
 # The thread sanitizer sees one process only, so both ends of a link are threads there; gcc has no libFuzzer.
 sanitized := build/sanitizers

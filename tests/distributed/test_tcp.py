@@ -23,7 +23,7 @@ from ds_ext.errors import ConfigError, PeerGone
 from tests.distributed.test_shm import make
 from tests.distributed.test_torch_p2p import CPU, catch
 from tests.engine_runs import MODEL, Job, train
-from tests.hosts import ADDRESSES, ADDRESSES_6, INTERFACE, NoHosts, inside, two_hosts
+from tests.hosts.network import ADDRESSES, ADDRESSES_6, INTERFACE, NoHosts, inside, two_hosts
 from tests.ranks import RankPool
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, Self
 
-from tests.hosts import inside
+from tests.hosts.network import inside
 from tests.launch.jobs import environment
 from tests.ranks import fork_server
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import INTERFACE, Network, NoHosts, switched_hosts
+from tests.hosts.network import INTERFACE, Network, NoHosts, switched_hosts
 from tests.launch.forked import ForkedJob
 
 SCRIPT = str(Path(__file__).with_name("far.py"))

@@ -13,7 +13,7 @@ import pytest
 from ds_ext.comm import host_watch
 from ds_ext.comm.host_watch import BEAT_S, Host, HostWatch
 from ds_ext.errors import PeerGone, TransportError
-from tests.hosts import Network, NoHosts, inside, switched_hosts
+from tests.hosts.network import Network, NoHosts, inside, switched_hosts
 from tests.selection import EVERYTHING
 
 HERE = Host("a", frozenset({Network.address(0)}), (0, 1))

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import secrets
+import shlex
 import subprocess
 from collections.abc import Iterator
 
@@ -19,9 +20,10 @@ class NoHosts(RuntimeError):
     """Why this machine has no namespaces for us."""
 
 
-def _do(command: str) -> None:
+def do(command: str) -> None:
+    """Run a command, split as a shell does. Raises NoHosts if it fails."""
     try:
-        done = subprocess.run(command.split(), capture_output=True, text=True, timeout=20)
+        done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=20)
     except OSError as error:
         raise NoHosts(f"{command}: {error}") from None
     if done.returncode:
@@ -34,14 +36,14 @@ def two_hosts() -> Iterator[tuple[str, str]]:
     with contextlib.ExitStack() as stack:
         keepers = [stack.enter_context(_namespace()) for _ in ADDRESSES]
         names = [f"t{secrets.token_hex(4)}{side}" for side in "ab"]
-        _do(f"ip link add {names[0]} type veth peer name {names[1]}")
+        do(f"ip link add {names[0]} type veth peer name {names[1]}")
         for keeper, name, address, address_6 in zip(keepers, names, ADDRESSES, ADDRESSES_6, strict=True):
-            _do(f"ip link set {name} netns {keeper.pid} name {INTERFACE}")
+            do(f"ip link set {name} netns {keeper.pid} name {INTERFACE}")
             inside = f"nsenter --net=/proc/{keeper.pid}/ns/net"
-            _do(f"{inside} ip addr add {address}/24 dev {INTERFACE}")
-            _do(f"{inside} ip addr add {address_6}/64 dev {INTERFACE} nodad")
+            do(f"{inside} ip addr add {address}/24 dev {INTERFACE}")
+            do(f"{inside} ip addr add {address_6}/64 dev {INTERFACE} nodad")
             for interface in (INTERFACE, "lo"):
-                _do(f"{inside} ip link set {interface} up")
+                do(f"{inside} ip link set {interface} up")
         yield f"/proc/{keepers[0].pid}/ns/net", f"/proc/{keepers[1].pid}/ns/net"
 
 
@@ -70,30 +72,30 @@ class Network:
 
     def drop(self, host: int) -> None:
         """Lose every packet from and to the host; its own link stays up."""
-        _do(f"nsenter --net=/proc/{self._switch.pid}/ns/net ip link set port{host} nomaster")
+        do(f"nsenter --net=/proc/{self._switch.pid}/ns/net ip link set port{host} nomaster")
 
     def link_down(self, host: int) -> None:
         """Switch the host's interface off."""
-        _do(" ".join([*self.enter(host), f"ip link set {INTERFACE} down"]))
+        do(" ".join([*self.enter(host), f"ip link set {INTERFACE} down"]))
 
 
 @contextlib.contextmanager
 def switched_hosts(count: int) -> Iterator[Network]:
-    """So many hosts on one switch. Raises NoHosts. They are gone afterwards, with everything in them."""
+    """Start hosts on one switch. Raises NoHosts. They are gone afterwards, with everything in them."""
     with contextlib.ExitStack() as stack:
         switch = stack.enter_context(_namespace())
         hosts = [stack.enter_context(_namespace()) for _ in range(count)]
         network = Network(switch, hosts)
         at_switch = f"nsenter --net=/proc/{switch.pid}/ns/net"
-        _do(f"{at_switch} ip link add switch type bridge")
-        _do(f"{at_switch} ip link set switch up")
+        do(f"{at_switch} ip link add switch type bridge")
+        do(f"{at_switch} ip link set switch up")
         for number, host in enumerate(hosts):
-            _do(f"{at_switch} ip link add port{number} type veth peer name {INTERFACE} netns {host.pid}")
-            _do(f"{at_switch} ip link set port{number} master switch up")
+            do(f"{at_switch} ip link add port{number} type veth peer name {INTERFACE} netns {host.pid}")
+            do(f"{at_switch} ip link set port{number} master switch up")
             inside = " ".join(network.enter(number))
-            _do(f"{inside} ip addr add {network.address(number)}/24 dev {INTERFACE}")
+            do(f"{inside} ip addr add {network.address(number)}/24 dev {INTERFACE}")
             for interface in (INTERFACE, "lo"):
-                _do(f"{inside} ip link set {interface} up")
+                do(f"{inside} ip link set {interface} up")
         yield network
 
 
