@@ -7,6 +7,7 @@ failure through the rendezvous store, which runs in torchrun's agent or, with De
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -54,12 +55,14 @@ class Ending:
         code: exit code; None: the rank has not failed.
         neighbours: rank -> process ID, for the ranks found on this host so far.
         lost: first result of :meth:`find_lost`.
+        election: socket that the rank holds that was first on its host to lose a peer.
     """
 
     text: Callable[[], str] | None = None
     code: int | None = None
     neighbours: dict[int, int] = field(default_factory=dict)
     lost: str = ""
+    election: socket.socket | None = None
 
     def find_lost(self) -> str:
         """Return a report of lost hosts or neighbors; empty if none are lost.
@@ -68,6 +71,25 @@ class Ending:
         """
         self.lost = self.lost or hosts_lost() or ended_or_stopped(self.neighbours)
         return self.lost
+
+    def elect(self) -> None:
+        """Hold the election of this host, unless another rank of the job holds it."""
+        election = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            # Abstract address (unix(7)): it needs no file, and ends with the process.
+            election.bind(f"\0ds_ext/{os.environ.get('MASTER_PORT')}/{os.getppid()}")
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                election.close()
+                return
+        self.election = election
+
+    def reports_alone(self) -> bool:
+        """Return whether this rank reports if the store does not answer.
+
+        One rank per host is enough if it can name the lost rank or host; without a name, every report may help.
+        """
+        return self.election is not None or not self.find_lost()
 
 
 def rank() -> int:
@@ -155,6 +177,7 @@ def _report_lost_peer(error: BaseException, ending: Ending) -> None:
 
     # A connection is lost before its process exits, and the launcher may end this rank at any time from now on.
     ending.text = text
+    ending.elect()
     ending.find_lost()
     _ask_store(lambda store: store.set(f"{_LOST}{rank()}", "" if peer is None else str(peer)))
     first = _wait_for_cause(ending)
@@ -170,15 +193,35 @@ def _report_lost_peer(error: BaseException, ending: Ending) -> None:
             problem = "did not answer" if timeout else "is gone"
             line = f"rank {rank()} stopped: rank {', '.join(map(str, silent))} {problem}. {own}"
         first = _claim(line)
-    if not first:
-        # Without a store every rank reports. The notes of two ranks per host are enough.
-        with_notes = first == "" or os.environ.get("LOCAL_RANK", "0") in ("0", "1")
-        _report_cause("\n".join([line, *notes] if with_notes else [line]))
-    elif os.environ.get("LOCAL_RANK", "0") == "0":
-        _wait_for_first_report()
-        say(f"rank {rank()} stopped, because {first}")
+    _report_loss(line, notes, first, ending)
     ending.text = None
     _serve_store()
+
+
+def report_loss_at_once(ending: Ending, lost: str) -> None:
+    """Report the loss of a peer when the launcher ends this rank, so that other hosts get the cause."""
+    if ending.text is not None:
+        line = ending.text()
+    elif lost and ending.code is None and os.environ.get("LOCAL_RANK", "0") == "0":
+        line = f"rank {rank()} stopped: {lost}Then it received SIGTERM."
+    else:
+        return
+    _report_loss(line, [], _claim(line), ending)
+    if spans_hosts(world_size()):
+        _serve_store()
+
+
+def _report_loss(line: str, notes: list[str], first: str | None, ending: Ending) -> None:
+    """Print ``line`` if it is the first failure of the job, else refer to the first failure once per host.
+
+    Args:
+        first: result of :func:`_claim`.
+    """
+    if first == "" or (first is None and ending.reports_alone()):
+        _report_cause("\n".join([line, *notes]))
+    elif first and os.environ.get("LOCAL_RANK", "0") == "0":
+        _wait_for_first_report()
+        say(f"rank {rank()} stopped, because {first}")
 
 
 def _serve_store() -> None:

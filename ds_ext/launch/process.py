@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import ConfigError
-from .failure import Ending, process_state, rank, report, say, world_size
+from .failure import Ending, process_state, rank, report, report_loss_at_once, say, world_size
 
 __all__ = [
     "EXIT_CONFIG",
@@ -174,10 +174,10 @@ def _signals(reader: socket.socket, timeout_s: float) -> set[int]:
 def _end_by_sigterm(ending: Ending, lost: str) -> NoReturn:
     """Exit on SIGTERM; ``lost`` reports the ranks that were lost earlier."""
     # Do not flush streams: the main thread may hold their locks.
-    if ending.text is not None:
-        say(ending.text())
+    if ending.text is not None or lost:
+        report_loss_at_once(ending, lost)
     elif ending.code is None:
-        _say_once(f"rank 0 stopped: {lost}Then it received SIGTERM." if lost else "stopped by SIGTERM.")
+        _say_once("stopped by SIGTERM.")
     os._exit(ending.code or 128 + signal.SIGTERM)
 
 

@@ -5,55 +5,18 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.launch.jobs import ROOT, environment, tiny_config, write_json
+from tests.launch.jobs import prepare_corpus, tiny_config, write_json
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prepared folder of a small text."""
-    folder = tmp_path_factory.mktemp("corpus")
-    text = folder / "text"
-    text.mkdir()
-    words = [
-        "the",
-        "pipe",
-        "takes",
-        "a",
-        "batch",
-        "and",
-        "hands",
-        "it",
-        "on",
-        "until",
-        "all",
-        "is",
-        "through",
-    ]
-    for number in range(40):
-        order = [words[(number * 7 + i * (1 + number % 5)) % len(words)] for i in range(400)]
-        (text / f"{number:02}.txt").write_text(" ".join(order) + "\n")
-    made = folder / "data"
-    verb = [
-        sys.executable,
-        "-m",
-        "ds_ext",
-        "prepare",
-        "--source",
-        str(text),
-        "--output",
-        str(made),
-        "--vocab-size",
-        "300",
-    ]
-    subprocess.run(verb, cwd=ROOT, env=environment(), check=True, capture_output=True, text=True)
-    return made
+    return prepare_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture

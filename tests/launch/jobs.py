@@ -166,3 +166,28 @@ def tiny_config(data: Path, **ds_ext: Any) -> dict[str, Any]:
 def write_json(path: Path, config: dict[str, Any]) -> Path:
     path.write_text(json.dumps(config, indent=1))
     return path
+
+
+def prepare_corpus(folder: Path) -> Path:
+    """Write a small text below ``folder`` and return the folder of its prepared data."""
+    text = folder / "text"
+    text.mkdir()
+    words = "the pipe takes a batch and hands it on until all is through".split()
+    for number in range(40):
+        order = [words[(number * 7 + i * (1 + number % 5)) % len(words)] for i in range(400)]
+        (text / f"{number:02}.txt").write_text(" ".join(order) + "\n")
+    made = folder / "data"
+    verb = [
+        sys.executable,
+        "-m",
+        "ds_ext",
+        "prepare",
+        "--source",
+        str(text),
+        "--output",
+        str(made),
+        "--vocab-size",
+        "300",
+    ]
+    subprocess.run(verb, cwd=ROOT, env=environment(), check=True, capture_output=True, text=True)
+    return made
