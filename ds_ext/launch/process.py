@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from ..errors import ConfigError
 from .failure import Ending, process_state, rank, report, report_loss_at_once, say, world_size
+from .launcher import DEEPSPEED, NODE_LAUNCHER, words_of
 
 __all__ = [
     "EXIT_CONFIG",
@@ -38,8 +39,6 @@ EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 
 _LAUNCHER_CHECK_S = 0.5
 _SAME_CAUSE_S = 0.2
-# The `deepspeed` command starts this launcher, which starts the ranks. Killing the command kills neither.
-_NODE_LAUNCHER, _COMMANDS = "deepspeed.launcher.launch", ("deepspeed", "deepspeed.pt", "ds")
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 # Messages of DeepSpeed and torch that appear in every run and need no action.
@@ -202,8 +201,8 @@ def _launchers() -> list[tuple[int, int]]:
     """Return pairs (process, parent) that stay the same while the launcher is running."""
     parent = os.getppid()
     pairs = [(os.getpid(), parent)]
-    command = _parent_of(parent) if _NODE_LAUNCHER in _words(parent) else None
-    if command is not None and any(Path(word).name in _COMMANDS for word in _words(command)[:3]):
+    command = _parent_of(parent) if NODE_LAUNCHER in words_of(parent) else None
+    if command is not None and any(Path(word).name in DEEPSPEED for word in words_of(command)[:3]):
         pairs.append((parent, command))
     return pairs
 
@@ -223,11 +222,3 @@ def _neighbours(launcher: int) -> dict[int, int]:
             if ranks:
                 neighbours[int(ranks[0])] = int(process)
     return neighbours
-
-
-def _words(process: int) -> list[str]:
-    """Return the command line of a process; empty if it is unknown."""
-    try:
-        return Path(f"/proc/{process}/cmdline").read_text(errors="replace").split("\0")
-    except OSError:
-        return []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import math
-import os
 import shlex
 import sys
 import time
@@ -22,7 +21,8 @@ from ..data.datasets import parse_split
 from ..engine import PipelineEngine
 from ..engine.batches import MicroBatches
 from ..errors import CheckpointError
-from ..launch.process import EXIT_FAILED, rank, world_size
+from ..launch.launcher import launch_again
+from ..launch.process import EXIT_FAILED, rank
 from ..models.bert import BertLoss
 from ..models.config import TransformerConfig
 from ..models.hf_config import unseen_in_weights
@@ -219,7 +219,8 @@ class Trainer:
             say(f"{kind} loss {loss:.4f}, {verdict} the {name} of {value:.4f} nats")
         lines = [f"show the timetable  {shlex.join(['python', '-m', 'ds_ext', 'show', *self._shown_by()])}"]
         if self.args.save:
-            lines.insert(0, f"continue training   {resume_command(sys.argv, self.args)}")
+            command, note = resume_command(sys.argv, self.args)
+            lines = [f"continue training   {command}", *([f"{'':20}({note})"] if note else []), *lines]
         say("next: " + "\n      ".join(lines))
 
     def exit_code(self, loss: float) -> int:
@@ -297,8 +298,8 @@ def changed_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     ]
 
 
-def resume_command(argv: Sequence[str], args: argparse.Namespace) -> str:
-    """Return the command that continues from ``args.save`` for the same number of steps."""
+def resume_command(argv: Sequence[str], args: argparse.Namespace) -> tuple[str, str]:
+    """Return the command that continues from ``args.save`` for the same number of steps, and a note on its use."""
     words, dropped = list(argv), ("--load", "--train-iters", "--local_rank", "--local-rank")
     kept: list[str] = []
     while words:
@@ -307,12 +308,8 @@ def resume_command(argv: Sequence[str], args: argparse.Namespace) -> str:
             words = words[1:]
         elif word.partition("=")[0] not in dropped:
             kept.append(word)
-    torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    launcher = ["torchrun", "--nproc_per_node"] if torchrun else ["deepspeed", "--num_gpus"]
-    ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or str(world_size())
-    return shlex.join(
-        [*launcher, ranks, *kept, "--load", args.save, "--train-iters", str(2 * args.train_iters)]
-    )
+    again = [*kept, "--load", args.save, "--train-iters", str(2 * args.train_iters)]
+    return launch_again(argv, again)
 
 
 def shut_down(engine: PipelineEngine) -> None:

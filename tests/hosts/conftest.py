@@ -11,6 +11,7 @@ import pytest
 
 from tests.hosts.cluster import Cluster, cluster
 from tests.hosts.network import NoHosts
+from tests.launch.jobs import prepare_corpus
 
 HERE = Path(__file__).parent
 
@@ -37,3 +38,16 @@ def hosts() -> Iterator[Callable[..., Cluster]]:
                 pytest.skip(f"no hosts: {error}")
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepare a small text."""
+    return prepare_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Folder in which the launchers start; it has the variables that DeepSpeed's launcher takes to all hosts."""
+    (tmp_path / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\nDS_EXT_LOG_LEVEL=info\n")
+    return tmp_path

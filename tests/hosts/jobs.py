@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,8 +16,6 @@ from tests.launch.jobs import BIN, ROOT, environment
 
 PORT = 29_600  # the hosts have no other jobs
 SCRIPT = str(ROOT / "train_gpt.py")
-# The launcher does not pass these on to other hosts by itself.
-RANK_ENV = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
 
 class Launch:
@@ -135,12 +131,27 @@ def deepspeed(*words: str, port: int = PORT) -> list[str]:
     return [str(BIN / "deepspeed"), "--master_port", str(port), *words]
 
 
-def torchrun(hosts: Sequence[Host], slots: Sequence[int], *script: str) -> list[tuple[int, list[str]]]:
-    """Return torchrun's command on each host, with the rendezvous on the first."""
-    flags = ["--nnodes", str(len(hosts)), "--rdzv_backend", "c10d", "--rdzv_endpoint", f"{hosts[0].name}:{PORT}"]
+def torchrun(
+    hosts: Sequence[Host], slots: Sequence[int], *script: str, static: bool = False
+) -> list[tuple[int, list[str]]]:
+    """Return torchrun's command on each host, with the rendezvous on the first.
+
+    Args:
+        static: every host has its rank from --node_rank; otherwise --rdzv_endpoint is given.
+    """
+    master = hosts[0].name
+    flags = ["--nnodes", str(len(hosts))]
+    flags += ["--master_addr", master, "--master_port", str(PORT)] if static else []
+    flags += [] if static else ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{master}:{PORT}"]
     return [
-        (host.number, [str(BIN / "torchrun"), *flags, "--nproc_per_node", str(count), *script])
-        for host, count in zip(hosts, slots, strict=True)
+        (
+            host.number,
+            [
+                *(str(BIN / "torchrun"), *flags, *(["--node_rank", str(rank)] if static else [])),
+                *("--nproc_per_node", str(count), *script),
+            ],
+        )
+        for rank, (host, count) in enumerate(zip(hosts, slots, strict=True))
     ]
 
 
