@@ -109,16 +109,24 @@ class HostWatch(threading.Thread):
         return {found.address for found in self._connections.values() if found.address is not None}
 
     def look(self) -> None:
-        """Find new connections, and shut down all connections to addresses that have not answered for 2 s."""
+        """Find new connections, and shut down all connections to addresses that have not answered for 2 s.
+
+        An answer on any connection shows that a host is alive: a lossy link may lose several probes of a connection.
+        """
         self._connections = dict(self._find())
+        unanswered: set[str] = set()
+        answering: set[str] = set()
         for number, connection in self._connections.items():
             if connection.address is None or connection.address in self.silent:
                 continue
             with contextlib.suppress(OSError), _borrowed(number) as borrowed:
                 info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
                 if _unanswered(connection, info, 1000 * time.monotonic()):
-                    address = connection.address
-                    self.silent[address] = self._hosts.get(address, Host(address, frozenset({address})))
+                    unanswered.add(connection.address)
+                elif struct.unpack_from("=I", info, _LAST_ACK_RECV_AT)[0] < 1000 * SILENCE_S:
+                    answering.add(connection.address)
+        for address in unanswered - answering:
+            self.silent[address] = self._hosts.get(address, Host(address, frozenset({address})))
         for number, connection in self._connections.items():
             if connection.address in self.silent:
                 with contextlib.suppress(OSError), _borrowed(number) as borrowed:

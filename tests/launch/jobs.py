@@ -172,7 +172,21 @@ def prepare_corpus(folder: Path) -> Path:
     """Write a small text below ``folder`` and return the folder of its prepared data."""
     text = folder / "text"
     text.mkdir()
-    words = "the pipe takes a batch and hands it on until all is through".split()
+    words = [
+        "the",
+        "pipe",
+        "takes",
+        "a",
+        "batch",
+        "and",
+        "hands",
+        "it",
+        "on",
+        "until",
+        "all",
+        "is",
+        "through",
+    ]
     for number in range(40):
         order = [words[(number * 7 + i * (1 + number % 5)) % len(words)] for i in range(400)]
         (text / f"{number:02}.txt").write_text(" ".join(order) + "\n")
