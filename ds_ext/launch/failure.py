@@ -74,6 +74,8 @@ class Ending:
 
     def elect(self) -> None:
         """Hold the election of this host, unless another rank of the job holds it."""
+        if self.election is not None:
+            return
         election = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             # Abstract address (unix(7)): it needs no file, and ends with the process.
@@ -202,10 +204,11 @@ def report_loss_at_once(ending: Ending, lost: str) -> None:
     """Report the loss of a peer when the launcher ends this rank, so that other hosts get the cause."""
     if ending.text is not None:
         line = ending.text()
-    elif lost and ending.code is None and os.environ.get("LOCAL_RANK", "0") == "0":
-        line = f"rank {rank()} stopped: {lost}Then it received SIGTERM."
     else:
-        return
+        ending.elect()
+        if ending.election is None or ending.code is not None:
+            return
+        line = f"rank {rank()} stopped: {lost}Then it received SIGTERM."
     _report_loss(line, [], _claim(line), ending)
     if spans_hosts(world_size()):
         _serve_store()
