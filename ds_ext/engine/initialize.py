@@ -29,6 +29,7 @@ from ..config.deepspeed_json import (
 from ..config.job import JobConfig, load_config
 from ..config.merge import merge
 from ..errors import ConfigError
+from ..launch import slurm
 from ..launch.failure import rank, world_size
 from ..launch.job_facts import code_facts, setting_facts
 from ..launch.roll_call import Facts, compare, meet, one_refusal
@@ -69,16 +70,18 @@ def check_precision(job: JobConfig) -> None:
 def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> None:
     """Start the process group, nccl on CUDA and gloo on CPU, unless it already exists.
 
-    Before that, all ranks compare versions, source code and ``facts``.
+    Before that, all ranks compare versions, source code and ``facts``. Under Slurm's `srun`, rank, world size and
+    address of rank 0 come from Slurm's variables.
 
     Args:
         timeout_s: time limit for the other ranks, in seconds.
         facts: key -> additional value that must be the same on all ranks.
 
     Raises:
-        ConfigError: ranks differ, a rank failed, or the port is in use.
+        ConfigError: ranks differ, a rank failed, the port is in use, or Slurm's variables contradict each other.
         TransportError: a rank did not join in time.
     """
+    slurm.set_rank()
     if get_accelerator().device_name() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads_of_rank())
     select_device()
@@ -99,7 +102,7 @@ def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> No
                 raise
             raise ConfigError(
                 f"MASTER_PORT: already in use on this host (got {os.environ.get('MASTER_PORT')}). Stop the other job, "
-                f"or pass the launcher another --master_port."
+                f"or pass the launcher another --master_port (with srun: export MASTER_PORT)."
             ) from None
     watch_hosts()
     os.environ.setdefault("LOCAL_RANK", "0")

@@ -129,8 +129,9 @@ def _report_refusal(error: ConfigError) -> None:
     if _alone_before_joining(error):
         if rank() == 0:
             _report_cause(text)
-        if not stop_other_hosts(rank(), world_size(), str(error), REFUSED) and rank() != 0:
-            _report_cause(text)
+        reported = stop_other_hosts(rank(), world_size(), str(error), REFUSED)
+        if rank() != 0:
+            _wait_for_reporter() if reported else _report_cause(text)
         return
     if error.reported_by is None:
         _claim(f"rank {rank()} failed: {_headline(error)}")

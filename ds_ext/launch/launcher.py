@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from . import slurm
 from .failure import process_state, world_size
 from .roll_call import spans_hosts
 
@@ -39,6 +40,8 @@ def launch_again(script: Sequence[str], arguments: Sequence[str]) -> tuple[str, 
 
 
 def _launcher_flags(script: Sequence[str]) -> tuple[list[str], str]:
+    if (srun := slurm.launcher_words()) is not None:
+        return srun, ""
     torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     parent = words_of(os.getppid())
     if torchrun:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import ConfigError
+from . import slurm
 from .failure import Ending, process_state, rank, report, report_loss_at_once, say, world_size
 from .launcher import DEEPSPEED, NODE_LAUNCHER, words_of
 
@@ -87,7 +88,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     """Run ``main`` as the main function of a rank and exit: 0 for success, 2 for a ConfigError, 1 for a failure.
 
     SIGINT and SIGTERM end the rank immediately, even in a blocked collective, unless ``main`` installs other handlers.
-    SIGUSR1 prints the stacks of all threads. Call this function in the main thread.
+    SIGUSR1 prints the stacks of all threads. Under Slurm's `srun`, the rank comes from Slurm (``launch/slurm.py``).
+    Call this function in the main thread.
     """
     # Stop torch from printing pages of C++ frames for a lost connection. Our report names the lost rank.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -96,6 +98,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     ending = Ending()
     _watch(ending)
     try:
+        slurm.set_rank()
         code = main() or 0
     except SystemExit as stop:
         code = _exit_code(stop)
@@ -214,11 +217,11 @@ def _parent_of(process: int) -> int | None:
 
 def _neighbours(launcher: int) -> dict[int, int]:
     """Return a dict of rank -> process id for the ranks that a launcher started on this host; empty without /proc."""
-    neighbours = {}
+    neighbours, name = {}, b"SLURM_PROCID=" if slurm.launched_by() else b"RANK="
     with contextlib.suppress(OSError, ValueError):
         for process in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
             words = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-            ranks = [word[5:] for word in words if word.startswith(b"RANK=")]
+            ranks = [word.removeprefix(name) for word in words if word.startswith(name)]
             if ranks:
                 neighbours[int(ranks[0])] = int(process)
     return neighbours
