@@ -103,7 +103,7 @@ def build_parser(verb: str) -> argparse.ArgumentParser:
         ("prepare", "turn text into training data", "data.prepare"),
         ("convert", "convert checkpoints to and from Hugging Face (needs ds_ext[hf])", "convert"),
         ("trace", "merge, summarize or draw the traces of a run", "cli.trace_verbs"),
-        ("doctor", "check the transports on this host", "cli.doctor"),
+        ("doctor", "check the transports on this host, or the hosts of a job", "cli.doctor_verb"),
         ("bench", "run benchmarks on this host", "bench"),
     ):
         other = _add_verb(verbs, name, text)

@@ -77,6 +77,7 @@ ALLOWED: dict[str, set[str]] = {
         "planner/solver",
         "parallel",
         "comm",
+        "launch",
         "observe/trace",
         "torch:",
     },

@@ -1,18 +1,16 @@
-"""Subcommand ``doctor`` of ``python -m ds_ext``: transports that this host supports, and remedies for the others."""
+"""Transports that this host supports, and remedies for the others."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import fcntl
 import ipaddress
-import json
 import os
 import socket
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..comm.rdma import devices as rdma_devices
@@ -29,31 +27,12 @@ _TRIAL_S = 5.0
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. ``state`` is "ok" or "warn"; a warning has a ``remedy``."""
+    """One line of the report. ``state`` is "ok", "warn" or, for several hosts, "fail"; problems have a ``remedy``."""
 
     subject: str
     state: str
     found: str
     remedy: str = ""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the subcommand."""
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Print the findings. Returns 0 even with warnings, because a host need not support every transport."""
-    findings = examine()
-    if args.json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=1))
-        return 0
-    width = max(len(finding.subject) for finding in findings)
-    for finding in findings:
-        print(f"{finding.state:4}  {finding.subject:{width}}  {finding.found}")
-        if finding.remedy:
-            print(f"{'':4}  {'':{width}}  -> {finding.remedy}")
-    return 0
 
 
 def examine() -> list[Finding]:

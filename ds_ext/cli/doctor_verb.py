@@ -1,0 +1,122 @@
+"""Subcommand ``doctor`` of ``python -m ds_ext``: what this host, or the hosts of a job, support."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ..errors import ConfigError
+from ..parallel.hosts import parse_hosts
+from .doctor import Finding, examine
+from .hosts.checks import FAIL, Options, Pair, Report, examine_hosts
+
+_MOST_PAIRS = 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the subcommand."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    hosts = parser.add_argument_group("several hosts", "checks every host over ssh, and every pair of hosts")
+    named = hosts.add_mutually_exclusive_group()
+    named.add_argument("--hostfile", metavar="FILE", help="hostfile of `deepspeed`: lines `worker-0 slots=8`")
+    named.add_argument("--hosts", metavar="A,B", help="names of the hosts")
+    hosts.add_argument("--node-ips", metavar="IP,IP", help="transport_options.node_ips, one address per host")
+    hosts.add_argument(
+        "--path", action="append", default=[], help="folder or file of the job; may be repeated"
+    )
+    hosts.add_argument("--master-port", type=int, default=29500, help="rendezvous port (%(default)s)")
+    hosts.add_argument("--ssh-port", type=int, help="port of sshd (ssh's default)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the findings.
+
+    Returns 0 for one host, because a host need not support every transport. Returns 1 if jobs on several hosts will
+    fail. Raises ConfigError for wrong names or addresses.
+    """
+    if args.hostfile is None and args.hosts is None:
+        findings = examine()
+        print(
+            json.dumps([asdict(finding) for finding in findings], indent=1) if args.json else table(findings)
+        )
+        return 0
+    names = _names(args.hostfile, args.hosts)
+    node_ips = args.node_ips.split(",") if args.node_ips else None
+    if node_ips is not None and len(node_ips) != len(names):
+        raise ConfigError(
+            f"--node-ips: needs one address per host (got {len(node_ips)} for {len(names)} hosts)."
+        )
+    report = examine_hosts(names, Options(node_ips, args.master_port, tuple(args.path), args.ssh_port))
+    print(json.dumps(asdict(report), indent=1) if args.json else describe(report))
+    return int(report.failed)
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """Return one line per finding, and one line per remedy."""
+    width = max((len(finding.subject) for finding in findings), default=0)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.state:4}  {finding.subject:{width}}  {finding.found}")
+        if finding.remedy:
+            lines.append(f"{'':4}  {'':{width}}  -> {finding.remedy}")
+    return "\n".join(lines)
+
+
+def describe(report: Report) -> str:
+    """Return the text of a report: problems of each host, comparisons, pairs."""
+    width = max(map(len, report.hosts))
+    findings = []
+    for host, found in report.hosts.items():
+        problems = [finding for finding in found if finding.state != "ok"]
+        findings += [Finding(f"{host:{width}}  {p.subject}", p.state, p.found, p.remedy) for p in problems]
+        if not problems:
+            addresses = next((finding.found for finding in found if finding.subject == "addresses"), "")
+            findings.append(Finding(host, "ok", addresses.partition(";")[0]))
+    parts = ["hosts", table(findings)]
+    if report.job:
+        parts += ["", "job", table(report.job)]
+    if report.pairs:
+        parts += ["", "pairs (tcp: round trip, one connection)", table(list(_pair_findings(report.pairs)))]
+    return "\n".join(parts)
+
+
+def _pair_findings(pairs: Sequence[Pair]) -> list[Finding]:
+    found = []
+    for pair in pairs:
+        if pair.error:
+            name = f"{pair.source} -> {pair.target}"
+            remedy = f"allow TCP from {pair.source} to {pair.target}, or use other addresses with --node-ips"
+            found.append(Finding(name, FAIL, f"{pair.address}: {pair.error}", remedy))
+    measured = [pair for pair in pairs if pair.tcp_gbit_s is not None]
+    shown = sorted(measured, key=lambda pair: pair.tcp_gbit_s or 0.0)[:_MOST_PAIRS]
+    for pair in measured if len(measured) <= _MOST_PAIRS else shown:
+        speed = f"{pair.round_trip_us:.0f} us, {pair.tcp_gbit_s:.1f} Gbit/s"
+        if pair.rdma_gbit_s is not None:
+            speed += f"; rdma {pair.rdma}: {pair.rdma_gbit_s:.1f} Gbit/s"
+        name = f"{pair.source} - {pair.target}"
+        if pair.rdma and pair.rdma_gbit_s is None:
+            found.append(
+                Finding(name, "warn", f"{speed}; rdma {pair.rdma}", "tcp is used between these hosts")
+            )
+        else:
+            found.append(Finding(name, "ok", speed))
+    if len(measured) > _MOST_PAIRS:
+        found.append(
+            Finding("", "ok", f"the slowest {_MOST_PAIRS} of {len(measured)} pairs; --json lists all")
+        )
+    return found
+
+
+def _names(hostfile: str | None, hosts: str | None) -> list[str]:
+    """Return the names of the hosts. Raises ConfigError."""
+    if hostfile is not None:
+        if not Path(hostfile).is_file():
+            raise ConfigError(f"--hostfile: no such file (got {hostfile}). Write lines `worker-0 slots=8`.")
+        return list(parse_hosts(hostfile).names)
+    names = [name.strip() for name in (hosts or "").split(",")]
+    if not all(names) or len(set(names)) < len(names):
+        raise ConfigError(f"--hosts: must be different names, separated by commas (got {hosts!r}).")
+    return names

@@ -1,0 +1,96 @@
+"""RDMA probe between two hosts: one sends messages to the other over the links that jobs use."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+
+from ...comm.rdma.devices import choose_port, device_ports
+from ...errors import TransportError
+
+MESSAGE_BYTES, MESSAGES = 1 << 20, 64
+_WAIT_S = 5.0
+
+
+class RdmaProbe:
+    """One side of a link between two hosts.
+
+    Args:
+        address: address of this host, which selects the device as in a job.
+        sends: True for the sending side.
+
+    Raises:
+        TransportError: there is no usable device.
+    """
+
+    def __init__(self, address: str, sends: bool) -> None:
+        from ...comm import _native
+
+        self._native, self._sends = _native, sends
+        try:
+            _native.load_verbs()
+            chosen = choose_port(device_ports(), address)
+            self.name, self.link_layer = chosen.name, chosen.link_layer
+            self._rank = _native.Port()
+            opened = _native.RdmaPort(self._rank, chosen.device, chosen.port, chosen.gid_index)
+            own, peer = (0, 1) if sends else (1, 0)
+            room = 8 * MESSAGE_BYTES
+            self._link = _native.RdmaLink(opened, own, peer, sends, not sends, room, room)
+        except (_native.VerbsError, _native.LinkError, OSError) as error:
+            raise TransportError(str(error)) from error
+
+    def greeting(self, job: bytes) -> bytes:
+        """Return what the other side needs to connect. ``job`` has 16 bytes, the same on both sides."""
+        return self._link.greeting(job)
+
+    def connect(self, greeting: bytes, job: bytes) -> None:
+        """Connect to the other side. Raises TransportError."""
+        try:
+            self._link.connect(greeting, job)
+        except (self._native.VerbsError, self._native.LinkError) as error:
+            raise TransportError(str(error)) from error
+        if not self._sends:
+            assert self._link.incoming is not None
+            self._rank.add(self._link.incoming)
+
+    def send(self) -> None:
+        """Send all messages. Raises TransportError if the other side does not take them in time."""
+        target = self._link.outgoing
+        assert target is not None
+        sent = bytearray(os.urandom(MESSAGE_BYTES))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(sent))
+        for _ in range(MESSAGES):
+            deadline = time.monotonic() + _WAIT_S
+            while not target.send(0, [(1, [MESSAGE_BYTES], address)]):
+                self._require(target.end_reason(), deadline)
+                self._rank.wait_credit(target, 0.1)
+
+    def receive(self) -> float:
+        """Receive all messages and return the bandwidth after the first ones in Gbit/s. Raises TransportError."""
+        arrived = self._take()
+        started, counted = time.perf_counter(), 0
+        while arrived + counted < MESSAGES:
+            counted += self._take()
+        return 8e-9 * counted * MESSAGE_BYTES / (time.perf_counter() - started)
+
+    def _take(self) -> int:
+        """Wait for messages and return their number."""
+        source, deadline = self._link.incoming, time.monotonic() + _WAIT_S
+        assert source is not None
+        while not (messages := self._rank.take()):
+            self._require(source.end_reason(), deadline)
+            self._rank.wait_arrival(0.1)
+        return len(messages)
+
+    def close(self) -> None:
+        """End the link."""
+        for side in (self._link.outgoing, self._link.incoming):
+            if side is not None:
+                side.close()
+
+    @staticmethod
+    def _require(end_reason: str, deadline: float) -> None:
+        if end_reason or time.monotonic() > deadline:
+            problem = f"the other side {end_reason}" if end_reason else f"no message within {_WAIT_S:g} s"
+            raise TransportError(f"RDMA: {problem}")

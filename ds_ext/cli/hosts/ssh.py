@@ -1,0 +1,181 @@
+"""Agents on other hosts, started over ssh with the command line that `deepspeed --hostfile` uses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...errors import DsExtError
+
+MARK = "@ds_ext "
+CONNECT_S = 5
+_START_S = 90.0
+_NO_FOLDER = 97  # exit status of the remote command, if the working directory is missing
+_SSH_FAILED = 255
+# Variables that DeepSpeed's launcher exports: these prefixes, and the lines of .deepspeed_env.
+_EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
+_REMEDIES = (
+    ("Could not resolve hostname", "correct the name in the hostfile, or add the host to DNS or /etc/hosts"),
+    ("Host key verification failed", "accept its key once: ssh-keyscan {host} >> ~/.ssh/known_hosts"),
+    ("REMOTE HOST IDENTIFICATION HAS CHANGED", "remove its old key: ssh-keygen -R {host}"),
+    ("Permission denied", "install your key there: ssh-copy-id {host}"),
+    ("Connection refused", "start sshd there, or give its port with --ssh-port"),
+    ("timed out", "check that the host is up, and that firewalls allow ssh to it"),
+    ("No route to host", "check that the host is up and connected to this network"),
+)
+
+
+class HostError(DsExtError):
+    """Failure of one host: what was found, and the remedy."""
+
+    def __init__(self, found: str, remedy: str) -> None:
+        super().__init__(found)
+        self.remedy = remedy
+
+
+class RemoteAgent:
+    """Agent on one host. Requests of several threads run one after the other.
+
+    Args:
+        host: name as in the hostfile.
+        ssh: ssh command with its options.
+        command: shell command that starts the agent.
+    """
+
+    def __init__(self, host: str, ssh: Sequence[str], command: str) -> None:
+        self.host, self._lock = host, threading.Lock()
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._errors: list[str] = []
+        self._process = subprocess.Popen(
+            [*ssh, host, command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        self._readers = [
+            threading.Thread(target=read, daemon=True) for read in (self._read, self._read_errors)
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def start(self) -> None:
+        """Wait until the agent is ready. Raises HostError."""
+        self._answer(_START_S)
+
+    def ask(self, action: str, limit_s: float = 30.0, **arguments: Any) -> Any:
+        """Return the agent's answer to one request; see ``agent.py``.
+
+        Raises:
+            HostError: the agent ended or did not answer within ``limit_s``.
+            DsExtError: the request failed on the host.
+        """
+        with self._lock:
+            assert self._process.stdin is not None
+            try:
+                self._process.stdin.write(json.dumps({"do": action, **arguments}) + "\n")
+                self._process.stdin.flush()
+            except OSError:
+                raise self._ended() from None
+            return self._answer(limit_s)
+
+    def close(self) -> None:
+        """End the agent and the ssh connection."""
+        self._process.kill()
+        self._process.wait()
+        for reader in self._readers:
+            reader.join(5)
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+    def _answer(self, limit_s: float) -> Any:
+        deadline = time.monotonic() + limit_s
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                self._process.kill()
+                raise HostError(
+                    f"no answer within {limit_s:g} s",
+                    f"try `ssh {self.host} hostname`, and look at the load there",
+                ) from None
+            if line is None:
+                raise self._ended()
+            if line.startswith(MARK):
+                answer = json.loads(line.removeprefix(MARK))
+                if "error" in answer:
+                    raise DsExtError(answer["error"])
+                return answer["value"]
+
+    def _ended(self) -> HostError:
+        """Return the reason why ssh or the agent ended."""
+        try:
+            code = self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        self._readers[1].join(1)
+        text = "\n".join(self._errors)
+        last = next((line.strip() for line in reversed(self._errors) if line.strip()), f"exit status {code}")
+        if code == _SSH_FAILED:
+            remedies = (remedy for sign, remedy in _REMEDIES if sign in text)
+            return HostError(f"ssh: {last}", next(remedies, "try `ssh {host} true`").format(host=self.host))
+        if code == _NO_FOLDER:
+            found = f"working directory {os.getcwd()} is missing"
+            return HostError(found, "use the same path on every host: a shared file system, or a copy")
+        if code in (126, 127) or "No such file" in last:
+            return HostError(last, f"install the same environment as here: {sys.executable}")
+        if "No module named" in last:
+            return HostError(last, f"install ds_ext there into the environment of {sys.executable}")
+        return HostError(last, "run `python -m ds_ext doctor` on that host")
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._errors.append(line)
+            del self._errors[:-50]
+
+
+def ssh_words(port: int | None) -> list[str]:
+    """Return the ssh command, with the options that pdsh would use and a limit on every wait."""
+    limits = (f"ConnectTimeout={CONNECT_S}", "ServerAliveInterval=5", "ServerAliveCountMax=2")
+    options = [word for option in ("BatchMode=yes", *limits) for word in ("-o", option)]
+    more = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
+    return ["ssh", *options, *more, *(["-p", str(port)] if port else [])]
+
+
+def agent_command() -> str:
+    """Return the shell command that starts the agent in this folder, with the Python that runs here."""
+    exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in exported().items())
+    start = f"exec {shlex.quote(sys.executable)} -u -m {__package__}.agent"
+    return f"{exports}cd {shlex.quote(os.getcwd())} || exit {_NO_FOLDER}; {start}"
+
+
+def exported(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that `deepspeed --hostfile` sets on every host."""
+    found = {name: value for name, value in environ.items() if name.startswith(_EXPORTED)}
+    for folder in (Path.home(), Path()):
+        path = folder / environ.get("DS_ENV_FILE", ".deepspeed_env")
+        if path.is_file():
+            lines = (line.strip().partition("=") for line in path.read_text().splitlines())
+            found |= {name: value for name, sign, value in lines if sign}
+    return found
