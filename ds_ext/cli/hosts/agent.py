@@ -49,11 +49,7 @@ class Agent:
         return {
             "hostname": socket.gethostname(),
             "findings": [asdict(finding) for finding in doctor.examine()],
-            "versions": {
-                "python": platform.python_version(),
-                **code_facts(),
-                "native code": _native_checksum(),
-            },
+            "versions": _versions(),
             "listed_addresses": _listed_addresses(),
             "addresses": [str(address) for _, address in doctor.addresses()],
             "interfaces": {name: str(address) for name, address in reversed(doctor.addresses())},
@@ -214,8 +210,10 @@ def main() -> int:
         request = json.loads(line)
         try:
             answer = {"value": actions[request.pop("do")](**request)}
-        except (DsExtError, OSError) as error:
+        except DsExtError as error:
             answer = {"error": str(error)}
+        except OSError as error:
+            answer = {"error": error.strerror or str(error)}
         answers.write(f"{MARK}{json.dumps(answer)}\n")
 
 

@@ -88,7 +88,8 @@ class _Host:
     name: str
     agent: RemoteAgent
     facts: dict[str, Any] = field(default_factory=dict)
-    address: str = ""
+    address: str = ""  # of the ranks' links
+    gloo_address: str = ""
 
 
 def examine_hosts(names: Sequence[str], options: Options) -> Report:
@@ -127,8 +128,11 @@ class _Checks:
         if len(self._hosts) > 1:
             self._report.job += self._rendezvous()
             self._measure_pairs()
+            self._reach_gloo()
             self._measure_rdma()
         self._report.job += self._ports()
+        order = {name: number for number, name in enumerate(self._report.hosts)}
+        self._report.pairs.sort(key=lambda pair: (order[pair.source], order[pair.target]))
 
     def _on_each(self, check: Callable[[_Host], None]) -> None:
         """Run a check on all hosts in parallel, and note the hosts on which it fails."""
@@ -206,7 +210,7 @@ class _Checks:
         found = self._ask_all("path", name=path)
         kinds = {name: answer["is"] for name, answer in found.items()}
         if "missing" in kinds.values() or len(set(kinds.values())) > 1:
-            return Finding(subject, FAIL, _by_value(kinds), "use the same path on every host")
+            return Finding(subject, FAIL, _by_value(kinds), "create it, with the same path on every host")
         systems = _by_value({name: answer["file_system"] or "unknown" for name, answer in found.items()})
         if "file" in kinds.values():
             sizes = {name: f"{answer['bytes']:,} bytes" for name, answer in found.items()}
@@ -224,6 +228,8 @@ class _Checks:
         if read_only:
             remedy = "if ranks write there, make it writable on every host"
             return Finding(subject, "warn", f"read-only on {', '.join(read_only)} ({systems})", remedy)
+        if len(found) == 1:
+            return Finding(subject, "ok", f"on {writers[0]} ({systems}); the other hosts failed")
         if not without:
             return Finding(subject, "ok", f"shared by all hosts ({systems})")
         if path == os.getcwd():
@@ -269,8 +275,10 @@ class _Checks:
         first = self._hosts[0].name
         found = host.agent.ask("resolve", names=[own, first])
         chosen = host.facts["gloo_interface"]
+        host.gloo_address = next(iter(found[own]), "")
         if chosen:
-            if not set(chosen.split(",")) <= set(host.facts["interfaces"]):
+            host.gloo_address = host.facts["interfaces"].get(chosen.partition(",")[0], "")
+            if not host.gloo_address:
                 remedy = "correct it in .deepspeed_env; `ip -brief address` lists the interfaces"
                 findings.append(
                     Finding("GLOO_SOCKET_IFNAME", FAIL, f"no such interface (got {chosen})", remedy)
@@ -334,7 +342,7 @@ class _Checks:
 
         self._on_each(listen)
 
-        def measure(pair: tuple[_Host, _Host]) -> list[Pair]:
+        def measure(pair: list[_Host]) -> list[Pair]:
             found = []
             for (source, target), action in ((pair, "measure"), (pair[::-1], "reach")):
                 result = Pair(source.name, target.name, target.address)
@@ -349,8 +357,30 @@ class _Checks:
             return found
 
         for turn in rounds([host for host in hosts if host.name in ports]):
-            for found in self._pool.map(measure, turn):
+            for found in self._pool.map(measure, [sorted(pair, key=hosts.index) for pair in turn]):
                 self._report.pairs += found
+
+    def _reach_gloo(self) -> None:
+        """Connect to the address of gloo on each host where it is not the address of the ranks' links."""
+        token = new_token().hex()
+        for target in self._ready():
+            if target.gloo_address in ("", target.address) or _is_loopback(target.gloo_address):
+                continue
+            try:
+                port = target.agent.ask("listen", address=target.gloo_address, port=0, token=token)
+            except DsExtError as error:
+                remedy = "set GLOO_SOCKET_IFNAME in .deepspeed_env"
+                found = f"cannot listen on {target.gloo_address}: {error}"
+                self._report.hosts[target.name].append(Finding("gloo", FAIL, found, remedy))
+                continue
+
+            def reach(source: _Host, target: _Host = target, port: int = port) -> None:
+                try:
+                    source.agent.ask("reach", address=target.gloo_address, port=port, token=token)
+                except DsExtError as error:
+                    self._report.pairs.append(Pair(source.name, target.name, target.gloo_address, str(error)))
+
+            self._on_each(reach)
 
     def _measure_rdma(self) -> None:
         """Write over RDMA between the hosts of each pair that both have an active port."""
@@ -406,6 +436,10 @@ def rounds(items: Sequence[T]) -> Iterator[list[tuple[T, T]]]:
         pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
         yield [(a, b) for a, b in pairs if a is not None and b is not None]
         seats = [seats[0], seats[-1], *seats[1:-1]]
+
+
+def _is_loopback(address: str) -> bool:
+    return ip_address(address.partition("%")[0]).is_loopback
 
 
 def _by_value(values: Mapping[str, str]) -> str:

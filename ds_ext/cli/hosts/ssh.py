@@ -132,7 +132,10 @@ class RemoteAgent:
         last = next((line.strip() for line in reversed(self._errors) if line.strip()), f"exit status {code}")
         if code == _SSH_FAILED:
             remedies = (remedy for sign, remedy in _REMEDIES if sign in text)
-            return HostError(f"ssh: {last}", next(remedies, "try `ssh {host} true`").format(host=self.host))
+            return HostError(
+                f"ssh: {last.removeprefix('ssh: ')}",
+                next(remedies, "try `ssh {host} true`").format(host=self.host),
+            )
         if code == _NO_FOLDER:
             found = f"working directory {os.getcwd()} is missing"
             return HostError(found, "use the same path on every host: a shared file system, or a copy")
