@@ -89,6 +89,9 @@ def _ranks_here(world_size: int) -> int:
 
 
 def _hosts(world_size: int) -> int:
+    for name in ("GROUP_WORLD_SIZE", "CROSS_SIZE"):  # hosts may have different numbers of ranks
+        with contextlib.suppress(KeyError, ValueError):
+            return max(1, int(os.environ[name]))
     return max(1, -(-world_size // _ranks_here(world_size)))
 
 

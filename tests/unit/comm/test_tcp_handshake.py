@@ -181,6 +181,20 @@ def test_addresses_per_host_or_per_rank(launched: pytest.MonkeyPatch) -> None:
         own_address(2, 4, ["127.0.0.1", "203.0.113.9"])
 
 
+@pytest.mark.parametrize(
+    ("size", "index"), [("CROSS_SIZE", "CROSS_RANK"), ("GROUP_WORLD_SIZE", "GROUP_RANK")]
+)
+@pytest.mark.parametrize(("host", "rank", "ranks_here"), [(0, 0, 2), (0, 1, 2), (1, 2, 1), (2, 3, 1)])
+def test_addresses_of_hosts_with_different_numbers_of_ranks(
+    launched: pytest.MonkeyPatch, size: str, index: str, host: int, rank: int, ranks_here: int
+) -> None:
+    launched.delenv("GROUP_RANK")
+    for name, value in ((size, 3), (index, host), ("LOCAL_WORLD_SIZE", ranks_here)):
+        launched.setenv(name, str(value))
+    addresses = [f"127.0.0.{number + 1}" for number in range(3)]
+    assert own_address(rank, 4, addresses) == addresses[host]
+
+
 def test_default_address_is_on_the_route_to_the_master(launched: pytest.MonkeyPatch) -> None:
     launched.setattr(tcp_address, "_address_towards", {"127.0.0.1": "127.0.0.1", "192.0.2.1": "10.1.1.1"}.get)
     assert own_address(2, 4, None) == "10.1.1.1"  # the other host cannot reach a loopback address
