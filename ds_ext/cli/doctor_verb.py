@@ -11,7 +11,8 @@ from pathlib import Path
 from ..errors import ConfigError
 from ..parallel.hosts import parse_hosts
 from .doctor import Finding, examine
-from .hosts.checks import FAIL, Options, Pair, Report, examine_hosts
+from .hosts.checks import examine_hosts
+from .hosts.report import FAIL, Options, Pair, Report
 
 _MOST_PAIRS = 10
 

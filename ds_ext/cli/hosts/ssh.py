@@ -86,7 +86,7 @@ class RemoteAgent:
             try:
                 self._process.stdin.write(json.dumps({"do": action, **arguments}) + "\n")
                 self._process.stdin.flush()
-            except OSError:
+            except (OSError, ValueError):  # ended, or closed
                 raise self._ended() from None
             return self._answer(limit_s)
 
