@@ -1,0 +1,183 @@
+"""Checks of every pair of hosts: rendezvous, tcp, gloo's addresses, RDMA."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from ...comm.tcp.address import is_loopback
+from ...errors import DsExtError
+from ..doctor import Finding
+from .probe import new_token
+from .report import FAIL, Host, Pair, Session, by_value
+from .ssh import HostError
+
+_OPEN_PORTS = "allow TCP between the hosts, in both directions, to the ports under `ports`"
+T = TypeVar("T")
+
+
+def find_addresses(session: Session) -> str:
+    """Find the address on which the ranks of each host would listen. Returns the address of the first host."""
+    first = session.hosts[0]
+    listed = first.facts["listed_addresses"] or first.facts["addresses"]
+    master: str = next(iter(listed), first.name)
+    numbers = {host.name: number for number, host in enumerate(session.hosts)}
+    node_ips = session.options.node_ips
+    if node_ips is not None:  # without those of hosts that have failed
+        node_ips = [ip for name, ip in zip(session.report.hosts, node_ips, strict=True) if name in numbers]
+
+    def find(host: Host) -> None:
+        arguments = {"master": master, "rank": numbers[host.name], "world_size": len(numbers)}
+        try:
+            host.address = host.agent.ask("own_address", node_ips=node_ips, **arguments)
+        except HostError:
+            raise
+        except DsExtError as error:
+            remedy = "correct --node-ips: one address per host, in the order of the hosts"
+            session.report.hosts[host.name].append(Finding("node_ips", FAIL, str(error), remedy))
+
+    session.on_each(find)
+    return master
+
+
+def rendezvous(session: Session, master: str) -> Iterator[Finding]:
+    """Connect from all hosts to the rendezvous port of the first one."""
+    first, port, token = session.hosts[0], session.options.master_port, new_token().hex()
+    where = f"{master}:{port} on {first.name}"
+    try:
+        first.agent.ask("listen", address=master, port=port, token=token)
+    except DsExtError as error:
+        remedy = "stop the job that uses it, or pass another --master_port to the launcher"
+        yield Finding("rendezvous", "warn", f"{where}: {error}", remedy)
+        return
+    failed: dict[str, str] = {}
+
+    def reach(host: Host) -> None:
+        try:
+            host.agent.ask("reach", address=master, port=port, token=token)
+        except HostError:
+            raise
+        except DsExtError as error:
+            failed[host.name] = str(error)
+
+    session.on_each(reach)
+    with contextlib.suppress(DsExtError):
+        first.agent.ask("close", port=port)
+    if failed:
+        yield Finding("rendezvous", FAIL, f"{where}: {by_value(failed)}", _OPEN_PORTS)
+    else:
+        yield Finding("rendezvous", "ok", f"{where} is reached from all hosts")
+
+
+def measure_tcp(session: Session) -> None:
+    """Connect every host to every other one, both ways. Pairs that run at the same time share no host."""
+    hosts, ports = _ready(session), {}
+    token = new_token().hex()
+
+    def listen(host: Host) -> None:
+        ports[host.name] = host.agent.ask("listen", address=host.address, port=0, token=token)
+
+    session.on_each(listen)
+
+    def measure(pair: list[Host]) -> list[Pair]:
+        found = []
+        for (source, target), action in ((pair, "measure"), (pair[::-1], "reach")):
+            result = Pair(source.name, target.name, target.address)
+            try:
+                arguments = {"address": target.address, "port": ports[target.name], "token": token}
+                speed = source.agent.ask(action, **arguments)
+                if speed:
+                    result.round_trip_us, result.tcp_gbit_s = speed["round_trip_us"], speed["gbit_s"]
+            except DsExtError as error:
+                result.error = str(error)
+            found.append(result)
+        return found
+
+    for turn in rounds([host for host in hosts if host.name in ports]):
+        for found in session.pool.map(measure, [sorted(pair, key=hosts.index) for pair in turn]):
+            session.report.pairs += found
+
+
+def reach_gloo(session: Session) -> None:
+    """Connect to the address of gloo on each host where it is not the address of the ranks' links."""
+    token = new_token().hex()
+    for target in _ready(session):
+        if target.gloo_address in ("", target.address) or is_loopback(target.gloo_address):
+            continue
+        try:
+            port = target.agent.ask("listen", address=target.gloo_address, port=0, token=token)
+        except DsExtError as error:
+            remedy = "set GLOO_SOCKET_IFNAME in .deepspeed_env"
+            found = f"cannot listen on {target.gloo_address}: {error}"
+            session.report.hosts[target.name].append(Finding("gloo", FAIL, found, remedy))
+            continue
+
+        def reach(source: Host, target: Host = target, port: int = port) -> None:
+            try:
+                source.agent.ask("reach", address=target.gloo_address, port=port, token=token)
+            except DsExtError as error:
+                session.report.pairs.append(Pair(source.name, target.name, target.gloo_address, str(error)))
+
+        session.on_each(reach)
+
+
+def measure_rdma(session: Session) -> None:
+    """Write over RDMA between the hosts of each pair that both have an active port."""
+    hosts = {host.name: host for host in _ready(session) if host.facts["rdma"]}
+    measured = {
+        frozenset((pair.source, pair.target)): pair
+        for pair in session.report.pairs
+        if pair.round_trip_us is not None and {pair.source, pair.target} <= hosts.keys()
+    }
+    for turn in rounds(list(hosts.values())):
+        pairs = [measured[key] for pair in turn if (key := frozenset(host.name for host in pair)) in measured]
+        list(session.pool.map(lambda pair: _write(pair, hosts[pair.source], hosts[pair.target]), pairs))
+
+
+def _write(pair: Pair, source: Host, target: Host) -> None:
+    key, job = f"{source.name} {target.name}", new_token().hex()
+    sides = ((source, True), (target, False))
+    try:
+        opened = [
+            host.agent.ask("rdma_open", key=key, address=host.address, sends=sends, job=job)
+            for host, sends in sides
+        ]
+        pair.rdma = " - ".join(side["name"] for side in opened)
+        if opened[0]["network"] != opened[1]["network"]:
+            pair.rdma += f": different networks ({opened[0]['network']}, {opened[1]['network']})"
+            return
+        for (host, _), other in zip(sides, opened[::-1], strict=True):
+            host.agent.ask("rdma_connect", key=key, greeting=other["greeting"], job=job)
+        received = ThreadPoolExecutor(1).submit(target.agent.ask, "rdma_receive", key=key)
+        source.agent.ask("rdma_send", key=key)
+        pair.rdma_gbit_s = received.result()
+    except DsExtError as error:
+        pair.rdma = f"{pair.rdma}: {error}".removeprefix(": ")
+    finally:
+        for host, _ in sides:
+            with contextlib.suppress(DsExtError):
+                host.agent.ask("rdma_close", key=key)
+
+
+def _ready(session: Session) -> list[Host]:
+    """Return the hosts that have an address."""
+    return [host for host in session.hosts if host.address]
+
+
+def ports(session: Session) -> Iterator[Finding]:
+    """Yield the ports that firewalls must allow."""
+    ranges = {host.name: "-".join(host.facts["port_range"]) or "unknown" for host in session.hosts}
+    found = f"TCP {session.options.master_port} to {session.hosts[0].name}; TCP {by_value(ranges)} between all hosts"
+    yield Finding("ports", "ok", found)
+
+
+def rounds(items: Sequence[T]) -> Iterator[list[tuple[T, T]]]:
+    """Yield all pairs of items, grouped so that no item is twice in a group (round-robin tournament)."""
+    seats: list[T | None] = [*items, *([None] if len(items) % 2 else [])]
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
+        yield [(a, b) for a, b in pairs if a is not None and b is not None]
+        seats = [seats[0], seats[-1], *seats[1:-1]]
