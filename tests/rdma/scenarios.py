@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 
 from ds_ext.cli.doctor import try_rdma
+from ds_ext.cli.hosts.rdma import RdmaProbe
 from ds_ext.comm import _native
 from ds_ext.comm.link_selection import KINDS, RankOffers, kind_class, select_links
 from ds_ext.comm.rdma.devices import choose_port, device_ports
@@ -152,6 +153,22 @@ def forked_child(context: Context) -> None:
         peer.compare(peer.recv(), [(UINT8, [200_000], round_)])
         os.waitpid(child, 0)
     peer.close()
+
+
+def probed(context: Context) -> None:
+    """`doctor --hostfile` writes from rank 0 to rank 1."""
+    job = bytes(range(16))
+    probe = RdmaProbe(context.addresses[context.rank], sends=context.rank == 0)
+    probe.connect(context.line.exchange(probe.greeting(job)), job)
+    context.line.exchange("connected")
+    if context.rank == 0:
+        probe.send()
+    else:
+        gbit_s = probe.receive()
+        assert 0.001 < gbit_s < 100, gbit_s
+        print(f"{gbit_s:.3f} Gbit/s", flush=True)
+    context.line.exchange("done")
+    probe.close()
 
 
 def itself(context: Context) -> None:

@@ -9,6 +9,7 @@ from tests.rdma.peer import Context
 
 ONE_GUEST: tuple[Callable[[Context], None], ...] = (
     scenarios.itself,
+    scenarios.probed,
     scenarios.chosen,
     faults.damaged_greetings,
     scenarios.all_types,
@@ -27,6 +28,7 @@ ONE_GUEST: tuple[Callable[[Context], None], ...] = (
 )
 TWO_GUESTS: tuple[Callable[[Context], None], ...] = (
     scenarios.chosen,
+    scenarios.probed,
     scenarios.all_types,
     scenarios.slight_loss,
     faults.heavy_loss,
