@@ -56,6 +56,8 @@ class Ending:
         neighbours: rank -> process ID, for the ranks found on this host so far.
         lost: first result of :meth:`find_lost`.
         election: socket that the rank holds that was first on its host to lose a peer.
+        reporting: held by the thread that reports the loss of a peer.
+        reported: whether a thread has reported it.
     """
 
     text: Callable[[], str] | None = None
@@ -63,6 +65,8 @@ class Ending:
     neighbours: dict[int, int] = field(default_factory=dict)
     lost: str = ""
     election: socket.socket | None = None
+    reporting: threading.Lock = field(default_factory=threading.Lock)
+    reported: bool = False
 
     def find_lost(self) -> str:
         """Return a report of lost hosts or neighbors; empty if none are lost.
@@ -218,9 +222,18 @@ def report_loss_at_once(ending: Ending, lost: str) -> None:
 def _report_loss(line: str, notes: list[str], first: str | None, ending: Ending) -> None:
     """Print ``line`` if it is the first failure of the job, else refer to the first failure once per host.
 
+    On SIGTERM the watch thread reports while the main thread may be about to: the first one of them does.
+
     Args:
         first: result of :func:`_claim`.
     """
+    with ending.reporting:
+        if not ending.reported:
+            ending.reported = True
+            _say_loss(line, notes, first, ending)
+
+
+def _say_loss(line: str, notes: list[str], first: str | None, ending: Ending) -> None:
     if first == "" or (first is None and ending.reports_alone()):
         _report_cause("\n".join([line, *notes]))
     elif first and os.environ.get("LOCAL_RANK", "0") == "0":
