@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .cli.model_flags import add_model_flags
+from .cli.network_flags import add_network_flags
 from .cli.plan_verb import add_plan_flags, run_plan
 from .cli.schedule_flags import add_schedule_flags, list_schedules
 from .cli.schedule_verbs import (
@@ -78,6 +79,7 @@ def build_parser(verb: str) -> argparse.ArgumentParser:
     )
     cost.add_argument("--json", action="store_true", help="print JSON")
     add_model_flags(cost)
+    add_network_flags(cost, sizes=True)
 
     compare = _schedule_verb(verbs, "compare", run_compare, "simulate several schedules", several=True)
     _add_output(compare, ["text", "html"])

@@ -25,6 +25,7 @@ from ..planner.fbd import comparison_note
 from ..planner.memory import ModelSizes, memory
 from ..planner.stage_costs import message_bytes, repeated_share, split_layers
 from ..planner.text import aligned, format_bytes
+from .host_step import step_on_hosts
 from .model_flags import model_of
 from .schedule_flags import comparison_of, naming_file, simulation_of, timetable_of
 
@@ -213,9 +214,10 @@ def run_dump(args: argparse.Namespace) -> int:
 
 
 def run_simulate(args: argparse.Namespace) -> int:
-    """Print the simulation as text or JSON; with a model also its memory and messages."""
+    """Print the simulation as text or JSON; with a model also its memory and messages, with hosts the step time."""
     simulation, model = simulation_of(args), model_of(args)
     timetable = simulation.timetable
+    on_hosts = step_on_hosts(args, simulation, model)
     if model is None:
         devices, message = None, None
     else:
@@ -229,6 +231,7 @@ def run_simulate(args: argparse.Namespace) -> int:
             "message_bytes": message,
             "layers": None if model is None else model.layers,
             "stage_bytes": None if model is None else _stage_bytes(model),
+            **({} if on_hosts is None else on_hosts.as_dict()),
         }
         more = {key: value for key, value in more.items() if value is not None}
         print(json.dumps({**simulation.as_dict(), **more}))
@@ -246,6 +249,8 @@ def run_simulate(args: argparse.Namespace) -> int:
     )
     if model is not None and devices is not None:
         print("\n".join([*_stage_lines(model, simulation.costs), *_memory_lines(devices)]))
+    if on_hosts is not None:
+        print("\n".join(on_hosts.lines()))
     return EXIT_OK
 
 

@@ -176,17 +176,27 @@ class ModelSizes:
         kept[-1] += 4 * between + 4 * self.seq * self.micro_batch * self.vocab / t
         return tuple(kept)
 
-    def device_parameters(self, placement: Placement, device: int) -> float:
-        """Return the number of parameters on a rank of ``device``. Raises ScheduleError if the layers do not fit."""
-        chunks, stages = placement.chunks[device], placement.stages
-        h, t, layers = self.hidden, self.tensor_parallel, self.layers_of(stages)
+    @property
+    def layer_parameters(self) -> float:
+        """Number of parameters of one transformer layer on a rank."""
+        h, t = self.hidden, self.tensor_parallel
         queries, keys, inner = self._widths
         # Tensor parallelism splits matrices and the biases of column-parallel layers, not other biases and norms.
         layer = (self.work.matrices + queries + 2 * keys + inner) / t + 6 * h
         # Ranks that share a query group have the keys and values of all groups.
-        layer += 2 * keys * (h + 1) * (1 - 1 / t) if t > (self.query_groups or self.heads) else 0
-        embedding = self.vocab * h / t
-        total = sum(layers[chunk.stage] for chunk in chunks) * layer
+        return layer + (2 * keys * (h + 1) * (1 - 1 / t) if t > (self.query_groups or self.heads) else 0)
+
+    @property
+    def embedding_parameters(self) -> float:
+        """Number of parameters of the embedding of tokens on a rank."""
+        return self.vocab * self.hidden / self.tensor_parallel
+
+    def device_parameters(self, placement: Placement, device: int) -> float:
+        """Return the number of parameters on a rank of ``device``. Raises ScheduleError if the layers do not fit."""
+        chunks, stages = placement.chunks[device], placement.stages
+        h, layers = self.hidden, self.layers_of(stages)
+        embedding = self.embedding_parameters
+        total = sum(layers[chunk.stage] for chunk in chunks) * self.layer_parameters
         for pipe in range(placement.replicas):
             first, last = (0, pipe) in chunks, (stages - 1, pipe) in chunks
             total += first * (embedding + (0 if self.rope else self.seq * h))

@@ -1,0 +1,106 @@
+"""Step time of ``simulate --hosts``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..errors import ScheduleError
+from ..parallel.crossing import crossing
+from ..parallel.layout import ParallelLayout, data_parallel_size
+from ..parallel.network import Network
+from ..parallel.rank_order import RankOrder, parse_rank_order
+from ..pipe_schedules.reductions import eager_reductions
+from ..pipe_schedules.simulate import Simulation
+from ..planner.memory import ModelSizes
+from ..planner.stage_costs import forward_flops, split_layers
+from ..planner.step_time import StepTime, step_bytes, step_time, with_tensor_parallel
+from ..planner.text import format_bytes
+from ..planner.traffic import traffic
+from .network_flags import TFLOPS, describe_network, network_of
+
+
+@dataclass(frozen=True)
+class HostStep:
+    """Step time on hosts, and the bytes between hosts in a step."""
+
+    network: Network
+    layout: ParallelLayout
+    step: StepTime
+    bytes_between: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the keys of ``--json``."""
+        return {
+            "step_s": self.step.step_s,
+            "makespan_s": self.step.makespan_s,
+            "exposed_reduction_s": self.step.reductions_s,
+            "gather_s": self.step.gather_s,
+            "bytes_between_hosts": self.bytes_between,
+            "rank_order": str(self.layout.rank_order),
+            "data_parallel_size": self.layout.data_parallel_size,
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield lines of text."""
+        hosts, links = describe_network(self.network)
+        layout, step = self.layout, self.step
+        sizes = f"TP {layout.tensor_parallel_size} x PP {layout.placement.num_devices} x DP {layout.data_parallel_size}"
+        yield f"  hosts             {hosts}, {sizes}, ranks numbered {layout.rank_order}"
+        yield f"  links             {links}"
+        yield f"  step              {step.step_s:.4g} s"
+        yield f"    ops             {step.makespan_s:.4g} s  (with messages and tensor-parallel all-reduces)"
+        yield f"    reductions      {step.reductions_s:.4g} s  (exposed, after the last op)"
+        yield f"    all-gather      {step.gather_s:.4g} s  (weights, ZeRO stage 1)"
+        yield f"  between hosts     {format_bytes(self.bytes_between)} per step"
+
+
+def step_on_hosts(
+    args: argparse.Namespace, simulation: Simulation, model: ModelSizes | None
+) -> HostStep | None:
+    """Return the step time on the hosts of the flags; None without ``--hosts``.
+
+    Raises:
+        ConfigError, ScheduleError: the flags do not fit each other.
+    """
+    network = network_of(args)
+    if network is None:
+        return None
+    timetable, costs = simulation.timetable, simulation.costs
+    if model is None:
+        raise ScheduleError("--hosts: needs a model (got no model). Add --model gpt-10b.")
+    if costs.comm or costs.links:
+        raise ScheduleError(
+            f"--costs: the links of --hosts determine the times of messages (got comm={costs.comm:g} and "
+            f"{len(costs.links)} links). Remove comm and links."
+        )
+    if not costs.forward:
+        raise ScheduleError("--costs: f must be above 0 with --hosts (got 0).")
+    if not timetable.trains:
+        raise ScheduleError("--forward-only: not supported with --hosts (got both). Remove one.")
+    placement = timetable.placement
+    data = args.data_parallel or data_parallel_size(
+        network.hosts.world_size, placement, model.tensor_parallel
+    )
+    order = RankOrder() if args.rank_order is None else parse_rank_order(args.rank_order)
+    layout = ParallelLayout(placement, model.tensor_parallel, data, order)
+    sizes = split_layers(replace(model, data_parallel=data), placement, timetable.schedule)
+    flops = 1e12 * (TFLOPS if args.tflops is None else args.tflops)
+    if not flops > 0:
+        raise ScheduleError(f"--tflops: must be greater than 0 (got {args.tflops:g}).")
+    devices = placement.devices_per_pipe
+    unit_s = forward_flops(sizes) / devices / (model.tensor_parallel * flops) / costs.forward
+    step = step_time(
+        timetable,
+        with_tensor_parallel(costs, sizes, network, devices, unit_s),
+        layout,
+        network,
+        step_bytes(sizes, placement),
+        unit_s,
+        eager_reductions(simulation),
+    )
+    volumes = traffic(sizes, placement, timetable.micro_batches)
+    between = crossing(layout, network.hosts, volumes, timetable.micro_batches).bytes
+    return HostStep(network, layout, step, between)

@@ -1,0 +1,77 @@
+"""Flags of ``simulate`` and ``plan`` for hosts and the links between them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from ..errors import ScheduleError
+from ..parallel.hosts import parse_hosts
+from ..parallel.network import GLOO, HOST_PORTS, NCCL, RANK_PORTS, Link, Network
+from ..planner.text import format_bytes, parse_bytes
+
+_INSIDE, _BETWEEN = "300GB,2us", "25GB,10us"
+TFLOPS = 150.0
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_ONLY_WITH_HOSTS = ("inside", "between", "ports", "collectives", "rank_order")
+
+
+def add_network_flags(verb: argparse.ArgumentParser, *, sizes: bool) -> None:
+    """Add the flags; ``sizes`` includes the rank order, which `plan` chooses, and the rate, which `plan` also has."""
+    group = verb.add_argument_group("hosts, for the step time with reductions")
+    group.add_argument(
+        "--hosts", metavar="4x8", help="hosts x ranks per host; or slots, such as 8,8,4; or a hostfile"
+    )
+    link = "bytes per second and latency of a link"
+    group.add_argument("--inside", metavar=_INSIDE, help=f"{link} inside a host ({_INSIDE})")
+    group.add_argument("--between", metavar=_BETWEEN, help=f"{link} between hosts ({_BETWEEN})")
+    ports = "network ports: one per rank, or one per host, shared by its ranks (rank)"
+    group.add_argument("--ports", choices=[RANK_PORTS, HOST_PORTS], help=ports)
+    group.add_argument("--collectives", choices=[NCCL, GLOO], help="algorithms of the collectives (nccl)")
+    if sizes:
+        rate = f"10^12 operations per second of a device in training ({TFLOPS:g})"
+        group.add_argument("--tflops", type=float, metavar="T", help=rate)
+        group.add_argument(
+            "--rank-order", metavar="tp-dp-pp", help="same as a job's rank_order key (tp-dp-pp)"
+        )
+
+
+def network_of(args: argparse.Namespace) -> Network | None:
+    """Return the network that the flags describe; None without ``--hosts``.
+
+    Raises:
+        ConfigError, ScheduleError: a flag is wrong, or needs ``--hosts``.
+    """
+    if args.hosts is None:
+        for dest in _ONLY_WITH_HOSTS:
+            if (value := getattr(args, dest, None)) is not None:
+                flag = "--" + dest.replace("_", "-")
+                raise ScheduleError(f"{flag}: needs --hosts (got {value}, no hosts). Add --hosts 4x8.")
+        return None
+    inside, between = _link("--inside", args.inside or _INSIDE), _link("--between", args.between or _BETWEEN)
+    return Network(
+        parse_hosts(args.hosts), inside, between, args.ports or RANK_PORTS, args.collectives or NCCL
+    )
+
+
+def describe_network(network: Network) -> list[str]:
+    """Return one line for the hosts and one for the links."""
+    port = "port per rank" if network.ports == RANK_PORTS else "port per host"
+    inside, between = (
+        f"{format_bytes(link.bandwidth)}/s, {1e6 * link.latency:g} us"
+        for link in (network.inside, network.between)
+    )
+    return [f"{network.hosts}", f"inside {inside}; between {between}, one {port}; {network.backend}"]
+
+
+def _link(flag: str, text: str) -> Link:
+    rate, _, latency = text.partition(",")
+    match = re.fullmatch(r"\s*([0-9.]+(?:e-?[0-9]+)?)\s*(ns|us|ms|s)\s*", latency)
+    try:
+        if match is None:
+            raise ValueError(text)
+        return Link(parse_bytes(rate), float(match.group(1)) * _SECONDS[match.group(2)])
+    except ValueError:
+        raise ScheduleError(
+            f"{flag}: must be bytes per second and a latency (got {text!r}). Example: {_BETWEEN}."
+        ) from None

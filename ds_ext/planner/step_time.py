@@ -1,0 +1,338 @@
+"""Step time on several hosts: the simulated timetable, with reductions of gradients that overlap with it.
+
+Each distinct pipeline group is simulated once. A device starts the reduction of a stage at the op of its eager
+reduction (:mod:`..pipe_schedules.reductions`). The collective begins when all ranks of the group have started it and
+the process group is free. The engine waits for all reductions before the optimizer step. ZeRO-1 then gathers the
+weights.
+
+Collectives on a shared port share its rate. Not modeled: messages that wait for other messages or collectives, the
+optimizer's arithmetic, and collectives of single numbers (loss, norm, overflow).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import ConfigError
+from ..parallel.crossing import messages_between, require_slots
+from ..parallel.layout import ParallelLayout
+from ..parallel.partition import end_weights
+from ..parallel.network import HOST_PORTS, Network
+from ..pipe_schedules import Placement, Timetable
+from ..pipe_schedules.costs import Costs
+from ..pipe_schedules.ops import Op
+from ..pipe_schedules.reductions import eager_reductions
+from ..pipe_schedules.simulate import Simulation, simulate
+from .memory import ModelSizes
+from .stage_costs import message_bytes
+
+Reductions = tuple[dict[Op, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes that one rank communicates.
+
+    Args:
+        message: activation or gradient of one micro-batch.
+        gradients: reduced gradients of every stage, without weights tied to other devices.
+        tied: reduced gradient of a weight that the first and the last stage of a pipe share across devices, else 0.
+        weights: weights of every device; gathered after the step with ZeRO-1.
+        zero_stage: 0 or 1.
+    """
+
+    message: float
+    gradients: tuple[float, ...]
+    tied: float
+    weights: tuple[float, ...]
+    zero_stage: int = 0
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Parts of a step, in seconds.
+
+    Attributes:
+        simulation: simulation of the slowest pipeline group, in the unit of its costs.
+        makespan_s: time until the last op.
+        reductions_s: further time until the last reduction: the exposed reduction time.
+        gather_s: time of the last all-gather of ZeRO-1.
+    """
+
+    simulation: Simulation
+    makespan_s: float
+    reductions_s: float
+    gather_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Duration of the step."""
+        return self.makespan_s + self.reductions_s + self.gather_s
+
+
+def step_bytes(sizes: ModelSizes, placement: Placement) -> StepBytes:
+    """Return the bytes that a rank communicates for a GPT. Its gradients are reduced as they are stored.
+
+    Args:
+        sizes: model with the layers of each stage, from :func:`.stage_costs.split_layers`.
+    """
+    tied_across = not sizes.untied and bool(tied_devices(placement))
+    parameters = [layers * sizes.layer_parameters for layers in sizes.layers_of(placement.stages)]
+    if not sizes.rope:
+        parameters[0] += sizes.seq * sizes.hidden
+    parameters[-1] += 2 * sizes.hidden
+    # A weight of two stages on one device is reduced with the later one, which is the first stage of the model.
+    parameters[0] += 0 if tied_across else sizes.embedding_parameters
+    parameters[-1] += sizes.embedding_parameters if sizes.untied else 0
+    return StepBytes(
+        message=message_bytes(sizes),
+        gradients=tuple(count * sizes.gradient_bytes for count in parameters),
+        tied=sizes.embedding_parameters * sizes.gradient_bytes if tied_across else 0.0,
+        weights=tuple(
+            sizes.device_parameters(placement, device) * sizes.weight_bytes
+            for device in range(placement.num_devices)
+        ),
+        zero_stage=sizes.zero_stage,
+    )
+
+
+def with_tensor_parallel(
+    costs: Costs, sizes: ModelSizes, network: Network, devices: int, unit_s: float
+) -> Costs:
+    """Return stage costs with the all-reduces of the layers over the tensor-parallel group.
+
+    A layer all-reduces its output twice in the forward, and its input's gradient twice in the backward (arXiv
+    1909.08053, section 3). They do not overlap with computation. The head counts as layers of the same work. Sequence
+    parallelism sends as many bytes (arXiv 2205.05198, section 4.2.2). The groups are the first ranks of the job.
+
+    Args:
+        costs: costs of every stage, from :func:`.stage_costs.stage_costs`.
+        sizes: model with the layers of each stage.
+        devices: D.
+        unit_s: unit of the costs in seconds.
+    """
+    if sizes.tensor_parallel == 1:
+        return costs
+    assert not isinstance(sizes.layers, int), "split_layers() comes first"
+    _, head = end_weights(sizes.hidden, sizes.vocab, sizes.work)
+    size = message_bytes(replace(sizes, sequence_parallel=False))
+    one = network.all_reduce_time(size, range(sizes.tensor_parallel))
+    added = 2 * one * (sum(sizes.layers) + head) / devices / unit_s
+    repeated = 2 if sizes.recompute == "full" else 1
+    return replace(
+        costs, forward=costs.forward + added, backward_input=costs.backward_input + repeated * added
+    )
+
+
+def message_links(
+    layout: ParallelLayout, network: Network, micro_batches: int, message: float, data: int
+) -> dict[tuple[int, int], float]:
+    """Return (sending device, receiving device) -> seconds of a message in pipeline group ``data``.
+
+    The slowest tensor-parallel rank counts. Ranks of a device send at the same time, in all pipeline groups.
+
+    Args:
+        micro_batches: N per pipeline group.
+        message: bytes.
+    """
+    hosts = network.hosts
+    tensor, groups = range(layout.tensor_parallel_size), range(layout.data_parallel_size)
+    found = {}
+    for sender, receiver in messages_between(layout.placement, micro_batches):
+        pairs = [(layout.rank(sender, d, t), layout.rank(receiver, d, t)) for d in groups for t in tensor]
+        sending = Counter(hosts.of(a) for a, b in pairs if hosts.cross((a, b)))
+        found[sender, receiver] = max(
+            network.shared(sending[hosts.of(a)]).message_time(message, a, b)
+            for a, b in ((layout.rank(sender, data, t), layout.rank(receiver, data, t)) for t in tensor)
+        )
+    return found
+
+
+def step_time(
+    timetable: Timetable,
+    costs: Costs,
+    layout: ParallelLayout,
+    network: Network,
+    volumes: StepBytes,
+    unit_s: float,
+    reductions: Reductions | None = None,
+) -> StepTime:
+    """Simulate a step on a network.
+
+    Args:
+        costs: times of the ops; their message times are replaced.
+        volumes: bytes of messages, gradients and weights.
+        unit_s: unit of the costs in seconds.
+        reductions: op -> stages to reduce after it, by device; None: as for a job without costs.
+
+    Raises:
+        ConfigError: the hosts do not have one slot per rank, or the layout has forward ranks.
+        ScheduleError: the timetable is incomplete, or it deadlocks.
+    """
+    require_slots(layout, network.hosts)
+    placement = layout.placement
+    if placement.forward_devices:
+        raise ConfigError(
+            f"--hosts: schedules with forward ranks are not modeled on several hosts (got {timetable.schedule}). "
+            "Remove --hosts."
+        )
+    if reductions is None:
+        reductions = eager_reductions(simulate(timetable))
+    seen: dict[tuple[tuple[tuple[int, int], float], ...], Simulation] = {}
+    simulations: list[Simulation] = []
+    for data in range(layout.data_parallel_size):
+        seconds = message_links(layout, network, timetable.micro_batches, volumes.message, data)
+        key = tuple(sorted(seconds.items()))
+        if key not in seen:
+            links = {link: time / unit_s for link, time in key}
+            seen[key] = simulate(timetable, replace(costs, comm=0.0, links=links))
+        simulations.append(seen[key])
+    slowest = max(simulations, key=lambda simulation: simulation.makespan)
+    makespan_s = slowest.makespan * unit_s
+    distinct = list(seen.values())
+    queues = [
+        _queue(devices, distinct, reductions, layout, network, volumes, unit_s)
+        for devices in placement.replica_groups
+    ]
+    reduced_s = max(makespan_s, _reductions_end(queues, network.lanes))
+    gather_s = 0.0
+    if volumes.zero_stage:
+        gather_s = max(
+            _over_tensor_ranks(layout, network, devices, volumes.weights[devices[0]], gather=True)
+            for devices in placement.replica_groups
+        )
+    return StepTime(slowest, makespan_s, reduced_s - makespan_s, gather_s)
+
+
+@dataclass
+class _Collective:
+    """Reduction that has begun.
+
+    Attributes:
+        lane: index of its process group, and of its place there.
+        hosts: hosts whose ports it uses; empty: it shares no port.
+        latency_s, transfer_s: remaining time, without and of the transfer over the ports.
+    """
+
+    lane: tuple[int, int]
+    hosts: frozenset[int]
+    latency_s: float
+    transfer_s: float
+
+
+def _reductions_end(
+    queues: Sequence[Sequence[tuple[float, float, float, frozenset[int]]]], lanes: int
+) -> float:
+    """Return the second at which the last reduction ends.
+
+    Collectives share ports equally, as fluids. Those of one process group begin in order.
+
+    Args:
+        queues: (start, latency, transfer time, hosts) of the collectives of every process group.
+        lanes: collectives of one process group that run at the same time.
+    """
+    waiting = [list(queue) for queue in queues]
+    running: list[_Collective] = []
+    now = 0.0
+    while running or any(waiting):
+        for group, queue in enumerate(waiting):
+            used = {one.lane[1] for one in running if one.lane[0] == group}
+            for lane in sorted(set(range(lanes)) - used):
+                if queue and queue[0][0] <= now:
+                    _, latency, transfer, hosts = queue.pop(0)
+                    running.append(_Collective((group, lane), hosts, latency, transfer))
+        users = Counter(host for one in running if one.transfer_s > 0 for host in one.hosts)
+        slowdowns = [max((users[host] for host in one.hosts), default=1) for one in running]
+        until = [
+            slow * one.transfer_s if one.transfer_s > 0 else one.latency_s
+            for one, slow in zip(running, slowdowns, strict=True)
+        ]
+        starts = [queue[0][0] - now for queue in waiting if queue and queue[0][0] > now]
+        passed = min([*until, *starts])
+        now += passed
+        for one, slow, left in zip(running, slowdowns, until, strict=True):
+            if one.transfer_s > 0:
+                one.transfer_s = 0.0 if left <= passed else one.transfer_s - passed / slow
+            else:
+                one.latency_s = 0.0 if left <= passed else one.latency_s - passed
+        running = [one for one in running if one.transfer_s > 0 or one.latency_s > 0]
+    return now
+
+
+def _queue(
+    devices: Sequence[int],
+    simulations: Sequence[Simulation],
+    reductions: Reductions,
+    layout: ParallelLayout,
+    network: Network,
+    volumes: StepBytes,
+    unit_s: float,
+) -> list[tuple[float, float, float, frozenset[int]]]:
+    """Return the reductions of replicas in their common order: (start, latency, transfer time, hosts)."""
+    starts: dict[int, float] = {}
+    last = 0.0
+    for simulation in simulations:
+        for device in devices:
+            for op, _, end in simulation.spans[device]:
+                last = max(last, end * unit_s)
+                for stage in reductions[device].get(op, ()):
+                    starts[stage] = max(starts.get(stage, 0.0), end * unit_s)
+    sizes = [(start, volumes.gradients[stage]) for stage, start in starts.items()]
+    tie = _tie_time(devices, layout, network, volumes)
+    if tie is not None:
+        sizes.append((last + tie, volumes.tied))
+    found = []
+    for start, size in sizes:
+        whole = _over_tensor_ranks(layout, network, devices, size)
+        transfer, hosts = 0.0, frozenset[int]()
+        if network.ports == HOST_PORTS:
+            ranks = [
+                layout.rank(device, data, 0)
+                for data in range(layout.data_parallel_size)
+                for device in devices
+            ]
+            hosts = frozenset(map(network.hosts.of, ranks))
+            transfer = min(whole, network.shared(layout.tensor_parallel_size).port_time(size, ranks))
+        found.append((start, whole - transfer, transfer, hosts))
+    return found
+
+
+def _tie_time(
+    devices: Sequence[int], layout: ParallelLayout, network: Network, volumes: StepBytes
+) -> float | None:
+    """Return the seconds to sum a tied weight's gradient over the devices that hold it; None without such a weight."""
+    if not volumes.tied:
+        return None
+    seconds = []
+    for first, last in tied_devices(layout.placement):
+        if first in devices or last in devices:
+            groups, tensor = range(layout.data_parallel_size), range(layout.tensor_parallel_size)
+            for data in groups:
+                for t in tensor:
+                    ranks = [layout.rank(first, data, t), layout.rank(last, data, t)]
+                    seconds.append(network.all_reduce_time(volumes.tied, ranks))
+    return max(seconds, default=None)
+
+
+def tied_devices(placement: Placement) -> list[tuple[int, int]]:
+    """Return (device of the first stage, device of the last stage) of every pipe in which they differ."""
+    ends = [(pipe[0], pipe[-1]) for pipe in placement.pipes]
+    return [pair for pair in ends if pair[0] != pair[1]]
+
+
+def _over_tensor_ranks(
+    layout: ParallelLayout, network: Network, devices: Sequence[int], size: float, gather: bool = False
+) -> float:
+    """Return the seconds of a collective over replicas and data-parallel ranks, for the slowest tensor-parallel rank.
+
+    The groups of all tensor-parallel ranks run at the same time.
+    """
+    tensor, groups = layout.tensor_parallel_size, range(layout.data_parallel_size)
+    network = network.shared(tensor)
+    collective = network.all_gather_time if gather else network.all_reduce_time
+    return max(
+        collective(size, [layout.rank(device, data, t) for data in groups for device in devices])
+        for t in range(tensor)
+    )
