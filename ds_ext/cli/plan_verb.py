@@ -19,10 +19,12 @@ from ..planner.memory import ModelSizes
 from ..planner.parallel_sizes import Cluster, ClusterPlan, ParallelSizes, plan_cluster
 from ..planner.text import aligned, format_bytes, join_reasons, join_words, parse_bytes
 from .model_flags import add_model_flags, model_of
+from .network_flags import add_network_flags, describe_network, network_of
 from .schedule_flags import add_import_flag
 from .schedule_verbs import EXIT_INVALID, EXIT_OK
 
 _SHOWN = 10  # rows of the table
+_BANDWIDTH = "25GB"
 _PATIENCE_S = 2.0  # before the progress is shown
 # Usual values for GPT; replace them for a real run. torch's own Adam needs no compiler.
 _ADAM = {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "torch_adam": True}
@@ -36,8 +38,8 @@ def add_plan_flags(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--global-batch-size", type=int, required=True, metavar="G", help=samples)
     rate = "10^12 operations per second of a device in training (%(default)g)"
     verb.add_argument("--tflops", type=float, default=150.0, metavar="T", help=rate)
-    bandwidth = "message bandwidth in bytes per second (%(default)s)"
-    verb.add_argument("--bandwidth", default="25GB", metavar="25GB", help=bandwidth)
+    bandwidth = f"message bandwidth in bytes per second, without --hosts ({_BANDWIDTH})"
+    verb.add_argument("--bandwidth", metavar=_BANDWIDTH, help=bandwidth)
     costs = (
         "times of backward_input and backward_weight relative to the forward (%(default)s), or a JSON file"
     )
@@ -53,6 +55,7 @@ def add_plan_flags(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--json", action="store_true", help="print JSON")
     add_import_flag(verb)
     add_model_flags(verb, parallel=False)
+    add_network_flags(verb, sizes=False)
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -61,13 +64,19 @@ def run_plan(args: argparse.Namespace) -> int:
     Raises:
         ScheduleError: a flag is wrong, or no sizes are possible.
     """
+    network = network_of(args)
+    if network is not None:
+        for flag, value in (("bandwidth", args.bandwidth), ("forward-devices", args.forward_devices)):
+            if value is not None:
+                raise ScheduleError(f"--{flag}: not supported with --hosts (got {value}). Remove one.")
     cluster = Cluster(
         args.devices,
         parse_bytes(args.memory),
         args.global_batch_size,
         args.tflops * 1e12,
-        parse_bytes(args.bandwidth),
+        parse_bytes(args.bandwidth or _BANDWIDTH),
         args.tensor_parallel,
+        network,
     )
     args.tensor_parallel = None  # a limit on the search, not a size of the model
     model = model_of(args)
@@ -139,12 +148,22 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 def _header(args: argparse.Namespace, cluster: Cluster, model: ModelSizes) -> list[str]:
     parameters = model.device_parameters(linear(1), 0) / 1e9
     zero = "1 with several copies of the weights" if model.zero_stage else "0"
+    if cluster.network is None:
+        messages = [f"messages    {format_bytes(cluster.bandwidth)}/s"]
+        missing = "tensor-parallel communication, gradient reduction, optimizer step, savings below 1%"
+    else:
+        hosts, links = describe_network(cluster.network)
+        messages = [f"hosts       {hosts}", f"links       {links}"]
+        missing = (
+            "messages waiting for other messages or collectives, optimizer step, loss and norm; candidates whose "
+            "bound without communication is not 1% better"
+        )
     return [
         f"model       {args.model or 'custom'}, {parameters:.3g} billion parameters, 16 bits, ZeRO stage {zero}",
         f"devices     {cluster.devices} x {format_bytes(cluster.memory_bytes)}, {args.tflops:g} TFLOP/s each",
-        f"messages    {format_bytes(cluster.bandwidth)}/s",
+        *messages,
         f"batch       {cluster.batch} samples per step, micro-batches of {model.micro_batch}",
-        "not modeled tensor-parallel communication, gradient reduction, optimizer step, savings below 1%",
+        f"not modeled {missing}",
     ]
 
 
@@ -175,6 +194,9 @@ def _reason(plan: ClusterPlan) -> str:
     """Return the best sizes, how much longer the next ones take, and the reason for the schedule."""
     best = plan.best
     second = next((sizes for sizes in plan.ranked[1:] if sizes.fits and sizes.step_s is not None), None)
+    order = "" if best.rank_order is None else f"\n  rank order {best.rank_order}"
+    if best.step is not None:
+        order += f": reductions {best.step.reductions_s:.3g} s exposed, all-gather {best.step.gather_s:.3g} s"
     if not best.fits:
         first = f"smallest: {best}"
     elif second is None:
@@ -184,7 +206,7 @@ def _reason(plan: ClusterPlan) -> str:
         first = f"best: {best}; next: {second}, " + (
             f"{longer:.1%} longer" if longer > 5e-4 else "as fast, not smaller"
         )
-    return f"{first}\n  {best.candidates.reason()}"
+    return f"{first}\n  {best.candidates.reason()}{order}"
 
 
 def _remedies(model: ModelSizes) -> str:
@@ -253,5 +275,11 @@ def _sizes_as_dict(sizes: ParallelSizes) -> dict[str, Any]:
             "step_s": sizes.step_s,
             "bubble": candidate.bubble,
             "memory_bytes": candidate.memory_bytes,
+        }
+    if sizes.step is not None:
+        result |= {
+            "rank_order": str(sizes.rank_order),
+            "exposed_reduction_s": sizes.step.reductions_s,
+            "gather_s": sizes.step.gather_s,
         }
     return result

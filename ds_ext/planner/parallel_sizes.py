@@ -5,7 +5,8 @@ A device computes at a given rate, and messages have a given bandwidth. The forw
 s, hidden size h, vocabulary size V). Layers are assigned to balance the work of the devices, with the head on the last
 stage (:mod:`.stage_costs`). A message has 2bsh bytes.
 
-Not modeled: tensor-parallel communication, gradient reduction over data-parallel ranks, the optimizer step.
+With hosts, every candidate is simulated again for each rank order, with links, reductions and tensor-parallel
+all-reduces (:mod:`.step_time`). Not modeled: without hosts, these; in both cases, the optimizer step.
 """
 
 from __future__ import annotations
@@ -15,15 +16,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ScheduleError
+from ..parallel.crossing import rank_orders
+from ..parallel.layout import ParallelLayout
+from ..parallel.network import Network
+from ..parallel.rank_order import RankOrder
+from ..pipe_schedules import get_schedule
 from ..pipe_schedules.costs import Costs
+from ..pipe_schedules.reductions import eager_reductions
+from ..pipe_schedules.simulate import simulate
 from .memory import ModelSizes
 from .search import Candidate, Candidates, Request, choose
 from .stage_costs import forward_flops, message_bytes
+from .step_time import StepTime, step_bytes, step_time, with_tensor_parallel
 from .text import join_reasons, join_words
 
 MOST_TENSOR_PARALLEL = 8
 TRAINED = ("none", "full")  # kinds of recomputation that `plan` considers
 _MARGIN = 0.01  # schedules that save less are not evaluated
+_SIMULATED = 4  # candidates of the same sizes that are simulated on hosts
 _SEARCHED = 100  # distance within which an error looks for sizes that fit
 
 
@@ -38,9 +48,10 @@ class Cluster:
         flops: operations per second of a device in training, which is less than its peak.
         bandwidth: bytes per second of a message between two devices.
         tensor_parallel: the only tensor-parallel size to consider; None: all up to 8.
+        network: hosts and links; replaces ``bandwidth``.
 
     Raises:
-        ScheduleError: a value is not positive.
+        ScheduleError: a value is not positive, or the hosts do not have one slot per device.
     """
 
     devices: int
@@ -49,8 +60,15 @@ class Cluster:
     flops: float = 150e12
     bandwidth: float = 25e9
     tensor_parallel: int | None = None
+    network: Network | None = None
 
     def __post_init__(self) -> None:
+        if self.network is not None and self.network.hosts.world_size != self.devices:
+            hosts = self.network.hosts
+            raise ScheduleError(
+                f"--hosts: must have one slot per device (got {hosts}, {hosts.world_size} slots, and {self.devices} "
+                f"devices). Use --devices {hosts.world_size}, or other hosts."
+            )
         for name in ("devices", "memory_bytes", "batch", "flops", "bandwidth", "tensor_parallel"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -64,6 +82,8 @@ class ParallelSizes:
     Attributes:
         micro_batches: N, micro-batches per pipeline group and step.
         forward_s: time of a forward of 1/D of the model in seconds, the unit of the candidates' times.
+        rank_order: order with the shortest step; None without hosts.
+        step: parts of the step of the best candidate; None without hosts, or if nothing fits.
     """
 
     tensor: int
@@ -72,6 +92,8 @@ class ParallelSizes:
     micro_batches: int
     forward_s: float
     candidates: Candidates
+    rank_order: RankOrder | None = None
+    step: StepTime | None = None
 
     @property
     def candidate(self) -> Candidate | None:
@@ -111,6 +133,7 @@ class ParallelSizes:
             "schedule": candidate.schedule,
             "pipeline_parallel_size": self.pipeline,
             "tensor_parallel_size": self.tensor,
+            **({} if self.rank_order is None else {"rank_order": str(self.rank_order)}),
             "schedule_options": candidate.settings,
             "train": train,
         }
@@ -211,11 +234,56 @@ def _price(
 ) -> ParallelSizes:
     sizes = replace(sizes, tensor_parallel=tensor, data_parallel=data)
     costs, forward_s = unit_costs(cluster, sizes, ratios, pipeline)
+    if cluster.network is not None:
+        costs = replace(costs, comm=0.0)
     micro_batches = cluster.batch // (data * sizes.micro_batch)
     request = Request(
         pipeline, micro_batches, costs, sizes, cluster.memory_bytes, TRAINED, cheap_ops=0, margin=_MARGIN
     )
-    return ParallelSizes(tensor, pipeline, data, micro_batches, forward_s, choose(request))
+    found = ParallelSizes(tensor, pipeline, data, micro_batches, forward_s, choose(request))
+    return found if cluster.network is None else _on_hosts(found, cluster.network, sizes)
+
+
+def _on_hosts(found: ParallelSizes, network: Network, sizes: ModelSizes) -> ParallelSizes:
+    """Return the sizes with the candidates' times on the hosts, each with its best rank order."""
+    usable, refused = found.candidates.usable, [c for c in found.candidates.ranked if c.refusal]
+    priced: list[tuple[float, int, Candidate, RankOrder, StepTime]] = []
+    for index, candidate in enumerate(usable[:_SIMULATED]):
+        step, order = _best_order(found, candidate, network, sizes)
+        units = step.step_s / found.forward_s
+        on_hosts = replace(candidate, time=units, bubble=step.simulation.bubble)
+        priced.append((units, index, on_hosts, order, step))
+    if not priced:
+        return found
+    priced.sort(key=lambda row: row[:2])
+    _, _, _, order, step = priced[0]
+    skipped = [replace(c, refusal="Not simulated on the hosts.", unpriced=True) for c in usable[_SIMULATED:]]
+    ranked = (*(row[2] for row in priced), *refused, *skipped)
+    candidates = replace(found.candidates, ranked=ranked)
+    return replace(found, candidates=candidates, rank_order=order, step=step)
+
+
+def _best_order(
+    found: ParallelSizes, candidate: Candidate, network: Network, sizes: ModelSizes
+) -> tuple[StepTime, RankOrder]:
+    """Return the shortest step over all rank orders, and its order."""
+    timetable = get_schedule(candidate.schedule).timetable(
+        found.pipeline, found.micro_batches, candidate.options, candidate.costs
+    )
+    placement = timetable.placement
+    sizes = replace(sizes, layers=candidate.layers or sizes.layers, recompute=candidate.recompute)
+    layout = ParallelLayout(placement, found.tensor, found.data)
+    costs = with_tensor_parallel(candidate.costs, sizes, network, found.pipeline, found.forward_s)
+    reductions = eager_reductions(simulate(timetable, candidate.costs))
+    volumes = step_bytes(sizes, placement)
+    steps: list[tuple[float, int, StepTime, RankOrder]] = []
+    for index, order in enumerate(rank_orders(layout)):
+        ordered = replace(layout, rank_order=order)
+        step = step_time(timetable, costs, ordered, network, volumes, found.forward_s, reductions)
+        # Sums of the same times in a different order differ by rounding.
+        steps.append((float(f"{step.step_s:.7g}"), index, step, order))
+    _, _, step, order = min(steps, key=lambda row: row[:2])
+    return step, order
 
 
 def _order(sizes: ParallelSizes) -> tuple[float, ...]:

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from ..errors import ConfigError
 from ..parallel.crossing import messages_between, require_slots
 from ..parallel.layout import ParallelLayout
-from ..parallel.partition import end_weights
 from ..parallel.network import HOST_PORTS, Network
+from ..parallel.partition import end_weights
 from ..pipe_schedules import Placement, Timetable
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.ops import Op
