@@ -20,14 +20,13 @@ from ..parallel.crossing import rank_orders
 from ..parallel.layout import ParallelLayout
 from ..parallel.network import Network
 from ..parallel.rank_order import RankOrder
-from ..pipe_schedules import get_schedule
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.reductions import eager_reductions
 from ..pipe_schedules.simulate import simulate
 from .memory import ModelSizes
 from .search import Candidate, Candidates, Request, choose
 from .stage_costs import forward_flops, message_bytes
-from .step_time import StepTime, step_bytes, step_time, with_tensor_parallel
+from .step_time import StepTime, step_bytes, step_times, with_tensor_parallel
 from .text import join_reasons, join_words
 
 MOST_TENSOR_PARALLEL = 8
@@ -267,23 +266,20 @@ def _best_order(
     found: ParallelSizes, candidate: Candidate, network: Network, sizes: ModelSizes
 ) -> tuple[StepTime, RankOrder]:
     """Return the shortest step over all rank orders, and its order."""
-    timetable = get_schedule(candidate.schedule).timetable(
-        found.pipeline, found.micro_batches, candidate.options, candidate.costs
-    )
+    timetable = candidate.timetable
+    assert timetable is not None, "usable candidates are simulated"
     placement = timetable.placement
     sizes = replace(sizes, layers=candidate.layers or sizes.layers, recompute=candidate.recompute)
     layout = ParallelLayout(placement, found.tensor, found.data)
     costs = with_tensor_parallel(candidate.costs, sizes, network, found.pipeline, found.forward_s)
     reductions = eager_reductions(simulate(timetable, candidate.costs))
     volumes = step_bytes(sizes, placement)
-    steps: list[tuple[float, int, StepTime, RankOrder]] = []
-    for index, order in enumerate(rank_orders(layout)):
-        ordered = replace(layout, rank_order=order)
-        step = step_time(timetable, costs, ordered, network, volumes, found.forward_s, reductions)
-        # Sums of the same times in a different order differ by rounding.
-        steps.append((float(f"{step.step_s:.7g}"), index, step, order))
-    _, _, step, order = min(steps, key=lambda row: row[:2])
-    return step, order
+    orders = rank_orders(layout)
+    layouts = [replace(layout, rank_order=order) for order in orders]
+    steps = step_times(timetable, costs, layouts, network, volumes, found.forward_s, reductions)
+    # Sums of the same times in a different order differ by rounding.
+    best = min(range(len(steps)), key=lambda index: (float(f"{steps[index].step_s:.7g}"), index))
+    return steps[best], orders[best]
 
 
 def _order(sizes: ParallelSizes) -> tuple[float, ...]:

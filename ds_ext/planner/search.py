@@ -47,6 +47,7 @@ class Candidate:
         stages: stages of the model.
         layers: transformer layers of every stage.
         unpriced: True if a lower bound on its time ruled out the candidate.
+        timetable: simulated timetable; None if not simulated.
     """
 
     schedule: str
@@ -63,6 +64,7 @@ class Candidate:
     stages: int = 0
     layers: tuple[int, ...] | None = None
     unpriced: bool = False
+    timetable: Timetable | None = field(default=None, compare=False, repr=False)
 
     @property
     def label(self) -> str:
@@ -354,6 +356,7 @@ class _Variant:
             activations=max(simulation.peak_activations),
             stages=timetable.placement.stages,
             costs=self.costs,
+            timetable=timetable,
             layers=sizes.layers if sizes is not None and isinstance(sizes.layers, tuple) else None,
         )
 

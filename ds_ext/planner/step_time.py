@@ -12,7 +12,7 @@ optimizer's arithmetic, and collectives of single numbers (loss, norm, overflow)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import ConfigError
@@ -23,7 +23,6 @@ from ..parallel.partition import end_weights
 from ..pipe_schedules import Placement, Timetable
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.ops import Op
-from ..pipe_schedules.reductions import eager_reductions
 from ..pipe_schedules.simulate import Simulation, simulate
 from .memory import ModelSizes
 from .stage_costs import message_bytes
@@ -127,26 +126,28 @@ def with_tensor_parallel(
 
 
 def message_links(
-    layout: ParallelLayout, network: Network, micro_batches: int, message: float, data: int
-) -> dict[tuple[int, int], float]:
-    """Return (sending device, receiving device) -> seconds of a message in pipeline group ``data``.
+    layout: ParallelLayout, network: Network, pairs: Iterable[tuple[int, int]], message: float
+) -> list[dict[tuple[int, int], float]]:
+    """Return (sending device, receiving device) -> seconds of a message, for every pipeline group.
 
     The slowest tensor-parallel rank counts. Ranks of a device send at the same time, in all pipeline groups.
 
     Args:
-        micro_batches: N per pipeline group.
+        pairs: (sending device, receiving device) of every link.
         message: bytes.
     """
-    hosts = network.hosts
-    tensor, groups = range(layout.tensor_parallel_size), range(layout.data_parallel_size)
-    found = {}
-    for sender, receiver in messages_between(layout.placement, micro_batches):
-        pairs = [(layout.rank(sender, d, t), layout.rank(receiver, d, t)) for d in groups for t in tensor]
-        sending = Counter(hosts.of(a) for a, b in pairs if hosts.cross((a, b)))
-        found[sender, receiver] = max(
-            network.shared(sending[hosts.of(a)]).message_time(message, a, b)
-            for a, b in ((layout.rank(sender, data, t), layout.rank(receiver, data, t)) for t in tensor)
-        )
+    hosts, tensor = network.hosts, range(layout.tensor_parallel_size)
+    found: list[dict[tuple[int, int], float]] = [{} for _ in range(layout.data_parallel_size)]
+    for pair in pairs:
+        ranks = [
+            [(layout.rank(pair[0], data, t), layout.rank(pair[1], data, t)) for t in tensor]
+            for data in range(len(found))
+        ]
+        sending = Counter(hosts.of(a) for group in ranks for a, b in group if hosts.cross((a, b)))
+        for links, group in zip(found, ranks, strict=True):
+            links[pair] = max(
+                network.shared(sending[hosts.of(a)]).message_time(message, a, b) for a, b in group
+            )
     return found
 
 
@@ -157,51 +158,78 @@ def step_time(
     network: Network,
     volumes: StepBytes,
     unit_s: float,
-    reductions: Reductions | None = None,
+    reductions: Reductions,
 ) -> StepTime:
-    """Simulate a step on a network.
+    """Simulate a step on a network; the arguments and errors are those of :func:`step_times`."""
+    return step_times(timetable, costs, [layout], network, volumes, unit_s, reductions)[0]
+
+
+def step_times(
+    timetable: Timetable,
+    costs: Costs,
+    layouts: Sequence[ParallelLayout],
+    network: Network,
+    volumes: StepBytes,
+    unit_s: float,
+    reductions: Reductions,
+) -> list[StepTime]:
+    """Simulate a step on a network for every layout.
 
     Args:
         costs: times of the ops; their message times are replaced.
+        layouts: layouts with the timetable's placement, such as one for each rank order.
         volumes: bytes of messages, gradients and weights.
         unit_s: unit of the costs in seconds.
-        reductions: op -> stages to reduce after it, by device; None: as for a job without costs.
+        reductions: op -> stages to reduce after it, by device, from the simulation in the job plan.
 
     Raises:
         ConfigError: the hosts do not have one slot per rank, or the layout has forward ranks.
         ScheduleError: the timetable is incomplete, or it deadlocks.
     """
-    require_slots(layout, network.hosts)
-    placement = layout.placement
+    placement = timetable.placement
     if placement.forward_devices:
         raise ConfigError(
             f"--hosts: schedules with forward ranks are not modeled on several hosts (got {timetable.schedule}). "
             "Remove --hosts."
         )
-    if reductions is None:
-        reductions = eager_reductions(simulate(timetable))
-    seen: dict[tuple[tuple[tuple[int, int], float], ...], Simulation] = {}
-    simulations: list[Simulation] = []
-    for data in range(layout.data_parallel_size):
-        seconds = message_links(layout, network, timetable.micro_batches, volumes.message, data)
-        key = tuple(sorted(seconds.items()))
-        if key not in seen:
-            links = {link: time / unit_s for link, time in key}
-            seen[key] = simulate(timetable, replace(costs, comm=0.0, links=links))
-        simulations.append(seen[key])
+    pairs = list(messages_between(placement, timetable.micro_batches))
+    simulations: dict[tuple[float, ...], Simulation] = {}
+    steps = []
+    for layout in layouts:
+        require_slots(layout, network.hosts)
+        keys = set()
+        for links in message_links(layout, network, pairs, volumes.message):
+            key = tuple(links.values())
+            keys.add(key)
+            if key not in simulations:
+                units = {link: seconds / unit_s for link, seconds in links.items()}
+                simulations[key] = simulate(timetable, replace(costs, comm=0.0, links=units))
+        distinct = [simulations[key] for key in sorted(keys)]
+        steps.append(_with_collectives(distinct, layout, network, volumes, unit_s, reductions))
+    return steps
+
+
+def _with_collectives(
+    simulations: Sequence[Simulation],
+    layout: ParallelLayout,
+    network: Network,
+    volumes: StepBytes,
+    unit_s: float,
+    reductions: Reductions,
+) -> StepTime:
+    """Return the step of the given pipeline groups with the collectives that follow their ops."""
+    groups = layout.placement.replica_groups
     slowest = max(simulations, key=lambda simulation: simulation.makespan)
     makespan_s = slowest.makespan * unit_s
-    distinct = list(seen.values())
     queues = [
-        _queue(devices, distinct, reductions, layout, network, volumes, unit_s)
-        for devices in placement.replica_groups
+        _queue(devices, simulations, reductions, layout, network, volumes, unit_s) for devices in groups
     ]
     reduced_s = max(makespan_s, _reductions_end(queues, network.lanes))
     gather_s = 0.0
     if volumes.zero_stage:
         gather_s = max(
             _over_tensor_ranks(layout, network, devices, volumes.weights[devices[0]], gather=True)
-            for devices in placement.replica_groups
+            for devices in groups
         )
     return StepTime(slowest, makespan_s, reduced_s - makespan_s, gather_s)
 

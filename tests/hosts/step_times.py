@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from ds_ext.parallel.network import GLOO, HOST_PORTS, Link, Network
 from ds_ext.parallel.rank_order import parse_rank_order
 from ds_ext.pipe_schedules import Timetable, get_schedule
 from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.reductions import eager_reductions
+from ds_ext.pipe_schedules.simulate import simulate
 from ds_ext.planner.step_time import StepBytes, step_time
 
 RANKS = 8
@@ -82,7 +84,8 @@ class Case:
         volumes = StepBytes(
             4096 + _HEADER_BYTES, (gradient,) * timetable.placement.stages, 0.0, (0.0,) * self.devices
         )
-        return 1000 * step_time(timetable, self.costs, layout, network, volumes, 1e-3).step_s
+        reductions = eager_reductions(simulate(timetable))
+        return 1000 * step_time(timetable, self.costs, layout, network, volumes, 1e-3, reductions).step_s
 
 
 SCHEDULES = ("1f1b", "bitpipe", "bitpipe_zb")
@@ -93,7 +96,7 @@ def cases() -> list[Case]:
     rows = []
     for devices, micro_batches in ((8, 16), (4, 8)):
         for schedule in SCHEDULES:
-            rows += [Case(schedule, devices, micro_batches, 30.0, delay_ms) for delay_ms in (5.0, 20.0)]
+            rows += [Case(schedule, devices, micro_batches, 30.0, delay_ms) for delay_ms in (0.0, 5.0, 20.0)]
     rows += [Case(schedule, 4, 8, 20.0, 5.0, 100.0, 250_000, "tp-pp-dp") for schedule in SCHEDULES]
     return rows
 

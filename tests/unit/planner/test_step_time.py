@@ -1,0 +1,100 @@
+"""Step times on hosts: messages by link, reductions after their last backward, shared ports, rank orders."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from ds_ext.__main__ import main
+from ds_ext.parallel.hosts import Hosts
+from ds_ext.parallel.layout import ParallelLayout
+from ds_ext.parallel.network import HOST_PORTS, RANK_PORTS, Link, Network
+from ds_ext.parallel.rank_order import parse_rank_order
+from ds_ext.pipe_schedules import get_schedule
+from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.reductions import eager_reductions
+from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.planner.step_time import StepBytes, StepTime, step_time
+
+FREE = Link(1e14, 0.0)
+
+
+def on_hosts(
+    hosts: Hosts, between: Link, gradient: float, order: str, ports: str = RANK_PORTS, tied: float = 0.0
+) -> StepTime:
+    timetable = get_schedule("1f1b").timetable(4, 8)
+    layout = ParallelLayout(timetable.placement, 1, 2, parse_rank_order(order))
+    volumes = StepBytes(1.0, (gradient,) * 4, tied, (0.0,) * 4)
+    return step_time(
+        timetable,
+        Costs(),
+        layout,
+        Network(hosts, FREE, between, ports),
+        volumes,
+        1.0,
+        eager_reductions(simulate(timetable)),
+    )
+
+
+def test_messages_take_the_time_of_their_link() -> None:
+    timetable = get_schedule("1f1b").timetable(4, 8)
+    # Devices 0 and 1 are on one host, 2 and 3 on the other.
+    expected = simulate(timetable, Costs(links={(1, 2): 0.5, (2, 1): 0.5})).makespan
+    step = on_hosts(Hosts((4, 4)), Link(1e14, 0.5), 0.0, "tp-dp-pp")
+    assert step.step_s == pytest.approx(expected)
+
+
+def test_only_the_last_reduction_is_exposed() -> None:
+    # 2 ranks, 1 byte: a ring takes 1 s; the reductions of other devices end before the last op of device 0.
+    step = on_hosts(Hosts((4, 4)), Link(1.0, 0.0), 1.0, "tp-pp-dp")
+    assert step.reductions_s == pytest.approx(1.0)
+
+
+def test_reductions_share_the_port_of_a_host() -> None:
+    # Device d starts 2 s before device d - 1 and transfers for 4 s.
+    alone = on_hosts(Hosts((4, 4)), Link(1.0, 0.0), 4.0, "tp-pp-dp")
+    shared = on_hosts(Hosts((4, 4)), Link(1.0, 0.0), 4.0, "tp-pp-dp", HOST_PORTS)
+    assert alone.reductions_s == pytest.approx(4.0)
+    # 16 s of transfers through one port begin 6 s before the last op ends.
+    assert shared.reductions_s == pytest.approx(10.0)
+
+
+def test_tied_weight_is_reduced_after_the_last_op() -> None:
+    step = on_hosts(Hosts((4, 4)), Link(1.0, 0.0), 0.0, "tp-pp-dp", tied=2.0)
+    assert step.reductions_s == pytest.approx(2.0)
+
+
+def test_simulate_prints_the_step_of_1024_devices_within_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    start = time.process_time()
+    words = "simulate bitpipe --num-devices 16 --micro-batches 64 --hosts 128x8 --model gpt-175b"
+    assert main([*words.split(), "--tensor-parallel", "8", "--zero", "1", "--json"]) == 0
+    assert time.process_time() - start < 20
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["data_parallel_size"] == 8
+    parts = printed["makespan_s"] + printed["exposed_reduction_s"] + printed["gather_s"]
+    assert printed["step_s"] == pytest.approx(parts)
+    assert printed["bytes_between_hosts"] > 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--between 1GB,1us",
+        "--hosts 2x4",
+        "--hosts 2x4 --model gpt-10b --costs f=1,comm=1",
+        "--hosts 3x1 --model gpt-10b",
+    ],
+)
+def test_simulate_refuses_flags_that_do_not_fit(words: str) -> None:
+    assert main(["simulate", "1f1b", "--num-devices", "4", "--micro-batches", "8", *words.split()]) == 2
+
+
+def test_plan_chooses_a_rank_order(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "plan --devices 8 --memory 80GB --global-batch-size 16 --model gpt-6.7b --tensor-parallel 1"
+    assert main([*words.split(), "--hosts", "2x4", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    order = printed["best"][0]["rank_order"]
+    assert printed["config"]["ds_ext"]["rank_order"] == order
+    assert str(parse_rank_order(order)) == order
