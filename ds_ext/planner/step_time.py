@@ -330,7 +330,7 @@ def _queue(
 def _tie_time(
     devices: Sequence[int], layout: ParallelLayout, network: Network, volumes: StepBytes
 ) -> float | None:
-    """Return the seconds to sum a tied weight's gradient over the devices that hold it; None without such a weight."""
+    """Return the seconds to sum a tied weight's gradient over the devices that hold it; None without one."""
     if not volumes.tied:
         return None
     seconds = []
