@@ -159,7 +159,7 @@ class Network:
         for _ in range(2):
             received: list[list[float]] = []
             sent: list[list[float]] = []
-            for step in range(segments - segments // n):
+            for step in range(segments - _GLOO_IN_FLIGHT):
                 if step >= _GLOO_IN_FLIGHT:
                     before = step - _GLOO_IN_FLIGHT
                     now = [max(now[r], received[before][r], sent[before][r]) for r in range(n)]
