@@ -117,7 +117,7 @@ class EagerReduction:
         self._gradients, self._order, self._dtype, self._tracer = gradients, order, dtype, tracer
         self._parameters = _by_last_stage(module, order)
         self._backwards = Counter(op.stage for op in ops if op.kind in (BACKWARD, BACKWARD_WEIGHT))
-        self._pending: list[tuple[Work, Tensor, list[Tensor]]] = []
+        self._pending: deque[tuple[Work, Tensor, list[Tensor]]] = deque()
         self._start_step()
 
     def _start_step(self) -> None:
@@ -126,6 +126,9 @@ class EagerReduction:
     def after_backward(self, stage: int) -> None:
         """Count a backward of ``stage``, and start every reduction that no longer has to wait."""
         self._backwards_left[stage] -= 1
+        # Free the buffers of finished reductions before the next one needs memory.
+        while self._pending and self._pending[0][0].is_completed():
+            self._take_first()
         while self._stages_left and not self._backwards_left[self._stages_left[0]]:
             self._reduce(self._stages_left.popleft())
 
@@ -133,17 +136,21 @@ class EagerReduction:
         """Wait for all reductions, and pass the averages to DeepSpeed's optimizer."""
         assert not self._stages_left, "every backward of the step has been counted"
         self._reduce(None)
-        for work, average, gradients in self._pending:
-            work.wait()
-            for gradient, mean in zip(gradients, _unflatten_dense_tensors(average, gradients), strict=True):
-                gradient.copy_(mean)
-        self._pending.clear()
+        while self._pending:
+            self._take_first()
         self._start_step()
         optimizer = self._gradients.optimizer
         if isinstance(optimizer, ZeROOptimizer) and hasattr(optimizer, "reduce_gradients"):
             with _without_averaging(optimizer):
                 optimizer.set_gradient_accumulation_boundary(True)
                 optimizer.reduce_gradients(pipeline_parallel=True)
+
+    def _take_first(self) -> None:
+        """Wait for the oldest reduction, copy its averages into the gradients, and free its buffer."""
+        work, average, gradients = self._pending.popleft()
+        work.wait()
+        for gradient, mean in zip(gradients, _unflatten_dense_tensors(average, gradients), strict=True):
+            gradient.copy_(mean)
 
     def _reduce(self, stage: int | None) -> None:
         """Start the reduction of a stage; None: of the parameters that are tied to other ranks."""

@@ -48,12 +48,25 @@ class WeightGradients:
         return {id(weight) for weight, _ in self._parts}
 
     def compute(self) -> None:
-        """Compute and accumulate all gradients through autograd, so that parameter hooks run, and clear the list."""
+        """Compute and accumulate all gradients through autograd, so that parameter hooks run, and clear the list.
+
+        Only the gradients of one parameter exist at a time, and the tensors they need are freed one by one. Autograd
+        sums the gradients of a parameter before its hooks run, so all gradients of a parameter pass together.
+        """
         parts, self._parts = self._parts, []
-        with torch.no_grad():
-            gradients = [gradient() for _, gradient in parts]
-        if parts:
-            backward([weight for weight, _ in parts], gradients)
+        by_weight: dict[int, list[tuple[Tensor, Gradient]]] = {}
+        for weight, gradient in parts:
+            by_weight.setdefault(id(weight), []).append((weight, gradient))
+        parts.clear()
+        for key in list(by_weight):
+            _accumulate(by_weight.pop(key))
+
+
+def _accumulate(parts: list[tuple[Tensor, Gradient]]) -> None:
+    """Compute the gradients of one parameter, and accumulate their sum."""
+    with torch.no_grad():
+        gradients = [gradient() for _, gradient in parts]
+    backward([weight for weight, _ in parts], gradients)
 
 
 # Process-wide and not per thread: on a GPU, a thread of autograd runs the backward.

@@ -27,6 +27,7 @@ from ds_ext.tensor_parallel import (
     let_defer,
     linear,
 )
+from tests.allocations import AllocatedBytes
 from tests.reference import assert_close_gradients
 
 TP = TensorParallel()
@@ -270,3 +271,20 @@ def test_share_of_deferred_elements(head: Callable[..., Tensor], deferred: int) 
 
 def test_share_without_trained_parameters() -> None:
     assert DeferralWatch([]).deferral([]).share == 1.0
+
+
+def test_gradients_of_one_parameter_at_a_time() -> None:
+    """Eight equal weights with gradients: a ninth gradient is all that their weight gradients need."""
+    layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+    let_defer(layers)
+    for layer in layers.parameters():
+        layer.grad = torch.zeros_like(layer)
+    later = WeightGradients()
+    with deferrable():
+        output = layers(torch.ones(2, 64))
+    with deferring(later):
+        output.sum().backward()
+    del output
+    with AllocatedBytes() as allocated:
+        later.compute()
+    assert 64 * 64 * 4 <= allocated.peak <= 2 * 64 * 64 * 4
