@@ -17,7 +17,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup data train test test-all test-rdma test-hosts test-sanitizers check clean
+.PHONY: help setup data train test test-all test-rdma test-hosts test-gpu test-sanitizers check clean
 
 bin := $(abspath $(VENV))/bin
 stamp := $(VENV)/.ds_ext-installed
@@ -83,6 +83,9 @@ test-rdma: $(stamp)  ## RDMA over real verbs, in guests emulated by qemu; skippe
 
 test-hosts: $(stamp)  ## launches and failures over several hosts, made of namespaces with sshd; needs root, sshd and pdsh
 	DS_EXT_TEST_HOSTS=1 $(bin)/python -m pytest -rs tests/hosts $(PYTEST_FLAGS)
+
+test-gpu: $(stamp)  ## tests and benchmarks on one GPU, 25 minutes; writes build/gpu_report.md; without a GPU: nothing
+	$(bin)/python -m tests.gpu
 
 # The thread sanitizer sees one process only, so both ends of a link are threads there; gcc has no libFuzzer.
 sanitized := build/sanitizers

@@ -1,0 +1,80 @@
+"""Tests and benchmarks on one GPU, and their report: ``python -m tests.gpu [REPORT.md]``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.gpu.steps import Result, Step, report, run_steps
+
+LIMIT_S = 25 * 60.0
+_FOLDER = Path(__file__).parent
+_PYTHON = sys.executable
+
+
+def _pytest(name: str, limit_s: float, *files: str) -> Step:
+    paths = [str(_FOLDER / file) for file in files]
+    return Step(name, [_PYTHON, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *paths], limit_s)
+
+
+def _bench(limit_s: float, *flags: str) -> Step:
+    command = [_PYTHON, "-m", "ds_ext", "bench", *flags, "--device", "cuda"]
+    return Step(f"bench {flags[0]}", command, limit_s, figures=True)
+
+
+STEPS = (
+    Step("doctor", [_PYTHON, "-m", "ds_ext", "doctor"], 120),
+    _pytest("construction", 120, "test_construction.py"),
+    _pytest("transport", 180, "test_transport.py"),
+    _pytest("schedules", 300, "test_schedules.py"),
+    _pytest("bf16 and ZeRO-1", 120, "test_precision.py"),
+    _pytest("attention", 60, "test_attention.py"),
+    _pytest("compile", 90, "test_compile.py"),
+    _pytest("Transformer Engine", 90, "test_te.py"),
+    _pytest("memory", 120, "test_memory.py"),
+    _bench(90, "transport"),
+    _bench(210, "training", "--schedules", "1f1b,bitpipe,bitpipe_zb", "--num-devices", "4"),
+)
+
+
+def main(arguments: list[str]) -> int:
+    """Run all steps and write the report. Returns 1 if a step failed; 0 also without a GPU."""
+    if not torch.cuda.is_available():
+        print("torch sees no CUDA device: nothing to run.")
+        return 0
+    path = Path(arguments[0] if arguments else "build/gpu_report.md")
+    results = run_steps(STEPS, LIMIT_S, _show)
+    text = report(results, _facts())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    print(text, f"Report: {path}", sep="\n")
+    return int(any(result.outcome in ("failed", "over limit") for result in results))
+
+
+def _show(result: Result) -> None:
+    print(f"{result.step.name}: {result.outcome}, {result.seconds:.0f} s  {result.detail}", flush=True)
+
+
+def _facts() -> dict[str, str]:
+    """Return the device, the driver and the versions."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.split("\n")[0]
+    except (OSError, subprocess.TimeoutExpired):
+        driver = "unknown"
+    packages = ("torch", "deepspeed", "ds_ext")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+    return {
+        "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}",
+        "driver": driver,
+        "versions": f"{versions}, CUDA {torch.version.cuda}, Python {platform.python_version()}",
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
