@@ -160,7 +160,7 @@ def digest(engine: PipelineEngine) -> str:
     """A hash of this rank's parameter bytes."""
     mine = hashlib.sha256()
     for _, parameter in sorted(engine.module.named_parameters()):
-        mine.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        mine.update(parameter.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return mine.hexdigest()
 
 

@@ -40,6 +40,7 @@ class Job:
         costs: times of emulated passes in milliseconds.
         message_kb: size of an activation in KiB.
         modules: modules to import before the engines are built, because they register schedules.
+        device: "cpu" or "cuda". Ranks share GPUs if they outnumber them.
     """
 
     build: Callable[[str, Any], Worker]
@@ -49,3 +50,4 @@ class Job:
     costs: Costs = field(default_factory=Costs)
     message_kb: float = 4.0
     modules: tuple[str, ...] = ()
+    device: str = "cpu"

@@ -75,19 +75,21 @@ def _redirect_output(log: str) -> None:
 
 
 def _build(rank: int, name: str, job: Job, port: int) -> Worker:
+    import torch
+
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(job.num_ranks),
-        LOCAL_RANK=str(rank),
+        LOCAL_RANK=str(rank if job.device == "cpu" else rank % torch.cuda.device_count()),
         LOCAL_WORLD_SIZE=str(job.num_ranks),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",  # the benchmark serves the store, as torchrun does
     )
-    import torch
-
     from ..engine import init_distributed
 
+    if job.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     init_distributed(job.timeout_s)

@@ -67,7 +67,7 @@ def take_turns(names: Sequence[str], job: Job, rounds: int, *, keep_going: bool 
     Raises:
         RankFailure: an engine failed, unless ``keep_going``.
     """
-    _start_server()
+    _start_server(job.device)
     runs = {name: Run() for name in names}
     with tempfile.TemporaryDirectory(prefix="ds_ext_bench_") as folder:
         groups = {name: _RankGroup(name, job, Path(folder)) for name in names}
@@ -114,10 +114,14 @@ def processors_awake() -> Iterator[None]:
             spinner.wait()
 
 
-def _start_server() -> None:
-    """Start the fork server. Ranks inherit its environment: CPU only, one thread each, freed memory kept."""
-    os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", **_KEPT_MEMORY)
-    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
+def _start_server(device: str) -> None:
+    """Start the fork server. Ranks inherit its environment: device, one thread each, freed memory kept."""
+    os.environ.update(DS_ACCELERATOR=device, OMP_NUM_THREADS="1", **_KEPT_MEMORY)
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # A process that has used CUDA cannot fork ranks that use it, and an import may do so.
+    preload = _PRELOAD if device == "cpu" else _PRELOAD[:1]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     forkserver.ensure_running()
 
 

@@ -57,6 +57,7 @@ class Workload:
     Args:
         layers: specs of the model's layers.
         batches: (inputs, labels) of every micro-batch.
+        precision: DeepSpeed's section for the precision; empty for fp32.
     """
 
     layers: Sequence[LayerSpec]
@@ -64,6 +65,7 @@ class Workload:
     loss_fn: Callable[..., torch.Tensor] = F.mse_loss
     partition_method: str = "uniform"
     optimizer: Mapping[str, Any] = field(default_factory=lambda: _SGD)
+    precision: Mapping[str, Any] = field(default_factory=dict)
 
     def in_ours(
         self, job: Job, timetable: Timetable, clock: Any = None, **section: Any
@@ -108,6 +110,7 @@ class Workload:
         return {
             "train_micro_batch_size_per_gpu": len(self.batches[0][0]),
             "gradient_accumulation_steps": len(self.batches) // replicas,
+            **self.precision,
             "optimizer": self.optimizer,
             "steps_per_print": 10**9,
         }

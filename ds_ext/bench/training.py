@@ -1,7 +1,8 @@
-"""``bench training``: tokens per second of a small GPT with real arithmetic, in our engine and in DeepSpeed's.
+"""``bench training``: tokens per second of a GPT with real arithmetic, in our engine and in DeepSpeed's.
 
 The engines take turns step by step; compare the ratio of the medians. With more ranks than cores the ranks compute one
-after the other, and the figures hardly depend on the engines.
+after the other, and the figures hardly depend on the engines. On GPUs the model computes in bf16, and the table also
+has the MFU and the peak memory beside that of ``simulate``.
 """
 
 from __future__ import annotations
@@ -11,18 +12,39 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ..comm.spin import usable_cores
+from ..errors import ConfigError
 from ..pipe_schedules import Timetable, get_schedule
+from ..planner.memory import ModelSizes, memory
+from ..planner.text import format_bytes
 from .command import Report, add_number, add_size_flags, check_at_least, json_item, names_in, table
+from .flops import flops_per_token, peak_tflops
 from .job import Job
-from .ranks import take_turns
+from .ranks import Run, take_turns
 
 SUMMARY = "tokens per second of a small GPT, in our engine and in DeepSpeed's"
 RIVAL = "deepspeed_1f1b"
-SAMPLES, SEQ_LENGTH = 4, 128  # of a micro-batch
+VOCAB = 2048
 _WARM_UP = 2  # steps
 _LIMIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class TrainingJob(Job):
+    """Sizes of the GPT; ``samples`` are those of a micro-batch."""
+
+    layers: int = 8
+    hidden: int = 256
+    heads: int = 4
+    samples: int = 4
+    seq: int = 128
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.micro_batches * self.samples * self.seq
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_size_flags(parser, num_devices=2, micro_batches=8)
     parser.add_argument("--schedules", default="1f1b", metavar="A,B", help="%(default)s")
     add_number(parser, "--steps", 10, "K", f"steps of each engine, after {_WARM_UP} warm-up steps")
+    help = "device of the ranks, which share a GPU if they outnumber the GPUs (%(default)s)"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=help)
+    add_number(parser, "--num-layers", TrainingJob.layers, "L", "transformer layers")
+    add_number(parser, "--hidden-size", TrainingJob.hidden, "H", "hidden size, a multiple of 64")
+    add_number(parser, "--seq-length", TrainingJob.seq, "S", "tokens of a sample")
+    add_number(parser, "--micro-batch-size", TrainingJob.samples, "B", "samples of a micro-batch")
+    peak = "peak of a GPU for the MFU (default: from its name; no MFU without one)"
+    parser.add_argument("--peak-tflops", type=float, metavar="T", help=peak)
 
 
 def measure(args: argparse.Namespace) -> Report:
@@ -37,31 +67,112 @@ def measure(args: argparse.Namespace) -> Report:
 
     Raises:
         ConfigError: a flag is wrong.
-        RankFailure: an engine failed.
+        RankFailure: one of our engines failed, or DeepSpeed's on the CPU.
     """
-    check_at_least("--steps", args.steps, 1)
-    ours = names_in(args.schedules)
+    ours, job = names_in(args.schedules), _job(args)
     for name in ours:
         get_schedule(name).timetable(args.num_devices, args.micro_batches)
-    job = Job(build, args.num_devices, _LIMIT_S, args.micro_batches)
-    tokens = args.micro_batches * SAMPLES * SEQ_LENGTH
-    speeds: dict[str, list[float]] = {}
-    for name, run in take_turns([*ours, RIVAL], job, _WARM_UP + args.steps).items():
-        times = (zip(*answers, strict=True) for answers in run.rounds[_WARM_UP:])
-        speeds[name] = [tokens / (max(ends) - min(starts)) for starts, ends in times]
-    sizes = {"stages": args.num_devices, "micro_batches": args.micro_batches}
-    items, rows = [], [("engine", "tokens/s", "best", f"ratio to {RIVAL}")]
-    for name, values in speeds.items():
-        median = statistics.median(values)
-        ratio = median / statistics.median(speeds[RIVAL])
-        items.append(json_item(name, {**sizes, "ratio": ratio}, values, "tokens/s", best=max))
-        rows.append((name, f"{median:.0f}", f"{max(values):.0f}", f"{ratio:.3f}"))
-    text = table(rows)
-    if args.num_devices > usable_cores():
+    gpus, peak = (0, args.peak_tflops) if job.device == "cpu" else _gpus(args.peak_tflops)
+    processors = min(gpus, job.num_ranks) or 1  # a CPU host counts as one
+    # Ranks that share a GPU use gloo, which cannot send the tensors of DeepSpeed's engine.
+    runs = take_turns([*ours, RIVAL], job, _WARM_UP + args.steps, keep_going=job.device == "cuda")
+    speeds = {name: _tokens_per_s(run, job) for name, run in runs.items()}
+    flops = flops_per_token(job.layers, job.hidden, job.seq, VOCAB)
+    of_rival = statistics.median(speeds[RIVAL]) if speeds[RIVAL] else None
+    items: list[dict[str, Any]] = []
+    errors: list[str] = []
+    rows: list[tuple[str, ...]] = [(*_HEAD, f"ratio to {RIVAL}")]
+    for name, run in runs.items():
+        params: dict[str, Any] = {
+            "stages": job.num_ranks,
+            "micro_batches": job.micro_batches,
+            "device": job.device,
+        }
+        if run.error is not None:
+            errors.append(f"{name} failed: {run.error}")
+            items.append(json_item(name, params | {"error": run.error}, [], "tokens/s"))
+            rows.append((name, "failed", *[""] * 6))
+            continue
+        median = statistics.median(speeds[name])
+        params["ratio"] = None if of_rival is None else median / of_rival
+        params["model_flops_per_s"] = median * flops
+        params["mfu"] = None if peak is None else median * flops / (peak * 1e12 * processors)
+        params["max_memory_bytes"] = max((answer[2] or 0 for answer in run.rounds[-1]), default=0) or None
+        params["simulated_memory_bytes"] = (
+            None if run.timetable is None else _simulated_bytes(run.timetable, job)
+        )
+        items.append(json_item(name, params, speeds[name], "tokens/s", best=max))
+        rows.append((name, f"{median:.0f}", f"{max(speeds[name]):.0f}", *_cells(params)))
+    text = "\n".join([table(rows), *errors])
+    if job.device == "cpu" and args.num_devices > usable_cores():
         text += (
             f"\n{args.num_devices} ranks on {usable_cores():g} cores: figures hardly depend on the engines."
         )
-    return Report(items, f"{args.num_devices} devices, {args.micro_batches} micro-batches", text)
+    title = f"{args.num_devices} devices, {args.micro_batches} micro-batches"
+    return Report(items, title, text, any(runs[name].error for name in ours))
+
+
+_HEAD = ("engine", "tokens/s", "best", "TFLOP/s", "MFU", "memory", "simulated")
+
+
+def _cells(params: dict[str, Any]) -> tuple[str, ...]:
+    mfu, measured, simulated, ratio = (
+        params[key] for key in ("mfu", "max_memory_bytes", "simulated_memory_bytes", "ratio")
+    )
+    return (
+        f"{params['model_flops_per_s'] / 1e12:.3g}",
+        "" if mfu is None else f"{mfu:.1%}",
+        "" if measured is None else format_bytes(measured),
+        "" if simulated is None else format_bytes(simulated),
+        "" if ratio is None else f"{ratio:.3f}",
+    )
+
+
+def _job(args: argparse.Namespace) -> TrainingJob:
+    for flag in ("steps", "num_layers", "hidden_size", "seq_length", "micro_batch_size"):
+        check_at_least("--" + flag.replace("_", "-"), getattr(args, flag), 1)
+    if args.hidden_size % 64:
+        raise ConfigError(f"--hidden-size: must be a multiple of 64 (got {args.hidden_size}).")
+    if args.peak_tflops is not None and not args.peak_tflops > 0:
+        raise ConfigError(f"--peak-tflops: must be greater than 0 (got {args.peak_tflops:g}).")
+    sizes = {"layers": args.num_layers, "hidden": args.hidden_size, "heads": args.hidden_size // 64}
+    sizes |= {"samples": args.micro_batch_size, "seq": args.seq_length}
+    return TrainingJob(build, args.num_devices, _LIMIT_S, args.micro_batches, device=args.device, **sizes)
+
+
+def _gpus(peak: float | None) -> tuple[int, float | None]:
+    """Return the number of GPUs, and the peak of one in TFLOP/s. Raises ConfigError without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError("--device: cuda needs a GPU (torch sees none). Use cpu.")
+    return torch.cuda.device_count(), peak or peak_tflops(torch.cuda.get_device_name(0))
+
+
+def _tokens_per_s(run: Run, job: TrainingJob) -> list[float]:
+    times = (zip(*answers, strict=True) for answers in run.rounds[_WARM_UP:]) if run.error is None else ()
+    return [job.tokens / (max(ends) - min(starts)) for starts, ends, _ in times]
+
+
+def _simulated_bytes(timetable: Timetable, job: TrainingJob) -> int:
+    """Return the memory of the device that needs the most, as ``simulate`` estimates it."""
+    half = job.device == "cuda"
+    sizes = ModelSizes(
+        _split(job.layers, timetable.placement.stages),
+        job.hidden,
+        job.heads,
+        VOCAB,
+        job.seq,
+        micro_batch=job.samples if half else 2 * job.samples,  # the model assumes 16-bit activations
+        weight_bytes=2 if half else 4,
+        gradient_bytes=4,
+        master_bytes=4 if half else 0,
+    )
+    return max(device.total for device in memory(timetable, sizes))
+
+
+def _split(layers: int, stages: int) -> tuple[int, ...]:
+    return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
 
 
 @dataclass(frozen=True)
@@ -70,18 +181,24 @@ class TrainingEngine:
 
     step: Callable[[], float]
     timetable: Timetable
+    device: str
 
-    def run(self) -> tuple[float, float]:
-        """Return (start, end) of one step, which ends when all ranks have finished it."""
+    def run(self) -> tuple[float, float, int | None]:
+        """Return (start, end, peak bytes of the GPU so far) of one step, which ends when all ranks have finished it."""
+        import torch
         import torch.distributed as dist
 
         start = time.perf_counter()
         self.step()
+        used = None
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            used = torch.cuda.max_memory_allocated()
         dist.barrier()
-        return start, time.perf_counter()
+        return start, time.perf_counter(), used
 
 
-def build(name: str, job: Job) -> TrainingEngine:
+def build(name: str, job: TrainingJob) -> TrainingEngine:
     """Build the engine called ``name``: DeepSpeed's, or ours with the schedule of that name."""
     import torch
 
@@ -89,17 +206,17 @@ def build(name: str, job: Job) -> TrainingEngine:
     from ..tensor_parallel import DropoutClock, TensorParallel
     from .rivals import Workload
 
-    # A small model, so that the engine's share of a step shows: about 0.8 million parameters per layer.
+    # By default a small model, so that the engine's share of a step shows: 0.8 million parameters per layer.
     config = GPTConfig(
-        num_layers=8,
-        hidden_size=256,
-        num_attention_heads=4,
-        seq_length=SEQ_LENGTH,
-        vocab_size=2048,
+        num_layers=job.layers,
+        hidden_size=job.hidden,
+        num_attention_heads=job.heads,
+        seq_length=job.seq,
+        vocab_size=VOCAB,
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
-    shape = (job.micro_batches, SAMPLES, SEQ_LENGTH + 1)
+    shape = (job.micro_batches, job.samples, job.seq + 1)
     ids = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     clock, tp = DropoutClock(), TensorParallel()
     workload = Workload(
@@ -108,6 +225,7 @@ def build(name: str, job: Job) -> TrainingEngine:
         loss_fn=gpt_loss(config, tp),
         partition_method="type:TransformerLayer",
         optimizer={"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        precision={"bf16": {"enabled": True}} if job.device == "cuda" else {},
     )
     schedule = get_schedule("1f1b" if name == RIVAL else name)
     timetable = schedule.timetable(job.num_ranks, job.micro_batches)
@@ -115,4 +233,4 @@ def build(name: str, job: Job) -> TrainingEngine:
         _, step = workload.in_deepspeeds(job.num_ranks)
     else:
         _, step = workload.in_ours(job, timetable, clock)
-    return TrainingEngine(step, timetable)
+    return TrainingEngine(step, timetable, job.device)

@@ -1,8 +1,11 @@
 """Transformer layer of NVIDIA's Transformer Engine (``--transformer-impl transformer_engine``).
 
 It needs CUDA and is imported on first use. Its initial weights equal those of the local layer, so a run starts with the
-same loss. It computes weight gradients together with input gradients, so a split backward defers none. Its parameters
-have different names, so the two implementations cannot load each other's checkpoints.
+same loss. Its parameters have different names, so the two implementations cannot load each other's checkpoints.
+
+It computes weight gradients together with input gradients, so a split backward defers none. Versions 2.3 and later have
+``delay_wgrad_compute`` in their linear modules, but not in ``TransformerLayer``, and ``backward_dw`` assigns ``.grad``
+without adding to it and without running autograd's hooks. A step of several micro-batches would lose gradients.
 """
 
 from __future__ import annotations

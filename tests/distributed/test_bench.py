@@ -24,6 +24,7 @@ from ds_ext.__main__ import main
 from ds_ext.bench import rivals, schedules
 from ds_ext.bench.command import options_for
 from ds_ext.bench.emulated import WIDTH, EmulatedDevice, EmulatedLayer, make_batches, rows_of
+from ds_ext.bench.flops import peak_tflops
 from ds_ext.bench.schedules import Result, as_json, as_table
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs
@@ -86,7 +87,7 @@ def test_one_device_sends_no_message(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_tokens_a_second() -> None:
-    flags = ["--micro-batches", "2", "--schedules", "1f1b", "--steps", "1", "--json"]
+    flags = ["--micro-batches", "2", "--schedules", "1f1b", "--steps", "1", "--peak-tflops", "0.5", "--json"]
     command = [sys.executable, "-m", "ds_ext", "bench", "training", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
@@ -95,6 +96,33 @@ def test_tokens_a_second() -> None:
     assert (ours["unit"], ours["repeats"], rival["params"]["ratio"]) == ("tokens/s", 1, 1.0)
     assert ours["params"]["ratio"] == pytest.approx(ours["median"] / rival["median"])
     assert 1 < rival["median"] == rival["best"] < 1e7
+    # Eight layers of 12 h^2 + 2 s h multiplications and a head of h * vocabulary, two FLOPs each, three times.
+    flops = 6 * (8 * (12 * 256**2 + 2 * 128 * 256) + 256 * 2048)
+    for item in (ours, rival):
+        assert item["params"]["model_flops_per_s"] == pytest.approx(item["median"] * flops)
+        assert item["params"]["mfu"] == pytest.approx(item["median"] * flops / 0.5e12)
+        # A CPU has no statistics of its memory; weights, gradients and Adam's states take 16 bytes per parameter.
+        assert item["params"]["max_memory_bytes"] is None
+        assert item["params"]["simulated_memory_bytes"] > 16 * 4 * 12 * 256**2
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("GPU", None),
+    ],
+)
+def test_peak_of_a_device(name: str, peak: float | None) -> None:
+    assert peak_tflops(name) == peak
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_training_on_a_gpu_needs_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "training", "--device", "cuda"]) == 2
+    assert "--device" in capsys.readouterr().err
 
 
 def test_a_rival_that_cannot_run_is_shown_as_failed() -> None:

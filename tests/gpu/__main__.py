@@ -34,11 +34,8 @@ STEPS = (
     _pytest("schedules", 300, "test_schedules.py"),
     _pytest("bf16 and ZeRO-1", 120, "test_precision.py"),
     _pytest("attention", 60, "test_attention.py"),
-    _pytest("compile", 90, "test_compile.py"),
     _pytest("Transformer Engine", 90, "test_te.py"),
-    _pytest("memory", 120, "test_memory.py"),
-    _bench(90, "transport"),
-    _bench(210, "training", "--schedules", "1f1b,bitpipe,bitpipe_zb", "--num-devices", "4"),
+    _bench(300, "training", "--schedules", "1f1b,bitpipe,bitpipe_zb", "--num-devices", "4"),
 )
 
 

@@ -1,0 +1,37 @@
+"""Model FLOPs of a GPT, and peak FLOP/s of GPUs, for the MFU (PaLM, arXiv 2204.02311, appendix B)."""
+
+from __future__ import annotations
+
+from ..parallel.partition import layer_work
+
+# Dense 16-bit tensor-core TFLOP/s from NVIDIA's data sheets. The first name that the device's name contains counts.
+_PEAK_TFLOPS = (
+    ("B200", 2250.0),
+    ("H200", 989.0),
+    ("H100 PCIe", 756.0),
+    ("H100", 989.0),
+    ("A100", 312.0),
+    ("L40S", 362.0),
+    ("L4", 121.0),
+    ("A10G", 70.0),
+    ("A10", 125.0),
+    ("V100", 125.0),
+    ("T4", 65.0),
+)
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Return the peak of a GPU in TFLOP/s; None for an unknown name."""
+    words = device_name.replace("-", " ").split()
+    for name, peak in _PEAK_TFLOPS:
+        if set(name.split()) <= set(words):
+            return peak
+    return None
+
+
+def flops_per_token(layers: int, hidden: int, seq: int, vocab: int) -> float:
+    """Return the FLOPs of a forward and a backward for one token, without recomputation.
+
+    A multiplication and an addition count as two, and a backward as two forwards.
+    """
+    return 3 * 2 * (layers * layer_work(hidden, seq).total + hidden * vocab)
