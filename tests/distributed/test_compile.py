@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.reference import assert_close_gradients
 from tests.selection import select
 
 STEPS = 2
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 
 
 class Counter:
@@ -127,7 +129,7 @@ def engine_of(schedule: str, model: str) -> tuple[PipelineEngine, StepBatches]:
     return engine, StepBatches([[tuple(torch.randn(2, 2, 4, generator=generator)) for _ in range(4)]])
 
 
-def gradients(rank: int, schedule: str, model: str) -> list[tuple[float, dict[str, Tensor]]]:
+def gradients(rank: int, schedule: str, model: str, backend: str) -> list[tuple[float, dict[str, Tensor]]]:
     """(loss, accumulated gradients of this rank) of a step, without and with compiled layers."""
     found = []
     for compiled in (False, True):
@@ -142,7 +144,7 @@ def gradients(rank: int, schedule: str, model: str) -> list[tuple[float, dict[st
 
             parameter.register_post_accumulate_grad_hook(keep)
         if compiled:
-            engine.compile(backend="aot_eager")
+            engine.compile(backend=backend)
         found.append((float(engine.train_batch(batches)), grads))
         assert grads.keys() == dict(engine.module.named_parameters()).keys()
         engine.transport.close()
@@ -150,11 +152,27 @@ def gradients(rank: int, schedule: str, model: str) -> list[tuple[float, dict[st
 
 
 @pytest.mark.parametrize(
-    ("schedule", "model"),
-    [("1f1b", "llama"), ("bitpipe_zb", "llama"), ("zb_h1", "linear"), *select([("1f1b", "linear")], [])],
+    ("schedule", "model", "backend"),
+    [
+        ("1f1b", "llama", "aot_eager"),
+        ("bitpipe_zb", "llama", "aot_eager"),
+        ("zb_h1", "linear", "aot_eager"),
+        pytest.param("zb_h1", "linear", "inductor", marks=needs_compiler),
+        *select(
+            [
+                ("1f1b", "linear", "aot_eager"),
+                pytest.param("bitpipe_zb", "llama", "inductor", marks=needs_compiler),
+            ],
+            [],
+        ),
+    ],
 )
-def test_compiled_layers_have_the_same_gradients(ranks2: RankPool, schedule: str, model: str) -> None:
-    for (loss, grads), (compiled_loss, compiled) in ranks2.run(gradients, schedule, model, timeout_s=180):
+def test_compiled_layers_have_the_same_gradients(
+    ranks2: RankPool, schedule: str, model: str, backend: str
+) -> None:
+    for (loss, grads), (compiled_loss, compiled) in ranks2.run(
+        gradients, schedule, model, backend, timeout_s=180
+    ):
         assert compiled_loss == pytest.approx(loss, rel=1e-5)
         assert compiled.keys() == grads.keys()
         for name, grad in grads.items():

@@ -69,7 +69,7 @@ def run_steps(
 def run(step: Step, limit_s: float) -> Result:
     """Run one step, and kill its processes at the limit."""
     start = time.monotonic()
-    # A session of its own: at the limit, its ranks end too.
+    # A separate session: at the limit, its ranks end too.
     process = subprocess.Popen(
         step.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
