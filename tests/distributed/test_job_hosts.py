@@ -12,7 +12,7 @@ from ds_ext.engine import hosts_of_job, on_hosts
 from ds_ext.parallel.fbd import make_layout
 from ds_ext.pipe_schedules import get_schedule
 from tests.distributed.test_tcp import on_host
-from tests.hosts import ADDRESSES, NoHosts, two_hosts
+from tests.hosts.network import ADDRESSES, NoHosts, two_hosts
 from tests.ranks import Ranks
 
 
