@@ -237,8 +237,16 @@ def _say_loss(line: str, notes: list[str], first: str | None, ending: Ending) ->
     if first == "" or (first is None and ending.reports_alone()):
         _report_cause("\n".join([line, *notes]))
     elif first and os.environ.get("LOCAL_RANK", "0") == "0":
-        _wait_for_first_report()
-        say(f"rank {rank()} stopped, because {first}")
+        reported = _wait_for_first_report()
+        if not (reported and _is_of_this_host(first)):
+            say(f"rank {rank()} stopped, because {first}")
+
+
+def _is_of_this_host(report: str) -> bool:
+    """Return whether a rank of this host wrote a report."""
+    writer = re.match(r"rank (\d+)", report)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "0")
+    return writer is not None and 0 <= int(writer[1]) - rank() < local
 
 
 def _serve_store() -> None:
@@ -351,11 +359,15 @@ def _wait_for_rank_0() -> None:
         time.sleep(RANK_0_FIRST_S + (0 if os.environ.get("LOCAL_RANK") == "0" else 3))
 
 
-def _wait_for_first_report(limit_s: float = FIRST_REPORT_S) -> None:
-    """Wait until the first failure has been reported, or until a time limit."""
+def _wait_for_first_report(limit_s: float = FIRST_REPORT_S) -> bool:
+    """Wait until the first failure has been reported, or until a time limit. Returns whether it has been."""
     deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline and _ask_store(lambda store: store.check([_REPORTED])) is False:
+    while time.monotonic() < deadline:
+        reported = _ask_store(lambda store: store.check([_REPORTED]))
+        if reported is not False:
+            return reported is True
         time.sleep(0.05)
+    return False
 
 
 def _wait_for_reporter() -> None:

@@ -1,6 +1,6 @@
 """RDMA over software RoCE: between two processes in one emulated guest, and between two guests (`make test-rdma`).
 
-The scenarios are in scenarios.py and faults.py. All tests are skipped if no guest can be built or started.
+The scenarios are in scenarios.py, faults.py and training.py. All tests are skipped if no guest can be built or started.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ CACHE = Path(
     or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds_ext/rdma_guest"
 )
 LIMIT_S = int(os.environ.get("DS_EXT_GUEST_LIMIT_S", "240"))  # an idle host needs a quarter
+TRAINING_LIMIT_S, TRAINING_MB = 2 * LIMIT_S, 3072
+
+TRAINED = "trained"
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("DS_EXT_TEST_RDMA") != "1",
@@ -49,15 +52,18 @@ def guest() -> None:
 
 
 def boot(role: str, *machine: str) -> subprocess.Popen[str]:
-    """Start a guest that runs the scenarios of a role: one, 0 or 1."""
+    """Start a guest that runs the scenarios of a role: one, 0, 1 or train."""
     variables = {"role": role, "python": sys.executable, "root": str(ROOT)}
     for name in ("SCENARIOS", "SCENARIO_LIMIT_S"):
         if name in os.environ:
             variables[name] = os.environ[name]
-    given = " ".join(f"{name}={value}" for name, value in variables.items())
+    env = {**os.environ, "DS_EXT_GUEST_LIMIT_S": str(LIMIT_S)}
+    if role == "train":
+        env |= {"DS_EXT_GUEST_LIMIT_S": str(TRAINING_LIMIT_S), "DS_EXT_GUEST_MB": str(TRAINING_MB)}
+    env["DS_EXT_GUEST_ENV"] = " ".join(f"{name}={value}" for name, value in variables.items())
     return subprocess.Popen(
         [GUEST, "run", HERE / "in_guest.sh", *machine],
-        env={**os.environ, "DS_EXT_GUEST_ENV": given, "DS_EXT_GUEST_LIMIT_S": str(LIMIT_S)},
+        env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -67,11 +73,15 @@ def boot(role: str, *machine: str) -> subprocess.Popen[str]:
 
 @functools.cache
 def outputs() -> dict[str, str]:
-    """Return role -> output of the guest. All three guests run at the same time."""
+    """Return role -> output of the guest. All guests with selected scenarios run at the same time."""
     guest()
     with tempfile.TemporaryDirectory() as folder:
         cable = f"addr.type=unix,addr.path={folder}/cable"
-        started = {"one": boot("one")}
+        chosen = os.environ.get("SCENARIOS", TRAINED).split(",")
+        started = {"train": boot("train")} if TRAINED in chosen else {}
+        if "SCENARIOS" in os.environ and chosen == [TRAINED]:
+            return {"train": started["train"].communicate()[0]}
+        started["one"] = boot("one")
         for role, serves in (("0", "on"), ("1", "off")):
             card = f"virtio-net-pci,netdev=n0,mac=52:54:00:00:01:0{role},host_mtu=9000,romfile="
             network = f"stream,id=n0,server={serves},{cable}"
@@ -110,6 +120,10 @@ def test_in_one_guest(name: str) -> None:
 def test_between_two_guests(name: str) -> None:
     check("0", name)
     check("1", name)
+
+
+def test_training_in_one_guest() -> None:
+    check("train", TRAINED)
 
 
 def test_declarations_match_the_header() -> None:
