@@ -95,7 +95,9 @@ def test_killed_rank_ends_the_step(tmp_path: Path, kill: str) -> None:
         assert job.seconds_until_gone(LIMIT_S) < 20
         assert job.wait(5) != 0
         reports = [line for line in job.lines if line.startswith(("rank 0 stopped", "stopped"))]
-        assert len(reports) == 1 and re.search("rank 1", reports[0]), job.text
+        assert len(reports) == 1, job.text
+        # srun may end rank 0 before it knows which rank its collective has lost; srun then names it.
+        assert re.search("rank 1", reports[0]) or re.search(r"task 1: Killed", job.text), job.text
 
 
 def test_killed_srun_ends_its_ranks(tmp_path: Path) -> None:
