@@ -55,7 +55,7 @@ setup(
         "lora": ["peft"],
         "solve": ["ortools"],
         "trace": ["viztracer"],
-        "te": ["transformer-engine[pytorch]"],
+        "te": ["transformer-engine[pytorch]>=2,<3"],
         "dev": [
             "pytest",
             "pytest-timeout",

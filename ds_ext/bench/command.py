@@ -49,6 +49,23 @@ def add_size_flags(parser: argparse.ArgumentParser, num_devices: int, micro_batc
     add_number(parser, "--micro-batches", micro_batches, "N", "micro-batches per step")
 
 
+def add_device_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the flag for the device of the ranks."""
+    help = "device of the ranks, which share a GPU if they outnumber the GPUs (%(default)s)"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=help)
+
+
+def count_gpus(device: str) -> int:
+    """Return the number of GPUs for ``--device``: 0 for cpu. Raises ConfigError for cuda without a GPU."""
+    if device == "cpu":
+        return 0
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError("--device: cuda needs a GPU (torch sees none). Use cpu.")
+    return torch.cuda.device_count()
+
+
 def names_in(text: str) -> list[str]:
     """Return the names in a comma-separated list, each once; ``none`` is the empty list."""
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -137,14 +138,72 @@ class EmulatedDevice:
 
     def _wait(self, op: Op, start: float) -> None:
         duration_ms = self._durations[op.kind][op.stage] * self.costs.factor(self._in_timetable(op))
-        sleep_until(start + duration_ms / 1000)
+        self._occupy(start, duration_ms)
         self.last_end, self._last = time.perf_counter(), op
         self.computed_ms += duration_ms
+
+    def _occupy(self, start: float, duration_ms: float) -> None:
+        sleep_until(start + duration_ms / 1000)
+
+    def finish(self) -> None:
+        """Wait for the end of the last pass, which a GPU reaches later than the host."""
 
     def _in_timetable(self, op: Op) -> Op:
         """Return the op of the timetable that a pass belongs to: a whole backward, or the pass itself."""
         whole = op.kind not in (FORWARD, RECOMPUTE) and (op.stage, op.micro_batch) not in self.split_backwards
         return op._replace(kind=BACKWARD) if whole else op
+
+
+class EmulatedGpu(EmulatedDevice):
+    """Device whose passes occupy the current stream of a GPU. The host continues immediately.
+
+    Args:
+        queue: called with the milliseconds of a pass; queues a kernel of this duration.
+        synchronize: waits until all queued kernels have finished.
+    """
+
+    def __init__(
+        self,
+        costs: Costs,
+        placement: Placement,
+        queue: Callable[[float], None],
+        synchronize: Callable[[], None],
+    ) -> None:
+        super().__init__(costs, placement)
+        self._queue, self._synchronize = queue, synchronize
+
+    def _occupy(self, start: float, duration_ms: float) -> None:
+        self._queue(duration_ms)
+
+    def finish(self) -> None:
+        """Wait for the end of the last pass."""
+        self._synchronize()
+        self.last_end = time.perf_counter()
+
+
+def emulated_device(device: str, costs: Costs, placement: Placement) -> EmulatedDevice:
+    """Return the emulated device of this rank, on "cpu" or on the current GPU ("cuda")."""
+    if device == "cpu":
+        return EmulatedDevice(costs, placement)
+    cycles_per_ms = _cycles_per_ms()
+
+    def queue(duration_ms: float) -> None:
+        torch.cuda._sleep(round(duration_ms * cycles_per_ms))
+
+    return EmulatedGpu(costs, placement, queue, torch.cuda.synchronize)
+
+
+def _cycles_per_ms(cycles: int = 2_000_000, repeats: int = 10) -> float:
+    """Return the clock rate of the GPU, from its fastest wait. Other ranks may use the same GPU meanwhile."""
+    times_ms = []
+    for _ in range(1 + repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        torch.cuda._sleep(cycles)
+        end.record()
+        end.synchronize()
+        times_ms.append(start.elapsed_time(end))
+    return cycles / min(times_ms[1:])
 
 
 class EmulatedLayer(nn.Module):

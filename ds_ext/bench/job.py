@@ -51,3 +51,13 @@ class Job:
     message_kb: float = 4.0
     modules: tuple[str, ...] = ()
     device: str = "cpu"
+
+    def torch_device(self) -> Any:
+        """Return the torch.device of this rank."""
+        import torch
+
+        return (
+            torch.device("cuda", torch.cuda.current_device())
+            if self.device == "cuda"
+            else torch.device("cpu")
+        )

@@ -9,6 +9,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -18,19 +19,24 @@ import torch.nn.functional as F
 from deepspeed.pipe import DualPipeVModule, LayerSpec
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, ForwardPass
-from torch.distributed import pipelining
-from torch.distributed.pipelining import schedules as torch_schedules
 
 from ..engine import PipelineModule, initialize
 from ..pipe_schedules import Timetable, get_schedule
 from ..pipe_schedules.ops import BACKWARD, FORWARD, Op
-from ..pipe_schedules.placement import Placement, linear, looped, v
+from ..pipe_schedules.placement import v
 from ..pipe_schedules.registry import import_modules
-from ..pipe_schedules.text import loads
 from .command import options_for, timetable_for
-from .emulated import EmulatedDevice, EmulatedLayer, make_batches, rows_of, set_exact_timers
+from .emulated import (
+    EmulatedDevice,
+    EmulatedLayer,
+    emulated_device,
+    make_batches,
+    rows_of,
+    set_exact_timers,
+)
 from .job import Job
 from .slow_links import Delay, slow_down
+from .torch_rivals import TORCH_SCHEDULES, TorchEngine, TorchSchedule
 
 Step = Callable[[], float | None]  # trains one step; returns the loss if this rank has it
 _SGD = {"type": "SGD", "params": {"lr": 0.01}}
@@ -135,10 +141,12 @@ class Emulated:
         """Return (start, end of the last pass, milliseconds computed, loss) of one step."""
         self.device.start_step()
         self.step()
+        self.device.finish()
         dist.barrier()
         self.device.start_step()
         start = time.perf_counter()
         loss = self.step()
+        self.device.finish()
         self.device.next_seed()
         return start, self.device.last_end, self.device.computed_ms, loss
 
@@ -160,7 +168,7 @@ def emulated_workload(job: Job, device: EmulatedDevice) -> Workload:
 
 def _ours(request: str, job: Job) -> Emulated:
     timetable = timetable_for(request, job.num_ranks, job.micro_batches, job.costs)
-    device = EmulatedDevice(job.costs, timetable.placement)
+    device = emulated_device(job.device, job.costs, timetable.placement)
     options = options_for(request, job.costs)
     workload = emulated_workload(job, device)
     engine, step = workload.in_ours(job, timetable, clock=device, schedule_options=options)
@@ -182,7 +190,7 @@ def _delay(device: EmulatedDevice, timetable: Timetable) -> Delay:
 
 
 def _deepspeed(job: Job, module: type[Any], timetable: Timetable) -> Emulated:
-    device = EmulatedDevice(job.costs, timetable.placement)
+    device = emulated_device(job.device, job.costs, timetable.placement)
     _, step = emulated_workload(job, device).in_deepspeeds(job.num_ranks, module)
     return Emulated(step, timetable, device)
 
@@ -212,47 +220,27 @@ def _deepspeed_dualpipev(job: Job) -> Emulated:
     return _deepspeed(job, DualPipeVModule, timetable)
 
 
-def _torch(job: Job, schedule_class: type[Any], placement: Placement) -> Emulated:
-    stages = placement.stages_of(dist.get_rank())
-    device = EmulatedDevice(job.costs, placement)
-    layers = [EmulatedLayer(stage, device) for stage in stages]
-    parts = [
-        pipelining.PipelineStage(layer, stage, placement.stages, torch.device("cpu"))
-        for layer, stage in zip(layers, stages, strict=True)
-    ]
-    multiple = issubclass(schedule_class, torch_schedules.PipelineScheduleMulti)
-    schedule = schedule_class(
-        parts if multiple else parts[0], n_microbatches=job.micro_batches, loss_fn=F.mse_loss
-    )
-    optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.01)
+def _torch(job: Job, schedule: TorchSchedule) -> Emulated:
+    placement = schedule.placement(job.num_ranks)
+    device = emulated_device(job.device, job.costs, placement)
+    modules = {
+        stage: EmulatedLayer(stage, device).to(job.torch_device())
+        for stage in placement.stages_of(dist.get_rank())
+    }
     batches = emulated_workload(job, device).batches
-    inputs, labels = map(torch.cat, zip(*batches, strict=True))  # torch splits them again
-    is_first, is_last = 0 in stages, placement.stages - 1 in stages
-
-    def step() -> float | None:
-        losses: list[torch.Tensor] = []
-        target: dict[str, Any] = {"target": labels, "losses": losses} if is_last else {}
-        schedule.step(*((inputs,) if is_first else ()), **target)
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(torch.stack(losses).mean()) if losses else None
-
-    timetable = _planned_by_torch(schedule, job.num_ranks) if multiple else _1f1b(job)
-    return Emulated(step, timetable, device)
-
-
-def _planned_by_torch(schedule: Any, devices: int) -> Timetable:
-    rows = (schedule.pipeline_order[device] for device in range(devices))
-    return loads("\n".join(",".join("" if action is None else str(action) for action in row) for row in rows))
+    engine = TorchEngine(
+        schedule,
+        modules,
+        batches,
+        F.mse_loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        job.torch_device(),
+    )
+    return Emulated(engine.step, engine.timetable, device)
 
 
 RIVALS: dict[str, Callable[[Job], Emulated]] = {
     "deepspeed_1f1b": lambda job: _deepspeed(job, DeepSpeedPipelineModule, _1f1b(job)),
     "deepspeed_dualpipev": _deepspeed_dualpipev,
-    "torch_1f1b": lambda job: _torch(job, torch_schedules.Schedule1F1B, linear(job.num_ranks)),
-    "torch_interleaved_1f1b": lambda job: _torch(
-        job, torch_schedules.ScheduleInterleaved1F1B, looped(job.num_ranks, 2)
-    ),
-    "torch_zbv": lambda job: _torch(job, torch_schedules.ScheduleZBVZeroBubble, v(job.num_ranks)),
-    "torch_dualpipev": lambda job: _torch(job, torch_schedules.ScheduleDualPipeV, v(job.num_ranks)),
+    **{name: partial(_torch, schedule=schedule) for name, schedule in TORCH_SCHEDULES.items()},
 }

@@ -23,9 +23,11 @@ from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.simulate import Simulation, simulate
 from .command import (
     Report,
+    add_device_flag,
     add_number,
     add_size_flags,
     check_at_least,
+    count_gpus,
     json_item,
     names_in,
     read_request,
@@ -71,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedules", metavar="A,B", help=schedules)
     parser.add_argument("--rivals", default=",".join(RIVALS), metavar="A,B", help="or none (%(default)s)")
     add_number(parser, "--steps", 5, "K", "steps, after one warm-up step")
+    add_device_flag(parser)
     add_import_flag(parser)
 
 
@@ -81,7 +84,9 @@ def measure(args: argparse.Namespace) -> Report:
         ConfigError: a flag is wrong, or nothing is left to measure.
         ScheduleError: a named schedule does not support the sizes.
     """
-    rivals, ours = _rivals(args), _our_schedules(args)
+    rivals = _rivals(args)
+    gpus = count_gpus(args.device)
+    ours = _our_schedules(args)
     if not ours + rivals:
         raise ConfigError("--schedules, --rivals: nothing to measure (got none and none). Name at least one.")
     # Our schedules and rivals alternate.
@@ -91,7 +96,10 @@ def measure(args: argparse.Namespace) -> Report:
         runs = take_turns(names, job, 1 + args.steps, keep_going=True)
     results = [_result(name, run, job) for name, run in runs.items()]
     failed = any(result.error for result in results if result.name in ours)
-    return Report(as_json(results, _params(job)), _title(job, args.steps), as_table(results), failed)
+    text = as_table(results)
+    if 0 < gpus < job.num_ranks:
+        text += f"\n{job.num_ranks} ranks on {gpus} GPU(s), which run the kernels of one process at a time."
+    return Report(as_json(results, _params(job)), _title(job, args.steps), text, failed)
 
 
 def build(name: str, job: Job) -> Worker:
@@ -141,6 +149,10 @@ def _rivals(args: argparse.Namespace) -> list[str]:
     for name in names:
         if name not in RIVALS:
             raise ConfigError(f"--rivals: unknown name (got {name!r}). Use {', '.join(RIVALS)}, or none.")
+    if args.link_ms and args.device == "cuda":
+        raise ConfigError(
+            f"--link-ms: delays messages between CPU ranks only (got {args.link_ms:g}). Remove --device."
+        )
     if args.link_ms and names:
         if names != list(RIVALS):
             raise ConfigError(
@@ -163,7 +175,9 @@ def _job(args: argparse.Namespace) -> Job:
     )
     timeout_s = _WAIT_S + _LIMIT_FACTOR * work_ms / 1000
     modules = tuple(args.modules)
-    return Job(build, args.num_devices, timeout_s, args.micro_batches, costs, args.message_kb, modules)
+    return Job(
+        build, args.num_devices, timeout_s, args.micro_batches, costs, args.message_kb, modules, args.device
+    )
 
 
 # --- the results ---
@@ -267,6 +281,7 @@ def _params(job: Job) -> dict[str, Any]:
         "jitter": job.costs.jitter,
         "link_ms": job.costs.comm,
         "message_kb": job.message_kb,
+        "device": job.device,
     }
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from ..comm.spin import usable_cores
@@ -19,16 +20,30 @@ from ..errors import ConfigError
 from ..pipe_schedules import Timetable, get_schedule
 from ..planner.memory import ModelSizes, memory
 from ..planner.text import format_bytes
-from .command import Report, add_number, add_size_flags, check_at_least, json_item, names_in, table
+from .command import (
+    Report,
+    add_device_flag,
+    add_number,
+    add_size_flags,
+    check_at_least,
+    count_gpus,
+    json_item,
+    names_in,
+    table,
+)
 from .flops import flops_per_token, peak_tflops
 from .job import Job
 from .ranks import Run, take_turns
 
 SUMMARY = "tokens per second of a small GPT, in our engine and in DeepSpeed's"
 RIVAL = "deepspeed_1f1b"
+TORCH_RIVALS = ("torch_1f1b", "torch_interleaved_1f1b", "torch_zbv", "torch_dualpipev")
 VOCAB = 2048
 _WARM_UP = 2  # steps
 _LIMIT_S = 120.0
+_LEARNING_RATE = 1e-4
+# Largest relative difference between losses of the same step. In bf16, torch also sums gradients in bf16.
+_LOSS_TOLERANCE = {"cpu": 1e-4, "cuda": 2e-2}
 
 
 @dataclass(frozen=True)
@@ -51,9 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the benchmark."""
     add_size_flags(parser, num_devices=2, micro_batches=8)
     parser.add_argument("--schedules", default="1f1b", metavar="A,B", help="%(default)s")
+    rivals = f"any of {', '.join((RIVAL, *TORCH_RIVALS))}, or none (%(default)s)"
+    parser.add_argument("--rivals", default=RIVAL, metavar="A,B", help=rivals)
     add_number(parser, "--steps", 10, "K", f"steps of each engine, after {_WARM_UP} warm-up steps")
-    help = "device of the ranks, which share a GPU if they outnumber the GPUs (%(default)s)"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=help)
+    add_device_flag(parser)
     add_number(parser, "--num-layers", TrainingJob.layers, "L", "transformer layers")
     add_number(parser, "--hidden-size", TrainingJob.hidden, "H", "hidden size, a multiple of 64")
     add_number(parser, "--seq-length", TrainingJob.seq, "S", "tokens of a sample")
@@ -69,16 +85,20 @@ def measure(args: argparse.Namespace) -> Report:
         ConfigError: a flag is wrong.
         RankFailure: one of our engines failed, or DeepSpeed's on the CPU.
     """
-    ours, job = names_in(args.schedules), _job(args)
+    ours, rivals, job = names_in(args.schedules), _rivals(args.rivals), _job(args)
+    if not ours + rivals:
+        raise ConfigError("--schedules, --rivals: nothing to measure (got none and none). Name at least one.")
     for name in ours:
         get_schedule(name).timetable(args.num_devices, args.micro_batches)
-    gpus, peak = (0, args.peak_tflops) if job.device == "cpu" else _gpus(args.peak_tflops)
-    processors = min(gpus, job.num_ranks) or 1  # a CPU host counts as one
+    processors = min(count_gpus(job.device), job.num_ranks) or 1  # a CPU host counts as one
+    peak = args.peak_tflops if job.device == "cpu" else args.peak_tflops or _peak_of_gpu()
     # Ranks that share a GPU use gloo, which cannot send the tensors of DeepSpeed's engine.
-    runs = take_turns([*ours, RIVAL], job, _WARM_UP + args.steps, keep_going=job.device == "cuda")
+    tolerant = job.device == "cuda" or any(name in TORCH_RIVALS for name in rivals)
+    runs = take_turns([*ours, *rivals], job, _WARM_UP + args.steps, keep_going=tolerant)
+    _compare_losses(runs, _LOSS_TOLERANCE[job.device])
     speeds = {name: _tokens_per_s(run, job) for name, run in runs.items()}
     flops = flops_per_token(job.layers, job.hidden, job.seq, VOCAB)
-    of_rival = statistics.median(speeds[RIVAL]) if speeds[RIVAL] else None
+    of_rival = statistics.median(speeds[RIVAL]) if speeds.get(RIVAL) else None
     items: list[dict[str, Any]] = []
     errors: list[str] = []
     rows: list[tuple[str, ...]] = [(*_HEAD, f"ratio to {RIVAL}")]
@@ -97,6 +117,7 @@ def measure(args: argparse.Namespace) -> Report:
         params["ratio"] = None if of_rival is None else median / of_rival
         params["model_flops_per_s"] = median * flops
         params["mfu"] = None if peak is None else median * flops / (peak * 1e12 * processors)
+        params["losses"] = _losses(run)
         params["max_memory_bytes"] = max((answer[2] or 0 for answer in run.rounds[-1]), default=0) or None
         params["simulated_memory_bytes"] = (
             None if run.timetable is None else _simulated_bytes(run.timetable, job)
@@ -140,18 +161,44 @@ def _job(args: argparse.Namespace) -> TrainingJob:
     return TrainingJob(build, args.num_devices, _LIMIT_S, args.micro_batches, device=args.device, **sizes)
 
 
-def _gpus(peak: float | None) -> tuple[int, float | None]:
-    """Return the number of GPUs, and the peak of one in TFLOP/s. Raises ConfigError without a GPU."""
+def _peak_of_gpu() -> float | None:
+    """Return the peak of a GPU in TFLOP/s, from its name; None for an unknown one."""
     import torch
 
-    if not torch.cuda.is_available():
-        raise ConfigError("--device: cuda needs a GPU (torch sees none). Use cpu.")
-    return torch.cuda.device_count(), peak or peak_tflops(torch.cuda.get_device_name(0))
+    return peak_tflops(torch.cuda.get_device_name(0))
+
+
+def _rivals(text: str) -> list[str]:
+    names = names_in(text)
+    for name in names:
+        if name != RIVAL and name not in TORCH_RIVALS:
+            known = ", ".join((RIVAL, *TORCH_RIVALS))
+            raise ConfigError(f"--rivals: unknown name (got {name!r}). Use {known}, or none.")
+    return names
+
+
+def _losses(run: Run) -> list[float]:
+    """Return the loss of every step, warm-up included."""
+    return [next(loss for *_, loss in answers if loss is not None) for answers in run.rounds]
+
+
+def _compare_losses(runs: Mapping[str, Run], tolerance: float) -> None:
+    """Mark engines as failed whose losses differ from those of the first engine that did not fail."""
+    first: list[float] | None = None
+    for run in runs.values():
+        if run.error is not None:
+            continue
+        losses = _losses(run)
+        first = first or losses
+        for step, (loss, expected) in enumerate(zip(losses, first, strict=True)):
+            if not abs(loss - expected) <= tolerance * abs(expected):
+                run.error = f"step {step}: loss {loss:.6g}, expected {expected:.6g}"
+                break
 
 
 def _tokens_per_s(run: Run, job: TrainingJob) -> list[float]:
     times = (zip(*answers, strict=True) for answers in run.rounds[_WARM_UP:]) if run.error is None else ()
-    return [job.tokens / (max(ends) - min(starts)) for starts, ends, _ in times]
+    return [job.tokens / (max(ends) - min(starts)) for starts, ends, *_ in times]
 
 
 def _simulated_bytes(timetable: Timetable, job: TrainingJob) -> int:
@@ -179,27 +226,30 @@ def _split(layers: int, stages: int) -> tuple[int, ...]:
 class TrainingEngine:
     """Engine of this rank; ``step()`` trains one step."""
 
-    step: Callable[[], float]
+    step: Callable[[], float | None]
     timetable: Timetable
     device: str
 
-    def run(self) -> tuple[float, float, int | None]:
-        """Return (start, end, peak bytes of the GPU so far) of one step, which ends when all ranks have finished it."""
+    def run(self) -> tuple[float, float, int | None, float | None]:
+        """Return (start, end, peak bytes of the GPU so far, loss) of one step.
+
+        The step ends when all ranks have finished it. The loss is None on a rank that does not have it.
+        """
         import torch
         import torch.distributed as dist
 
         start = time.perf_counter()
-        self.step()
+        loss = self.step()
         used = None
         if self.device == "cuda":
             torch.cuda.synchronize()
             used = torch.cuda.max_memory_allocated()
         dist.barrier()
-        return start, time.perf_counter(), used
+        return start, time.perf_counter(), used, loss
 
 
 def build(name: str, job: TrainingJob) -> TrainingEngine:
-    """Build the engine called ``name``: DeepSpeed's, or ours with the schedule of that name."""
+    """Build the engine called ``name``: a rival, or ours with the schedule of that name."""
     import torch
 
     from ..models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
@@ -224,9 +274,12 @@ def build(name: str, job: TrainingJob) -> TrainingEngine:
         [(sample[:, :-1].contiguous(), sample[:, 1:].contiguous()) for sample in ids],
         loss_fn=gpt_loss(config, tp),
         partition_method="type:TransformerLayer",
-        optimizer={"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        optimizer={"type": "AdamW", "params": {"lr": _LEARNING_RATE, "torch_adam": True}},
         precision={"bf16": {"enabled": True}} if job.device == "cuda" else {},
     )
+    if name in TORCH_RIVALS:
+        engine = _in_torch(name, workload, job)
+        return TrainingEngine(engine.step, engine.timetable, job.device)
     schedule = get_schedule("1f1b" if name == RIVAL else name)
     timetable = schedule.timetable(job.num_ranks, job.micro_batches)
     if name == RIVAL:
@@ -234,3 +287,32 @@ def build(name: str, job: TrainingJob) -> TrainingEngine:
     else:
         _, step = workload.in_ours(job, timetable, clock)
     return TrainingEngine(step, timetable, job.device)
+
+
+def _in_torch(name: str, workload: Any, job: TrainingJob) -> Any:
+    """Build the GPT under a schedule of torch. Embeddings are in the first stage, norm and head in the last."""
+    import torch
+    import torch.distributed as dist
+
+    from .torch_rivals import TORCH_SCHEDULES, TorchEngine, build_stages
+
+    schedule = TORCH_SCHEDULES[name]
+    placement = schedule.placement(job.num_ranks)
+    sizes = list(_split(job.layers, placement.stages))
+    others = len(workload.layers) - job.layers
+    sizes[0] += 2
+    sizes[-1] += others - 2
+    dtype = torch.bfloat16 if job.device == "cuda" else torch.float32
+    modules, tied = build_stages(
+        workload.layers, [0, *accumulate(sizes)], placement.stages_of(dist.get_rank()), dtype
+    )
+    device = job.torch_device()
+    return TorchEngine(
+        schedule,
+        {stage: module.to(device) for stage, module in modules.items()},
+        workload.batches,
+        workload.loss_fn,
+        lambda parameters: torch.optim.AdamW(parameters, lr=_LEARNING_RATE),
+        device,
+        tied,
+    )

@@ -3,15 +3,18 @@
 It needs CUDA and is imported on first use. Its initial weights equal those of the local layer, so a run starts with the
 same loss. Its parameters have different names, so the two implementations cannot load each other's checkpoints.
 
-It computes weight gradients together with input gradients, so a split backward defers none. Versions 2.3 and later have
-``delay_wgrad_compute`` in their linear modules, but not in ``TransformerLayer``, and ``backward_dw`` assigns ``.grad``
-without adding to it and without running autograd's hooks. A step of several micro-batches would lose gradients.
+It computes weight gradients together with input gradients, so a split backward defers none, and the job plan prints a
+line about it. Versions 2.3 and later have ``delay_wgrad_compute`` in their linear modules, but not in
+``TransformerLayer``. ``backward_dw`` assigns ``.grad`` without adding to it, runs no hooks of autograd, and handles
+biases differently from version to version. docs/models.md has the reasons for not using it.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
+import re
 from typing import Any
 
 import torch
@@ -51,8 +54,20 @@ _NAMES = {
 }
 
 
+_MAJOR_VERSIONS = ("2",)  # with the names above and the arguments of TransformerEngineLayer
+
+
+def check_version(version: str) -> None:
+    """Raise ConfigError for a version of Transformer Engine with other arguments or names than those used here."""
+    if re.match(r"\d+", version) is None or version.split(".")[0] not in _MAJOR_VERSIONS:
+        raise ConfigError(
+            f"--transformer-impl: needs Transformer Engine 2 (got {version}). Install it with `pip install "
+            "--no-build-isolation 'transformer-engine[pytorch]>=2,<3'`, or use local."
+        )
+
+
 def import_transformer_engine() -> Any:
-    """Import ``transformer_engine.pytorch``. Raises ConfigError if it or CUDA is missing."""
+    """Import ``transformer_engine.pytorch``. Raises ConfigError if it or CUDA is missing, or for a wrong version."""
     if not torch.cuda.is_available():
         raise ConfigError(
             "--transformer-impl: transformer_engine needs CUDA (no GPU found). Use local, or a host with CUDA."
@@ -62,6 +77,7 @@ def import_transformer_engine() -> Any:
             "--transformer-impl: Transformer Engine is not installed. Install it with `pip install "
             "--no-build-isolation 'ds_ext[te]'`, or use local."
         )
+    check_version(_installed_version())
     try:
         return importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # its loader may raise ImportError, RuntimeError or OSError
@@ -69,6 +85,15 @@ def import_transformer_engine() -> Any:
             f"--transformer-impl: Transformer Engine does not load (got {type(error).__name__}: {error}). "
             f"Install a build for torch {torch.__version__}, or use local."
         ) from None
+
+
+def _installed_version() -> str:
+    for name in ("transformer_engine", "transformer_engine_torch"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"
 
 
 def check_transformer_engine(config: TransformerConfig) -> None:

@@ -28,6 +28,7 @@ def describe(
     weights: tuple[float, ...] | None = None,
     with_head: bool = False,
     grid: bool = True,
+    defers: bool = True,
 ) -> str:
     """Return the plan as text: groups, stages with their layers, costs, and the timetable.
 
@@ -38,6 +39,7 @@ def describe(
         weights: relative work of the stages, from :func:`ds_ext.parallel.partition.stage_weights`; None: equal.
         with_head: True if ``weights`` include the head.
         grid: include the timetable.
+        defers: False if the layers compute all weight gradients with the input gradients.
     """
     sizes = plan.sizes
     simulation = plan.simulation
@@ -51,6 +53,7 @@ def describe(
         "stages",
         *_describe_stages(plan, boundaries, layer_names),
         *_describe_costs(plan, simulation, message_bytes, with_head),
+        *([] if defers else _describe_whole_backwards(plan, simulation.costs)),
         *_describe_communicators(plan),
         *_describe_candidates(plan),
     ]
@@ -109,6 +112,15 @@ def _describe_costs(plan: JobPlan, simulation: Simulation, message_bytes: int, w
         f"checked   no deadlock with room for {credits} per link",
         f"loss      device {losses}",
     ]
+
+
+def _describe_whole_backwards(plan: JobPlan, costs: Costs) -> list[str]:
+    """Return the bubble of split backwards whose first half computes the weight gradients too."""
+    if not plan.timetable.split_backwards:
+        return []
+    backward = costs.backward_input + costs.backward_weight
+    bubble = simulate(plan.timetable, replace(costs, backward_input=backward, backward_weight=0.0)).bubble
+    return [f"te        bubble {bubble:.1%}: its layers compute weight gradients in I, and none in W"]
 
 
 def _describe_communicators(plan: JobPlan) -> list[str]:

@@ -257,5 +257,6 @@ def describe_job(
         weights=stage_weights(boundaries, len(before), len(after), ends or (0.0, 0.0)),
         with_head=ends is not None,
         grid=grid,
+        defers=args.transformer_impl == "local",
     )
     return "\n".join([text, *lines])

@@ -21,11 +21,13 @@ import pytest
 import torch
 
 from ds_ext.__main__ import main
-from ds_ext.bench import rivals, schedules
+from ds_ext.bench import rivals, schedules, training, transport
 from ds_ext.bench.command import options_for
-from ds_ext.bench.emulated import WIDTH, EmulatedDevice, EmulatedLayer, make_batches, rows_of
+from ds_ext.bench.emulated import WIDTH, EmulatedDevice, EmulatedGpu, EmulatedLayer, make_batches, rows_of
 from ds_ext.bench.flops import peak_tflops
+from ds_ext.bench.ranks import Run, take_turns
 from ds_ext.bench.schedules import Result, as_json, as_table
+from ds_ext.bench.torch_rivals import TORCH_SCHEDULES
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.lower import lower
@@ -120,9 +122,67 @@ def test_peak_of_a_device(name: str, peak: float | None) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_training_on_a_gpu_needs_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "training", "--device", "cuda"]) == 2
-    assert "--device" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["training", "schedules", "transport"])
+def test_a_gpu_is_required_for_cuda(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", name, "--device", "cuda"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and "--device" in printed.err and printed.err.count("\n") == 1
+
+
+def test_torch_trains_the_same_gpt() -> None:
+    sizes = ["--micro-batches", "4", "--num-layers", "4", "--hidden-size", "64", "--seq-length", "32"]
+    flags = [*sizes, "--rivals", "torch_1f1b,torch_zbv", "--steps", "1", "--json"]
+    command = [sys.executable, "-m", "ds_ext", "bench", "training", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    assert [item["name"] for item in found] == ["1f1b", "torch_1f1b", "torch_zbv"]
+    losses = [item["params"]["losses"] for item in found]
+    assert losses[0][2] < losses[0][0] and len(losses[0]) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)
+    assert all(item["repeats"] == 1 and item["params"]["ratio"] is None for item in found)
+
+
+def test_an_engine_with_other_losses_failed() -> None:
+    def run(*losses: float) -> Run:
+        return Run(rounds=[[(0.0, 1.0, None, None), (0.0, 1.0, None, loss)] for loss in losses])
+
+    runs = {
+        "1f1b": run(7.0, 6.0),
+        "same": run(7.0001, 6.0),
+        "other": run(7.0, 6.1),
+        "nan": run(7.0, math.nan),
+    }
+    training._compare_losses(runs, 1e-4)
+    assert [name for name, one in runs.items() if one.error is not None] == ["other", "nan"]
+
+
+def test_a_gpu_is_occupied_for_the_times_of_its_passes() -> None:
+    queued: list[float] = []
+    placement = get_schedule("1f1b").placement(2)
+    costs = Costs(forward=3000.0, backward_input=5000.0, backward_weight=7000.0)
+    device = EmulatedGpu(costs, placement, queued.append, lambda: queued.append(math.inf))
+    start = time.perf_counter()
+    EmulatedLayer(0, device)(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
+    device.finish()
+    assert queued == [3000.0, 5000.0, 7000.0, math.inf] and device.computed_ms == 15000.0
+    assert start < device.last_end < start + 3.0  # the host waits for no pass
+
+
+def test_methods_of_a_gpu_run_on_cpu_ranks() -> None:
+    assert transport._methods("cuda", 1) == ("ipc", "staged", "memcpy")
+    methods = transport._methods("cuda", 2)
+    assert methods == ("ipc", "staged", "torch", "memcpy")
+    sizes = (4, 1 << 20)
+    job = transport.ExchangeJob(transport.build, 2, 60.0, sizes=sizes, methods=methods)
+    answers = take_turns(["transport"], job, 1)["transport"].rounds[0]
+    times = answers[0]
+    assert set(times) == {(name, size) for name in methods for size in sizes} | {("ready", 0)}
+    assert all(min(seconds) > 0 for seconds in times.values())
+    # Without CUDA IPC, ipc has no figures.
+    del times["ipc", 4]
+    first, *_ = (line.split() for line in transport._text(times, sizes, methods).splitlines()[1:])
+    assert first[:2] == ["ipc", "-"]
 
 
 def test_a_rival_that_cannot_run_is_shown_as_failed() -> None:
@@ -150,6 +210,7 @@ def test_a_rival_that_cannot_run_is_shown_as_failed() -> None:
         (["--jitter", "2"], ["jitter", "2"]),
         (["--message-kb", "0"], ["--message-kb", "0"]),
         (["--link-ms", "1", "--rivals", "torch_zbv"], ["--link-ms", "--rivals"]),
+        (["--link-ms", "1", "--device", "cuda"], ["--link-ms", "--device"]),
     ],
 )
 def test_a_wrong_request_is_one_error(
@@ -282,6 +343,7 @@ def test_a_layer_leaves_its_weight_gradient_and_its_time_for_later() -> None:
 
 def test_every_rival_that_is_offered_exists() -> None:
     assert tuple(rivals.RIVALS) == schedules.RIVALS
+    assert tuple(TORCH_SCHEDULES) == training.TORCH_RIVALS
 
 
 def test_a_schedule_that_plans_is_told_the_costs() -> None:

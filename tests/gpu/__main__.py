@@ -35,7 +35,16 @@ STEPS = (
     _pytest("bf16 and ZeRO-1", 120, "test_precision.py"),
     _pytest("attention", 60, "test_attention.py"),
     _pytest("Transformer Engine", 90, "test_te.py"),
-    _bench(300, "training", "--schedules", "1f1b,bitpipe,bitpipe_zb", "--num-devices", "4"),
+    _bench(90, "transport", "--repeats", "3"),
+    _bench(
+        180, "schedules", "--num-devices", "2", "--schedules", "1f1b,zb_h1,bitpipe,bitpipe_zb", "--steps", "3"
+    ),
+    _bench(
+        300,
+        "training",
+        *("--schedules", "1f1b,bitpipe,bitpipe_zb", "--num-devices", "4"),
+        *("--rivals", "deepspeed_1f1b,torch_1f1b,torch_interleaved_1f1b,torch_zbv,torch_dualpipev"),
+    ),
 )
 
 

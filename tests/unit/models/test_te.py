@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from ds_ext.errors import ConfigError
 from ds_ext.models.bert import BertConfig
 from ds_ext.models.gpt import GPTConfig
 from ds_ext.models.layers import TransformerLayer
-from ds_ext.models.te import copy_weights
+from ds_ext.models.te import check_version, copy_weights
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel
 
 PLAIN = GPTConfig(2, 16, 2, 8, 32, hidden_dropout=0.0, attention_dropout=0.0)
@@ -47,6 +48,17 @@ def test_unsupported_hosts_and_models_are_refused() -> None:
         replace(PLAIN, transformer_impl="transformer_engine")
     with pytest.raises(ConfigError, match=r"^--transformer-impl: .*BERT"):
         BertConfig(2, 16, 2, 8, 32, transformer_impl="transformer_engine")
+
+
+@pytest.mark.parametrize("version", ["1.13.0", "3.0", "unknown"])
+def test_versions_with_other_arguments_are_refused(version: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^--transformer-impl: .*{re.escape(version)}"):
+        check_version(version)
+
+
+@pytest.mark.parametrize("version", ["2.0", "2.3.0+abc", "2.14.0.dev1"])
+def test_version_2_is_accepted(version: str) -> None:
+    check_version(version)
 
 
 class _TransformerEngineParameters(nn.Module):

@@ -185,3 +185,19 @@ def test_text_lists_the_candidates_of_auto() -> None:
 def test_text_has_the_vocabulary_of_auto() -> None:
     given, default = (text_of(auto(train=SIZES, schedule_options=o)) for o in ({"vocab_size": 1000}, {}))
     assert '  vocabulary 1,000 ("vocab_size")\n' in given and "  vocabulary 50,257 (" in default
+
+
+@pytest.mark.parametrize(("name", "split"), [("zb_h1", True), ("1f1b", False)])
+def test_layers_that_defer_nothing_have_the_bubble_of_whole_backwards(name: str, split: bool) -> None:
+    planned = plan(schedule=name)
+
+    def bubble(**options: Any) -> dict[str, float]:
+        found = re.findall(r"^(bubble|te) .*?([\d.]+)%", text_of(planned, **options), re.MULTILINE)
+        return {label: float(value) for label, value in found}
+
+    assert "te" not in bubble()
+    assert ("te" in bubble(defers=False)) == split
+    if split:
+        whole = plan(schedule="1f1b").simulation.bubble
+        assert bubble(defers=False)["te"] == pytest.approx(100 * whole, abs=0.1)
+        assert bubble()["bubble"] < 100 * whole
