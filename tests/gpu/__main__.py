@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ds_ext.bench.training import TORCH_RIVALS
 from tests.gpu.steps import Result, Step, report, run_steps
 
 LIMIT_S = 25 * 60.0
@@ -27,25 +28,24 @@ def _bench(limit_s: float, *flags: str) -> Step:
     return Step(f"bench {flags[0]}", command, limit_s, figures=True)
 
 
-STEPS = (
-    Step("doctor", [_PYTHON, "-m", "ds_ext", "doctor"], 120),
-    _pytest("construction", 120, "test_construction.py"),
-    _pytest("transport", 180, "test_transport.py"),
-    _pytest("schedules", 300, "test_schedules.py"),
-    _pytest("bf16 and ZeRO-1", 120, "test_precision.py"),
-    _pytest("attention", 60, "test_attention.py"),
-    _pytest("Transformer Engine", 90, "test_te.py"),
-    _bench(90, "transport", "--repeats", "3"),
-    _bench(
-        180, "schedules", "--num-devices", "2", "--schedules", "1f1b,zb_h1,bitpipe,bitpipe_zb", "--steps", "3"
-    ),
-    _bench(
-        300,
-        "training",
-        *("--schedules", "1f1b,bitpipe,bitpipe_zb", "--num-devices", "4"),
-        *("--rivals", "deepspeed_1f1b,torch_1f1b,torch_interleaved_1f1b,torch_zbv,torch_dualpipev"),
-    ),
-)
+def steps(gpus: int) -> tuple[Step, ...]:
+    """Return the steps for a number of GPUs. Rivals need one GPU per rank, because gloo cannot send their tensors."""
+    rivals = ",".join(("deepspeed_1f1b", *TORCH_RIVALS))
+    two, four = (
+        ("--rivals", rivals if gpus >= ranks else "none", "--num-devices", f"{ranks}") for ranks in (2, 4)
+    )
+    return (
+        Step("doctor", [_PYTHON, "-m", "ds_ext", "doctor"], 120),
+        _pytest("construction", 120, "test_construction.py"),
+        _pytest("transport", 180, "test_transport.py"),
+        _pytest("schedules", 300, "test_schedules.py"),
+        _pytest("bf16 and ZeRO-1", 120, "test_precision.py"),
+        _pytest("attention", 60, "test_attention.py"),
+        _pytest("Transformer Engine", 90, "test_te.py"),
+        _bench(90, "transport", "--repeats", "3"),
+        _bench(150, "schedules", "--schedules", "1f1b,zb_h1,bitpipe,bitpipe_zb", "--steps", "3", *two),
+        _bench(270, "training", "--schedules", "1f1b,bitpipe,bitpipe_zb", *four),
+    )
 
 
 def main(arguments: list[str]) -> int:
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
         print("torch sees no CUDA device: nothing to run.")
         return 0
     path = Path(arguments[0] if arguments else "build/gpu_report.md")
-    results = run_steps(STEPS, LIMIT_S, _show)
+    results = run_steps(steps(torch.cuda.device_count()), LIMIT_S, _show)
     text = report(results, _facts())
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)

@@ -8,6 +8,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+import torch
+
+from ds_ext.__main__ import main
+from tests.gpu.__main__ import LIMIT_S, steps
 from tests.gpu.steps import Step, report, run_steps
 
 
@@ -48,6 +53,18 @@ def test_the_limit_on_all_steps() -> None:
     results = run_steps([step("first", "import time; time.sleep(60)"), step("second", "pass")], 1.0)
     assert [result.outcome for result in results] == ["over limit", "over limit"]
     assert results[1].seconds == 0.0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_benchmarks_lack_only_the_gpu(gpus: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sum(one.limit_s for one in steps(gpus)) <= LIMIT_S
+    commands = [list(one.command) for one in steps(gpus) if one.figures]
+    assert [command[4] for command in commands] == ["transport", "schedules", "training"]
+    for command in commands:
+        assert ("none" in command) == (gpus == 1 and "--rivals" in command)
+        assert main(command[3:]) == 2
+        assert capsys.readouterr().err.startswith("error: --device: ")
 
 
 def test_a_host_without_a_gpu() -> None:
