@@ -4,7 +4,8 @@ A dead host or a cut cable closes no connection, so gloo and the store wait unti
 rank therefore watches the kernel's acknowledgments on all TCP connections of this process to other hosts of the job.
 TCP keepalive makes the kernel probe an idle connection every second. The peer's kernel answers, even for a stopped
 process. After 2 s without an answer, the thread shuts down the connections to that address, and the blocked or next
-operation on them raises.
+operation on them raises. If packets are lost in one direction only, the peer's own packets look like answers. The
+thread then notices that the kernel has retransmitted the same data five times, after about 6 s.
 
 TCP_USER_TIMEOUT would need no thread, but it also ends connections to a stopped or busy process with a full receive
 window (tcp(7)). The native tcp links do the same check in their I/O thread (kernels/transport/tcp_connection.hpp).
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import math
 import os
 import re
 import socket
@@ -32,9 +34,10 @@ from ds_ext.errors import PeerGone, TransportError
 BEAT_S, SILENCE_S = 0.5, 2.0
 # The kernel's limit for an idle connection, in case the thread is delayed: 1 + 4 s.
 _KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4}
+_LOST_RETRANSMISSIONS = 5  # of the same data: 0.2 + 0.4 + 0.8 + 1.6 + 3.2 s
 # Offsets in struct tcp_info (linux/tcp.h).
-_PROBES_AT = 3
-_UNACKED_AT, _LAST_DATA_SENT_AT, _LAST_ACK_RECV_AT, _TCP_INFO_BYTES = 24, 44, 56, 104
+_RETRANSMITS_AT, _PROBES_AT = 2, 3
+_UNACKED_AT, _LAST_DATA_SENT_AT, _LAST_ACK_RECV_AT, _BYTES_ACKED_AT, _TCP_INFO_BYTES = 24, 44, 56, 120, 128
 _SAME_MS = 50.0  # two readings of the same time may differ by kernel clock ticks
 _LOCAL_ADDRESS = re.compile(r"\|-- (\S+)\s+/32 host LOCAL")
 
@@ -71,6 +74,8 @@ class _Connection:
     answered_at_ms: float = 0.0
     unanswered: int = 0  # packets and probes since the last answer
     late_looks: int = 0  # consecutive looks with at least two unanswered packets
+    delivered_bytes: int = 0
+    delivered_at_ms: float = -math.inf
 
 
 class HostWatch(threading.Thread):
@@ -112,20 +117,27 @@ class HostWatch(threading.Thread):
         """Find new connections, and shut down all connections to addresses that have not answered for 2 s.
 
         An answer on any connection shows that a host is alive: a lossy link may lose several probes of a connection.
+        Likewise, data that arrives on any connection shows that the link to the host works.
         """
         self._connections = dict(self._find())
-        unanswered: set[str] = set()
-        answering: set[str] = set()
+        unanswered, answering = set[str](), set[str]()
+        undelivered, delivering = set[str](), set[str]()
         for number, connection in self._connections.items():
             if connection.address is None or connection.address in self.silent:
                 continue
             with contextlib.suppress(OSError), _borrowed(number) as borrowed:
+                # Kernels before 4.1 report fewer fields.
                 info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-                if _unanswered(connection, info, 1000 * time.monotonic()):
+                info, now_ms = info.ljust(_TCP_INFO_BYTES, b"\0"), 1000 * time.monotonic()
+                if _unanswered(connection, info, now_ms):
                     unanswered.add(connection.address)
                 elif struct.unpack_from("=I", info, _LAST_ACK_RECV_AT)[0] < 1000 * SILENCE_S:
                     answering.add(connection.address)
-        for address in unanswered - answering:
+                if _delivers(connection, info, now_ms):
+                    delivering.add(connection.address)
+                elif info[_RETRANSMITS_AT] >= _LOST_RETRANSMISSIONS:
+                    undelivered.add(connection.address)
+        for address in (unanswered - answering) | (undelivered - delivering):
             self.silent[address] = self._hosts.get(address, Host(address, frozenset({address})))
         for number, connection in self._connections.items():
             if connection.address in self.silent:
@@ -280,3 +292,11 @@ def _unanswered(connection: _Connection, info: bytes, now_ms: float) -> bool:
     late = max(connection.unanswered, info[_PROBES_AT]) > 1
     connection.late_looks = connection.late_looks + 1 if late else 0
     return connection.late_looks > 1 and answered_ms >= 1000 * SILENCE_S
+
+
+def _delivers(connection: _Connection, info: bytes, now_ms: float) -> bool:
+    """Return whether the peer's kernel has acknowledged new data in the last 2 s."""
+    delivered = struct.unpack_from("=Q", info, _BYTES_ACKED_AT)[0]
+    if delivered != connection.delivered_bytes:
+        connection.delivered_bytes, connection.delivered_at_ms = delivered, now_ms
+    return now_ms - connection.delivered_at_ms < 1000 * SILENCE_S

@@ -74,6 +74,13 @@ class Network:
         """Lose every packet from and to the host; its own link stays up."""
         do(f"nsenter --net=/proc/{self._switch.pid}/ns/net ip link set port{host} nomaster")
 
+    def drop_to(self, host: int) -> None:
+        """Lose every packet to the host. Packets from it still arrive."""
+        at_switch = f"nsenter --net=/proc/{self._switch.pid}/ns/net"
+        flags = "learning off flood off mcast_flood off bcast_flood off"
+        do(f"{at_switch} bridge link set dev port{host} {flags}")
+        do(f"{at_switch} ip link set port{host} type bridge_slave fdb_flush")
+
     def link_down(self, host: int) -> None:
         """Switch the host's interface off."""
         do(" ".join([*self.enter(host), f"ip link set {INTERFACE} down"]))

@@ -119,6 +119,16 @@ def test_host_behind_a_cut_cable_is_lost(
     ), reports
 
 
+@pytest.mark.parametrize("words", [("1", "auto", "64"), ("4", "torch", "64")], ids=["gloo", "torch"])
+def test_host_that_cannot_receive_is_lost(launch: Callable[..., FarJob], words: tuple[str, ...]) -> None:
+    """The ranks of the other host still receive: packets that its kernel sends again, and the ends of connections."""
+    job = launch([0, 0, 1, 1], *words)
+    job.wait_for_step(3)
+    job.network.drop_to(1)
+    assert job.codes(LIMIT_S) == [1] * 4
+    assert {2, 3} & job.reports().keys(), job.text
+
+
 def test_rank_away_from_the_cut_cable_ends_too(launch: Callable[..., FarJob]) -> None:
     job = launch([0, 1, 2], "3", "torch", "64")
     job.wait_for_step(3)
