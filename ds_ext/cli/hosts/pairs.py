@@ -95,7 +95,7 @@ def measure_tcp(session: Session) -> None:
             found.append(result)
         return found
 
-    for turn in rounds([host for host in hosts if host.name in ports]):
+    for turn in round_robin([host for host in hosts if host.name in ports]):
         for found in session.pool.map(measure, [sorted(pair, key=hosts.index) for pair in turn]):
             session.report.pairs += found
 
@@ -131,7 +131,7 @@ def measure_rdma(session: Session) -> None:
         for pair in session.report.pairs
         if pair.round_trip_us is not None and {pair.source, pair.target} <= hosts.keys()
     }
-    for turn in rounds(list(hosts.values())):
+    for turn in round_robin(list(hosts.values())):
         pairs = [measured[key] for pair in turn if (key := frozenset(host.name for host in pair)) in measured]
         list(session.pool.map(lambda pair: _write(pair, hosts[pair.source], hosts[pair.target]), pairs))
 
@@ -173,7 +173,7 @@ def ports(session: Session) -> Iterator[Finding]:
     yield Finding("ports", "ok", found)
 
 
-def rounds(items: Sequence[T]) -> Iterator[list[tuple[T, T]]]:
+def round_robin(items: Sequence[T]) -> Iterator[list[tuple[T, T]]]:
     """Yield all pairs of items, grouped so that no item is twice in a group (round-robin tournament)."""
     seats: list[T | None] = [*items, *([None] if len(items) % 2 else [])]
     for _ in range(len(seats) - 1):

@@ -12,7 +12,7 @@ import pytest
 
 from ds_ext.__main__ import main
 from ds_ext.cli.hosts import probe, ssh
-from ds_ext.cli.hosts.pairs import rounds
+from ds_ext.cli.hosts.pairs import round_robin
 from ds_ext.errors import DsExtError
 
 LOCAL = ["sh", "-c", 'eval "$1"']  # in place of ssh: the name of the host, and the command
@@ -87,7 +87,7 @@ def test_exported_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("count", range(8))
 def test_rounds_contain_every_pair_once(count: int) -> None:
-    found = list(rounds(list(range(count))))
+    found = list(round_robin(list(range(count))))
     assert sorted(tuple(sorted(pair)) for turn in found for pair in turn) == list(
         combinations(range(count), 2)
     )
