@@ -197,8 +197,10 @@ def _report_lost_peer(error: BaseException, ending: Ending) -> None:
             timeout = isinstance(error, TransportTimeout) or any(
                 sign in own.lower() for sign in _TIMEOUT_SIGNS
             )
-            problem = "did not answer" if timeout else "is gone"
-            line = f"rank {rank()} stopped: rank {', '.join(map(str, silent))} {problem}. {own}"
+            many = len(silent) > 1
+            problem = "did not answer" if timeout else "are gone" if many else "is gone"
+            ranks = f"rank{'s' * many} {', '.join(map(str, silent))}"
+            line = f"rank {rank()} stopped: {ranks} {problem}. {own}"
         first = _claim(line)
     _report_loss(line, notes, first, ending)
     ending.text = None
