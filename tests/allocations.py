@@ -28,7 +28,7 @@ class AllocatedBytes(TorchDispatchMode):
         for tensor in pytree.tree_leaves(tree):
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._seen:
                 storage = tensor.untyped_storage()
-                size = storage.nbytes() if counts else 0
+                size = storage.nbytes() if counts and not tensor.is_meta else 0
                 self._seen.add(storage._cdata)
                 self.live += size
                 self.peak = max(self.peak, self.live)

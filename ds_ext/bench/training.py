@@ -203,17 +203,16 @@ def _tokens_per_s(run: Run, job: TrainingJob) -> list[float]:
 
 def _simulated_bytes(timetable: Timetable, job: TrainingJob) -> int:
     """Return the memory of the device that needs the most, as ``simulate`` estimates it."""
-    half = job.device == "cuda"
+    on_gpu = job.device == "cuda"
     sizes = ModelSizes(
         _split(job.layers, timetable.placement.stages),
         job.hidden,
         job.heads,
         VOCAB,
         job.seq,
-        micro_batch=job.samples if half else 2 * job.samples,  # the model assumes 16-bit activations
-        weight_bytes=2 if half else 4,
-        gradient_bytes=4,
-        master_bytes=4 if half else 0,
+        micro_batch=job.samples,
+        precision="bf16" if on_gpu else "fp32",
+        optimizer="foreach" if on_gpu else "for-loop",  # torch's default
     )
     return max(device.total for device in memory(timetable, sizes))
 

@@ -6,7 +6,9 @@ import argparse
 from dataclasses import replace
 
 from ..errors import ScheduleError
-from ..planner.memory import MODELS, ModelSizes, model_sizes
+from ..planner.memory import ModelSizes
+from ..planner.named_models import MODELS, model_sizes
+from ..planner.parameter_bytes import PRECISIONS
 
 _SIZES = {
     "num_layers": "layers",
@@ -26,6 +28,7 @@ _TRAINING = {
     "tensor_parallel": "tensor_parallel",
     "data_parallel": "data_parallel",
     "zero": "zero_stage",
+    "precision": "precision",
     "recompute": "recompute",
     "sequence_parallel": "sequence_parallel",
     "attention_scores": "attention_scores",
@@ -50,7 +53,9 @@ def add_model_flags(verb: argparse.ArgumentParser, *, parallel: bool = True) -> 
         group.add_argument(_flag(dest), action="store_true", default=None, help=text)
     group.add_argument("--micro-batch-size", type=int, metavar="B", help="samples per micro-batch (1)")
     default = "0" if parallel else "1 with several copies of the weights"
-    group.add_argument("--zero", type=int, choices=[0, 1], help=f"ZeRO stage ({default})")
+    zero = f"ZeRO stage in fp32 ({default}); half precision always uses 1"
+    group.add_argument("--zero", type=int, choices=[0, 1], help=zero)
+    group.add_argument("--precision", choices=PRECISIONS, help="of weights and activations (bf16)")
     if parallel:
         group.add_argument("--tensor-parallel", type=int, metavar="T", help="tensor-parallel size (1)")
         group.add_argument("--data-parallel", type=int, metavar="DP", help="number of pipeline groups (1)")

@@ -26,8 +26,15 @@ from .schedule_verbs import EXIT_INVALID, EXIT_OK
 _SHOWN = 10  # rows of the table
 _BANDWIDTH = "25GB"
 _PATIENCE_S = 2.0  # before the progress is shown
-# Usual values for GPT; replace them for a real run. torch's own Adam needs no compiler.
-_ADAM = {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "torch_adam": True}
+# Usual values for GPT; replace them for a real run. torch's fused Adam needs no compiler and no temporary tensors.
+_ADAM = {
+    "lr": 3e-4,
+    "betas": [0.9, 0.95],
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "torch_adam": True,
+    "fused": True,
+}
 
 
 def add_plan_flags(verb: argparse.ArgumentParser) -> None:
@@ -147,7 +154,7 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 
 def _header(args: argparse.Namespace, cluster: Cluster, model: ModelSizes) -> list[str]:
     parameters = model.device_parameters(linear(1), 0) / 1e9
-    zero = "1 with several copies of the weights" if model.zero_stage else "0"
+    zero = "1 with several copies of the weights" if model.bytes.sharded else "0"
     if cluster.network is None:
         messages = [f"messages    {format_bytes(cluster.bandwidth)}/s"]
         missing = "tensor-parallel communication, gradient reduction, optimizer step, savings below 1%"
@@ -159,7 +166,8 @@ def _header(args: argparse.Namespace, cluster: Cluster, model: ModelSizes) -> li
             "bound without communication is not 1% better"
         )
     return [
-        f"model       {args.model or 'custom'}, {parameters:.3g} billion parameters, 16 bits, ZeRO stage {zero}",
+        f"model       {args.model or 'custom'}, {parameters:.3g} billion parameters, {model.precision}, "
+        f"ZeRO stage {zero}",
         f"devices     {cluster.devices} x {format_bytes(cluster.memory_bytes)}, {args.tflops:g} TFLOP/s each",
         *messages,
         f"batch       {cluster.batch} samples per step, micro-batches of {model.micro_batch}",
@@ -214,8 +222,10 @@ def _remedies(model: ModelSizes) -> str:
     remedies = ["more devices", "devices with more memory"]
     if model.micro_batch > 1:
         remedies.append("a smaller --micro-batch-size")
-    if not model.zero_stage:
+    if not model.bytes.sharded:
         remedies.append("--zero 1")
+    if model.precision == "fp32":
+        remedies.append("--precision bf16")
     return join_words(remedies)
 
 
@@ -225,7 +235,7 @@ def _config(sizes: ParallelSizes, cluster: Cluster, model: ModelSizes) -> dict[s
     return {
         "train_batch_size": cluster.batch,
         "train_micro_batch_size_per_gpu": model.micro_batch,
-        "bf16": {"enabled": True},
+        **({} if model.precision == "fp32" else {model.precision: {"enabled": True}}),
         "zero_optimization": {"stage": min(model.zero_stage, copies - 1)},
         "optimizer": {"type": "AdamW", "params": _ADAM},
         "ds_ext": sizes.section(model),

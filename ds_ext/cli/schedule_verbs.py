@@ -273,7 +273,7 @@ def _stage_lines(model: ModelSizes, costs: Costs) -> Iterator[str]:
 
 
 def _memory_lines(devices: Sequence[dict[str, int]]) -> list[str]:
-    """Return a table with one row per device: weights, gradients, optimizer, activations, total."""
+    """Return a table with one row per device: weights, gradients, optimizer, activations, buffers, total."""
     rows = [[str(device), *map(format_bytes, parts.values())] for device, parts in enumerate(devices)]
     return [f"  {line}" for line in aligned([["device", *devices[0]], *rows], left=())]
 

@@ -32,6 +32,9 @@ _UNAPPLIED = {
     "wall_clock_breakdown": 'Set "trace" in the "ds_ext" section',
 }
 
+_BUCKET = 500_000_000
+_FUSED = ("adam", "adamw", "lamb", "lion")
+
 # With this difflib ratio, "gradient_clip" is a typo of "gradient_clipping", but "comment" is not a typo of "comet".
 RESEMBLES = 0.84
 
@@ -147,6 +150,26 @@ def zero_stage(config: Mapping[str, Any]) -> int:
     return int(
         zero.get("stage", 0) if isinstance(zero, Mapping) else zero or 0
     )  # true is an old form of stage 1
+
+
+def reduce_bucket_size(config: Mapping[str, Any]) -> int:
+    """Return the elements of ZeRO's reduction bucket. The default is DeepSpeed's."""
+    zero = config.get("zero_optimization")
+    return int(zero.get("reduce_bucket_size", _BUCKET) if isinstance(zero, Mapping) else _BUCKET)
+
+
+def adam_implementation(config: Mapping[str, Any]) -> str:
+    """Return the implementation of the optimizer: fused, foreach or for-loop, in torch's terms.
+
+    DeepSpeed's optimizers are fused. Without a setting, torch uses foreach on GPUs and for-loop on CPUs. The result is
+    then for-loop, which needs more memory.
+    """
+    params = _value(config, "optimizer.params", None) or {}
+    if params.get("fused"):
+        return "fused"
+    if str(_value(config, "optimizer.type", "")).lower() in _FUSED and not params.get("torch_adam"):
+        return "fused"
+    return "foreach" if params.get("foreach") else "for-loop"
 
 
 def precision(config: Mapping[str, Any]) -> str:

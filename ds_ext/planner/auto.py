@@ -11,7 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config.deepspeed_json import precision, zero_stage
+from ..config.deepspeed_json import (
+    adam_implementation,
+    fp32_sums_of_bf16,
+    precision,
+    reduce_bucket_size,
+    zero_stage,
+)
 from ..config.job import AUTO
 from ..data.layout import DATA_NAME, META_NAME
 from ..errors import ConfigError, ScheduleError
@@ -156,13 +162,13 @@ def _remedies(request: Request) -> str:
     sizes = request.sizes
     assert sizes is not None, "a memory limit needs a model"
     remedies = ["more devices (pipeline_parallel_size, tensor_parallel_size)"]
-    if sizes.micro_batch > (2 if sizes.weight_bytes > 2 else 1):  # see model_of_job
+    if sizes.micro_batch > 1:
         remedies.append("a smaller micro-batch")
-    if sizes.zero_stage == 0:
+    if not sizes.bytes.sharded:
         remedies.append("ZeRO stage 1")
     if "full" not in request.recompute:
         remedies.append("recompute_granularity full")
-    if sizes.weight_bytes > 2:
+    if sizes.precision == "fp32":
         remedies.append("bf16")
     return join_words(remedies)
 
@@ -201,18 +207,18 @@ def model_of_job(
     """Return the sizes in "train", or in the flags of a script; None if one is missing. Raises ScheduleError."""
     if not all(isinstance(train.get(key), int) for key in MODEL_SIZES):
         return None
-    half = precision(config) != "fp32"
+    reduced = fp32_sums_of_bf16(config).get("communication_data_type") or precision(config)
     # With an interval, only some layers recompute. The estimate assumes that none do, so it is too high.
     recompute = train.get("recompute_granularity") if train.get("recompute_interval", 1) == 1 else None
     return ModelSizes(
         **{name: train[key] for key, name in (MODEL_SIZES | MODEL_OPTIONS).items() if train.get(key)},
         rope=train.get("position_embedding_type") == "rope",
         vocab=vocab,
-        # ModelSizes assumes 16-bit activations. A 32-bit sample counts as two.
-        micro_batch=micro_batch if half else 2 * micro_batch,
-        weight_bytes=2 if half else 4,
-        gradient_bytes=2 if half else 4,
-        master_bytes=4 if half else 0,
+        micro_batch=micro_batch,
+        precision=precision(config),
+        optimizer=adam_implementation(config),
+        reduced_bytes=4 if str(reduced).lower() == "fp32" else 2,
+        bucket=reduce_bucket_size(config),
         tensor_parallel=tensor_parallel,
         data_parallel=data,
         zero_stage=min(zero_stage(config), 1),

@@ -19,15 +19,15 @@ kernel workspaces, the layer being recomputed, messages in flight, fragmentation
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import dataclass, fields, replace
-from types import MappingProxyType
 
 from ..errors import ScheduleError
 from ..parallel.partition import LayerWork, layer_work
-from ..pipe_schedules.ops import BACKWARD_INPUT, FORWARD, RECOMPUTE
+from ..pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE
 from ..pipe_schedules.placement import Placement
 from ..pipe_schedules.timetables import Timetable
+from .parameter_bytes import BUCKET, ParameterBytes, parameter_bytes
 
 RECOMPUTATIONS = ("none", "selective", "full")
 
@@ -43,13 +43,15 @@ class ModelSizes:
         vocab: vocabulary size.
         seq: s, sequence length.
         micro_batch: b, samples of one micro-batch.
-        weight_bytes, gradient_bytes: per parameter. The defaults are for 16 bits.
-        master_bytes, optimizer_bytes: per parameter, sharded by ZeRO-1. The defaults are for Adam (arXiv 1910.02054,
-            section 3.1).
+        precision: "bf16", "fp16" or "fp32".
+        optimizer: implementation of Adam: "fused", "foreach" or "for-loop"; see :mod:`.parameter_bytes`.
+        reduced_bytes: bytes of a gradient in a reduction; None: those of the precision.
+        bucket: elements of a bucket of ZeRO, reduce_bucket_size.
         tensor_parallel: t, tensor-parallel size.
         data_parallel: number of pipeline groups.
         sequence_parallel: in the regions between tensor-parallel layers, split the activations along the sequence.
-        zero_stage: 0, or 1 to shard the optimizer states over replicas x data-parallel ranks.
+        zero_stage: 0, or 1 to shard the optimizer states over replicas x data-parallel ranks. Half precision always
+            shards them.
         recompute: "none", "selective" (only the core attention) or "full" (whole layers).
         attention_scores: True if the attention stores its s x s scores.
         ffn: inner width of the MLP; None: 4h.
@@ -69,10 +71,10 @@ class ModelSizes:
     vocab: int
     seq: int
     micro_batch: int = 1
-    weight_bytes: int = 2
-    gradient_bytes: int = 2
-    master_bytes: int = 4
-    optimizer_bytes: int = 8
+    precision: str = "bf16"
+    optimizer: str = "fused"
+    reduced_bytes: int | None = None
+    bucket: int = BUCKET
     tensor_parallel: int = 1
     data_parallel: int = 1
     sequence_parallel: bool = False
@@ -89,7 +91,7 @@ class ModelSizes:
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self)):
             value = getattr(self, name)
-            least = 0 if name.endswith("_bytes") or name == "zero_stage" or isinstance(value, tuple) else 1
+            least = 0 if name == "zero_stage" or isinstance(value, tuple) else 1
             for number in value if isinstance(value, tuple) else (value,):
                 if isinstance(number, int) and not isinstance(number, bool) and number < least:
                     raise ScheduleError(f"{name}: must be at least {least} (got {number}).")
@@ -97,8 +99,7 @@ class ModelSizes:
             raise ScheduleError(
                 f"recompute: unknown kind (got {self.recompute!r}). Use {', '.join(RECOMPUTATIONS)}."
             )
-        if self.zero_stage > 1:
-            raise ScheduleError(f"zero_stage: pipelines support 0 and 1 (got {self.zero_stage}).")
+        parameter_bytes(self.precision, self.zero_stage, self.optimizer)
         if self.kv_channels is None and self.hidden % self.heads:
             raise ScheduleError(f"heads: must divide hidden {self.hidden} (got {self.heads}).")
         if self.heads % self.tensor_parallel:
@@ -113,6 +114,17 @@ class ModelSizes:
                 f"tensor_parallel: must divide query_groups {groups}, or be a multiple of it (got "
                 f"{self.tensor_parallel})."
             )
+
+    @property
+    def bytes(self) -> ParameterBytes:
+        """Bytes per parameter."""
+        found = parameter_bytes(self.precision, self.zero_stage, self.optimizer)
+        return found if self.reduced_bytes is None else replace(found, reduced=self.reduced_bytes)
+
+    @property
+    def tokens_of_16_bits(self) -> int:
+        """Tokens of a micro-batch. In fp32, a token counts as two."""
+        return self.seq * self.micro_batch * (2 if self.precision == "fp32" else 1)
 
     @property
     def work(self) -> LayerWork:
@@ -141,13 +153,13 @@ class ModelSizes:
 
     def layer_activations(self) -> float:
         """Return the bytes that a rank keeps for one transformer layer and one micro-batch."""
-        s, b, h, a, t = self.seq, self.micro_batch, self.hidden, self.heads, self.tensor_parallel
+        sb, h, a, t = self.tokens_of_16_bits, self.hidden, self.heads, self.tensor_parallel
         if self.recompute == "full":
-            return 2 * s * b * h
-        scores = 5 * a * s / t if self.recompute == "none" and self.attention_scores else 0
+            return 2 * sb * h
+        scores = 5 * a * self.seq / t if self.recompute == "none" and self.attention_scores else 0
         between, inside = 10 * h, 4 * sum(self._widths)
         kept = (between + inside) / t if self.sequence_parallel else between + inside / t
-        return s * b * (kept + scores)
+        return sb * (kept + scores)
 
     def layers_of(self, stages: int) -> tuple[int, ...]:
         """Return the layers of every stage. Raises ScheduleError if they do not fit ``stages``."""
@@ -170,10 +182,10 @@ class ModelSizes:
         norm and head, 4sbh, and the 32-bit logits, 4sb * vocab / t (section 4.3 of the paper).
         """
         kept = [layers * self.layer_activations() for layers in self.layers_of(stages)]
-        t, sbh = self.tensor_parallel, self.seq * self.micro_batch * self.hidden
+        t, sbh = self.tensor_parallel, self.tokens_of_16_bits * self.hidden
         between = sbh / t if self.sequence_parallel else sbh
         kept[0] += between
-        kept[-1] += 4 * between + 4 * self.seq * self.micro_batch * self.vocab / t
+        kept[-1] += 4 * between + 4 * self.tokens_of_16_bits * self.vocab / t
         return tuple(kept)
 
     @property
@@ -191,6 +203,18 @@ class ModelSizes:
         """Number of parameters of the embedding of tokens on a rank."""
         return self.vocab * self.hidden / self.tensor_parallel
 
+    def stage_parameters(self, placement: Placement) -> tuple[float, ...]:
+        """Return the parameters that a rank reduces with every stage, without weights tied to other devices.
+
+        A weight of two stages on one device is reduced with the later one, which is the first stage of the model.
+        """
+        found = [layers * self.layer_parameters for layers in self.layers_of(placement.stages)]
+        found[0] += 0 if self.rope else self.seq * self.hidden
+        found[-1] += 2 * self.hidden
+        found[0] += self.embedding_parameters if self.untied or not tied_devices(placement) else 0
+        found[-1] += self.embedding_parameters if self.untied else 0
+        return tuple(found)
+
     def device_parameters(self, placement: Placement, device: int) -> float:
         """Return the number of parameters on a rank of ``device``. Raises ScheduleError if the layers do not fit."""
         chunks, stages = placement.chunks[device], placement.stages
@@ -205,19 +229,33 @@ class ModelSizes:
         return total
 
 
+def tied_devices(placement: Placement) -> list[tuple[int, int]]:
+    """Return (device of the first stage, device of the last stage) of every pipe in which they differ."""
+    ends = [(pipe[0], pipe[-1]) for pipe in placement.pipes]
+    return [pair for pair in ends if pair[0] != pair[1]]
+
+
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on each rank of a device; ``activations`` is the peak."""
+    """Bytes on each rank of a device.
+
+    Attributes:
+        gradients: gradients and their fp32 sums.
+        activations: peak of the live activations.
+        buffers: bytes by which temporary copies raise the peak of the rank: those of reductions and of the optimizer
+            step. These follow the last backward, so they first use the memory of the activations.
+    """
 
     weights: int
     gradients: int
     optimizer: int
     activations: int
+    buffers: int = 0
 
     @property
     def total(self) -> int:
         """Sum of all parts."""
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
 
 
 def memory(timetable: Timetable, sizes: ModelSizes) -> tuple[DeviceMemory, ...]:
@@ -229,99 +267,82 @@ def memory(timetable: Timetable, sizes: ModelSizes) -> tuple[DeviceMemory, ...]:
     Raises:
         ScheduleError: the sizes do not fit the stages of the timetable.
     """
-    placement = timetable.placement
+    placement, each = timetable.placement, sizes.bytes
     kept = sizes.stage_activations(placement.stages)
-    shards = placement.replicas * sizes.data_parallel if sizes.zero_stage == 1 else 1
-    state = (sizes.master_bytes + sizes.optimizer_bytes) / shards
+    copies = placement.replicas * sizes.data_parallel
+    shards = copies if each.sharded else 1
+    # With one rank per stage, reductions are not eager.
+    reduced = [count * each.reduced if copies > 1 else 0.0 for count in sizes.stage_parameters(placement)]
     found = []
     for device in range(placement.num_devices):
-        count = sizes.device_parameters(placement, device)
-        gradients, optimizer, activations = 0.0, 0.0, 0.0
-        if device in placement.forward_devices:
-            # Weights only; a merged forward rank holds them unsharded.
-            whole = replace(sizes, tensor_parallel=1) if placement.merged > 1 else sizes
-            count = whole.device_parameters(placement, device)
-        elif timetable.trains:
-            gradients, optimizer = count * sizes.gradient_bytes, count * state
-            activations = _peak_bytes(timetable, device, kept)
-        parts = (count * sizes.weight_bytes, gradients, optimizer, activations)
+        forward = device in placement.forward_devices
+        # A merged forward rank holds the weights unsharded.
+        held = replace(sizes, tensor_parallel=1) if forward and placement.merged > 1 else sizes
+        count = held.device_parameters(placement, device)
+        if forward or not timetable.trains:
+            found.append(DeviceMemory(math.ceil(count * each.weights), 0, 0, 0))
+            continue
+        tied = copies > 1 and not sizes.untied and any(device in pair for pair in tied_devices(placement))
+        late = sizes.embedding_parameters * each.reduced if tied else 0.0
+        activations, with_copies = _peaks(timetable, device, kept, reduced, late)
+        if each.bucketed:
+            with_copies += sizes.bucket * each.reduced
+        after = max(_reduction_bytes(sizes, count, shards, copies), _step_bytes(each, count, shards))
+        parts = (
+            count * each.weights,
+            count * each.gradients,
+            count * each.optimizer / shards,
+            activations,
+            max(with_copies, after) - activations,
+        )
         found.append(DeviceMemory(*map(math.ceil, parts)))
     return tuple(found)
 
 
-def _peak_bytes(timetable: Timetable, device: int, kept: tuple[float, ...]) -> float:
-    """Return the peak of the live activations of a device, in bytes."""
-    live = peak = 0.0
-    for kind, _, stage in timetable.orders[device]:
+def _peaks(
+    timetable: Timetable, device: int, kept: tuple[float, ...], reduced: list[float], late: float
+) -> tuple[float, float]:
+    """Return the peaks of the live activations of a device, without and with the copies of eager reductions.
+
+    The reduction of a stage starts after its last backward. Two copies exist at a time: one is being reduced, and the
+    next one waits. On slow links, more of them may wait. A weight tied to another device comes last.
+
+    Args:
+        kept: bytes that a micro-batch keeps at every stage.
+        reduced: bytes of the copy of every stage.
+        late: bytes of the copy of a weight tied to another device, else 0.
+    """
+    ops = timetable.orders[device]
+    backwards = Counter(stage for kind, _, stage in ops if kind in (BACKWARD, BACKWARD_WEIGHT))
+    live = peak = both = 0.0
+    started: list[float] = []
+    for kind, _, stage in ops:
         if kind in (FORWARD, RECOMPUTE):
             live += kept[stage]
-            peak = max(peak, live)
+            peak, both = max(peak, live), max(both, live + sum(started))
         elif kind != BACKWARD_INPUT:
             live -= kept[stage]
-    return peak
+            backwards[stage] -= 1
+            if not backwards[stage]:
+                started = sorted([*started, reduced[stage]])[-2:]
+                both = max(both, live + sum(started))
+    return peak, max(both, live + sum(sorted([*started, late])[-2:]))
 
 
-def _gpt(layers: int, hidden: int, heads: int, vocab: int = 50257, seq: int = 2048) -> ModelSizes:
-    return ModelSizes(layers, hidden, heads, vocab, seq)
+def _reduction_bytes(sizes: ModelSizes, count: float, shards: int, copies: int) -> float:
+    """Return the bytes of reductions after the last backward, beside the gradients of ``count`` parameters."""
+    each = sizes.bytes
+    if each.bucketed:
+        # Two buckets and the partition; the first gradients have moved into a bucket.
+        buckets, moved = 2 * sizes.bucket * each.reduced, min(sizes.bucket, count) * each.gradients
+        return buckets - moved + count * each.gradients / shards
+    # One rank per stage still copies its gradients into a bucket.
+    return min(BUCKET, count) * each.reduced if copies == 1 else 0.0
 
 
-def _llama(
-    layers: int,
-    hidden: int,
-    heads: int,
-    ffn: int,
-    groups: int,
-    vocab: int,
-    seq: int,
-    channels: int | None = None,
-) -> ModelSizes:
-    return ModelSizes(
-        layers,
-        hidden,
-        heads,
-        vocab,
-        seq,
-        ffn=ffn,
-        query_groups=groups,
-        kv_channels=channels,
-        swiglu=True,
-        untied=True,
-        rope=True,
-    )
-
-
-# GPT-2: Radford et al. 2019. GPT-3: arXiv 2005.14165, table 2.1, with the usual 16 heads for 1.3b and hidden size 5120
-# for 13b. 10b: ZeRO-Offload (arXiv 2101.06840, table 2). 22b to 1t: arXiv 2205.05198, table 3. Llama 2: arXiv
-# 2307.09288. Llama 3: arXiv 2407.21783, table 3. Mistral: arXiv 2310.06825, table 1. Qwen3: arXiv 2505.09388, table 1.
-MODELS: Mapping[str, ModelSizes] = MappingProxyType(
-    {
-        "gpt-124m": _gpt(12, 768, 12, seq=1024),
-        "gpt-355m": _gpt(24, 1024, 16, seq=1024),
-        "gpt-774m": _gpt(36, 1280, 20, seq=1024),
-        "gpt-1.5b": _gpt(48, 1600, 25, seq=1024),
-        "gpt-1.3b": _gpt(24, 2048, 16),
-        "gpt-2.7b": _gpt(32, 2560, 32),
-        "gpt-6.7b": _gpt(32, 4096, 32),
-        "gpt-10b": _gpt(50, 4096, 32, seq=1024),
-        "gpt-13b": _gpt(40, 5120, 40),
-        "gpt-22b": _gpt(48, 6144, 64, vocab=51200),
-        "gpt-175b": _gpt(96, 12288, 96, vocab=51200),
-        "gpt-530b": _gpt(105, 20480, 128, vocab=51200),
-        "gpt-1t": _gpt(128, 25600, 160, vocab=51200),
-        "llama-2-7b": _llama(32, 4096, 32, 11008, 32, 32000, 4096),
-        "llama-2-70b": _llama(80, 8192, 64, 28672, 8, 32000, 4096),
-        "llama-3-8b": _llama(32, 4096, 32, 14336, 8, 128256, 8192),
-        "llama-3-70b": _llama(80, 8192, 64, 28672, 8, 128256, 8192),
-        "mistral-7b": _llama(32, 4096, 32, 14336, 8, 32000, 8192),
-        "qwen3-8b": _llama(36, 4096, 32, 12288, 8, 151936, 8192, channels=128),
-        "qwen3-32b": _llama(64, 5120, 64, 25600, 8, 151936, 8192, channels=128),
-    }
-)
-
-
-def model_sizes(name: str) -> ModelSizes:
-    """Return the sizes of a model in ``MODELS``. Raises ScheduleError for an unknown name."""
-    sizes = MODELS.get(name.lower())
-    if sizes is None:
-        raise ScheduleError(f"model: unknown name (got {name!r}). Use one of {', '.join(MODELS)}.")
-    return sizes
+def _step_bytes(each: ParameterBytes, count: float, shards: int) -> float:
+    """Return the bytes of the optimizer step, beside the gradients of ``count`` parameters."""
+    if not each.bucketed:
+        return count * each.temporaries / shards
+    # The gradients are free. Their partition and its fp32 copy remain, also in fp16 a flat copy while they are made.
+    return count * (max(8, each.gradients + 4 + each.temporaries) / shards - each.gradients)

@@ -330,7 +330,9 @@ class _Variant:
                 )
                 for d in range(self.placement.num_devices)
             )
-            need = _worst(Timetable("", self.placement, n, one_micro_batch), self.sizes)
+            order = Timetable("", self.placement, n, one_micro_batch)
+            # Another order of the stages may need smaller buffers.
+            need = max(device.total - device.buffers for device in memory(order, self.sizes))
         # Split backwards shorten the waits, so the bound also holds for whole ones. Jitter may shorten all ops, and
         # sums of the same times differ by rounding.
         least = lower_bound(Workload(self.placement, n, self.costs, split=True))

@@ -33,9 +33,9 @@ def forward_flops(sizes: ModelSizes) -> float:
 
 
 def message_bytes(sizes: ModelSizes) -> int:
-    """Return the bytes of a 16-bit activation or gradient between two stages."""
+    """Return the bytes of an activation or gradient between two stages."""
     ranks = sizes.tensor_parallel if sizes.sequence_parallel else 1
-    return 2 * sizes.seq * sizes.micro_batch * sizes.hidden // ranks
+    return 2 * sizes.tokens_of_16_bits * sizes.hidden // ranks
 
 
 def split_layers(

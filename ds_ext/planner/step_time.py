@@ -24,7 +24,7 @@ from ..pipe_schedules import Placement, Timetable
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.ops import Op
 from ..pipe_schedules.simulate import Simulation, simulate
-from .memory import ModelSizes
+from .memory import ModelSizes, tied_devices
 from .stage_costs import message_bytes
 
 Reductions = tuple[dict[Op, tuple[int, ...]], ...]
@@ -39,7 +39,7 @@ class StepBytes:
         gradients: reduced gradients of every stage, without weights tied to other devices.
         tied: reduced gradient of a weight that the first and the last stage of a pipe share across devices, else 0.
         weights: weights of every device; gathered after the step with ZeRO-1.
-        zero_stage: 0 or 1.
+        zero_stage: 1 if the weights are gathered.
     """
 
     message: float
@@ -72,28 +72,21 @@ class StepTime:
 
 
 def step_bytes(sizes: ModelSizes, placement: Placement) -> StepBytes:
-    """Return the bytes that a rank communicates for a GPT. Its gradients are reduced as they are stored.
+    """Return the bytes that a rank communicates for a GPT.
 
     Args:
         sizes: model with the layers of each stage, from :func:`.stage_costs.split_layers`.
     """
-    tied_across = not sizes.untied and bool(tied_devices(placement))
-    parameters = [layers * sizes.layer_parameters for layers in sizes.layers_of(placement.stages)]
-    if not sizes.rope:
-        parameters[0] += sizes.seq * sizes.hidden
-    parameters[-1] += 2 * sizes.hidden
-    # A weight of two stages on one device is reduced with the later one, which is the first stage of the model.
-    parameters[0] += 0 if tied_across else sizes.embedding_parameters
-    parameters[-1] += sizes.embedding_parameters if sizes.untied else 0
+    each, tied_across = sizes.bytes, not sizes.untied and bool(tied_devices(placement))
     return StepBytes(
         message=message_bytes(sizes),
-        gradients=tuple(count * sizes.gradient_bytes for count in parameters),
-        tied=sizes.embedding_parameters * sizes.gradient_bytes if tied_across else 0.0,
+        gradients=tuple(count * each.reduced for count in sizes.stage_parameters(placement)),
+        tied=sizes.embedding_parameters * each.reduced if tied_across else 0.0,
         weights=tuple(
-            sizes.device_parameters(placement, device) * sizes.weight_bytes
+            sizes.device_parameters(placement, device) * each.weights
             for device in range(placement.num_devices)
         ),
-        zero_stage=sizes.zero_stage,
+        zero_stage=int(each.sharded),
     )
 
 
@@ -342,12 +335,6 @@ def _tie_time(
                     ranks = [layout.rank(first, data, t), layout.rank(last, data, t)]
                     seconds.append(network.all_reduce_time(volumes.tied, ranks))
     return max(seconds, default=None)
-
-
-def tied_devices(placement: Placement) -> list[tuple[int, int]]:
-    """Return (device of the first stage, device of the last stage) of every pipe in which they differ."""
-    ends = [(pipe[0], pipe[-1]) for pipe in placement.pipes]
-    return [pair for pair in ends if pair[0] != pair[1]]
 
 
 def _over_tensor_ranks(

@@ -18,15 +18,12 @@ from .stage_costs import message_bytes
 _ALL_REDUCES = 2  # of a layer, in the forward and again in the backward
 
 
-def traffic(
-    sizes: ModelSizes, placement: Placement, micro_batches: int, reduced_bytes: int | None = None
-) -> Traffic:
+def traffic(sizes: ModelSizes, placement: Placement, micro_batches: int) -> Traffic:
     """Return the bytes that a rank of every device communicates in a step.
 
     Args:
         sizes: model with layers that fit the placement's stages; see :func:`.stage_costs.split_layers`.
         micro_batches: N per pipeline group.
-        reduced_bytes: bytes of a gradient when it is reduced; None: as it is stored.
 
     Raises:
         ScheduleError: the layers do not fit the stages.
@@ -34,6 +31,7 @@ def traffic(
     layers, pipes = sizes.layers_of(placement.stages), Counter(placement.pipes_of(micro_batches))
     reduced = message_bytes(replace(sizes, sequence_parallel=False))
     passes = 3 if sizes.recompute == "full" or placement.forward_devices else 2
+    each = sizes.bytes
     parameters, tensor = [], []
     for device, chunks in enumerate(placement.chunks):
         # A merged forward rank holds whole weights.
@@ -46,8 +44,8 @@ def traffic(
         tensor.append(_ALL_REDUCES * (1 if forward else passes) * work * reduced)
     return Traffic(
         message=message_bytes(sizes),
-        gradients=tuple(count * (reduced_bytes or sizes.gradient_bytes) for count in parameters),
-        weights=tuple(count * sizes.weight_bytes for count in parameters),
+        gradients=tuple(count * each.reduced for count in parameters),
+        weights=tuple(count * each.weights for count in parameters),
         tensor=tuple(map(float, tensor)),
-        zero_stage=sizes.zero_stage,
+        zero_stage=int(each.sharded),
     )

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import replace
 
-from ..config.deepspeed_json import fp32_sums_of_bf16, precision
 from ..errors import ConfigError
 from ..launch.process import world_size
 from ..parallel.crossing import Crossing, GroupTraffic, Traffic, crossing, ranked_orders
 from ..parallel.fbd import DisaggregatedLayout, place_by_hosts
 from ..parallel.hosts import Hosts, parse_hosts
 from ..parallel.layout import ParallelLayout
-from ..planner.auto import model_of_job
-from ..planner.job_plan import JobPlan
 from ..planner.text import aligned, format_bytes
-from ..planner.traffic import traffic
 
 _COLUMNS = ("group", "size", "groups", "cross hosts", "bytes between hosts")
 _SHARE = 0.99  # of the bytes of the current rank order: a better order sends fewer
@@ -47,31 +42,6 @@ def hosts_of_flags(args: argparse.Namespace) -> Hosts | None:
     local = int(environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or world)
     count = int(environ.get("GROUP_WORLD_SIZE") or environ.get("CROSS_SIZE") or 1)
     return Hosts((local,) * count) if count > 1 and local * count == world else None
-
-
-def traffic_of_job(
-    args: argparse.Namespace, plan: JobPlan, layers: tuple[int, ...], vocab_size: int, message_bytes: int
-) -> Traffic:
-    """Return the bytes that each rank communicates in a step.
-
-    Args:
-        layers: transformer layers of every stage.
-        message_bytes: size of an activation or gradient between stages.
-    """
-    config, layout = plan.job.deepspeed, plan.layout
-    sizes = model_of_job(
-        config,
-        vars(args),
-        vocab_size,
-        plan.sizes.micro_batch_size,
-        layout.tensor_parallel_size,
-        layout.data_parallel_size,
-    )
-    assert sizes is not None, "the flags have all sizes"
-    reduced = fp32_sums_of_bf16(config).get("communication_data_type") or precision(config)
-    number_bytes = 4 if str(reduced).lower() == "fp32" else 2
-    found = traffic(replace(sizes, layers=layers), layout.placement, plan.sizes.micro_batches, number_bytes)
-    return replace(found, message=message_bytes)
 
 
 def is_placed(layout: ParallelLayout, forward_hosts: list[str] | None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from ..comm.rounds import links_per_rank, rounds
 from ..config.batch_sizes import counted
@@ -14,6 +14,7 @@ from ..pipe_schedules.draw.grid import LEGEND, REPEATED_LEGEND, SPLIT_LEGEND, ti
 from ..pipe_schedules.simulate import Simulation, simulate
 from ..planner.auto import vocabulary
 from ..planner.job_plan import JobPlan
+from ..planner.memory import DeviceMemory
 from ..planner.text import aligned, describe_costs, format_bytes
 
 _CANDIDATES_SHOWN = 5
@@ -25,6 +26,7 @@ def describe(
     boundaries: list[int],
     layer_names: list[str],
     message_bytes: int,
+    memory: Sequence[DeviceMemory] = (),
     weights: tuple[float, ...] | None = None,
     with_head: bool = False,
     grid: bool = True,
@@ -36,6 +38,7 @@ def describe(
         boundaries: stage s holds layers ``boundaries[s]`` to ``boundaries[s + 1]``.
         layer_names: one name per layer; consecutive numbers ("layer 3") are merged into ranges.
         message_bytes: size of an activation or gradient between stages.
+        memory: memory of every device; empty: unknown.
         weights: relative work of the stages, from :func:`ds_ext.parallel.partition.stage_weights`; None: equal.
         with_head: True if ``weights`` include the head.
         grid: include the timetable.
@@ -53,6 +56,7 @@ def describe(
         "stages",
         *_describe_stages(plan, boundaries, layer_names),
         *_describe_costs(plan, simulation, message_bytes, with_head),
+        *_describe_memory(memory),
         *([] if defers else _describe_whole_backwards(plan, simulation.costs)),
         *_describe_communicators(plan),
         *_describe_candidates(plan),
@@ -112,6 +116,15 @@ def _describe_costs(plan: JobPlan, simulation: Simulation, message_bytes: int, w
         f"checked   no deadlock with room for {credits} per link",
         f"loss      device {losses}",
     ]
+
+
+def _describe_memory(memory: Sequence[DeviceMemory]) -> list[str]:
+    """Return the memory of the device that needs the most."""
+    if not memory:
+        return []
+    worst = max(memory, key=lambda device: device.total)
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in asdict(worst).items())
+    return [f"memory    {format_bytes(worst.total)} on device {memory.index(worst)} (estimated: {parts})"]
 
 
 def _describe_whole_backwards(plan: JobPlan, costs: Costs) -> list[str]:

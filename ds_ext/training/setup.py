@@ -23,11 +23,14 @@ from ..models.config import RopeScaling
 from ..parallel.crossing import require_slots
 from ..parallel.hosts import Hosts
 from ..parallel.partition import BALANCED, end_weights, layer_boundaries, layer_work, stage_weights
+from ..planner.auto import model_of_job
 from ..planner.job_plan import JobPlan, make_job_plan
+from ..planner.memory import ModelSizes, memory
 from ..planner.stage_costs import repeated_share
+from ..planner.traffic import traffic
 from .arguments import FLAGS_OF_THE_JSON, parse
 from .flags import Model
-from .hosts import describe_hosts, hosts_of_flags, is_placed, layout_on, traffic_of_job
+from .hosts import describe_hosts, hosts_of_flags, is_placed, layout_on
 from .plan_text import describe
 from .preflight import check_forward_hosts, check_job
 
@@ -236,16 +239,18 @@ def describe_job(
     # With sequence parallelism only the activations are sliced.
     message_bytes = tokens // slices * args.hidden_size * number_bytes + tokens * token_bytes
     grid, ends = plan.sizes.micro_batches <= 32, _ends(args, vocab_size)
+    layers = [stop - start for start, stop in pairwise(boundaries)]
+    layers[0] -= len(before)
+    layers[-1] -= len(after)
+    sizes = _model_sizes(args, plan, tuple(layers), vocab_size)
     lines = []
     if (
         hosts is not None
         and len(hosts.slots) > 1
         and is_placed(plan.layout, plan.job.ds_ext.fbd.forward_hosts)
     ):
-        layers = [stop - start for start, stop in pairwise(boundaries)]
-        layers[0] -= len(before)
-        layers[-1] -= len(after)
-        sent = traffic_of_job(args, plan, tuple(layers), vocab_size, message_bytes)
+        sent = traffic(sizes, plan.layout.placement, plan.sizes.micro_batches)
+        sent = replace(sent, message=message_bytes)
         lines = describe_hosts(plan.layout, hosts, sent, plan.sizes.micro_batches)
         if args.dry_run and args.hosts is None:
             lines.append("note: --hosts: every host is assumed to have as many ranks as the first")
@@ -254,9 +259,27 @@ def describe_job(
         boundaries=boundaries,
         layer_names=names,
         message_bytes=message_bytes,
+        memory=memory(plan.timetable, sizes),
         weights=stage_weights(boundaries, len(before), len(after), ends or (0.0, 0.0)),
         with_head=ends is not None,
         grid=grid,
         defers=args.transformer_impl == "local",
     )
     return "\n".join([text, *lines])
+
+
+def _model_sizes(
+    args: argparse.Namespace, plan: JobPlan, layers: tuple[int, ...], vocab_size: int
+) -> ModelSizes:
+    """Return the sizes of the job's model with the transformer layers of every stage."""
+    layout = plan.layout
+    sizes = model_of_job(
+        plan.job.deepspeed,
+        vars(args),
+        vocab_size,
+        plan.sizes.micro_batch_size,
+        layout.tensor_parallel_size,
+        layout.data_parallel_size,
+    )
+    assert sizes is not None, "the flags have all sizes"
+    return replace(sizes, layers=layers)

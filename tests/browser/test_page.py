@@ -15,7 +15,7 @@ from ds_ext.pipe_schedules.draw.page import html
 from ds_ext.pipe_schedules.draw.svg import DARK, KINDS, LIGHT, WORDS, Theme
 from ds_ext.pipe_schedules.placement import linear
 from ds_ext.pipe_schedules.simulate import Simulation, simulate
-from ds_ext.planner.memory import MODELS
+from ds_ext.planner.named_models import MODELS
 
 from .webdriver import Browser, browser, missing
 

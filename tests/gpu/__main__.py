@@ -35,16 +35,18 @@ def steps(gpus: int) -> tuple[Step, ...]:
         ("--rivals", rivals if gpus >= ranks else "none", "--num-devices", f"{ranks}") for ranks in (2, 4)
     )
     return (
-        Step("doctor", [_PYTHON, "-m", "ds_ext", "doctor"], 120),
-        _pytest("construction", 120, "test_construction.py"),
-        _pytest("transport", 180, "test_transport.py"),
-        _pytest("schedules", 300, "test_schedules.py"),
-        _pytest("bf16 and ZeRO-1", 120, "test_precision.py"),
+        Step("doctor", [_PYTHON, "-m", "ds_ext", "doctor"], 60),
+        _pytest("construction", 90, "test_construction.py"),
+        _pytest("transport", 150, "test_transport.py"),
+        _pytest("schedules", 270, "test_schedules.py"),
+        _pytest("bf16 and ZeRO-1", 90, "test_precision.py"),
+        _pytest("memory", 120, "test_memory.py"),
+        _pytest("compile", 180, "test_compile.py"),
         _pytest("attention", 60, "test_attention.py"),
-        _pytest("Transformer Engine", 90, "test_te.py"),
-        _bench(90, "transport", "--repeats", "3"),
-        _bench(150, "schedules", "--schedules", "1f1b,zb_h1,bitpipe,bitpipe_zb", "--steps", "3", *two),
-        _bench(270, "training", "--schedules", "1f1b,bitpipe,bitpipe_zb", *four),
+        _pytest("Transformer Engine", 60, "test_te.py"),
+        _bench(60, "transport", "--repeats", "3"),
+        _bench(120, "schedules", "--schedules", "1f1b,zb_h1,bitpipe,bitpipe_zb", "--steps", "3", *two),
+        _bench(240, "training", "--schedules", "1f1b,bitpipe,bitpipe_zb", *four),
     )
 
 

@@ -20,7 +20,8 @@ from ds_ext.pipe_schedules.files import schedule_of_file
 from ds_ext.pipe_schedules.inference import forward_timetable
 from ds_ext.pipe_schedules.lower import dump, lower
 from ds_ext.pipe_schedules.simulate import simulate
-from ds_ext.planner.memory import MODELS, ModelSizes, memory
+from ds_ext.planner.memory import ModelSizes, memory
+from ds_ext.planner.named_models import MODELS
 from ds_ext.planner.stage_costs import split_layers, stage_costs
 from ds_ext.planner.text import format_bytes
 
@@ -186,7 +187,7 @@ def test_simulate_prints_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
     figures = {line.split()[0]: numbers(line) for line in lines[:-5]}
     assert figures["messages"] == [96, 8.4] and figures["layers"] == [3, 3, 3, 3, 3, 3, 4, 2]
     header, *rows = lines[-5:]
-    assert header.split()[1:] == ["weights", "gradients", "optimizer", "activations", "total"]
+    assert header.split()[1:] == ["weights", "gradients", "optimizer", "activations", "buffers", "total"]
     worst = memory(timetable("bitpipe", 4, 8), split_layers(MODELS["gpt-1.3b"], PLACEMENT, "bitpipe"))[0]
     assert rows[0].split()[:3] == ["0", *format_bytes(worst.weights).split()]
     assert rows[0].endswith(format_bytes(worst.total)) and len(rows) == 4

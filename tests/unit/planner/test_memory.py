@@ -12,7 +12,8 @@ from ds_ext.pipe_schedules import timetable
 from ds_ext.pipe_schedules.inference import forward_timetable
 from ds_ext.pipe_schedules.placement import linear
 from ds_ext.pipe_schedules.simulate import simulate
-from ds_ext.planner.memory import MODELS, DeviceMemory, ModelSizes, memory, model_sizes
+from ds_ext.planner.memory import DeviceMemory, ModelSizes, memory
+from ds_ext.planner.named_models import MODELS, model_sizes
 
 # s = 8, b = 2, h = 4, a = 2, v = 100: sbh = 64, 5as/h = 20. A layer has 12 * 16 + 13 * 4 = 244 parameters.
 SMALL = ModelSizes(layers=4, hidden=4, heads=2, vocab=100, seq=8, micro_batch=2)
@@ -66,11 +67,11 @@ def test_savings_of_selective_recomputation(name: str, scores: int, saved: float
 
 def test_zero_1_of_the_paper() -> None:
     """arXiv 1910.02054, figure 1: 7.5 billion parameters on 64 ranks take 120 GB, with ZeRO-1 31.4 GB."""
-    sizes = replace(model_sizes("gpt-6.7b"), data_parallel=64)
-    plain, sharded = (memory(timetable("gpipe", 1, 1), replace(sizes, zero_stage=z))[0] for z in (0, 1))
-    scale = 7.5e9 / sizes.device_parameters(linear(1), 0)
-    assert (plain.total - plain.activations) * scale / 1e9 == pytest.approx(120)
-    assert (sharded.total - sharded.activations) * scale / 1e9 == pytest.approx(31.4, abs=0.01)
+    sizes = replace(model_sizes("gpt-6.7b"), precision="fp16")
+    plain, sharded = (memory(timetable("gpipe", 1, 1), replace(sizes, data_parallel=n))[0] for n in (1, 64))
+    scale = 7.5e9 / sizes.device_parameters(linear(1), 0) / 1e9
+    assert (plain.weights + plain.gradients + plain.optimizer) * scale == pytest.approx(120)
+    assert (sharded.weights + sharded.gradients + sharded.optimizer) * scale == pytest.approx(31.4, abs=0.01)
 
 
 def test_the_first_device_of_1f1b_keeps_a_model_and_interleaving_more() -> None:
@@ -82,6 +83,78 @@ def test_the_first_device_of_1f1b_keeps_a_model_and_interleaving_more() -> None:
     interleaved = memory(timetable("interleaved", 4, 16, chunks=2), sizes)[0]
     # The first backward frees a stage of the second chunk, so 8 of the 11 live stages are stage 0.
     assert interleaved.activations == 16 * (1 + 3 / 8) * layer + 8 * mask
+
+
+# --- measured: tests/distributed/test_memory.py ---------------------------------------------------------------------
+
+
+def bytes_per_parameter(schedule: str, **settings: Any) -> tuple[float, float]:
+    """Return (total, buffers) of device 0 without activations, for a model of many equal layers."""
+    made = timetable(schedule, 2, 4)
+    sizes = ModelSizes(2048, 8, 1, vocab=1, seq=1, bucket=1, rope=True, recompute="full", **settings)
+    count = sizes.device_parameters(made.placement, 0)
+    device = memory(made, sizes)[0]
+    assert device.activations < 0.1 * count
+    return (device.total - device.activations) / count, device.buffers / count
+
+
+@pytest.mark.parametrize(
+    ("settings", "one_copy", "two_copies"),
+    [
+        # weights + gradients + states, and a copy of the gradients: all with one copy of the weights, else two stages
+        ({"precision": "fp32"}, 4 + 4 + 8 + 4, 4 + 4 + 8 + 2),
+        ({"precision": "fp32", "optimizer": "foreach"}, 4 + 4 + 8 + 4, 4 + 4 + 8 + 4),
+        # weights, master weights, states, partition of the gradients and its fp32 copy, temporary tensors
+        ({"precision": "fp32", "zero_stage": 1}, 4 + 4 + 8 + 4 + 4, 4 + 4 + 6 + 2),
+        ({"precision": "fp32", "zero_stage": 1, "optimizer": "foreach"}, 4 + 24 + 0, 4 + 4 + 6 + 2),
+        ({"precision": "fp32", "zero_stage": 1, "optimizer": "for-loop"}, 4 + 28, 4 + 14),
+        ({"precision": "fp16"}, 2 + 12 + 8, 2 + 6 + 4),
+        ({"precision": "fp16", "optimizer": "for-loop"}, 2 + 12 + 2 + 4 + 8, 2 + 6 + 7),
+        # weights, gradients, fp32 sums, master weights and states, copy of the sums or temporary tensors
+        ({}, 2 + 6 + 12 + 4, 2 + 6 + 6 + 2),
+        ({"optimizer": "foreach"}, 2 + 6 + 12 + 4, 2 + 6 + 6 + 2),
+        ({"optimizer": "for-loop"}, 2 + 6 + 12 + 8, 2 + 6 + 6 + 4),
+    ],
+)
+def test_bytes_per_parameter(settings: dict[str, Any], one_copy: float, two_copies: float) -> None:
+    for schedule, expected in (("1f1b", one_copy), ("bitpipe", two_copies)):
+        assert bytes_per_parameter(schedule, **settings)[0] == pytest.approx(expected, rel=0.01)
+        # Half precision is always sharded.
+        if settings.get("precision") != "fp32":
+            assert bytes_per_parameter(schedule, zero_stage=1, **settings) == bytes_per_parameter(
+                schedule, **settings
+            )
+
+
+def test_buckets() -> None:
+    """ZeRO allocates its bucket with the first backward, and a second one for the reduction."""
+    sizes = replace(SMALL, precision="fp16")
+    small, large = (
+        memory(timetable("1f1b", 2, 4), replace(sizes, bucket=b))[0] for b in (10**6, 10**6 + 500)
+    )
+    assert large.total - small.total == 2 * 2 * 500
+    n = 2 * LAYER + EMBEDDING
+    assert small.total == 2 * n + 12 * n + 2 * 2 * 10**6 + 2 * n  # the gradients have moved into a bucket
+    # Without ZeRO, DeepSpeed's bucket has a fixed size; it does not exceed the gradients.
+    plain = replace(SMALL, precision="fp32", recompute="full", seq=1)
+    assert (
+        memory(timetable("1f1b", 2, 4), plain)[0]
+        == memory(timetable("1f1b", 2, 4), replace(plain, bucket=1))[0]
+    )
+
+
+def test_buffers_use_the_memory_of_activations() -> None:
+    """Activations are free when the optimizer steps."""
+    made, loop = timetable("1f1b", 2, 4), replace(SMALL, optimizer="for-loop")
+    for micro_batch in (1, 8, 64):
+        device = memory(made, replace(loop, micro_batch=micro_batch))[0]
+        n = 2 * LAYER + EMBEDDING
+        assert device.activations + device.buffers == max(device.activations, 8 * n)
+
+
+def test_fp32_activations_count_twice() -> None:
+    half, full = (memory(timetable("1f1b", 2, 4), replace(SMALL, precision=p))[0] for p in ("bf16", "fp32"))
+    assert full.activations == 2 * half.activations
 
 
 # --- by hand --------------------------------------------------------------------------------------------------------
@@ -121,10 +194,11 @@ def test_a_linear_pipeline() -> None:
     """Device 0: two layers, embedding, positions, two live micro-batches. Device 1: two layers, norm, head, one."""
     first, last = memory(timetable("1f1b", 2, 4), SMALL)
     n, m = 2 * LAYER + EMBEDDING, 2 * LAYER + HEAD
-    assert first == DeviceMemory(2 * n, 2 * n, 12 * n, 2 * (2 * 34 * 64 + 64))
+    # The copies of the reduced gradients are smaller than the activations, which are free by then.
+    assert first == DeviceMemory(2 * n, 6 * n, 12 * n, 2 * (2 * 34 * 64 + 64), 0)
     logits = 4 * 8 * 2 * 100
-    assert last == DeviceMemory(2 * m, 2 * m, 12 * m, 2 * 34 * 64 + 4 * 64 + logits)
-    assert first.total == 16 * n + 2 * (2 * 34 * 64 + 64)
+    assert last == DeviceMemory(2 * m, 6 * m, 12 * m, 2 * 34 * 64 + 4 * 64 + logits, 0)
+    assert first.total == 20 * n + 2 * (2 * 34 * 64 + 64)
 
 
 def test_bitpipe_holds_two_pipes() -> None:
@@ -132,9 +206,9 @@ def test_bitpipe_holds_two_pipes() -> None:
     made = timetable("bitpipe", 2, 4)
     whole = 4 * LAYER + EMBEDDING + 8  # stages 0 and 3 of one pipe, 1 and 2 of the other: a whole model
     assert [device.weights for device in memory(made, SMALL)] == [2 * whole] * 2
-    zero = memory(made, replace(SMALL, zero_stage=1, data_parallel=3))[0]
+    zero = memory(made, replace(SMALL, data_parallel=3))[0]
     assert zero.optimizer == 12 * whole / 6
-    assert (zero.weights, zero.gradients) == (2 * whole, 2 * whole)
+    assert (zero.weights, zero.gradients) == (2 * whole, 6 * whole)
 
 
 def test_tensor_parallel_parameters() -> None:
@@ -170,7 +244,8 @@ def test_an_evaluation_keeps_weights_only() -> None:
         ({"layers": 1}, r"^layers: .*2 stages \(got 1\)\. Use 2\."),
         ({"layers": (1, 2, 3)}, r"^layers: .*2 .*got 3"),
         ({"hidden": 0}, r"^hidden: .*1 \(got 0\)"),
-        ({"weight_bytes": -1}, r"^weight_bytes: .*0 \(got -1\)"),
+        ({"precision": "fp8"}, r"^precision: .*'fp8'.*bf16, fp16, fp32"),
+        ({"optimizer": "apex"}, r"^optimizer: .*'apex'.*fused, foreach, for-loop"),
         ({"heads": 3}, r"^heads: .*4 \(got 3\)"),
         ({"tensor_parallel": 4}, r"^tensor_parallel: .*2 \(got 4\)"),
         ({"zero_stage": 2}, r"^zero_stage: .*got 2"),

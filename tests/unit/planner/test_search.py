@@ -44,7 +44,7 @@ def check_prices(candidates: Candidates, request: Request) -> None:
 
 @pytest.mark.parametrize(("devices", "micro_batches", "comm"), SIZES)
 def test_all_variants_are_priced_and_the_best_is_first(devices: int, micro_batches: int, comm: float) -> None:
-    limit = 12 * GB
+    limit = 16 * GB
     request = Request(devices, micro_batches, Costs(comm=comm), MODEL, limit)
     candidates = choose(request)
     listed = [(row.schedule, dict(row.options), row.recompute) for row in candidates.ranked]
@@ -76,9 +76,9 @@ def test_bitpipe_zb_is_the_best_with_free_messages_and_memory() -> None:
 
 
 def test_less_memory_takes_more_time() -> None:
-    request = Request(4, 8, Costs(comm=0.1), MODEL)
+    request = Request(4, 8, Costs(comm=0.1), replace(MODEL, micro_batch=2))
     times = []
-    for gigabytes in (40, 7, 4):
+    for gigabytes in (40, 8, 5):
         best = choose(replace(request, memory_bytes=gigabytes * GB)).best
         assert best is not None and best.time is not None and (best.memory_bytes or 0) <= gigabytes * GB
         times.append(best.time)

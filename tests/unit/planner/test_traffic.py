@@ -15,14 +15,20 @@ GPT = ModelSizes(8, 64, 4, 512, 32, micro_batch=2, tensor_parallel=2)
 ACTIVATION = 2 * 32 * 2 * 64
 
 
-def test_gradients_and_weights_are_those_of_a_ranks_parameters() -> None:
+def test_bytes_of_gradients_and_weights() -> None:
     placement = linear(4)
-    found = traffic(replace(GPT, gradient_bytes=4, zero_stage=1), placement, 8)
     parameters = [GPT.device_parameters(placement, device) for device in range(4)]
-    assert found.gradients == pytest.approx([4 * count for count in parameters])
-    assert found.weights == pytest.approx([2 * count for count in parameters])
-    assert found.zero_stage == 1
-    assert traffic(GPT, placement, 8, reduced_bytes=8).gradients == pytest.approx([8 * n for n in parameters])
+    for options, reduced, weight, gathers in (
+        ({}, 4, 2, 1),  # fp32 sums of bf16 gradients; half precision is always sharded
+        ({"reduced_bytes": 2}, 2, 2, 1),
+        ({"precision": "fp16"}, 2, 2, 1),
+        ({"precision": "fp32"}, 4, 4, 0),
+        ({"precision": "fp32", "zero_stage": 1}, 4, 4, 1),
+    ):
+        found = traffic(replace(GPT, **options), placement, 8)
+        assert found.gradients == pytest.approx([reduced * count for count in parameters])
+        assert found.weights == pytest.approx([weight * count for count in parameters])
+        assert found.zero_stage == gathers
 
 
 def test_two_all_reduces_of_a_layer_in_the_forward_and_two_in_the_backward() -> None:
