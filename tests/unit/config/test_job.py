@@ -10,10 +10,12 @@ import pytest
 
 from ds_ext.config.batch_sizes import batch_sizes
 from ds_ext.config.deepspeed_json import (
+    adam_implementation,
     fp32_sums_of_bf16,
     half_through_zero,
     precision,
     precision_section,
+    reduce_bucket_size,
     zero_stage,
 )
 from ds_ext.config.job import load_config, parse_section
@@ -218,6 +220,28 @@ def test_bf16_gradients_are_accumulated_in_fp32_by_default() -> None:
     without_zero = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
     assert half_through_zero(without_zero) == without_zero
     assert fp32_sums_of_bf16({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "found"),
+    [
+        ("AdamW", {}, "fused"),
+        ("Lion", None, "fused"),
+        ("AdamW", {"torch_adam": True}, "for-loop"),
+        ("AdamW", {"torch_adam": True, "foreach": True}, "foreach"),
+        ("Adam", {"torch_adam": True, "fused": True}, "fused"),
+        ("SGD", {"lr": 0.1}, "for-loop"),
+        ("RAdam", {"foreach": True}, "foreach"),
+    ],
+)
+def test_implementation_of_the_optimizer(kind: str, params: dict[str, Any] | None, found: str) -> None:
+    assert adam_implementation({"optimizer": {"type": kind, "params": params}}) == found
+    assert adam_implementation({}) == "for-loop"
+
+
+def test_bucket_of_zero() -> None:
+    assert reduce_bucket_size({"zero_optimization": {"stage": 1, "reduce_bucket_size": 2e8}}) == 200_000_000
+    assert [reduce_bucket_size(c) for c in ({}, {"zero_optimization": True})] == [500_000_000] * 2
 
 
 @pytest.mark.parametrize(

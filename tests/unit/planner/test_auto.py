@@ -14,7 +14,7 @@ from ds_ext.errors import ConfigError
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.simulate import simulate
-from ds_ext.planner.auto import vocabulary
+from ds_ext.planner.auto import model_of_job, vocabulary
 from ds_ext.planner.job_plan import make_job_plan
 from ds_ext.planner.memory import ModelSizes
 from ds_ext.planner.search import Request, choose
@@ -67,6 +67,24 @@ def test_options_of_the_llama_family_are_sizes() -> None:
         ffn=512, query_groups=2, kv_channels=32, swiglu=True, untied=True, rope=True,
     )  # fmt: skip
     assert candidates_of(job) == choose(Request(4, 8, Costs(), sizes, 10**9, ("none",)))
+
+
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        ({}, {"precision": "fp32", "zero_stage": 0, "reduced_bytes": 4, "bucket": 5 * 10**8}),
+        ({"zero_optimization": {"stage": 1, "reduce_bucket_size": 9}}, {"zero_stage": 1, "bucket": 9}),
+        ({"bf16": {"enabled": True}}, {"precision": "bf16", "reduced_bytes": 4}),
+        ({"bf16": {"enabled": True}, "communication_data_type": "bf16"}, {"reduced_bytes": 2}),
+        ({"fp16": {"enabled": True}}, {"precision": "fp16", "reduced_bytes": 2}),
+        ({"optimizer": {"type": "AdamW"}}, {"optimizer": "fused"}),
+        ({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, {"optimizer": "for-loop"}),
+    ],
+)
+def test_bytes_of_a_job_follow_its_json(config: dict[str, Any], fields: dict[str, Any]) -> None:
+    sizes = model_of_job(config, TRAIN, 100, 2, 1, 1)
+    assert sizes is not None and sizes.micro_batch == 2
+    assert {name: getattr(sizes, name) for name in fields} == fields
 
 
 def test_samples_do_not_depend_on_the_choice() -> None:
