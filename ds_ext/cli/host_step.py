@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import ScheduleError
+from ..errors import ConfigError, ScheduleError
 from ..parallel.crossing import crossing
 from ..parallel.layout import ParallelLayout, data_parallel_size
 from ..parallel.network import Network
 from ..parallel.rank_order import RankOrder, parse_rank_order
+from ..pipe_schedules.placement import Placement
 from ..pipe_schedules.reductions import eager_reductions
 from ..pipe_schedules.simulate import Simulation
 from ..planner.memory import ModelSizes
@@ -19,7 +20,7 @@ from ..planner.stage_costs import forward_flops, split_layers
 from ..planner.step_time import StepTime, step_bytes, step_time, with_tensor_parallel
 from ..planner.text import format_bytes
 from ..planner.traffic import traffic
-from .network_flags import TFLOPS, describe_network, network_of
+from .network_flags import describe_network, flops_of, network_of
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class HostStep:
         yield f"  step              {step.step_s:.4g} s"
         yield f"    ops             {step.makespan_s:.4g} s  (with messages and tensor-parallel all-reduces)"
         yield f"    reductions      {step.reductions_s:.4g} s  (exposed, after the last op)"
-        yield f"    all-gather      {step.gather_s:.4g} s  (weights, ZeRO stage 1)"
+        if step.gather_s:
+            yield f"    all-gather      {step.gather_s:.4g} s  (weights, ZeRO stage 1)"
         yield f"  between hosts     {format_bytes(self.bytes_between)} per step"
 
 
@@ -81,16 +83,16 @@ def step_on_hosts(
     if not timetable.trains:
         raise ScheduleError("--forward-only: not supported with --hosts (got both). Remove one.")
     placement = timetable.placement
-    data = args.data_parallel or data_parallel_size(
-        network.hosts.world_size, placement, model.tensor_parallel
-    )
+    if placement.forward_devices:
+        raise ScheduleError(
+            f"--hosts: schedules with forward ranks are not modeled on several hosts (got {timetable.schedule}). "
+            "Remove --hosts."
+        )
+    data = args.data_parallel or _data_parallel_size(network, placement, model.tensor_parallel)
     order = RankOrder() if args.rank_order is None else parse_rank_order(args.rank_order)
     layout = ParallelLayout(placement, model.tensor_parallel, data, order)
     sizes = split_layers(replace(model, data_parallel=data), placement, timetable.schedule)
-    flops = 1e12 * (TFLOPS if args.tflops is None else args.tflops)
-    if not flops > 0:
-        raise ScheduleError(f"--tflops: must be greater than 0 (got {args.tflops:g}).")
-    devices = placement.devices_per_pipe
+    flops, devices = flops_of(args), placement.devices_per_pipe
     unit_s = forward_flops(sizes) / devices / (model.tensor_parallel * flops) / costs.forward
     step = step_time(
         timetable,
@@ -104,3 +106,14 @@ def step_on_hosts(
     volumes = traffic(sizes, placement, timetable.micro_batches)
     between = crossing(layout, network.hosts, volumes, timetable.micro_batches).bytes
     return HostStep(network, layout, step, between)
+
+
+def _data_parallel_size(network: Network, placement: Placement, tensor_parallel: int) -> int:
+    """Return the number of pipeline groups that the hosts have slots for. Raises ScheduleError if they do not fit."""
+    try:
+        return data_parallel_size(network.hosts.world_size, placement, tensor_parallel)
+    except ConfigError:
+        raise ScheduleError(
+            f"--hosts: slots must be a multiple of {placement.num_devices} devices x --tensor-parallel "
+            f"{tensor_parallel} (got {network.hosts}, {network.hosts.world_size} slots). Use other hosts or sizes."
+        ) from None

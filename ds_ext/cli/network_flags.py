@@ -12,6 +12,7 @@ from ..planner.text import format_bytes, parse_bytes
 
 _INSIDE, _BETWEEN = "300GB,2us", "25GB,10us"
 TFLOPS = 150.0
+_TFLOPS_RANGE = 1e-3, 1e6
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _ONLY_WITH_HOSTS = ("inside", "between", "ports", "collectives", "rank_order")
 
@@ -48,10 +49,20 @@ def network_of(args: argparse.Namespace) -> Network | None:
                 flag = "--" + dest.replace("_", "-")
                 raise ScheduleError(f"{flag}: needs --hosts (got {value}, no hosts). Add --hosts 4x8.")
         return None
-    inside, between = _link("--inside", args.inside or _INSIDE), _link("--between", args.between or _BETWEEN)
+    inside = _link("--inside", _INSIDE if args.inside is None else args.inside)
+    between = _link("--between", _BETWEEN if args.between is None else args.between)
     return Network(
         parse_hosts(args.hosts), inside, between, args.ports or RANK_PORTS, args.collectives or NCCL
     )
+
+
+def flops_of(args: argparse.Namespace) -> float:
+    """Return the operations per second of a device. Raises ScheduleError if ``--tflops`` is out of range."""
+    rate = TFLOPS if args.tflops is None else args.tflops
+    least, most = _TFLOPS_RANGE
+    if not least <= rate <= most:
+        raise ScheduleError(f"--tflops: must be from {least:g} to {most:,.0f} (got {rate:g}).")
+    return 1e12 * rate
 
 
 def describe_network(network: Network) -> list[str]:
@@ -70,8 +81,9 @@ def _link(flag: str, text: str) -> Link:
     try:
         if match is None:
             raise ValueError(text)
-        return Link(parse_bytes(rate), float(match.group(1)) * _SECONDS[match.group(2)])
+        return Link(parse_bytes(rate, flag), float(match.group(1)) * _SECONDS[match.group(2)])
     except ValueError:
         raise ScheduleError(
-            f"{flag}: must be bytes per second and a latency (got {text!r}). Example: {_BETWEEN}."
+            f"{flag}: must be bytes per second and a latency (got {text!r}). Example: {_BETWEEN}, where "
+            "25GB is 200 Gbit/s."
         ) from None

@@ -19,7 +19,7 @@ from ..planner.memory import ModelSizes
 from ..planner.parallel_sizes import Cluster, ClusterPlan, ParallelSizes, plan_cluster
 from ..planner.text import aligned, format_bytes, join_reasons, join_words, parse_bytes
 from .model_flags import add_model_flags, model_of
-from .network_flags import add_network_flags, describe_network, network_of
+from .network_flags import TFLOPS, add_network_flags, describe_network, flops_of, network_of
 from .schedule_flags import add_import_flag
 from .schedule_verbs import EXIT_INVALID, EXIT_OK
 
@@ -44,7 +44,7 @@ def add_plan_flags(verb: argparse.ArgumentParser) -> None:
     samples = "samples per step, over all devices"
     verb.add_argument("--global-batch-size", type=int, required=True, metavar="G", help=samples)
     rate = "10^12 operations per second of a device in training (%(default)g)"
-    verb.add_argument("--tflops", type=float, default=150.0, metavar="T", help=rate)
+    verb.add_argument("--tflops", type=float, default=TFLOPS, metavar="T", help=rate)
     bandwidth = f"message bandwidth in bytes per second, without --hosts ({_BANDWIDTH})"
     verb.add_argument("--bandwidth", metavar=_BANDWIDTH, help=bandwidth)
     costs = (
@@ -76,12 +76,15 @@ def run_plan(args: argparse.Namespace) -> int:
         for flag, value in (("bandwidth", args.bandwidth), ("forward-devices", args.forward_devices)):
             if value is not None:
                 raise ScheduleError(f"--{flag}: not supported with --hosts (got {value}). Remove one.")
+    for dest in ("devices", "global_batch_size", "tensor_parallel"):
+        if (value := getattr(args, dest)) is not None and value < 1:
+            raise ScheduleError(f"--{dest.replace('_', '-')}: must be at least 1 (got {value}).")
     cluster = Cluster(
         args.devices,
-        parse_bytes(args.memory),
+        parse_bytes(args.memory, "--memory"),
         args.global_batch_size,
-        args.tflops * 1e12,
-        parse_bytes(args.bandwidth or _BANDWIDTH),
+        flops_of(args),
+        parse_bytes(_BANDWIDTH if args.bandwidth is None else args.bandwidth, "--bandwidth"),
         args.tensor_parallel,
         network,
     )
@@ -127,8 +130,11 @@ def _forward_devices(args: argparse.Namespace, cluster: Cluster) -> Cluster | No
     for flag, value in (("--forward-devices", args.forward_devices), ("--forward-slowdown", slowdown)):
         if not value > 0:
             raise ScheduleError(f"{flag}: must be greater than 0 (got {value:g}).")
-    memory = parse_bytes(args.forward_memory or args.memory)
-    return replace(cluster, devices=args.forward_devices, memory_bytes=memory, flops=cluster.flops / slowdown)
+    memory = args.memory if args.forward_memory is None else args.forward_memory
+    memory_bytes = parse_bytes(memory, "--forward-memory")
+    return replace(
+        cluster, devices=args.forward_devices, memory_bytes=memory_bytes, flops=cluster.flops / slowdown
+    )
 
 
 @contextlib.contextmanager
@@ -162,8 +168,8 @@ def _header(args: argparse.Namespace, cluster: Cluster, model: ModelSizes) -> li
         hosts, links = describe_network(cluster.network)
         messages = [f"hosts       {hosts}", f"links       {links}"]
         missing = (
-            "messages waiting for other messages or collectives, optimizer step, loss and norm; candidates whose "
-            "bound without communication is not 1% better"
+            "messages waiting for other messages or collectives, optimizer step, loss and norm; schedules that could "
+            "not save 1% even with free communication"
         )
     return [
         f"model       {args.model or 'custom'}, {parameters:.3g} billion parameters, {model.precision}, "

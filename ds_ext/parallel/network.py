@@ -115,10 +115,11 @@ class Network:
             return 0.0
         block = size / len(ring)
         hosts = [self.hosts.of(rank) for rank in ring]
+        port = self.between.bandwidth * self._rings(hosts)
         latencies, slowest = [], 0.0
         for a, b in pairwise([*hosts, hosts[0]]):
             latencies.append(self.inside.latency if a == b else self.between.latency)
-            rate = self.inside.bandwidth if a == b else self.between.bandwidth * self._rings(hosts)
+            rate = self.inside.bandwidth if a == b else port
             slowest = max(slowest, block / rate)
         return sum(sorted(latencies)[1:]) + steps * slowest
 

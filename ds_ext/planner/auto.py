@@ -81,7 +81,7 @@ def choose_for_job(
         values = _AUTO.resolve_options(options)
         entries, _ = vocabulary(values["vocab_size"], train)
         sizes = model_of_job(config, train, entries, micro_batch, tensor_parallel, data)
-        limit = parse_bytes(values["memory"]) if values["memory"] else None
+        limit = parse_bytes(values["memory"], "schedule_options.memory") if values["memory"] else None
         if limit is not None and sizes is None:
             raise ConfigError(
                 f'schedule_options.memory: "auto" needs the sizes of the model (got {values["memory"]!r}). Add '

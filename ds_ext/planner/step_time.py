@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import ConfigError
 from ..parallel.crossing import messages_between, require_slots
 from ..parallel.layout import ParallelLayout
 from ..parallel.network import HOST_PORTS, Network
@@ -170,22 +169,16 @@ def step_times(
 
     Args:
         costs: times of the ops; their message times are replaced.
-        layouts: layouts with the timetable's placement, such as one for each rank order.
+        layouts: layouts with the timetable's placement, such as one for each rank order; without forward ranks.
         volumes: bytes of messages, gradients and weights.
         unit_s: unit of the costs in seconds.
         reductions: op -> stages to reduce after it, by device, from the simulation in the job plan.
 
     Raises:
-        ConfigError: the hosts do not have one slot per rank, or the layout has forward ranks.
+        ConfigError: the hosts do not have one slot per rank.
         ScheduleError: the timetable is incomplete, or it deadlocks.
     """
-    placement = timetable.placement
-    if placement.forward_devices:
-        raise ConfigError(
-            f"--hosts: schedules with forward ranks are not modeled on several hosts (got {timetable.schedule}). "
-            "Remove --hosts."
-        )
-    pairs = list(messages_between(placement, timetable.micro_batches))
+    pairs = list(messages_between(timetable.placement, timetable.micro_batches))
     simulations: dict[tuple[float, ...], Simulation] = {}
     steps = []
     for layout in layouts:

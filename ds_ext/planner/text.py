@@ -29,17 +29,25 @@ def aligned(cells: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
     return lines
 
 
-def parse_bytes(text: str) -> int:
-    """Return the bytes of ``"80GB"`` (10^9) or ``"80GiB"`` (2^30). Raises ScheduleError."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)\s*", text, re.IGNORECASE)
-    size = 0
-    if found is not None:
-        power = " KMGT".index((found[2] or " ").upper())
-        size = int(float(found[1]) * (1024 if found[3] else 1000) ** power)
-    if size < 1:
+def parse_bytes(text: str, name: str = "size in bytes") -> int:
+    """Return the bytes of ``"80GB"`` (10^9) or ``"80GiB"`` (2^30).
+
+    Args:
+        name: flag or key, for the error.
+
+    Raises:
+        ScheduleError: the text is not a positive size. A lower-case b stands for bits, and is refused.
+    """
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kKMGTmgt])(i?)B?|B)\s*", text)
+    if found is None:
+        bits = " A lower-case b means bits." if re.search(r"[0-9]\s*[kmgt]i?b", text, re.IGNORECASE) else ""
         raise ScheduleError(
-            f"size in bytes: not a number with a unit (got {text!r}). Use 80GB, 512MB or 16GiB."
+            f"{name}: not a number with a unit of bytes (got {text!r}).{bits} Use 80GB, 512MB or 16GiB."
         )
+    power = " KMGT".index((found[2] or " ").upper())
+    size = int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+    if size < 1:
+        raise ScheduleError(f"{name}: must be at least 1 byte (got {text!r}). Use 80GB, 512MB or 16GiB.")
     return size
 
 

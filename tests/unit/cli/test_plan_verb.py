@@ -123,8 +123,11 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--memory", "80"], r"got '80'"),
         (["--bandwidth", "fast"], r"got 'fast'"),
-        (["--tflops", "0"], r"flops: .*got 0"),
-        (["--devices", "0"], r"devices: .*got 0"),
+        (["--tflops", "0"], r"--tflops: .*got 0"),
+        (["--tflops", "inf"], r"--tflops: .*got inf"),
+        (["--devices", "0"], r"--devices: .*got 0"),
+        (["--memory", "80Gb"], r"--memory: .*got '80Gb'"),
+        (["--bandwidth", ""], r"--bandwidth: .*got ''"),
         (["--costs", "comm=1"], r"costs: "),
         (["--tensor-parallel", "3"], r"8 devices \(got 3\)\. Use --tensor-parallel 1, 2, 4 or 8\."),
         (["--model", "gpt-5"], r"model: .*'gpt-5'"),

@@ -79,16 +79,30 @@ def test_simulate_prints_the_step_of_1024_devices_within_seconds(capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "flag"),
     [
-        "--between 1GB,1us",
-        "--hosts 2x4",
-        "--hosts 2x4 --model gpt-10b --costs f=1,comm=1",
-        "--hosts 3x1 --model gpt-10b",
+        ("--between 1GB,1us", "--between"),
+        ("--hosts 2x4", "--hosts"),
+        ("--hosts 2x4 --model gpt-10b --costs f=1,comm=1", "--costs"),
+        ("--hosts 3x1 --model gpt-10b", "--hosts"),
+        ("--hosts 2x4 --model gpt-10b --between 200Gb,10us", "--between"),
+        ("--hosts 2x4 --model gpt-10b --inside=", "--inside"),
+        ("--hosts 2x4 --model gpt-10b --tflops inf", "--tflops"),
+        ("--hosts 2x4 --model gpt-10b --tflops 1e300", "--tflops"),
     ],
 )
-def test_simulate_refuses_flags_that_do_not_fit(words: str) -> None:
+def test_simulate_refuses_flags_that_do_not_fit(
+    words: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["simulate", "1f1b", "--num-devices", "4", "--micro-batches", "8", *words.split()]) == 2
+    printed = capsys.readouterr().err
+    assert f"{flag}: " in printed and printed.count("\n") == 1
+
+
+def test_simulate_refuses_forward_ranks_on_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "simulate fbd --num-devices 4 --micro-batches 8 --hosts 2x2 --model gpt-10b"
+    assert main(words.split()) == 2
+    assert "got fbd" in capsys.readouterr().err
 
 
 def test_plan_chooses_a_rank_order(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,11 @@ from ds_ext.planner.text import aligned, costs_text, format_bytes, join_reasons,
 
 
 def test_bytes() -> None:
-    texts = {"80GB": 80 * 10**9, "1.5kb": 1500, "16 GiB": 16 * 2**30, "2T": 2 * 10**12, "7B": 7}
+    texts = {"80GB": 80 * 10**9, "1.5kB": 1500, "16 GiB": 16 * 2**30, "2T": 2 * 10**12, "7B": 7}
     assert [parse_bytes(text) for text in texts] == list(texts.values())
     sizes = {7: "7 B", 1500: "1.5 KB", 2_340_000: "2.3 MB", 80e9: "80.0 GB", 1.2e12: "1.2 TB"}
     assert [format_bytes(size) for size in sizes] == list(sizes.values())
-    for wrong in ("80", "", "GB", "-1GB", "0GB", "80XB"):
+    for wrong in ("80", "", "GB", "-1GB", "0GB", "80XB", "200Gb", "80gb", "1.5kb"):
         with pytest.raises(ScheduleError, match=f"got '{wrong}'.*80GB"):
             parse_bytes(wrong)
 
