@@ -33,4 +33,7 @@ def needs_copy(backend: str, device: str, operation: str) -> bool:
 
 def transferable(tensor: Tensor, operation: str, group: ProcessGroup | None = None) -> Tensor:
     """Return the tensor, or a copy on the CPU if the group's backend cannot use it in this operation."""
-    return tensor.cpu() if needs_copy(dist.get_backend(group), tensor.device.type, operation) else tensor
+    device = tensor.device.type
+    # "cuda:nccl" or "cpu:gloo,cuda:nccl"; get_backend() knows only groups with one backend.
+    backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
+    return tensor.cpu() if needs_copy(backends.get(device, ""), device, operation) else tensor

@@ -45,8 +45,12 @@ def watchdog_s(timeout_s: float) -> float:
 
 
 def backend_limit(backend: str, timeout_s: float) -> timedelta:
-    """Return the time limit of a process group: ``timeout_s``, or the watchdog's for NCCL."""
-    return timedelta(seconds=watchdog_s(timeout_s) if backend == "nccl" else timeout_s)
+    """Return the time limit of a process group: ``timeout_s``, or the watchdog's for NCCL.
+
+    Args:
+        backend: one backend, or one for each type of device, such as "cpu:gloo,cuda:nccl".
+    """
+    return timedelta(seconds=watchdog_s(timeout_s) if "nccl" in backend else timeout_s)
 
 
 def new_group(ranks: list[int] | None, backend: str, timeout_s: float) -> dist.ProcessGroup | None:
@@ -92,7 +96,7 @@ def limit_waits(timeout_s: float) -> None:
     """
     world = dist.distributed_c10d._world
     for group in list(world.pg_map):
-        limit = backend_limit(str(dist.get_backend(group)), timeout_s)
+        limit = backend_limit(dist.get_backend_config(group), timeout_s)
         dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
@@ -134,7 +138,7 @@ def wait_time(deadline: float) -> timedelta:
     return timedelta(seconds=max(0.001, deadline - time.monotonic()))
 
 
-def explain(error: RuntimeError, peer: int, waited_s: float, limit_s: float) -> str:
+def explain(error: BaseException, peer: int, waited_s: float, limit_s: float) -> str:
     """Return why a transfer with rank `peer` failed and what to do, from the text of torch's error."""
     text = str(error).lower()
     if any(peer in host.ranks for host in host_watch.silent_hosts()):

@@ -137,9 +137,19 @@ class Transfers:
         return transfer
 
     def _is_over(self, transfer: Transfer) -> bool:
-        return transfer.work.is_completed() if self._on_cuda else transfer.waited
+        """Return whether a transfer is complete. Raises TransportError if it failed."""
+        if not self._on_cuda:
+            return transfer.waited
+        if not transfer.work.is_completed():
+            return False
+        error = (
+            transfer.work.exception()
+        )  # NCCL counts a failed transfer as complete, and wait() does not raise
+        if error is not None:
+            raise self._failure(transfer.op, transfer.peer, transfer.tag, time.monotonic(), error)
+        return True
 
-    def _failure(self, op: str, peer: int, tag: int, start: float, error: RuntimeError) -> TransportError:
+    def _failure(self, op: str, peer: int, tag: int, start: float, error: BaseException) -> TransportError:
         why = explain(error, peer, time.monotonic() - start, self.timeout_s)
         failure = self._state.failure(f"{op} rank {peer} of {describe_tag(tag)}: {why}")
         failure.peer, failure.op, failure.tag = peer, op, tag

@@ -41,7 +41,7 @@ def launch_again(script: Sequence[str], arguments: Sequence[str]) -> tuple[str, 
 
 def _launcher_flags(script: Sequence[str]) -> tuple[list[str], str]:
     if (srun := slurm.launcher_words()) is not None:
-        return srun, ""
+        return srun, "inside an allocation"
     torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     parent = words_of(os.getppid())
     if torchrun:

@@ -102,7 +102,10 @@ def launcher_words() -> list[str] | None:
         return None
     tasks = _launched_by.tasks
     same = ["--ntasks-per-node", str(tasks[0])] if len(set(tasks)) == 1 else ["--ntasks", str(sum(tasks))]
-    return ["srun", "--nodes", str(len(tasks)), *same, "--kill-on-bad-exit=1", "python"]
+    gpus = os.environ.get("SLURM_GPUS_PER_NODE")
+    same += [f"--gpus-per-node={gpus}"] if gpus else []
+    ends = ["--kill-on-bad-exit=1", "--distribution=block"]
+    return ["srun", "--nodes", str(len(tasks)), *same, *ends, sys.executable]
 
 
 def _in_step(environ: Mapping[str, str]) -> bool:

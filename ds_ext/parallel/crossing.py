@@ -32,6 +32,7 @@ class Traffic:
         gradients: for each device, the gradients of one rank that its replicas and data-parallel ranks average.
         weights: for each device, the weights of one rank that change in a step.
         tensor: for each device, the tensors that one rank all-reduces over its tensor-parallel group; empty: 0.
+        tied: gradient of a weight that the first and the last stage share.
         zero_stage: 1 if the ranks that average gradients also gather the weights after the step.
     """
 
@@ -39,6 +40,7 @@ class Traffic:
     gradients: tuple[float, ...]
     weights: tuple[float, ...]
     tensor: tuple[float, ...] = ()
+    tied: float = 0.0
     zero_stage: int = 0
 
 
@@ -47,8 +49,9 @@ class GroupTraffic:
     """Groups of one kind.
 
     Attributes:
-        name: "tensor", "neighbors" (links between devices), "mirror", "data", "gradients" (the groups that average
-            gradients, if a device has both replicas and data-parallel ranks) or "weights" (`fbd`).
+        name: "tensor", "neighbors" (links between devices), "tied" (first and last stage, if they share a weight),
+            "mirror", "data", "gradients" (the groups that average gradients, if a device has both replicas and
+            data-parallel ranks) or "weights" (`fbd`).
         size: number of ranks in a group; 2 for links.
         groups: number of groups, or of directed links.
         crossing: number of groups with ranks on several hosts.
@@ -99,6 +102,7 @@ def crossing(layout: ParallelLayout, hosts: Hosts, traffic: Traffic, micro_batch
     rings = [(group, _all_reduce(len(group), tensor[device(group[0])])) for group in table["tensor"]]
     kinds.append(_rings("tensor", rings, hosts))
     kinds.append(_links("neighbors", _messages(layout, traffic, micro_batches), hosts))
+    kinds.append(_rings("tied", _ties(layout, traffic), hosts))
     reductions = list(_reductions(layout, traffic))
     if layout.placement.replicas > 1 and layout.data_parallel_size > 1:
         kinds += [
@@ -178,6 +182,15 @@ def _messages(layout: ParallelLayout, traffic: Traffic, micro_batches: int) -> d
         for data in range(layout.data_parallel_size)
         for tensor in range(layout.tensor_parallel_size)
     }
+
+
+def _ties(layout: ParallelLayout, traffic: Traffic) -> Iterable[tuple[list[int], float]]:
+    """Yield the ranks that sum the gradient of a tied weight, and the bytes per connection."""
+    pairs = {tuple(sorted(pair)) for pair in layout.placement.split_ends} if traffic.tied else set()
+    for devices in sorted(pairs):
+        for data in range(layout.data_parallel_size):
+            for tensor in range(layout.tensor_parallel_size):
+                yield [layout.rank(device, data, tensor) for device in devices], _all_reduce(2, traffic.tied)
 
 
 def _reductions(layout: ParallelLayout, traffic: Traffic) -> Iterable[tuple[list[int], float]]:

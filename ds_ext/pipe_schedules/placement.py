@@ -162,6 +162,11 @@ class Placement:
         assert all(len(group) == self.replicas for group in groups), "call check_replicas first"
         return groups
 
+    @property
+    def split_ends(self) -> tuple[tuple[int, int], ...]:
+        """(device of the first stage, device of the last stage) of every pipe in which they differ."""
+        return tuple((pipe[0], pipe[-1]) for pipe in self.pipes if pipe[0] != pipe[-1])
+
     def check_replicas(self, schedule: str) -> None:
         """Raise ScheduleError if the devices of the pipes are not replicas of each other.
 

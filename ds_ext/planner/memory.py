@@ -211,7 +211,7 @@ class ModelSizes:
         found = [layers * self.layer_parameters for layers in self.layers_of(placement.stages)]
         found[0] += 0 if self.rope else self.seq * self.hidden
         found[-1] += 2 * self.hidden
-        found[0] += self.embedding_parameters if self.untied or not tied_devices(placement) else 0
+        found[0] += self.embedding_parameters if self.untied or not placement.split_ends else 0
         found[-1] += self.embedding_parameters if self.untied else 0
         return tuple(found)
 
@@ -227,12 +227,6 @@ class ModelSizes:
             # A tied head is the embedding: one tensor.
             total += last * (2 * h + (0 if first and not self.untied else embedding))
         return total
-
-
-def tied_devices(placement: Placement) -> list[tuple[int, int]]:
-    """Return (device of the first stage, device of the last stage) of every pipe in which they differ."""
-    ends = [(pipe[0], pipe[-1]) for pipe in placement.pipes]
-    return [pair for pair in ends if pair[0] != pair[1]]
 
 
 @dataclass(frozen=True)
@@ -282,7 +276,7 @@ def memory(timetable: Timetable, sizes: ModelSizes) -> tuple[DeviceMemory, ...]:
         if forward or not timetable.trains:
             found.append(DeviceMemory(math.ceil(count * each.weights), 0, 0, 0))
             continue
-        tied = copies > 1 and not sizes.untied and any(device in pair for pair in tied_devices(placement))
+        tied = copies > 1 and not sizes.untied and any(device in pair for pair in placement.split_ends)
         late = sizes.embedding_parameters * each.reduced if tied else 0.0
         activations, with_copies = _peaks(timetable, device, kept, reduced, late)
         if each.bucketed:

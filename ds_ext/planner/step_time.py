@@ -23,7 +23,7 @@ from ..pipe_schedules import Placement, Timetable
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.ops import Op
 from ..pipe_schedules.simulate import Simulation, simulate
-from .memory import ModelSizes, tied_devices
+from .memory import ModelSizes
 from .stage_costs import message_bytes
 
 Reductions = tuple[dict[Op, tuple[int, ...]], ...]
@@ -76,7 +76,7 @@ def step_bytes(sizes: ModelSizes, placement: Placement) -> StepBytes:
     Args:
         sizes: model with the layers of each stage, from :func:`.stage_costs.split_layers`.
     """
-    each, tied_across = sizes.bytes, not sizes.untied and bool(tied_devices(placement))
+    each, tied_across = sizes.bytes, not sizes.untied and bool(placement.split_ends)
     return StepBytes(
         message=message_bytes(sizes),
         gradients=tuple(count * each.reduced for count in sizes.stage_parameters(placement)),
@@ -96,7 +96,7 @@ def with_tensor_parallel(
 
     A layer all-reduces its output twice in the forward, and its input's gradient twice in the backward (arXiv
     1909.08053, section 3). They do not overlap with computation. The head counts as layers of the same work. Sequence
-    parallelism sends as many bytes (arXiv 2205.05198, section 4.2.2). The groups are the first ranks of the job.
+    parallelism sends as many bytes (arXiv 2205.05198, section 4.2.2). The slowest group counts for all devices.
 
     Args:
         costs: costs of every stage, from :func:`.stage_costs.stage_costs`.
@@ -109,12 +109,24 @@ def with_tensor_parallel(
     assert not isinstance(sizes.layers, int), "split_layers() comes first"
     _, head = end_weights(sizes.hidden, sizes.vocab, sizes.work)
     size = message_bytes(replace(sizes, sequence_parallel=False))
-    one = network.all_reduce_time(size, range(sizes.tensor_parallel))
+    one = max(
+        network.all_reduce_time(size, group) for group in _tensor_groups(sizes.tensor_parallel, network)
+    )
     added = 2 * one * (sum(sizes.layers) + head) / devices / unit_s
     repeated = 2 if sizes.recompute == "full" else 1
     return replace(
         costs, forward=costs.forward + added, backward_input=costs.backward_input + repeated * added
     )
+
+
+def _tensor_groups(size: int, network: Network) -> list[range]:
+    """Return one tensor-parallel group for each way in which groups are spread over hosts."""
+    found: dict[tuple[int, ...], range] = {}
+    for first in range(0, network.hosts.world_size, size):
+        group = range(first, min(first + size, network.hosts.world_size))
+        hosts = [network.hosts.of(rank) for rank in group]
+        found.setdefault(tuple(host - hosts[0] for host in hosts), group)
+    return list(found.values())
 
 
 def message_links(
@@ -320,7 +332,7 @@ def _tie_time(
     if not volumes.tied:
         return None
     seconds = []
-    for first, last in tied_devices(layout.placement):
+    for first, last in layout.placement.split_ends:
         if first in devices or last in devices:
             groups, tensor = range(layout.data_parallel_size), range(layout.tensor_parallel_size)
             for data in groups:

@@ -47,5 +47,6 @@ def traffic(sizes: ModelSizes, placement: Placement, micro_batches: int) -> Traf
         gradients=tuple(count * each.reduced for count in parameters),
         weights=tuple(count * each.weights for count in parameters),
         tensor=tuple(map(float, tensor)),
+        tied=0.0 if sizes.untied else sizes.embedding_parameters * each.reduced,
         zero_stage=int(each.sharded),
     )

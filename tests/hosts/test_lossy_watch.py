@@ -1,4 +1,4 @@
-"""The heartbeat between hosts bears a link that loses many packets."""
+"""The heartbeat between hosts tolerates a link that loses many packets."""
 
 from __future__ import annotations
 

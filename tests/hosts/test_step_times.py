@@ -17,4 +17,6 @@ def test_no_step_is_faster_than_predicted() -> None:
         pytest.skip(f"no hosts: {error}")
     assert row["link_ms"] > case.delay_ms
     assert row["predicted_ms"] > case.timetable().micro_batches * 3 * case.forward_ms
+    # Messages over the slow link are on the critical path.
+    assert row["predicted_ms"] > case.predict_ms(2, 0.0, 0.0) + 4 * case.delay_ms
     assert row["measured_ms"] > 0.95 * row["predicted_ms"]

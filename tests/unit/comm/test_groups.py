@@ -11,6 +11,7 @@ from ds_ext.comm.groups import backend_limit, first_step_limit_s, watchdog_s
 @pytest.mark.parametrize("timeout_s", [0.5, 120.0, 3600.0])
 def test_the_watchdog_of_nccl_is_later_than_every_limit_of_ours(timeout_s: float) -> None:
     assert timeout_s < first_step_limit_s(timeout_s) < watchdog_s(timeout_s)
+    assert backend_limit("cpu:gloo,cuda:nccl", timeout_s).total_seconds() == watchdog_s(timeout_s)
     assert backend_limit("nccl", timeout_s).total_seconds() == watchdog_s(timeout_s)
     assert backend_limit("gloo", timeout_s).total_seconds() == timeout_s
 

@@ -56,7 +56,8 @@ def test_variables_of_a_launcher(environ: dict[str, str]) -> None:
     step = slurm.launched_by()
     assert step is not None and step.is_by_host
     assert slurm.launcher_words() == [
-        *("srun", "--nodes", "2", "--ntasks", "3", "--kill-on-bad-exit=1", "python"),
+        *("srun", "--nodes", "2", "--ntasks", "3", "--kill-on-bad-exit=1"),
+        *("--distribution=block", sys.executable),
     ]
     assert added(environ) == {}  # a second call, by init_distributed() after process.run()
 

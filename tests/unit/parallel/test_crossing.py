@@ -16,7 +16,7 @@ from ds_ext.parallel.hosts import Hosts, parse_hosts
 from ds_ext.parallel.layout import ParallelLayout
 from ds_ext.parallel.rank_order import parse_rank_order
 from ds_ext.pipe_schedules.lower import lower
-from ds_ext.pipe_schedules.placement import bidirectional_v, linear, v
+from ds_ext.pipe_schedules.placement import Placement, bidirectional_linear, bidirectional_v, linear, v
 
 BITPIPE = bidirectional_v(2)
 TRAFFIC = Traffic(
@@ -91,6 +91,24 @@ def test_partners_share_a_host_if_gradients_are_large_and_neighbors_if_messages_
     by_messages = ranked_orders(layout, hosts, Traffic(100.0, small, small), 8)
     assert str(by_messages[0].rank_order) == "tp-dp-pp"
     assert [found.bytes for found in by_messages] == sorted(found.bytes for found in by_messages)
+
+
+@pytest.mark.parametrize(
+    ("placement", "groups"),
+    [(linear(2), 4), (v(2), 0), (bidirectional_v(2), 0), (bidirectional_linear(2), 4)],
+)
+def test_a_weight_of_the_first_and_the_last_stage_is_summed_over_its_devices(
+    placement: Placement, groups: int
+) -> None:
+    """One all-reduce for each data-parallel group and tensor-parallel rank."""
+    layout, hosts = ParallelLayout(placement, 2, 2), parse_hosts("2x4")
+    untied = crossing(layout, hosts, TRAFFIC, 4)
+    tied = crossing(layout, hosts, replace(TRAFFIC, tied=100.0), 4)
+    found = tied.kind("tied")
+    assert untied.kind("tied") is None
+    assert (0 if found is None else found.groups) == groups
+    # Two ranks send 100 bytes each.
+    assert tied.bytes - untied.bytes == pytest.approx(2 * 100 * groups)
 
 
 def test_one_host_sends_nothing_between_hosts() -> None:

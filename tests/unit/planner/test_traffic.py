@@ -31,6 +31,11 @@ def test_bytes_of_gradients_and_weights() -> None:
         assert found.zero_stage == gathers
 
 
+def test_an_embedding_that_is_also_the_head_is_tied() -> None:
+    assert traffic(GPT, linear(4), 8).tied == 4 * 512 * 64 / 2  # fp32, tensor-parallel size 2
+    assert traffic(replace(GPT, untied=True), linear(4), 8).tied == 0
+
+
 def test_two_all_reduces_of_a_layer_in_the_forward_and_two_in_the_backward() -> None:
     found = traffic(GPT, linear(4), 8)
     assert found.message == ACTIVATION

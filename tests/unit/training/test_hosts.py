@@ -105,7 +105,8 @@ def test_bytes_are_those_of_the_messages(described: Any) -> None:
     """With one stage on each of two hosts, every message crosses."""
     text = described("bitpipe_3d", "--hosts", "2x1", schedule="1f1b", tensor_parallel_size=1)
     messages = re.search(r"^messages +(\d+) per step and pipeline group, ([\d,]+) bytes each$", text, re.M)
-    total = re.search(r"^  total +([\d.]+) MB per step$", text, re.M)
-    assert messages is not None and total is not None
+    found = re.search(r"^  neighbors .* ([\d.]+) MB$", text, re.M)
+    assert messages is not None and found is not None
     expected = int(messages[1]) * int(messages[2].replace(",", ""))
-    assert float(total[1]) == pytest.approx(expected / 1e6, abs=0.05)
+    assert float(found[1]) == pytest.approx(expected / 1e6, abs=0.05)
+    assert re.search(r"^  tied +2 +1 +1 +[\d.]+ MB$", text, re.M)
