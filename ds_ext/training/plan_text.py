@@ -144,8 +144,9 @@ def _describe_communicators(plan: JobPlan) -> list[str]:
         return []
     most, assumed = links_per_rank(links), settings.transport_options.communicator_mib
     return [
-        f"nccl      on GPUs: {counted(most, 'communicator')} per rank at most, {format_bytes(most * assumed << 20)} "
-        f"(assumed: {assumed} MiB each); {len(links)} in all, made in {counted(len(rounds(links)), 'round')}"
+        f"nccl      on GPUs: {counted(most, 'communicator')} per rank at most for messages, "
+        f"{format_bytes(most * assumed << 20)} (assumed: {assumed} MiB each); {len(links)} in all, made in "
+        f"{counted(len(rounds(links)), 'round')}; collectives have their own"
     ]
 
 
