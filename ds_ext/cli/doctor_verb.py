@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +17,7 @@ from .hosts.checks import examine_hosts
 from .hosts.report import FAIL, Options, Pair, Report
 
 _MOST_PAIRS = 10
+_MASTER_PORT = 29500
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument(
         "--path", action="append", default=[], help="folder or file of the job; may be repeated"
     )
-    hosts.add_argument("--master-port", type=int, default=29500, help="rendezvous port (%(default)s)")
+    hosts.add_argument("--master-port", type=int, help=f"rendezvous port ({_MASTER_PORT})")
     hosts.add_argument("--ssh-port", type=int, help="port of sshd (ssh's default)")
 
 
@@ -38,21 +41,47 @@ def run(args: argparse.Namespace) -> int:
     Returns 0 for one host, because a host need not support every transport. Returns 1 if jobs on several hosts will
     fail. Raises ConfigError for wrong names or addresses.
     """
+    _require_ports(args)
     if args.hostfile is None and args.hosts is None:
+        for flag, value in (("--node-ips", args.node_ips), ("--path", ", ".join(args.path)), *_ports(args)):
+            if value:
+                raise ConfigError(f"{flag}: needs several hosts (got {value}). Add --hostfile or --hosts.")
         findings = examine()
         print(
             json.dumps([asdict(finding) for finding in findings], indent=1) if args.json else table(findings)
         )
         return 0
     names = _names(args.hostfile, args.hosts)
-    node_ips = args.node_ips.split(",") if args.node_ips else None
-    if node_ips is not None and len(node_ips) != len(names):
+    node_ips = None if args.node_ips is None else args.node_ips.split(",")
+    if node_ips is not None and (len(node_ips) != len(names) or not all(map(_is_address, node_ips))):
         raise ConfigError(
-            f"--node-ips: needs one address per host (got {len(node_ips)} for {len(names)} hosts)."
+            f"--node-ips: needs one IP address per host (got {args.node_ips!r} for {len(names)} hosts). Example: "
+            "10.0.0.1,10.0.0.2."
         )
-    report = examine_hosts(names, Options(node_ips, args.master_port, tuple(args.path), args.ssh_port))
+    report = examine_hosts(
+        names, Options(node_ips, args.master_port or _MASTER_PORT, tuple(args.path), args.ssh_port)
+    )
     print(json.dumps(asdict(report), indent=1) if args.json else describe(report))
     return int(report.failed)
+
+
+def _ports(args: argparse.Namespace) -> list[tuple[str, int | None]]:
+    return [("--master-port", args.master_port), ("--ssh-port", args.ssh_port)]
+
+
+def _require_ports(args: argparse.Namespace) -> None:
+    """Raise ConfigError for a port out of range."""
+    for flag, port in _ports(args):
+        if port is not None and not 0 < port < 1 << 16:
+            raise ConfigError(f"{flag}: must be from 1 to 65535 (got {port}).")
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def table(findings: Sequence[Finding]) -> str:
@@ -117,6 +146,10 @@ def _names(hostfile: str | None, hosts: str | None) -> list[str]:
         if not Path(hostfile).is_file():
             raise ConfigError(f"--hostfile: no such file (got {hostfile}). Write lines `worker-0 slots=8`.")
         return list(parse_hosts(hostfile).names)
+    if Path(hosts or "").is_file() or re.fullmatch(r"[0-9]+(x[0-9]+|(,[0-9]+)*)", hosts or ""):
+        raise ConfigError(
+            f"--hosts: must be names of hosts (got {hosts!r}). Use --hosts A,B or --hostfile FILE."
+        )
     names = [name.strip() for name in (hosts or "").split(",")]
     if not all(names) or len(set(names)) < len(names):
         raise ConfigError(f"--hosts: must be different names, separated by commas (got {hosts!r}).")

@@ -8,7 +8,7 @@ import difflib
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -172,4 +172,18 @@ def _explain(error: ValidationError) -> str:
         problem = "must be an object"
     elif first["type"] == "string_pattern_mismatch":
         problem = 'must be like "10:20", "100:" or ":50"'
-    return f"{key}: {problem} (got {first['input']!r})."
+    return f"{key}: {problem} (got {_as_json(first['input'])}).{_default(outer, last)}"
+
+
+def _as_json(value: Any) -> str:
+    """Return null, true and false as in JSON, and other values as in Python."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+
+
+def _default(outer: Sequence[str], key: str) -> str:
+    """Return a sentence with the default of a key; empty if there is none to show."""
+    try:
+        value = getattr(functools.reduce(getattr, outer, DsExtConfig()), key)
+    except AttributeError:  # an element of a list
+        return ""
+    return f" Default: {json.dumps(value)}." if value and isinstance(value, str | int | float | bool) else ""

@@ -173,7 +173,8 @@ def make_layout(
     if rank_order != DEEPSPEED_ORDER:
         raise ConfigError(
             f'ds_ext.rank_order: schedules with forward ranks number their ranks by role (got "{rank_order}"). Remove '
-            'it. To choose the hosts of the forward ranks, use "fbd": {"forward_hosts": [...]}.'
+            "the key, or --use-tp-pp-dp-mapping. To choose the hosts of the forward ranks, use "
+            '"fbd": {"forward_hosts": [...]}.'
         )
     merged = placement.merged
     if merged not in (1, tensor_parallel_size):

@@ -32,9 +32,7 @@ class Hosts:
 
     def __post_init__(self) -> None:
         if not self.slots or min(self.slots) < 1:
-            raise ConfigError(
-                f"hosts: every host needs at least 1 slot (got {self.slots}). Remove empty hosts."
-            )
+            raise ConfigError(f"hosts: every host needs at least 1 slot (got {self}). Remove empty hosts.")
         if not self.names:
             object.__setattr__(self, "names", tuple(f"host {index}" for index in range(len(self.slots))))
         if len(self.names) != len(self.slots):
@@ -77,12 +75,12 @@ def parse_hosts(text: str) -> Hosts:
     """
     if Path(text).is_file():
         return _read_hostfile(Path(text))
-    if match := re.fullmatch(r"(\d{1,6})x(\d{1,6})", text):
+    if match := re.fullmatch(r"([0-9]{1,6})x([0-9]{1,6})", text):
         count, slots = map(int, match.groups())
         if not 1 <= count <= _MOST_HOSTS:
-            raise ConfigError(f"hosts: must be 1 to {_MOST_HOSTS:,} hosts (got {text!r}).")
+            raise ConfigError(f"hosts: must be 1 to {_MOST_HOSTS:,} hosts (got {text!r}). Example: 4x8.")
         return Hosts((slots,) * count)
-    if re.fullmatch(r"\d{1,6}(,\d{1,6})*", text):
+    if re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", text):
         return Hosts(tuple(map(int, text.split(","))))
     raise ConfigError(
         f"hosts: neither sizes nor an existing hostfile (got {text!r}). Use 4x8 (4 hosts, 8 ranks each), 8,8,4 (slots "
@@ -108,10 +106,11 @@ def _read_hostfile(path: Path) -> Hosts:
         words = line.strip()
         if not words or words.startswith("#"):
             continue
-        match = re.match(r"(\S+)\s+slots=(\d{1,6})\b", words)
-        if match is None:
+        match = re.match(r"(\S+)\s+slots=([0-9]{1,6})\b", words)
+        if match is None or int(match.group(2)) < 1:
             raise ConfigError(
-                f'{path}: line {number}: not a host (got {words[:60]!r}). Example: "worker-0 slots=8".'
+                f"{path}: line {number}: must be a name and slots=N with N at least 1 (got {words[:60]!r}). Example: "
+                '"worker-0 slots=8".'
             )
         name, count = match.group(1), int(match.group(2))
         if name in slots:

@@ -56,6 +56,7 @@ _REPLACEMENTS = {
     'the "wandb" section of the JSON': "wandb-exp-name wandb-project",
     "--position-embedding-type rope": "use-rotary-position-embeddings",
     "--norm-epsilon": "layernorm-epsilon",
+    '"rank_order" in the "ds_ext" section, or --use-tp-pp-dp-mapping': "rank-order",
     "--metrics-file": "log-params-norm log-throughput timing-log-level",
     '"transport_options": {"timeout_s": seconds} in the "ds_ext" section': "distributed-timeout-minutes",
 }

@@ -53,7 +53,8 @@ def steps(gpus: int) -> tuple[Step, ...]:
 def main(arguments: list[str]) -> int:
     """Run all steps and write the report. Returns 1 if a step failed; 0 also without a GPU."""
     if not torch.cuda.is_available():
-        print("torch sees no CUDA device: nothing to run.")
+        build = "sees no CUDA device" if torch.version.cuda else "is a build without CUDA"
+        print(f"torch {torch.__version__} {build}: nothing was tested.")
         return 0
     path = Path(arguments[0] if arguments else "build/gpu_report.md")
     results = run_steps(steps(torch.cuda.device_count()), LIMIT_S, _show)

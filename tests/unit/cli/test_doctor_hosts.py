@@ -102,6 +102,14 @@ def test_rounds_contain_every_pair_once(count: int) -> None:
         ["--hosts", "a,a"],
         ["--hosts", "a,,b"],
         ["--hosts", "a,b", "--node-ips", "10.0.0.1"],
+        ["--hosts", "a,b", "--node-ips", "10.0.0.1,1.2.3"],
+        ["--hosts", "a,b", "--ssh-port", "0"],
+        ["--hosts", "a,b", "--master-port", "99999"],
+        ["--hosts", "2x4"],
+        ["--hosts", "4,4"],
+        ["--master-port", "29500"],
+        ["--node-ips", "10.0.0.1"],
+        ["--path", "."],
     ],
 )
 def test_wrong_flags(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -36,11 +37,11 @@ def test_hostfile(tmp_path: Path) -> None:
 def test_invalid_hostfiles(tmp_path: Path, text: str) -> None:
     path = tmp_path / "hosts"
     path.write_text(text)
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=re.escape(str(path))):
         parse_hosts(str(path))
 
 
-@pytest.mark.parametrize("text", ["", "0x8", "4x0", "4x", "a.txt", "8,,8"])
+@pytest.mark.parametrize("text", ["", "0x8", "4x0", "4x", "a.txt", "8,,8", "２x4"])
 def test_invalid_sizes(text: str) -> None:
     with pytest.raises(ConfigError, match="hosts"):
         parse_hosts(text)
