@@ -62,8 +62,9 @@ def test_hosts_without_defects(hosts: Start, tmp_path: Path) -> None:
         assert pair["error"] == "" and pair["address"] == fast[int(pair["target"][-1])]
         assert pair["rdma"] == "" and pair["rdma_gbit_s"] is None
         if pair["source"] < pair["target"]:
-            assert 20_000 < pair["round_trip_us"] < 40_000
-            assert 0.1 < pair["tcp_gbit_s"] < 0.22
+            # No faster than the link; a busy machine may be slower.
+            assert 20_000 < pair["round_trip_us"] < 200_000
+            assert 0 < pair["tcp_gbit_s"] < 0.22
     assert list(tmp_path.iterdir()) == [file]
     deadline = time.monotonic() + 10
     while any(host.processes() for host in three.hosts) and time.monotonic() < deadline:
