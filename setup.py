@@ -44,6 +44,7 @@ setup(
     install_requires=[
         "torch>=2.6",
         "deepspeed>=0.19.8,<0.20",
+        "hjson",
         "numpy",
         "tokenizers",
         "rich",

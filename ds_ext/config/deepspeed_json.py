@@ -11,6 +11,8 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import hjson
+
 from ..errors import ConfigError
 
 # Section -> package that rank 0 imports for it, and its name for pip.
@@ -73,15 +75,18 @@ def check_deepspeed_keys(config: Mapping[str, Any], ours: Collection[str]) -> No
             raise ConfigError(f"{path}: has no effect in this engine (got true). Omit it. {instead}.")
 
 
-def refuse_duplicate_keys(text: str, name: str) -> None:
-    """Raise ConfigError if an object of a valid JSON contains a key twice. JSON parsers use only the last.
+def parse_json(text: str, name: str) -> Any:
+    """Return the value of a JSON, which may have comments and trailing commas, as DeepSpeed's reader permits.
 
     Args:
         text: the JSON.
         name: name of its file, for errors.
+
+    Raises:
+        ConfigError: the syntax is wrong, or an object has a key twice, of which parsers use only the last.
     """
 
-    def check(pairs: list[tuple[str, Any]]) -> None:
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         for key in keys:
             if keys.count(key) > 1:
@@ -90,8 +95,29 @@ def refuse_duplicate_keys(text: str, name: str) -> None:
                     f"{name}: key {key!r} appears twice in one object (got it on lines {', '.join(lines)}). Remove "
                     "one of the two."
                 )
+        return dict(pairs)
 
-    json.loads(text, object_pairs_hook=check)
+    try:
+        return json.loads(text, object_pairs_hook=without_duplicates)
+    except json.JSONDecodeError as error:
+        strict = error
+
+    def without_swallowed_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        # hjson reads `1 "b": 2` after a missing comma as a string without quotes.
+        for key, value in pairs:
+            if isinstance(value, str) and '"' in value and json.dumps(value, ensure_ascii=False) not in text:
+                raise ConfigError(
+                    f"{name}: value of key {key!r}: not JSON (got {value}). Add the missing comma."
+                )
+        return without_duplicates(pairs)
+
+    try:
+        return hjson.loads(text, object_pairs_hook=without_swallowed_keys)
+    except hjson.HjsonDecodeError as error:
+        # hjson reports the end of the text for most errors. JSON's error is useless at a comment or a trailing comma.
+        at_extension = text[strict.pos : strict.pos + 1] in ("/", "#", "}", "]")
+        cause = error if at_extension else strict
+        raise ConfigError(f"{name}: line {cause.lineno}, column {cause.colno}: {cause.msg}.") from None
 
 
 def require_monitors(config: Mapping[str, Any]) -> None:

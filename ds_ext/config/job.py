@@ -20,7 +20,7 @@ from ..parallel.rank_order import DEEPSPEED_ORDER, parse_rank_order
 from ..pipe_schedules import Schedule, get_schedule
 from ..pipe_schedules.files import is_timetable_file, schedule_of_file
 from ..pipe_schedules.registry import import_modules
-from .deepspeed_json import check_deepspeed_keys, refuse_duplicate_keys
+from .deepspeed_json import check_deepspeed_keys, parse_json
 from .sections import FbdOptions, Section, TraceOptions, TransportOptions
 
 AUTO = "auto"  # the schedule that the planner chooses
@@ -136,25 +136,25 @@ def parse_section(section: Mapping[str, Any]) -> DsExtConfig:
 def _decoded(text: str) -> dict[str, Any] | None:
     """Return the object of a JSON in base64; None for other text."""
     try:
-        value = json.loads(base64.b64decode(text, altchars=b"-_", validate=True))
+        decoded = base64.b64decode(text, altchars=b"-_", validate=True).decode()
     except (binascii.Error, ValueError):
         return None
+    if not decoded.lstrip().startswith("{"):  # the name of a file may be valid base64
+        return None
+    value = parse_json(decoded, "the JSON in base64")
     return value if isinstance(value, dict) else None
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
-        config = json.loads(text)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file. See configs/ for examples of a DeepSpeed JSON.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}).") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}: line {error.lineno}, column {error.colno}: {error.msg}.") from None
+    config = parse_json(text, str(path))
     if not isinstance(config, dict):
         raise ConfigError(f"{path}: must contain a JSON object (got {type(config).__name__}).")
-    refuse_duplicate_keys(text, str(path))
     return config
 
 

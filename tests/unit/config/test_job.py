@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -175,14 +176,40 @@ def test_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"^{tmp_path}: "):
         load_config(tmp_path)
     broken = tmp_path / "broken.json"
-    broken.write_text('{\n  "a": 1,\n}')
-    with pytest.raises(ConfigError, match=r"broken\.json: line 3, column 1"):
+    broken.write_text('{\n  "a": 1 "b": 2\n}')
+    with pytest.raises(ConfigError, match=r"broken\.json: .*'a'.*\"b\": 2"):
+        load_config(broken)
+    broken.write_text('{  // comment\n  "a": 1')
+    with pytest.raises(ConfigError, match=r"broken\.json: line 2, column 9"):
         load_config(broken)
     broken.write_text("[1]")
     with pytest.raises(ConfigError, match=r"broken\.json: .*got list"):
         load_config(broken)
     with pytest.raises(ConfigError, match=r"^ds_ext: .*got 'bitpipe'"):
         load_config({"ds_ext": "bitpipe"})
+
+
+def test_comments_and_trailing_commas(tmp_path: Path) -> None:
+    """JSONs are read as DeepSpeed reads them, and floats without a fraction stay floats in a strict JSON."""
+    path = tmp_path / "commented.json"
+    text = """{
+      // the schedule
+      "ds_ext": {"schedule": "bitpipe", "schedule_options": {"a": [1, 2,]},},  # trailing comma
+      /* "train_batch_size": 4, */
+      "train_batch_size": 8,
+    }"""
+    path.write_text(text)
+    for source in (path, base64.urlsafe_b64encode(text.encode()).decode()):
+        job = load_config(source)
+        assert job.deepspeed == {
+            "ds_ext": {"schedule": "bitpipe", "schedule_options": {"a": [1, 2]}},
+            "train_batch_size": 8,
+        }
+    path.write_text('{"ds_ext": {}, "gradient_clipping": 4.0}')
+    assert isinstance(load_config(path).deepspeed["gradient_clipping"], float)
+    path.write_text('{"a": 1, /* again */ "a": 2}')
+    with pytest.raises(ConfigError, match=r"commented\.json: .*'a'"):
+        load_config(path)
 
 
 def test_duplicate_key(tmp_path: Path) -> None:
