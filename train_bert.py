@@ -89,8 +89,7 @@ def main() -> int:
     if "unigram_entropy_nats" in meta:
         coin = math.log(2) if options.binary_head else 0.0
         floor = ("unigram entropy" + " plus ln 2" * options.binary_head, meta["unigram_entropy_nats"] + coin)
-    fingerprint = tokenizer.fingerprint
-    code = Trainer(engine, args, plan, train, valid, args.seq_length, floor, fingerprint, config).run()
+    code = Trainer(engine, args, plan, config, train, valid, floor, tokenizer.fingerprint).run()
     shut_down(engine)
     return code
 

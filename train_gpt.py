@@ -100,7 +100,7 @@ def main() -> int:
     meta = read_meta(args.data_path) or {}
     floor = ("unigram entropy", meta["unigram_entropy_nats"]) if "unigram_entropy_nats" in meta else None
     tokenizer = meta.get("tokenizer_fingerprint")
-    code = Trainer(engine, args, plan, train, valid, args.seq_length, floor, tokenizer, config).run()
+    code = Trainer(engine, args, plan, config, train, valid, floor, tokenizer).run()
     shut_down(engine)
     return code
 

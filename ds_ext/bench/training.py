@@ -17,6 +17,7 @@ from typing import Any
 
 from ..comm.spin import usable_cores
 from ..errors import ConfigError
+from ..observe.flops import flops_per_token, peak_tflops
 from ..pipe_schedules import Timetable, get_schedule
 from ..planner.memory import ModelSizes, memory
 from ..planner.text import format_bytes
@@ -31,7 +32,6 @@ from .command import (
     names_in,
     table,
 )
-from .flops import flops_per_token, peak_tflops
 from .job import Job
 from .ranks import Run, take_turns
 

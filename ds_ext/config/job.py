@@ -37,6 +37,7 @@ class DsExtConfig(Section):
     schedule_options: dict[str, Any] = Field(default_factory=dict)
     modules: list[str] = Field(default_factory=list, alias="import")
     eager_gradient_sync: bool = True
+    print_plan: bool = True
     max_nonfinite_losses: int = Field(default=10, ge=0)
     transport: Literal["auto", "shm", "rdma", "tcp", "torch"] = "auto"
     transport_options: TransportOptions = TransportOptions()

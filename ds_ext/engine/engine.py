@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -59,6 +60,8 @@ from .checkpoint.load import load_checkpoint
 from .checkpoint.save import save_checkpoint
 from .checkpoint.states import parameters_of
 from .checkpoint.trial import try_folder
+from .deepspeed_api.additional_losses import AdditionalLosses
+from .deepspeed_api.device import peak_memory_bytes
 from .deepspeed_api.handlers import is_patch, with_patches
 from .dynamic import messages as dynamic
 from .dynamic.order import DynamicSchedule, decided_steps
@@ -93,7 +96,12 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         tracer: recorder of the timeline; None without tracing.
         loss_watch: counter of consecutive steps with a non-finite loss or gradient.
         activity: current activity, for errors.
+        step_s: seconds of the last training step on this rank; None before the first one.
+        step_lr: learning rate of the last training step, of the first parameter group.
         bubble_measured: share of the last step in which an average rank did not compute; None before the first step.
+        peak_memory_bytes: peak memory of the rank that needs the most; None before the first step.
+        agg_additional_losses: means of the module's additional losses in the last training step, by name.
+        eval_additional_losses: the same, of the last evaluation.
         deferred_share: share of the trained elements whose gradients the first step deferred; None before that step,
             and for schedules with whole backwards.
     """
@@ -133,8 +141,13 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         # Outputs and losses of an evaluation, by micro-batch; None: not requested.
         self._kept_outputs: dict[int, Any] | None = None
         self._kept_losses: dict[int, Any] | None = None
+        self._additional_losses = AdditionalLosses(self.module)
+        self.eval_additional_losses: dict[str, Tensor] | None = None
         self.busy = BusyClock(self.device)
+        self.step_s: float | None = None
+        self.step_lr: float | None = None
         self.bubble_measured: float | None = None
+        self.peak_memory_bytes: int | None = None
         settings, options = self.plan.settings, self.plan.settings.transport_options
         transport = create_transport(
             settings.transport,
@@ -274,6 +287,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         trains = pipe_schedule.program.timetable.trains
         self._load_step(trains)
         self._loss_sum.zero_()
+        self._additional_losses.start_step()
         self.busy.start_step()
         window: deque[ds.PipeInstruction] = deque()
         for step in steps:
@@ -347,6 +361,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         if self._compute_loss:
             loss = loss_of(self.module.loss_fn, outputs, labels)
             self._loss_sum += loss.detach()
+            self._additional_losses.add()
             if self._kept_losses is not None:
                 self._kept_losses[micro_batch] = loss
             if torch.is_grad_enabled():
@@ -547,6 +562,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             self.set_dataiterator(data_iter)
         self._take_changes()
         step, skipped = self.global_steps + 1, self.skipped_steps
+        rates, begin = self.get_lr(), time.perf_counter()
         with self._in_activity(f"step {step}"), self._first_step_limit(trains=True):
             if self.tracer is not None:
                 self.tracer.start_step(step, self.plan.timetable)
@@ -554,8 +570,24 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             if self.tracer is not None:
                 self.tracer.end_step()
             self.loss_watch.loss(step, float(loss), self.skipped_steps > skipped)
+        self.step_s, self.step_lr = time.perf_counter() - begin, float(rates[0]) if rates else 0.0
+        self._write_events()
         self._data.source.advance(self.running.micro_batches * self.layout.data_parallel_size)
         return loss
+
+    def _write_events(self) -> None:
+        """Write to the monitors what DeepSpeed does not: gradient norm, bubble and additional losses."""
+        if self.global_rank != 0 or not self.monitor.enabled:
+            return
+        norm = self.get_global_grad_norm()
+        values = {"grad_norm": norm, "bubble": self.bubble_measured, **(self.agg_additional_losses or {})}
+        self.monitor.write_events(
+            [
+                (f"Train/Samples/{name}", float(value), self.global_samples)
+                for name, value in values.items()
+                if value is not None
+            ]
+        )
 
     def _take_changes(self) -> None:
         """Apply what a script changed since the last step: optimizer, instruction map, dtype of reductions.
@@ -653,16 +685,25 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         return (result, outputs) if return_logits else result
 
     def _aggregate_total_loss(self) -> Tensor:
-        """Return the mean loss of all micro-batches of all groups, on every rank. Also measure the bubble."""
+        """Return the mean loss of all micro-batches of all groups, on every rank. Also take the measurements."""
         self.transport.settle()
-        busy_s, span_s = self.busy.read()
-        table = self._gather_rows([float(self._loss_sum), busy_s, span_s, *self._shared_numbers()])
-        losses, busy, spans = table[:, :3].unbind(1)
-        self._take_shared_numbers(table[:, 3:])
+        measured = [float(self._loss_sum), *self.busy.read(), float(peak_memory_bytes(self.device))]
+        additional = self._additional_losses.sums()
+        table = self._gather_rows([*measured, *additional, *self._shared_numbers()])
+        losses, busy, spans, peaks = table[:, : len(measured)].unbind(1)
+        sums, shared = table[:, len(measured) :].tensor_split([len(additional)], dim=1)
+        self._take_shared_numbers(shared)
+        self.peak_memory_bytes = int(peaks.max())
         self.bubble_measured = 1 - float(busy.mean() / spans.max().clamp(min=1e-9))
-        if self.running.program.timetable.trains and self.is_last_stage():
-            self.total_loss = self._loss_sum.float()
-        return (losses.sum() / (self._loss_copies() * self.running.micro_batches)).float()
+        computed = self._loss_copies() * self.running.micro_batches
+        means = self._additional_losses.means(sums, computed)
+        if self.running.program.timetable.trains:
+            self.agg_additional_losses = means
+            if self.is_last_stage():
+                self.total_loss = self._loss_sum.float()
+        else:
+            self.eval_additional_losses = means
+        return (losses.sum() / computed).float()
 
     def _gather_rows(self, numbers: list[float]) -> Tensor:
         """Return the numbers of all ranks, one row per rank. All ranks must call this together."""

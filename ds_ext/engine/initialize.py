@@ -32,8 +32,10 @@ from ..errors import ConfigError
 from ..launch import slurm
 from ..launch.failure import rank, world_size
 from ..launch.job_facts import code_facts, setting_facts
+from ..launch.process import has_logging, set_up_logging
 from ..launch.roll_call import Facts, compare, meet, one_refusal
 from ..parallel.fbd import FORWARD_ROLE, DisaggregatedLayout
+from ..planner.job_text import GRID_MICRO_BATCHES, describe
 from .deepspeed_api.device import select_device
 from .engine import PipelineEngine
 from .fbd.backward import BackwardEngine
@@ -70,8 +72,9 @@ def check_precision(job: JobConfig) -> None:
 def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> None:
     """Start the process group, nccl on CUDA and gloo on CPU, unless it already exists.
 
-    Before that, all ranks compare versions, source code and ``facts``. Under Slurm's `srun`, rank, world size and
-    address of rank 0 come from Slurm's variables.
+    Before that, all ranks compare versions, source code and ``facts``. Logging is set up as by
+    :func:`ds_ext.launch.process.set_up_logging`, unless the script has done so. Under Slurm's `srun`, rank, world size
+    and address of rank 0 come from Slurm's variables.
 
     Args:
         timeout_s: time limit for the other ranks, in seconds.
@@ -82,6 +85,8 @@ def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> No
         TransportError: a rank did not join in time.
     """
     slurm.set_rank()
+    if not has_logging():
+        set_up_logging()
     if get_accelerator().device_name() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads_of_rank())
     select_device()
@@ -135,7 +140,8 @@ def initialize(
     """Build the engine for a :class:`ds_ext.PipelineModule`.
 
     Returns ``(engine, optimizer, training_dataloader, lr_scheduler)`` as ``deepspeed.initialize`` does, but
-    ``training_dataloader`` is None, because the engine fetches the micro-batches of ``training_data`` by id.
+    ``training_dataloader`` is None, because the engine fetches the micro-batches of ``training_data`` by id. Rank 0
+    prints the plan unless ``print_plan`` in the JSON is false.
 
     Args:
         config: DeepSpeed JSON (path or dict). A key that the PipelineModule's JSON or arguments also set must have the
@@ -177,6 +183,8 @@ def initialize(
     )
     # The constructors below communicate.
     limit_waits(model.plan.settings.transport_options.timeout_s)
+    if model.plan.settings.print_plan and not model.plan_is_given:
+        _print_plan(model)
     if model_parameters is not None:
         model_parameters = _with_placeholder(model, [_with_list(group) for group in model_parameters])
     compare(
@@ -208,6 +216,26 @@ def initialize(
     engine._configure_python_gc()
     limit_waits(job.ds_ext.transport_options.timeout_s)
     return engine, engine.optimizer, None, engine.lr_scheduler
+
+
+def _print_plan(model: PipelineModule) -> None:
+    """Print the plan on rank 0, with the parameters on each rank of every device. All ranks must call this together."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if model.placeholder is not None:
+        count -= model.placeholder.numel()
+    of_device: dict[int, int] = {}
+    for device, parameters in together(lambda: (model.device_index, count)):
+        of_device[device] = max(parameters, of_device.get(device, 0))
+    if rank() == 0:
+        plan = model.plan
+        text = describe(
+            plan,
+            boundaries=model.parts,
+            layer_names=model.layer_names,
+            parameters=[of_device[device] for device in sorted(of_device)],
+            grid=plan.sizes.micro_batches <= GRID_MICRO_BATCHES,
+        )
+        print(f"{text}\n", end="", flush=True)
 
 
 def _make_engine(model: PipelineModule, config: Mapping[str, Any], **kwargs: Any) -> PipelineEngine:

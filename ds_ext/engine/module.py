@@ -86,6 +86,10 @@ class PipelineModule(DeepSpeedPipelineModule):
         ConfigError: neither arguments nor JSON set the number of stages, arguments contradict the JSON, the world size
             does not fit the sizes, there are fewer layers than stages, a tied layer trains more than its tied weights,
             or layers share parameters in a way that depends on the schedule.
+
+    Attributes:
+        layer_names: one name per layer of the whole model, for the printed plan.
+        plan_is_given: the module was built from a job plan, which its script prints.
     """
 
     def __init__(
@@ -133,6 +137,8 @@ class PipelineModule(DeepSpeedPipelineModule):
                 "PipelineModule.layers": checksum(_description(layer).encode() for layer in layers),
             }
         )
+        self.layer_names = [_name(layer, index) for index, layer in enumerate(layers)]
+        self.plan_is_given = isinstance(config, JobPlan)
         layout = on_hosts(plan.layout, settings.fbd.forward_hosts)
         self._plan, self.clock = replace(plan, layout=layout), clock
         self.role = layout.role(dist.get_rank())
@@ -311,6 +317,13 @@ class PipelineModule(DeepSpeedPipelineModule):
             "of deepspeed.initialize()). Use ds_ext.initialize(), engine.train_batch() and engine.eval_batch()."
         )
 
+    def get_additional_losses(self) -> Mapping[str, torch.Tensor | float] | None:
+        """Return losses to report in addition to the loss, of the last micro-batch: name -> scalar, or None.
+
+        The default is the attribute ``additional_losses`` of ``loss_fn``. All ranks must use the same names.
+        """
+        return getattr(self.loss_fn, "additional_losses", None)
+
     def stage_parameters(self, stage: int) -> list[torch.nn.Parameter]:
         """Return the trainable parameters of one stage. A shared parameter belongs to every stage that uses it."""
         parameters: dict[int, torch.nn.Parameter] = {}
@@ -393,6 +406,14 @@ def _plan(
         )
     plan = make_stage_plan(job, dist.get_world_size())
     return plan.complete(job) if has_batch_size(job) else plan
+
+
+def _name(layer: Any, index: int) -> str:
+    """Return the name of a layer in the plan: its class or function, and its index in the model."""
+    if isinstance(layer, TiedLayerSpec):
+        return f"{layer.key} (tied)"
+    named = getattr(layer, "typename", layer if hasattr(layer, "__name__") else type(layer))
+    return f"{getattr(named, '__name__', type(named).__name__)} {index}"
 
 
 def _description(layer: Any) -> str:

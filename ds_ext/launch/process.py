@@ -30,6 +30,7 @@ __all__ = [
     "EXIT_CONFIG",
     "EXIT_FAILED",
     "EXIT_INTERRUPTED",
+    "has_logging",
     "rank",
     "run",
     "set_up_logging",
@@ -78,6 +79,11 @@ def set_up_logging(level: str | None = None) -> None:
     deepspeed_logger.addFilter(lambda record: record.levelno >= number and not _is_expected(record))
     if not sys.warnoptions:
         warnings.filterwarnings("ignore", message=_EXPECTED_WARNINGS, category=FutureWarning)
+
+
+def has_logging() -> bool:
+    """Return whether the script has set up logging itself, here or with ``logging.basicConfig()``."""
+    return logging.getLogger("ds_ext").hasHandlers()
 
 
 def _is_expected(record: logging.LogRecord) -> bool:

@@ -22,7 +22,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
@@ -45,6 +44,7 @@ from ds_ext.tensor_parallel import (
 from ds_ext.tensor_parallel.layers import sharded_parameter
 
 TOKEN_TYPES = 2
+MASKED_WORDS = "masked_words"  # name of the loss that the perplexity is of
 
 
 @dataclass(frozen=True)
@@ -171,41 +171,24 @@ class BertLoss:
     """Loss function of the last stage: ((logits_BSV, order_B2), (labels_BS, swapped_B)) to a scalar, in nats.
 
     The loss is the mean over the masked words (labels other than ``IGNORE_INDEX``) plus the mean over the samples of
-    the sentence-order loss. It is fp32 and the same on all tensor-parallel ranks. Both terms are also accumulated over
-    the micro-batches since :meth:`reset`.
+    the sentence-order loss. It is fp32 and the same on all tensor-parallel ranks.
 
     Attributes:
-        has_order: whether the model has a sentence-order head.
+        additional_losses: both terms for the last micro-batch; empty without a sentence-order head.
     """
 
     def __init__(self, config: BertConfig, tp: TensorParallel) -> None:
         self._vocab_size, self._tp = config.vocab_size, tp
-        self.has_order = config.order_classes is not None
-        self.reset()
+        names = () if config.order_classes is None else (MASKED_WORDS, "sentence_order")
+        self.additional_losses: dict[str, Tensor] = {name: torch.zeros(()) for name in names}
 
     def __call__(self, outputs: tuple[Tensor, ...], labels: tuple[Tensor, ...]) -> Tensor:
         logits_BSV, *order = outputs
         labels_BS, *swapped = labels
         loss_BS = vocab_parallel_cross_entropy(logits_BSV, labels_BS, self._tp, self._vocab_size)
-        loss = loss_BS.sum() / (labels_BS != IGNORE_INDEX).sum().clamp(min=1)
-        parts = [torch.ones_like(loss), loss.detach(), torch.zeros_like(loss)]
+        words = loss = loss_BS.sum() / (labels_BS != IGNORE_INDEX).sum().clamp(min=1)
         for order_B2, swapped_B in zip(order, swapped, strict=True):
             order_loss = F.cross_entropy(order_B2.float(), swapped_B)
-            loss, parts[2] = loss + order_loss, order_loss.detach()
-        terms = torch.stack(parts).double()
-        self._sums = terms if self._sums is None else self._sums + terms
+            loss = words + order_loss
+            self.additional_losses = {MASKED_WORDS: words.detach(), "sentence_order": order_loss.detach()}
         return loss
-
-    def reset(self) -> None:
-        """Reset the accumulated terms."""
-        # Number of micro-batches, sum of masked-word losses, sum of sentence-order losses.
-        self._sums: Tensor | None = None
-
-    def mean_parts(self, device: torch.device) -> tuple[float, float]:
-        """Return the mean (masked-word loss, sentence-order loss) over all ranks. All ranks must call this together."""
-        sums = torch.zeros(3, dtype=torch.float64, device=device) if self._sums is None else self._sums
-        if dist.is_initialized():
-            sums = sums.clone()
-            dist.all_reduce(sums)
-        count, words, order = sums.tolist()
-        return words / max(count, 1), order / max(count, 1)

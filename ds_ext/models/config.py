@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ds_ext.errors import ConfigError
+from ds_ext.parallel.partition import layer_work
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,25 @@ class TransformerConfig:
                 f"max_position_embeddings: must be at least seq_length {self.seq_length} (got {self.positions}). "
                 f"Use {self.seq_length}, or shorter samples."
             )
+
+    @property
+    def flops_per_sample(self) -> float:
+        """Model FLOPs of a forward and a backward for one sample, without recomputation (arXiv 2104.04473, 5.1).
+
+        A multiplication and an addition count as two, and a backward as two forwards. Attention counts in full, also
+        with causal masks and windows.
+        """
+        layer = layer_work(
+            self.hidden_size,
+            self.seq_length,
+            heads=self.num_attention_heads,
+            ffn=self.ffn_size,
+            query_groups=self.num_query_groups,
+            kv_channels=self.kv_channels,
+            swiglu=self.swiglu,
+        )
+        per_token = self.num_layers * layer.total + self.hidden_size * self.vocab_size
+        return 3.0 * 2 * self.seq_length * per_token
 
     @property
     def ffn_size(self) -> int:

@@ -1,4 +1,4 @@
-"""Metrics of a step: a progress line and a record in the metrics file."""
+"""Metrics of a training loop: a progress line and a record in the metrics file."""
 
 from __future__ import annotations
 
@@ -7,89 +7,224 @@ import json
 import logging
 import math
 import os
-import resource
+import shutil
 import sys
-from dataclasses import asdict, dataclass
-from io import FileIO
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from ..errors import ConfigError
+from .flops import peak_tflops as peak_of_name
 
 logger = logging.getLogger(__name__)
+
+_ERASE = "\x1b[2K"  # erase the line that the terminal's cursor is on
+_MIB = 1 << 20
+
+
+class MeasuredEngine(Protocol):
+    """The measurements of a :class:`ds_ext.engine.PipelineEngine` that :class:`Metrics` reads."""
+
+    plan: Any
+    transport: Any
+    device: torch.device
+    global_rank: int
+    global_steps: int
+    global_samples: int
+    step_s: float | None
+    step_lr: float | None
+    bubble_measured: float | None
+    peak_memory_bytes: int | None
+    agg_additional_losses: Mapping[str, torch.Tensor] | None
+
+    @property
+    def bubble_simulated(self) -> float:
+        """Bubble of the plan."""
+        ...
+
+    def train_batch_size(self) -> int:
+        """Return the samples of a step."""
+        ...
+
+    def get_global_grad_norm(self) -> Any:
+        """Return the gradient norm of the last step; None if unknown."""
+        ...
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Metrics of one step, with the keys of ``--metrics-file`` (docs/architecture.md, "Metrics")."""
+    """Metrics of one step, with the keys of the metrics file (docs/architecture.md, "Metrics")."""
 
     step: int
     loss: float
     grad_norm: float | None
     lr: float
     iter_time_s: float
-    tokens_per_s: float
+    samples_per_s: float
+    tokens_per_s: float | None
+    tflops_per_device: float | None
+    mfu: float | None
     consumed_samples: int
     schedule: str
     transport: str
     peak_memory_bytes: int
     bubble_measured: float | None
     bubble_simulated: float
+    losses: dict[str, float] = field(default_factory=dict)
+    validation_loss: float | None = None
+    validation_losses: dict[str, float] = field(default_factory=dict)
 
-    def line(self, train_iters: int) -> str:
+    def line(self, total_steps: int | None = None) -> str:
         """Return the progress line."""
-        norm = "-" if self.grad_norm is None else f"{self.grad_norm:.3f}"
+        step = f"step {self.step}" if total_steps is None else ""
         measured = "-" if self.bubble_measured is None else f"{self.bubble_measured:.0%}"
-        return (
-            f"step {self.step:>{len(str(train_iters))}}/{train_iters} | loss {self.loss:.4f} | "
-            f"lr {self.lr:.2e} | grad norm {norm} | {self.tokens_per_s:,.0f} tokens/s | "
-            f"bubble {measured} (ideal devices {self.bubble_simulated:.0%})"
+        cells = [
+            step or f"step {self.step:>{len(str(total_steps))}}/{total_steps}",
+            f"loss {self.loss:.4f}{listed(self.losses)}",
+            *([] if self.validation_loss is None else [f"validation loss {self.validation_loss:.4f}"]),
+            f"lr {self.lr:.2e}",
+            "grad norm -" if self.grad_norm is None else f"grad norm {self.grad_norm:.3f}",
+            f"{_rounded(self.samples_per_s)} samples/s",
+            *([] if self.tokens_per_s is None else [f"{self.tokens_per_s:,.0f} tokens/s"]),
+            *([] if self.tflops_per_device is None else [f"{self.tflops_per_device:.3g} TFLOP/s per device"]),
+            *([] if self.mfu is None else [f"MFU {self.mfu:.1%}"]),
+            f"memory {self.peak_memory_bytes / _MIB:,.0f} MiB",
+            f"bubble {measured} (ideal devices {self.bubble_simulated:.0%})",
+        ]
+        return " | ".join(cells)
+
+
+class Metrics:
+    """Progress line and metrics file of a training loop. Call :meth:`log` on every rank after each step.
+
+    Rank 0 prints a line for the first step, every ``log_interval`` steps and the last step. If standard output is a
+    terminal, the steps between are shown in place. With ``file``, rank 0 appends one JSON object per step.
+
+    Args:
+        engine: from :func:`ds_ext.initialize`.
+        total_steps: last step, if known.
+        file: path of the metrics file; None: none.
+        tokens_per_sample: tokens of a sample, for tokens per second; None: unknown.
+        flops_per_sample: model FLOPs of forward and backward of a sample, for TFLOP/s per device; None: unknown.
+        peak_tflops: peak TFLOP/s of a device, for the MFU; None: from the name of the GPU, if known.
+        log_interval: steps between printed lines; 0: print nothing.
+
+    Raises:
+        ConfigError: the file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        engine: MeasuredEngine,
+        *,
+        total_steps: int | None = None,
+        file: str | os.PathLike[str] | None = None,
+        tokens_per_sample: int | None = None,
+        flops_per_sample: float | None = None,
+        peak_tflops: float | None = None,
+        log_interval: int = 10,
+    ) -> None:
+        self._engine, self._total_steps, self._log_interval = engine, total_steps, log_interval
+        self._tokens_per_sample, self._flops_per_sample = tokens_per_sample, flops_per_sample
+        if peak_tflops is None and engine.device.type == "cuda":
+            peak_tflops = peak_of_name(torch.cuda.get_device_name(engine.device))
+        self._peak_tflops = peak_tflops
+        self._file = MetricsFile(file) if file is not None and engine.global_rank == 0 else None
+        self._first = True
+
+    def log(
+        self,
+        loss: torch.Tensor | float,
+        *,
+        validation_loss: torch.Tensor | float | None = None,
+        validation_losses: Mapping[str, torch.Tensor | float] | None = None,
+    ) -> StepMetrics:
+        """Report the engine's last step and return its metrics.
+
+        Args:
+            loss: result of ``engine.train_batch()``.
+            validation_loss: result of ``engine.eval_batch()``, if the loop evaluated after this step.
+            validation_losses: additional validation losses, such as ``engine.eval_additional_losses``.
+        """
+        metrics = self._measure(float(loss), validation_loss, validation_losses)
+        if self._file is not None:
+            self._file.write(metrics)
+        if self._engine.global_rank == 0 and self._log_interval > 0:
+            last = self._total_steps is not None and metrics.step >= self._total_steps
+            due = self._first or last or metrics.step % self._log_interval == 0 or validation_loss is not None
+            print_line(metrics.line(self._total_steps), keep=due)
+        self._first = False
+        return metrics
+
+    def _measure(
+        self,
+        loss: float,
+        validation_loss: torch.Tensor | float | None,
+        validation_losses: Mapping[str, torch.Tensor | float] | None,
+    ) -> StepMetrics:
+        engine = self._engine
+        if engine.step_s is None:
+            raise ConfigError("Metrics.log: no step to report (got a call before engine.train_batch()).")
+        norm, samples_per_s = engine.get_global_grad_norm(), engine.train_batch_size() / engine.step_s
+        tokens, flops, tflops = self._tokens_per_sample, self._flops_per_sample, None
+        if flops is not None:
+            tflops = samples_per_s * flops / dist.get_world_size() / 1e12
+        return StepMetrics(
+            step=engine.global_steps,
+            loss=loss,
+            grad_norm=None if norm is None else float(norm),
+            lr=engine.step_lr or 0.0,
+            iter_time_s=engine.step_s,
+            samples_per_s=samples_per_s,
+            tokens_per_s=None if tokens is None else samples_per_s * tokens,
+            tflops_per_device=tflops,
+            mfu=None if tflops is None or self._peak_tflops is None else tflops / self._peak_tflops,
+            consumed_samples=engine.global_samples,
+            schedule=engine.plan.timetable.schedule,
+            transport=engine.transport.name,
+            peak_memory_bytes=engine.peak_memory_bytes or 0,
+            bubble_measured=engine.bubble_measured,
+            bubble_simulated=engine.bubble_simulated,
+            losses=_floats(engine.agg_additional_losses),
+            validation_loss=None if validation_loss is None else float(validation_loss),
+            validation_losses=_floats(validation_losses),
         )
 
 
 class MetricsFile:
-    """File of one JSON object per line, opened for appending.
+    """File of one JSON object per line, which each write opens for appending.
 
     Numbers that are not finite, such as a diverged loss, become null, because JSON has no NaN. A full disk does not
     stop the run: steps that cannot be written are missing, and a warning reports the first of them.
 
-    Args:
-        path: path of the file; None: write nothing.
-
     Raises:
-        ConfigError: on entry, if the file cannot be opened.
+        ConfigError: the file cannot be opened.
     """
 
-    def __init__(self, path: str | None) -> None:
-        self._path = path
-        self._file: FileIO | None = None
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
         self._failing = False
-
-    def __enter__(self) -> MetricsFile:
-        if self._path is not None:
-            try:
-                Path(self._path).parent.mkdir(parents=True, exist_ok=True)
-                self._file = FileIO(self._path, "a")
-            except OSError as error:
-                raise ConfigError(
-                    f"--metrics-file: cannot be opened (got {self._path}: {error.strerror}). Use another path."
-                ) from None
-        return self
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.open("ab").close()
+        except OSError as error:
+            raise ConfigError(
+                f"--metrics-file: cannot be opened (got {self._path}: {error.strerror}). Use another path."
+            ) from None
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one record. A later crash does not lose it."""
-        if self._file is None:
-            return
-        record = {key: _finite(value) for key, value in asdict(metrics).items()}
-        line = (json.dumps(record, allow_nan=False) + "\n").encode()
-        end = os.fstat(self._file.fileno()).st_size
+        line = (json.dumps(_finite(asdict(metrics)), allow_nan=False) + "\n").encode()
         try:
-            if self._file.write(line) < len(line):
-                os.ftruncate(self._file.fileno(), end)  # remove the partial line
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            with self._path.open("ab", buffering=0) as file:
+                end = os.fstat(file.fileno()).st_size
+                if (file.write(line) or 0) < len(line):
+                    os.ftruncate(file.fileno(), end)  # remove the partial line
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._failing = False
         except OSError as error:
             if not self._failing:
@@ -100,20 +235,41 @@ class MetricsFile:
                 )
             self._failing = True
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._file is not None:
-            self._file.close()
+
+def listed(losses: Mapping[str, float]) -> str:
+    """Return additional losses as `` (masked words 5.4012, sentence order 0.6931)``; empty if there are none."""
+    cells = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in losses.items()]
+    return f" ({', '.join(cells)})" if cells else ""
+
+
+def print_line(line: str, keep: bool = True) -> None:
+    """Print a line over a line that the terminal shows in place.
+
+    Args:
+        line: text without a newline at the end.
+        keep: False: show the line in place on a terminal, where the next one replaces it, and nowhere else.
+    """
+    # One write including the newline: launchers run Python unbuffered, and other processes may print in between.
+    if not sys.stdout.isatty():
+        if keep:
+            print(f"{line}\n", end="", flush=True)
+        return
+    if not keep:
+        line = line[: shutil.get_terminal_size().columns - 1]
+    end = "\n" if keep else "\r"
+    print(f"{_ERASE}{line}{end}", end="", flush=True)
+
+
+def _floats(values: Mapping[str, torch.Tensor | float] | None) -> dict[str, float]:
+    return {name: float(value) for name, value in (values or {}).items()}
 
 
 def _finite(value: Any) -> Any:
+    """Return a record with null in place of numbers that are not finite."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process in bytes: torch's allocations on CUDA, resident memory on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+def _rounded(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"

@@ -60,6 +60,12 @@ def build_parser(prog: str, model: Model = "gpt") -> argparse.ArgumentParser:
     parser.add_argument(
         "--metrics-file", metavar="PATH", help="file for one JSON object per step, written by rank 0"
     )
+    parser.add_argument(
+        "--peak-tflops",
+        type=float,
+        metavar="T",
+        help="peak TFLOP/s of a device, for the MFU (default: from the GPU's name, if known)",
+    )
     _add_model(parser.add_argument_group("model"))
     if model == "gpt":
         _add_gpt_options(parser.add_argument_group("model, Llama family and packed samples"))

@@ -7,7 +7,6 @@ import gc
 import math
 import shlex
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +22,10 @@ from ..engine.batches import MicroBatches
 from ..errors import CheckpointError
 from ..launch.launcher import launch_again
 from ..launch.process import EXIT_FAILED, rank
-from ..models.bert import BertLoss
+from ..models.bert import MASKED_WORDS
 from ..models.config import TransformerConfig
 from ..models.hf_config import unseen_in_weights
-from ..observe.metrics import MetricsFile, StepMetrics, peak_memory_bytes
+from ..observe.metrics import Metrics, listed, print_line
 from ..pipe_schedules.files import is_timetable_file
 from ..planner.job_plan import JobPlan
 
@@ -37,8 +36,7 @@ EXIT_PIPE = 141  # a shell's exit code for a program that SIGPIPE ended
 def say(text: str) -> None:
     """Print on rank 0, flushed."""
     if rank() == 0:
-        # One write including the newline: launchers run Python unbuffered, and other processes may print in between.
-        print(f"{text}\n", end="", flush=True)
+        print_line(text)
 
 
 def say_error(text: str) -> None:
@@ -64,23 +62,21 @@ class Trainer:
         engine: from :func:`ds_ext.initialize`.
         args: flags of the script.
         plan: the job plan.
+        model: sizes of the model; a checkpoint stores those that its weights do not show.
         train: training micro-batches by id.
         valid: validation micro-batches by id; None: no evaluation.
-        tokens_per_sample: for tokens per second.
         floor: name and value (in nats) of a baseline loss; a model with a lower loss uses context.
         tokenizer: fingerprint of the data's tokenizer, saved with a checkpoint.
-        model: sizes of the model; a checkpoint stores those that its weights do not show.
     """
 
     engine: PipelineEngine
     args: argparse.Namespace
     plan: JobPlan
+    model: TransformerConfig
     train: MicroBatches
     valid: MicroBatches | None
-    tokens_per_sample: int
     floor: tuple[str, float] | None = None
     tokenizer: str | None = None
-    model: TransformerConfig | None = None
     validation_loss: float | None = None
     not_saved: list[int] = field(default_factory=list)
 
@@ -93,7 +89,7 @@ class Trainer:
         args = self.args
         if args.save:
             self.engine.try_checkpoint_folder(args.save)
-        step = done = self.resume()
+        step = self.resume()
         if step >= args.train_iters:
             say(f"nothing to train: checkpoint at step {step}, --train-iters {args.train_iters}")
             return 0
@@ -101,64 +97,44 @@ class Trainer:
         gc.collect()
         gc.freeze()
         loss = math.nan
-        with MetricsFile(args.metrics_file if rank() == 0 else None) as file:
-            while step < args.train_iters:
-                step += 1
-                metrics = self.step(step)
-                loss = metrics.loss
-                file.write(metrics)
-                last = step == args.train_iters
-                if last or step == done + 1 or step % args.log_interval == 0:
-                    say(metrics.line(args.train_iters))
-                if last or _due(step, args.eval_interval):
-                    self.evaluate(step)
-                if args.save and (last or _due(step, args.save_interval)):
-                    self.save(step, loss)
+        metrics = Metrics(
+            self.engine,
+            total_steps=args.train_iters,
+            file=args.metrics_file,
+            tokens_per_sample=self.model.seq_length,
+            flops_per_sample=self.model.flops_per_sample,
+            peak_tflops=args.peak_tflops,
+            log_interval=args.log_interval,
+        )
+        while step < args.train_iters:
+            step += 1
+            loss = float(self.engine.train_batch(self.train))
+            last = step == args.train_iters
+            if self.valid is not None and (last or _due(step, args.eval_interval)):
+                valid, parts = self.evaluate(self.valid)
+                metrics.log(loss, validation_loss=valid, validation_losses=parts)
+                perplexity = _perplexity(parts.get(MASKED_WORDS, valid))
+                say(f"step {step}: validation loss {valid:.4f}{listed(parts)}, perplexity {perplexity}")
+            else:
+                metrics.log(loss)
+            if args.save and (last or _due(step, args.save_interval)):
+                self.save(step, loss)
         self.report_result(loss)
         return self.exit_code(loss)
 
-    def step(self, step: int) -> StepMetrics:
-        """Run one optimizer step and return its metrics."""
-        engine = self.engine
-        lr = float(engine.get_lr()[0])
-        started = time.perf_counter()
-        loss = float(engine.train_batch(self.train))
-        seconds = time.perf_counter() - started
-        norm = engine.get_global_grad_norm()
-        return StepMetrics(
-            step=step,
-            loss=loss,
-            grad_norm=None if norm is None else float(norm),
-            lr=lr,
-            iter_time_s=seconds,
-            tokens_per_s=engine.train_batch_size() * self.tokens_per_sample / seconds,
-            consumed_samples=self.train.consumed_samples,
-            schedule=self.plan.timetable.schedule,
-            transport=engine.transport.name,
-            peak_memory_bytes=peak_memory_bytes(engine.device),
-            bubble_measured=engine.bubble_measured,
-            bubble_simulated=engine.bubble_simulated,
-        )
+    def evaluate(self, valid: MicroBatches) -> tuple[float, dict[str, float]]:
+        """Return the mean loss of ``--eval-iters`` validation steps, and its parts if the model reports any.
 
-    def evaluate(self, step: int) -> None:
-        """Print the mean loss of ``--eval-iters`` validation steps, which always use the same samples.
-
-        For BERT, the perplexity covers the masked words only.
+        Every evaluation uses the same samples.
         """
-        if self.valid is None:
-            return
-        self.valid.consumed_samples = 0
-        loss_fn = self.engine.module.loss_fn
-        if isinstance(loss_fn, BertLoss):
-            loss_fn.reset()
-        losses = [float(self.engine.eval_batch(self.valid)) for _ in range(self.args.eval_iters)]
-        loss = sum(losses) / len(losses)
+        valid.consumed_samples = 0
+        count, loss, parts = self.args.eval_iters, 0.0, dict[str, float]()
+        for _ in range(count):
+            loss += float(self.engine.eval_batch(valid)) / count
+            for name, value in (self.engine.eval_additional_losses or {}).items():
+                parts[name] = parts.get(name, 0.0) + float(value) / count
         self.validation_loss = loss
-        words, listed = loss, ""
-        if isinstance(loss_fn, BertLoss):
-            words, order = loss_fn.mean_parts(self.engine.device)
-            listed = f" (masked words {words:.4f}, sentence order {order:.4f})" if loss_fn.has_order else ""
-        say(f"step {step}: validation loss {loss:.4f}{listed}, perplexity {_perplexity(words)}")
+        return loss, parts
 
     def save(self, step: int, loss: float) -> None:
         """Write a checkpoint with the position in the data. Training continues if this fails."""
@@ -172,7 +148,7 @@ class Trainer:
             "tokenizer": self.tokenizer,
             "data_path": list(self.args.data_path),
             "data_flags": data_flags(self.args),
-            "model": None if self.model is None else unseen_in_weights(self.model),
+            "model": unseen_in_weights(self.model),
             "sizes": self._sizes(),
             **self.train.state_dict(),
         }

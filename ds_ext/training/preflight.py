@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import socket
@@ -34,6 +35,8 @@ def check_job(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
         value = getattr(args, flag)
         if value < lowest:
             raise ConfigError(f"--{flag.replace('_', '-')}: must be at least {lowest} (got {value}).")
+    if args.peak_tflops is not None and not 0 < args.peak_tflops < math.inf:
+        raise ConfigError(f"--peak-tflops: must be greater than 0 (got {args.peak_tflops:g}).")
     if args.save_interval and not args.save:
         raise ConfigError(
             f"--save-interval: needs --save (got {args.save_interval}). Add --save DIR, or remove --save-interval."

@@ -25,13 +25,13 @@ from ..parallel.hosts import Hosts
 from ..parallel.partition import BALANCED, end_weights, layer_boundaries, layer_work, stage_weights
 from ..planner.auto import model_of_job
 from ..planner.job_plan import JobPlan, make_job_plan
+from ..planner.job_text import GRID_MICRO_BATCHES, describe
 from ..planner.memory import ModelSizes, memory
 from ..planner.stage_costs import repeated_share
 from ..planner.traffic import traffic
 from .arguments import FLAGS_OF_THE_JSON, parse
 from .flags import Model
 from .hosts import describe_hosts, hosts_of_flags, is_placed, layout_on
-from .plan_text import describe
 from .preflight import check_forward_hosts, check_job
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ def describe_job(
     slices = plan.layout.tensor_parallel_size if plan.job.ds_ext.sequence_parallel else 1
     # With sequence parallelism only the activations are sliced.
     message_bytes = tokens // slices * args.hidden_size * number_bytes + tokens * token_bytes
-    grid, ends = plan.sizes.micro_batches <= 32, _ends(args, vocab_size)
+    grid, ends = plan.sizes.micro_batches <= GRID_MICRO_BATCHES, _ends(args, vocab_size)
     layers = [stop - start for start, stop in pairwise(boundaries)]
     layers[0] -= len(before)
     layers[-1] -= len(after)
@@ -254,11 +254,15 @@ def describe_job(
         lines = describe_hosts(plan.layout, hosts, sent, plan.sizes.micro_batches)
         if args.dry_run and args.hosts is None:
             lines.append("note: --hosts: every host is assumed to have as many ranks as the first")
+    placement = plan.layout.placement
     text = describe(
         plan,
         boundaries=boundaries,
         layer_names=names,
         message_bytes=message_bytes,
+        parameters=[
+            round(sizes.device_parameters(placement, device)) for device in range(placement.num_devices)
+        ],
         memory=memory(plan.timetable, sizes),
         weights=stage_weights(boundaries, len(before), len(after), ends or (0.0, 0.0)),
         with_head=ends is not None,

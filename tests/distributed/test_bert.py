@@ -81,9 +81,16 @@ def train(
     if save is not None:
         engine.save_checkpoint(save, tag="last")
     batches.step = 0
-    module.loss_fn.reset()
     found["evaluated"] = float(engine.eval_batch(batches))
-    assert sum(module.loss_fn.mean_parts(engine.device)) == pytest.approx(found["evaluated"], rel=1e-5)
+    for parts, total in (
+        (engine.eval_additional_losses, found["evaluated"]),
+        *([(engine.agg_additional_losses, losses[-1])] if losses else []),
+    ):
+        if model.order_classes is None:
+            assert parts is None
+            continue
+        assert set(parts) == {"masked_words", "sentence_order"}
+        assert sum(map(float, parts.values())) == pytest.approx(total, rel=1e-5)
     engine.transport.close()
     return found
 

@@ -24,8 +24,9 @@ from tests.own_schedule import NAME, write_own_schedule
 SCRIPT = str(ROOT / "train_gpt.py")
 COUNTED = str(Path(__file__).with_name("counted.py"))
 KEYS = [
-    *("step", "loss", "grad_norm", "lr", "iter_time_s", "tokens_per_s", "consumed_samples", "schedule"),
-    *("transport", "peak_memory_bytes", "bubble_measured", "bubble_simulated"),
+    *("step", "loss", "grad_norm", "lr", "iter_time_s", "samples_per_s", "tokens_per_s", "tflops_per_device"),
+    *("mfu", "consumed_samples", "schedule", "transport", "peak_memory_bytes", "bubble_measured"),
+    *("bubble_simulated", "losses", "validation_loss", "validation_losses"),
 ]
 
 
@@ -91,11 +92,15 @@ def test_training_shows_its_own_lines_only_and_resumes_where_it_was(
         for key in ("loss", "grad_norm", "lr", "consumed_samples"):
             assert one[key] == pytest.approx(other[key], rel=1e-6), (key, one["step"])
     for record in at_once:
-        numbers = [value for value in record.values() if not isinstance(value, str)]
-        assert all(math.isfinite(value) for value in numbers), record
+        numbers = [value for value in record.values() if isinstance(value, int | float)]
+        assert len(numbers) == 12 and all(math.isfinite(value) for value in numbers), record
+        assert record["mfu"] is record["validation_loss"] is None
+        assert record["tokens_per_s"] == pytest.approx(record["samples_per_s"] * 16)
         assert record["schedule"] == "bitpipe" and record["transport"] == "shm"
         assert record["consumed_samples"] == record["step"] * 8
     assert "at step 3, 24 samples consumed" in second
+    # Evaluated after the last step only. The first half ran with the default of the JSON, one evaluation.
+    assert [record["validation_loss"] is None for record in in_two] == [True, True, False] * 2
 
     for text, recorded in ((once.text, at_once), (first.text, in_two[:3]), (second, in_two[3:])):
         printed = [line for line in text.splitlines() if re.match(r"step +\d+/\d+ \| loss", line)]

@@ -1,9 +1,12 @@
-"""Selection of this rank's device, before anything allocates or communicates."""
+"""Device of this rank: its selection before anything allocates or communicates, and its peak memory."""
 
 from __future__ import annotations
 
 import os
+import resource
+import sys
 
+import torch
 from deepspeed.accelerator import get_accelerator
 
 # Hardware queues of a CUDA process, at most 32. By default there are 8, and streams that share one wait for each other.
@@ -21,3 +24,11 @@ def select_device() -> None:
     if accelerator.device_name() == "cuda":
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _CUDA_QUEUES)  # read when CUDA starts
     accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak memory of this process in bytes: torch's allocations on CUDA, resident memory on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

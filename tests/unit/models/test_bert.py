@@ -105,24 +105,20 @@ def test_forward_and_backward_equal_a_plain_bert() -> None:
         assert_close_gradients(parameter.grad, weights[name].grad, name)
 
 
-def test_both_terms_of_the_loss_accumulate_until_reset() -> None:
-    loss_fn, words, order = BertLoss(PLAIN, ONE), [], []
-    loss_fn(BertChain(PLAIN, ONE, DropoutClock())(one_batch(PLAIN)[0]), one_batch(PLAIN)[1])
-    loss_fn.reset()
+def test_both_terms_of_the_loss_are_reported_apart() -> None:
+    loss_fn = BertLoss(PLAIN, ONE)
+    assert set(loss_fn.additional_losses) == {"masked_words", "sentence_order"}
     for seed in (1, 2):
-        (logits_BSV, order_B2), (labels_BS, swapped_B) = (
-            BertChain(replace(PLAIN, seed=seed), ONE, DropoutClock())(one_batch(PLAIN)[0]),
-            one_batch(PLAIN)[1],
-        )
+        model = BertChain(replace(PLAIN, seed=seed), ONE, DropoutClock())
+        inputs, (labels_BS, swapped_B) = one_batch(PLAIN)
+        logits_BSV, order_B2 = model(inputs)
         total = loss_fn((logits_BSV, order_B2), (labels_BS, swapped_B))
-        words.append(
-            F.cross_entropy(logits_BSV[..., : PLAIN.vocab_size].flatten(0, 1), labels_BS.flatten()).item()
-        )
-        order.append(F.cross_entropy(order_B2, swapped_B).item())
-        assert total.item() == pytest.approx(words[-1] + order[-1], rel=1e-6)
-    assert loss_fn.mean_parts(torch.device("cpu")) == pytest.approx(
-        (sum(words) / 2, sum(order) / 2), rel=1e-6
-    )
+        words = F.cross_entropy(logits_BSV[..., : PLAIN.vocab_size].flatten(0, 1), labels_BS.flatten())
+        order = F.cross_entropy(order_B2, swapped_B)
+        reported = loss_fn.additional_losses
+        assert reported["masked_words"].item() == pytest.approx(words.item(), rel=1e-6)
+        assert reported["sentence_order"].item() == pytest.approx(order.item(), rel=1e-6)
+        assert total.item() == pytest.approx(words.item() + order.item(), rel=1e-6)
 
 
 def test_without_the_sentence_head_the_output_is_words_only() -> None:
@@ -133,7 +129,9 @@ def test_without_the_sentence_head_the_output_is_words_only() -> None:
     # Initial weights depend only on their names, so the words equal those of the model with both heads.
     assert torch.equal(outputs[0], BertChain(PLAIN, ONE, DropoutClock())(inputs)[0])
     expected = F.cross_entropy(outputs[0][..., : config.vocab_size].flatten(0, 1), labels[0].flatten())
-    assert BertLoss(config, ONE)(outputs, labels).item() == pytest.approx(expected.item(), rel=1e-5)
+    loss_fn = BertLoss(config, ONE)
+    assert loss_fn(outputs, labels).item() == pytest.approx(expected.item(), rel=1e-5)
+    assert loss_fn.additional_losses == {}
 
 
 def test_a_micro_batch_without_masked_words_has_a_loss() -> None:

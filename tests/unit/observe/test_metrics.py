@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
 import re
 import resource
+import struct
+import sys
+import termios
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from ds_ext.errors import ConfigError
-from ds_ext.observe.metrics import MetricsFile, StepMetrics, peak_memory_bytes
+from ds_ext.observe.metrics import MetricsFile, StepMetrics, print_line
 
 METRICS = StepMetrics(
     step=7,
@@ -21,7 +25,10 @@ METRICS = StepMetrics(
     grad_norm=0.5,
     lr=1e-3,
     iter_time_s=0.25,
+    samples_per_s=12.34,
     tokens_per_s=12345.6,
+    tflops_per_device=98.7654,
+    mfu=0.316,
     consumed_samples=56,
     schedule="bitpipe",
     transport="torch",
@@ -32,22 +39,47 @@ METRICS = StepMetrics(
 
 
 def test_progress_line() -> None:
-    labels = ("step", "loss", "lr", "grad norm")
-    line = METRICS.line(100)
-    assert all(label in line for label in labels)
-    numbers = ("7/100", "2.3457", "1.00e-03", "0.500", "12,346", "25%", "12%")
-    assert re.findall(r"[\d.,/e-]*\d%?", line) == list(numbers)
-    line = replace(METRICS, grad_norm=None, bubble_measured=None).line(7)
-    assert " 7/7 " in line and "grad norm - " in line and "bubble - " in line
+    def numbers(line: str) -> str:
+        return " ".join(re.findall(r"[\d.,/e-]*\d%?", line))
+
+    assert numbers(METRICS.line(100)) == "7/100 2.3457 1.00e-03 0.500 12.3 12,346 98.8 31.6% 1 25% 12%"
+    unknown = {"grad_norm": None, "bubble_measured": None, "tokens_per_s": None}
+    bare = replace(METRICS, tflops_per_device=None, mfu=None, **unknown)
+    assert numbers(bare.line(7)) == "7/7 2.3457 1.00e-03 12.3 1 12%"
+    assert bare.line().startswith("step 7 ")
+    parts = {"masked_words": 5.25, "sentence_order": 0.75}
+    full = replace(bare, losses=parts, validation_loss=6.5, samples_per_s=1234.5)
+    assert numbers(full.line(7)) == "7/7 2.3457 5.2500 0.7500 6.5000 1.00e-03 1,234 1 12%"
+
+
+def test_only_the_last_line_in_place_stays_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_line("a", keep=False)
+    print_line("b")
+    assert capsys.readouterr().out == "b\n"  # a file gets the kept lines only
+    reader, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 20, 0, 0))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    with open(terminal, "w") as stdout:
+        for name in ("stdout", "__stdout__"):  # the terminal's size is that of the latter
+            monkeypatch.setattr(sys, name, stdout)
+        print_line("x" * 30, keep=False)
+        print_line("kept " * 6)
+        monkeypatch.undo()
+        written = os.read(reader, 200).decode()
+    os.close(reader)
+    in_place, _, kept = written.partition("\r")
+    assert in_place.removeprefix("\x1b[2K") == "x" * 19  # does not wrap
+    assert kept.removeprefix("\x1b[2K").rstrip("\r\n") == "kept " * 6 and kept.endswith("\n")
 
 
 def test_file_has_one_object_per_line(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "metrics.jsonl"
     for step in (1, 2):
-        with MetricsFile(str(path)) as file:
-            file.write(replace(METRICS, step=step))
-            # A crash after this point does not lose the record.
-            assert len(path.read_text().splitlines()) == step
+        MetricsFile(path).write(replace(METRICS, step=step))
+        # A crash after this point does not lose the record.
+        assert len(path.read_text().splitlines()) == step
     written = [json.loads(line) for line in path.read_text().splitlines()]
     assert [record["step"] for record in written] == [1, 2]
     assert written[0] == {**METRICS.__dict__, "step": 1}
@@ -55,10 +87,13 @@ def test_file_has_one_object_per_line(tmp_path: Path) -> None:
 
 def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsFile(str(path)) as file:
-        file.write(replace(METRICS, loss=float("nan"), grad_norm=float("inf")))
+    parts = {"masked_words": float("nan")}
+    MetricsFile(path).write(replace(METRICS, loss=float("nan"), grad_norm=float("inf"), losses=parts))
     record = json.loads(path.read_text(), parse_constant=lambda name: f"not JSON: {name}")
-    assert record["loss"] is None and record["grad_norm"] is None and record["lr"] == METRICS.lr
+    assert (
+        record["loss"] is None and record["grad_norm"] is None and record["losses"] == {"masked_words": None}
+    )
+    assert record["lr"] == METRICS.lr
 
 
 def test_a_full_disk_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -66,7 +101,8 @@ def test_a_full_disk_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCap
     path = tmp_path / "metrics.jsonl"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        with MetricsFile(str(path)) as file, caplog.at_level(logging.WARNING):
+        file = MetricsFile(path)
+        with caplog.at_level(logging.WARNING):
             file.write(METRICS)
             resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
             for step in (8, 9):
@@ -80,21 +116,5 @@ def test_a_full_disk_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_a_file_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
-    with (
-        pytest.raises(ConfigError, match=f"^--metrics-file: .*{re.escape(str(tmp_path))}"),
-        MetricsFile(str(tmp_path)),
-    ):
-        pass
-
-
-def test_without_a_path_nothing_is_written(tmp_path: Path) -> None:
-    with MetricsFile(None) as file:
-        file.write(METRICS)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_peak_memory_includes_freed_memory() -> None:
-    before = peak_memory_bytes(torch.device("cpu"))
-    block = torch.ones(64 << 20, dtype=torch.uint8)
-    del block
-    assert 10 << 20 < before <= peak_memory_bytes(torch.device("cpu")) < 1 << 40
+    with pytest.raises(ConfigError, match=f"^--metrics-file: .*{re.escape(str(tmp_path))}"):
+        MetricsFile(tmp_path)

@@ -16,7 +16,7 @@ from ds_ext.pipe_schedules.costs import read_costs
 from ds_ext.pipe_schedules.draw.grid import time_grid
 from ds_ext.pipe_schedules.simulate import simulate
 from ds_ext.planner.job_plan import JobPlan, make_job_plan, make_stage_plan
-from ds_ext.training.plan_text import describe
+from ds_ext.planner.job_text import describe
 
 JSON: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 3,

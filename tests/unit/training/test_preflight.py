@@ -14,7 +14,7 @@ import torch
 import ds_ext
 from ds_ext.errors import ConfigError
 from ds_ext.planner.job_plan import JobPlan
-from ds_ext.training.plan_text import describe
+from ds_ext.planner.job_text import describe
 from ds_ext.training.setup import describe_job, plan_job
 from tests.launch.jobs import tiny_config, write_json
 

@@ -12,12 +12,14 @@ from ..parallel.links import links_of
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.draw.grid import LEGEND, REPEATED_LEGEND, SPLIT_LEGEND, time_grid
 from ..pipe_schedules.simulate import Simulation, simulate
-from ..planner.auto import vocabulary
-from ..planner.job_plan import JobPlan
-from ..planner.memory import DeviceMemory
-from ..planner.text import aligned, describe_costs, format_bytes
+from .auto import vocabulary
+from .job_plan import JobPlan
+from .memory import DeviceMemory
+from .text import aligned, describe_costs, format_bytes
 
 _CANDIDATES_SHOWN = 5
+_DEVICES_SHOWN = 16
+GRID_MICRO_BATCHES = 32  # most micro-batches of a timetable that fits the screen
 
 
 def describe(
@@ -25,7 +27,8 @@ def describe(
     *,
     boundaries: list[int],
     layer_names: list[str],
-    message_bytes: int,
+    message_bytes: int | None = None,
+    parameters: Sequence[int] = (),
     memory: Sequence[DeviceMemory] = (),
     weights: tuple[float, ...] | None = None,
     with_head: bool = False,
@@ -37,7 +40,8 @@ def describe(
     Args:
         boundaries: stage s holds layers ``boundaries[s]`` to ``boundaries[s + 1]``.
         layer_names: one name per layer; consecutive numbers ("layer 3") are merged into ranges.
-        message_bytes: size of an activation or gradient between stages.
+        message_bytes: size of an activation or gradient between stages; None: unknown.
+        parameters: parameters on each rank of every device; empty: unknown.
         memory: memory of every device; empty: unknown.
         weights: relative work of the stages, from :func:`ds_ext.parallel.partition.stage_weights`; None: equal.
         with_head: True if ``weights`` include the head.
@@ -56,7 +60,7 @@ def describe(
         "stages",
         *_describe_stages(plan, boundaries, layer_names),
         *_describe_costs(plan, simulation, message_bytes, with_head),
-        *_describe_memory(memory),
+        *_describe_devices(parameters, memory),
         *([] if defers else _describe_whole_backwards(plan, simulation.costs)),
         *_describe_communicators(plan),
         *_describe_candidates(plan),
@@ -98,12 +102,15 @@ def _describe_stages(plan: JobPlan, boundaries: list[int], layer_names: list[str
     return lines
 
 
-def _describe_costs(plan: JobPlan, simulation: Simulation, message_bytes: int, with_head: bool) -> list[str]:
+def _describe_costs(
+    plan: JobPlan, simulation: Simulation, message_bytes: int | None, with_head: bool
+) -> list[str]:
     placement, report = plan.layout.placement, plan.report
     peaks = ", ".join(f"{peak:g}" for peak in simulation.peak_activations)
     copies = "1 copy" if placement.copies == 1 else f"{placement.copies} copies"
     credits = counted(report.link_credits, "message")
     losses = ", ".join(map(str, report.loss_devices))
+    size = "" if message_bytes is None else f", {message_bytes:,} bytes each"
     costs = f"{'layers and head' if with_head else 'layers only'}, forward : backward = 1 : 2, free messages"
     if plan.costs != Costs():
         costs = describe_costs(simulation.costs)
@@ -111,20 +118,34 @@ def _describe_costs(plan: JobPlan, simulation: Simulation, message_bytes: int, w
         f"bubble    {simulation.bubble:.1%} (simulated: {costs})",
         f"peak      {peaks} live activations per device, in units of 1/{placement.devices_per_pipe} of the model for "
         f"one micro-batch",
-        f"messages  {simulation.messages} per step and pipeline group, {message_bytes:,} bytes each",
+        f"messages  {simulation.messages} per step and pipeline group{size}",
         f"weights   {copies} of the model per pipeline group",
         f"checked   no deadlock with room for {credits} per link",
         f"loss      device {losses}",
     ]
 
 
-def _describe_memory(memory: Sequence[DeviceMemory]) -> list[str]:
-    """Return the memory of the device that needs the most."""
-    if not memory:
-        return []
-    worst = max(memory, key=lambda device: device.total)
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in asdict(worst).items())
-    return [f"memory    {format_bytes(worst.total)} on device {memory.index(worst)} (estimated: {parts})"]
+def _describe_devices(parameters: Sequence[int], memory: Sequence[DeviceMemory]) -> list[str]:
+    """Return the memory of the device that needs the most, and a table of all devices."""
+    lines = []
+    if memory:
+        worst = max(memory, key=lambda device: device.total)
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in asdict(worst).items())
+        lines.append(
+            f"memory    {format_bytes(worst.total)} on device {memory.index(worst)} (estimated: {parts})"
+        )
+    if parameters:
+        sizes = [format_bytes(device.total) for device in memory] or [""] * len(parameters)
+        rows: dict[tuple[str, str], list[int]] = {}
+        for device, row in enumerate(zip([f"{count:,}" for count in parameters], sizes, strict=True)):
+            rows.setdefault(row, []).append(device)
+        cells = [("device", "parameters", "memory" if memory else "")]
+        for row, devices in [*rows.items()][:_DEVICES_SHOWN]:
+            cells.append((_ranges([f" {device}" for device in devices]), *row))
+        lines += ["each rank", *(f"  {line}" for line in aligned(cells, left=(0,)))]
+        if len(rows) > _DEVICES_SHOWN:
+            lines.append(f"  and {len(rows) - _DEVICES_SHOWN} more")
+    return lines
 
 
 def _describe_whole_backwards(plan: JobPlan, costs: Costs) -> list[str]:
@@ -172,7 +193,7 @@ def _legend(plan: JobPlan) -> str:
 
 
 def _ranges(names: list[str]) -> str:
-    """Return ``"layer 3-4, head"`` for ``["layer 3", "layer 4", "head"]``."""
+    """Return ``"layer 3-4, head"`` for ``["layer 3", "layer 4", "head"]``. The word may be empty."""
     parts: list[tuple[str, int, int] | str] = []
     for name in names:
         word, _, number = name.rpartition(" ")
@@ -184,5 +205,6 @@ def _ranges(names: list[str]) -> str:
         else:
             parts.append((word, int(number), int(number)))
     return ", ".join(
-        p if isinstance(p, str) else f"{p[0]} {p[1]}" + (f"-{p[2]}" if p[2] > p[1] else "") for p in parts
+        p if isinstance(p, str) else f"{p[0]} {p[1]}".strip() + (f"-{p[2]}" if p[2] > p[1] else "")
+        for p in parts
     )
