@@ -27,7 +27,7 @@ corpus := $($(model)_corpus)
 native := $(wildcard kernels/*/*.cpp kernels/*/*.hpp)
 native_tests := $(wildcard tests/native/*.cpp)
 workers := -n $(TEST_WORKERS) --dist worksteal
-spelled := $(wildcard *.py *.md Makefile ds_ext tests kernels configs docs)
+spelled := $(wildcard *.py *.md Makefile ds_ext tests kernels configs docs examples)
 
 # The launcher, ninja and the ranks are looked up in PATH; whatever is compiled at run time stays in the environment.
 export PATH := $(bin):$(PATH)

@@ -1,12 +1,11 @@
 """Fine-tune a decoder of transformers in a pipeline, with all weights or with LoRA.
 
     torchrun --nproc_per_node 2 examples/finetune_decoder.py --create --lora 8
+    deepspeed --num_gpus 2 examples/finetune_decoder.py --create --lora 8
 
 ``--create`` writes a small random Llama to ``--model`` if that folder does not exist. The samples are random tokens.
 Replace them by your dataset.
 """
-
-from __future__ import annotations
 
 import argparse
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_ext
+from ds_ext.launch import process
 
 
 class RandomTokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -66,14 +66,13 @@ def main() -> None:
     engine, *_ = ds_ext.initialize(
         model=model, model_parameters=model.parameters(), training_data=RandomTokens(), config=config
     )
-    for step in range(1, args.steps + 1):
-        loss = engine.train_batch()
-        if dist.get_rank() == 0 and (step == 1 or step % 5 == 0):
-            print(f"step {step:3d}  loss {float(loss):.4f}", flush=True)
+    metrics = ds_ext.Metrics(engine, total_steps=args.steps, tokens_per_sample=64, log_interval=5)
+    for _ in range(args.steps):
+        metrics.log(engine.train_batch())
     engine.save_checkpoint(args.save, exclude_frozen_parameters=bool(args.lora))
     if lora is not None:
         ds_ext.save_adapter(engine, lora, args.save / "adapter")
 
 
 if __name__ == "__main__":
-    main()
+    process.run(main)

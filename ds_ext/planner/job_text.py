@@ -52,6 +52,7 @@ def describe(
     simulation = plan.simulation
     if weights is not None and plan.costs.stages is None:
         simulation = simulate(plan.timetable, replace(plan.costs, stages=weights))
+    priced = "equal stages" if weights is None else "layers and head" if with_head else "layers only"
     lines = [
         *(f"note: {note}" for note in plan.job.notes),
         f"schedule  {plan.timetable.schedule}, {counted(sizes.micro_batches, 'micro-batch')} of "
@@ -59,7 +60,7 @@ def describe(
         *_describe_groups(plan.layout, plan.job.ds_ext.fbd.forward_hosts),
         "stages",
         *_describe_stages(plan, boundaries, layer_names),
-        *_describe_costs(plan, simulation, message_bytes, with_head),
+        *_describe_costs(plan, simulation, message_bytes, priced),
         *_describe_devices(parameters, memory),
         *([] if defers else _describe_whole_backwards(plan, simulation.costs)),
         *_describe_communicators(plan),
@@ -103,7 +104,7 @@ def _describe_stages(plan: JobPlan, boundaries: list[int], layer_names: list[str
 
 
 def _describe_costs(
-    plan: JobPlan, simulation: Simulation, message_bytes: int | None, with_head: bool
+    plan: JobPlan, simulation: Simulation, message_bytes: int | None, priced: str
 ) -> list[str]:
     placement, report = plan.layout.placement, plan.report
     peaks = ", ".join(f"{peak:g}" for peak in simulation.peak_activations)
@@ -111,7 +112,7 @@ def _describe_costs(
     credits = counted(report.link_credits, "message")
     losses = ", ".join(map(str, report.loss_devices))
     size = "" if message_bytes is None else f", {message_bytes:,} bytes each"
-    costs = f"{'layers and head' if with_head else 'layers only'}, forward : backward = 1 : 2, free messages"
+    costs = f"{priced}, forward : backward = 1 : 2, free messages"
     if plan.costs != Costs():
         costs = describe_costs(simulation.costs)
     return [
