@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tests.hosts.cluster import Cluster, Host, address
 from tests.hosts.delay_line import Link
 from tests.hosts.jobs import PORT, SCRIPT, HostsJob, deepspeed, records, torchrun
 from tests.launch.forked import run_forked
-from tests.launch.jobs import BIN, tiny_config, write_json
+from tests.launch.jobs import BIN, ROOT, tiny_config, write_json
 from tests.selection import EVERYTHING
 
 Start = Callable[..., Cluster]
@@ -93,6 +94,21 @@ def test_deepspeed_with_a_hostfile(
     assert again[: 3 + len(flags)] == ["deepspeed", *deepspeed()[1:], *flags] and note == ""
     run(three, [(0, [str(BIN / again[0]), *again[1:]])], folder)
     assert numbers(folder / "c.jsonl") == one_host()
+
+
+def test_the_example_for_several_hosts(
+    hosts: Start, corpus: Path, folder: Path, one_host: Callable[..., Any]
+) -> None:
+    """``examples/hosts/train.sh`` checks the hosts of its hostfile, then trains on them."""
+    two = hosts(2)
+    example = ROOT / "examples" / "hosts"
+    shutil.copy(example / "hostfile", folder)
+    config = write_json(folder / "c.json", tiny_config(corpus))
+    command = ["bash", str(example / "train.sh"), "hostfile", *script(config, "--train-iters", str(SAVED_AT))]
+    job = run(two, [(0, command)], folder)
+    checks, _, _ = job.text.partition("schedule  bitpipe")
+    assert re.search(r"^ok +node1 ", checks, re.MULTILINE)
+    assert numbers(folder / "c.jsonl") == one_host()[:SAVED_AT]
 
 
 def test_deepspeed_with_unequal_slots(
