@@ -22,10 +22,12 @@ class Block(nn.Module):
         self.inner = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
 
     def forward(self, hidden_BD: torch.Tensor) -> torch.Tensor:
+        """Add the inner layers to ``hidden_BD``."""
         return hidden_BD + self.inner(hidden_BD)
 
 
 def main() -> None:
+    """Fit sin(xy)."""
     ds_ext.init_distributed()
     points = torch.rand(4096, 2, generator=torch.Generator().manual_seed(0)) * 4 - 2
     data = torch.utils.data.TensorDataset(points, torch.sin(points[:, :1] * points[:, 1:]))

@@ -30,6 +30,7 @@ class Repeated(nn.Module):
         self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, hidden_BD: torch.Tensor) -> torch.Tensor:
+        """Apply the weights ``repeats`` times to ``hidden_BD``."""
         for _ in range(self.repeats):
             hidden_BD = hidden_BD + torch.tanh(self.linear(self.norm(hidden_BD)))
         return hidden_BD
@@ -46,6 +47,7 @@ def seconds(layer: LayerSpec) -> float:
 
 
 def main() -> None:
+    """Measure the layers, divide them and train."""
     ds_ext.init_distributed()
     layers = [LayerSpec(Repeated, repeats) for repeats in REPEATS]
     # Ranks measure different times, so all of them use those of rank 0.

@@ -120,6 +120,15 @@ if __name__ == "__main__":
     sys.exit(
         main(
             sys.argv[1:]
-            or ["ds_ext", "docs", "README.md", "CHANGELOG.md", "kernels", "train_gpt.py", "train_bert.py"]
+            or [
+                "ds_ext",
+                "docs",
+                "README.md",
+                "CHANGELOG.md",
+                "kernels",
+                "examples",
+                "train_gpt.py",
+                "train_bert.py",
+            ]
         )
     )

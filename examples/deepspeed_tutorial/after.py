@@ -38,6 +38,7 @@ def images() -> torch.utils.data.Dataset:
 
 
 def main() -> None:
+    """Train, and print the last loss."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=-1)
     parser.add_argument("--steps", type=int, default=30)

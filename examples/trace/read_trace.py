@@ -13,6 +13,7 @@ import sys
 
 
 def main(folder: str) -> None:
+    """Print the summary of the traces in ``folder``."""
     command = [sys.executable, "-m", "ds_ext", "trace", "summary", folder, "--json"]
     summary = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     busiest = max(summary["ranks"], key=lambda rank: rank["busy"])

@@ -234,22 +234,71 @@ def test_a_rank_works_out_its_timetable_once(train_forked: Callable[..., str], t
     assert [json.loads((tmp_path / f"counts.{rank}.json").read_text()) for rank in (0, 1)] == [once, once]
 
 
-def test_the_readme_has_a_whole_job_for_own_layers(tmp_path: Path, free_port: Callable[[], int]) -> None:
-    """Its ten lines and its JSON, in a function that process.run runs."""
-    page = (ROOT / "README.md").read_text()
-    lines = next(
-        b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "ds_ext.PipelineModule" in b
+def test_an_own_script_has_plan_lines_metrics_and_monitors(
+    tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    """The code and the JSON of docs/own_scripts.md, in a function that process.run runs."""
+    page = (ROOT / "docs" / "own_scripts.md").read_text()
+    code = next(b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "PipelineModule" in b)
+    job = json.loads(re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0])
+    job["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "own"}
+    job["steps_per_print"] = 10**9
+    (tmp_path / "job.json").write_text("// as DeepSpeed reads it\n" + json.dumps(job)[:-1] + ",}")
+    code = code.replace(
+        "total_steps=10)", "total_steps=10, file='steps.jsonl', tokens_per_sample=5, **known)"
     )
-    (tmp_path / "job.json").write_text(re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0])
+    code = code.replace("loss_fn=torch.nn.functional.mse_loss", "loss_fn=loss_fn")
+    assert "**known" in code and "loss_fn=loss_fn" in code
     (tmp_path / "own.py").write_text(
-        f'config = "job.json"\ndef main():\n{textwrap.indent(lines, "    ")}    if engine.global_rank == 0:\n'
-        "        print(f'loss {float(loss)}')\n"
-        "import torch\nfrom ds_ext.launch import process\n"
-        "dataset = [(torch.ones(4) * i, torch.zeros(4)) for i in range(16)]\nprocess.run(main)\n"
+        f"config = 'job.json'\ndef main():\n{textwrap.indent(code, '    ')}"
+        "import torch\n"
+        "from ds_ext.launch import process\n"
+        "known = {'flops_per_sample': 6e9, 'peak_tflops': 2.0}\n"
+        "def loss_fn(outputs, labels):\n"
+        "    loss = torch.nn.functional.mse_loss(outputs, labels)\n"
+        "    loss_fn.additional_losses = {'half': loss / 2}\n"
+        "    return loss\n"
+        "loss_fn.additional_losses = {'half': 0.0}\n"
+        "dataset = [(torch.ones(4) * i / 128, torch.zeros(4)) for i in range(128)]\n"
+        "process.run(main)\n"
     )
-    results = run_forked([["own.py"]] * 4, tmp_path, port=free_port())
+    results = run_forked([["own.py"]] * 4, tmp_path, port=free_port(), env={"DS_EXT_LOG_LEVEL": "info"})
     assert [result.returncode for result in results] == [0] * 4, results
-    assert sum(result.stdout.count("loss ") for result in results) == 1
+    printed = results[0].stdout
+    assert not any("step " in result.stdout for result in results[1:])
+    assert "stage 7   device 0, 3    Linear 14-15" in printed
+    assert re.search(r"^ +0-3 +160$", printed, re.MULTILINE), printed  # eight layers of 20 parameters
+    assert re.findall(r"^step +(\d+)/10 \| loss", printed, re.MULTILINE) == ["1", "10"]
+    assert "[INFO]" in results[0].stdout + results[0].stderr
+
+    rows = records(tmp_path / "steps.jsonl")
+    assert [(list(row), row["step"]) for row in rows] == [(KEYS, step) for step in range(1, 11)]
+    for row in rows:
+        assert row["losses"] == {"half": pytest.approx(row["loss"] / 2, rel=1e-5)}
+        assert row["samples_per_s"] == pytest.approx(64 / row["iter_time_s"])
+        assert row["tokens_per_s"] == pytest.approx(5 * row["samples_per_s"])
+        assert row["tflops_per_device"] == pytest.approx(row["samples_per_s"] * 6e9 / 4 / 1e12)
+        assert row["mfu"] == pytest.approx(row["tflops_per_device"] / 2)
+        assert row["consumed_samples"] == 64 * row["step"] and row["peak_memory_bytes"] > 100 << 20
+    for name, key in (("grad_norm", "grad_norm"), ("bubble", "bubble_measured"), ("half", "loss")):
+        lines = (tmp_path / "csv" / "own" / f"Train_Samples_{name}.csv").read_text().splitlines()[1:]
+        half = 0.5 if name == "half" else 1.0
+        assert [float(line.split(",")[1]) for line in lines] == pytest.approx(
+            [half * row[key] for row in rows]
+        )
+
+
+def test_the_plan_can_be_omitted(tmp_path: Path, free_port: Callable[[], int]) -> None:
+    config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1, "steps_per_print": 10**9}
+    config["ds_ext"] = {"schedule": "1f1b", "pipeline_parallel_size": 2, "print_plan": False}
+    (tmp_path / "own.py").write_text(
+        "import torch, ds_ext\nds_ext.init_distributed()\n"
+        f"config = {config}\n"
+        "model = ds_ext.PipelineModule([torch.nn.Linear(1, 1) for _ in range(4)], config)\n"
+        "ds_ext.initialize(model=model, config=config)\n"
+    )
+    results = run_forked([["own.py"]] * 2, tmp_path, port=free_port())
+    assert [(result.returncode, result.stdout) for result in results] == [(0, "")] * 2
 
 
 def test_trains_with_an_own_schedule_of_the_jobs_folder(
