@@ -66,6 +66,7 @@ setup(
             "pyright",
             "clang-format",
             "codespell",
+            "selenium",
             "pybind11>=2.12",
             # Our models' logits are compared with its models'.
             "transformers>=5",

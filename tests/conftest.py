@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -37,6 +39,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         if folder in SLOW_FOLDERS and item.get_closest_marker("quick") is None:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print in one line what was skipped and why."""
+    reasons: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reasons[text.removeprefix("Skipped: ")] += 1
+    if reasons:
+        listed = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+        terminalreporter.write_line(f"skipped: {listed}")
 
 
 @pytest.fixture(scope="session")

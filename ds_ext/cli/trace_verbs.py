@@ -126,14 +126,8 @@ def summary_table(summary: Summary) -> list[tuple[str, ...]]:
     rows = []
     for rank in summary.ranks:
         shares = (rank.busy, rank.bubble, rank.p2p, rank.reduction, rank.reduction_hidden, rank.optimizer)
-        rows.append((str(rank.rank), *(f"{share:.1%}" for share in shares), _waits(rank.waits)))
+        rows.append((str(rank.rank), *(f"{share:.1%}" for share in shares), rank.waits_text))
     return [header, *rows]
-
-
-def _waits(waits: dict[int, float]) -> str:
-    """Return ``rank 1 12.3%, rank 3 0.5%``, longest first."""
-    longest = sorted(waits.items(), key=lambda item: -item[1])
-    return ", ".join(f"rank {peer} {share:.1%}" for peer, share in longest if share >= 5e-4)
 
 
 def _print_notes(notes: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from ds_ext.pipe_schedules.placement import linear
 from ds_ext.pipe_schedules.simulate import Simulation, simulate
 from ds_ext.planner.named_models import MODELS
 
-from .webdriver import Browser, browser, missing
+from .window import Window, browser, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -26,13 +26,13 @@ COMPARED = [simulate(timetable(name, 4, 8)) for name in ("1f1b", "interleaved")]
 
 
 @pytest.fixture(scope="module")
-def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Window]:
     with browser(tmp_path_factory.mktemp("profile")) as opened:
         yield opened
 
 
 @pytest.fixture
-def show(window: Browser, tmp_path: Path) -> Iterator[Show]:
+def show(window: Window, tmp_path: Path) -> Iterator[Show]:
     """Opens pages; afterwards there must be nothing in the console."""
     opened = Show(window, tmp_path / "page.html")
     yield opened
@@ -42,7 +42,7 @@ def show(window: Browser, tmp_path: Path) -> Iterator[Show]:
 class Show:
     """A page in the window."""
 
-    def __init__(self, window: Browser, path: Path) -> None:
+    def __init__(self, window: Window, path: Path) -> None:
         self.window, self.path = window, path
 
     def __call__(
@@ -112,7 +112,7 @@ def words(simulation: Simulation, rank: int, index: int) -> list[str]:
     return [
         str(op),
         f"{WORDS[op.kind]} of micro-batch {op.micro_batch} at stage {op.stage}",
-        f"pipe {simulation.timetable.pipe(op.micro_batch)}, rank {rank}",
+        f"pipe {simulation.timetable.pipe(op.micro_batch)}, device {rank}",
         f"start {start:g}, end {end:g}, duration {end - start:g}",
     ]
 
@@ -273,7 +273,6 @@ def many() -> list[Any]:
         pytest.param(timetable("gpipe", 1, 1), id="one computation a kind"),
         pytest.param(split, id="split backwards and a name that needs escaping"),
         pytest.param(timetable("1f1b", 64, 128), id="64 ranks"),
-        pytest.param(Timetable("nothing", linear(2), 1, ((), ())), id="no computation"),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from ds_ext.pipe_schedules.draw.svg import KINDS, LIGHT
 from ds_ext.pipe_schedules.simulate import simulate
 from tests.trace_folders import UNIT_US, write_traces
 
-from .webdriver import Browser, browser, missing
+from .window import Window, browser, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -25,7 +26,7 @@ MS = UNIT_US / 1e3
 
 
 @pytest.fixture(scope="module")
-def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Window]:
     """The page of a run, opened from its file."""
     folder = tmp_path_factory.mktemp("traces")
     write_traces(folder, RUN, steps=1)
@@ -38,11 +39,11 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         assert opened.console() == []
 
 
-def settle(window: Browser) -> None:
+def settle(window: Window) -> None:
     window.run("return new Promise((next) => requestAnimationFrame(() => requestAnimationFrame(next)))")
 
 
-def point(window: Browser, plot: int, rank: int, ms: float, below: bool = False) -> list[str]:
+def point(window: Window, plot: int, rank: int, ms: float, below: bool = False) -> list[str]:
     """What the page says of a place."""
     x, y = window.run(
         "const p = plots[arguments[0]]; p.canvas.scrollIntoView({ block: 'center' });"
@@ -57,7 +58,7 @@ def point(window: Browser, plot: int, rank: int, ms: float, below: bool = False)
     return text.split("\n")
 
 
-def test_plan_and_run_are_drawn_on_one_scale(window: Browser) -> None:
+def test_plan_and_run_are_drawn_on_one_scale(window: Window) -> None:
     """Every computation of both is where it belongs, and read back from the screen in its colour."""
     names = window.run("return [...document.querySelectorAll('h2')].map((h) => h.firstChild.data)")
     assert names == ["bitpipe, planned", "bitpipe, measured, step 1"]
@@ -80,7 +81,7 @@ def test_plan_and_run_are_drawn_on_one_scale(window: Browser) -> None:
     assert left == right > 0
 
 
-def colors(window: Browser, plot: int, places: list[tuple[float, int]]) -> list[str]:
+def colors(window: Window, plot: int, places: list[tuple[float, int]]) -> list[str]:
     """The colours drawn at (time, rank), near the upper edge of the row, where no number is."""
     found: Any = window.run(
         "const p = plots[arguments[0]], k = devicePixelRatio, { width, height } = p.canvas;"
@@ -95,7 +96,34 @@ def colors(window: Browser, plot: int, places: list[tuple[float, int]]) -> list[
     return found
 
 
-def test_pointing_tells_computations_waits_and_reductions(window: Browser) -> None:
+def test_heading_units_and_table(window: Window) -> None:
+    """The bubble of the step is the same in the figures, in the note and in the summary."""
+    assert window.run("return document.querySelector('h1').innerText").startswith(
+        "bitpipe on 4 ranks: step 1"
+    )
+    head, *rows = window.run("return document.querySelector('table').innerText").splitlines()
+    assert head.split("\t")[-1] == "waits for" and len(rows) == 4
+    assert all(re.search(r"\trank \d \d+\.\d%", row) for row in rows)
+    figures = window.run("return [...document.querySelectorAll('dl')].map((dl) => dl.innerText)")[1].split(
+        "\n"
+    )
+    assert figures[1] == f"{RUN.makespan * MS:.5g} ms" and figures[3] == f"{RUN.ideal * MS:.5g} ms"
+    assert figures[5] == f"{RUN.bubble:.1%}"
+    notes = window.run("return document.querySelector('main > p').innerText")
+    assert f"over 4 ranks: {RUN.bubble:.1%}" in notes
+
+
+def test_a_narrow_window_needs_no_scrolling_sideways(window: Window) -> None:
+    window.resize(700, 900)
+    settle(window)
+    try:
+        assert window.run("return document.documentElement.scrollWidth") <= 700
+    finally:
+        window.resize(1400, 900)
+        settle(window)
+
+
+def test_pointing_tells_computations_waits_and_reductions(window: Window) -> None:
     op, start, end = RUN.spans[1][3]
     said = point(window, 1, 1, (start + end) / 2 * MS)
     assert said[0] == str(op) and said[2] == f"pipe {RUN.timetable.pipe(op.micro_batch)}, rank 1"

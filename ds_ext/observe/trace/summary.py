@@ -63,6 +63,12 @@ class RankSummary:
     optimizer: float
     waits: dict[int, float]
 
+    @property
+    def waits_text(self) -> str:
+        """Return ``rank 1 12.3%, rank 3 0.5%``, longest first."""
+        longest = sorted(self.waits.items(), key=lambda item: -item[1])
+        return ", ".join(f"rank {peer} {share:.1%}" for peer, share in longest if share >= 5e-4)
+
 
 @dataclass(frozen=True)
 class StageSummary:

@@ -2,6 +2,9 @@
 
 The plan is the timetable simulated with the mean measured time of every kind of op at every stage, and with messages
 that take no time. Differences between the two diagrams therefore come from messages, waits and noise.
+
+Makespan and bubble of a measured step have one definition, that of the summary and of the metrics: a rank's time counts
+from its own start of the step.
 """
 
 from __future__ import annotations
@@ -50,11 +53,15 @@ def page(traces: Traces, step: int | None = None) -> str:
     pictures, marks, labels = [_named(planned, "planned")], [[[] for _ in devices]], [names]
     for data, rows in groups.items():
         group = f", pipeline group {data}" if len(groups) > 1 else ""
-        pictures.append(_picture(timetable, rows, f"measured, step {step}{group}", planned))
+        makespan = summary.makespan_by_step[step] / 1e3
+        pictures.append(_picture(timetable, rows, f"measured, step {step}{group}", planned, makespan))
         marks.append([rows[device].marks if device in rows else [] for device in devices])
         labels.append([f"{names[d]}{'' if d in rows else ', no trace'}" for d in devices])
     table = _table(summary, device_of, unit)
-    return html(pictures, table, _notes(summary, step, unit), axis=AXIS, marks=marks, rows=labels)
+    world = traces.run["world_size"]
+    title = f"{timetable.schedule} on {world} ranks: step {step}, planned and measured"
+    notes = _notes(summary, step, unit)
+    return html(pictures, table, notes, axis=AXIS, marks=marks, rows=labels, title=title, unit="ms")
 
 
 def _choose_step(traces: Traces, summary: Summary, step: int | None) -> int:
@@ -152,14 +159,15 @@ def _named(simulation: Simulation, suffix: str) -> Simulation:
     return replace(simulation, timetable=replace(timetable, schedule=f"{timetable.schedule}, {suffix}"))
 
 
-def _picture(timetable: Timetable, rows: Mapping[int, _Row], title: str, planned: Simulation) -> Simulation:
+def _picture(
+    timetable: Timetable, rows: Mapping[int, _Row], title: str, planned: Simulation, makespan: float
+) -> Simulation:
     """Return the measured ops as a simulation, for drawing. Its ideal and bubble ignore devices without a trace."""
     spans_of = [
         rows[device].spans if device in rows else [] for device in range(timetable.placement.num_devices)
     ]
     order = tuple(tuple(op for op, _, _ in spans) for spans in spans_of)
     measured = replace(timetable, schedule=f"{timetable.schedule}, {title}", orders=order)
-    makespan = max((spans[-1][2] for spans in spans_of if spans), default=0.0)
     work = [sum(end - begin for _, begin, end in spans) for spans in spans_of]
     share = timetable.placement.devices_per_pipe / timetable.placement.stages
     return Simulation(
@@ -175,13 +183,16 @@ def _picture(timetable: Timetable, rows: Mapping[int, _Row], title: str, planned
 
 
 def _table(summary: Summary, devices: Mapping[int, int], unit: str) -> list[tuple[str, ...]]:
-    head = ("rank", "busy", "bubble", "p2p", "reduction", "hidden", "optimizer")
+    head = ("rank", "busy", "bubble", "p2p", "reduction", "hidden", "optimizer", "waits for")
     shares = [(r.busy, r.bubble, r.p2p, r.reduction, r.reduction_hidden, r.optimizer) for r in summary.ranks]
     rows = zip(summary.ranks, shares, strict=True)
     device_of = {rank: "" if unit == "rank" else f" (device {device})" for rank, device in devices.items()}
     return [
         head,
-        *((f"rank {r.rank}{device_of[r.rank]}", *(f"{share:.1%}" for share in values)) for r, values in rows),
+        *(
+            (f"rank {r.rank}{device_of[r.rank]}", *(f"{share:.1%}" for share in values), r.waits_text)
+            for r, values in rows
+        ),
     ]
 
 

@@ -106,7 +106,7 @@ function draw(plot, color) {
   pen.clip();
   const wait = pen.createPattern(hatch(color("hatch"), ratio), "repeat");
   wait.setTransform(new DOMMatrix().scale(1 / ratio));
-  const left = toX(plot, 0), right = toX(plot, data.makespan);
+  const left = toX(plot, 0), right = toX(plot, data.end);
   pen.fillStyle = wait;
   range(rows.length).forEach((r) => pen.fillRect(left, TOP + r * height + 2, right - left, height - 4));
   rows.forEach((ops, r) => drawRow(plot, ops, TOP + r * height, color, font));

@@ -45,6 +45,8 @@ def html(
     axis: str | None = None,
     marks: Sequence[Sequence[Sequence[Mark]]] = (),
     rows: Sequence[Sequence[str]] = (),
+    title: str | None = None,
+    unit: str = "",
 ) -> str:
     """Return a page with all timetables on one time scale.
 
@@ -56,6 +58,8 @@ def html(
         axis: title of the time axis; by default the unit is a forward.
         marks: additional intervals, for every row of every timetable.
         rows: names of the rows of every timetable; by default ``device 0``, ``device 1`` and so on.
+        title: heading of the page; None: no heading, and the names of the schedules as the title of the window.
+        unit: unit of times, such as ``ms``; empty: a forward.
 
     Raises:
         ScheduleError: there are no timetables.
@@ -63,19 +67,20 @@ def html(
     if not simulations:
         raise ScheduleError("page: needs at least 1 timetable (got 0).")
     names = ", ".join(dict.fromkeys(s.timetable.schedule for s in simulations))
-    title = f"{names}: {heading(simulations[0].timetable)}" if len(simulations) == 1 else names
+    window = f"{names}: {heading(simulations[0].timetable)}" if len(simulations) == 1 else names
     return "\n".join(
         (
             '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">',
-            f"<title>{escape(title)}</title>",
+            f"<title>{escape(title or window)}</title>",
             f"<style>\n{_theme_css()}\n{_file('page.css')}</style>",
-            f'<header>\n<ul class="legend" aria-label="Legend">{_legend(simulations, marks)}</ul>',
+            f"<header>\n{'' if title is None else f'<h1>{escape(title)}</h1>'}",
+            f'<ul class="legend" aria-label="Legend">{_legend(simulations, marks)}</ul>',
             f"{_tools()}\n</header>",
             "<main>",
             *_table(table, notes),
-            *(_section(number, simulation) for number, simulation in enumerate(simulations)),
+            *(_section(number, simulation, unit) for number, simulation in enumerate(simulations)),
             f'</main>\n<footer>{_HINT}</footer>\n<div id="tip" role="tooltip" hidden></div>',
             '<p id="said" class="unseen" aria-live="polite"></p>',
             "<noscript>The timetables are drawn by a script, which this browser does not run.</noscript>",
@@ -128,10 +133,10 @@ def _legend(simulations: Sequence[Simulation], marks: Sequence[Sequence[Sequence
     return "".join(f"<li>{item}</li>" for item in items)
 
 
-def _section(number: int, simulation: Simulation) -> str:
+def _section(number: int, simulation: Simulation, unit: str) -> str:
     timetable = simulation.timetable
     name, sizes = escape(timetable.schedule), heading(timetable)
-    costs = numbers(simulation)
+    costs = numbers(simulation, unit)
     listed = "".join(f"<div><dt>{key}</dt><dd>{value}</dd></div>" for key, value in costs)
     label = f"{name}, {sizes}. " + ", ".join(f"{key} {value}" for key, value in costs)
     return (
@@ -183,6 +188,8 @@ def _plot(simulation: Simulation, axis: str | None) -> dict[str, object]:
     number = {word: _packed(i) for i, word in enumerate(words)}
     return {
         "makespan": _number(simulation.makespan),
+        # Ranks may start a measured step at different times, so computations may end after the makespan.
+        "end": _number(max([simulation.makespan, *(row[-1][2] for row in simulation.spans if row)])),
         "ideal": _number(simulation.ideal),
         "peaks": [_number(peak) for peak in simulation.peak_activations],
         "axis": axis or axis_title(simulation),

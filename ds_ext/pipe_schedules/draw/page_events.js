@@ -117,7 +117,7 @@ function start() {
   const all = JSON.parse(document.getElementById("data").textContent);
   const most = all.flatMap((data) => data.peaks);
   document.querySelectorAll("canvas").forEach((canvas, i) => plots.push(read({ ...all[i], most }, canvas)));
-  view.end = view.to = Math.max(...all.map((data) => data.makespan)) || 1;
+  view.end = view.to = Math.max(...all.map((data) => data.end)) || 1;
   view.least = view.end / 1000;
   plots.forEach(listen);
   document.getElementById("in").onclick = () => zoom(1.5);

@@ -91,14 +91,14 @@ def heading(timetable: Timetable) -> str:
     return f"{stages}{devices}, {n} micro-batch{'es' * (n != 1)}"
 
 
-def numbers(simulation: Simulation) -> list[tuple[str, str]]:
-    """Return (name, value) of makespan, ideal, bubble and peak activations."""
+def numbers(simulation: Simulation, unit: str = "") -> list[tuple[str, str]]:
+    """Return (name, value) of makespan, ideal, bubble and peak activations, with the unit of times."""
     peaks = [f"{peak:g}" for peak in simulation.peak_activations]
     if len(peaks) > _MAX_LISTED:
         peaks = [f"{min(simulation.peak_activations):g} to {max(simulation.peak_activations):g}"]
     return [
-        ("makespan", f"{simulation.makespan:g}"),
-        ("ideal", f"{simulation.ideal:g}"),
+        ("makespan", f"{simulation.makespan:.5g} {unit}" if unit else f"{simulation.makespan:g}"),
+        ("ideal", f"{simulation.ideal:.5g} {unit}" if unit else f"{simulation.ideal:g}"),
         ("bubble", f"{simulation.bubble:.1%}"),
         ("peak activations", " ".join(peaks)),
     ]

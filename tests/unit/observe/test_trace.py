@@ -141,6 +141,24 @@ def test_the_page_has_the_plan_and_the_run_on_one_scale(whole: Path) -> None:
     assert sum(mark[2] for row in measured["marks"] for mark in row) == 4 * 4
 
 
+def test_page_and_summary_have_one_bubble_if_ranks_start_at_different_times(folder: Path) -> None:
+    """Rank 1 waited for 7 ms before the others started the step."""
+    path, lines = rank_file(folder, 1), []
+    for line in path.read_text().splitlines():
+        if '"cat": "step"' in line or '"cat":"step"' in line:
+            event = json.loads(line.rstrip(","))
+            event["ts"], event["dur"] = event["ts"] - 7_000.0, event["dur"] + 7_000.0
+            line = json.dumps(event) + ","
+        lines.append(line)
+    path.write_text("\n".join(lines) + "\n")
+    traces = read_traces(folder)
+    summary, (_, measured) = summarize(traces), drawn(page(traces, 1))
+    assert summary.makespan_by_step[1] == pytest.approx(PRICED.makespan * UNIT_US)  # from the own start of rank 0
+    assert measured["makespan"] == pytest.approx(summary.makespan_by_step[1] / 1e3, rel=1e-6)
+    assert 1 - measured["ideal"] / measured["makespan"] == pytest.approx(summary.bubble_by_step[1], rel=1e-6)
+    assert measured["end"] == pytest.approx(measured["makespan"] + 7)
+
+
 def test_a_page_of_a_missing_step_or_timetable(whole: Path, folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"^--step: .*7.* 2 .*1 to 2"):
         page(read_traces(whole), 7)
