@@ -153,7 +153,9 @@ def test_page_and_summary_have_one_bubble_if_ranks_start_at_different_times(fold
     path.write_text("\n".join(lines) + "\n")
     traces = read_traces(folder)
     summary, (_, measured) = summarize(traces), drawn(page(traces, 1))
-    assert summary.makespan_by_step[1] == pytest.approx(PRICED.makespan * UNIT_US)  # from the own start of rank 0
+    assert summary.makespan_by_step[1] == pytest.approx(
+        PRICED.makespan * UNIT_US
+    )  # from the own start of rank 0
     assert measured["makespan"] == pytest.approx(summary.makespan_by_step[1] / 1e3, rel=1e-6)
     assert 1 - measured["ideal"] / measured["makespan"] == pytest.approx(summary.bubble_by_step[1], rel=1e-6)
     assert measured["end"] == pytest.approx(measured["makespan"] + 7)
