@@ -84,6 +84,7 @@ class Workload:
         keys = {
             "schedule": timetable.schedule,
             "pipeline_parallel_size": timetable.placement.devices_per_pipe,
+            "print_plan": False,
             "transport_options": {"timeout_s": job.timeout_s},
         }
         config = {**self._config(timetable.placement.replicas), "ds_ext": keys | section}

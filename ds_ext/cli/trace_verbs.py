@@ -33,9 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     total.add_argument("--json", action="store_true", help="print JSON")
     total.set_defaults(trace_run=run_summary)
 
-    page = verbs.add_parser("view", help="HTML page: planned timetable above the measured one")
-    page.add_argument("folder", **folder)
-    page.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="HTML file to write")
+    page = verbs.add_parser(
+        "view", help="page with the planned timetable above the measured one, or a picture"
+    )
+    page.add_argument("folder", **{**folder, "nargs": "+"})
+    output = "file to write: an .html page of one run, or an .svg picture of one or several runs"
+    page.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help=output)
     page.add_argument("--step", type=int, metavar="K", help="step to draw (the one with the median time)")
     page.set_defaults(trace_run=run_view)
 
@@ -77,16 +80,23 @@ def run_summary(args: argparse.Namespace) -> int:
 
 
 def run_view(args: argparse.Namespace) -> int:
-    """Write the HTML page. Raises ConfigError if it cannot be written."""
-    from ..observe.trace.view import page
+    """Write the page or the picture. Raises ConfigError if it cannot be written, or for a page of several runs."""
+    from ..observe.trace.view import page, picture
 
-    traces = read_traces(args.folder)
-    text = page(traces, args.step)
+    runs = [read_traces(folder) for folder in args.folder]
+    if args.output.suffix == ".svg":
+        text = picture(runs, args.step)
+    elif len(runs) == 1:
+        text = page(runs[0], args.step)
+    else:
+        raise ConfigError(
+            f"-o: a page shows one run (got {len(runs)} folders). Use one folder, or an .svg file."
+        )
     try:
         args.output.write_text(text, "utf-8")
     except OSError as error:
         raise _cannot_write(args.output, error) from None
-    _print_notes(traces.notes)
+    _print_notes([note for traces in runs for note in traces.notes])
     print(f"wrote {args.output} ({os.path.getsize(args.output):,} bytes)")
     return 0
 

@@ -1,4 +1,6 @@
-"""HTML page with the planned timetable above the measured one, on one time scale in milliseconds.
+"""Drawings of measured steps: an HTML page with plan and run of one trace, and an SVG of one or several traces.
+
+The page has the planned timetable above the measured one, on one time scale in milliseconds.
 
 The plan is the timetable simulated with the mean measured time of every kind of op at every stage, and with messages
 that take no time. Differences between the two diagrams therefore come from messages, waits and noise.
@@ -18,6 +20,7 @@ from ...errors import ConfigError
 from ...pipe_schedules import Op, Placement, Timetable
 from ...pipe_schedules.costs import Costs
 from ...pipe_schedules.draw.page import Mark, html
+from ...pipe_schedules.draw.svg import svg
 from ...pipe_schedules.ops import ALL_KINDS
 from ...pipe_schedules.simulate import Simulation, peak_stages, simulate
 from .read import Event, Traces
@@ -62,6 +65,29 @@ def page(traces: Traces, step: int | None = None) -> str:
     title = f"{timetable.schedule} on {world} ranks: step {step}, planned and measured"
     notes = _notes(summary, step, unit)
     return html(pictures, table, notes, axis=AXIS, marks=marks, rows=labels, title=title, unit="ms")
+
+
+def picture(runs: Sequence[Traces], step: int | None = None) -> str:
+    """Return an SVG of one step of every run, one above the other on one time scale.
+
+    It shows the first pipeline group of a run.
+
+    Args:
+        runs: traces of the runs.
+        step: number of the step; None: the step with the median makespan.
+
+    Raises:
+        ConfigError: as for :func:`page`.
+    """
+    measured = []
+    for traces in runs:
+        summary = summarize(traces)
+        number = _choose_step(traces, summary, step)
+        timetable = _timetable(traces, number)
+        rows = min(_measured(traces, number).items())[1]
+        makespan = summary.makespan_by_step[number] / 1e3
+        measured.append(_picture(timetable, rows, "measured", simulate(timetable), makespan))
+    return svg(*measured, axis=AXIS, unit="ms")
 
 
 def _choose_step(traces: Traces, summary: Summary, step: int | None) -> int:

@@ -138,30 +138,49 @@ _ROW, _LEFT, _RIGHT, _TOP = 26, 64, 96, 74
 _FONT = "system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif"
 
 
-def svg(simulation: Simulation) -> str:
-    """Return an SVG diagram with one row per device, to scale, in the viewer's light or dark theme."""
-    columns = simulation.makespan / min(
-        (end - start for row in simulation.spans for _, start, end in row if end > start), default=1.0
-    )
+def svg(*simulations: Simulation, axis: str | None = None, unit: str = "") -> str:
+    """Return an SVG diagram with one row per device, to scale, in the viewer's light or dark theme.
+
+    Several timetables are drawn one above the other, on one time scale.
+
+    Args:
+        axis: title of the time axis; by default the unit is a forward.
+        unit: unit of times, such as ``ms``; empty: a forward.
+    """
+    longest = max(simulation.makespan for simulation in simulations)
+    shortest = (end - start for s in simulations for row in s.spans for _, start, end in row if end > start)
+    columns = longest / min(shortest, default=1.0)
     column = min(max(1200 / max(columns, 1), 12), 26)
     # A few very short ops must not make the diagram too wide for viewers. If no op takes time, any scale will do.
-    scale = min(columns * column, 12000) / (simulation.makespan or 1) or column
-    width = max(_LEFT + simulation.makespan * scale + _RIGHT, 560)
-    bottom = _TOP + len(simulation.spans) * _ROW
-    name, sizes = escape(simulation.timetable.schedule), heading(simulation.timetable)
-    costs = " · ".join(f"{key} {value}" for key, value in numbers(simulation))
+    scale = min(columns * column, 12000) / (longest or 1) or column
+    if len(simulations) > 1:
+        scale = 1000 / (longest or 1)
+    width = max(_LEFT + longest * scale + _RIGHT, 560)
+    blocks, labels, y = [], [], 0
+    for simulation in simulations:
+        name, sizes = escape(simulation.timetable.schedule), heading(simulation.timetable)
+        costs = " · ".join(f"{key} {value}" for key, value in numbers(simulation, unit))
+        bottom = _TOP + len(simulation.spans) * _ROW
+        labels.append(f"{name}, {sizes}: {costs}")
+        blocks += [
+            f'<g transform="translate(0 {y})">',
+            f'<text x="16" y="26" class="name">{name}<tspan class="muted sizes" dx="10">{sizes}</tspan></text>',
+            f'<text x="16" y="46" class="muted">{costs}</text>',
+            *_rows(simulation, scale),
+            *_marks(simulation, scale, bottom, unit),
+            *_axis(simulation, scale, bottom, axis),
+            "</g>",
+        ]
+        y += bottom + 44
+    most = max(simulations, key=lambda s: (s.timetable.placement.replicas, len(kinds_of(s.timetable))))
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {bottom + 74}" width="{_n(width)}" '
-        f'height="{bottom + 74}" role="img" aria-label="{escape(f"{name}, {sizes}: {costs}")}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {y + 30}" width="{_n(width)}" '
+        f'height="{y + 30}" role="img" aria-label="{"; ".join(labels)}">',
         _style(),
         '<defs><pattern id="wait" width="6" height="6" patternUnits="userSpaceOnUse"><path d="M-1 7L7 -1M-1 1L1 '
         '-1M5 7L7 5" class="hatch"/></pattern></defs><rect class="paper" width="100%" height="100%"/>',
-        f'<text x="16" y="26" class="name">{name}<tspan class="muted sizes" dx="10">{sizes}</tspan></text>',
-        f'<text x="16" y="46" class="muted">{costs}</text>',
-        *_rows(simulation, scale),
-        *_marks(simulation, scale, bottom),
-        *_axis(simulation, scale, bottom),
-        *_legend(simulation.timetable, bottom + 56),
+        *blocks,
+        *_legend(most.timetable, y + 12),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
@@ -227,25 +246,23 @@ def _box(
     return box
 
 
-def _marks(simulation: Simulation, scale: float, bottom: float) -> Iterator[str]:
+def _marks(simulation: Simulation, scale: float, bottom: float, unit: str) -> Iterator[str]:
     """Yield lines at the ideal and at the makespan; the bubble is between them."""
-    for label, time, dash in (
-        (f"ideal {simulation.ideal:g}", simulation.ideal, "3 3"),
-        (f"{simulation.makespan:g}", simulation.makespan, "none"),
-    ):
+    for name, time, dash in (("ideal ", simulation.ideal, "3 3"), ("", simulation.makespan, "none")):
+        label = f"{name}{time:.4g} {unit}" if unit else f"{name}{time:g}"
         x = _n(_LEFT + time * scale)
         yield f'<path class="mark" d="M{x} {_TOP - 5}V{bottom + 4}" stroke-dasharray="{dash}"/>'
         anchor, dx = ("e", -4) if dash != "none" else ("", 4)
         yield f'<text class="muted {anchor}" x="{x}" dx="{dx}" y="{_TOP - 7}">{label}</text>'
 
 
-def _axis(simulation: Simulation, scale: float, bottom: float) -> Iterator[str]:
+def _axis(simulation: Simulation, scale: float, bottom: float, title: str | None) -> Iterator[str]:
     step = nice_step(48 / scale)
     for i in range(int(simulation.makespan / step + 1e-9) + 1):
         x = _n(_LEFT + i * step * scale)
         yield f'<path class="mark" d="M{x} {bottom}v4"/>'
         yield f'<text class="muted c" x="{x}" y="{bottom + 17}">{i * step:g}</text>'
-    yield f'<text class="muted" x="{_LEFT}" y="{bottom + 34}">{axis_title(simulation)}</text>'
+    yield f'<text class="muted" x="{_LEFT}" y="{bottom + 34}">{title or axis_title(simulation)}</text>'
 
 
 def nice_step(least: float) -> float:

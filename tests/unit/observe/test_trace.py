@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from ds_ext.__main__ import main
+from ds_ext.cli.trace_verbs import run_view
 from ds_ext.errors import ConfigError
 from ds_ext.observe.trace.file import rank_file
 from ds_ext.observe.trace.merge import merge
@@ -233,3 +236,22 @@ def test_an_output_that_cannot_be_written(whole: Path, capsys: pytest.CaptureFix
     assert "error: -o" in capsys.readouterr().err
     assert main(["trace", "merge", str(whole), "-o", str(rank_file(whole, 1))]) == 2
     assert capsys.readouterr().err.startswith("error: -o")
+
+
+def test_a_picture_has_several_runs_on_one_scale(whole: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    write_traces(other, simulate(timetable("1f1b", 4, 8), Costs(1, 1.2, 0.8)), steps=1)
+    out = tmp_path / "runs.svg"
+    assert main(["trace", "view", str(other), str(whole), "-o", str(out)]) == 0
+    text = out.read_text()
+    root = ElementTree.fromstring(text)
+    assert re.findall(r'class="name">([^<]*)<', text) == ["1f1b, measured", "bitpipe, measured"]
+    ticks = [
+        [float(x) for x in re.findall(r'class="mark" d="M([\d.]+) \d+v4"', part)]
+        for part in text.split("<g ")
+    ]
+    assert ticks[1][:5] == ticks[2][:5] and len(ticks[1]) > 5
+    assert "bubble" in root.attrib["aria-label"]
+    with pytest.raises(ConfigError, match=r"^-o: .*2 folders"):
+        run_view(argparse.Namespace(folder=[other, whole], output=tmp_path / "runs.html", step=None))
