@@ -167,7 +167,7 @@ def test_names_from_files_are_text() -> None:
     name = "</script><b>&\"'"
     simulation = simulate(Timetable(name, linear(1), 1, ((Op("F", 0, 0),),)))
     assert "<b>&" not in html([simulation])
-    heading = ElementTree.fromstring(svg(simulation)).find(f"{SVG}text[@class='name']")
+    heading = ElementTree.fromstring(svg(simulation)).find(f".//{SVG}text[@class='name']")
     assert heading is not None and heading.text == name
 
 
