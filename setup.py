@@ -67,6 +67,8 @@ setup(
             "clang-format",
             "codespell",
             "selenium",
+            "mkdocs-material",
+            "mkdocstrings-python",
             "pybind11>=2.12",
             # Our models' logits are compared with its models'.
             "transformers>=5",
