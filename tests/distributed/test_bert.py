@@ -89,7 +89,7 @@ def train(
         if model.order_classes is None:
             assert parts is None
             continue
-        assert set(parts) == {"masked_words", "sentence_order"}
+        assert parts is not None and set(parts) == {"masked_words", "sentence_order"}
         assert sum(map(float, parts.values())) == pytest.approx(total, rel=1e-5)
     engine.transport.close()
     return found
