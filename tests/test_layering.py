@@ -22,7 +22,10 @@ ALLOWED: dict[str, set[str]] = {
     "pipe_schedules": {"errors"},
     "pipe_schedules/bridge": {"errors", "pipe_schedules", "deepspeed:"},
     "config": {"errors", "pipe_schedules", "parallel", "hjson:", "pydantic:"},
-    "config/deepspeed_check": {"errors", "config", "pydantic:", "torch:", "deepspeed:"},
+    "config/schedulers": {"torch:"},
+    "config/deepspeed_check": {
+        *("errors", "config", "config/schedulers", "pydantic:", "torch:", "deepspeed:"),
+    },
     "parallel": {"errors", "pipe_schedules"},
     "planner": {"errors", "pipe_schedules", "config", "parallel", "comm/rounds", "data/layout"},
     "planner/solver": {"errors", "pipe_schedules", "planner", "ortools:"},
@@ -54,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine/checkpoint/folder": {"errors"},
     "engine": {
         *("errors", "pipe_schedules", "pipe_schedules/bridge", "config", "parallel", "planner", "comm"),
-        "config/deepspeed_check",
+        *("config/deepspeed_check", "config/schedulers"),
         *("comm/host_watch", "launch", "tensor_parallel", "observe/trace", "engine/checkpoint/folder"),
         *("numpy:", "torch:", "deepspeed:"),
     },

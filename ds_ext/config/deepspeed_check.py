@@ -39,6 +39,7 @@ from torch.optim import lr_scheduler
 
 from ..errors import ConfigError
 from .deepspeed_json import RESEMBLES, fp32_sums_of_bf16, half_through_zero
+from .schedulers import MegatronLR
 
 Make = Callable[[Mapping[str, Any]], Any]
 
@@ -228,6 +229,7 @@ def _check_optimizer(parsed: Any, section: Mapping[str, Any], flags: Mapping[str
 def _check_scheduler(parsed: Any, section: Mapping[str, Any]) -> None:
     name = str(parsed.scheduler_name)
     own = {valid: getattr(lr_schedules, valid) for valid in lr_schedules.VALID_LR_SCHEDULES}
+    own["MegatronLR"] = MegatronLR
     classes = _classes(lr_scheduler, lr_scheduler.LRScheduler) | own
     if name not in classes:
         raise ConfigError(f"scheduler.type: unknown (got {name!r}). {_suggestion(name, classes)}")
@@ -249,7 +251,8 @@ def _check_scheduler(parsed: Any, section: Mapping[str, Any]) -> None:
     def step(params: Mapping[str, Any]) -> None:
         # Skip __init__, which takes a second to import torch's compiler.
         optimizer = torch.optim.AdamW.__new__(torch.optim.AdamW)
-        optimizer.defaults = {"lr": 1e-3, "betas": (0.9, 0.999)}
+        rate = (parsed.optimizer_params or {}).get("lr")
+        optimizer.defaults = {"lr": rate if isinstance(rate, int | float) else 1e-3, "betas": (0.9, 0.999)}
         groups = max([1, *(len(value) for value in params.values() if isinstance(value, list))])
         optimizer.param_groups = [optimizer.defaults | {"params": []} for _ in range(groups)]
         classes[name](optimizer, **params).step(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -28,6 +29,7 @@ from ..config.deepspeed_json import (
 )
 from ..config.job import JobConfig, load_config
 from ..config.merge import merge
+from ..config.schedulers import MegatronLR
 from ..errors import ConfigError
 from ..launch import slurm
 from ..launch.failure import rank, world_size
@@ -181,6 +183,11 @@ def initialize(
         gradient_accumulation_steps=sizes.gradient_accumulation_steps,
         train_batch_size=sizes.train_batch_size,
     )
+    scheduler = config_dict.get("scheduler") or {}
+    if lr_scheduler is None and scheduler.get("type") == "MegatronLR":
+        # DeepSpeed makes only its own schedulers and torch's from the JSON.
+        lr_scheduler = functools.partial(MegatronLR, **scheduler["params"])
+        del config_dict["scheduler"]
     # The constructors below communicate.
     limit_waits(model.plan.settings.transport_options.timeout_s)
     if model.plan.settings.print_plan and not model.plan_is_given:

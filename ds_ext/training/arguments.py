@@ -19,6 +19,7 @@ from ..planner.auto import MODEL_OPTIONS, MODEL_SIZES
 from .flags import Model, build_parser
 from .hf_model import take_sizes
 from .megatron_flags import refusal
+from .section_flags import SECTION_FLAGS, keys_of_flags
 
 # Flag -> path in the DeepSpeed JSON, and the value that a switch sets.
 _JSON_FLAGS: dict[str, tuple[tuple[str, ...], Any]] = {
@@ -40,11 +41,27 @@ _JSON_FLAGS: dict[str, tuple[tuple[str, ...], Any]] = {
     "adam_eps": (("optimizer", "params", "eps"), None),
     "bf16": (("bf16", "enabled"), True),
     "fp16": (("fp16", "enabled"), True),
+    "loss_scale": (("fp16", "loss_scale"), None),
+    "min_loss_scale": (("fp16", "min_loss_scale"), None),
+    "loss_scale_window": (("fp16", "loss_scale_window"), None),
+    "hysteresis": (("fp16", "hysteresis"), None),
+    "use_distributed_optimizer": (("zero_optimization", "stage"), 1),
 }
 _BETA_FLAGS = ("adam_beta1", "adam_beta2")  # elements of one key
 _DEFAULT_BETAS = (0.9, 0.999)  # of torch and DeepSpeed
 # Flags whose values are in the JSON after parsing.
-FLAGS_OF_THE_JSON = frozenset({*_JSON_FLAGS, *_BETA_FLAGS, "modules"})
+FLAGS_OF_THE_JSON = frozenset({*_JSON_FLAGS, *_BETA_FLAGS, *SECTION_FLAGS, "modules"})
+# Flags of one run, which no JSON contains.
+_FLAGS_OF_A_RUN = (
+    *("deepspeed_config", "deepspeed", "local_rank", "dry_run", "write_config", "hosts", "help", "version"),
+)
+# JSON of a job without --deepspeed_config. The rest of Megatron's defaults are those of torch's AdamW.
+_WITHOUT_JSON: dict[str, Any] = {
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+    "steps_per_print": 10**9,
+    "ds_ext": {},
+}
 
 
 def parse(prog: str, argv: Sequence[str], model: Model = "gpt") -> tuple[argparse.Namespace, JobConfig]:
@@ -55,8 +72,9 @@ def parse(prog: str, argv: Sequence[str], model: Model = "gpt") -> tuple[argpars
         model: model that the script trains.
     """
     parser = build_parser(prog, model)
-    path = _parse_known(parser, argv).deepspeed_config
-    job = load_config(path)
+    first = _parse_known(parser, argv)
+    path = first.deepspeed_config
+    job = load_config(_json_without_file(first) if path is None else path)
     parser.set_defaults(**_train_defaults(parser, job.ds_ext.train))
     args = parser.parse_args(argv)
     if args.hf_model:
@@ -87,31 +105,65 @@ def _given(prog: str, argv: Sequence[str], model: Model, train: Mapping[str, Any
 
 
 def _parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the flags. The error for an unknown flag names its replacement or the most similar flag."""
+    """Parse the flags. The error lists all unknown flags, each with its replacement or the most similar flag."""
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        word = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
-        sentence = refusal(word)
-        if sentence is not None:
-            raise ConfigError(sentence)
-        near = difflib.get_close_matches(word, list(parser._option_string_actions), n=1)
-        parser.error(f"{word}: unknown flag{f' (did you mean {near[0]}?)' if near else ''}")
+        words = [word.partition("=")[0] for word in unknown if word.startswith("--")] or unknown[:1]
+        lines = []
+        for word in dict.fromkeys(words):
+            near = difflib.get_close_matches(word, list(parser._option_string_actions), n=1)
+            lines.append(
+                refusal(word) or f"{word}: unknown flag.{f' Did you mean {near[0]}?' if near else ''}"
+            )
+        if all(refusal(word) is None for word in words):
+            lines.append(f"`python {parser.prog} --help` lists the flags.")
+        raise ConfigError("\n".join(lines))
     return args
+
+
+def _json_without_file(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the JSON that flags complete. Raises ConfigError if a flag is missing that they need."""
+    missing = [
+        flag
+        for flag, value in (("--lr", args.lr), ("--micro-batch-size", args.micro_batch_size))
+        if not value
+    ]
+    if missing:
+        raise ConfigError(
+            f"--deepspeed_config: missing, and so {'are' if len(missing) > 1 else 'is'} {' and '.join(missing)}. Add "
+            f"--deepspeed_config JSON (configs/ has examples), or {' and '.join(missing)}."
+        )
+    config = copy.deepcopy(_WITHOUT_JSON)
+    if args.global_batch_size is None:
+        config["gradient_accumulation_steps"] = 1  # as in Megatron
+    return config
+
+
+def finished_json(
+    prog: str, argv: Sequence[str], model: Model, args: argparse.Namespace, job: JobConfig
+) -> dict[str, Any]:
+    """Return the JSON that gives the same job without flags: all keys that flags set, and "train" for the others.
+
+    Args:
+        prog, argv, model: arguments of :func:`parse`.
+        args, job: its result.
+    """
+    config = copy.deepcopy(job.deepspeed)
+    given = {key: name for key, name in _given(prog, argv, model, {}).items() if hasattr(args, key)}
+    flags = {
+        key: getattr(args, key)
+        for key in given
+        if key not in FLAGS_OF_THE_JSON and key not in _FLAGS_OF_A_RUN
+    }
+    section = config.setdefault("ds_ext", {})
+    train = {**job.deepspeed.get("ds_ext", {}).get("train", {}), **flags}
+    return {**config, "ds_ext": {**section, **({"train": train} if train else {})}}
 
 
 def _train_defaults(parser: argparse.ArgumentParser, train: Mapping[str, Any]) -> dict[str, Any]:
     """Return the "train" object of the JSON as parser defaults; its keys are flag names with underscores."""
     actions = {action.dest: action for action in parser._actions}
-    for dest in (
-        "deepspeed_config",
-        "deepspeed",
-        "local_rank",
-        "dry_run",
-        "hosts",
-        "help",
-        "version",
-        *FLAGS_OF_THE_JSON,
-    ):
+    for dest in (*_FLAGS_OF_A_RUN, *FLAGS_OF_THE_JSON):
         del actions[dest]
     values: dict[str, Any] = {}
     for key, value in train.items():
@@ -162,6 +214,8 @@ def _merge_json_flags(
         flag = "--" + dest.replace("_", "-") + (f" {given}" if constant is None else "")
         _set_key(merged, path, value, flag, set_by, args.deepspeed_config)
     _merge_betas(merged, args, set_by)
+    for path, value, flag in keys_of_flags(args, merged):
+        _set_key(merged, path, value, flag, set_by, args.deepspeed_config)
     if args.modules:
         section = _section(merged, ("ds_ext", "import"), args.deepspeed_config)
         section["import"] = [*dict.fromkeys((*section.get("import", ()), *args.modules))]

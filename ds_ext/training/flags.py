@@ -39,7 +39,12 @@ def build_parser(prog: str, model: Model = "gpt") -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_versions())
     parser.add_argument(
-        "--deepspeed_config", required=True, metavar="JSON", help='DeepSpeed JSON with a "ds_ext" section'
+        "--deepspeed_config",
+        metavar="JSON",
+        help='DeepSpeed JSON with a "ds_ext" section (none: the flags need --lr and --micro-batch-size)',
+    )
+    parser.add_argument(
+        "--write-config", metavar="FILE", help="write the JSON of the job, with all flags, and exit"
     )
     parser.add_argument(
         "--deepspeed",
@@ -314,6 +319,32 @@ def _add_json_flags(group: Any) -> None:
     group.add_argument("--adam-beta1", type=float, help="first of optimizer.params.betas")
     group.add_argument("--adam-beta2", type=float, help="second of optimizer.params.betas")
     group.add_argument("--adam-eps", type=float, help="optimizer.params.eps")
+    group.add_argument("--optimizer", choices=["adam", "sgd"], help="optimizer.type: AdamW or SGD")
+    group.add_argument("--use-distributed-optimizer", action="store_true", help="zero_optimization.stage: 1")
+    group.add_argument(
+        "--lr-decay-style",
+        choices=["constant", "linear", "cosine", "inverse-square-root"],
+        help="scheduler: MegatronLR (linear if another flag of the learning rate is given)",
+    )
+    group.add_argument("--min-lr", type=float, help="scheduler.params.min_lr")
+    group.add_argument(
+        "--lr-decay-iters", type=int, metavar="STEPS", help="scheduler.params.total_num_steps (--train-iters)"
+    )
+    group.add_argument("--lr-decay-samples", type=int, metavar="N", help="the same in samples")
+    group.add_argument(
+        "--lr-warmup-iters", type=int, metavar="STEPS", help="scheduler.params.warmup_num_steps (0)"
+    )
+    group.add_argument("--lr-warmup-samples", type=int, metavar="N", help="the same in samples")
+    group.add_argument(
+        "--lr-warmup-fraction", type=float, metavar="F", help="the same as a share of the decay"
+    )
+    group.add_argument("--lr-warmup-init", type=float, help="scheduler.params.warmup_init_lr")
+    group.add_argument("--loss-scale", type=float, help="fp16.loss_scale; 0: dynamic")
+    group.add_argument("--initial-loss-scale", type=float, help="2 to the power of fp16.initial_scale_power")
+    group.add_argument("--min-loss-scale", type=float, help="fp16.min_loss_scale")
+    group.add_argument("--loss-scale-window", type=int, metavar="STEPS", help="fp16.loss_scale_window")
+    group.add_argument("--hysteresis", type=int, metavar="N", help="fp16.hysteresis")
+    group.add_argument("--tensorboard-dir", metavar="DIR", help="tensorboard.output_path, and enabled")
     group.add_argument("--bf16", action="store_true", help="bf16.enabled")
     group.add_argument("--fp16", action="store_true", help="fp16.enabled")
     group.add_argument("--sequence-parallel", action="store_true", help="ds_ext.sequence_parallel")

@@ -25,7 +25,6 @@ TOKENIZER_FILES: Mapping[str, str] = MappingProxyType(
     }
 )
 
-_SCHEDULER = 'the "scheduler" section of the JSON: '
 _RECOMPUTE = "recompute-method recompute-num-layers"
 _CHECKPOINT = "checkpoint-activations checkpoint-num-layers deepspeed-activation-checkpointing"
 _UNEVEN = "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers pipeline-model-parallel-layout"
@@ -35,16 +34,8 @@ _REPLACEMENTS = {
     "--recompute-interval K to recompute every K-th layer": _RECOMPUTE,
     "--recompute-granularity selective": "recompute-activations",
     "--recompute-granularity full": _CHECKPOINT,
-    _SCHEDULER + '"type": "WarmupCosineLR", "WarmupDecayLR" (linear) or "WarmupLR"': "lr-decay-style",
-    _SCHEDULER + '"params": {"cos_min_ratio": min_lr / lr} of "WarmupCosineLR"': "min-lr",
-    _SCHEDULER + '"params": {"total_num_steps": steps}': "lr-decay-iters lr-decay-samples",
-    _SCHEDULER + '"params": {"warmup_num_steps": steps}': (
-        "lr-warmup-iters lr-warmup-fraction lr-warmup-samples warmup"
-    ),
-    _SCHEDULER + '"params": {"warmup_min_ratio": start / lr}': "lr-warmup-init",
-    'the "optimizer" section of the JSON': "optimizer",
-    '"zero_optimization": {"stage": 1} in the JSON': "use-distributed-optimizer zero-stage",
-    'the "fp16" section of the JSON': "loss-scale initial-loss-scale loss-scale-window",
+    "--lr-warmup-fraction": "warmup",
+    "--use-distributed-optimizer for ZeRO stage 1": "zero-stage",
     "--stage-layers 2,3,3,2 for the layers of every stage": _UNEVEN,
     "--micro-batch-size": "batch-size",
     "--tensor-model-parallel-size": "model-parallel-size",
@@ -52,7 +43,9 @@ _REPLACEMENTS = {
     '--schedule interleaved, with "schedule_options": {"chunks": 2} in the "ds_ext" section': _CHUNKS,
     "--data-path and --split": "train-data-path valid-data-path test-data-path",
     "train_bert.py": "mask-prob short-seq-prob bert-no-binary-head",
-    'the "tensorboard" section of the JSON': "tensorboard-dir tensorboard-log-interval",
+    "--tensorboard-dir; every step is written": "tensorboard-log-interval",
+    "the flag of the launcher, deepspeed or torchrun, for the number of ranks": "num-gpus nproc-per-node",
+    '"trace": {"dir": DIR} in the "ds_ext" section': "trace trace-dir trace-interval trace-granularity",
     'the "wandb" section of the JSON': "wandb-exp-name wandb-project",
     "--position-embedding-type rope": "use-rotary-position-embeddings",
     "--norm-epsilon": "layernorm-epsilon",
@@ -65,7 +58,33 @@ REPLACED_FLAGS: Mapping[str, str] = MappingProxyType(
 )
 
 
+# Flag -> why it has no replacement.
+_NEEDLESS = {
+    "--workload": "messages are not cut into slices of a fixed size",
+    "--use-flash-attn": "attention uses the kernels of torch's scaled_dot_product_attention",
+    "--use-mcore-models": "there is one implementation of the models",
+    "--transformer-pipeline-model-parallel-size": "the encoder and the decoder are one pipeline",
+    "--no-masked-softmax-fusion": "there are no fused kernels to turn off",
+    "--no-gradient-accumulation-fusion": "there are no fused kernels to turn off",
+    "--no-bias-gelu-fusion": "there are no fused kernels to turn off",
+    "--no-async-tensor-model-parallel-allreduce": "tensor-parallel all-reduces are not asynchronous",
+    "--deepspeed-mpi": "the launcher sets the ranks",
+    "--cpu-optimizer": "the optimizer runs where the weights are",
+    "--distributed-backend": "nccl is used on GPUs and gloo elsewhere",
+    "--no-load-optim": "a checkpoint is loaded as a whole",
+    "--no-load-rng": "random numbers depend on the seed and the step only",
+    "--no-save-optim": "a checkpoint is saved as a whole",
+    "--no-save-rng": "random numbers depend on the seed and the step only",
+    "--num-workers": "samples are read from memory-mapped files, without worker processes",
+    "--data-impl": "data are in Megatron's indexed format",
+    "--dataloader-type": "samples are shuffled once per epoch, as with single",
+    "--ckpt-format": "checkpoints have one format",
+}
+
+
 def refusal(flag: str) -> str | None:
-    """Return an error that names the replacement of Megatron's ``flag`` (with its dashes); None for other flags."""
+    """Return an error with the replacement of Megatron's ``flag`` (with its dashes); None for other flags."""
+    if flag in _NEEDLESS:
+        return f"{flag}: has no equivalent, because {_NEEDLESS[flag]}. Remove it."
     use = REPLACED_FLAGS.get(flag)
     return None if use is None else f"{flag}: unknown flag. Use {use}."

@@ -6,6 +6,7 @@ Checks that do not need torch run before torch is imported.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from ..config.deepspeed_json import precision
 from ..config.job import require_section
 from ..errors import ConfigError
 from ..launch.job_facts import checksum, setting_facts
-from ..launch.process import world_size
+from ..launch.process import rank, world_size
 from ..launch.roll_call import Facts
 from ..models.config import RopeScaling
 from ..parallel.crossing import require_slots
@@ -29,7 +30,7 @@ from ..planner.job_text import GRID_MICRO_BATCHES, describe
 from ..planner.memory import ModelSizes, memory
 from ..planner.stage_costs import repeated_share
 from ..planner.traffic import traffic
-from .arguments import FLAGS_OF_THE_JSON, parse
+from .arguments import FLAGS_OF_THE_JSON, finished_json, parse
 from .flags import Model
 from .hosts import describe_hosts, hosts_of_flags, is_placed, layout_on
 from .preflight import check_forward_hosts, check_job
@@ -40,18 +41,27 @@ if TYPE_CHECKING:
 # Flags that may differ between hosts: only rank 0 reads them, or the content of their files is compared.
 _PER_HOST = frozenset(
     {
-        *("local_rank", "deepspeed", "deepspeed_config", "metrics_file", "dry_run", "hosts"),
+        *("local_rank", "deepspeed", "deepspeed_config", "metrics_file", "dry_run", "write_config", "hosts"),
         *("data_path", "hf_model", "tokenizer", "tokenizer_type", "vocab_file", "merge_file"),
     }
+)
+
+
+# A JSON with one of these keys from flags is printed.
+_SHOWN_KEYS = frozenset(
+    {"scheduler.params", "tensorboard.output_path", "fp16.loss_scale", "zero_optimization.stage"}
 )
 
 
 def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Namespace, JobPlan]:
     """Return the flags and the job plan. Raises ConfigError.
 
-    All checks run before a process group is created, cheapest first.
+    All checks run before a process group is created, cheapest first. ``--write-config`` ends the process. A JSON that
+    flags have completed is printed.
     """
     args, job = parse(prog, argv, model)
+    if args.write_config or job.flags.keys() & _SHOWN_KEYS or args.deepspeed_config is None:
+        _show_json(args, finished_json(prog, argv, model, args, job))
     launched = world_size() > 1 or not args.dry_run
     require_section(job)
     check_job(args, job.deepspeed)
@@ -75,6 +85,26 @@ def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Nam
     if args.stage_layers in (None, BALANCED) and best and best.layers:
         args.stage_layers = ",".join(map(str, best.layers))  # those that the planner chose
     return args, plan
+
+
+def _show_json(args: argparse.Namespace, config: dict[str, Any]) -> None:
+    """Print the JSON on rank 0, or write it to the file of ``--write-config`` and end the process.
+
+    Raises ConfigError if the file cannot be written.
+    """
+    text = json.dumps(config, indent=2)
+    if rank() == 0 and args.write_config:
+        try:
+            Path(args.write_config).write_text(f"{text}\n")
+        except OSError as error:
+            raise ConfigError(
+                f"--write-config: cannot be written (got {args.write_config}: {error.strerror}). Use another path."
+            ) from None
+        print(f"wrote {args.write_config}", flush=True)
+    elif rank() == 0:
+        print(f"JSON of this job (--write-config FILE saves it):\n{text}\n", flush=True)
+    if args.write_config:
+        raise SystemExit(0)
 
 
 def stage_boundaries(

@@ -127,7 +127,7 @@ def test_unknown_flags(run: Any) -> None:
         with pytest.raises(ConfigError, match=r"^--num-layer: .*--num-layers\?"):
             run({}, *words)
     for word in ("--zzz", "stray"):
-        with pytest.raises(ConfigError, match=rf"^{word}: .*`python"):
+        with pytest.raises(ConfigError, match=rf"(?s)^{word}: .*`python"):
             run({}, word)
 
 
@@ -170,16 +170,29 @@ def test_tokenizer_flags(run: Any) -> None:
     [
         ("--recompute-num-layers 2", "--recompute-interval"),
         ("--recompute-activations", "--recompute-granularity selective"),
-        ("--min-lr=1e-5", '"cos_min_ratio"'),
-        ("--lr-decay-style cosine", '"WarmupCosineLR"'),
-        ("--lr-warmup-iters 10", '"warmup_num_steps"'),
+        ("--warmup=0.1", "--lr-warmup-fraction"),
+        ("--zero-stage 1", "--use-distributed-optimizer"),
         ("--train-samples 100", "--train-iters"),
+        ("--num-gpus 8", "launcher"),
+        ("--workload 1024", "no equivalent"),
+        ("--trace", '"trace"'),
     ],
 )
 def test_flags_of_megatron_are_refused_with_a_replacement(run: Any, words: str, use: str) -> None:
     flag = words.partition(" ")[0].partition("=")[0]
     with pytest.raises(ConfigError, match=rf"{flag}: .*{use}"):
         run({}, *words.split())
+
+
+def test_all_unknown_flags_are_in_one_error(run: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run(
+            {},
+            *["--zero-stage", "1", "--seqlength", "8", "--num-gpus", "8", "--workload", "3", "--lr", "0.1"],
+        )
+    flags = [line.partition(":")[0] for line in str(caught.value).splitlines()]
+    assert flags == ["--zero-stage", "--seqlength", "--num-gpus", "--workload"]
+    assert "--seq-length" in str(caught.value)
 
 
 def test_replacements_exist() -> None:
