@@ -229,6 +229,17 @@ class ModelSizes:
         return total
 
 
+def rank_parameters(sizes: ModelSizes, placement: Placement) -> list[float]:
+    """Return the parameters on each rank of every device. A merged forward rank holds the weights unsharded."""
+    unsharded = replace(sizes, tensor_parallel=1)
+    return [
+        (
+            unsharded if device in placement.forward_devices and placement.merged > 1 else sizes
+        ).device_parameters(placement, device)
+        for device in range(placement.num_devices)
+    ]
+
+
 @dataclass(frozen=True)
 class DeviceMemory:
     """Bytes on each rank of a device.
@@ -268,12 +279,10 @@ def memory(timetable: Timetable, sizes: ModelSizes) -> tuple[DeviceMemory, ...]:
     # With one rank per stage, reductions are not eager.
     reduced = [count * each.reduced if copies > 1 else 0.0 for count in sizes.stage_parameters(placement)]
     found = []
+    counts = rank_parameters(sizes, placement)
     for device in range(placement.num_devices):
-        forward = device in placement.forward_devices
-        # A merged forward rank holds the weights unsharded.
-        held = replace(sizes, tensor_parallel=1) if forward and placement.merged > 1 else sizes
-        count = held.device_parameters(placement, device)
-        if forward or not timetable.trains:
+        count = counts[device]
+        if device in placement.forward_devices or not timetable.trains:
             found.append(DeviceMemory(math.ceil(count * each.weights), 0, 0, 0))
             continue
         tied = copies > 1 and not sizes.untied and any(device in pair for pair in placement.split_ends)

@@ -27,7 +27,7 @@ from ..parallel.partition import BALANCED, end_weights, layer_boundaries, layer_
 from ..planner.auto import model_of_job
 from ..planner.job_plan import JobPlan, make_job_plan
 from ..planner.job_text import GRID_MICRO_BATCHES, describe
-from ..planner.memory import ModelSizes, memory
+from ..planner.memory import ModelSizes, memory, rank_parameters
 from ..planner.stage_costs import repeated_share
 from ..planner.traffic import traffic
 from .arguments import FLAGS_OF_THE_JSON, finished_json, parse
@@ -284,15 +284,12 @@ def describe_job(
         lines = describe_hosts(plan.layout, hosts, sent, plan.sizes.micro_batches)
         if args.dry_run and args.hosts is None:
             lines.append("note: --hosts: every host is assumed to have as many ranks as the first")
-    placement = plan.layout.placement
     text = describe(
         plan,
         boundaries=boundaries,
         layer_names=names,
         message_bytes=message_bytes,
-        parameters=[
-            round(sizes.device_parameters(placement, device)) for device in range(placement.num_devices)
-        ],
+        parameters=[round(count) for count in rank_parameters(sizes, plan.layout.placement)],
         memory=memory(plan.timetable, sizes),
         weights=stage_weights(boundaries, len(before), len(after), ends or (0.0, 0.0)),
         with_head=ends is not None,

@@ -118,6 +118,24 @@ def test_training_shows_its_own_lines_only_and_resumes_where_it_was(
         assert "python -m ds_ext show bitpipe --num-devices 2 --micro-batches 4" in text
 
 
+def test_megatrons_flags_without_a_json(corpus: Path, tmp_path: Path, free_port: Callable[[], int]) -> None:
+    """Linear decay to a minimum above 0, under ZeRO, and continued from a checkpoint."""
+    flags = [
+        *("--lr", "1e-3", "--min-lr", "1e-4", "--lr-warmup-iters", "2", "--lr-decay-iters", "6"),
+        *("--micro-batch-size", "2", "--global-batch-size", "8", "--use-distributed-optimizer"),
+        *("--pipeline-model-parallel-size", "2", "--enable-bitpipe-schedule", "--data-path", str(corpus)),
+        *("--num-layers", "4", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16"),
+        *("--split", "80,20,0", "--eval-iters", "0", "--metrics-file", "steps.jsonl", "--save", "saved"),
+    ]
+    for more in (["--train-iters", "3"], ["--train-iters", "8", "--load", "saved"]):
+        results = run_forked([[SCRIPT, *flags, *more]] * 2, tmp_path, port=free_port())
+        assert [result.returncode for result in results] == [0, 0], results
+        assert json.loads(results[0].stdout.split("saves it):\n")[1].split("\nschedule ")[0])["scheduler"]
+    rates = [row["lr"] for row in records(tmp_path / "steps.jsonl")]
+    # Steps 1 and 2 warm up, steps 3 to 7 decay, all later ones have the minimum.
+    assert rates == pytest.approx([0, 5e-4, 1e-3, 7.75e-4, 5.5e-4, 3.25e-4, 1e-4, 1e-4])
+
+
 def test_everything_is_logged_on_demand(train_forked: Callable[..., str]) -> None:
     text = train_forked("--train-iters", "1", DS_EXT_LOG_LEVEL="info")
     assert "[INFO]" in text and "before it has started" in text

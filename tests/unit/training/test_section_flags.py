@@ -70,7 +70,7 @@ def test_a_json_with_the_section_contradicts(tmp_path: Path) -> None:
     config = tmp_path / "job.json"
     section = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
     config.write_text(json.dumps({"scheduler": section, "ds_ext": {}}))
-    with pytest.raises(ConfigError, match=r"^--min-lr 0\.1 .*scheduler\.type.*WarmupLR"):
+    with pytest.raises(ConfigError, match=r"^--min-lr 0\.1: .*scheduler\.type.*WarmupLR"):
         parse("train_gpt.py", ["--deepspeed_config", str(config), "--min-lr", "0.1"])
 
 
@@ -114,5 +114,5 @@ def test_the_written_json_gives_the_same_job(tmp_path: Path, capsys: pytest.Capt
     same = {key: value for key, value in vars(args).items() if key not in of_flags}
     assert same == {key: value for key, value in vars(again).items() if key not in of_flags}
     assert {**job.deepspeed, "ds_ext": None} == {**job_again.deepspeed, "ds_ext": None}
-    with pytest.raises(ConfigError, match="^--write-config: "):
+    with pytest.raises(ConfigError, match=r"^--write-config: "):
         plan_job("train_gpt.py", [*flags, "--write-config", str(tmp_path)], "gpt")
