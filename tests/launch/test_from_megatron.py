@@ -67,7 +67,7 @@ def test_gpt(
     if (
         script == "gpt_fbd.sh"
     ):  # a merged forward rank holds the whole weights, and two backward ranks hold half each
-        assert counts[0] == pytest.approx(2 * counts[1], rel=0.01)
+        assert counts[0] == pytest.approx(2 * counts[1], rel=0.02)
         counts = [counts[0], counts[0], counts[2], counts[2]]
     matrices = copies * 12 * layers * hidden**2
     assert sum(counts) * tensor == pytest.approx(matrices, rel=0.03)
