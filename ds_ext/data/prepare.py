@@ -37,6 +37,16 @@ TOKENIZER_TRAINING_CHARACTERS = 100_000_000
 PROGRESS_INTERVAL_S = 5.0
 VOCAB_SIZE = 4096
 TRAINERS = {"bpe": train_bpe, "sentencepiece": train_sentencepiece, "wordpiece": train_wordpiece}
+# Megatron's tokenizer type -> flags of its files.
+MEGATRON_TYPES = {
+    "GPT2BPETokenizer": "--vocab-file and --merge-file",
+    "BertWordPieceLowerCase": "--vocab-file vocab.txt",
+    "BertWordPieceCase": "--vocab-file vocab.txt",
+    "HuggingFaceTokenizer": "--tokenizer-model FOLDER",
+    "SentencePieceTokenizer": "--tokenizer-model FILE",
+    "GPTSentencePieceTokenizer": "--tokenizer-model FILE",
+    "Llama2Tokenizer": "--tokenizer-model FILE",
+}
 NEXT_GPT = "train_gpt.py --deepspeed_config configs/bitpipe.json"
 NEXT_BERT = "train_bert.py --deepspeed_config configs/bert_bitpipe.json"
 VERSIONED_PACKAGES = ("ds_ext", "tokenizers", "sentencepiece", "megatron-core", "numpy", "torch")
@@ -46,12 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the subcommand `prepare`."""
     parser.add_argument(
         "--source",
+        "--input",
         default="stdlib",
         metavar="stdlib|PATH",
         help="the Python standard library, a text file, a .jsonl file or a folder (default: stdlib)",
     )
     parser.add_argument(
         "--output",
+        "--output-prefix",
         type=Path,
         metavar="FOLDER",
         help="output folder (default: data/SOURCE_NAME; for BERT data/SOURCE_NAME_bert)",
@@ -63,12 +75,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="text, or chat: a .jsonl file with messages, rendered by the chat template of --tokenizer FOLDER "
         "(default: text)",
     )
-    parser.add_argument("--json-key", default="text", help="key of the text in jsonl objects (default: text)")
+    parser.add_argument(
+        "--json-key",
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        help="key of the text in jsonl objects (default: text)",
+    )
     parser.add_argument(
         "--tokenizer-type",
-        choices=[*TRAINERS],
+        choices=[*TRAINERS, *MEGATRON_TYPES],
         default="bpe",
-        help="tokenizer to train (default: bpe); wordpiece prepares data for BERT, split into sentences",
+        help="tokenizer to train (default: bpe); wordpiece prepares data for BERT, split into sentences. Megatron's "
+        "types need the files of an existing tokenizer",
     )
     tokenizer = parser.add_mutually_exclusive_group()
     tokenizer.add_argument(
@@ -76,12 +95,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     tokenizer.add_argument(
         "--tokenizer",
+        "--tokenizer-model",
         metavar="PATH",
         help="existing tokenizer.json, .model, vocab.txt or prepared folder to use instead of training; for chat a "
         "tokenizer folder of transformers",
     )
-    tokenizer.add_argument("--vocab-file", help="GPT-2's vocab.json to use instead of training")
+    tokenizer.add_argument(
+        "--vocab-file", help="GPT-2's vocab.json, or BERT's vocab.txt, to use instead of training"
+    )
     parser.add_argument("--merge-file", help="GPT-2's merges.txt for --vocab-file")
+    parser.add_argument("--workers", type=int, metavar="N", help="threads that tokenize (default: all cores)")
+    for name, always in (
+        ("--append-eod", "documents of GPT end with a token"),
+        ("--split-sentences", "for BERT"),
+    ):
+        parser.add_argument(name, action="store_true", help=f"accepted from Megatron, always on: {always}")
     parser.add_argument("--force", action="store_true", help="replace data that is already in the folder")
 
 
@@ -92,6 +120,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: the source, the tokenizer or a package is missing, or the folder contains different data and
             --force is not set.
     """
+    _take_megatrons_flags(args)
     if (args.vocab_file is None) != (args.merge_file is None):
         raise ConfigError(
             f"--vocab-file and --merge-file: both are needed (got only {args.vocab_file or args.merge_file}). Pass "
@@ -132,6 +161,29 @@ def run(args: argparse.Namespace) -> int:
         f"--save checkpoints/{output.name}"
     )
     return 0
+
+
+def _take_megatrons_flags(args: argparse.Namespace) -> None:
+    """Replace Megatron's flags by those of this command. Raises ConfigError."""
+    if len(args.json_key) > 1:
+        raise ConfigError(
+            f"--json-keys: the text has one key (got {' '.join(args.json_key)}). Prepare each key into a folder."
+        )
+    (args.json_key,) = args.json_key
+    if args.workers is not None:
+        if args.workers < 1:
+            raise ConfigError(f"--workers: must be at least 1 (got {args.workers}).")
+        os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # read by the package tokenizers
+    needed = MEGATRON_TYPES.get(args.tokenizer_type)
+    if needed is None:
+        return
+    if args.tokenizer_type.startswith("Bert") and args.vocab_file and args.merge_file is None:
+        args.tokenizer, args.vocab_file = args.vocab_file, None
+    given = args.vocab_file and args.merge_file if "--merge-file" in needed else args.tokenizer
+    if not given:
+        raise ConfigError(
+            f"--tokenizer-type: {args.tokenizer_type} needs {needed} (got none). Add the files."
+        )
 
 
 def _model_flag(tokenizer: str | None) -> str:

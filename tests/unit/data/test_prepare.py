@@ -138,6 +138,27 @@ def test_tokenizer_of_other_data_and_gpt2_files_are_accepted(source: Path, tmp_p
         check_tokenizer(f"0.5 {first} 0.5 {output}", load_tokenizer(first))
 
 
+def test_megatrons_flags(tmp_path: Path) -> None:
+    """The same data as with this command's own flags."""
+    text = tmp_path / "in.jsonl"
+    text.write_text("".join(json.dumps({"content": f"Text number {n}. " * 9}) + "\n" for n in range(40)))
+    first, own, megatrons = (tmp_path / name for name in ("first", "own", "megatrons"))
+    run("--source", text, "--json-key", "content", "--output", first, "--vocab-size", 280)
+    files = ("--vocab-file", first / "vocab.json", "--merge-file", first / "merges.txt")
+    run("--source", text, "--json-key", "content", "--output", own, *files)
+    flags = ("--tokenizer-type", "GPT2BPETokenizer", "--append-eod", "--workers", 2)
+    run("--input", text, "--json-keys", "content", *flags, *files, "--output-prefix", megatrons)
+    for name in ("text_document.bin", "text_document.idx"):
+        assert (own / name).read_bytes() == (megatrons / name).read_bytes()
+    for flags, words in (
+        (("--json-keys", "content", "title"), "^--json-keys: .*content title"),
+        (("--tokenizer-type", "GPT2BPETokenizer"), "^--tokenizer-type: GPT2BPETokenizer .*--merge-file"),
+        (("--workers", 0), "^--workers: .*got 0"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            run("--input", text, "--output-prefix", tmp_path / "no", *flags)
+
+
 def test_sentencepiece_replaces_the_files_of_bpe(source: Path, tmp_path: Path) -> None:
     pytest.importorskip("sentencepiece")
     output = tmp_path / "out"
