@@ -17,7 +17,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup data docs train test test-all test-rdma test-hosts test-gpu test-sanitizers check clean
+.PHONY: help setup data docs train test test-all test-rdma test-hosts test-gpu test-sanitizers wheel check clean
 
 bin := $(abspath $(VENV))/bin
 stamp := $(VENV)/.ds_ext-installed
@@ -86,6 +86,13 @@ test-hosts: $(stamp)  ## launches and failures over several hosts, made of names
 
 test-gpu: $(stamp)  ## tests and benchmarks on one GPU, 25 minutes; writes build/gpu_report.md; without a GPU: nothing
 	$(bin)/python -m tests.gpu
+
+wheel: $(stamp)  ## sdist and manylinux wheel in dist/, installed and tested in an empty environment without a compiler
+	rm -rf dist build/wheel
+	$(bin)/python -m build -q --outdir build/wheel .
+	$(bin)/python -m auditwheel repair -w dist build/wheel/*.whl
+	mv build/wheel/*.tar.gz dist
+	PYTHON=$(bin)/python tests/wheel.sh dist/*.whl
 
 # The thread sanitizer sees one process only, so both ends of a link are threads there; gcc has no libFuzzer.
 sanitized := build/sanitizers

@@ -190,8 +190,6 @@ def initialize(
         del config_dict["scheduler"]
     # The constructors below communicate.
     limit_waits(model.plan.settings.transport_options.timeout_s)
-    if model.plan.settings.print_plan and not model.plan_is_given:
-        _print_plan(model)
     if model_parameters is not None:
         model_parameters = _with_placeholder(model, [_with_list(group) for group in model_parameters])
     compare(
@@ -208,6 +206,8 @@ def initialize(
     )
     if optimizer is not None or "optimizer" in config_dict:
         _require_parameters(model, model_parameters)
+    if job.ds_ext.print_plan and not model.plan_is_given:
+        _print_plan(model)
     engine = _make_engine(
         model,
         config_dict,
