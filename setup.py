@@ -55,7 +55,6 @@ setup(
         "hf": ["transformers>=5", "safetensors"],
         "lora": ["peft"],
         "solve": ["ortools"],
-        "trace": ["viztracer"],
         "te": ["transformer-engine[pytorch]>=2,<3"],
         "dev": [
             "pytest",
