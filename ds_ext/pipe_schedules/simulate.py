@@ -44,6 +44,11 @@ class Simulation:
         """Share of the makespan in which an average device computes nothing."""
         return 1 - self.ideal / self.makespan if self.makespan else 0.0
 
+    @property
+    def end(self) -> float:
+        """End of the last op. In a measured step it may follow the makespan, because ranks start at different times."""
+        return max([self.makespan, *(row[-1][2] for row in self.spans if row)])
+
     def as_dict(self) -> dict[str, object]:
         """Return the keys of ``python -m ds_ext simulate --json``."""
         return {

@@ -188,8 +188,7 @@ def _plot(simulation: Simulation, axis: str | None) -> dict[str, object]:
     number = {word: _packed(i) for i, word in enumerate(words)}
     return {
         "makespan": _number(simulation.makespan),
-        # Ranks may start a measured step at different times, so computations may end after the makespan.
-        "end": _number(max([simulation.makespan, *(row[-1][2] for row in simulation.spans if row)])),
+        "end": _number(simulation.end),
         "ideal": _number(simulation.ideal),
         "peaks": [_number(peak) for peak in simulation.peak_activations],
         "axis": axis or axis_title(simulation),

@@ -147,7 +147,7 @@ def svg(*simulations: Simulation, axis: str | None = None, unit: str = "") -> st
         axis: title of the time axis; by default the unit is a forward.
         unit: unit of times, such as ``ms``; empty: a forward.
     """
-    longest = max(simulation.makespan for simulation in simulations)
+    longest = max(simulation.end for simulation in simulations)
     shortest = (end - start for s in simulations for row in s.spans for _, start, end in row if end > start)
     columns = longest / min(shortest, default=1.0)
     column = min(max(1200 / max(columns, 1), 12), 26)
@@ -208,13 +208,13 @@ def _style() -> str:
 def _rows(simulation: Simulation, scale: float) -> Iterator[str]:
     timetable, placement = simulation.timetable, simulation.timetable.placement
     most = max(simulation.peak_activations, default=0) or 1
-    end_x = _LEFT + simulation.makespan * scale
+    end_x = _LEFT + simulation.end * scale
     yield f'<text x="{_n(end_x + 86)}" y="{_TOP - 7}" class="muted e">peak</text>'
     for device, spans in enumerate(simulation.spans):
         y, peak = _TOP + device * _ROW, simulation.peak_activations[device]
         yield f'<text x="{_LEFT - 10}" y="{y + 17}" class="e">device {device}</text>'
         yield (
-            f'<rect x="{_LEFT}" y="{y + 2}" width="{_n(simulation.makespan * scale)}" height="{_ROW - 4}" '
+            f'<rect x="{_LEFT}" y="{y + 2}" width="{_n(simulation.end * scale)}" height="{_ROW - 4}" '
             f'fill="url(#wait)"/>'
         )
         for op, start, end in spans:

@@ -18,7 +18,7 @@ from ds_ext.observe.trace.file import rank_file
 from ds_ext.observe.trace.merge import merge
 from ds_ext.observe.trace.read import read_traces
 from ds_ext.observe.trace.summary import summarize
-from ds_ext.observe.trace.view import AXIS, page
+from ds_ext.observe.trace.view import AXIS, page, picture
 from ds_ext.pipe_schedules import timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.simulate import simulate
@@ -162,6 +162,11 @@ def test_page_and_summary_have_one_bubble_if_ranks_start_at_different_times(fold
     assert measured["makespan"] == pytest.approx(summary.makespan_by_step[1] / 1e3, rel=1e-6)
     assert 1 - measured["ideal"] / measured["makespan"] == pytest.approx(summary.bubble_by_step[1], rel=1e-6)
     assert measured["end"] == pytest.approx(measured["makespan"] + 7)
+    drawing = picture([traces], 1)
+    ops = re.findall(r'<rect class="\w+" x="([\d.]+)" y="\d+" width="([\d.]+)"[^>]*><title>', drawing)
+    peaks = re.findall(r'<rect x="([\d.]+)"[^>]*class="bar"', drawing)
+    assert len(ops) == sum(map(len, PRICED.spans)) and len(peaks) == 4
+    assert max(float(x) + float(width) for x, width in ops) < min(map(float, peaks))
 
 
 def test_a_page_of_a_missing_step_or_timetable(whole: Path, folder: Path) -> None:
