@@ -116,7 +116,7 @@ def _parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
                 refusal(word) or f"{word}: unknown flag.{f' Did you mean {near[0]}?' if near else ''}"
             )
         if all(refusal(word) is None for word in words):
-            lines.append(f"`python {parser.prog} --help` lists the flags.")
+            lines[-1] += f" `python {parser.prog} --help` lists the flags."
         raise ConfigError("\n".join(lines))
     return args
 
