@@ -40,7 +40,7 @@ def test_a_killed_forward_rank(corpus: Path, tmp_path: Path, free_port: Callable
     told = next(line for line in job.lines if "TransportError" in line)
     assert re.match(r"rank \d stopped: rank 0 .* TransportError: ", told), job.text
     roles = "rank 0 is the forward rank of stage 0|forward ranks 0 2, backward ranks 1 3"
-    assert re.search(rf"\((.*, )?(step \d+|saving the checkpoint step_{2 * AT}); .*({roles})", told), job.text
+    assert re.search(rf"\((.*, )?(step \d+|saving the checkpoint step_\d+); .*({roles})", told), job.text
 
     (saved / "latest").write_text(f"step_{AT}")
     expected = losses(straight)
