@@ -237,7 +237,7 @@ class MetricsFile:
 
 
 def listed(losses: Mapping[str, float]) -> str:
-    """Return additional losses as `` (masked words 5.4012, sentence order 0.6931)``; empty if there are none."""
+    """Return names and values in parentheses, after a space; an empty text without additional losses."""
     cells = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in losses.items()]
     return f" ({', '.join(cells)})" if cells else ""
 

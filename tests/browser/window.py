@@ -19,7 +19,7 @@ _LIMIT_S = 60
 
 
 def missing() -> str | None:
-    """What has to be installed before :func:`browser` can be used, or None."""
+    """Return the package that :func:`browser` needs and this host lacks; None if it is complete."""
     if shutil.which("chromedriver") is None:
         return "chromedriver is not installed (Debian: apt-get install chromium chromium-driver)"
     if not any(map(shutil.which, BROWSERS)):
@@ -64,7 +64,7 @@ class Window:
         self._driver.set_window_size(width, height)
 
     def console(self) -> list[str]:
-        """What the page, or the browser about it, has written to the console since the last call."""
+        """Return the messages in the console since the last call."""
         return [entry["message"] for entry in self._driver.get_log("browser")]
 
     def screenshot(self) -> str:

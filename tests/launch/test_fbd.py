@@ -40,7 +40,10 @@ def test_a_killed_forward_rank(corpus: Path, tmp_path: Path, free_port: Callable
     told = next(line for line in job.lines if "TransportError" in line)
     assert re.match(r"rank \d stopped: rank 0 .* TransportError: ", told), job.text
     roles = "rank 0 is the forward rank of stage 0|forward ranks 0 2, backward ranks 1 3"
-    assert re.search(rf"\((.*, )?(step \d+|saving the checkpoint step_\d+); .*({roles})", told), job.text
+    where = re.search(rf"\((.*, )?(step \d+|saving the checkpoint step_(\d+)); .*({roles})", told)
+    assert where is not None, job.text
+    # The kill may come during any checkpoint from the one that the test waited for.
+    assert where[3] is None or (int(where[3]) >= 2 * AT and int(where[3]) % AT == 0), told
 
     (saved / "latest").write_text(f"step_{AT}")
     expected = losses(straight)

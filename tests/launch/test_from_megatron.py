@@ -62,7 +62,7 @@ def test_gpt(
 ) -> None:
     text = plan(script, corpus)
     assert f"schedule  {schedule}" in text and f"world {world}" in text
-    tensor = 1 if script == "gpt_fbd.sh" else int(re.search(r"x (\d) tensor", text)[1])  # type: ignore[index]
+    tensor = 1 if script == "gpt_fbd.sh" else int(world.partition(" pipeline x ")[2][0])
     counts = parameters(text)
     if (
         script == "gpt_fbd.sh"
