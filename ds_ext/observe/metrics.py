@@ -80,10 +80,12 @@ class StepMetrics:
 
     def line(self, total_steps: int | None = None) -> str:
         """Return the progress line."""
-        step = f"step {self.step}" if total_steps is None else ""
+        step = f"step {self.step}"
+        if total_steps is not None:
+            step = f"step {self.step:>{len(str(total_steps))}}/{total_steps}"
         measured = "-" if self.bubble_measured is None else f"{self.bubble_measured:.0%}"
         cells = [
-            step or f"step {self.step:>{len(str(total_steps))}}/{total_steps}",
+            step,
             f"loss {self.loss:.4f}{listed(self.losses)}",
             *([] if self.validation_loss is None else [f"validation loss {self.validation_loss:.4f}"]),
             f"lr {self.lr:.2e}",
