@@ -38,6 +38,7 @@ setup(
         "ds_ext": ["py.typed"],
         "ds_ext.comm": ["*.pyi"],
         "ds_ext.pipe_schedules.draw": ["*.css", "*.js"],
+        "ds_ext.observe.report": ["*.css", "*.js"],
     },
     ext_modules=[NATIVE],
     cmdclass={"build_ext": build_ext},

@@ -104,6 +104,7 @@ def build_parser(verb: str) -> argparse.ArgumentParser:
     for name, text, module in (
         ("prepare", "turn text into training data", "data.prepare"),
         ("convert", "convert checkpoints to and from Hugging Face (needs ds_ext[hf])", "convert"),
+        ("report", "make a page of a run: curves, memory, waits, timetables", "cli.report_verb"),
         ("trace", "merge, summarize or draw the traces of a run", "cli.trace_verbs"),
         ("doctor", "check the transports on this host, or the hosts of a job", "cli.doctor_verb"),
         ("bench", "run benchmarks on this host", "bench"),

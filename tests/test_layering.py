@@ -53,7 +53,9 @@ ALLOWED: dict[str, set[str]] = {
         "rich:",
     },
     "observe/trace": {"errors", "pipe_schedules"},
-    "observe": {"errors", "parallel", "torch:"},
+    "observe/run_record": set(),
+    "observe/report": {"errors", "pipe_schedules", "observe/trace", "observe/run_record"},
+    "observe": {"errors", "parallel", "observe/run_record", "torch:"},
     "engine/checkpoint/folder": {"errors"},
     "engine": {
         *("errors", "pipe_schedules", "pipe_schedules/bridge", "config", "parallel", "planner", "comm"),
@@ -82,6 +84,7 @@ ALLOWED: dict[str, set[str]] = {
         "comm",
         "launch",
         "observe/trace",
+        "observe/report",
         "torch:",
     },
     "bench": EVERYTHING,

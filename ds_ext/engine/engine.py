@@ -99,9 +99,13 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         step_s: seconds of the last training step on this rank; None before the first one.
         step_lr: learning rate of the last training step, of the first parameter group.
         bubble_measured: share of the last step in which an average rank did not compute; None before the first step.
-        peak_memory_bytes: peak memory of the rank that needs the most; None before the first step.
+        peak_memory_of_ranks: peak memory of every rank in bytes; empty before the first step.
         agg_additional_losses: means of the module's additional losses in the last training step, by name.
         eval_additional_losses: the same, of the last evaluation.
+        run_facts: what runs and where, from :func:`.facts.run_facts`.
+        checkpoint_events: checkpoints saved and loaded so far: ``event`` ("saved", "failed" or "loaded"), ``path``,
+            ``step``, ``seconds`` taken, and ``at``, its end in seconds since 1970.
+        on_checkpoint_event: function called on this rank after each new event; None: none.
         deferred_share: share of the trained elements whose gradients the first step deferred; None before that step,
             and for schedules with whole backwards.
     """
@@ -147,7 +151,10 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self.step_s: float | None = None
         self.step_lr: float | None = None
         self.bubble_measured: float | None = None
-        self.peak_memory_bytes: int | None = None
+        self.peak_memory_of_ranks: list[int] = []
+        self.run_facts: dict[str, Any] = {}
+        self.checkpoint_events: list[dict[str, Any]] = []
+        self.on_checkpoint_event: Callable[[], None] | None = None
         settings, options = self.plan.settings, self.plan.settings.transport_options
         transport = create_transport(
             settings.transport,
@@ -693,12 +700,12 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         losses, busy, spans, peaks = table[:, : len(measured)].unbind(1)
         sums, shared = table[:, len(measured) :].tensor_split([len(additional)], dim=1)
         self._take_shared_numbers(shared)
-        self.peak_memory_bytes = int(peaks.max())
-        self.bubble_measured = 1 - float(busy.mean() / spans.max().clamp(min=1e-9))
+        self.peak_memory_of_ranks = [int(peak) for peak in peaks]
         computed = self._loss_copies() * self.running.micro_batches
         means = self._additional_losses.means(sums, computed)
         if self.running.program.timetable.trains:
             self.agg_additional_losses = means
+            self.bubble_measured = 1 - float(busy.mean() / spans.max().clamp(min=1e-9))
             if self.is_last_stage():
                 self.total_loss = self._loss_sum.float()
         else:
@@ -762,10 +769,15 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         Raises the errors of :func:`.checkpoint.save.save_checkpoint`.
         """
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        with self._in_activity(f"saving the checkpoint {tag}"):
-            save_checkpoint(
-                self, Path(save_dir), tag, client_state or {}, save_latest, not exclude_frozen_parameters
-            )
+        begin, event = time.perf_counter(), "failed"
+        try:
+            with self._in_activity(f"saving the checkpoint {tag}"):
+                save_checkpoint(
+                    self, Path(save_dir), tag, client_state or {}, save_latest, not exclude_frozen_parameters
+                )
+            event = "saved"
+        finally:
+            self._add_checkpoint_event(event, Path(save_dir, tag), begin)
         return True
 
     def load_checkpoint(
@@ -790,6 +802,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             if tag is None and not by_rank_0(lambda: has_checkpoint(Path(load_dir)), CheckpointError):
                 logger.warning("%s: no checkpoint", load_dir)
                 return None, None
+            begin = time.perf_counter()
             path, client_state = load_checkpoint(
                 self,
                 Path(load_dir),
@@ -800,7 +813,22 @@ class PipelineEngine(DeepSpeedPipelineEngine):
                 with_counters=not load_module_only,
             )
             self.weights_loaded()
+            self._add_checkpoint_event("loaded", path, begin)
         return str(path), client_state
+
+    def _add_checkpoint_event(self, event: str, path: Path, begin: float) -> None:
+        seconds = time.perf_counter() - begin
+        self.checkpoint_events.append(
+            {
+                "event": event,
+                "path": str(path.absolute()),
+                "step": self.global_steps,
+                "seconds": seconds,
+                "at": time.time(),
+            }
+        )
+        if self.on_checkpoint_event is not None:
+            self.on_checkpoint_event()
 
     # --- failures ---
 

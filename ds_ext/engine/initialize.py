@@ -37,13 +37,12 @@ from ..launch.job_facts import code_facts, setting_facts
 from ..launch.process import has_logging, set_up_logging
 from ..launch.roll_call import Facts, compare, meet, one_refusal
 from ..parallel.fbd import FORWARD_ROLE, DisaggregatedLayout
-from ..planner.job_text import GRID_MICRO_BATCHES, describe
 from .deepspeed_api.device import select_device
 from .engine import PipelineEngine
+from .facts import data_facts, optimizer_facts, run_facts, stage_facts
 from .fbd.backward import BackwardEngine
 from .fbd.forward import ForwardEngine
 from .module import PipelineModule
-from .replica_facts import data_facts, optimizer_facts, stage_facts
 from .together import together
 
 _NOT_ON_FORWARD_RANKS = ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16", "bfloat16")
@@ -206,8 +205,9 @@ def initialize(
     )
     if optimizer is not None or "optimizer" in config_dict:
         _require_parameters(model, model_parameters)
-    if job.ds_ext.print_plan and not model.plan_is_given:
-        _print_plan(model)
+    facts = run_facts(model)
+    if rank() == 0 and job.ds_ext.print_plan and not model.plan_is_given:
+        print(f"{facts['plan']}\n", end="", flush=True)
     engine = _make_engine(
         model,
         config_dict,
@@ -220,29 +220,10 @@ def initialize(
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
     )
+    engine.run_facts = facts
     engine._configure_python_gc()
     limit_waits(job.ds_ext.transport_options.timeout_s)
     return engine, engine.optimizer, None, engine.lr_scheduler
-
-
-def _print_plan(model: PipelineModule) -> None:
-    """Print the plan on rank 0, with the parameters on each rank of every device. All ranks must call this together."""
-    count = sum(parameter.numel() for parameter in model.parameters())
-    if model.placeholder is not None:
-        count -= model.placeholder.numel()
-    of_device: dict[int, int] = {}
-    for device, parameters in together(lambda: (model.device_index, count)):
-        of_device[device] = max(parameters, of_device.get(device, 0))
-    if rank() == 0:
-        plan = model.plan
-        text = describe(
-            plan,
-            boundaries=model.parts,
-            layer_names=model.layer_names,
-            parameters=[of_device[device] for device in sorted(of_device)],
-            grid=plan.sizes.micro_batches <= GRID_MICRO_BATCHES,
-        )
-        print(f"{text}\n", end="", flush=True)
 
 
 def _make_engine(model: PipelineModule, config: Mapping[str, Any], **kwargs: Any) -> PipelineEngine:

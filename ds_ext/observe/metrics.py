@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ..errors import ConfigError
 from .flops import peak_tflops as peak_of_name
+from .run_record import RunRecord
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,10 @@ class MeasuredEngine(Protocol):
     step_s: float | None
     step_lr: float | None
     bubble_measured: float | None
-    peak_memory_bytes: int | None
+    peak_memory_of_ranks: list[int]
+    run_facts: dict[str, Any]
+    checkpoint_events: list[dict[str, Any]]
+    on_checkpoint_event: Callable[[], None] | None
     agg_additional_losses: Mapping[str, torch.Tensor] | None
 
     @property
@@ -104,7 +108,8 @@ class Metrics:
     """Progress line and metrics file of a training loop. Call :meth:`log` on every rank after each step.
 
     Rank 0 prints a line for the first step, every ``log_interval`` steps and the last step. If standard output is a
-    terminal, the steps between are shown in place. With ``file``, rank 0 appends one JSON object per step.
+    terminal, the steps between are shown in place. With ``file``, rank 0 appends one JSON object per step, and writes
+    a record of the run beside it; ``python -m ds_ext report FOLDER`` makes a page of both.
 
     Args:
         engine: from :func:`ds_ext.initialize`.
@@ -114,6 +119,7 @@ class Metrics:
         flops_per_sample: model FLOPs of forward and backward of a sample, for TFLOP/s per device; None: unknown.
         peak_tflops: peak TFLOP/s of a device, for the MFU; None: from the name of the GPU, if known.
         log_interval: steps between printed lines; 0: print nothing.
+        model: sizes of the model by name, for the record of the run.
 
     Raises:
         ConfigError: the file cannot be opened.
@@ -129,13 +135,20 @@ class Metrics:
         flops_per_sample: float | None = None,
         peak_tflops: float | None = None,
         log_interval: int = 10,
+        model: Mapping[str, Any] | None = None,
     ) -> None:
         self._engine, self._total_steps, self._log_interval = engine, total_steps, log_interval
         self._tokens_per_sample, self._flops_per_sample = tokens_per_sample, flops_per_sample
         if peak_tflops is None and engine.device.type == "cuda":
             peak_tflops = peak_of_name(torch.cuda.get_device_name(engine.device))
         self._peak_tflops = peak_tflops
-        self._file = MetricsFile(file) if file is not None and engine.global_rank == 0 else None
+        self._file: MetricsFile | None = None
+        self._record: RunRecord | None = None
+        if file is not None and engine.global_rank == 0:
+            self._file = MetricsFile(file)
+            facts = {"total_steps": total_steps, "model": dict(model or {}), **engine.run_facts}
+            self._record = RunRecord(Path(file), facts, engine.checkpoint_events)
+            engine.on_checkpoint_event = self._record.write
         self._first = True
 
     def log(
@@ -155,6 +168,8 @@ class Metrics:
         metrics = self._measure(float(loss), validation_loss, validation_losses)
         if self._file is not None:
             self._file.write(metrics)
+        if self._record is not None:
+            self._record.memory(self._engine.peak_memory_of_ranks)
         if self._engine.global_rank == 0 and self._log_interval > 0:
             last = self._total_steps is not None and metrics.step >= self._total_steps
             due = self._first or last or metrics.step % self._log_interval == 0 or validation_loss is not None
@@ -188,7 +203,7 @@ class Metrics:
             consumed_samples=engine.global_samples,
             schedule=engine.plan.timetable.schedule,
             transport=engine.transport.name,
-            peak_memory_bytes=engine.peak_memory_bytes or 0,
+            peak_memory_bytes=max(engine.peak_memory_of_ranks, default=0),
             bubble_measured=engine.bubble_measured,
             bubble_simulated=engine.bubble_simulated,
             losses=_floats(engine.agg_additional_losses),
@@ -215,7 +230,7 @@ class MetricsFile:
             self._path.open("ab").close()
         except OSError as error:
             raise ConfigError(
-                f"--metrics-file: cannot be opened (got {self._path}: {error.strerror}). Use another path."
+                f"metrics file: cannot be opened (got {self._path}: {error.strerror}). Use another path."
             ) from None
 
     def write(self, metrics: StepMetrics) -> None:
@@ -231,7 +246,7 @@ class MetricsFile:
         except OSError as error:
             if not self._failing:
                 logger.warning(
-                    "--metrics-file: cannot write step %d to %s (got %s). Training continues without a record of this "
+                    "metrics file: cannot write step %d to %s (got %s). Training continues without a record of this "
                     "and later steps until a write succeeds.",
                     *(metrics.step, self._path, error.strerror),
                 )

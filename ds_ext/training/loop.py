@@ -8,7 +8,7 @@ import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,7 @@ class Trainer:
             flops_per_sample=self.model.flops_per_sample,
             peak_tflops=args.peak_tflops,
             log_interval=args.log_interval,
+            model=asdict(self.model),
         )
         while step < args.train_iters:
             step += 1
@@ -197,6 +198,11 @@ class Trainer:
         if self.args.save:
             command, note = resume_command(sys.argv, self.args)
             lines = [f"continue training   {command}", *([f"{'':20}({note})"] if note else []), *lines]
+        if self.args.metrics_file:
+            report = shlex.join(
+                ["python", "-m", "ds_ext", "report", self.args.metrics_file, "-o", "report.html"]
+            )
+            lines.append(f"report of the run   {report}")
         say("next: " + "\n      ".join(lines))
 
     def exit_code(self, loss: float) -> int:

@@ -154,7 +154,7 @@ def _read(path: Path, rank: int, notes: list[str]) -> RankTrace | None:
 
 def _is_run(run: Event, rank: int) -> bool:
     """Return whether ``run`` is a description of a run with the values that readers need."""
-    numbers = ("world_size", "micro_batches", "device", "data_parallel_rank")
+    numbers = ("world_size", "pipeline_parallel_size", "micro_batches", "device", "data_parallel_rank")
     return (
         run.get("version") == VERSION
         and run.get("rank") == rank

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ...errors import ConfigError
 from ...pipe_schedules import Op, Placement, Timetable
@@ -29,6 +30,7 @@ from .summary import Summary, summarize
 AXIS = "time, in milliseconds"
 
 Spans = list[tuple[Op, float, float]]
+StepEvents = dict[tuple[int, int], list[Event]]  # (pipeline group, device) -> events of one step
 
 
 def page(traces: Traces, step: int | None = None) -> str:
@@ -43,28 +45,68 @@ def page(traces: Traces, step: int | None = None) -> str:
     """
     summary = summarize(traces)
     step = _choose_step(traces, summary, step)
-    timetable = _timetable(traces, step)
-    groups = _measured(traces, step)
+    drawn = draw_steps(traces, summary, [step])[step]
+    title = f"{drawn.schedule} on {traces.run['world_size']} ranks: step {step}, planned and measured"
+    return html(
+        drawn.pictures,
+        waiting_table(traces, summary),
+        notes(traces, summary, step),
+        axis=AXIS,
+        marks=drawn.marks,
+        rows=drawn.rows,
+        title=title,
+        unit="ms",
+    )
+
+
+class DrawnStep(NamedTuple):
+    """Planned timetable of a step, then the measured one of every pipeline group, for the page.
+
+    Attributes:
+        schedule: name of the schedule.
+        pictures: the timetables.
+        marks: waits and reductions of every row of every timetable.
+        rows: names of the rows of every timetable.
+    """
+
+    schedule: str
+    pictures: list[Simulation]
+    marks: list[list[list[Mark]]]
+    rows: list[list[str]]
+
+
+def draw_steps(traces: Traces, summary: Summary, steps: Collection[int]) -> dict[int, DrawnStep]:
+    """Return a dict of step -> drawing, for complete steps. Raises ConfigError if the folder has no timetable."""
+    unit = _unit(traces)
+    return {
+        step: _draw(traces, summary, step, events, unit) for step, events in _events(traces, steps).items()
+    }
+
+
+def _draw(traces: Traces, summary: Summary, step: int, events: StepEvents, unit: str) -> DrawnStep:
+    timetable, groups = _timetable(traces, events), _measured(events)
     devices = range(timetable.placement.num_devices)
     planned = simulate(
         timetable, _costs(timetable, [row.spans for rows in groups.values() for row in rows.values()])
     )
-    device_of = {rank: trace.run["device"] for rank, trace in traces.ranks.items()}
-    is_rank = traces.run["world_size"] == len(devices) and all(rank == at for rank, at in device_of.items())
-    unit = "rank" if is_rank else "device"
     names = [f"{unit} {device}" for device in devices]
-    pictures, marks, labels = [_named(planned, "planned")], [[[] for _ in devices]], [names]
+    drawn = DrawnStep(timetable.schedule, [_named(planned, "planned")], [[[] for _ in devices]], [names])
     for data, rows in groups.items():
         group = f", pipeline group {data}" if len(groups) > 1 else ""
         makespan = summary.makespan_by_step[step] / 1e3
-        pictures.append(_picture(timetable, rows, f"measured, step {step}{group}", planned, makespan))
-        marks.append([rows[device].marks if device in rows else [] for device in devices])
-        labels.append([f"{names[d]}{'' if d in rows else ', no trace'}" for d in devices])
-    table = _table(summary, device_of, unit)
-    world = traces.run["world_size"]
-    title = f"{timetable.schedule} on {world} ranks: step {step}, planned and measured"
-    notes = _notes(summary, step, unit)
-    return html(pictures, table, notes, axis=AXIS, marks=marks, rows=labels, title=title, unit="ms")
+        drawn.pictures.append(_picture(timetable, rows, f"measured, step {step}{group}", planned, makespan))
+        drawn.marks.append([rows[device].marks if device in rows else [] for device in devices])
+        drawn.rows.append([f"{names[d]}{'' if d in rows else ', no trace'}" for d in devices])
+    return drawn
+
+
+def _unit(traces: Traces) -> str:
+    """Return what a row of the drawing is: a "rank" if every rank is a device of its own, else a "device"."""
+    ranks, world = traces.ranks.items(), traces.run["world_size"]
+    is_rank = world == traces.run["pipeline_parallel_size"] and all(
+        rank == trace.run["device"] for rank, trace in ranks
+    )
+    return "rank" if is_rank else "device"
 
 
 def picture(runs: Sequence[Traces], step: int | None = None) -> str:
@@ -83,8 +125,8 @@ def picture(runs: Sequence[Traces], step: int | None = None) -> str:
     for traces in runs:
         summary = summarize(traces)
         number = _choose_step(traces, summary, step)
-        timetable = _timetable(traces, number)
-        rows = min(_measured(traces, number).items())[1]
+        events = _events(traces, [number])[number]
+        timetable, rows = _timetable(traces, events), min(_measured(events).items())[1]
         makespan = summary.makespan_by_step[number] / 1e3
         measured.append(_picture(timetable, rows, "measured", simulate(timetable), makespan))
     return svg(*measured, axis=AXIS, unit="ms")
@@ -97,7 +139,7 @@ def _choose_step(traces: Traces, summary: Summary, step: int | None) -> int:
             f"{traces.folder}: no step is complete on every rank. Trace at least one whole step."
         )
     if step is None:
-        return sorted(steps, key=lambda s: summary.makespan_by_step[s])[len(steps) // 2]
+        return median_step(summary)
     if step not in summary.bubble_by_step:
         raise ConfigError(
             f"--step: not a complete step of {traces.folder} (got {step}). Use one of its {len(steps)} complete steps, "
@@ -106,13 +148,39 @@ def _choose_step(traces: Traces, summary: Summary, step: int | None) -> int:
     return step
 
 
-def _timetable(traces: Traces, step: int) -> Timetable:
-    micro_batches = traces.run["micro_batches"]
+def median_step(summary: Summary) -> int:
+    """Return the step with the median makespan."""
+    makespans = summary.makespan_by_step
+    return sorted(sorted(makespans), key=lambda step: makespans[step])[len(makespans) // 2]
+
+
+def _events(traces: Traces, steps: Collection[int]) -> dict[int, StepEvents]:
+    """Return a dict of step -> (pipeline group, device) -> events on rank 0's clock, for the steps that have any.
+
+    With tensor parallelism these are the events of the first rank of the device that has a trace.
+    """
+    found: dict[int, StepEvents] = {}
+    seen = set()
     for trace in traces.ranks.values():
+        row = trace.run["data_parallel_rank"], trace.run["device"]
+        if row in seen:
+            continue
+        seen.add(row)
         for event in trace.spans():
-            if event["cat"] == "step" and event["args"]["step"] == step:
-                micro_batches = event["args"]["micro_batches"]
-        break
+            step = event["args"].get("step")
+            if step in steps:
+                found.setdefault(step, {}).setdefault(row, []).append(trace.aligned(event))
+    return found
+
+
+def _timetable(traces: Traces, events_of: StepEvents) -> Timetable:
+    """Return the timetable of a step, for its number of micro-batches."""
+    micro_batches = next(
+        event["args"]["micro_batches"]
+        for events in events_of.values()
+        for event in events
+        if event["cat"] == "step"
+    )
     timetable = traces.timetable(micro_batches)
     if timetable is None:
         raise ConfigError(
@@ -130,17 +198,8 @@ class _Row:
     marks: list[Mark] = field(default_factory=list)
 
 
-def _measured(traces: Traces, step: int) -> dict[int, dict[int, _Row]]:
-    """Return a dict of pipeline group -> device -> row, in milliseconds from the start of the step by rank 0's clock.
-
-    With tensor parallelism a row shows the first rank of the device that has a trace.
-    """
-    events_of: dict[tuple[int, int], list[Event]] = {}
-    for trace in traces.ranks.values():
-        group_and_device = trace.run["data_parallel_rank"], trace.run["device"]
-        if group_and_device not in events_of:
-            events = (e for e in trace.spans() if e.get("args", {}).get("step") == step)
-            events_of[group_and_device] = [trace.aligned(event) for event in events]
+def _measured(events_of: StepEvents) -> dict[int, dict[int, _Row]]:
+    """Return a dict of pipeline group -> device -> row, in milliseconds from the start of the step."""
     start = min(event["ts"] for events in events_of.values() for event in events if event["cat"] == "step")
     groups: dict[int, dict[int, _Row]] = defaultdict(dict)
     for (data, device), events in sorted(events_of.items()):
@@ -208,11 +267,14 @@ def _picture(
     )
 
 
-def _table(summary: Summary, devices: Mapping[int, int], unit: str) -> list[tuple[str, ...]]:
+def waiting_table(traces: Traces, summary: Summary) -> list[tuple[str, ...]]:
+    """Return the header and one row per rank: shares of the makespan, and the ranks that it waited for."""
     head = ("rank", "busy", "bubble", "p2p", "reduction", "hidden", "optimizer", "waits for")
     shares = [(r.busy, r.bubble, r.p2p, r.reduction, r.reduction_hidden, r.optimizer) for r in summary.ranks]
     rows = zip(summary.ranks, shares, strict=True)
-    device_of = {rank: "" if unit == "rank" else f" (device {device})" for rank, device in devices.items()}
+    device_of = {rank: "" for rank in traces.ranks}
+    if _unit(traces) == "device":
+        device_of = {rank: f" (device {trace.run['device']})" for rank, trace in traces.ranks.items()}
     return [
         head,
         *(
@@ -222,17 +284,15 @@ def _table(summary: Summary, devices: Mapping[int, int], unit: str) -> list[tupl
     ]
 
 
-def _notes(summary: Summary, step: int, unit: str) -> list[str]:
+def notes(traces: Traces, summary: Summary, step: int | None = None) -> list[str]:
+    """Return the notes below the table; without ``step``, those that concern all steps."""
     ranks = f"{len(summary.ranks)} rank{'s' * (len(summary.ranks) != 1)}"
-    notes = [
-        f"Shares are means over {summary.steps} step{'s' * (summary.steps != 1)}. Bubble of step {step} over {ranks}: "
-        f"{summary.bubble_by_step[step]:.1%}.",
-        "The plan uses the mean measured time of every stage in this step, and messages that take no time.",
-    ]
-    if unit == "device":
-        notes.append(
-            "A row is a device of a pipeline group and shows its first rank. The diagrams' bubbles refer to these rows."
-        )
+    bubble = (
+        "" if step is None else f" Bubble of step {step} over {ranks}: {summary.bubble_by_step[step]:.1%}."
+    )
+    notes = [f"Shares are means over {summary.steps} step{'s' * (summary.steps != 1)}.{bubble}"]
+    if step is not None:
+        notes += notes_on_drawings(traces)
     stage, link = summary.slowest_stage, summary.slowest_link
     if stage is not None:
         notes.append(f"Slowest stage: {stage.stage} on rank {stage.rank}, {stage.ms:.2f} ms per micro-batch.")
@@ -241,3 +301,15 @@ def _notes(summary: Summary, step: int, unit: str) -> list[str]:
             f"Slowest link: rank {link.sender} to {link.receiver}, {link.ms:.3f} ms for {link.bytes:,} bytes."
         )
     return [*notes, *summary.notes]
+
+
+def notes_on_drawings(traces: Traces) -> list[str]:
+    """Return the notes that explain the two timetables of a step."""
+    notes = [
+        "The plan uses the mean measured time of every stage in this step, and messages that take no time."
+    ]
+    if _unit(traces) == "device":
+        notes.append(
+            "A row is a device of a pipeline group and shows its first rank. The diagrams' bubbles refer to these rows."
+        )
+    return notes

@@ -78,7 +78,7 @@ function redraw() {
     queued = false;
     const style = getComputedStyle(document.documentElement);
     const color = (key) => style.getPropertyValue(`--${key}`).trim();
-    plots.forEach((plot) => draw(plot, color));
+    plots.filter((plot) => plot.canvas.offsetParent).forEach((plot) => draw(plot, color)); // not in hidden parts
     document.getElementById("zoom").textContent = `${Number((view.end / (view.to - view.from)).toPrecision(2))}×`;
   });
 }

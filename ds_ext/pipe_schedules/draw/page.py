@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from importlib.resources import files
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from .svg import DARK, DRAWN, LATER, LIGHT, Theme, axis_title, heading, kinds_of
 __all__ = ["html", "svg"]
 
 Word = float | tuple[float, ...]
+Plot = dict[str, object]
 
 
 class Mark(NamedTuple):
@@ -68,26 +69,65 @@ def html(
         raise ScheduleError("page: needs at least 1 timetable (got 0).")
     names = ", ".join(dict.fromkeys(s.timetable.schedule for s in simulations))
     window = f"{names}: {heading(simulations[0].timetable)}" if len(simulations) == 1 else names
+    header = f"<header>\n{'' if title is None else f'<h1>{escape(title)}</h1>'}{tools(simulations, marks)}\n</header>"
+    main = [header, "<main>", *table_html(table, notes), *sections(simulations, unit), "</main>"]
+    return document(title or window, main, plots(simulations, axis, marks, rows))
+
+
+def document(
+    title: str, body: Iterable[str], drawn: Iterable[Plot], *, css: str = "", script: str = ""
+) -> str:
+    """Return a page whose script draws the timetables of its :func:`sections`.
+
+    Args:
+        title: title of the window.
+        body: HTML of the page.
+        drawn: data of the timetables, from :func:`plots`, in the order of their sections.
+        css: additional style sheet.
+        script: additional script, which runs after the timetables are drawn.
+    """
+    data = json.dumps(list(drawn), separators=(",", ":")).replace("<", "\\u003c")
     return "\n".join(
         (
             '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">',
-            f"<title>{escape(title or window)}</title>",
-            f"<style>\n{_theme_css()}\n{_file('page.css')}</style>",
-            f"<header>\n{'' if title is None else f'<h1>{escape(title)}</h1>'}",
-            f'<ul class="legend" aria-label="Legend">{_legend(simulations, marks)}</ul>',
-            f"{_tools()}\n</header>",
-            "<main>",
-            *_table(table, notes),
-            *(_section(number, simulation, unit) for number, simulation in enumerate(simulations)),
-            f'</main>\n<footer>{_HINT}</footer>\n<div id="tip" role="tooltip" hidden></div>',
+            f"<title>{escape(title)}</title>",
+            f"<style>\n{_theme_css()}\n{_file('page.css')}{css}</style>",
+            *body,
+            f'<footer>{_HINT}</footer>\n<div id="tip" role="tooltip" hidden></div>',
             '<p id="said" class="unseen" aria-live="polite"></p>',
             "<noscript>The timetables are drawn by a script, which this browser does not run.</noscript>",
-            f'<script type="application/json" id="data">{_data(simulations, axis, marks, rows)}</script>',
-            f"<script>\n{_file('page.js')}{_file('page_events.js')}</script>\n</html>\n",
+            f'<script type="application/json" id="data">{data}</script>',
+            f"<script>\n{_file('page.js')}{_file('page_events.js')}{script}</script>\n</html>\n",
         )
     )
+
+
+def tools(simulations: Sequence[Simulation], marks: Sequence[Sequence[Sequence[Mark]]] = ()) -> str:
+    """Return the legend of the timetables and the buttons that zoom."""
+    return f'<ul class="legend" aria-label="Legend">{_legend(simulations, marks)}</ul>\n{_buttons()}'
+
+
+def sections(simulations: Sequence[Simulation], unit: str = "", first: int = 0) -> Iterator[str]:
+    """Yield a section with heading and canvas for every timetable; ``first`` is the number of the first one."""
+    for number, simulation in enumerate(simulations, first):
+        yield _section(number, simulation, unit)
+
+
+def plots(
+    simulations: Sequence[Simulation],
+    axis: str | None = None,
+    marks: Sequence[Sequence[Sequence[Mark]]] = (),
+    rows: Sequence[Sequence[str]] = (),
+) -> list[Plot]:
+    """Return the data of the timetables that page.js reads; see :func:`_plot`. Arguments as for :func:`html`."""
+    drawn = [_plot(simulation, axis) for simulation in simulations]
+    for plot, listed in zip(drawn, marks, strict=False):
+        plot["marks"] = [[(_number(m.start), _number(m.end), m.below, m.text) for m in row] for row in listed]
+    for plot, names in zip(drawn, rows, strict=False):
+        plot["names"] = names
+    return drawn
 
 
 def _file(name: str) -> str:
@@ -105,7 +145,7 @@ def _theme_css() -> str:
     return f"{variables(LIGHT)}\n@media (prefers-color-scheme:dark){{{variables(DARK)}}}"
 
 
-def _tools() -> str:
+def _buttons() -> str:
     buttons = (("out", "Zoom out", "−"), ("in", "Zoom in", "+"), ("all", "Show all", "Show all"))
     out, zoom_in, show_all = (
         f'<button type="button" id="{key}" aria-label="{label}">{text}</button>'
@@ -147,7 +187,8 @@ def _section(number: int, simulation: Simulation, unit: str) -> str:
     )
 
 
-def _table(table: Sequence[Sequence[str]], notes: Sequence[str]) -> Iterator[str]:
+def table_html(table: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> Iterator[str]:
+    """Yield a table with its header, and a paragraph for every note."""
     if table:
         head, *rows = table
         yield "<table>\n<thead><tr>" + "".join(f'<th scope="col">{escape(c)}</th>' for c in head)
@@ -159,23 +200,7 @@ def _table(table: Sequence[Sequence[str]], notes: Sequence[str]) -> Iterator[str
     yield from (f"<p>{escape(note)}</p>" for note in notes)
 
 
-def _data(
-    simulations: Sequence[Simulation],
-    axis: str | None,
-    marks: Sequence[Sequence[Sequence[Mark]]],
-    rows: Sequence[Sequence[str]],
-) -> str:
-    """Return the JSON that page.js reads; see :func:`_plot`."""
-    plots = [_plot(simulation, axis) for simulation in simulations]
-    for plot, listed in zip(plots, marks, strict=False):
-        plot["marks"] = [[(_number(m.start), _number(m.end), m.below, m.text) for m in row] for row in listed]
-    for plot, names in zip(plots, rows, strict=False):
-        plot["names"] = names
-    text = json.dumps(plots, separators=(",", ":"))
-    return text.replace("<", "\\u003c")
-
-
-def _plot(simulation: Simulation, axis: str | None) -> dict[str, object]:
+def _plot(simulation: Simulation, axis: str | None) -> Plot:
     """Return the data of one timetable. ``rows`` has one string per device: the packed numbers of its words.
 
     A word is the time of a wait, or an op: its kind, the difference in stage and micro-batch from the previous op of

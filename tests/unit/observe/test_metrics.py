@@ -116,5 +116,5 @@ def test_a_full_disk_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_a_file_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"^--metrics-file: .*{re.escape(str(tmp_path))}"):
+    with pytest.raises(ConfigError, match=f"^metrics file: .*{re.escape(str(tmp_path))}"):
         MetricsFile(tmp_path)

@@ -1,19 +1,28 @@
-"""Facts for the roll call: optimizer, parameters of every stage and their options, and training data."""
+"""Facts of a job: those that ranks compare in the roll call (optimizer, stages, data), and those of the run record."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import os
+import platform
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch.utils._pytree import tree_leaves
 
+from ..config.deepspeed_json import precision, zero_stage
 from ..launch.job_facts import as_text, checksum, setting_facts
 from ..launch.roll_call import Facts
+from ..planner.job_text import GRID_MICRO_BATCHES, describe
 from .module import PipelineModule
+from .together import together
+
+_PACKAGES = ("ds_ext", "torch", "deepspeed")
 
 
 def optimizer_facts(optimizer: Any) -> Facts:
@@ -95,3 +104,57 @@ def _bytes_of(read: Callable[[], Any]) -> bytes:
         elif isinstance(leaf, bool | int | float | complex | bytes):
             parts.append(repr(leaf).encode())
     return b";".join(parts)
+
+
+def run_facts(model: PipelineModule) -> dict[str, Any]:
+    """Return the facts of a run. All ranks must call this together.
+
+    ``ranks`` has an object for every rank: ``host``, ``name`` of its accelerator or "cpu", ``device`` of the pipeline
+    group, and the number of its ``parameters``.
+    """
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if model.placeholder is not None:
+        parameters -= model.placeholder.numel()
+    name = torch.cuda.get_device_name() if get_accelerator().device_name() == "cuda" else "cpu"
+    own = {"host": platform.node(), "name": name, "device": model.device_index, "parameters": parameters}
+    ranks: list[dict[str, Any]] = together(lambda: own)
+    plan, layout, trace = model.plan, model.layout, model.plan.settings.trace.dir
+    return {
+        "schedule": plan.timetable.schedule,
+        "world_size": layout.world_size,
+        "pipeline_parallel_size": layout.placement.devices_per_pipe,
+        "tensor_parallel_size": layout.tensor_parallel_size,
+        "data_parallel_size": layout.data_parallel_size,
+        "micro_batches": plan.sizes.micro_batches,
+        "micro_batch_size": plan.sizes.micro_batch_size,
+        "train_batch_size": plan.sizes.train_batch_size,
+        "precision": precision(plan.job.deepspeed),
+        "zero_stage": zero_stage(plan.job.deepspeed),
+        "ranks": ranks,
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "trace_dir": trace and os.path.abspath(trace),
+        "plan": plan_text(model, ranks),
+        "config": plan.job.deepspeed,
+    }
+
+
+def plan_text(model: PipelineModule, ranks: list[dict[str, Any]]) -> str:
+    """Return the text of the plan, with the largest number of parameters on a rank of every device."""
+    of_device: dict[int, int] = {}
+    for rank in ranks:
+        of_device[rank["device"]] = max(rank["parameters"], of_device.get(rank["device"], 0))
+    plan = model.plan
+    return describe(
+        plan,
+        boundaries=model.parts,
+        layer_names=model.layer_names,
+        parameters=[of_device[device] for device in sorted(of_device)],
+        grid=plan.sizes.micro_batches <= GRID_MICRO_BATCHES,
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

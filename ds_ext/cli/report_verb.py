@@ -1,0 +1,38 @@
+"""Subcommand ``report`` of ``python -m ds_ext``: one page of a run. Does not import torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from ..errors import ConfigError
+from ..observe.report.folder import read_run
+from ..observe.report.page import report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    what = "folder of a run with its metrics file, or the metrics file; the run record and the traces are found there"
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help=what)
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, required=True, help="page to write, such as report.html"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page. Raises ConfigError for a folder without a run, or if the page cannot be written."""
+    found = read_run(args.folder)
+    if args.output.suffix != ".html":
+        raise ConfigError(f"-o: must end in .html (got {args.output}).")
+    text = report(found)
+    try:
+        args.output.write_text(text, "utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"-o: cannot write (got {args.output}, {error.strerror}). Use another path."
+        ) from None
+    for note in found.notes:
+        print(f"note: {note}")
+    print(f"wrote {args.output} ({os.path.getsize(args.output):,} bytes)")
+    return 0

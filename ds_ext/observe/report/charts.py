@@ -1,0 +1,192 @@
+"""Charts of the report: curves over the steps and bars over the ranks, as SVG that report.js makes interactive."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import NamedTuple
+
+from ...pipe_schedules.draw.svg import nice_step
+
+_WIDTH, _HEIGHT = 560, 196
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 10, 24
+_COLORS = ("I0", "I1")  # of the page's theme
+_BUCKETS = (
+    400  # horizontal resolution of a curve; each bucket keeps its first, last, lowest and highest point
+)
+_OUTLIERS_FROM = 5  # points
+
+Point = tuple[int, float]
+
+
+class Curve(NamedTuple):
+    """Values over the steps; ``dots`` draws points instead of a line."""
+
+    name: str
+    points: Sequence[Point]
+    dots: bool = False
+
+
+class Scale(NamedTuple):
+    """Linear scale of one axis, from values to SVG coordinates."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        """Return the coordinate of a value, at the edge if it is outside."""
+        share = (value - self.low) / (self.high - self.low or 1.0)
+        return self.start + min(max(share, 0.0), 1.0) * (self.end - self.start)
+
+
+def chart(
+    title: str, curves: Sequence[Curve], steps: tuple[int, int], *, unit: str = "", from_zero: bool = True
+) -> str:
+    """Return curves over one range of steps; an empty text without points.
+
+    Args:
+        steps: first and last step of the horizontal axis.
+        unit: unit of the values.
+        from_zero: the vertical axis starts at 0.
+    """
+    curves = [curve._replace(points=thinned(curve.points)) for curve in curves if curve.points]
+    if not curves:
+        return ""
+    values = [value for curve in curves for _, value in curve.points]
+    low, high = value_range(values, from_zero)
+    x = Scale(*_apart(*steps), _LEFT, _WIDTH - _RIGHT)
+    y = Scale(low, high, _HEIGHT - _BOTTOM, _TOP)
+    outside = [point for curve in curves for point in curve.points if point[1] > high]
+    drawn = [_curve(curve, x, y, color) for curve, color in zip(curves, _COLORS, strict=False)]
+    last = ", ".join(
+        f"{f'{c.name} ' if len(curves) > 1 else ''}{number(c.points[-1][1])}{unit}" for c in curves
+    )
+    label = f"{title}, {last} at the end; lowest {number(min(values))}, highest {number(max(values))}"
+    note = ""
+    if outside:
+        step, value = max(outside, key=lambda point: point[1])
+        count = f"{len(outside)} value{'s' * (len(outside) != 1)}"
+        note = f"<small>{count} above the scale, up to {number(value)}{unit} at step {step}</small>"
+    keys = "".join(
+        f'<span><i style="background:var(--{color})"></i>{escape(curve.name)}</span>'
+        for curve, color in zip(curves, _COLORS, strict=False)
+    )
+    data = {
+        "unit": unit,
+        "x": [x.low, x.high, x.start, x.end],
+        "curves": [[curve.name, curve.points] for curve in curves],
+    }
+    return _figure(
+        title,
+        keys if len(curves) > 1 else "",
+        last,
+        note,
+        f"{_grid(y, unit)}{_axis(x, 'step')}{''.join(drawn)}",
+        label,
+        f" data-curves='{escape(json.dumps(data, separators=(',', ':')))}'",
+    )
+
+
+def bars(title: str, values: Sequence[float], *, unit: str, summary: str) -> str:
+    """Return one bar per rank; ``summary`` stands beside the title."""
+    x = Scale(-0.5, len(values) - 0.5, _LEFT, _WIDTH - _RIGHT)
+    y = Scale(0.0, value_range(values, True)[1], _HEIGHT - _BOTTOM, _TOP)
+    width = x(1) - x(0) if len(values) > 1 else 40.0
+    thick = min(0.8 * width, 40.0)
+    drawn = "".join(
+        f'<rect x="{x(rank) - thick / 2:.2f}" y="{y(value):.2f}" width="{thick:.2f}" '
+        f'height="{y.start - y(value):.2f}" fill="var(--I0)"><title>rank {rank}: {number(value)}{unit}</title></rect>'
+        for rank, value in enumerate(values)
+    )
+    label = f"{title}: {summary}"
+    return _figure(title, "", summary, "", f"{_grid(y, unit)}{_axis(x, 'rank')}{drawn}", label, "")
+
+
+def number(value: float, digits: int = 4) -> str:
+    """Return a value with that many significant digits, and with a separator of thousands."""
+    if value and abs(value) < 1e-3:
+        return f"{value:.3g}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0
+    text = f"{value:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """Return at most four points for each of the curve's buckets: first, last, lowest and highest."""
+    size = -(-len(points) // _BUCKETS)
+    if size <= 4:
+        return list(points)
+    kept: list[Point] = []
+    for begin in range(0, len(points), size):
+        bucket = points[begin : begin + size]
+        low = min(bucket, key=lambda point: point[1])
+        high = max(bucket, key=lambda point: point[1])
+        kept += sorted({bucket[0], low, high, bucket[-1]})
+    return kept
+
+
+def value_range(values: Sequence[float], from_zero: bool) -> tuple[float, float]:
+    """Return the ends of the vertical axis. A few outliers, such as a slow first step, are above it."""
+    low, high = min(values), max(values)
+    ordered = sorted(values)
+    usual = ordered[int(0.95 * (len(ordered) - 1))]
+    base = min(low, 0.0) if from_zero else low
+    if len(values) >= _OUTLIERS_FROM and high - base > 2 * (usual - base) > 0:
+        high = usual + 0.2 * (usual - base)
+    if high == base:
+        return (base, base + 1.0) if from_zero else (base - 0.5, base + 0.5)
+    margin = 0.05 * (high - base)
+    return (base if from_zero else base - margin), high + margin
+
+
+def _apart(first: float, last: float) -> tuple[float, float]:
+    return (first, last) if last > first else (first - 1, last + 1)
+
+
+def _curve(curve: Curve, x: Scale, y: Scale, color: str) -> str:
+    places = [f"{x(step):.2f} {y(value):.2f}" for step, value in curve.points]
+    if curve.dots or len(places) == 1:
+        circles = (
+            '<circle cx="{}" cy="{}" r="3.2" fill="var(--{})"/>'.format(*place.split(), color)
+            for place in places
+        )
+        return "".join(circles)
+    return f'<path class="curve" d="M{"L".join(places)}" stroke="var(--{color})"/>'
+
+
+def _grid(y: Scale, unit: str) -> str:
+    lines = (
+        f'<path class="line" d="M{_LEFT} {y(value):.2f}H{_WIDTH - _RIGHT}"/>'
+        f'<text class="e" x="{_LEFT - 7}" y="{y(value) + 4:.2f}">{number(value)}{unit if unit == "%" else ""}</text>'
+        for value in _ticks(y.low, y.high, (y.high - y.low) / 4)
+    )
+    return "".join(lines)
+
+
+def _axis(x: Scale, name: str) -> str:
+    least = max(1.0, (x.high - x.low) / 9)
+    bottom = _HEIGHT - _BOTTOM
+    ticks = (
+        f'<path class="line" d="M{x(value):.2f} {bottom}v4"/>'
+        f'<text class="m" x="{x(value):.2f}" y="{bottom + 16}">{value:,.0f}</text>'
+        for value in _ticks(x.low, x.high, least)
+    )
+    return f'{"".join(ticks)}<text class="e" x="{_LEFT - 7}" y="{bottom + 16}">{name}</text>'
+
+
+def _ticks(low: float, high: float, least: float) -> Iterator[float]:
+    """Yield round values from ``low`` to ``high`` that are at least ``least`` apart."""
+    step = nice_step(least)
+    for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1):
+        yield i * step
+
+
+def _figure(title: str, keys: str, value: str, note: str, drawn: str, label: str, data: str) -> str:
+    return (
+        f"<figure{data}><figcaption><b>{escape(title)}</b>{keys}<output>{escape(value)}</output></figcaption>"
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}">{drawn}</svg>{note}</figure>'
+    )

@@ -1,0 +1,163 @@
+"""Reader of what a run left in a folder: metrics, run record and traces. Each may be missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError
+from ..run_record import SUFFIX, read_starts, record_file
+from ..trace.read import Traces, read_traces
+
+Row = dict[str, Any]
+
+_REMEDY = "Train with --metrics-file FOLDER/metrics.jsonl, or ds_ext.Metrics(file=...)"
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of the job.
+
+    Attributes:
+        facts: its object in the run record; empty without a record.
+        rows: metrics of its steps, in order.
+    """
+
+    facts: dict[str, Any]
+    rows: list[Row]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was found.
+
+    Attributes:
+        name: name of the metrics file or folder.
+        starts: starts of the job, at least one if there are metrics.
+        traces: traces of the last traced start; None: none.
+        notes: what is missing, damaged or contradictory.
+    """
+
+    name: str
+    starts: list[Start]
+    traces: Traces | None
+    notes: list[str]
+
+    @property
+    def rows(self) -> list[Row]:
+        """Metrics of every step, in order of the steps. Of a step that ran again, those of its last run."""
+        last = {row["step"]: row for start in self.starts for row in start.rows}
+        return [last[step] for step in sorted(last)]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Facts of the last start; empty without a run record."""
+        return self.starts[-1].facts if self.starts else {}
+
+
+def read_run(path: Path) -> Run:
+    """Read a metrics file, or a folder with one, with the record and the traces beside it.
+
+    Raises:
+        ConfigError: there is neither a metrics file nor a trace, or there are several metrics files.
+    """
+    if not path.exists():
+        raise ConfigError(f"{path}: does not exist. {_REMEDY}, and use that folder.")
+    folder = path if path.is_dir() else path.parent
+    notes: list[str] = []
+    metrics = _metrics_file(path)
+    starts = [] if metrics is None else _starts(metrics, notes)
+    recorded = starts[-1].facts.get("trace_dir") if starts else None
+    traces = _traces(folder, recorded, notes)
+    if metrics is None:
+        if traces is None:
+            raise ConfigError(
+                f"{path}: contains neither metrics (*.jsonl) nor traces (rank*.json). {_REMEDY}, or with "
+                f'"ds_ext": {{"trace": {{"dir": "FOLDER"}}}}.'
+            )
+        notes.append(f"No metrics in {folder}: no curves. {_REMEDY}.")
+    elif not starts[-1].facts:
+        notes.append(f"No {record_file(metrics).name}: sizes, hosts, versions and checkpoints are unknown.")
+    if traces is None:
+        notes.append('No traces: no timetable. Trace some steps with "ds_ext": {"trace": {"dir": ...}}.')
+    else:
+        notes += traces.notes
+    return Run((metrics or folder).name, starts, traces, notes)
+
+
+def _metrics_file(path: Path) -> Path | None:
+    """Return the metrics file; None if a folder has none. Raises ConfigError for several."""
+    if not path.is_dir():
+        return path.with_name(path.name.removesuffix(SUFFIX) + ".jsonl") if SUFFIX in path.name else path
+    found = sorted(file for file in path.glob("*.jsonl") if any(_lines(file)))
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise ConfigError(f"{path}: has {len(found)} metrics files (got {names}). Name one: {found[0]}.")
+    return found[0] if found else None
+
+
+def _starts(metrics: Path, notes: list[str]) -> list[Start]:
+    """Return the starts with their metrics. Raises ConfigError for a file without metrics."""
+    facts: list[dict[str, Any]] = []
+    try:
+        facts = read_starts(record_file(metrics))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        notes.append(f"{record_file(metrics).name}: not readable ({error}).")
+    starts = [Start(fact, []) for fact in facts] or [Start({}, [])]
+    damaged = 0
+    for offset, row in _lines(metrics):
+        if row is None:
+            damaged += 1
+            continue
+        after = (start for start in reversed(starts) if start.facts.get("metrics_bytes", 0) <= offset)
+        next(after, starts[0]).rows.append(row)
+    if not any(start.rows for start in starts):
+        raise ConfigError(
+            f"{metrics}: not a metrics file, or one without steps (got {damaged} other lines). {_REMEDY}."
+        )
+    if damaged:
+        notes.append(f"{metrics.name}: {damaged} damaged line{'s' * (damaged != 1)}, skipped.")
+    return starts
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Row | None]]:
+    """Yield the byte offset of every line that is not empty, and its metrics; None for a damaged line."""
+    offset = 0
+    with open(path, "rb") as file:
+        for line in file:
+            if line.strip():
+                yield offset, _row(line)
+            offset += len(line)
+
+
+def _row(line: bytes) -> Row | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    is_row = isinstance(row, dict) and type(row.get("step")) is int and "loss" in row
+    return row if is_row else None
+
+
+def _traces(folder: Path, recorded: str | None, notes: list[str]) -> Traces | None:
+    """Return the traces in the folder, in one of its subfolders, or in the folder that the run record names."""
+    found = [place for place in (folder, *sorted(folder.iterdir())) if (place / "rank0.json").is_file()]
+    if recorded is not None:
+        named = [place for place in found if place.name == Path(recorded).name]
+        found = named or found or [place for place in [Path(recorded)] if place.is_dir()]
+    for place in found:
+        try:
+            traces = read_traces(place)
+        except ConfigError as error:
+            notes.append(str(error))
+            continue
+        others = [str(other) for other in found if other != place]
+        if others:
+            notes.append(f"Traces of {place}; others are not shown: {', '.join(others)}.")
+        return traces
+    return None

@@ -1,0 +1,410 @@
+"""Page of a run: what ran, curves, memory, waits, checkpoints, and the timetable of a step, planned above measured."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from ...errors import ConfigError
+from ...pipe_schedules.draw.page import Plot, document, plots, sections, table_html, tools
+from ..trace.read import Traces
+from ..trace.summary import Summary, summarize
+from ..trace.view import AXIS, DrawnStep, draw_steps, median_step, notes, notes_on_drawings, waiting_table
+from .charts import Curve, bars, chart, number
+from .folder import Row, Run, Start
+
+_MOST_STEPS = 60
+_MOST_INTERVALS = 40_000  # computations and waits of all embedded steps, about 3 MB
+_SAME_BUBBLE = 1e-3
+_MIB = 1 << 20
+_HASH_DIGITS = 12
+_SIZES = {
+    "num_layers": "layers",
+    "hidden_size": "hidden",
+    "num_attention_heads": "heads",
+    "seq_length": "sequence length",
+    "vocab_size": "vocabulary",
+}
+
+Cells = list[tuple[str, ...]]
+
+
+def report(run: Run) -> str:
+    """Return the page."""
+    rows, found = run.rows, list(run.notes)
+    summary = None if run.traces is None else summarize(run.traces)
+    steps: dict[int, DrawnStep] = {}
+    if run.traces is not None and summary is not None:
+        found += _contradictions(rows, summary)
+        steps = _draw(run.traces, summary, found)
+    title = _title(run, summary)
+    body = [
+        f"<header><h1>{escape(title)}</h1></header><p>{escape(_subtitle(run))}</p>",
+        "<main>",
+        *_figures(rows),
+        *_facts(run.facts),
+        *_curves(rows),
+        *_memory(run.facts),
+        *_waits(run.traces, summary),
+        *_starts(run.starts),
+        *_checkpoints(run.starts),
+        *_timetables(steps, run.traces, summary),
+        *_listed("Notes", found),
+        *_details(run.facts),
+        "</main>",
+    ]
+    drawn = [plot for step in steps.values() for plot in _plots(step)]
+    return document(title, body, drawn, css=_file("report.css"), script=_file("report.js"))
+
+
+def _file(name: str) -> str:
+    return files("ds_ext.observe.report").joinpath(name).read_text("utf-8")
+
+
+def _title(run: Run, summary: Summary | None) -> str:
+    rows = run.rows
+    schedule, ranks = run.facts.get("schedule"), run.facts.get("world_size")
+    if rows:
+        schedule = rows[-1].get("schedule", schedule)
+    elif summary is not None:
+        schedule = summary.schedule
+    if summary is not None:
+        ranks = ranks or summary.world_size
+    return f"{schedule or run.name}" + (f" on {_counted(ranks, 'rank')}" if ranks else "")
+
+
+def _subtitle(run: Run) -> str:
+    steps, total = len(run.rows), run.facts.get("total_steps")
+    parts = [run.name, f"{_counted(steps, 'step')}{f' of {total:,}' if total and total > steps else ''}"]
+    if run.facts:
+        parts += [f"last start {_time(run.facts.get('at'))}", _counted(len(run.starts), "start")]
+    return ", ".join(parts)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def _figures(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the most important numbers. Rates are medians, which a slow first step does not change."""
+    if not rows:
+        return
+    last = rows[-1]
+    found = [
+        ("last step", f"{last['step']:,}", ""),
+        ("loss", _last(rows, "loss", digits=5), ""),
+        ("validation loss", _last(rows, "validation_loss", digits=5), ""),
+        ("time per step", _median(rows, "iter_time_s"), "s"),
+        ("tokens per second", _median(rows, "tokens_per_s"), ""),
+        ("samples per second", _median(rows, "samples_per_s"), ""),
+        ("TFLOP/s per device", _median(rows, "tflops_per_device"), ""),
+        ("MFU", _median(rows, "mfu", 100), "%"),
+        ("bubble, measured", _median(rows, "bubble_measured", 100), "%"),
+        ("bubble, ideal devices", _last(rows, "bubble_simulated", 100), "%"),
+        ("memory of the worst rank", _last(rows, "peak_memory_bytes", 1 / _MIB), "MiB"),
+    ]
+    yield '<dl class="figures">'
+    for name, value, unit in found:
+        if value:
+            yield f"<div><dt>{name}</dt><dd>{value}{f'<small>{unit}</small>' if unit else ''}</dd></div>"
+    yield "</dl>"
+
+
+def _values(rows: Sequence[Row], key: str, factor: float = 1.0) -> list[tuple[int, float]]:
+    """Return (step, value) of the steps with a finite number."""
+    return [
+        (row["step"], factor * row[key])
+        for row in rows
+        if isinstance(row.get(key), int | float) and math.isfinite(row[key])
+    ]
+
+
+def _last(rows: Sequence[Row], key: str, factor: float = 1.0, digits: int = 4) -> str:
+    values = _values(rows, key, factor)
+    return number(values[-1][1], digits) if values else ""
+
+
+def _median(rows: Sequence[Row], key: str, factor: float = 1.0) -> str:
+    values = [value for _, value in _values(rows, key, factor)]
+    return number(statistics.median(values)) if values else ""
+
+
+def _facts(facts: dict[str, Any]) -> Iterator[str]:
+    """Yield the table of what ran, in its last start."""
+    if not facts:
+        return
+    ranks: list[dict[str, Any]] = facts.get("ranks", [])
+    sizes = [f"{facts.get(f'{name}_parallel_size', '?')} {name}" for name in ("pipeline", "tensor", "data")]
+    parameters = [rank["parameters"] for rank in ranks]
+    model = {
+        name: facts["model"][key]
+        for key, name in _SIZES.items()
+        if facts.get("model", {}).get(key) is not None
+    }
+    model = model or facts.get("model", {})
+    batch = (
+        f"{facts.get('train_batch_size', '?')} samples per step: {facts.get('micro_batches', '?')} micro-batches of "
+        f"{facts.get('micro_batch_size', '?')} per pipeline group"
+    )
+    commit = facts.get("commit")
+    if commit:
+        changed = ", with uncommitted changes" if commit.endswith("+") else ""
+        commit = f"{commit.rstrip('+')[:_HASH_DIGITS]}{changed}"
+    found = {
+        "schedule": facts.get("schedule"),
+        "ranks": f"{facts.get('world_size', '?')} = {' × '.join(sizes)}",
+        "batch": batch,
+        "model": ", ".join(f"{name} {_plain(value)}" for name, value in model.items()),
+        "parameters": _range_text(parameters, "per rank"),
+        "precision": f"{facts.get('precision', '?')}, ZeRO stage {facts.get('zero_stage', '?')}",
+        "devices": ", ".join(sorted({str(rank["name"]) for rank in ranks})),
+        "hosts": _hosts(ranks),
+        "versions": ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items()),
+        "commit": commit,
+        "command": facts.get("command"),
+    }
+    yield '<section aria-labelledby="ran"><h2 id="ran">What ran</h2><table class="facts"><tbody>'
+    for name, text in found.items():
+        if text:
+            yield f'<tr><th scope="row">{name}</th><td>{escape(str(text))}</td></tr>'
+    yield "</tbody></table></section>"
+
+
+def _plain(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def _range_text(values: Sequence[int], suffix: str) -> str:
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    return f"{high:,} {suffix}" if low == high else f"{low:,} to {high:,} {suffix}"
+
+
+def _hosts(ranks: Sequence[dict[str, Any]]) -> str:
+    """Return the hosts with their ranks, as "a (ranks 0 to 3), b (ranks 4 to 7)"."""
+    of_host: dict[str, list[int]] = {}
+    for rank, facts in enumerate(ranks):
+        of_host.setdefault(str(facts["host"]), []).append(rank)
+    texts = []
+    for host, numbers in of_host.items():
+        is_range = numbers == list(range(numbers[0], numbers[-1] + 1)) and len(numbers) > 1
+        text = f"{numbers[0]} to {numbers[-1]}" if is_range else ", ".join(map(str, numbers))
+        texts.append(f"{host} (rank{'s' * (len(numbers) > 1)} {text})")
+    return ", ".join(texts)
+
+
+def _curves(rows: Sequence[Row]) -> Iterator[str]:
+    if not rows:
+        return
+    ends = rows[0]["step"], rows[-1]["step"]
+    validation = _values(rows, "validation_loss")
+    rate = ("Tokens per second", "tokens_per_s")
+    if not _values(rows, rate[1]):
+        rate = ("Samples per second", "samples_per_s")
+    loss = [Curve("training", _values(rows, "loss")), Curve("validation", validation, dots=True)]
+    bubble = [
+        Curve("measured", _values(rows, "bubble_measured", 100)),
+        Curve("ideal devices", _values(rows, "bubble_simulated", 100)),
+    ]
+    memory = [Curve("worst rank", _values(rows, "peak_memory_bytes", 1 / _MIB))]
+    found = [
+        chart("Loss", loss, ends, from_zero=False),
+        chart("Learning rate", [Curve("", _values(rows, "lr"))], ends),
+        chart("Gradient norm", [Curve("", _values(rows, "grad_norm"))], ends),
+        chart(rate[0], [Curve("", _values(rows, rate[1]))], ends),
+        chart("Time per step", [Curve("", _values(rows, "iter_time_s"))], ends, unit=" s"),
+        chart("Bubble", bubble, ends, unit="%"),
+        chart("TFLOP/s per device", [Curve("", _values(rows, "tflops_per_device"))], ends),
+        chart("Peak memory of the worst rank", memory, ends, unit=" MiB"),
+    ]
+    yield '<section aria-labelledby="steps"><h2 id="steps">Steps</h2><div class="charts">'
+    yield from found
+    yield "</div></section>"
+
+
+def _memory(facts: dict[str, Any]) -> Iterator[str]:
+    peaks = [peak / _MIB for peak in facts.get("peak_memory_bytes", [])]
+    if not peaks:
+        return
+    worst = max(range(len(peaks)), key=peaks.__getitem__)
+    least = min(range(len(peaks)), key=peaks.__getitem__)
+    summary = (
+        f"rank {worst} needs {number(peaks[worst])} MiB, rank {least} {number(peaks[least])} MiB"
+        if peaks[worst] != peaks[least]
+        else f"{number(peaks[worst])} MiB each"
+    )
+    ranks: list[dict[str, Any]] = facts.get("ranks", [])
+    kind = "torch's allocations" if any(rank["name"] != "cpu" for rank in ranks) else "resident memory"
+    yield '<section aria-labelledby="memory"><h2 id="memory">Memory of every rank</h2><div class="charts">'
+    yield bars(f"Peak: {kind}", peaks, unit=" MiB", summary=summary)
+    parameters = [float(rank["parameters"]) for rank in ranks]
+    if parameters:
+        yield bars("Parameters", parameters, unit="", summary=_range_text([int(p) for p in parameters], ""))
+    yield "</div></section>"
+
+
+def _waits(traces: Traces | None, summary: Summary | None) -> Iterator[str]:
+    """Yield the table of who waited for whom, in the traced steps."""
+    if traces is None or summary is None or not summary.steps:
+        return
+    yield '<section aria-labelledby="waits"><h2 id="waits">Who waited for whom</h2><div class="wide">'
+    yield from table_html(waiting_table(traces, summary))
+    yield "</div>"
+    yield from (f"<p>{escape(note)}</p>" for note in notes(traces, summary))
+    yield "</section>"
+
+
+def _starts(starts: Sequence[Start]) -> Iterator[str]:
+    """Yield the table of starts, if the job has started more than once."""
+    if len(starts) < 2:
+        return
+    table: Cells = [("start", "at", "from", "ranks", "steps", "steps that ran again")]
+    reached: int | None = None
+    for index, start in enumerate(starts, 1):
+        loaded = [event for event in start.facts.get("checkpoints", []) if event["event"] == "loaded"]
+        steps = [row["step"] for row in start.rows]
+        again = 0
+        if steps and reached is not None:
+            again = max(0, reached - steps[0] + 1)
+        table.append(
+            (
+                f"{index}",
+                _time(start.facts.get("at")),
+                loaded[-1]["path"] if loaded else "the beginning",
+                str(start.facts.get("world_size", "?")),
+                f"{steps[0]:,} to {steps[-1]:,}" if steps else "none",
+                f"{again:,}" if steps and index > 1 else "",
+            )
+        )
+        reached = steps[-1] if steps else reached
+    yield '<section aria-labelledby="starts"><h2 id="starts">Starts</h2><div class="wide">'
+    yield from table_html(table)
+    yield "</div></section>"
+
+
+def _checkpoints(starts: Sequence[Start]) -> Iterator[str]:
+    events = [event for start in starts for event in start.facts.get("checkpoints", [])]
+    if not events:
+        return
+    table: Cells = [("checkpoint", "step", "at", "took", "folder")]
+    table += [
+        (
+            event["event"],
+            f"{event['step']:,}",
+            _time(event["at"]),
+            f"{number(event['seconds'])} s",
+            str(event["path"]),
+        )
+        for event in events
+    ]
+    yield '<section aria-labelledby="checkpoints"><h2 id="checkpoints">Checkpoints</h2><div class="wide">'
+    yield from table_html(table)
+    yield "</div></section>"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "?"
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _draw(traces: Traces, summary: Summary, found: list[str]) -> dict[int, DrawnStep]:
+    """Return the drawings of the steps that the page embeds, and add notes on those that it does not."""
+    steps = sorted(summary.bubble_by_step)
+    if not steps:
+        return {}
+    median = median_step(summary)
+    try:
+        of_median = draw_steps(traces, summary, [median])[median]
+        size = sum(len(row) for picture in of_median.pictures for row in picture.spans)
+        size += sum(len(row) for marks in of_median.marks for row in marks)
+        chosen = _chosen(summary, max(1, min(_MOST_STEPS, _MOST_INTERVALS // max(size, 1))))
+        if len(chosen) < len(steps):
+            found.append(
+                f"The page has the timetables of {len(chosen)} of {len(steps)} traced steps, the slowest among them. "
+                f"`trace view --step K` draws any step."
+            )
+        return draw_steps(traces, summary, chosen)
+    except ConfigError as error:
+        found.append(str(error))
+        return {}
+
+
+def _chosen(summary: Summary, count: int) -> list[int]:
+    """Return ``count`` steps: the median one, the slowest, and others at equal distances."""
+    steps = sorted(summary.bubble_by_step)
+    if len(steps) <= count:
+        return steps
+    first = [median_step(summary), max(steps, key=summary.makespan_by_step.__getitem__)][:count]
+    others = [step for step in steps if step not in first]
+    left = count - len(set(first))
+    even = [others[i * len(others) // left] for i in range(left)]
+    return sorted({*first, *even})
+
+
+def _timetables(steps: dict[int, DrawnStep], traces: Traces | None, summary: Summary | None) -> Iterator[str]:
+    """Yield the timetables of all steps, of which report.js shows one."""
+    if not steps or traces is None or summary is None:
+        return
+    shown = median_step(summary)
+    options = "".join(
+        f'<option value="{step}"{" selected" * (step == shown)}>{step} '
+        f"({summary.makespan_by_step[step] / 1e3:.4g} ms, bubble {summary.bubble_by_step[step]:.1%})</option>"
+        for step in steps
+    )
+    pictures, marks = steps[shown].pictures, steps[shown].marks
+    yield '<section aria-labelledby="step-title"><h2 id="step-title">A step, planned and measured</h2>'
+    yield f'<div class="picker"><label for="step">Step</label> <select id="step">{options}</select>'
+    yield '<button type="button" id="before" aria-label="Previous step">‹</button>'
+    yield '<button type="button" id="after" aria-label="Next step">›</button></div>'
+    yield f'<div class="head">{tools(pictures, marks)}</div>'
+    number = 0
+    for step, drawn in steps.items():
+        hidden = "" if step == shown else " hidden"
+        yield f'<div class="step" data-step="{step}"{hidden}>'
+        yield from sections(drawn.pictures, "ms", number)
+        yield "</div>"
+        number += len(drawn.pictures)
+    yield from (f"<p>{escape(note)}</p>" for note in notes_on_drawings(traces))
+    yield "</section>"
+
+
+def _plots(step: DrawnStep) -> list[Plot]:
+    return plots(step.pictures, AXIS, step.marks, step.rows)
+
+
+def _contradictions(rows: Sequence[Row], summary: Summary) -> list[str]:
+    """Return a note if the traces are not of the run with these metrics: a step's bubble is the same in both."""
+    measured = {row["step"]: row.get("bubble_measured") for row in rows}
+    if not measured:
+        return []
+    for step, bubble in sorted(summary.bubble_by_step.items()):
+        value = measured.get(step)
+        if value is not None and abs(value - bubble) > _SAME_BUBBLE:
+            return [
+                f"The traces are not of this run, or not of all its ranks: step {step} has a bubble of {bubble:.1%} in "
+                f"the traces and {value:.1%} in the metrics."
+            ]
+    return []
+
+
+def _listed(title: str, lines: Sequence[str]) -> Iterator[str]:
+    if lines:
+        items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+        yield f'<section aria-labelledby="notes"><h2 id="notes">{title}</h2><ul class="notes">{items}</ul></section>'
+
+
+def _details(facts: dict[str, Any]) -> Iterator[str]:
+    """Yield the printed plan and the JSON, folded."""
+    texts = {"Plan": facts.get("plan"), "JSON": facts.get("config"), "Model": facts.get("model")}
+    for name, value in texts.items():
+        if value:
+            text = value if isinstance(value, str) else json.dumps(value, indent=2)
+            yield f"<details><summary>{name}</summary><pre>{escape(text)}</pre></details>"
