@@ -32,7 +32,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Run:
-    """What was found.
+    """Metrics, facts and traces of a run.
 
     Attributes:
         name: name of the metrics file or folder.

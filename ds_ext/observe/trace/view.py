@@ -101,7 +101,7 @@ def _draw(traces: Traces, summary: Summary, step: int, events: StepEvents, unit:
 
 
 def _unit(traces: Traces) -> str:
-    """Return what a row of the drawing is: a "rank" if every rank is a device of its own, else a "device"."""
+    """Return what a row of the drawing is: a "rank" if each device has one rank, else a "device"."""
     ranks, world = traces.ranks.items(), traces.run["world_size"]
     is_rank = world == traces.run["pipeline_parallel_size"] and all(
         rank == trace.run["device"] for rank, trace in ranks

@@ -75,7 +75,7 @@ def html(
 
 
 def document(
-    title: str, body: Iterable[str], drawn: Iterable[Plot], *, css: str = "", script: str = ""
+    title: str, body: Iterable[str], drawn: Sequence[Plot], *, css: str = "", script: str = ""
 ) -> str:
     """Return a page whose script draws the timetables of its :func:`sections`.
 
@@ -86,7 +86,6 @@ def document(
         css: additional style sheet.
         script: additional script, which runs after the timetables are drawn.
     """
-    data = json.dumps(list(drawn), separators=(",", ":")).replace("<", "\\u003c")
     return "\n".join(
         (
             '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">',
@@ -95,13 +94,20 @@ def document(
             f"<title>{escape(title)}</title>",
             f"<style>\n{_theme_css()}\n{_file('page.css')}{css}</style>",
             *body,
-            f'<footer>{_HINT}</footer>\n<div id="tip" role="tooltip" hidden></div>',
-            '<p id="said" class="unseen" aria-live="polite"></p>',
-            "<noscript>The timetables are drawn by a script, which this browser does not run.</noscript>",
-            f'<script type="application/json" id="data">{data}</script>',
-            f"<script>\n{_file('page.js')}{_file('page_events.js')}{script}</script>\n</html>\n",
+            *(_drawing(drawn) if drawn else ()),
+            f"<script>\n{script}</script>\n</html>\n",
         )
     )
+
+
+def _drawing(drawn: Sequence[Plot]) -> Iterator[str]:
+    """Yield the data of the timetables, the script that draws them, and the elements that it fills."""
+    yield f'<footer>{_HINT}</footer>\n<div id="tip" role="tooltip" hidden></div>'
+    yield '<p id="said" class="unseen" aria-live="polite"></p>'
+    yield "<noscript>The timetables are drawn by a script, which this browser does not run.</noscript>"
+    data = json.dumps(drawn, separators=(",", ":")).replace("<", "\\u003c")
+    yield f'<script type="application/json" id="data">{data}</script>'
+    yield f"<script>\n{_file('page.js')}{_file('page_events.js')}</script>"
 
 
 def tools(simulations: Sequence[Simulation], marks: Sequence[Sequence[Sequence[Mark]]] = ()) -> str:
