@@ -179,6 +179,11 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self.use_transport(transport)
 
     @property
+    def peak_memory_bytes(self) -> int | None:
+        """Peak memory of the rank that needs the most; None before the first step."""
+        return max(self.peak_memory_of_ranks, default=None)
+
+    @property
     def bubble_simulated(self) -> float:
         """Share of the simulated step in which an average device does not compute."""
         return self.plan.simulation.bubble

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import shlex
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,8 +44,8 @@ def check_job(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
         require_checkpoint(args.load)
     if args.save:
         _require_writable("--save", Path(args.save), make=not args.dry_run)
-    if args.metrics_file:
-        _require_parent("--metrics-file", Path(args.metrics_file))
+    if args.metrics_file and rank() == 0:
+        _require_metrics_file(Path(args.metrics_file), make=not args.dry_run)
     traces = config.get("ds_ext", {}).get("trace", {}).get("dir")
     if traces:
         _require_writable("trace.dir", Path(traces), make=not args.dry_run)
@@ -116,16 +115,13 @@ def require_checkpoint(folder: str) -> None:
         raise ConfigError(f"--load {folder}: {str(error).removeprefix(f'{folder}: ')}") from None
 
 
-def _require_parent(flag: str, path: Path) -> None:
-    """Raise ConfigError unless a file can be written at ``path``."""
+def _require_metrics_file(path: Path, make: bool) -> None:
+    """Raise ConfigError if the path is a folder or its folder cannot be written to; ``make`` creates the folder."""
     if os.path.isdir(path):
-        raise ConfigError(f"{flag}: is a folder (got {path}). Give the name of a file in it.")
-    if not os.path.exists(path.parent):
-        make = f"mkdir -p {shlex.quote(str(path.parent))}"
         raise ConfigError(
-            f"{flag}: folder {path.parent} does not exist (got {path}). Create it with `{make}`."
+            f"--metrics-file: is a folder (got {path}). Name a file, such as {path / 'metrics.jsonl'}."
         )
-    _require_writable(flag, path.parent)
+    _require_writable("--metrics-file", path.parent, make)
 
 
 def _require_writable(flag: str, folder: Path, make: bool = False) -> None:

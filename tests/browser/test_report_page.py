@@ -141,6 +141,6 @@ def test_the_page_of_metrics_alone_has_no_errors(window: Window, tmp_path: Path)
     back = window.run("return location.href")
     window.open(tmp_path / "page.html")
     settle(window)
-    assert window.run("return [figures.length, plots.length]") == [7, 0]
+    assert window.run("return [figures.length, document.querySelectorAll('canvas').length]") == [7, 0]
     assert window.console() == []
     window.run("location.href = arguments[0]", back)

@@ -138,7 +138,11 @@ FLAG_FAULTS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ("SentencePieceTokenizer needs", ".model file (got tokenizer.json)"),
     ),
     "tokenizer without files": (["--tokenizer-type", "GPT2BPETokenizer"], ("--merge-file", "got none")),
-    "no folder": (["--metrics-file", "nowhere/metrics"], ("nowhere does not exist", "`mkdir -p nowhere`")),
+    "metrics below a file": (
+        ["--metrics-file", "bitpipe.json/metrics"],
+        ("--metrics-file", "bitpipe.json is a file"),
+    ),
+    "metrics into a folder": (["--metrics-file", "."], ("--metrics-file", "(got .)", "metrics.jsonl")),
     "learning rate": (["--weight-decay", "-1"], ("--weight-decay: ", "got -1.0")),
     "no steps": (["--train-iters", "0"], ("--train-iters",)),
 }

@@ -12,9 +12,13 @@ from typing import Any
 
 import pytest
 
+from ds_ext.__main__ import main
 from ds_ext.data.meta import read_meta
 from ds_ext.errors import ConfigError
 from ds_ext.models.gpt import GPTConfig
+from ds_ext.observe.report.folder import read_run
+from ds_ext.observe.trace.read import read_traces
+from ds_ext.observe.trace.summary import summarize
 from ds_ext.training.checkpoint_fit import check_load
 from ds_ext.training.setup import model_sizes, plan_job
 from tests.launch.forked import ForkedJob, run_forked
@@ -109,7 +113,7 @@ def test_training_shows_its_own_lines_only_and_resumes_where_it_was(
         plan_end = next(number for number, line in enumerate(lines) if "its backward" in line)
         assert lines[0].startswith("schedule  bitpipe")
         known = re.compile(
-            r"step |resumed from |(final|validation) loss |next: |      (show the timetable|continue training) "
+            r"step |resumed from |(final|validation) loss |next: |      (show the|continue|report of) "
         )
         assert all(known.match(line) for line in lines[plan_end + 1 :]), text
         assert re.search(
@@ -317,6 +321,52 @@ def test_the_plan_can_be_omitted(tmp_path: Path, free_port: Callable[[], int]) -
     )
     results = run_forked([["own.py"]] * 2, tmp_path, port=free_port())
     assert [(result.returncode, result.stdout) for result in results] == [(0, "")] * 2
+
+
+def test_the_report_of_a_resumed_run(train_forked: Callable[..., str], config: Path, tmp_path: Path) -> None:
+    """Metrics, record and traces of two starts fit together, and the page has the numbers of both."""
+    job, metrics, saved = json.loads(config.read_text()), tmp_path / "run" / "steps.jsonl", tmp_path / "saved"
+    job["ds_ext"]["trace"] = {"dir": "run/traces"}
+    write_json(config, job)
+    flags = [
+        "--metrics-file",
+        str(metrics),
+        "--save",
+        str(saved),
+        "--eval-interval",
+        "2",
+        "--eval-iters",
+        "1",
+    ]
+    text = train_forked("--train-iters", "3", "--save-interval", "2", *flags)
+    assert f"python -m ds_ext report {metrics} -o report.html" in text
+    train_forked("--train-iters", "4", "--load", str(saved), *flags)
+
+    run = read_run(tmp_path / "run")
+    assert run.notes == [] and [[row["step"] for row in start.rows] for start in run.starts] == [
+        [1, 2, 3],
+        [4],
+    ]
+    first, second = (start.facts for start in run.starts)
+    events = [
+        [(event["event"], event["step"]) for event in facts["checkpoints"]] for facts in (first, second)
+    ]
+    assert events == [[("saved", 2), ("saved", 3)], [("loaded", 3), ("saved", 4)]]
+    assert all(Path(event["path"]).is_dir() for event in first["checkpoints"])
+    assert (first["world_size"], first["pipeline_parallel_size"], first["micro_batches"]) == (2, 2, 4)
+    assert [rank["device"] for rank in first["ranks"]] == [0, 1] and first["model"]["hidden_size"] == 16
+    assert max(second["peak_memory_bytes"]) == pytest.approx(run.rows[-1]["peak_memory_bytes"], rel=0.02)
+    # A step's bubble is the same in metrics and traces, also if an evaluation follows the step.
+    assert run.traces is not None
+    bubbles = summarize(run.traces).bubble_by_step
+    assert bubbles == {4: pytest.approx(run.rows[-1]["bubble_measured"], abs=1e-6)}
+    earlier = next((tmp_path / "run" / "traces").glob("*/rank0.json")).parent
+    bubbles = summarize(read_traces(earlier)).bubble_by_step
+    assert [bubbles[step] for step in (1, 2, 3)] == [
+        pytest.approx(row["bubble_measured"], abs=1e-6) for row in run.rows[:3]
+    ]
+    assert main(["report", str(metrics.parent), "-o", str(tmp_path / "page.html")]) == 0
+    assert re.findall(r'data-step="(\d+)"', (tmp_path / "page.html").read_text()) == ["4"]
 
 
 def test_trains_with_an_own_schedule_of_the_jobs_folder(
