@@ -34,6 +34,7 @@ from ..errors import ConfigError
 from ..launch import slurm
 from ..launch.failure import rank, world_size
 from ..launch.job_facts import code_facts, setting_facts
+from ..launch.launcher import set_single_rank
 from ..launch.process import has_logging, set_up_logging
 from ..launch.roll_call import Facts, compare, meet, one_refusal
 from ..parallel.fbd import FORWARD_ROLE, DisaggregatedLayout
@@ -75,7 +76,7 @@ def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> No
 
     Before that, all ranks compare versions, source code and ``facts``. Logging is set up as by
     :func:`ds_ext.launch.process.set_up_logging`, unless the script has done so. Under Slurm's `srun`, rank, world size
-    and address of rank 0 come from Slurm's variables.
+    and address of rank 0 come from Slurm's variables. A process without a launcher is the only rank.
 
     Args:
         timeout_s: time limit for the other ranks, in seconds.
@@ -86,6 +87,7 @@ def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> No
         TransportError: a rank did not join in time.
     """
     slurm.set_rank()
+    set_single_rank()
     if not has_logging():
         set_up_logging()
     if get_accelerator().device_name() == "cpu" and "OMP_NUM_THREADS" not in os.environ:

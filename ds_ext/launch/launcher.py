@@ -11,6 +11,7 @@ import base64
 import json
 import os
 import shlex
+import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,6 +24,18 @@ DEEPSPEED, NODE_LAUNCHER = ("deepspeed", "deepspeed.pt", "ds"), "deepspeed.launc
 _TORCHRUN = ("torchrun", "torch.distributed.run")
 _ADDED = ("--local_rank", "--local-rank")
 _UNKNOWN_HOSTFILE = "HOSTFILE"
+
+
+def set_single_rank() -> None:
+    """Make a process that no launcher has started the only rank of its job, through the launchers' variables."""
+    if any(name in os.environ for name in slurm.OTHER_LAUNCHERS):
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(port))
 
 
 def launch_again(script: Sequence[str], arguments: Sequence[str]) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ..errors import ConfigError
 
 # Variables of other launchers. An `mpirun` inside a job starts its daemons with srun, and its ranks inherit SLURM_*.
-_OTHER_LAUNCHERS = ("RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "MPI_LOCALRANKID")
+OTHER_LAUNCHERS = ("RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "MPI_LOCALRANKID")
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # batch script, interactive and external step (slurm.h)
 _NO_GPU = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES on hosts without GPUs
 _FIRST_PORT, _PORTS, _STEPS = 10_000, 20_000, 16  # below the ephemeral ports, which start at 32768
@@ -74,7 +74,7 @@ def set_rank() -> None:
     """
     global _launched_by
     environ = os.environ
-    if not _in_step(environ) or any(name in environ for name in _OTHER_LAUNCHERS):
+    if not _in_step(environ) or any(name in environ for name in OTHER_LAUNCHERS):
         return
     environ["RANK"] = environ["SLURM_PROCID"]  # so that only rank 0 reports an error of all ranks
     step = read_step(environ)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -308,6 +311,37 @@ def test_an_own_script_has_plan_lines_metrics_and_monitors(
         assert [float(line.split(",")[1]) for line in lines] == pytest.approx(
             [half * row[key] for row in rows]
         )
+
+
+def test_an_own_script_without_a_launcher_is_the_only_rank(tmp_path: Path) -> None:
+    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    config: dict[str, Any] = {
+        "train_batch_size": 4,
+        "ds_ext": {"schedule": "1f1b", "pipeline_parallel_size": 2},
+    }
+    (tmp_path / "own.py").write_text(
+        "import sys, torch, ds_ext\n"
+        "from ds_ext.launch import process\n"
+        "def main():\n"
+        "    ds_ext.init_distributed()\n"
+        f"    config = {config}\n"
+        "    config['ds_ext']['pipeline_parallel_size'] = int(sys.argv[1])\n"
+        "    model = ds_ext.PipelineModule([torch.nn.Linear(1, 1)] * 4, config, loss_fn=torch.nn.functional.mse_loss)\n"
+        "    data = [(torch.ones(1), torch.zeros(1))] * 8\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    engine, *_ = ds_ext.initialize(model=model, optimizer=optimizer, training_data=data)\n"
+        "    print('loss', float(engine.train_batch()))\n"
+        "process.run(main)\n"
+    )
+    for devices, status in (("1", 0), ("2", 2)):
+        words = [sys.executable, "own.py", devices]
+        done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+        assert done.returncode == status, done.stderr
+        if status == 0:
+            assert re.search(r"^loss [\d.]+$", done.stdout, re.MULTILINE)
+        else:
+            errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+            assert len(errors) == 1 and "(got 1)" in errors[0] and "Traceback" not in done.stderr
 
 
 def test_the_plan_can_be_omitted(tmp_path: Path, free_port: Callable[[], int]) -> None:
