@@ -27,7 +27,7 @@ _GROWTH = 1.01  # of a rank's peak memory before the file is written again
 
 def record_file(metrics_file: Path) -> Path:
     """Return the path of the record that belongs to a metrics file."""
-    return metrics_file.with_suffix(SUFFIX)
+    return metrics_file.with_name(metrics_file.name.removesuffix(".jsonl") + SUFFIX)
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:

@@ -32,6 +32,13 @@ def test_a_start_has_its_facts_memory_and_checkpoints(tmp_path: Path) -> None:
     assert [(item["event"], item["step"]) for item in start["checkpoints"]] == [("loaded", 3), ("saved", 4)]
 
 
+def test_files_have_separate_records() -> None:
+    names = ("metrics.jsonl", "steps", "run.1", "run.2", "a.b.jsonl")
+    found = [record_file(Path("folder", name)) for name in names]
+    wanted = ("metrics", "steps", "run.1", "run.2", "a.b")
+    assert found == [Path("folder", f"{name}.run.json") for name in wanted]
+
+
 def test_memory_is_written_again_only_if_it_has_grown(tmp_path: Path) -> None:
     record = RunRecord(tmp_path / "metrics.jsonl", {}, [])
     path, seen = record_file(tmp_path / "metrics.jsonl"), []
