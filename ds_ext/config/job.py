@@ -21,7 +21,7 @@ from ..pipe_schedules import Schedule, get_schedule
 from ..pipe_schedules.files import is_timetable_file, schedule_of_file
 from ..pipe_schedules.registry import import_modules
 from .deepspeed_json import check_deepspeed_keys, parse_json
-from .sections import FbdOptions, Section, TraceOptions, TransportOptions
+from .sections import FbdOptions, RecoveryOptions, Section, TraceOptions, TransportOptions
 
 AUTO = "auto"  # the schedule that the planner chooses
 
@@ -43,6 +43,7 @@ class DsExtConfig(Section):
     transport_options: TransportOptions = TransportOptions()
     fbd: FbdOptions = FbdOptions()
     trace: TraceOptions = TraceOptions()
+    recovery: RecoveryOptions | None = None
     train: dict[str, Any] = Field(default_factory=dict)
 
 

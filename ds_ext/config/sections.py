@@ -1,4 +1,4 @@
-"""Objects inside the ``"ds_ext"`` section: transport_options, fbd and trace. Needs no torch."""
+"""Objects inside the ``"ds_ext"`` section: transport_options, fbd, trace and recovery. Needs no torch."""
 
 from __future__ import annotations
 
@@ -107,3 +107,13 @@ class TraceOptions(Section):
                 f"ds_ext.trace.steps: no folder for the traces (got {self.steps!r} without trace.dir). Set "
                 f'"trace": {{"dir": "traces", "steps": "{self.steps}"}}, or omit steps.'
             )
+
+
+class RecoveryOptions(Section):
+    """Options of snapshots in host memory.
+
+    Attributes:
+        every: steps from one snapshot to the next.
+    """
+
+    every: int = Field(default=1, ge=1)

@@ -69,6 +69,7 @@ from .grad_sync import EagerReduction, Gradients, clip_grad_norm, why_not_eager
 from .loss_watch import LossWatch
 from .messages import Kind, StageMessages, link_credits, pack
 from .module import PipelineModule
+from .recovery.recovery import Recovered, Recovery
 from .stage import Buffer, DeferralReport, StageForward, loss_of, mean_over_ranks
 from .together import by_rank_0
 from .tracing.clock import BusyClock
@@ -106,6 +107,8 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         checkpoint_events: checkpoints saved and loaded so far: ``event`` ("saved", "failed" or "loaded"), ``path``,
             ``step``, ``seconds`` taken, and ``at``, its end in seconds since 1970.
         on_checkpoint_event: function called on this rank after each new event; None: none.
+        recovery: snapshots in host memory; None without the section "recovery".
+        recovered: result of the last :meth:`recover`.
         deferred_share: share of the trained elements whose gradients the first step deferred; None before that step,
             and for schedules with whole backwards.
     """
@@ -177,6 +180,8 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             )
         self._use_optimizer()
         self.use_transport(transport)
+        self.recovery = None if settings.recovery is None else Recovery(self, settings.recovery)
+        self.recovered: Recovered | None = None
 
     @property
     def peak_memory_bytes(self) -> int | None:
@@ -583,8 +588,9 @@ class PipelineEngine(DeepSpeedPipelineEngine):
                 self.tracer.end_step()
             self.loss_watch.loss(step, float(loss), self.skipped_steps > skipped)
         self.step_s, self.step_lr = time.perf_counter() - begin, float(rates[0]) if rates else 0.0
+        if self.recovery is not None:
+            self.recovery.completed()
         self._write_events()
-        self._data.source.advance(self.running.micro_batches * self.layout.data_parallel_size)
         return loss
 
     def _write_events(self) -> None:
@@ -699,6 +705,10 @@ class PipelineEngine(DeepSpeedPipelineEngine):
     def _aggregate_total_loss(self) -> Tensor:
         """Return the mean loss of all micro-batches of all groups, on every rank. Also take the measurements."""
         self.transport.settle()
+        if self.running.program.timetable.trains:
+            self._data.source.advance(self.running.micro_batches * self.layout.data_parallel_size)
+            if self.recovery is not None:
+                self.recovery.snapshot()
         measured = [float(self._loss_sum), *self.busy.read(), float(peak_memory_bytes(self.device))]
         additional = self._additional_losses.sums()
         table = self._gather_rows([*measured, *additional, *self._shared_numbers()])
@@ -834,6 +844,25 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         )
         if self.on_checkpoint_event is not None:
             self.on_checkpoint_event()
+
+    def recover(self, data_iter: Batches | None = None) -> Recovered | None:
+        """Continue from the newest snapshots in host memory after the launcher has restarted the ranks.
+
+        Call it before the first step, on all ranks; then train from ``engine.global_steps``. Returns None without the
+        section "recovery", at the first start, and if a snapshot of some rank was lost.
+
+        Args:
+            data_iter: source of the micro-batches; None: ``training_data``.
+        """
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        if self.recovery is None:
+            return None
+        with self._in_activity("loading snapshots"):
+            self.recovered = self.recovery.recover()
+            if self.recovered is not None:
+                self.weights_loaded()
+        return self.recovered
 
     # --- failures ---
 

@@ -36,7 +36,7 @@ class RollCall:
     """Comparison of the jobs of all ranks.
 
     Args:
-        store: torch.distributed store that all ranks can reach.
+        store: torch.distributed store that all ranks can reach, an attribute afterwards.
         rank: global rank of this process.
         world_size: number of ranks.
     """
@@ -44,11 +44,10 @@ class RollCall:
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
+        self.store = store
         self.rank, self.world_size = rank, world_size
-        # All ranks make the same roll calls in the same order, so that the n-th calls belong together. On one host
-        # torchrun may keep its store across restarts; on several hosts it creates a new one.
-        restarts = "0" if spans_hosts(world_size) else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        attempt, self._shared = f"ds_ext/{restarts}", store
+        # All ranks make the same roll calls in the same order, so that the n-th calls belong together.
+        attempt, self._shared = f"ds_ext/{attempt_in_store(world_size)}", store
         number = store.add(f"{attempt}/roll_calls/{rank}", 1)
         self._store = PrefixStore(f"{attempt}/roll_call/{number}", store)
 
@@ -219,6 +218,14 @@ def stop_other_hosts(rank: int, world_size: int, text: str, kind: str) -> bool:
         call = meet(rank, world_size, _RANK_0_S)
         return call is not None and call.fail(text, kind, _RANK_0_S)
     return False
+
+
+def attempt_in_store(world_size: int) -> int:
+    """Return how often ranks have already used the rendezvous store.
+
+    On one host torchrun keeps its store across restarts; on several hosts it creates a new one.
+    """
+    return 0 if spans_hosts(world_size) else int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def spans_hosts(world_size: int) -> bool:

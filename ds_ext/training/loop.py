@@ -89,7 +89,7 @@ class Trainer:
         args = self.args
         if args.save:
             self.engine.try_checkpoint_folder(args.save)
-        step = self.resume()
+        step = self.recover() or self.resume()
         if step >= args.train_iters:
             say(f"nothing to train: checkpoint at step {step}, --train-iters {args.train_iters}")
             return 0
@@ -160,6 +160,19 @@ class Trainer:
             say_error(f"step {step}: {error} Training continues.")
         else:
             say(f"step {step}: saved {Path(self.args.save) / f'step_{step}'}")
+
+    def recover(self) -> int:
+        """Continue after a restart by the launcher: from memory, else from the last checkpoint. Returns the step, or 0.
+
+        Frozen weights are in neither kind of snapshot, so ``--load`` is read before.
+        """
+        if self.args.load:
+            self.resume()
+        recovered = self.engine.recover(self.train)
+        if recovered is not None:
+            say(str(recovered))
+            return recovered.step
+        return 0
 
     def resume(self) -> int:
         """Load the checkpoint of ``--load`` and return its step. Raises CheckpointError if another script saved it."""

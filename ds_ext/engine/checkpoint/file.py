@@ -49,6 +49,19 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         CheckpointError: the format has no name for a tensor's dtype; nothing is written.
         OSError: the file cannot be written; contains the file's name.
     """
+    header = header_of(tensors)
+    with CheckedFile(path) as file:
+        file.write(header)
+        for tensor in tensors.values():
+            file.write(_bytes(tensor.detach().cpu().contiguous()))
+    return file.record
+
+
+def header_of(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return the start of a safetensors file, whose length is a multiple of 8; the tensors follow in this order.
+
+    Raises CheckpointError for a dtype that the format does not have.
+    """
     header, end = {}, 0
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPE_NAMES:
@@ -64,11 +77,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # align the tensors
-    with CheckedFile(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            file.write(_bytes(tensor.detach().cpu().contiguous()))
-    return file.record
+    return len(text).to_bytes(8, "little") + text
 
 
 class TensorFile:
@@ -113,6 +122,11 @@ class TensorFile:
     def dtype(self, name: str) -> str:
         """Return the dtype of a tensor in the format's spelling: F32, BF16, ..."""
         return self._header[name]["dtype"]
+
+    def whole(self, name: str) -> Tensor:
+        """Return a tensor, on the CPU."""
+        shape = self.shape(name)
+        return self.read(name, 0, math.prod(shape)).view(shape)
 
     def read(self, name: str, start: int, numel: int) -> Tensor:
         """Return ``numel`` elements of a flattened tensor from index ``start``, on the CPU."""

@@ -57,7 +57,7 @@ RESERVED_KEYS = (
         DATA_POSITION,
     ),
 )
-_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def save_checkpoint(
@@ -275,7 +275,7 @@ def _state_of(engine: Checkpointed, client_state: Mapping[str, Any]) -> dict[str
         "optimizer": None,
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
         "lr_scheduler_class": None if scheduler is None else type(scheduler).__name__,
-        "loss_scale": {key: getattr(scaler, key) for key in _LOSS_SCALE if hasattr(scaler, key)},
+        "loss_scale": {key: getattr(scaler, key) for key in LOSS_SCALE if hasattr(scaler, key)},
         DATA_POSITION: position,
         "dp_world_size": engine.dp_world_size,
         "mp_world_size": 1,  # for DeepSpeed's loader: number of these files

@@ -1,0 +1,186 @@
+"""Two snapshots of a rank in its host's memory, of which a kill at any instruction leaves one complete.
+
+A rank has three files of the keeper:
+
+    rank3.records   for each slot: step, checksum and size; and the last completed step
+    rank3.0         safetensors file with the tensors of a snapshot and, as tensor "state", its other values
+    rank3.1         the same, of another step
+
+Snapshots alternate between the slots. Writing sets the slot's step to NONE, writes the tensors, and then sets checksum,
+size and, last, the step. A step number in the records therefore belongs to a complete snapshot.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import time
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ..checkpoint.file import TensorFile, header_of
+from .keeper import Keeper, KeeperError
+
+STATE = "state"
+NONE = 0  # of a step: a new file is zero, and the first snapshot is that of step 1
+_STATE_UNIT = 4096  # bytes; the state may grow within the unit
+_RECORDS_BYTES = 4096
+_PROGRESS, _PROGRESS_NS, _FIRST_SLOT = 0, 1, 2  # indices in the records, each an int64
+_STEP, _CHECKSUM, _SIZE, _STATE_BYTES, _PER_SLOT = 0, 1, 2, 3, 4
+
+
+class _Slot(NamedTuple):
+    """Mapped file of a slot: layout of the tensors, bytes of the file, and a view for every tensor."""
+
+    layout: tuple[Any, ...]
+    content: memoryview
+    views: dict[str, Tensor]
+
+
+class Slots:
+    """Snapshots of one rank.
+
+    Args:
+        keeper: keeper of this host, running.
+        rank: global rank that writes the snapshots.
+
+    Raises:
+        KeeperError: the keeper does not answer or has no memory.
+    """
+
+    def __init__(self, keeper: Keeper, rank: int) -> None:
+        self._keeper, self._rank = keeper, rank
+        self._records = np.frombuffer(self._map(f"rank{rank}.records", _RECORDS_BYTES), dtype=np.int64)
+        self._slots: dict[int, _Slot] = {}
+
+    @property
+    def progress(self) -> tuple[int, float]:
+        """Last completed step, and its end in seconds since 1970; NONE before the first one."""
+        return int(self._records[_PROGRESS]), float(self._records[_PROGRESS_NS]) / 1e9
+
+    def completed(self, step: int) -> None:
+        """Record that all ranks completed a step."""
+        self._records[_PROGRESS_NS] = time.time_ns()
+        self._records[_PROGRESS] = step
+
+    def steps(self) -> list[int]:
+        """Return the steps of the complete snapshots."""
+        return [step for step in (int(self._record(slot)[_STEP]) for slot in (0, 1)) if step != NONE]
+
+    def forget_after(self, step: int) -> None:
+        """Remove snapshots of later steps, which will run again."""
+        for slot in (0, 1):
+            if self._record(slot)[_STEP] > step:
+                self._record(slot)[_STEP] = NONE
+
+    def write(self, step: int, tensors: Mapping[str, Tensor], state: bytes) -> None:
+        """Write a snapshot over the older one.
+
+        Args:
+            step: number of completed steps.
+            tensors: weights and optimizer states by name, on any device.
+            state: other values, from :func:`packed`.
+
+        Raises:
+            KeeperError: there is not enough memory.
+        """
+        older = min((0, 1), key=lambda slot: int(self._record(slot)[_STEP]))
+        record = self._record(older)
+        record[_STEP] = NONE
+        slot = self._reserve(older, tensors, len(state))
+        for name, tensor in tensors.items():
+            slot.views[name].copy_(tensor.detach(), non_blocking=True)
+        slot.views[STATE][: len(state)] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        if any(tensor.device.type == "cuda" for tensor in tensors.values()):
+            torch.cuda.current_stream().synchronize()
+        record[_CHECKSUM], record[_SIZE] = zlib.crc32(slot.content), len(slot.content)
+        record[_STATE_BYTES] = len(state)
+        record[_STEP] = step
+
+    def read(self, step: int) -> tuple[dict[str, Tensor], bytes]:
+        """Return copies of the tensors and the state of a snapshot.
+
+        Raises:
+            CheckpointError: there is no snapshot of this step, or its checksum is wrong.
+        """
+        slot = next((slot for slot in (0, 1) if self._record(slot)[_STEP] == step), None)
+        if slot is None:
+            raise CheckpointError(f"rank {self._rank}: no snapshot of step {step} (got {self.steps()}).")
+        record, name = self._record(slot), f"rank{self._rank}.{slot}"
+        descriptor = self._keeper.open(name)
+        try:
+            with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as content:
+                checksum = zlib.crc32(memoryview(content)[: int(record[_SIZE])])
+            if checksum != record[_CHECKSUM]:
+                raise CheckpointError(
+                    f"rank {self._rank}: the snapshot of step {step} is damaged (got checksum {checksum:08x} instead "
+                    f"of {int(record[_CHECKSUM]):08x})."
+                )
+            file = TensorFile(Path(f"/proc/self/fd/{descriptor}"))
+            tensors = {name: file.whole(name) for name in file.names}
+        finally:
+            os.close(descriptor)
+        return tensors, tensors.pop(STATE)[: int(record[_STATE_BYTES])].numpy().tobytes()
+
+    def _record(self, slot: int) -> Any:
+        first = _FIRST_SLOT + slot * _PER_SLOT
+        return self._records[first : first + _PER_SLOT]
+
+    def _reserve(self, number: int, tensors: Mapping[str, Tensor], state_bytes: int) -> _Slot:
+        """Return the memory of a slot for these tensors; the same as last time if they have the same layout."""
+        layout = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
+        slot = self._slots.get(number)
+        if slot is not None and slot.layout == layout and state_bytes <= slot.views[STATE].numel():
+            return slot
+        # Large elements first: all tensors are then aligned.
+        ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+        capacity = (state_bytes // _STATE_UNIT + 2) * _STATE_UNIT
+        header = header_of({**ordered, STATE: torch.empty(capacity, dtype=torch.uint8, device="meta")})
+        size = len(header) + sum(t.numel() * t.element_size() for t in ordered.values()) + capacity
+        if f"rank{self._rank}.{1 - number}" not in self._keeper.files():
+            self._map(f"rank{self._rank}.{1 - number}", size)  # so that a lack of memory appears now
+        mapping = self._map(f"rank{self._rank}.{number}", size)
+        content = torch.frombuffer(mapping, dtype=torch.uint8)
+        content[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        slot = _Slot(layout, memoryview(mapping), _views(content[len(header) :], ordered, capacity))
+        self._slots[number] = slot
+        return slot
+
+    def _map(self, name: str, size: int) -> mmap.mmap:
+        descriptor = self._keeper.open(name, size)
+        try:
+            return mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+
+
+def _views(content: Tensor, tensors: Mapping[str, Tensor], capacity: int) -> dict[str, Tensor]:
+    views, start = {}, 0
+    for name, tensor in tensors.items():
+        end = start + tensor.numel() * tensor.element_size()
+        views[name] = content[start:end].view(tensor.dtype).view(tensor.shape)
+        start = end
+    return {**views, STATE: content[start : start + capacity]}
+
+
+def packed(state: Mapping[str, Any]) -> bytes:
+    """Return plain values as bytes."""
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    return buffer.getvalue()
+
+
+def unpacked(data: bytes) -> dict[str, Any]:
+    """Return the values of :func:`packed`."""
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+__all__ = ["NONE", "KeeperError", "Slots", "packed", "unpacked"]
