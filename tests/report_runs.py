@@ -31,7 +31,8 @@ def metrics_row(step: int, **values: Any) -> dict[str, Any]:
         "iter_time_s": PRICED.makespan * UNIT_US / 1e6, "samples_per_s": 40.0, "tokens_per_s": 640.0,
         "tflops_per_device": None, "mfu": None, "consumed_samples": 16 * step, "schedule": "bitpipe",
         "transport": "shm", "peak_memory_bytes": 300 * MIB, "bubble_measured": PRICED.bubble,
-        "bubble_simulated": 0.125, "losses": {}, "validation_loss": None, "validation_losses": {}, **values,
+        "bubble_simulated": 0.125, "losses": {}, "validation_loss": None, "validation_losses": {}, "snapshot_s": None,
+        "recovered_from_step": None, **values,
     }  # fmt: skip
 
 

@@ -108,7 +108,8 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             ``step``, ``seconds`` taken, and ``at``, its end in seconds since 1970.
         on_checkpoint_event: function called on this rank after each new event; None: none.
         recovery: snapshots in host memory; None without the section "recovery".
-        recovered: result of the last :meth:`recover`.
+        snapshot_s: seconds that this rank's snapshot of the last step took; None without one.
+        recovered_from_step: in the first step after a recovery, the step from which it continued; else None.
         deferred_share: share of the trained elements whose gradients the first step deferred; None before that step,
             and for schedules with whole backwards.
     """
@@ -181,7 +182,8 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self._use_optimizer()
         self.use_transport(transport)
         self.recovery = None if settings.recovery is None else Recovery(self, settings.recovery)
-        self.recovered: Recovered | None = None
+        self.snapshot_s: float | None = None
+        self.recovered_from_step: int | None = None
 
     @property
     def peak_memory_bytes(self) -> int | None:
@@ -589,7 +591,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             self.loss_watch.loss(step, float(loss), self.skipped_steps > skipped)
         self.step_s, self.step_lr = time.perf_counter() - begin, float(rates[0]) if rates else 0.0
         if self.recovery is not None:
-            self.recovery.completed()
+            self.recovered_from_step = self.recovery.completed()
         self._write_events()
         return loss
 
@@ -708,7 +710,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         if self.running.program.timetable.trains:
             self._data.source.advance(self.running.micro_batches * self.layout.data_parallel_size)
             if self.recovery is not None:
-                self.recovery.snapshot()
+                self.snapshot_s = self.recovery.snapshot()
         measured = [float(self._loss_sum), *self.busy.read(), float(peak_memory_bytes(self.device))]
         additional = self._additional_losses.sums()
         table = self._gather_rows([*measured, *additional, *self._shared_numbers()])
@@ -859,10 +861,10 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         if self.recovery is None:
             return None
         with self._in_activity("loading snapshots"):
-            self.recovered = self.recovery.recover()
-            if self.recovered is not None:
+            recovered = self.recovery.recover()
+            if recovered is not None:
                 self.weights_loaded()
-        return self.recovered
+        return recovered
 
     # --- failures ---
 

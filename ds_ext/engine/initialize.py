@@ -34,7 +34,7 @@ from ..errors import ConfigError
 from ..launch import slurm
 from ..launch.failure import rank, world_size
 from ..launch.job_facts import code_facts, setting_facts
-from ..launch.launcher import set_single_rank
+from ..launch.launcher import require_restarts, set_single_rank
 from ..launch.process import has_logging, set_up_logging
 from ..launch.roll_call import Facts, RollCall, attempt_in_store, compare, meet, one_refusal
 from ..parallel.fbd import FORWARD_ROLE, DisaggregatedLayout
@@ -195,6 +195,8 @@ def initialize(
         job, sizes = model.plan.job, model.plan.sizes
         _require_samples_by_index(training_data)
         check_precision(job)
+        if job.ds_ext.recovery is not None:
+            require_restarts()
         if optimizer is None:
             _require_optimizer_for_zero(job.deepspeed)
         check_deepspeed(job.deepspeed, optimizer=optimizer is None, scheduler=lr_scheduler is None)

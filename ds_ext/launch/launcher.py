@@ -15,6 +15,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ..errors import ConfigError
 from . import slurm
 from .failure import process_state, world_size
 from .roll_call import spans_hosts
@@ -36,6 +37,17 @@ def set_single_rank() -> None:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(port))
+
+
+def require_restarts() -> None:
+    """Raise ConfigError unless the launcher restarts ranks."""
+    allowed = os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+    if allowed is None or int(allowed) < 1:
+        got = "a launcher that does not" if allowed is None else f"--max-restarts {allowed}"
+        raise ConfigError(
+            f"ds_ext.recovery: needs a launcher that restarts ranks (got {got}). Start with `torchrun --nproc_per_node "
+            f"RANKS --max-restarts 3 SCRIPT ...`, or remove the section."
+        )
 
 
 def launch_again(script: Sequence[str], arguments: Sequence[str]) -> tuple[str, str]:

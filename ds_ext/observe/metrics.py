@@ -43,6 +43,8 @@ class MeasuredEngine(Protocol):
     run_facts: dict[str, Any]
     checkpoint_events: list[dict[str, Any]]
     on_checkpoint_event: Callable[[], None] | None
+    snapshot_s: float | None
+    recovered_from_step: int | None
     agg_additional_losses: Mapping[str, torch.Tensor] | None
 
     @property
@@ -81,6 +83,8 @@ class StepMetrics:
     losses: dict[str, float] = field(default_factory=dict)
     validation_loss: float | None = None
     validation_losses: dict[str, float] = field(default_factory=dict)
+    snapshot_s: float | None = None
+    recovered_from_step: int | None = None
 
     def line(self, total_steps: int | None = None) -> str:
         """Return the progress line."""
@@ -209,6 +213,8 @@ class Metrics:
             losses=_floats(engine.agg_additional_losses),
             validation_loss=None if validation_loss is None else float(validation_loss),
             validation_losses=_floats(validation_losses),
+            snapshot_s=engine.snapshot_s,
+            recovered_from_step=engine.recovered_from_step,
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 from ..comm.rounds import links_per_rank, rounds
 from ..config.batch_sizes import counted
+from ..config.deepspeed_json import precision, zero_stage
 from ..parallel.layout import ParallelLayout
 from ..parallel.links import links_of
 from ..pipe_schedules.costs import Costs
@@ -62,6 +63,7 @@ def describe(
         *_describe_stages(plan, boundaries, layer_names),
         *_describe_costs(plan, simulation, message_bytes, priced),
         *_describe_devices(parameters, memory),
+        *_describe_recovery(plan, memory),
         *([] if defers else _describe_whole_backwards(plan, simulation.costs)),
         *_describe_communicators(plan),
         *_describe_candidates(plan),
@@ -147,6 +149,25 @@ def _describe_devices(parameters: Sequence[int], memory: Sequence[DeviceMemory])
         if len(rows) > _DEVICES_SHOWN:
             lines.append(f"  and {len(rows) - _DEVICES_SHOWN} more")
     return lines
+
+
+def _describe_recovery(plan: JobPlan, memory: Sequence[DeviceMemory]) -> list[str]:
+    """Return which failures the snapshots survive, and their memory."""
+    options = plan.job.ds_ext.recovery
+    if options is None:
+        return []
+    every = "step" if options.every == 1 else f"{options.every} steps"
+    size = ""
+    if memory:
+        # Without ZeRO, fp32 weights are their own master weights.
+        whole = precision(plan.job.deepspeed) == "fp32" and zero_stage(plan.job.deepspeed) == 0
+        largest = max(device.optimizer + (device.weights if whole else 0) for device in memory)
+        size = f", 2 x {format_bytes(largest)} per rank at most"
+    return [
+        f"recovery  a snapshot every {every} in host memory{size}",
+        "          a rank is killed: continues from the snapshots (torchrun --max-restarts)",
+        "          a host is lost: continues from the last checkpoint on disk",
+    ]
 
 
 def _describe_whole_backwards(plan: JobPlan, costs: Costs) -> list[str]:

@@ -19,6 +19,8 @@ from ..data.blend import parse_data_path
 from ..data.datasets import parse_split
 from ..engine import PipelineEngine
 from ..engine.batches import MicroBatches
+from ..engine.checkpoint.folder import has_checkpoint
+from ..engine.recovery.recovery import restarts
 from ..errors import CheckpointError
 from ..launch.launcher import launch_again
 from ..launch.process import EXIT_FAILED, rank
@@ -89,7 +91,7 @@ class Trainer:
         args = self.args
         if args.save:
             self.engine.try_checkpoint_folder(args.save)
-        step = self.recover() or self.resume()
+        step = self.recover()
         if step >= args.train_iters:
             say(f"nothing to train: checkpoint at step {step}, --train-iters {args.train_iters}")
             return 0
@@ -162,27 +164,38 @@ class Trainer:
             say(f"step {step}: saved {Path(self.args.save) / f'step_{step}'}")
 
     def recover(self) -> int:
-        """Continue after a restart by the launcher: from memory, else from the last checkpoint. Returns the step, or 0.
+        """Load what the job continues from, and return its step; 0 at the beginning.
 
-        Frozen weights are in neither kind of snapshot, so ``--load`` is read before.
+        After a restart by the launcher these are the snapshots in host memory, else the last checkpoint of ``--save``.
+        Otherwise it is the checkpoint of ``--load``, which is also read before snapshots: they have no frozen weights.
         """
-        if self.args.load:
-            self.resume()
+        step = self.resume(self.args.load)
         recovered = self.engine.recover(self.train)
         if recovered is not None:
             say(str(recovered))
             return recovered.step
-        return 0
+        restart = restarts()
+        if restart and self.args.save and has_checkpoint(Path(self.args.save)):
+            say(f"restart {restart}: no snapshots in host memory; loading the last checkpoint on disk")
+            return self.resume(self.args.save)
+        if restart:
+            say(
+                f"restart {restart}: no snapshots in host memory and no checkpoint in --save; training from step {step}"
+            )
+        return step
 
-    def resume(self) -> int:
-        """Load the checkpoint of ``--load`` and return its step. Raises CheckpointError if another script saved it."""
-        if not self.args.load:
+    def resume(self, folder: str | None) -> int:
+        """Load the current checkpoint of a folder and return its step; 0 without a folder.
+
+        Raises CheckpointError if another script saved it.
+        """
+        if not folder:
             return 0
-        path, state = self.engine.load_checkpoint(self.args.load)
+        path, state = self.engine.load_checkpoint(folder)
         if path is None or state is None or "step" not in state or "consumed_samples" not in state:
             raise CheckpointError(
-                f"{path or self.args.load}: saved by another script (got no step or position in the data). Write the "
-                f"name of an older checkpoint into {Path(self.args.load) / 'latest'}, or remove --load."
+                f"{path or folder}: saved by another script (got no step or position in the data). Write the "
+                f"name of an older checkpoint into {Path(folder) / 'latest'}, or remove --load."
             )
         self.train.load_state_dict(state)
         other = "" if state.get("sizes") == self._sizes() else f" (written with {state.get('sizes')})"

@@ -18,6 +18,7 @@ from ..config.deepspeed_json import precision
 from ..config.job import require_section
 from ..errors import ConfigError
 from ..launch.job_facts import checksum, setting_facts
+from ..launch.launcher import require_restarts
 from ..launch.process import rank, world_size
 from ..launch.roll_call import Facts
 from ..models.config import RopeScaling
@@ -68,6 +69,8 @@ def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Nam
     from ..engine import check_deepspeed
 
     check_deepspeed(job.deepspeed, job.flags)
+    if launched and job.ds_ext.recovery is not None:
+        require_restarts()
     hosts = hosts_of_flags(args)
     world = world_size() if launched else hosts and hosts.world_size
     plan = make_job_plan(job, world)

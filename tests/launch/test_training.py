@@ -33,7 +33,14 @@ COUNTED = str(Path(__file__).with_name("counted.py"))
 KEYS = [
     *("step", "loss", "grad_norm", "lr", "iter_time_s", "samples_per_s", "tokens_per_s", "tflops_per_device"),
     *("mfu", "consumed_samples", "schedule", "transport", "peak_memory_bytes", "bubble_measured"),
-    *("bubble_simulated", "losses", "validation_loss", "validation_losses"),
+    *(
+        "bubble_simulated",
+        "losses",
+        "validation_loss",
+        "validation_losses",
+        "snapshot_s",
+        "recovered_from_step",
+    ),
 ]
 
 

@@ -124,7 +124,8 @@ def serve(launcher: int) -> None:
         if watch in readable:
             return
         connection, _ = listener.accept()
-        with connection, contextlib.suppress(OSError, ValueError, KeyError):
+        # One rank's question must not end the keeper of all ranks.
+        with connection, contextlib.suppress(Exception):
             connection.settimeout(_ANSWER_S)
             if _user_of(connection) == os.getuid():
                 _answer(connection, json.loads(connection.recv(_MAX_BYTES)), files)

@@ -55,19 +55,11 @@ class Recovered:
 
 
 def restarts() -> int:
-    """Return how often the launcher has restarted the ranks."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    """Return how often the launcher has restarted the ranks. All ranks must call this together.
 
-
-def require_restarts() -> None:
-    """Raise ConfigError unless the launcher restarts ranks."""
-    allowed = os.environ.get("TORCHELASTIC_MAX_RESTARTS")
-    if allowed is None or int(allowed) < 1:
-        got = "a launcher that does not" if allowed is None else f"--max-restarts {allowed}"
-        raise ConfigError(
-            f"ds_ext.recovery: needs a launcher that restarts ranks (got {got}). Start with `torchrun --nproc_per_node "
-            f"RANKS --max-restarts 3 SCRIPT ...`, or remove the section."
-        )
+    The launcher of a new host has not restarted its ranks, so the largest number counts.
+    """
+    return max(together(lambda: int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))))
 
 
 class Recovery:
@@ -78,16 +70,14 @@ class Recovery:
         options: section "recovery" of the JSON.
 
     Raises:
-        ConfigError: on all ranks, if the launcher does not restart ranks or a host has no memory keeper.
+        ConfigError: on all ranks, if the keeper of a host fails.
     """
 
     def __init__(self, engine: Checkpointed, options: RecoveryOptions) -> None:
-        require_restarts()
         self._engine, self._options = engine, options
         self._rank = dist.get_rank()
-        self.seconds: float | None = None
-        # A new host's launcher has not restarted its ranks.
-        self.restart = max(together(restarts))
+        self._recovered_from: int | None = None
+        self.restart = restarts()
         self.pending = self.restart > 0
 
         def start() -> Slots:
@@ -105,8 +95,10 @@ class Recovery:
         together(lambda: own.append(start()))
         self._slots = own[0]
 
-    def snapshot(self) -> None:
+    def snapshot(self) -> float | None:
         """Write this rank's snapshot of the step that it has completed, if it is due. The caller then gathers losses.
+
+        Returns the seconds taken; None if it is not due.
 
         Raises:
             ConfigError: the position in the data cannot be saved, or the script did not call ``engine.recover()``.
@@ -118,7 +110,7 @@ class Recovery:
                 "no call of engine.recover()). Call it before the first step, and train from engine.global_steps."
             )
         if step % self._options.every:
-            return
+            return None
         require_position(self._engine)
         try:
             self._slots.write(step, tensors_of(self._engine), packed(values_of(self._engine)))
@@ -127,11 +119,13 @@ class Recovery:
                 f"ds_ext.recovery: no snapshot of step {step} on host {socket.gethostname()} (got {error}). Use fewer "
                 f"ranks per host, or remove the section."
             ) from None
-        self.seconds = time.perf_counter() - begin
+        return time.perf_counter() - begin
 
-    def completed(self) -> None:
-        """Record that all ranks have completed the step."""
+    def completed(self) -> int | None:
+        """Record that all ranks have completed the step. Returns the step of a recovery just before it, else None."""
         self._slots.completed(self._engine.global_steps)
+        recovered_from, self._recovered_from = self._recovered_from, None
+        return recovered_from
 
     def recover(self) -> Recovered | None:
         """Load the newest step of which all snapshots exist. Returns None for a first start, or if there is none."""
@@ -148,6 +142,7 @@ class Recovery:
                 continue
             load(self._engine, *parts)
             self._slots.forget_after(step)
+            self._recovered_from = step
             dist.barrier()  # no rank may write a later step while another still has an older one of that number
             return Recovered(
                 step,

@@ -1,0 +1,63 @@
+"""Runs train_gpt.py, and kills ranks at given points of given attempts.
+
+DS_EXT_TEST_KILLS is a JSON list with a [rank, step, point] for each attempt of the launcher. Points are names of
+instructions, also with "after ", and "snapshot" (written but not committed) and "recover" (before loading).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def kill_at(rank: int, step: int, point: str) -> None:
+    """Kill this process when it reaches the point, if it is this rank."""
+    if int(os.environ["RANK"]) != rank:
+        return
+    from ds_ext.engine import PipelineEngine
+    from ds_ext.engine.recovery import recovery, slots
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    execute, crc32, load = PipelineEngine.execute, slots.zlib.crc32, recovery.load
+    steps = [0]
+
+    def execute_or_die(engine: Any, instruction: Any) -> None:
+        steps[0] = engine.global_steps + 1
+        name, due = type(instruction).__name__, steps[0] == step
+        if due and name == point:
+            die()
+        execute(engine, instruction)
+        if due and f"after {name}" == point:
+            die()
+
+    def crc32_or_die(data: Any) -> int:
+        if point == "snapshot" and steps[0] == step:
+            die()
+        return crc32(data)
+
+    def load_or_die(*args: Any) -> None:
+        if point == "recover":
+            die()
+        load(*args)
+
+    PipelineEngine.execute = execute_or_die  # type: ignore[method-assign]
+    slots.zlib = type("zlib", (), {"crc32": staticmethod(crc32_or_die)})  # type: ignore[assignment]
+    recovery.load = load_or_die
+
+
+if __name__ == "__main__":
+    kills = json.loads(os.environ["DS_EXT_TEST_KILLS"])
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if attempt < len(kills):
+        kill_at(*kills[attempt])
+    sys.argv = [str(ROOT / "train_gpt.py"), *sys.argv[1:]]
+    runpy.run_path(sys.argv[0], run_name="__main__")

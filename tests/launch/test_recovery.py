@@ -1,0 +1,120 @@
+"""Ranks killed at any point under torchrun --max-restarts: the job ends with the weights of an undisturbed one."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_ext.engine.checkpoint.file import TensorFile, read_plain
+from ds_ext.engine.recovery.keeper import address
+from tests.launch.forked import ForkedJob
+from tests.launch.jobs import ROOT, Job, tiny_config, write_json
+from tests.selection import EVERYTHING
+
+STEPS = 7
+LIMIT_S = 300.0
+KILLED = str(ROOT / "tests" / "launch" / "killed.py")
+Kill = tuple[int, int, str]
+
+# One attempt each, and the step from which the next attempt continues; 0: from the beginning.
+KILLS: list[tuple[Kill, int]] = [
+    ((0, 1, "ForwardPass"), 0),
+    ((1, 2, "snapshot"), 1),
+    ((1, 2, "recover"), 1),
+    ((0, 4, "OptimizerStep"), 3),
+]
+if EVERYTHING:
+    KILLS += [((1, 5, "after OptimizerStep"), 4), ((0, 6, "ReduceGrads"), 5), ((1, 7, "BackwardPass"), 6)]
+JOBS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bitpipe fp32 ZeRO 1": ("bitpipe", {"zero_optimization": {"stage": 1}}),
+    **(
+        {
+            "1f1b bf16 ZeRO 0": ("1f1b", {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}),
+            "bitpipe_zb bf16 ZeRO 1": (
+                "bitpipe_zb",
+                {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
+            ),
+            "1f1b fp32 ZeRO 0": ("1f1b", {"zero_optimization": {"stage": 0}}),
+            "bitpipe bf16 ZeRO 0": (
+                "bitpipe",
+                {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}},
+            ),
+        }
+        if EVERYTHING
+        else {}
+    ),
+}
+
+
+def same_checkpoints(one: Path, other: Path) -> None:
+    """Assert that all weights and optimizer states of two checkpoints are bitwise equal."""
+    names = [sorted(path.name for path in folder.iterdir()) for folder in (one, other)]
+    assert names[0] == names[1]
+    for name in names[0]:
+        if name.endswith(".safetensors"):
+            files = TensorFile(one / name), TensorFile(other / name)
+            assert files[0].names == files[1].names
+            pairs = [(files[0].whole(key), files[1].whole(key)) for key in files[0].names]
+        elif name.startswith("layer_"):
+            states = read_plain(one / name), read_plain(other / name)
+            assert list(states[0]) == list(states[1])
+            pairs = [(states[0][key], states[1][key]) for key in states[0]]
+        else:
+            continue
+        assert all(torch.equal(first, second) for first, second in pairs), name
+
+
+def flags(config: Path, saved: Path) -> list[str]:
+    steps = ["--train-iters", str(STEPS), "--eval-iters", "0"]
+    return ["--deepspeed_config", str(config), "--save", str(saved), *steps]
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_every_kill_ends_with_the_same_weights(
+    corpus: Path, tmp_path: Path, free_port: Callable[[], int], job: str
+) -> None:
+    schedule, more = JOBS[job]
+    config = {**tiny_config(corpus), **more}
+    config["ds_ext"] |= {"schedule": schedule}
+    plain = write_json(tmp_path / "plain.json", config)
+    config["ds_ext"]["recovery"] = {"every": 1}
+    with_recovery = write_json(tmp_path / "recovery.json", config)
+    words = [str(ROOT / "train_gpt.py"), *flags(plain, tmp_path / "plain")]
+    with ForkedJob([words] * 2, tmp_path, port=free_port()) as undisturbed:
+        assert [rank.returncode for rank in undisturbed.wait()] == [0, 0], undisturbed.text
+
+    words = ["torchrun", "--nproc_per_node", "2", "--max-restarts", str(len(KILLS)), KILLED]
+    words += [*flags(with_recovery, tmp_path / "killed"), "--metrics-file", str(tmp_path / "steps.jsonl")]
+    with Job(words, tmp_path, DS_EXT_TEST_KILLS=json.dumps([kill for kill, _ in KILLS])) as killed:
+        assert killed.wait(LIMIT_S) == 0, killed.text
+        keeper = killed.process.pid
+    recovered = [int(step) for step in re.findall(r"^recovered at step (\d+) ", killed.text, re.MULTILINE)]
+    # Without a snapshot there is nothing to recover, and the attempt killed in "recover" does not report.
+    steps = {
+        restart: step
+        for restart, (_, step) in enumerate(KILLS, 1)
+        if step and (restart == len(KILLS) or KILLS[restart][0][2] != "recover")
+    }
+    assert recovered == list(steps.values()), killed.text
+    lost = re.findall(r"\(restart (\d)\): (\d+) steps? lost", killed.text)
+    assert lost == [(str(restart), "0") for restart in steps]
+    assert not address_in_use(address(keeper))
+    same_checkpoints(tmp_path / "plain" / f"step_{STEPS}", tmp_path / "killed" / f"step_{STEPS}")
+    rows = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    recovered_from = {row["step"] - 1 for row in rows if row["recovered_from_step"] is not None}
+    assert recovered_from == set(recovered) and all(row["snapshot_s"] > 0 for row in rows)
+    assert all(row["recovered_from_step"] in (None, row["step"] - 1) for row in rows)
+
+
+def address_in_use(name: str) -> bool:
+    """Return whether a process has bound an abstract address, after a moment for a keeper to exit."""
+    time.sleep(0.5)
+    return f"@{name[1:]}" in Path("/proc/net/unix").read_text()

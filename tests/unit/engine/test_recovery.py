@@ -1,0 +1,191 @@
+"""Snapshots in memory: what a kill leaves, what the keeper holds and for how long."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from ds_ext.engine.recovery.keeper import Keeper, KeeperError, address, free_bytes
+from ds_ext.engine.recovery.slots import Slots, packed, unpacked
+from ds_ext.errors import CheckpointError, ConfigError
+from ds_ext.launch.launcher import require_restarts
+from tests.selection import EVERYTHING
+
+LIMIT_S = 20.0
+
+
+@pytest.fixture
+def launcher() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that stands for a launcher."""
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def keeper(launcher: subprocess.Popen[bytes]) -> Keeper:
+    """A running keeper."""
+    started = Keeper(launcher.pid)
+    started.start()
+    return started
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def keepers(launcher: int) -> list[str]:
+    words = ["pgrep", "-f", f"keeper.py {launcher}$"]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.split()
+
+
+def tensors(step: int, size: int = 5000) -> dict[str, torch.Tensor]:
+    return {
+        "weight/a": torch.full((size // 10, 10), float(step)),
+        "state/a": torch.full((7,), step, dtype=torch.bfloat16),
+        "weight/b": torch.full((3, 3), step, dtype=torch.float64),
+        "empty": torch.zeros(0),
+    }
+
+
+def test_files_outlive_the_ranks_and_end_with_the_launcher(launcher: subprocess.Popen[bytes]) -> None:
+    code = (
+        "import os, sys\n"
+        "from ds_ext.engine.recovery.keeper import Keeper\n"
+        "keeper = Keeper(int(sys.argv[1]))\n"
+        "keeper.start()\n"
+        "os.pwrite(keeper.open(sys.argv[2], 4096), b'kept', 0)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", code, str(launcher.pid), name], start_new_session=True)
+        for name in ("a", "b", "c")
+    ]
+    assert [rank.wait(60) for rank in ranks] == [-signal.SIGKILL] * 3
+    keeper = Keeper(launcher.pid)
+    assert keeper.files() == {"a": 4096, "b": 4096, "c": 4096} and len(keepers(launcher.pid)) == 1
+    descriptor = keeper.open("b")
+    assert os.pread(descriptor, 4, 0) == b"kept"
+    os.close(descriptor)
+    launcher.kill()
+    launcher.wait()
+    until(lambda: not keepers(launcher.pid))
+    with pytest.raises(KeeperError):
+        keeper.files()
+
+
+def test_the_keeper_refuses_what_does_not_fit_and_survives_nonsense(
+    launcher: subprocess.Popen[bytes], keeper: Keeper
+) -> None:
+    free = free_bytes()
+    assert 1 << 20 < free < 1 << 50
+    with pytest.raises(KeeperError, match=f"{2 * free:,} bytes"):
+        keeper.open("large", 2 * free)
+    with pytest.raises(KeeperError, match="'missing'"):
+        keeper.open("missing")
+    for question in (b"", b"{", b"[]", json.dumps({"do": "open"}).encode(), b"\xff" * 1000):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.settimeout(LIMIT_S)
+            connection.connect(address(launcher.pid))
+            connection.send(question)
+    assert keeper.files() == {}
+
+
+def test_snapshots_alternate_and_are_read_back(keeper: Keeper) -> None:
+    slots = Slots(keeper, 3)
+    assert slots.steps() == [] and slots.progress == (0, 0.0)
+    for step in (1, 2, 3):
+        slots.write(step, tensors(step), packed({"step": step}))
+    assert sorted(slots.steps()) == [2, 3]
+    slots.completed(3)
+    again = Slots(keeper, 3)  # as after a restart
+    assert again.progress[0] == 3 and abs(again.progress[1] - time.time()) < LIMIT_S
+    for step in (2, 3):
+        found, state = again.read(step)
+        assert unpacked(state) == {"step": step} and list(found) != []
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors(step).items())
+        assert all(found[name].dtype == tensor.dtype for name, tensor in tensors(step).items())
+    with pytest.raises(CheckpointError, match="step 1"):
+        again.read(1)
+    again.forget_after(2)
+    assert again.steps() == [2]
+    again.write(3, tensors(3), packed({"step": 3}))
+    assert sorted(again.steps()) == [2, 3] and Slots(keeper, 2).steps() == []
+
+
+def test_a_new_layout_leaves_the_other_snapshot(keeper: Keeper) -> None:
+    """More tensors, or a larger state, as when a script adds parameters."""
+    slots = Slots(keeper, 0)
+    slots.write(1, tensors(1), packed({}))
+    slots.write(2, tensors(2), packed({}))
+    slots.write(3, tensors(3, size=20_000), packed({"text": "x" * 100_000}))
+    assert sorted(slots.steps()) == [2, 3]
+    assert torch.equal(slots.read(2)[0]["weight/a"], tensors(2)["weight/a"])
+    assert unpacked(slots.read(3)[1])["text"] == "x" * 100_000
+
+
+def test_a_flipped_bit_is_found(keeper: Keeper) -> None:
+    slots = Slots(keeper, 0)
+    slots.write(1, tensors(1), packed({}))
+    descriptor = keeper.open("rank0.0")
+    place = os.fstat(descriptor).st_size // 2
+    byte = os.pread(descriptor, 1, place)[0]
+    os.pwrite(descriptor, bytes([byte ^ 4]), place)
+    os.close(descriptor)
+    with pytest.raises(CheckpointError, match="step 1"):
+        slots.read(1)
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_snapshot(keeper: Keeper) -> None:
+    """A writer is killed at random moments; the newest snapshot is whole, and at most one step behind."""
+    torch.set_num_threads(1)  # a fork does not copy threads
+    moments, in_a_write = random.Random(7), 0
+    for _ in range(200 if EVERYTHING else 40):
+        first = max(Slots(keeper, 0).steps(), default=0) + 1
+        writer = os.fork()
+        if writer == 0:
+            slots = Slots(keeper, 0)
+            for step in range(first, first + 100_000):
+                slots.write(step, tensors(step, size=200_000), packed({"step": step}))
+                slots.completed(step)
+            os._exit(0)
+        until(lambda first=first: Slots(keeper, 0).progress[0] >= first)
+        time.sleep(moments.random() * 0.01)
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+        slots = Slots(keeper, 0)
+        in_a_write += len(slots.steps()) < 2
+        newest = max(slots.steps())
+        assert newest >= slots.progress[0] >= first
+        found, state = slots.read(newest)
+        assert unpacked(state) == {"step": newest}
+        expected = tensors(newest, size=200_000)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert in_a_write > 0
+
+
+@pytest.mark.parametrize("allowed", [None, "0"])
+def test_a_launcher_that_does_not_restart_is_refused(
+    monkeypatch: pytest.MonkeyPatch, allowed: str | None
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
+    if allowed is not None:
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", allowed)
+    with pytest.raises(ConfigError, match=r"^ds_ext\.recovery: .*--max-restarts 3"):
+        require_restarts()
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    require_restarts()
