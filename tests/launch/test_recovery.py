@@ -16,7 +16,7 @@ from ds_ext.engine.checkpoint.file import TensorFile, read_plain
 from ds_ext.engine.recovery.keeper import address
 from tests.launch.forked import ForkedJob
 from tests.launch.jobs import ROOT, Job, tiny_config, write_json
-from tests.selection import EVERYTHING
+from tests.selection import EVERYTHING, select
 
 STEPS = 7
 LIMIT_S = 300.0
@@ -31,7 +31,8 @@ KILLS: list[tuple[Kill, int]] = [
     ((0, 4, "OptimizerStep"), 3),
 ]
 if EVERYTHING:
-    KILLS += [((1, 5, "after OptimizerStep"), 4), ((0, 6, "ReduceGrads"), 5), ((1, 7, "BackwardPass"), 6)]
+    KILLS += [((1, 5, "after OptimizerStep"), 4), ((0, 6, "ReduceGrads"), 5), ((1, 7, "ForwardPass"), 6)]
+FORWARD_KILLS: list[tuple[Kill, int]] = [((0, 3, "ForwardPass"), 2), ((1, 5, "OptimizerStep"), 4)]
 JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "bitpipe fp32 ZeRO 1": ("bitpipe", {"zero_optimization": {"stage": 1}}),
     **(
@@ -41,6 +42,8 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
                 "bitpipe_zb",
                 {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
             ),
+            "dpp fp32 ZeRO 0": ("dpp", {"zero_optimization": {"stage": 0}}),
+            "fbd fp32 ZeRO 0": ("fbd", {"zero_optimization": {"stage": 0}}),
             "1f1b fp32 ZeRO 0": ("1f1b", {"zero_optimization": {"stage": 0}}),
             "bitpipe bf16 ZeRO 0": (
                 "bitpipe",
@@ -81,26 +84,28 @@ def test_every_kill_ends_with_the_same_weights(
     corpus: Path, tmp_path: Path, free_port: Callable[[], int], job: str
 ) -> None:
     schedule, more = JOBS[job]
+    # Rank 0 only computes forwards, rank 1 only backwards.
+    ranks, kills = (4, FORWARD_KILLS) if schedule == "fbd" else (2, KILLS)
     config = {**tiny_config(corpus), **more}
     config["ds_ext"] |= {"schedule": schedule}
     plain = write_json(tmp_path / "plain.json", config)
     config["ds_ext"]["recovery"] = {"every": 1}
     with_recovery = write_json(tmp_path / "recovery.json", config)
     words = [str(ROOT / "train_gpt.py"), *flags(plain, tmp_path / "plain")]
-    with ForkedJob([words] * 2, tmp_path, port=free_port()) as undisturbed:
-        assert [rank.returncode for rank in undisturbed.wait()] == [0, 0], undisturbed.text
+    with ForkedJob([words] * ranks, tmp_path, port=free_port()) as undisturbed:
+        assert [rank.returncode for rank in undisturbed.wait()] == [0] * ranks, undisturbed.text
 
-    words = ["torchrun", "--nproc_per_node", "2", "--max-restarts", str(len(KILLS)), KILLED]
+    words = ["torchrun", "--nproc_per_node", str(ranks), "--max-restarts", str(len(kills)), KILLED]
     words += [*flags(with_recovery, tmp_path / "killed"), "--metrics-file", str(tmp_path / "steps.jsonl")]
-    with Job(words, tmp_path, DS_EXT_TEST_KILLS=json.dumps([kill for kill, _ in KILLS])) as killed:
+    with Job(words, tmp_path, DS_EXT_TEST_KILLS=json.dumps([kill for kill, _ in kills])) as killed:
         assert killed.wait(LIMIT_S) == 0, killed.text
         keeper = killed.process.pid
     recovered = [int(step) for step in re.findall(r"^recovered at step (\d+) ", killed.text, re.MULTILINE)]
     # Without a snapshot there is nothing to recover, and the attempt killed in "recover" does not report.
     steps = {
         restart: step
-        for restart, (_, step) in enumerate(KILLS, 1)
-        if step and (restart == len(KILLS) or KILLS[restart][0][2] != "recover")
+        for restart, (_, step) in enumerate(kills, 1)
+        if step and (restart == len(kills) or kills[restart][0][2] != "recover")
     }
     assert recovered == list(steps.values()), killed.text
     lost = re.findall(r"\(restart (\d)\): (\d+) steps? lost", killed.text)
@@ -118,3 +123,64 @@ def address_in_use(name: str) -> bool:
     """Return whether a process has bound an abstract address, after a moment for a keeper to exit."""
     time.sleep(0.5)
     return f"@{name[1:]}" in Path("/proc/net/unix").read_text()
+
+
+OWN = """
+import os, sys, torch, ds_ext
+from ds_ext.launch import process
+
+class Layer(torch.nn.Linear):
+    def __init__(self):
+        torch.manual_seed(7)
+        super().__init__(4, 4)
+
+def main():
+    ds_ext.init_distributed()
+    config = {
+        "train_batch_size": 8, "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+        "ds_ext": {"schedule": "1f1b", "pipeline_parallel_size": 2, "print_plan": False, "recovery": {"every": 2}},
+    }
+    layers = [Layer() for _ in range(4)]
+    model = ds_ext.PipelineModule(layers, config, loss_fn=torch.nn.functional.mse_loss)
+    samples = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+    data = torch.utils.data.TensorDataset(samples, samples.roll(1, 1))
+    engine, *_ = ds_ext.initialize(model=model, model_parameters=model.parameters(), training_data=data)
+    recovered = engine.recover() if "recover" in sys.argv else None
+    if recovered is not None and engine.global_rank == 0:
+        print("recovered", recovered.step, recovered.restart, recovered.lost_steps)
+    while engine.global_steps < 9:
+        loss = float(engine.train_batch())
+        if engine.global_rank == 0:
+            print(engine.global_steps, loss, flush=True)
+        if engine.global_steps == 5 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and engine.global_rank == 1:
+            os.kill(os.getpid(), 9)
+
+process.run(main)
+"""
+
+
+@pytest.mark.parametrize("calls", select([True, False], [True]))
+def test_an_own_script_recovers_and_one_that_does_not_is_stopped(tmp_path: Path, calls: bool) -> None:
+    """With a snapshot every two steps, the fifth step runs again, with the same loss."""
+    (tmp_path / "own.py").write_text(OWN)
+    words = [
+        "torchrun",
+        "--nproc_per_node",
+        "2",
+        "--max-restarts",
+        "1",
+        "own.py",
+        *(["recover"] if calls else []),
+    ]
+    with Job(words, tmp_path) as job:
+        code = job.wait(LIMIT_S)
+    if not calls:
+        assert code != 0 and any(
+            "error: ds_ext.recovery" in line and "engine.recover()" in line for line in job.lines
+        )
+        return
+    assert code == 0 and "recovered 4 1 1" in job.lines, job.text
+    found = re.findall(r"^(\d) ([\d.e-]+)$", job.text, re.MULTILINE)
+    assert [int(step) for step, _ in found] == [1, 2, 3, 4, 5, 5, 6, 7, 8, 9]
+    assert found[4] == found[5]
