@@ -36,7 +36,7 @@ from ..launch.failure import rank, world_size
 from ..launch.job_facts import code_facts, setting_facts
 from ..launch.launcher import require_restarts, set_single_rank
 from ..launch.process import has_logging, set_up_logging
-from ..launch.roll_call import Facts, RollCall, attempt_in_store, compare, meet, one_refusal
+from ..launch.roll_call import Facts, RollCall, agent_serves_store, compare, meet, one_refusal
 from ..parallel.fbd import FORWARD_ROLE, DisaggregatedLayout
 from .deepspeed_api.device import select_device
 from .engine import PipelineEngine
@@ -99,7 +99,8 @@ def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> No
             call = meet(rank(), world_size(), timeout_s)
             if call is not None:
                 call.answer({**code_facts(), **(facts or {})}, timeout_s)
-                _join_after_restart(call, timedelta(seconds=timeout_s))
+                if agent_serves_store():
+                    _join(call, timedelta(seconds=timeout_s))
             deepspeed.init_distributed(
                 get_accelerator().communication_backend_name(),
                 verbose=False,
@@ -117,11 +118,8 @@ def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> No
     os.environ.setdefault("LOCAL_RANK", "0")
 
 
-def _join_after_restart(call: RollCall, timeout: timedelta) -> None:
-    """Start the process group under new keys if the store still has those of the ranks before a restart."""
-    attempt = attempt_in_store(call.world_size)
-    if attempt == 0:
-        return
+def _join(call: RollCall, timeout: timedelta) -> None:
+    """Start the process group in the store of the roll call, whose keys are of this start of the ranks."""
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
     accelerator = get_accelerator()
@@ -130,7 +128,7 @@ def _join_after_restart(call: RollCall, timeout: timedelta) -> None:
     )
     torch.distributed.init_process_group(
         accelerator.communication_backend_name(),
-        store=PrefixStore(f"ds_ext/process_group/{attempt}", call.store),
+        store=PrefixStore("process_group", call.store),
         rank=call.rank,
         world_size=call.world_size,
         timeout=timeout,

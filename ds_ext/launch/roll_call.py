@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,9 +48,9 @@ class RollCall:
         self.store = store
         self.rank, self.world_size = rank, world_size
         # All ranks make the same roll calls in the same order, so that the n-th calls belong together.
-        attempt, self._shared = f"ds_ext/{attempt_in_store(world_size)}", store
-        number = store.add(f"{attempt}/roll_calls/{rank}", 1)
-        self._store = PrefixStore(f"{attempt}/roll_call/{number}", store)
+        self._shared = store
+        number = store.add(f"ds_ext/roll_calls/{rank}", 1)
+        self._store = PrefixStore(f"ds_ext/roll_call/{number}", store)
 
     def answer(self, facts: Facts, timeout_s: float, of_replicas: Facts | None = None) -> None:
         """Publish this rank's facts and return when all ranks have published the same ones.
@@ -152,7 +153,7 @@ def meet(rank: int, world_size: int, timeout_s: float) -> RollCall | None:
     )
 
     # torchrun's agent may serve the store. Otherwise rank 0 does, and torch's rendezvous uses the same store.
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    serves = rank == 0 and not agent_serves_store()
     try:
         store = TCPStore(
             address,
@@ -170,7 +171,52 @@ def meet(rank: int, world_size: int, timeout_s: float) -> RollCall | None:
             f"start: no connection to rank 0 at {address}:{port} within {timeout_s:g} s. Look for the first error in "
             "its output, and check that this host can connect to that port."
         ) from None
-    return RollCall(store, rank, world_size)
+    return RollCall(_of_this_attempt(store, rank, world_size, timeout_s), rank, world_size)
+
+
+def agent_serves_store() -> bool:
+    """Return whether torchrun's agent serves the store, which then keeps its keys when torchrun restarts the ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _of_this_attempt(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
+    """Return the store, with new keys for every start of the ranks if torchrun's agent serves it.
+
+    Rank 0 chooses the prefix of the keys and invites the other ranks. The key of an invitation contains a number that
+    the invited process has just chosen, and the answer one that rank 0 has just chosen. So neither is from an earlier
+    start. (torchrun's own count of restarts differs between hosts if it has replaced one.)
+
+    Raises:
+        TransportError: a rank did not answer in time.
+    """
+    if not agent_serves_store():
+        return store
+    from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
+    token, deadline = secrets.token_hex(8), time.monotonic() + timeout_s
+    if rank:
+        store.set(f"ds_ext/started/{rank}", token)
+        invitation = f"ds_ext/invitation/{rank}/{token}"
+        try:
+            store.wait([invitation], timedelta(seconds=timeout_s + _MARGIN_S))
+        except RuntimeError:
+            raise TransportError(_no_answer([0], timeout_s)) from None
+        prefix = f"ds_ext/start/{store.get(invitation).decode()}"
+        store.set(f"{prefix}/here/{rank}", "1")
+        return PrefixStore(prefix, store)
+    prefix, missing, invited = f"ds_ext/start/{token}", list(range(1, world_size)), dict[int, bytes]()
+    while missing:
+        for other in missing:
+            started = f"ds_ext/started/{other}"
+            number = store.get(started) if store.check([started]) else b""
+            if number and invited.get(other) != number:
+                store.set(f"ds_ext/invitation/{other}/{number.decode()}", token)
+                invited[other] = number
+        missing = [other for other in missing if not store.check([f"{prefix}/here/{other}"])]
+        if missing and time.monotonic() > deadline:
+            raise TransportError(_no_answer(missing, timeout_s))
+        time.sleep(_POLL_S if missing else 0)
+    return PrefixStore(prefix, store)
 
 
 def compare(facts: Facts, of_replicas: Facts | None = None) -> None:
@@ -218,14 +264,6 @@ def stop_other_hosts(rank: int, world_size: int, text: str, kind: str) -> bool:
         call = meet(rank, world_size, _RANK_0_S)
         return call is not None and call.fail(text, kind, _RANK_0_S)
     return False
-
-
-def attempt_in_store(world_size: int) -> int:
-    """Return how often ranks have already used the rendezvous store.
-
-    On one host torchrun keeps its store across restarts; on several hosts it creates a new one.
-    """
-    return 0 if spans_hosts(world_size) else int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def spans_hosts(world_size: int) -> bool:

@@ -73,7 +73,9 @@ class Keeper:
         return descriptor
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        # A new session, because the launcher signals the process groups of its ranks.
+        # A new session, because the launcher signals the process groups of its ranks. Without their variables, so that
+        # it does not look like a rank.
+        environ = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
         return subprocess.Popen(
             [sys.executable, "-S", "-E", __file__, str(self._launcher)],
             stdin=subprocess.DEVNULL,
@@ -81,6 +83,7 @@ class Keeper:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
             cwd="/",
+            env=environ,
         )
 
     def _ask(self, question: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
