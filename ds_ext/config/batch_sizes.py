@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError
 
+Supports = Callable[[int], bool]
+_RESEMBLES = 0.9
+_NEAR = 256  # numbers of micro-batches that an error tries
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -41,7 +45,11 @@ def counted(number: int, noun: str) -> str:
 
 
 def batch_sizes(
-    config: Mapping[str, Any], replicas: int, data_parallel_size: int, flags: Mapping[str, str] | None = None
+    config: Mapping[str, Any],
+    replicas: int,
+    data_parallel_size: int,
+    flags: Mapping[str, str] | None = None,
+    supports: Supports | None = None,
 ) -> BatchSizes:
     """Complete DeepSpeed's three batch keys as DeepSpeed does.
 
@@ -50,10 +58,16 @@ def batch_sizes(
         replicas: replicas of every stage in one pipeline group.
         data_parallel_size: number of pipeline groups.
         flags: JSON key -> the flag that set it, as :attr:`.job.JobConfig.flags`; errors then name the flag.
+        supports: function that returns whether the schedule supports a number of micro-batches, for the values that an
+            error proposes; None: any.
 
     Raises:
         ConfigError: if a key is not a positive integer, or if the keys are missing or contradict each other.
     """
+    for key, value in config.items():
+        near = difflib.get_close_matches(key.lower(), BATCH_KEYS, n=1, cutoff=_RESEMBLES)
+        if near and key not in BATCH_KEYS:
+            raise ConfigError(f"{key}: unknown key (got {value!r}). Did you mean {near[0]}?")
     ranks = replicas * data_parallel_size
     names = [(flags or {}).get(key, "").partition(" ")[0] or key for key in BATCH_KEYS]
     train, micro, gas = (_batch_size(config, key, name) for key, name in zip(BATCH_KEYS, names, strict=True))
@@ -68,12 +82,18 @@ def batch_sizes(
         gas = 1
     divisor = ranks * (micro or 1) * (gas or 1)
     if train % divisor or (micro and gas and train != divisor):
-        raise ConfigError(_batch_mismatch(names, train, micro, gas, replicas, data_parallel_size))
+        raise ConfigError(_batch_mismatch(names, train, micro, gas, replicas, data_parallel_size, supports))
     return BatchSizes(micro or train // divisor, gas or train // divisor, replicas, data_parallel_size)
 
 
 def _batch_mismatch(
-    names: Sequence[str], train: int, micro: int | None, gas: int | None, replicas: int, data: int
+    names: Sequence[str],
+    train: int,
+    micro: int | None,
+    gas: int | None,
+    replicas: int,
+    data: int,
+    supports: Supports | None,
 ) -> str:
     """Return the error for batch sizes that contradict each other, with the values that would fit."""
     ranks = replicas * data
@@ -83,12 +103,27 @@ def _batch_mismatch(
     multiple = "" if micro and gas else "a multiple of "
     problem = f"{names[0]}: must be {multiple}{divisor} = {' x '.join(factors)} (got {train})"
     if not micro or not gas:
-        fitting = [str(n * divisor) for n in (train // divisor, train // divisor + 1) if n]
-        return f"{problem}. Use {' or '.join(fitting)}."
+        fitting = [n * divisor for n in (train // divisor, train // divisor + 1) if n]
+        if micro and supports:
+            fitting = nearest_train_sizes(train, micro * data, supports) or fitting
+        return f"{problem}. Use {' or '.join(map(str, fitting))}."
     fix = f"Omit {names[0]} or set it to {divisor}"
     if train % (micro * ranks) == 0:
         fix += f", or set {names[2]} to {train // (micro * ranks)}"
     return f"{problem}. {fix}."
+
+
+def nearest_train_sizes(train: int, per_micro_batch: int, supports: Supports) -> list[int]:
+    """Return the next smaller and the next larger train_batch_size that the schedule supports.
+
+    Args:
+        per_micro_batch: samples of a step for each micro-batch of a pipeline group.
+        supports: function that returns whether the schedule supports a number of micro-batches.
+    """
+    around = train // per_micro_batch
+    below = next(filter(supports, range(around, max(0, around - _NEAR), -1)), None)
+    above = next(filter(supports, range(around + 1, around + 1 + _NEAR)), None)
+    return [count * per_micro_batch for count in (below, above) if count is not None]
 
 
 def _batch_size(config: Mapping[str, Any], key: str, name: str) -> int | None:

@@ -50,6 +50,7 @@ from ..tensor_parallel import WeightGradients, deferrable, deferring
 from .batches import (
     Batches,
     IteratorBatches,
+    MapDataset,
     MicroBatches,
     NoBatches,
     StepData,
@@ -637,7 +638,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
 
     def eval_batch(
         self,
-        data_iter: Iterator[Any] | Batches,
+        data_iter: Iterator[Any] | Batches | MapDataset,
         return_logits: bool = False,
         compute_loss: bool = True,
         reduce_output: str | None = "avg",
@@ -647,7 +648,8 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         """Run forwards only, without dropout.
 
         Args:
-            data_iter: source of the micro-batches, as for :meth:`train_batch`.
+            data_iter: source of the micro-batches, as for :meth:`train_batch`; or a dataset, of whose first samples the
+                micro-batches are taken, the same ones under every schedule.
             return_logits: return (result, {micro-batch: outputs}), with the outputs of the last stages on this rank.
             compute_loss: compute the loss; False: the result is made of the outputs of the last stage.
             reduce_output: "avg": mean over all micro-batches; None: list with one element per micro-batch of this rank.
@@ -672,7 +674,10 @@ class PipelineEngine(DeepSpeedPipelineEngine):
                 "None). Pass bcast_loss=False."
             )
         num_micro_batches = num_micro_batches or self.micro_batches
-        train_batches, self.batches = self.batches, self._as_batches(data_iter, num_micro_batches)
+        source: Any = data_iter
+        if all(hasattr(type(source), name) for name in ("__len__", "__getitem__")):
+            source = MicroBatches(source, self.micro_batch_size, collate=self.collate_fn)
+        train_batches, self.batches = self.batches, self._as_batches(source, num_micro_batches)
         outputs: dict[int, Any] = {}
         losses: dict[int, Any] = {}
         self._compute_loss = compute_loss

@@ -117,10 +117,10 @@ class PipelineModule(DeepSpeedPipelineModule):
             ("schedule_options", "schedule_options", schedule_options),
         ]
         with one_refusal() if dist.is_initialized() else contextlib.nullcontext():
-            plan = _plan(config, arguments)
+            layers = list(layers)
+            plan = _plan(config, arguments, len(layers))
             settings, placement = plan.settings, plan.layout.placement
             require_rank_order(topology, plan.layout)
-            layers = list(layers)
             if len(layers) < placement.stages:
                 raise ConfigError(
                     f"layers: {plan.schedule.name} has {placement.stages} stages on {placement.devices_per_pipe} "
@@ -377,9 +377,9 @@ class PipelineModule(DeepSpeedPipelineModule):
 
 
 def _plan(
-    config: str | Mapping[str, Any] | JobPlan | None, arguments: list[tuple[str, str, Any]]
+    config: str | Mapping[str, Any] | JobPlan | None, arguments: list[tuple[str, str, Any]], layers: int
 ) -> StagePlan:
-    """Return the plan of a module's JSON and arguments: a JobPlan if the JSON has a batch size."""
+    """Return the plan of a module with ``layers`` layers, its JSON and arguments: a JobPlan if it has a batch size."""
     if isinstance(config, JobPlan):
         if with_arguments(config.job, arguments).ds_ext != config.settings:
             names = ", ".join(dict.fromkeys(name for name, _, value in arguments if value is not None))
@@ -404,7 +404,7 @@ def _plan(
         raise ConfigError(
             "PipelineModule: needs a process group (got none). Call ds_ext.init_distributed() first."
         )
-    plan = make_stage_plan(job, dist.get_world_size())
+    plan = make_stage_plan(job, dist.get_world_size(), layers)
     return plan.complete(job) if has_batch_size(job) else plan
 
 

@@ -61,6 +61,7 @@ def choose_for_job(
     options: Mapping[str, Any],
     train: Mapping[str, Any],
     world_size: int | None = None,
+    layers: int | None = None,
 ) -> Candidates:
     """Rank the schedules for a job with ``"schedule": "auto"``.
 
@@ -71,6 +72,7 @@ def choose_for_job(
         options: "schedule_options" of the section.
         train: "train" of the section; ``"recompute_granularity": "auto"`` lets the planner choose it.
         world_size: number of processes; None: one pipeline group.
+        layers: number of the model's pipeline layers; None: unknown.
 
     Raises:
         ConfigError: the batch is not fixed, sizes do not fit, or no schedule fits in memory.
@@ -91,8 +93,17 @@ def choose_for_job(
         if train.get("recompute_granularity") == AUTO and train.get("recompute_interval", 1) == 1:
             kinds = RECOMPUTATIONS
         costs = read_costs(values["costs"])
-        layers = train.get("stage_layers")
-        request = Request(devices, micro_batches, costs, sizes, limit, recompute=kinds, stage_layers=layers)
+        stage_layers = train.get("stage_layers")
+        request = Request(
+            devices,
+            micro_batches,
+            costs,
+            sizes,
+            limit,
+            recompute=kinds,
+            stage_layers=stage_layers,
+            max_stages=layers,
+        )
         _require_layers(request)
         candidates = choose(request)
     except ScheduleError as error:

@@ -9,11 +9,11 @@ that part, and ``initialize`` completes it. This module imports neither torch no
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..config.batch_sizes import BatchSizes, batch_sizes
+from ..config.batch_sizes import BATCH_KEYS, BatchSizes, batch_sizes, nearest_train_sizes
 from ..config.job import AUTO, DsExtConfig, JobConfig, import_own_schedules, named_schedule
 from ..errors import ConfigError, ScheduleError
 from ..parallel.fbd import make_layout
@@ -69,8 +69,26 @@ class StagePlan:
         return self
 
     def _sizes(self, job: JobConfig) -> BatchSizes:
-        layout = self.layout
-        return batch_sizes(job.deepspeed, layout.placement.replicas, layout.data_parallel_size, job.flags)
+        layout, replicas = self.layout, self.layout.placement.replicas
+        return batch_sizes(job.deepspeed, replicas, layout.data_parallel_size, job.flags, self._supports)
+
+    def batch_hint(self) -> str:
+        """Return the nearest train_batch_size values that the schedule supports; empty if the JSON sets other keys."""
+        train, micro, accumulation = (self.job.deepspeed.get(key) for key in BATCH_KEYS)
+        if train is None or micro is None or accumulation is not None:
+            return ""
+        fitting = nearest_train_sizes(train, micro * self.layout.data_parallel_size, self._supports)
+        return f" With train_batch_size: {' or '.join(map(str, fitting))}." if fitting else ""
+
+    def _supports(self, micro_batches: int) -> bool:
+        """Return whether the schedule has a timetable for this number of micro-batches."""
+        if micro_batches % self.layout.placement.replicas:
+            return False
+        try:
+            self.schedule.timetable(self.settings.pipeline_parallel_size, micro_batches, self.options)
+        except ScheduleError:
+            return False
+        return True
 
 
 @dataclass(frozen=True)
@@ -126,16 +144,17 @@ def make_job_plan(job: JobConfig, world_size: int | None = None) -> JobPlan:
     return make_stage_plan(job, world_size).complete(job)
 
 
-def make_stage_plan(job: JobConfig, world_size: int | None = None) -> StagePlan:
+def make_stage_plan(job: JobConfig, world_size: int | None = None, layers: int | None = None) -> StagePlan:
     """Decide the part of a job that does not depend on the number of micro-batches.
 
     Args:
         world_size: number of processes; None: one pipeline group.
+        layers: number of the model's pipeline layers, which limits the choice of "auto"; None: unknown.
 
     Raises:
         ConfigError: a size or an option does not fit the schedule or the world size.
     """
-    schedule, candidates = resolve_schedule(job, world_size)
+    schedule, candidates = resolve_schedule(job, world_size, layers)
     options = schedule_options(job.ds_ext, schedule)
     placement = place(job.ds_ext, schedule, options)
     tensor = job.ds_ext.tensor_parallel_size
@@ -146,7 +165,7 @@ def make_stage_plan(job: JobConfig, world_size: int | None = None) -> StagePlan:
 
 def _plan(plan: StagePlan, sizes: BatchSizes) -> JobPlan:
     devices, schedule = plan.settings.pipeline_parallel_size, plan.schedule
-    with _as_config_error():
+    with _as_config_error(plan.batch_hint):
         timetable = schedule.timetable(devices, sizes.micro_batches, plan.options)
         rules = schedule.rules(devices, sizes.micro_batches, plan.options)
     program = lower(timetable)
@@ -169,8 +188,12 @@ def _plan(plan: StagePlan, sizes: BatchSizes) -> JobPlan:
     )
 
 
-def resolve_schedule(job: JobConfig, world_size: int | None = None) -> tuple[Schedule, Candidates | None]:
+def resolve_schedule(
+    job: JobConfig, world_size: int | None = None, layers: int | None = None
+) -> tuple[Schedule, Candidates | None]:
     """Return the schedule (named, from a timetable file, or the best of "auto") and the candidates of "auto".
+
+    Arguments as for :func:`make_stage_plan`.
 
     Raises:
         ConfigError: the schedule is unknown, a module in "import" fails to import, nothing fits the job, or the
@@ -186,6 +209,7 @@ def resolve_schedule(job: JobConfig, world_size: int | None = None) -> tuple[Sch
             options=settings.schedule_options,
             train=settings.train,
             world_size=world_size,
+            layers=layers,
         )
         return best_schedule(candidates), candidates
     schedule = named_schedule(settings.schedule)
@@ -249,9 +273,13 @@ def _link_credits(placement: Placement) -> int | None:
 
 
 @contextlib.contextmanager
-def _as_config_error() -> Iterator[None]:
-    """Convert the ScheduleError for unsupported sizes into a ConfigError, because the sizes come from the JSON."""
+def _as_config_error(hint: Callable[[], str] = str) -> Iterator[None]:
+    """Convert the ScheduleError for unsupported sizes into a ConfigError, because the sizes come from the JSON.
+
+    Args:
+        hint: function that returns an additional sentence, with a space before it.
+    """
     try:
         yield
     except ScheduleError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"{error}{hint()}") from None

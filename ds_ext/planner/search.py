@@ -173,6 +173,7 @@ class Request:
         cheap_ops: number of ops that a schedule may plan even if its bound rules it out.
         margin: relative saving below which a candidate is not evaluated.
         stage_layers: layers of every stage, in the format of the scripts' flag; None: balanced by work.
+        max_stages: number of pipeline layers of the model, one per stage at least; None: unknown.
 
     Raises:
         ScheduleError: a size is not positive, or there is a memory limit without a model.
@@ -187,6 +188,7 @@ class Request:
     cheap_ops: int = 30_000  # a tenth of a second
     margin: float = 0.0
     stage_layers: str | None = None
+    max_stages: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("devices", "micro_batches", "memory_bytes"):
@@ -275,6 +277,11 @@ class _Variant:
         """Placement of the stages. Raises ScheduleError if the schedule does not support the sizes."""
         placement = self.schedule.placement(self.request.devices, self.options)
         name, n = self.schedule.name, self.request.micro_batches
+        most = self.request.max_stages
+        if most is not None and placement.stages > most:
+            raise ScheduleError(
+                f"{name}: has {placement.stages} stages, more than the {most} pipeline layers of the model."
+            )
         if placement.forward_devices:
             raise ScheduleError(
                 f"{name}: needs {placement.num_devices} devices for {placement.devices_per_pipe} stages, with separate "

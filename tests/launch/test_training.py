@@ -320,6 +320,43 @@ def test_an_own_script_has_plan_lines_metrics_and_monitors(
         )
 
 
+def test_validation_checkpoints_and_resuming_of_an_own_script(
+    tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    """The code of docs/own_scripts.md: the validation loss is the same under every schedule, and a run resumes."""
+    page = (ROOT / "docs" / "own_scripts.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    build = next(block for block in blocks if "PipelineModule" in block).split("for step in")[0]
+    loop = next(block for block in blocks if "load_checkpoint" in block)
+    assert "total_steps=10" in build and "< 20" in loop and '"checkpoints/own"' in loop
+    job = json.loads(re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0])
+    for schedule, steps in (("bitpipe", 10), ("bitpipe", 20), ("1f1b", 20)):
+        folder, build_of = (
+            schedule,
+            build.replace("total_steps=10", f"total_steps=20, file='{schedule}.jsonl'"),
+        )
+        job["ds_ext"]["schedule"] = schedule
+        write_json(tmp_path / "job.json", job)
+        code = build_of + loop.replace("< 20", f"< {steps}").replace("checkpoints/own", folder)
+        (tmp_path / "own.py").write_text(
+            f"config = 'job.json'\ndef main():\n{textwrap.indent(code, '    ')}"
+            "import torch\n"
+            "from ds_ext.launch import process\n"
+            "dataset = [(torch.ones(4) * i / 128, torch.zeros(4)) for i in range(128)]\n"
+            "validation_dataset = [(torch.ones(4) * i / 64, torch.ones(4)) for i in range(64)]\n"
+            "process.run(main)\n"
+        )
+        results = run_forked([["own.py"]] * 4, tmp_path, port=free_port())
+        assert [result.returncode for result in results] == [0] * 4, results
+    rows = {schedule: records(tmp_path / f"{schedule}.jsonl") for schedule in ("bitpipe", "1f1b")}
+    for found in rows.values():
+        assert [row["step"] for row in found] == list(range(1, 21))
+        assert [row["step"] for row in found if row["validation_loss"] is not None] == [10, 20]
+    for one, other in zip(*rows.values(), strict=True):
+        for key in ("loss", "validation_loss"):
+            assert one[key] is other[key] is None or one[key] == pytest.approx(other[key], rel=1e-5)
+
+
 def test_an_own_script_without_a_launcher_is_the_only_rank(tmp_path: Path) -> None:
     environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     config: dict[str, Any] = {

@@ -2,7 +2,7 @@
 
 A step is complete when all ranks have written their snapshots of it: each rank writes its own before the losses are
 gathered, and the gathering is the vote. So a step whose loss was reported is never repeated, and a rank that dies in
-the optimizer step never leaves ranks one step apart: they load the newest step of which all snapshots exist.
+the optimizer step never leaves ranks one step apart: they load the newest reported step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...errors import CheckpointError, ConfigError
 from ..checkpoint.states import Checkpointed
 from ..together import together
 from .keeper import Keeper, KeeperError
-from .slots import NONE, Slots, packed, unpacked
+from .slots import Slots, packed, unpacked
 from .state import load, require_position, require_same_job, tensors_of, values_of
 
 logger = logging.getLogger(__name__)
@@ -128,15 +128,17 @@ class Recovery:
         return recovered_from
 
     def recover(self) -> Recovered | None:
-        """Load the newest step of which all snapshots exist. Returns None for a first start, or if there is none."""
+        """Load the newest reported step that all ranks have. Returns None for a first start, or if there is none."""
         self.pending = False
         if self.restart == 0:
             return None
         begin = time.time()
         found = together(lambda: (self._slots.steps(), self._slots.progress))
         common = set.intersection(*(set(steps) for steps, _ in found))
-        last, last_s = max((progress for _, progress in found), default=(NONE, 0.0))
-        for step in sorted(common, reverse=True):
+        # Rank 0 reports the steps. One that it has not completed may have snapshots on all ranks, and runs again, so
+        # that it is reported.
+        last, last_s = found[0][1]
+        for step in sorted((step for step in common if step <= last), reverse=True):
             parts = self._read(step)
             if parts is None:
                 continue
@@ -147,7 +149,7 @@ class Recovery:
             return Recovered(
                 step,
                 self.restart,
-                lost_steps=max(0, last - step),
+                lost_steps=last - step,
                 down_s=max(0.0, _started_s() - last_s),
                 set_up_s=begin - _started_s(),
                 load_s=time.time() - begin,

@@ -77,3 +77,16 @@ def test_batch_sizes_that_do_not_fit(
 ) -> None:
     with pytest.raises(ConfigError, match=key_and_numbers):
         batch_sizes(batch(train, micro, steps), replicas=2, data_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("train_microbatch_size_per_gpu", "train_micro_batch_size_per_gpu"),
+        ("Train_batch_size", "train_batch_size"),
+        ("gradient_accumulation_step", "gradient_accumulation_steps"),
+    ],
+)
+def test_a_misspelled_key_is_found_before_the_sizes_are_checked(key: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}: .*got 7.*{meant}"):
+        batch_sizes({"train_batch_size": 60, key: 7}, 2, 1)

@@ -201,3 +201,25 @@ def test_layers_that_defer_nothing_have_the_bubble_of_whole_backwards(name: str,
         whole = plan(schedule="1f1b").simulation.bubble
         assert bubble(defers=False)["te"] == pytest.approx(100 * whole, abs=0.1)
         assert bubble()["bubble"] < 100 * whole
+
+
+@pytest.mark.parametrize(
+    ("train", "fitting"), [(60, "32 or 64"), (48, "32 or 64"), (8, "32"), (72, "64 or 96")]
+)
+def test_batch_errors_propose_what_the_schedule_supports(train: int, fitting: str) -> None:
+    """BitPipe on 4 devices needs a multiple of 4 micro-batches."""
+    config = {"train_batch_size": train, "train_micro_batch_size_per_gpu": 8}
+    section = {"schedule": "bitpipe", "pipeline_parallel_size": 4}
+    with pytest.raises(ConfigError, match=rf"train_batch_size.* {fitting}\.$"):
+        make_job_plan(load_config({**config, "ds_ext": section}), 4)
+    for size in fitting.split(" or "):
+        make_job_plan(load_config({**config, "train_batch_size": int(size), "ds_ext": section}), 4)
+
+
+@pytest.mark.parametrize("layers", [4, 8, 15, None])
+def test_auto_takes_no_more_stages_than_layers(layers: int | None) -> None:
+    config = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "AdamW"}}
+    section = {"schedule": "auto", "pipeline_parallel_size": 4}
+    plan = make_stage_plan(load_config({**config, "ds_ext": section}), 4, layers)
+    stages = plan.layout.placement.stages
+    assert stages == 16 if layers is None else stages <= layers
