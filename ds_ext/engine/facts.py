@@ -110,7 +110,7 @@ def run_facts(model: PipelineModule) -> dict[str, Any]:
     """Return the facts of a run. All ranks must call this together.
 
     ``ranks`` has an object for every rank: ``host``, ``name`` of its accelerator or "cpu", ``device`` of the pipeline
-    group, and the number of its ``parameters``.
+    group, and the number of its ``parameters``. Only rank 0 has the text of the plan.
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if model.placeholder is not None:
@@ -133,7 +133,7 @@ def run_facts(model: PipelineModule) -> dict[str, Any]:
         "ranks": ranks,
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
         "trace_dir": trace and os.path.abspath(trace),
-        "plan": plan_text(model, ranks),
+        "plan": plan_text(model, ranks) if model.global_rank == 0 else "",
         "config": plan.job.deepspeed,
     }
 
