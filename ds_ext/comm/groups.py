@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +22,7 @@ from ds_ext.errors import TransportError
 
 FIRST_STEP_FACTOR = 5  # the first step also compiles, loads kernels and connects NCCL
 _WATCHDOG_MARGIN_S = 60.0
+_IDLE_LIMIT_S, _IDLE_POLL_S = 2.0, 0.01
 _CLOSED_SIGNS = ("closed", "reset by peer", "broken pipe", "unreachable", "no route to host", "host is down")
 
 
@@ -98,6 +102,34 @@ def limit_waits(timeout_s: float) -> None:
     for group in list(world.pg_map):
         limit = backend_limit(dist.get_backend_config(group), timeout_s)
         dist.distributed_c10d._set_pg_timeout(limit, group)
+
+
+def end_after_threads() -> None:
+    """Let torch's threads finish their work before Python exits; call this once the process group exists.
+
+    A thread of gloo releases the tensors of a collective after its caller has continued, and needs Python's lock for
+    it. If Python is exiting then, the process aborts: "terminate called without an active exception".
+    """
+    atexit.unregister(_wait_for_threads)
+    atexit.register(_wait_for_threads)
+
+
+def _wait_for_threads() -> None:
+    """Wait until the threads of native libraries have been idle twice, for at most 2 s."""
+    deadline, idle = time.monotonic() + _IDLE_LIMIT_S, 0
+    while idle < 2 and time.monotonic() < deadline:
+        time.sleep(_IDLE_POLL_S)  # without Python's lock, so that they can take it
+        idle = idle + 1 if _native_threads_sleep() else 0
+
+
+def _native_threads_sleep() -> bool:
+    of_python = {str(thread.native_id) for thread in threading.enumerate()}
+    for task in os.listdir("/proc/self/task"):
+        if task not in of_python:
+            with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/stat", encoding="utf-8") as file:
+                if file.read().rpartition(")")[2].split()[0] == "R":
+                    return False
+    return True
 
 
 def watch_hosts() -> None:

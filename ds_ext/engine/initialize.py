@@ -16,7 +16,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from ..comm.groups import limit_waits, watch_hosts
+from ..comm.groups import end_after_threads, limit_waits, watch_hosts
 from ..comm.spin import usable_cores
 from ..config.deepspeed_check import check_deepspeed
 from ..config.deepspeed_json import (
@@ -114,6 +114,7 @@ def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> No
                 f"MASTER_PORT: already in use on this host (got {os.environ.get('MASTER_PORT')}). Stop the other job, "
                 f"or pass the launcher another --master_port (with srun: export MASTER_PORT)."
             ) from None
+    end_after_threads()
     watch_hosts()
     os.environ.setdefault("LOCAL_RANK", "0")
 

@@ -24,11 +24,10 @@ from typing import Any
 
 from ..comm.host_watch import end_connections, silent_hosts, store_is_silent
 from ..errors import ConfigError, DsExtError, TransportError, TransportTimeout
-from .roll_call import FAILED, FIRST_FAILURE, REFUSED, spans_hosts, stop_other_hosts
+from .roll_call import FAILED, FIRST_FAILURE, RANK_0_S, REFUSED, spans_hosts, stop_other_hosts
 
 logger = logging.getLogger(__name__)
 
-RANK_0_FIRST_S = 8.0  # wait for rank 0 to report an error that all ranks have; then the launcher ends them
 CAUSE_S = 3.0  # wait for the first failure to appear after losing a peer
 STORE_S = 2.0  # time limit for the store, which does not answer if it ran in the lost rank
 CLAIM_DELAY_S = 0.5  # head start for a rank that waited for the silent rank itself
@@ -358,7 +357,7 @@ def _joined() -> bool:
 def _wait_for_rank_0() -> None:
     """Wait until rank 0 reports the same error and the launcher ends this rank, or until a time limit."""
     if rank() != 0:
-        time.sleep(RANK_0_FIRST_S + (0 if os.environ.get("LOCAL_RANK") == "0" else 3))
+        time.sleep(RANK_0_S + (0 if os.environ.get("LOCAL_RANK") == "0" else 3))
 
 
 def _wait_for_first_report(limit_s: float = FIRST_REPORT_S) -> bool:

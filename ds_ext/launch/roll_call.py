@@ -25,7 +25,7 @@ FIRST_FAILURE = "ds_ext/first_failure"  # key of the report of the first rank th
 _ARRIVED, _VERDICT, _REPORTED, _READ = "arrived", "verdict", "reported", "read"
 _POLL_S = 0.02
 _READERS_S = 5.0  # rank 0, which may serve the store, waits for all ranks to read an error verdict
-_RANK_0_S = 15.0  # a failed rank waits for rank 0 to report its error
+RANK_0_S = 15.0  # a failed rank waits for rank 0 to report an error that both have
 _MARGIN_S = 5.0  # rank 0 times out earlier, because it can name the missing ranks
 _MAX_SHOWN = 12
 _NOT_SET = "(not set)"
@@ -239,7 +239,7 @@ def one_refusal() -> Iterator[None]:
         yield
     except ConfigError as error:
         call, _ = _of_the_group()
-        if call is not None and call.fail(str(error), REFUSED, _RANK_0_S):
+        if call is not None and call.fail(str(error), REFUSED, RANK_0_S):
             error.reported_by = 0
         raise
 
@@ -261,8 +261,8 @@ def stop_other_hosts(rank: int, world_size: int, text: str, kind: str) -> bool:
     Returns whether rank 0 reports the error; False if rank 0 cannot be reached within 15 s.
     """
     with contextlib.suppress(RuntimeError, OSError):
-        call = meet(rank, world_size, _RANK_0_S)
-        return call is not None and call.fail(text, kind, _RANK_0_S)
+        call = meet(rank, world_size, RANK_0_S)
+        return call is not None and call.fail(text, kind, RANK_0_S)
     return False
 
 

@@ -123,7 +123,10 @@ class Job:
     def seconds_until_gone(self, limit_s: float, but: tuple[int, ...] = ()) -> float:
         """How long it takes from now until no process of the job (except ``but``) is alive."""
         started = time.monotonic()
-        while set(processes(self.mark)) - set(but):
+        # A process that is just executing another program has no readable environment, and so no mark.
+        while set(processes(self.mark)) - set(but) or (
+            self.process.pid not in but and self.process.poll() is None
+        ):
             waited = time.monotonic() - started
             assert waited < limit_s, (
                 f"{processes(self.mark).keys()} still alive after {waited:.0f} s:\n{self.text}"
