@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -114,6 +114,9 @@ class RecoveryOptions(Section):
 
     Attributes:
         every: steps from one snapshot to the next.
+        second_copy: key "copy": "mirror": each snapshot is copied to another host, that of the rank's mirror if
+            possible; "none": there is no second copy.
     """
 
     every: int = Field(default=1, ge=1)
+    second_copy: Literal["mirror", "none"] = Field(default="mirror", alias="copy")

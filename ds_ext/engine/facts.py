@@ -143,13 +143,14 @@ def plan_text(model: PipelineModule, ranks: list[dict[str, Any]]) -> str:
     of_device: dict[int, int] = {}
     for rank in ranks:
         of_device[rank["device"]] = max(rank["parameters"], of_device.get(rank["device"], 0))
-    plan = model.plan
+    plan, hosts = model.plan, [rank["host"] for rank in ranks]
     return describe(
         plan,
         boundaries=model.parts,
         layer_names=model.layer_names,
         parameters=[of_device[device] for device in sorted(of_device)],
         grid=plan.sizes.micro_batches <= GRID_MICRO_BATCHES,
+        hosts=[hosts.index(host) for host in hosts],
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from ..comm.rounds import links_per_rank, rounds
 from ..config.batch_sizes import counted
 from ..config.deepspeed_json import precision, zero_stage
+from ..parallel.copies import copy_hosts, fatal_pairs
 from ..parallel.layout import ParallelLayout
 from ..parallel.links import links_of
 from ..pipe_schedules.costs import Costs
@@ -20,6 +21,7 @@ from .text import aligned, describe_costs, format_bytes
 
 _CANDIDATES_SHOWN = 5
 _DEVICES_SHOWN = 16
+_PAIRS_SHOWN = 8
 GRID_MICRO_BATCHES = 32  # most micro-batches of a timetable that fits the screen
 
 
@@ -35,6 +37,7 @@ def describe(
     with_head: bool = False,
     grid: bool = True,
     defers: bool = True,
+    hosts: Sequence[int] | None = None,
 ) -> str:
     """Return the plan as text: groups, stages with their layers, costs, and the timetable.
 
@@ -48,6 +51,7 @@ def describe(
         with_head: True if ``weights`` include the head.
         grid: include the timetable.
         defers: False if the layers compute all weight gradients with the input gradients.
+        hosts: number of every rank's host; None: unknown.
     """
     sizes = plan.sizes
     simulation = plan.simulation
@@ -63,7 +67,7 @@ def describe(
         *_describe_stages(plan, boundaries, layer_names),
         *_describe_costs(plan, simulation, message_bytes, priced),
         *_describe_devices(parameters, memory),
-        *_describe_recovery(plan, memory),
+        *_describe_recovery(plan, memory, hosts),
         *([] if defers else _describe_whole_backwards(plan, simulation.costs)),
         *_describe_communicators(plan),
         *_describe_candidates(plan),
@@ -151,22 +155,42 @@ def _describe_devices(parameters: Sequence[int], memory: Sequence[DeviceMemory])
     return lines
 
 
-def _describe_recovery(plan: JobPlan, memory: Sequence[DeviceMemory]) -> list[str]:
+def _describe_recovery(
+    plan: JobPlan, memory: Sequence[DeviceMemory], hosts: Sequence[int] | None
+) -> list[str]:
     """Return which failures the snapshots survive, and their memory."""
     options = plan.job.ds_ext.recovery
     if options is None:
         return []
     every = "step" if options.every == 1 else f"{options.every} steps"
+    copies = copy_hosts(plan.layout, hosts) if hosts is not None and options.second_copy == "mirror" else None
     size = ""
     if memory:
         # Without ZeRO, fp32 weights are their own master weights.
         whole = precision(plan.job.deepspeed) == "fp32" and zero_stage(plan.job.deepspeed) == 0
         largest = max(device.optimizer + (device.weights if whole else 0) for device in memory)
-        size = f", 2 x {format_bytes(largest)} per rank at most"
+        size = f", {'4' if copies else '2'} x {format_bytes(largest)} per rank at most"
+    survived = {"a rank is killed": "continues from the snapshots (torchrun --max-restarts)"}
+    checkpoint = "the last checkpoint on disk"
+    if copies and hosts is not None:
+        survived["a host is lost"] = "continues from the copies on other hosts, with a new host in its place"
+        fatal, count = fatal_pairs(hosts, copies), len(set(hosts))
+        pairs = " ".join(f"{first}+{second}" for first, second in fatal[:_PAIRS_SHOWN])
+        more = f" and {len(fatal) - _PAIRS_SHOWN} more" if len(fatal) > _PAIRS_SHOWN else ""
+        every_pair = len(fatal) == count * (count - 1) // 2
+        survived["two hosts are lost"] = (
+            f"continues from {checkpoint}"
+            if every_pair
+            else f"continues from the copies; hosts {pairs}{more}: {checkpoint}"
+        )
+    else:
+        several = options.second_copy == "mirror" and hosts is None
+        survived["a host is lost"] = (
+            f"continues from {checkpoint}{'; in a job on several hosts, from the copies' if several else ''}"
+        )
     return [
         f"recovery  a snapshot every {every} in host memory{size}",
-        "          a rank is killed: continues from the snapshots (torchrun --max-restarts)",
-        "          a host is lost: continues from the last checkpoint on disk",
+        *(f"          {lost}: {result}" for lost, result in survived.items()),
     ]
 
 

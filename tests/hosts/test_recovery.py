@@ -1,4 +1,4 @@
-"""A rank killed in a job over two hosts: torchrun on both restarts the ranks, and they continue from memory."""
+"""A rank or a whole host lost in a job over two hosts: the ranks restart and continue from memory."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from tests.hosts.cluster import Cluster
 from tests.hosts.jobs import SCRIPT, HostsJob, records, torchrun
 from tests.launch.jobs import tiny_config, write_json
+from tests.launch.test_recovery import same_checkpoints
 
 STEPS = 400
 
@@ -34,4 +35,44 @@ def test_a_killed_rank_on_two_hosts(
     assert len(recovered) == 1 and recovered[0][1] == "0" and int(recovered[0][0]) >= 10, job.text
     rows = records(tmp_path / "all.jsonl")
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert not any(host.processes() for host in two.hosts)
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_a_lost_host_comes_back_empty(
+    hosts: Callable[..., Cluster], corpus: Path, tmp_path: Path, static: bool
+) -> None:
+    """One host loses its ranks, launcher and memory. A new launcher takes its place: no step is lost."""
+    two = hosts(2)
+    plain = write_json(tmp_path / "plain.json", tiny_config(corpus))
+    config = write_json(tmp_path / "c.json", tiny_config(corpus, recovery={"every": 1}))
+    flags = ["--train-iters", str(STEPS), "--eval-iters", "0"]
+    script = [SCRIPT, "--deepspeed_config", plain.name, "--save", "plain", *flags]
+    with HostsJob(two, torchrun(two.hosts, [1, 1], *script), tmp_path) as undisturbed:
+        assert undisturbed.wait() == [0, 0], undisturbed.text
+    script = [
+        SCRIPT,
+        "--deepspeed_config",
+        config.name,
+        "--metrics-file",
+        "all.jsonl",
+        "--save",
+        "lost",
+        *flags,
+    ]
+    commands = torchrun(two.hosts, [1, 1], *script, static=static)
+    commands = [(host, [words[0], "--max-restarts", "2", *words[1:]]) for host, words in commands]
+    # With a shared store, rank 0 of torch 2.13 does not tell a new host the store's address.
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with HostsJob(two, commands, tmp_path, env) as job:
+        job.wait_for("step  10/")
+        two.hosts[1].end_processes()
+        with HostsJob(two, commands[1:], tmp_path, env) as replacement:
+            assert replacement.wait() == [0], job.text + replacement.text
+            assert job.wait()[0] == 0, job.text
+    recovered = re.findall(r"recovered at step (\d+) .*\(restart 1\): (\d+) steps? lost, 1 rank ", job.text)
+    assert len(recovered) == 1 and recovered[0][1] == "0" and int(recovered[0][0]) >= 10, job.text
+    rows = records(tmp_path / "all.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    same_checkpoints(tmp_path / "plain" / f"step_{STEPS}", tmp_path / "lost" / f"step_{STEPS}")
     assert not any(host.processes() for host in two.hosts)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ds_ext.engine.checkpoint.file import TensorFile, read_plain
-from ds_ext.engine.recovery.keeper import address
+from ds_ext.engine.recovery.keeper_process import address
 from tests.launch.forked import ForkedJob
 from tests.launch.jobs import ROOT, Job, tiny_config, write_json
 from tests.selection import EVERYTHING, select

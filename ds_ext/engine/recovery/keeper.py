@@ -1,35 +1,32 @@
-"""Process on each host that holds the memory of snapshots while the launcher restarts the ranks.
-
-The memory consists of anonymous files (memfd_create(2)) without a name in any file system. The keeper holds them open,
-and ranks receive them over a local socket. When the launcher exits, so does the keeper, and the kernel frees the
-memory, even if all processes of a job are killed at once. Run as a script, this file imports only the standard library.
-"""
+"""Client of the process that holds the memory of snapshots on this host (keeper_process.py)."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import select
 import socket
-import struct
 import subprocess
 import sys
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import keeper_process
+from .keeper_process import ANSWER_S, MAX_BYTES, KeeperError, address, user_of
 
 _START_S = 20.0
-_ANSWER_S = 5.0
-_MAX_BYTES = 1 << 16
 _POLL_S = 0.02
 
 
-class KeeperError(Exception):
-    """The keeper cannot be reached, or cannot provide memory."""
+class Snapshots(NamedTuple):
+    """Snapshots of a rank that a keeper holds: their steps, and the rank's progress (last step, its end in ns)."""
+
+    steps: list[int]
+    progress: tuple[int, int]
 
 
 class Keeper:
-    """Client of this host's keeper.
+    """Client of this host's keeper. Every method raises KeeperError if the keeper does not answer.
 
     Args:
         launcher: process id of the launcher; the keeper exits with it.
@@ -38,14 +35,13 @@ class Keeper:
     def __init__(self, launcher: int) -> None:
         self._launcher, self._address = launcher, address(launcher)
 
-    def start(self) -> None:
-        """Start the keeper unless it is running, and wait until it answers. Raises KeeperError."""
+    def start(self) -> str:
+        """Start the keeper unless it is running, and wait until it answers. Returns its id."""
         deadline = time.monotonic() + _START_S
         process: subprocess.Popen[bytes] | None = None
         while True:
             try:
-                self.files()
-                return
+                return self._ask("hello")["id"]
             except KeeperError as error:
                 # A keeper that finds another one exits with status 0.
                 if process is None or process.poll() not in (None, 0):
@@ -55,8 +51,8 @@ class Keeper:
                 time.sleep(_POLL_S)
 
     def files(self) -> dict[str, int]:
-        """Return a dict of name -> size of all files. Raises KeeperError."""
-        return self._ask({"do": "list"})[0]["files"]
+        """Return a dict of name -> size of all files."""
+        return self._ask("list")["files"]
 
     def open(self, name: str, size: int | None = None) -> int:
         """Return a descriptor of a file, owned by the caller.
@@ -67,17 +63,61 @@ class Keeper:
         Raises:
             KeeperError: the file does not exist, or there is not enough memory.
         """
-        answer, descriptor = self._ask({"do": "open", "name": name, "size": size})
-        if descriptor is None:
-            raise KeeperError(answer["error"])
-        return descriptor
+        with self._connected() as connection:
+            connection.send(json.dumps({"do": "open", "name": name, "size": size}).encode())
+            data, descriptors, _, _ = socket.recv_fds(connection, MAX_BYTES, 1)
+            _checked(data)
+            return descriptors[0]
+
+    def listen(self, ip: str) -> list[Any]:
+        """Accept copies from other hosts at an address of this host. Returns what :meth:`copy` needs to reach it."""
+        return self._ask("listen", ip=ip)["to"]
+
+    def snapshots(self) -> dict[int, Snapshots]:
+        """Return the snapshots of every rank that has some on this host."""
+        found = self._ask("snapshots")["snapshots"]
+        return {int(rank): Snapshots(steps, tuple(progress)) for rank, (steps, progress) in found.items()}
+
+    def begin(self, start: int, after: int, ranks: list[int]) -> None:
+        """Begin with a restart.
+
+        Args:
+            start: number of the restart; copies from earlier ones are refused from now on.
+            after: forget the snapshots of later steps.
+            ranks: ranks that keep their files here.
+        """
+        self._ask("begin", start=start, after=after, ranks=ranks)
+
+    def copy(self, rank: int, step: int, start: int, to: list[Any]) -> None:
+        """Have a snapshot copied to another host, without waiting. The records say when the copy has ended.
+
+        Args:
+            to: from :meth:`listen` of the other host's keeper.
+        """
+        with self._connected() as connection:
+            connection.send(
+                json.dumps({"do": "copy", "rank": rank, "step": step, "start": start, "to": to}).encode()
+            )
+
+    def move(self, rank: int, step: int, start: int, to: list[Any], timeout_s: float) -> None:
+        """Copy a snapshot to another host, and wait for it. Raises KeeperError if it fails.
+
+        Args:
+            to: from :meth:`listen` of the other host's keeper.
+            timeout_s: time limit in seconds.
+        """
+        self._ask("move", timeout_s, rank=rank, step=step, start=start, to=to)
+
+    def copy_error(self, rank: int) -> str:
+        """Return why the last failed copy of a rank's snapshot failed."""
+        return self._ask("error", rank=rank)["copy_error"]
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         # A new session, because the launcher signals the process groups of its ranks. Without their variables, so that
         # it does not look like a rank.
         environ = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
         return subprocess.Popen(
-            [sys.executable, "-S", "-E", __file__, str(self._launcher)],
+            [sys.executable, "-S", "-E", str(Path(keeper_process.__file__)), str(self._launcher)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -86,93 +126,51 @@ class Keeper:
             env=environ,
         )
 
-    def _ask(self, question: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
+    def _ask(self, do: str, timeout_s: float = ANSWER_S, **arguments: Any) -> dict[str, Any]:
+        with self._connected() as connection:
+            connection.settimeout(timeout_s)
+            connection.send(json.dumps({"do": do, **arguments}).encode())
+            return _checked(connection.recv(MAX_BYTES))
+
+    def _connected(self) -> _Connection:
+        return _Connection(self._address)
+
+
+class _Connection:
+    """Context of a connection to a keeper of the same user, in which an OSError becomes a KeeperError."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def __enter__(self) -> socket.socket:
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-                connection.settimeout(_ANSWER_S)
-                connection.connect(self._address)
-                if _user_of(connection) != os.getuid():
-                    raise KeeperError("another user's process has its address")
-                connection.send(json.dumps(question).encode())
-                data, descriptors, _, _ = socket.recv_fds(connection, _MAX_BYTES, 1)
+            self._socket.settimeout(ANSWER_S)
+            self._socket.connect(self._address)
+            if user_of(self._socket) != os.getuid():
+                raise KeeperError("another user's process has its address")
         except OSError as error:
+            self._socket.close()
             raise KeeperError(error.strerror or str(error)) from None
-        if not data:
-            raise KeeperError("it refused this process")
-        return json.loads(data), descriptors[0] if descriptors else None
+        except KeeperError:
+            self._socket.close()
+            raise
+        return self._socket
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self._socket.close()
+        if isinstance(error, OSError):
+            raise KeeperError(error.strerror or str(error)) from None
 
 
-def address(launcher: int) -> str:
-    """Return the abstract address (unix(7)) of the keeper of a launcher. It vanishes with the keeper."""
-    return f"\0ds_ext/keeper/{os.getuid()}/{os.stat('/proc/self/ns/pid').st_ino}/{launcher}"
+def _checked(data: bytes) -> dict[str, Any]:
+    """Return an answer. Raises KeeperError for one that reports an error."""
+    if not data:
+        raise KeeperError("it refused this process")
+    answer = json.loads(data)
+    if "error" in answer:
+        raise KeeperError(answer["error"])
+    return answer
 
 
-def _user_of(connection: socket.socket) -> int:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return struct.unpack("3i", credentials)[1]
-
-
-def serve(launcher: int) -> None:
-    """Hold files until the launcher exits."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        listener.bind(address(launcher))
-        watch = os.pidfd_open(launcher)
-    except OSError:
-        return  # another keeper has the address, or the launcher has exited
-    listener.listen(128)
-    files: dict[str, tuple[int, int]] = {}  # name -> (descriptor, size)
-    while True:
-        readable, _, _ = select.select([listener, watch], [], [])
-        if watch in readable:
-            return
-        connection, _ = listener.accept()
-        # One rank's question must not end the keeper of all ranks.
-        with connection, contextlib.suppress(Exception):
-            connection.settimeout(_ANSWER_S)
-            if _user_of(connection) == os.getuid():
-                _answer(connection, json.loads(connection.recv(_MAX_BYTES)), files)
-
-
-def _answer(connection: socket.socket, question: dict[str, Any], files: dict[str, tuple[int, int]]) -> None:
-    if question["do"] == "list":
-        answer = {"files": {name: size for name, (_, size) in files.items()}}
-        connection.send(json.dumps(answer).encode())
-        return
-    name, size = question["name"], question["size"]
-    if size is not None and (name not in files or files[name][1] != size):
-        if name in files:
-            os.close(files.pop(name)[0])
-        free = free_bytes()
-        if size > free:
-            # Do not try: the kernel would end processes instead of reporting an error.
-            problem = f"cannot reserve {size:,} bytes of memory (got {free:,} free bytes)"
-            connection.send(json.dumps({"error": problem}).encode())
-            return
-        descriptor = os.memfd_create(f"ds_ext {name}")
-        os.posix_fallocate(descriptor, 0, size)
-        files[name] = descriptor, size
-    if name not in files:
-        connection.send(json.dumps({"error": f"has no file {name!r}"}).encode())
-        return
-    socket.send_fds(connection, [b"{}"], [files[name][0]])
-
-
-def free_bytes() -> int:
-    """Return the memory that this process can still allocate: that of the host, or of its control group (cgroup v2)."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        available = next(line for line in file if line.startswith("MemAvailable:"))
-    free = int(available.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):
-        with open("/proc/self/cgroup", encoding="ascii") as file:
-            group = next(line for line in file if line.startswith("0::"))[3:].strip()
-        numbers = []
-        for name in ("max", "current"):
-            with open(f"/sys/fs/cgroup{group}/memory.{name}", encoding="ascii") as file:
-                numbers.append(int(file.read()))  # "max" without a limit
-        free = min(free, numbers[0] - numbers[1])
-    return free
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+__all__ = ["Keeper", "KeeperError", "Snapshots"]

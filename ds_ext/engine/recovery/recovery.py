@@ -3,29 +3,37 @@
 A step is complete when all ranks have written their snapshots of it: each rank writes its own before the losses are
 gathered, and the gathering is the vote. So a step whose loss was reported is never repeated, and a rank that dies in
 the optimizer step never leaves ranks one step apart: they load the newest reported step.
+
+After the vote, the keepers copy the snapshots to other hosts (:mod:`ds_ext.parallel.copies`), beside the next step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from ...comm.tcp.address import own_address
 from ...config.sections import RecoveryOptions
 from ...errors import CheckpointError, ConfigError
+from ...parallel.copies import copy_hosts
 from ..checkpoint.states import Checkpointed
 from ..together import together
-from .keeper import Keeper, KeeperError
+from .keeper import Keeper, KeeperError, Snapshots
 from .slots import Slots, packed, unpacked
 from .state import load, require_position, require_same_job, tensors_of, values_of
 
 logger = logging.getLogger(__name__)
+
+_POLL_S = 0.002
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,7 @@ class Recovered:
         step: number of completed steps.
         restart: number of the restart, from 1.
         lost_steps: completed steps that will run again.
+        moved: ranks whose snapshots came from another host.
         down_s: seconds from the end of the last completed step to the start of this process.
         set_up_s: seconds from the start of this process to the recovery.
         load_s: seconds for finding and loading the snapshots.
@@ -44,12 +53,15 @@ class Recovered:
     step: int
     restart: int
     lost_steps: int
+    moved: int
     down_s: float
     set_up_s: float
     load_s: float
 
     def __str__(self) -> str:
         lost = f"{self.lost_steps} step{'s' * (self.lost_steps != 1)} lost"
+        if self.moved:
+            lost += f", {self.moved} rank{'s' * (self.moved != 1)} from another host"
         parts = f"down {self.down_s:.1f} s, set-up {self.set_up_s:.1f} s, loading {self.load_s:.1f} s"
         return f"recovered at step {self.step} from host memory (restart {self.restart}): {lost}; {parts}"
 
@@ -76,24 +88,44 @@ class Recovery:
     def __init__(self, engine: Checkpointed, options: RecoveryOptions) -> None:
         self._engine, self._options = engine, options
         self._rank = dist.get_rank()
+        self._timeout_s = engine.plan.settings.transport_options.timeout_s
         self._recovered_from: int | None = None
+        self._copying: set[int] = set()  # steps whose copies this process has started
+        self._copy_failed = False
         self.restart = restarts()
         self.pending = self.restart > 0
+        self._keeper = Keeper(os.getppid())
+        keepers = self._with_keepers(self._keeper.start)
+        #: Host of every rank, as the number of its keeper.
+        self._hosts = [keepers.index(keeper) for keeper in keepers]
+        self._addresses = self._with_keepers(self._listen) if len(set(self._hosts)) > 1 else None
+        targets = copy_hosts(engine.layout, self._hosts) if options.second_copy == "mirror" else None
+        self._targets = targets or [None] * len(self._hosts)
+        self._slots = self._with_keepers(lambda: Slots(self._keeper, self._rank), share=False)[self._rank]
 
-        def start() -> Slots:
-            keeper = Keeper(os.getppid())
+    def _listen(self) -> list[Any]:
+        node_ips = self._engine.plan.settings.transport_options.node_ips
+        return self._keeper.listen(own_address(self._rank, dist.get_world_size(), node_ips))
+
+    def _with_keepers(self, function: Callable[[], Any], share: bool = True) -> list[Any]:
+        """Return the results of all ranks; without ``share`` only this rank's, and None for the others."""
+        own: list[Any] = []
+
+        def call() -> Any:
             try:
-                keeper.start()
-                return Slots(keeper, self._rank)
+                own.append(function())
             except KeeperError as error:
                 raise ConfigError(
                     f"ds_ext.recovery: the process that keeps the snapshots on host {socket.gethostname()} failed (got "
                     f"{error}). Remove the section to train without snapshots."
                 ) from None
+            return own[0] if share else None
 
-        own: list[Slots] = []
-        together(lambda: own.append(start()))
-        self._slots = own[0]
+        results = together(call)
+        results[self._rank] = own[0]
+        return results
+
+    # --- snapshots ---
 
     def snapshot(self) -> float | None:
         """Write this rank's snapshot of the step that it has completed, if it is due. The caller then gathers losses.
@@ -109,9 +141,10 @@ class Recovery:
                 "ds_ext.recovery: the launcher has restarted the ranks, and the script trains from the beginning (got "
                 "no call of engine.recover()). Call it before the first step, and train from engine.global_steps."
             )
-        if step % self._options.every:
+        if not self._is_due(step):
             return None
         require_position(self._engine)
+        self._wait_for_copy(self._slots.oldest())
         try:
             self._slots.write(step, tensors_of(self._engine), packed(values_of(self._engine)))
         except KeeperError as error:
@@ -122,10 +155,45 @@ class Recovery:
         return time.perf_counter() - begin
 
     def completed(self) -> int | None:
-        """Record that all ranks have completed the step. Returns the step of a recovery just before it, else None."""
-        self._slots.completed(self._engine.global_steps)
+        """Record that all ranks have completed the step, and have its snapshot copied to another host.
+
+        Returns the step of a recovery just before it, else None.
+        """
+        step, target = self._engine.global_steps, self._targets[self._rank]
+        self._slots.completed(step)
+        if target is not None and self._is_due(step):
+            self._copying.add(step)
+            with contextlib.suppress(KeeperError):  # the next snapshot reports it
+                self._keeper.copy(self._rank, step, self.restart, self._address_of(target))
         recovered_from, self._recovered_from = self._recovered_from, None
         return recovered_from
+
+    def _is_due(self, step: int) -> bool:
+        return step % self._options.every == 0
+
+    def _address_of(self, host: int) -> list[Any]:
+        assert self._addresses is not None
+        return self._addresses[self._hosts.index(host)]
+
+    def _wait_for_copy(self, step: int) -> None:
+        """Wait until the copy of a step has ended, because the next snapshot overwrites its source."""
+        if step not in self._copying:
+            return
+        deadline = time.monotonic() + self._timeout_s
+        while self._slots.copied < step and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        self._copying = {later for later in self._copying if later > step}
+        failed = self._slots.copied < step or self._slots.copy_failed == step
+        if failed and not self._copy_failed:
+            logger.warning(
+                "recovery: the snapshot of step %d was not copied to another host (got %s). Training continues; if "
+                "this host is lost, it continues from the last copy or checkpoint.",
+                step,
+                self._keeper.copy_error(self._rank) or f"no answer within {self._timeout_s:g} s",
+            )
+        self._copy_failed = failed
+
+    # --- recovery ---
 
     def recover(self) -> Recovered | None:
         """Load the newest reported step that all ranks have. Returns None for a first start, or if there is none."""
@@ -133,28 +201,66 @@ class Recovery:
         if self.restart == 0:
             return None
         begin = time.time()
-        found = together(lambda: (self._slots.steps(), self._slots.progress))
-        common = set.intersection(*(set(steps) for steps, _ in found))
+        found: list[dict[int, Snapshots]] = self._with_keepers(self._keeper.snapshots)
+        progress = _progress(found)
         # Rank 0 reports the steps. One that it has not completed may have snapshots on all ranks, and runs again, so
         # that it is reported.
-        last, last_s = found[0][1]
-        for step in sorted((step for step in common if step <= last), reverse=True):
+        last, last_ns = progress.get(0, (0, 0))
+        for step in sorted((step for step in _common(found) if step <= last), reverse=True):
+            moved = self._move(step, found)
             parts = self._read(step)
             if parts is None:
                 continue
             load(self._engine, *parts)
-            self._slots.forget_after(step)
+            self._begin(after=step)
             self._recovered_from = step
-            dist.barrier()  # no rank may write a later step while another still has an older one of that number
             return Recovered(
                 step,
                 self.restart,
-                lost_steps=last - step,
-                down_s=max(0.0, _started_s() - last_s),
+                lost_steps=max(last for last, _ in progress.values()) - step,
+                moved=moved,
+                down_s=max(0.0, _started_s() - last_ns / 1e9),
                 set_up_s=begin - _started_s(),
                 load_s=time.time() - begin,
             )
+        self._begin(after=0)
         return None
+
+    def _begin(self, after: int) -> None:
+        """Forget later steps on all hosts, before any rank writes one of the same number."""
+        here = self._hosts[self._rank]
+        ranks = [rank for rank, host in enumerate(self._hosts) if here in (host, self._targets[rank])]
+        self._with_keepers(lambda: self._keeper.begin(self.restart, after, ranks))
+
+    def _move(self, step: int, found: Sequence[dict[int, Snapshots]]) -> int:
+        """Copy the snapshots of ranks that have none on their host. Returns the number of these ranks."""
+        holders = {
+            rank: [
+                holder
+                for holder, snapshots in enumerate(found)
+                if rank in snapshots and step in snapshots[rank].steps
+            ]
+            for rank in range(len(self._hosts))
+        }
+        moving = {
+            rank: ranks[0]
+            for rank, ranks in holders.items()
+            if self._hosts[rank] not in {self._hosts[holder] for holder in ranks}
+        }
+
+        def move() -> None:
+            for rank in (rank for rank, holder in moving.items() if holder == self._rank):
+                address = self._address_of(self._hosts[rank])
+                try:
+                    self._keeper.move(rank, step, self.restart, address, self._timeout_s)
+                except KeeperError as error:  # that rank will not find its snapshot
+                    logger.warning(
+                        "recovery: the snapshot of rank %d was not moved to its host (got %s)", rank, error
+                    )
+
+        if moving:
+            together(move)
+        return len(moving)
 
     def _read(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Return this rank's snapshot; None on all ranks if one of them is damaged or of another job."""
@@ -173,6 +279,24 @@ class Recovery:
                 logger.warning("%s An older snapshot is used, if there is one.", error)
             return None
         return parts[0]
+
+
+def _common(found: Sequence[dict[int, Snapshots]]) -> set[int]:
+    """Return the steps of which some host has a snapshot of every rank."""
+    steps = [
+        {step for snapshots in found if rank in snapshots for step in snapshots[rank].steps}
+        for rank in range(len(found))
+    ]
+    return set.intersection(*steps)
+
+
+def _progress(found: Sequence[dict[int, Snapshots]]) -> dict[int, tuple[int, int]]:
+    """Return the last completed step of every rank and its end, from the newest of its records."""
+    progress: dict[int, tuple[int, int]] = {}
+    for snapshots in found:
+        for rank, snapshot in snapshots.items():
+            progress[rank] = max(snapshot.progress, progress.get(rank, (0, 0)))
+    return progress
 
 
 def _started_s() -> float:

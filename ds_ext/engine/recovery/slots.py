@@ -28,13 +28,23 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ..checkpoint.file import TensorFile, header_of
 from .keeper import Keeper, KeeperError
+from .keeper_process import (
+    CHECKSUM,
+    COPIED,
+    COPY_FAILED,
+    FIRST_SLOT,
+    NONE,
+    PER_SLOT,
+    PROGRESS,
+    PROGRESS_NS,
+    RECORDS_BYTES,
+    SIZE,
+    STATE_BYTES,
+    STEP,
+)
 
 STATE = "state"
-NONE = 0  # of a step: a new file is zero, and the first snapshot is that of step 1
 _STATE_UNIT = 4096  # bytes; the state may grow within the unit
-_RECORDS_BYTES = 4096
-_PROGRESS, _PROGRESS_NS, _FIRST_SLOT = 0, 1, 2  # indices in the records, each an int64
-_STEP, _CHECKSUM, _SIZE, _STATE_BYTES, _PER_SLOT = 0, 1, 2, 3, 4
 
 
 class _Slot(NamedTuple):
@@ -58,28 +68,31 @@ class Slots:
 
     def __init__(self, keeper: Keeper, rank: int) -> None:
         self._keeper, self._rank = keeper, rank
-        self._records = np.frombuffer(self._map(f"rank{rank}.records", _RECORDS_BYTES), dtype=np.int64)
+        self._records = np.frombuffer(self._map(f"rank{rank}.records", RECORDS_BYTES), dtype=np.int64)
         self._slots: dict[int, _Slot] = {}
 
     @property
-    def progress(self) -> tuple[int, float]:
-        """Last completed step, and its end in seconds since 1970; NONE before the first one."""
-        return int(self._records[_PROGRESS]), float(self._records[_PROGRESS_NS]) / 1e9
+    def copied(self) -> int:
+        """Last step whose copy to another host has ended."""
+        return int(self._records[COPIED])
+
+    @property
+    def copy_failed(self) -> int:
+        """Last step whose copy to another host failed."""
+        return int(self._records[COPY_FAILED])
 
     def completed(self, step: int) -> None:
         """Record that all ranks completed a step."""
-        self._records[_PROGRESS_NS] = time.time_ns()
-        self._records[_PROGRESS] = step
+        self._records[PROGRESS_NS] = time.time_ns()
+        self._records[PROGRESS] = step
+
+    def oldest(self) -> int:
+        """Return the step whose slot the next snapshot uses; NONE for an empty one."""
+        return min(int(self._record(slot)[STEP]) for slot in (0, 1))
 
     def steps(self) -> list[int]:
         """Return the steps of the complete snapshots."""
-        return [step for step in (int(self._record(slot)[_STEP]) for slot in (0, 1)) if step != NONE]
-
-    def forget_after(self, step: int) -> None:
-        """Remove snapshots of later steps, which will run again."""
-        for slot in (0, 1):
-            if self._record(slot)[_STEP] > step:
-                self._record(slot)[_STEP] = NONE
+        return [step for step in (int(self._record(slot)[STEP]) for slot in (0, 1)) if step != NONE]
 
     def write(self, step: int, tensors: Mapping[str, Tensor], state: bytes) -> None:
         """Write a snapshot over the older one.
@@ -92,18 +105,18 @@ class Slots:
         Raises:
             KeeperError: there is not enough memory.
         """
-        older = min((0, 1), key=lambda slot: int(self._record(slot)[_STEP]))
+        older = min((0, 1), key=lambda slot: int(self._record(slot)[STEP]))
         record = self._record(older)
-        record[_STEP] = NONE
+        record[STEP] = NONE
         slot = self._reserve(older, tensors, len(state))
         for name, tensor in tensors.items():
             slot.views[name].copy_(tensor.detach(), non_blocking=True)
         slot.views[STATE][: len(state)] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
         if any(tensor.device.type == "cuda" for tensor in tensors.values()):
             torch.cuda.current_stream().synchronize()
-        record[_CHECKSUM], record[_SIZE] = zlib.crc32(slot.content), len(slot.content)
-        record[_STATE_BYTES] = len(state)
-        record[_STEP] = step
+        record[CHECKSUM], record[SIZE] = zlib.crc32(slot.content), len(slot.content)
+        record[STATE_BYTES] = len(state)
+        record[STEP] = step
 
     def read(self, step: int) -> tuple[dict[str, Tensor], bytes]:
         """Return copies of the tensors and the state of a snapshot.
@@ -111,28 +124,28 @@ class Slots:
         Raises:
             CheckpointError: there is no snapshot of this step, or its checksum is wrong.
         """
-        slot = next((slot for slot in (0, 1) if self._record(slot)[_STEP] == step), None)
+        slot = next((slot for slot in (0, 1) if self._record(slot)[STEP] == step), None)
         if slot is None:
             raise CheckpointError(f"rank {self._rank}: no snapshot of step {step} (got {self.steps()}).")
         record, name = self._record(slot), f"rank{self._rank}.{slot}"
         descriptor = self._keeper.open(name)
         try:
             with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as content:
-                checksum = zlib.crc32(memoryview(content)[: int(record[_SIZE])])
-            if checksum != record[_CHECKSUM]:
+                checksum = zlib.crc32(memoryview(content)[: int(record[SIZE])])
+            if checksum != record[CHECKSUM]:
                 raise CheckpointError(
                     f"rank {self._rank}: the snapshot of step {step} is damaged (got checksum {checksum:08x} instead "
-                    f"of {int(record[_CHECKSUM]):08x})."
+                    f"of {int(record[CHECKSUM]):08x})."
                 )
             file = TensorFile(Path(f"/proc/self/fd/{descriptor}"))
             tensors = {name: file.whole(name) for name in file.names}
         finally:
             os.close(descriptor)
-        return tensors, tensors.pop(STATE)[: int(record[_STATE_BYTES])].numpy().tobytes()
+        return tensors, tensors.pop(STATE)[: int(record[STATE_BYTES])].numpy().tobytes()
 
     def _record(self, slot: int) -> Any:
-        first = _FIRST_SLOT + slot * _PER_SLOT
-        return self._records[first : first + _PER_SLOT]
+        first = FIRST_SLOT + slot * PER_SLOT
+        return self._records[first : first + PER_SLOT]
 
     def _reserve(self, number: int, tensors: Mapping[str, Tensor], state_bytes: int) -> _Slot:
         """Return the memory of a slot for these tensors; the same as last time if they have the same layout."""

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -15,7 +16,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from ds_ext.engine.recovery.keeper import Keeper, KeeperError, address, free_bytes
+from ds_ext.engine.recovery.keeper import Keeper, KeeperError
+from ds_ext.engine.recovery.keeper_process import address, free_bytes
 from ds_ext.engine.recovery.slots import Slots, packed, unpacked
 from ds_ext.errors import CheckpointError, ConfigError
 from ds_ext.launch.launcher import require_restarts
@@ -49,8 +51,14 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def keepers(launcher: int) -> list[str]:
-    words = ["pgrep", "-f", f"keeper.py {launcher}$"]
+    words = ["pgrep", "-f", f"keeper_process.py {launcher}$"]
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout.split()
+
+
+def progress(keeper: Keeper) -> int:
+    """Last completed step of rank 0."""
+    found = keeper.snapshots()
+    return found[0].progress[0] if 0 in found else 0
 
 
 def tensors(step: int, size: int = 5000) -> dict[str, torch.Tensor]:
@@ -107,13 +115,14 @@ def test_the_keeper_refuses_what_does_not_fit_and_survives_nonsense(
 
 def test_snapshots_alternate_and_are_read_back(keeper: Keeper) -> None:
     slots = Slots(keeper, 3)
-    assert slots.steps() == [] and slots.progress == (0, 0.0)
+    assert slots.steps() == [] and keeper.snapshots()[3] == ([], (0, 0))
     for step in (1, 2, 3):
         slots.write(step, tensors(step), packed({"step": step}))
     assert sorted(slots.steps()) == [2, 3]
     slots.completed(3)
     again = Slots(keeper, 3)  # as after a restart
-    assert again.progress[0] == 3 and abs(again.progress[1] - time.time()) < LIMIT_S
+    done, at_ns = keeper.snapshots()[3].progress
+    assert done == 3 and abs(at_ns / 1e9 - time.time()) < LIMIT_S
     for step in (2, 3):
         found, state = again.read(step)
         assert unpacked(state) == {"step": step} and list(found) != []
@@ -121,10 +130,12 @@ def test_snapshots_alternate_and_are_read_back(keeper: Keeper) -> None:
         assert all(found[name].dtype == tensor.dtype for name, tensor in tensors(step).items())
     with pytest.raises(CheckpointError, match="step 1"):
         again.read(1)
-    again.forget_after(2)
-    assert again.steps() == [2]
+    keeper.begin(1, after=2, ranks=[3])
+    assert again.steps() == [2] and keeper.snapshots()[3].steps == [2]
     again.write(3, tensors(3), packed({"step": 3}))
     assert sorted(again.steps()) == [2, 3] and Slots(keeper, 2).steps() == []
+    keeper.begin(1, after=3, ranks=[2])
+    assert list(keeper.snapshots()) == [2] and list(keeper.files()) == ["rank2.records"]
 
 
 def test_a_new_layout_leaves_the_other_snapshot(keeper: Keeper) -> None:
@@ -163,19 +174,111 @@ def test_a_kill_at_any_moment_leaves_a_whole_snapshot(keeper: Keeper) -> None:
                 slots.write(step, tensors(step, size=200_000), packed({"step": step}))
                 slots.completed(step)
             os._exit(0)
-        until(lambda first=first: Slots(keeper, 0).progress[0] >= first)
+        until(lambda first=first: progress(keeper) >= first)
         time.sleep(moments.random() * 0.01)
         os.kill(writer, signal.SIGKILL)
         os.waitpid(writer, 0)
         slots = Slots(keeper, 0)
         in_a_write += len(slots.steps()) < 2
         newest = max(slots.steps())
-        assert newest >= slots.progress[0] >= first
+        assert newest >= progress(keeper) >= first
         found, state = slots.read(newest)
         assert unpacked(state) == {"step": newest}
         expected = tensors(newest, size=200_000)
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert in_a_write > 0
+
+
+@pytest.fixture
+def two_keepers() -> Iterator[list[Keeper]]:
+    """Keepers of two launchers, as of two hosts."""
+    launchers = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    made = [Keeper(launcher.pid) for launcher in launchers]
+    for keeper in made:
+        keeper.start()
+    yield made
+    for launcher in launchers:
+        launcher.kill()
+        launcher.wait()
+
+
+def test_copies_on_another_host_are_whole(two_keepers: list[Keeper]) -> None:
+    here, there = two_keepers
+    assert here.start() != there.start()
+    to = there.listen("127.0.0.1")
+    assert there.listen("127.0.0.1") == to
+    slots = Slots(here, 1)
+    for step in (1, 2, 3):
+        slots.write(step, tensors(step, size=100_000), packed({"step": step}))
+        slots.completed(step)
+        here.copy(1, step, 0, to)
+        until(lambda step=step: slots.copied == step)
+        assert slots.copy_failed == 0
+        assert there.snapshots()[1] == (there.snapshots()[1].steps, here.snapshots()[1].progress)
+    copy = Slots(there, 1)
+    assert sorted(copy.steps()) == [2, 3]
+    for step in (2, 3):
+        found, state = copy.read(step)
+        assert unpacked(state) == {"step": step}
+        assert all(torch.equal(found[name], t) for name, t in tensors(step, size=100_000).items())
+
+
+def test_a_snapshot_moves_to_the_rank_s_new_host(two_keepers: list[Keeper]) -> None:
+    here, there = two_keepers
+    to = there.listen("127.0.0.1")
+    Slots(here, 0).write(5, tensors(5), packed({}))
+    here.move(0, 5, 1, to, LIMIT_S)
+    assert Slots(there, 0).steps() == [5]
+    with pytest.raises(KeeperError, match="step 4"):
+        here.move(0, 4, 1, to, LIMIT_S)
+
+
+def test_copies_that_cannot_be_made_are_reported(two_keepers: list[Keeper]) -> None:
+    """From before a restart, with a wrong token, to a closed port: nothing is stored, and the records say so."""
+    here, there = two_keepers
+    ip, port, token = there.listen("127.0.0.1")
+    slots = Slots(here, 0)
+    slots.write(1, tensors(1), packed({}))
+    there.begin(2, after=9, ranks=[])
+    unused = socket.create_server(("127.0.0.1", 0))
+    closed = unused.getsockname()[1]
+    unused.close()
+    slots.write(2, tensors(2), packed({}))
+    for step, start, to in ((1, 1, [ip, port, token]), (2, 2, [ip, port, "x"]), (2, 2, [ip, closed, token])):
+        with pytest.raises(KeeperError, match="127.0.0.1"):
+            here.move(0, step, start, to, LIMIT_S)
+    here.copy(0, 2, 1, [ip, port, token])
+    until(lambda: slots.copied == 2)
+    assert slots.copy_failed == 2 and f"port {port}" in here.copy_error(0)
+    assert there.snapshots() == {}
+
+
+def test_a_copy_that_ends_halfway_is_not_taken(two_keepers: list[Keeper]) -> None:
+    """The sender dies in the second copy: the first one stays, and no part of the second one counts."""
+    here, there = two_keepers
+    ip, port, token = there.listen("127.0.0.1")
+    Slots(here, 0).write(1, tensors(1), packed({}))
+    here.move(0, 1, 0, [ip, port, token], LIMIT_S)
+    header = {
+        "token": token,
+        "rank": 0,
+        "slot": 1,
+        "start": 0,
+        "record": [2, 7, 1 << 20, 10],
+        "progress": [2, 5],
+    }
+    with socket.create_connection((ip, port), LIMIT_S) as sender:
+        data = json.dumps(header).encode()
+        sender.sendall(struct.pack("!I", len(data)) + data)
+        assert sender.recv(1000).endswith(b"{}")
+        sender.sendall(b"x" * (1 << 19))
+    until(lambda: there.files().get("rank0.1") == 1 << 20)
+    time.sleep(0.2)
+    assert there.snapshots()[0].steps == [1]
+    with socket.create_connection((ip, port), LIMIT_S) as sender:
+        sender.sendall(b"\xff" * 4)  # a length
+        assert sender.recv(10) == b""
+    assert Slots(there, 0).read(1)[0]["weight/a"][0, 0] == 1
 
 
 @pytest.mark.parametrize("allowed", [None, "0"])

@@ -1,0 +1,388 @@
+"""Process on each host that holds the memory of snapshots, and copies them to other hosts.
+
+It outlives the ranks, which the launcher restarts, and exits with the launcher. The memory consists of anonymous files
+(memfd_create(2)) without a name in any file system, so the kernel frees it even if all processes of a job are killed at
+once. This file is run as a script and imports only the standard library.
+
+Ranks send questions as JSON over a local socket. Keepers send snapshots to each other over TCP, one connection per
+snapshot: a header, an answer, the file, an answer. Copies need no rank: they continue while ranks compute or die.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+MAX_BYTES = 1 << 20  # of a question or an answer
+ANSWER_S = 5.0
+SILENCE_S = 10.0  # of the other keeper during a copy
+_CHUNK = 16 << 20
+
+# File "rank3.records": int64 numbers.
+RECORDS_BYTES = 4096
+NONE = 0  # step of an empty slot: a new file is zero, and the first snapshot is that of step 1
+PROGRESS, PROGRESS_NS = 0, 1  # last completed step, and its end in ns since 1970
+FIRST_SLOT, PER_SLOT = 2, 4
+STEP, CHECKSUM, SIZE, STATE_BYTES = 0, 1, 2, 3  # of each of the two slots
+COPIED, COPY_FAILED = 10, 11  # last step whose copy to another host has ended; last one whose copy failed
+
+
+class KeeperError(Exception):
+    """The keeper cannot be reached, or cannot do what it is asked for."""
+
+
+def address(launcher: int) -> str:
+    """Return the abstract address (unix(7)) of the keeper of a launcher. It vanishes with the keeper."""
+    return f"\0ds_ext/keeper/{os.getuid()}/{os.stat('/proc/self/ns/pid').st_ino}/{launcher}"
+
+
+def user_of(connection: socket.socket) -> int:
+    """Return the user of the process at the other end of a local socket."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", credentials)[1]
+
+
+def free_bytes() -> int:
+    """Return the memory that this process can still allocate: that of the host, or of its control group (cgroup v2)."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        available = next(line for line in file if line.startswith("MemAvailable:"))
+    free = int(available.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):
+        with open("/proc/self/cgroup", encoding="ascii") as file:
+            group = next(line for line in file if line.startswith("0::"))[3:].strip()
+        numbers = []
+        for name in ("max", "current"):
+            with open(f"/sys/fs/cgroup{group}/memory.{name}", encoding="ascii") as file:
+                numbers.append(int(file.read()))  # "max" without a limit
+        free = min(free, numbers[0] - numbers[1])
+    return free
+
+
+class Memory:
+    """Anonymous files by name. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, tuple[int, int]] = {}  # name -> (descriptor, size)
+        self._records: dict[int, mmap.mmap] = {}
+        self._lock = threading.Lock()
+
+    def sizes(self) -> dict[str, int]:
+        """Return a dict of name -> size."""
+        with self._lock:
+            return {name: size for name, (_, size) in self._files.items()}
+
+    def open(self, name: str, size: int | None = None) -> int:
+        """Return a new descriptor of a file.
+
+        Args:
+            size: create the file with this size in bytes, or again if it has a different one; None: it must exist.
+
+        Raises:
+            KeeperError: the file does not exist, or there is not enough memory.
+        """
+        with self._lock:
+            if size is not None and (name not in self._files or self._files[name][1] != size):
+                self._drop(name)
+                free = free_bytes()
+                if size > free:
+                    # Do not try: the kernel would end processes instead of reporting an error.
+                    raise KeeperError(f"cannot reserve {size:,} bytes of memory (got {free:,} free bytes)")
+                descriptor = os.memfd_create(f"ds_ext {name}")
+                os.posix_fallocate(descriptor, 0, size)
+                self._files[name] = descriptor, size
+            if name not in self._files:
+                raise KeeperError(f"has no file {name!r}")
+            return os.dup(self._files[name][0])
+
+    def records(self, rank: int) -> memoryview:
+        """Return the records of a rank, as int64 numbers."""
+        if rank not in self._records:
+            descriptor = self.open(f"rank{rank}.records", RECORDS_BYTES)
+            try:
+                self._records[rank] = mmap.mmap(descriptor, RECORDS_BYTES)
+            finally:
+                os.close(descriptor)
+        return memoryview(self._records[rank]).cast("q")
+
+    def ranks(self) -> list[int]:
+        """Return the ranks with records here."""
+        return sorted(int(name[4:].partition(".")[0]) for name in self.sizes() if name.endswith(".records"))
+
+    def remove(self, rank: int) -> None:
+        """Remove all files of a rank."""
+        with self._lock:
+            self._records.pop(rank, None)
+            for name in [name for name in self._files if name.startswith(f"rank{rank}.")]:
+                self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        if name in self._files:
+            os.close(self._files.pop(name)[0])
+
+
+def record(records: memoryview, slot: int) -> memoryview:
+    """Return the numbers of a slot."""
+    first = FIRST_SLOT + slot * PER_SLOT
+    return records[first : first + PER_SLOT]
+
+
+class KeeperProcess:
+    """Answers the ranks of this host, and exchanges snapshots with the keepers of other hosts.
+
+    Args:
+        launcher: process id of the launcher; the keeper exits with it.
+    """
+
+    def __init__(self, launcher: int) -> None:
+        self._launcher = launcher
+        self._memory = Memory()
+        self._token = secrets.token_hex(16)
+        self._incoming: socket.socket | None = None
+        self._lock = threading.Lock()  # held while a snapshot is marked as complete
+        self._start = 0  # number of the launcher's restart; copies of earlier ones are refused
+        self._sending: dict[int, threading.Lock] = {}
+        self._errors: dict[int, str] = {}  # rank -> why its last copy failed
+        self._answers: dict[str, Callable[..., dict[str, Any]]] = {
+            "hello": lambda: {"id": self._token},
+            "list": lambda: {"files": self._memory.sizes()},
+            "listen": self._listen,
+            "snapshots": self._snapshots,
+            "begin": self._begin,
+            "copy": self._copy,
+            "error": lambda rank: {"copy_error": self._errors.get(rank, "")},
+        }
+
+    def serve(self) -> None:
+        """Hold files until the launcher exits."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            listener.bind(address(self._launcher))
+            watch = os.pidfd_open(self._launcher)
+        except OSError:
+            return  # another keeper has the address, or the launcher has exited
+        listener.listen(128)
+        while True:
+            sources = [listener, watch, *([self._incoming] if self._incoming else [])]
+            readable, _, _ = select.select(sources, [], [])
+            if watch in readable:
+                os._exit(0)  # without waiting for copies
+            if self._incoming in readable and self._incoming is not None:
+                connection, _ = self._incoming.accept()
+                _in_thread(self._receive, connection)
+            if listener in readable:
+                connection, _ = listener.accept()
+                # One rank's question must not end the keeper of all ranks.
+                with contextlib.suppress(Exception):
+                    self._answer(connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(connection)
+            connection.settimeout(ANSWER_S)
+            if user_of(connection) != os.getuid():
+                return
+            question = json.loads(connection.recv(MAX_BYTES))
+            if question["do"] == "move":
+                _in_thread(self._move, connection, question)
+                stack.pop_all()
+            else:
+                self._answer_at_once(connection, **question)
+
+    def _answer_at_once(self, connection: socket.socket, do: str, **question: Any) -> None:
+        try:
+            if do == "open":
+                descriptor = self._memory.open(**question)
+                try:
+                    socket.send_fds(connection, [b"{}"], [descriptor])
+                finally:
+                    os.close(descriptor)
+                return
+            answer = self._answers[do](**question)
+        except (KeeperError, OSError) as error:
+            answer = {"error": str(error)}
+        connection.send(json.dumps(answer).encode())
+
+    # --- questions ---
+
+    def _listen(self, ip: str) -> dict[str, Any]:
+        """Accept copies on an address of this host, from now on."""
+        if self._incoming is None:
+            family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener.bind((ip, 0))
+            listener.listen(128)
+            self._incoming = listener
+        ip, port = self._incoming.getsockname()[:2]
+        return {"to": [ip, port, self._token]}
+
+    def _snapshots(self) -> dict[str, Any]:
+        """Return the steps of the complete snapshots and the progress of every rank with files here."""
+        found = {}
+        for rank in self._memory.ranks():
+            records = self._memory.records(rank)
+            steps = [record(records, slot)[STEP] for slot in (0, 1)]
+            found[rank] = [[step for step in steps if step != NONE], list(records[:FIRST_SLOT])]
+        return {"snapshots": found}
+
+    def _begin(self, start: int, after: int, ranks: list[int]) -> dict[str, Any]:
+        """Begin with a restart: forget steps later than ``after``, and the files of other ranks than ``ranks``."""
+        with self._lock:
+            self._start = max(start, self._start)
+            for rank in self._memory.ranks():
+                records = self._memory.records(rank)
+                for slot in (0, 1):
+                    if record(records, slot)[STEP] > after:
+                        record(records, slot)[STEP] = NONE
+                if rank not in ranks:
+                    self._memory.remove(rank)
+        return {}
+
+    def _copy(self, rank: int, step: int, start: int, to: list[Any]) -> dict[str, Any]:
+        """Start copying a snapshot to another keeper. The records say when the copy has ended."""
+        _in_thread(self._send, rank, step, start, to)
+        return {}
+
+    def _move(self, connection: socket.socket, question: dict[str, Any]) -> None:
+        """Copy a snapshot to another keeper, and then answer."""
+        with connection:
+            rank, answer = question["rank"], {}
+            try:
+                self._send_snapshot(rank, question["step"], question["start"], question["to"])
+            except (KeeperError, OSError) as error:
+                answer = {"error": _reason(question["to"], error)}
+            connection.send(json.dumps(answer).encode())
+
+    # --- copies between keepers ---
+
+    def _send(self, rank: int, step: int, start: int, to: list[Any]) -> None:
+        records = self._memory.records(rank)
+        with self._sending.setdefault(rank, threading.Lock()):
+            try:
+                self._send_snapshot(rank, step, start, to)
+            except (KeeperError, OSError) as error:
+                self._errors[rank] = _reason(to, error)
+                records[COPY_FAILED] = step
+            records[COPIED] = step
+
+    def _send_snapshot(self, rank: int, step: int, start: int, to: list[Any]) -> None:
+        records = self._memory.records(rank)
+        slot = next((slot for slot in (0, 1) if record(records, slot)[STEP] == step), None)
+        if slot is None:
+            raise KeeperError(f"has no snapshot of step {step}")
+        ip, port, token = to
+        header = {
+            **{"token": token, "rank": rank, "slot": slot, "start": start},
+            **{"record": list(record(records, slot)), "progress": list(records[:FIRST_SLOT])},
+        }
+        with socket.create_connection((ip, port), SILENCE_S) as connection:
+            _send_message(connection, header)
+            _require_success(connection)
+            size = header["record"][SIZE]
+            with os.fdopen(self._memory.open(f"rank{rank}.{slot}"), "rb") as file:
+                for first in range(0, size, _CHUNK):
+                    connection.sendfile(file, first, min(_CHUNK, size - first))
+            _require_success(connection)
+
+    def _receive(self, connection: socket.socket) -> None:
+        """Store a snapshot from another keeper."""
+        with connection:
+            connection.settimeout(SILENCE_S)
+            header = _read_message(connection)
+            if not hmac.compare_digest(str(header.pop("token", "")), self._token):
+                return
+            try:
+                self._store(connection, **header)
+            except (KeeperError, OSError) as error:
+                _send_message(connection, {"error": str(error)})
+
+    def _store(
+        self,
+        connection: socket.socket,
+        rank: int,
+        slot: int,
+        start: int,
+        record: list[int],
+        progress: list[int],
+    ) -> None:
+        self._mark(rank, slot, start, [NONE, *record[1:]], [])
+        descriptor = self._memory.open(f"rank{rank}.{slot}", record[SIZE])
+        try:
+            _send_message(connection, {})
+            with mmap.mmap(descriptor, record[SIZE]) as content, memoryview(content) as view:
+                received = 0
+                while received < len(view):
+                    count = connection.recv_into(view[received : received + _CHUNK])
+                    if count == 0:
+                        raise KeeperError("the connection was closed")
+                    received += count
+        finally:
+            os.close(descriptor)
+        self._mark(rank, slot, start, record, progress)
+        _send_message(connection, {})
+
+    def _mark(self, rank: int, slot: int, start: int, numbers: list[int], progress: list[int]) -> None:
+        """Set the record of a slot, the step last. Raises KeeperError for copies from before the last restart."""
+        with self._lock:
+            if start < self._start:
+                raise KeeperError(f"the ranks were restarted (got a copy of start {start})")
+            records = self._memory.records(rank)
+            target = record(records, slot)
+            for index in (CHECKSUM, SIZE, STATE_BYTES, STEP):
+                target[index] = numbers[index]
+            for index in (PROGRESS_NS, PROGRESS) if progress else ():
+                records[index] = progress[index]
+
+
+def _reason(to: list[Any], error: Exception) -> str:
+    return f"{to[0]} port {to[1]}: {getattr(error, 'strerror', None) or error}"
+
+
+def _in_thread(function: Callable[..., None], *args: Any) -> None:
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            function(*args)
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+def _send_message(connection: socket.socket, message: dict[str, Any]) -> None:
+    data = json.dumps(message).encode()
+    connection.sendall(struct.pack("!I", len(data)) + data)
+
+
+def _read_message(connection: socket.socket) -> dict[str, Any]:
+    (size,) = struct.unpack("!I", _read(connection, 4))
+    if size > MAX_BYTES:
+        raise KeeperError("a message is too long")
+    return json.loads(_read(connection, size))
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise KeeperError("the connection was closed")
+        data += part
+    return data
+
+
+def _require_success(connection: socket.socket) -> None:
+    error = _read_message(connection).get("error")
+    if error:
+        raise KeeperError(error)
+
+
+if __name__ == "__main__":
+    KeeperProcess(int(sys.argv[1])).serve()
