@@ -1,5 +1,7 @@
 """Errors that ds_ext raises on purpose. A message reads ``<key or object>: <problem> (got <value>). <Fix>.``"""
 
+from __future__ import annotations
+
 
 class DsExtError(Exception):
     """Base of all errors raised by ds_ext.
@@ -76,3 +78,16 @@ class NonFiniteLoss(DsExtError, ArithmeticError):
     def __init__(self, message: str, first: tuple[int, int, str] | None) -> None:
         super().__init__(message)
         self.first = first
+
+
+class CorruptionError(DsExtError, ArithmeticError):
+    """Bits that differ between ranks which must have the same ones: a fault of memory, transfer or arithmetic.
+
+    Attributes:
+        ranks: ranks that are at fault, or that differ from each other.
+        lasting: the weights were wrong before the step, so the snapshots and newer checkpoints may be wrong too.
+    """
+
+    def __init__(self, message: str, ranks: list[int], lasting: bool) -> None:
+        super().__init__(message)
+        self.ranks, self.lasting = ranks, lasting

@@ -39,6 +39,7 @@ class DsExtConfig(Section):
     eager_gradient_sync: bool = True
     print_plan: bool = True
     max_nonfinite_losses: int = Field(default=10, ge=0)
+    audit_interval: int = Field(default=0, ge=0)
     transport: Literal["auto", "shm", "rdma", "tcp", "torch"] = "auto"
     transport_options: TransportOptions = TransportOptions()
     fbd: FbdOptions = FbdOptions()

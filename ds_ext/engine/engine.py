@@ -32,7 +32,7 @@ from ..comm.groups import first_step_limit_s, limit_waits
 from ..comm.host_watch import require_hosts
 from ..comm.transport import Transport, create_transport
 from ..config.deepspeed_json import precision
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, CorruptionError
 from ..launch.failure import first_line, lost_peer
 from ..pipe_schedules.bridge import (
     BackwardInput,
@@ -70,6 +70,7 @@ from .grad_sync import EagerReduction, Gradients, clip_grad_norm, why_not_eager
 from .loss_watch import LossWatch
 from .messages import Kind, StageMessages, link_credits, pack
 from .module import PipelineModule
+from .recovery.audit import Audit
 from .recovery.recovery import Recovered, Recovery
 from .stage import Buffer, DeferralReport, StageForward, loss_of, mean_over_ranks
 from .together import by_rank_0
@@ -110,6 +111,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         on_checkpoint_event: function called on this rank after each new event; None: none.
         recovery: snapshots in host memory; None without the section "recovery".
         snapshot_s: seconds that this rank's snapshot of the last step took; None without one.
+        audit: audits of the steps; None without ``audit_interval``.
         recovered_from_step: in the first step after a recovery, the step from which it continued; else None.
         deferred_share: share of the trained elements whose gradients the first step deferred; None before that step,
             and for schedules with whole backwards.
@@ -185,6 +187,8 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self.recovery = None if settings.recovery is None else Recovery(self, settings.recovery)
         self.snapshot_s: float | None = None
         self.recovered_from_step: int | None = None
+        self.audit = None if settings.audit_interval == 0 else Audit(self, settings.audit_interval)
+        self._auditing: Audit | None = None  # in an audited step
 
     @property
     def peak_memory_bytes(self) -> int | None:
@@ -309,6 +313,11 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self._loss_sum.zero_()
         self._additional_losses.start_step()
         self.busy.start_step()
+        self._auditing = (
+            self.audit if trains and self.audit and self.audit.is_due(self.global_steps + 1) else None
+        )
+        if self._auditing is not None:
+            self._auditing.start_step()
         window: deque[ds.PipeInstruction] = deque()
         for step in steps:
             for instruction in step:
@@ -334,6 +343,8 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         """Call the handler of an instruction. An exception gets a note with the position in the timetable."""
         handler = self._handlers[type(instruction)]
         tracer = self.tracer if self.tracer and self.tracer.active else None
+        if self._auditing is not None:
+            self._auditing.before(instruction)
         begin = 0.0 if tracer is None else tracer.now()
         try:
             if profiler._is_profiler_enabled:  # creating the label takes as long as some handlers
@@ -350,6 +361,8 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             raise
         if tracer is not None:
             tracer.executed(instruction, begin)
+        if self._auditing is not None:
+            self._auditing.after(instruction)
 
     # --- handlers, in the order of the table below ---
 
@@ -409,7 +422,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
 
     def _backward(self, buffer_id: int, stage: int) -> None:
         buffer = self.pipe_buffers[buffer_id]
-        buffer.backward(self._scale)
+        buffer.backward(self.scale)
         if stage == 0:
             buffer.inputs = None
 
@@ -458,9 +471,19 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             raise ConfigError(
                 "optimizer: missing (got None). Add it to the JSON, pass it to initialize(), or set engine.optimizer."
             )
+        if self._auditing is not None:
+            self._finish_audit(self._auditing)
         if self.gradient_clipping() == 0 and not isinstance(self.optimizer, DeepSpeedOptimizer):
             self.clip_fp32_gradients()  # without clipping, DeepSpeed does not measure the norm
         super()._exec_optimizer_step()
+
+    def _finish_audit(self, audit: Audit) -> None:
+        try:
+            audit.finish()
+        except CorruptionError as error:
+            if self.recovery is not None and error.lasting:
+                self.recovery.stop(str(error))
+            raise
 
     _INSTRUCTION_MAP: ClassVar[dict[type[ds.PipeInstruction], Callable[..., None]]] = {
         **DeepSpeedPipelineEngine._INSTRUCTION_MAP,
@@ -485,7 +508,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         if self.reduction is not None:
             self.reduction.after_backward(stage)
 
-    def _scale(self, loss: Tensor) -> Tensor:
+    def scale(self, loss: Tensor) -> Tensor:
         """Divide by the number of micro-batches and apply the fp16 loss scale. The reduction averages over ranks."""
         loss = loss / self.gradient_accumulation_steps()
         return self.optimizer.scale_if_loss(loss) if isinstance(self.optimizer, DeepSpeedOptimizer) else loss
@@ -498,6 +521,15 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             tensor_rank=self.mpu.get_slice_parallel_rank(),
             model_group=self.mpu.get_model_parallel_group(),
         )
+
+    @property
+    def first_micro_batch(self) -> int:
+        """Global number of this rank's first micro-batch of the step."""
+        return self._data.first_id
+
+    def forward_again(self, stage: int, inputs: tuple[Tensor, ...], number: int) -> Any:
+        """Return the outputs of a stage for a micro-batch of this step, by its global number."""
+        return self._forward(stage, inputs, self.global_steps, number)
 
     # --- position in the pipeline ---
 

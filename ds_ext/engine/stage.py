@@ -62,16 +62,17 @@ class Buffer:
         inputs, self.inputs = self.inputs, None
         return tuple(_take_grad(t) for t in inputs if _differentiable(t))
 
-    def backward(self, scale: Callable[[Tensor], Tensor]) -> None:
-        """Run the backward from the scaled loss, or from the gradients of the outputs, and drop the graph."""
-        roots: list[tuple[Tensor, Tensor | None]]
+    def roots(self, scale: Callable[[Tensor], Tensor]) -> list[tuple[Tensor, Tensor | None]]:
+        """Return what a backward starts from: the scaled loss, or the outputs and their gradients."""
         if self.loss is not None:
-            roots = [(scale(self.loss), None)]
-        else:
-            assert self.outputs is not None and self.grads is not None
-            outputs = [t for t in self.outputs if _differentiable(t)]
-            pairs = zip(outputs, self.grads, strict=True)
-            roots = [(output, grad) for output, grad in pairs if output.requires_grad]
+            return [(scale(self.loss), None)]
+        assert self.outputs is not None and self.grads is not None
+        pairs = zip([t for t in self.outputs if _differentiable(t)], self.grads, strict=True)
+        return [(output, grad) for output, grad in pairs if output.requires_grad]
+
+    def backward(self, scale: Callable[[Tensor], Tensor]) -> None:
+        """Run the backward and drop the graph."""
+        roots = self.roots(scale)
         if roots:  # none if all layers up to here are frozen
             backward([output for output, _ in roots], [grad for _, grad in roots])
         self.outputs = self.grads = self.loss = None

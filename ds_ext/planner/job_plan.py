@@ -242,6 +242,11 @@ def place(settings: DsExtConfig, schedule: Schedule, options: Mapping[str, Any])
         placement = schedule.placement(settings.pipeline_parallel_size, options)
     if settings.fbd.forward_hosts is not None and not placement.forward_devices:
         raise _needs_forward_ranks("fbd.forward_hosts", schedule)
+    if placement.forward_devices and settings.audit_interval:
+        raise ConfigError(
+            f"audit_interval: needs ranks that compute both forwards and backwards (got {settings.audit_interval} with "
+            f'schedule "{schedule.name}"). Remove it, or use another schedule.'
+        )
     if placement.merged > 1 and settings.sequence_parallel:
         raise ConfigError(
             "sequence_parallel: cannot be combined with merged forward ranks, which hold all tokens (got true). "

@@ -35,13 +35,17 @@ class Keeper:
     def __init__(self, launcher: int) -> None:
         self._launcher, self._address = launcher, address(launcher)
 
-    def start(self) -> str:
-        """Start the keeper unless it is running, and wait until it answers. Returns its id."""
+    def start(self) -> tuple[str, str]:
+        """Start the keeper unless it is running, and wait until it answers.
+
+        Returns its id, and the reason given to :meth:`stop`, or an empty string.
+        """
         deadline = time.monotonic() + _START_S
         process: subprocess.Popen[bytes] | None = None
         while True:
             try:
-                return self._ask("hello")["id"]
+                answer = self._ask("hello")
+                return answer["id"], answer["stopped"]
             except KeeperError as error:
                 # A keeper that finds another one exits with status 0.
                 if process is None or process.poll() not in (None, 0):
@@ -87,6 +91,10 @@ class Keeper:
             ranks: ranks that keep their files here.
         """
         self._ask("begin", start=start, after=after, ranks=ranks)
+
+    def stop(self, reason: str) -> None:
+        """Give a reason against continuing the job to all ranks that start later."""
+        self._ask("stop", reason=reason)
 
     def copy(self, rank: int, step: int, start: int, to: list[Any]) -> None:
         """Have a snapshot copied to another host, without waiting. The records say when the copy has ended.

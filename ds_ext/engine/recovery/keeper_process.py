@@ -151,14 +151,16 @@ class KeeperProcess:
         self._incoming: socket.socket | None = None
         self._lock = threading.Lock()  # held while a snapshot is marked as complete
         self._start = 0  # number of the launcher's restart; copies of earlier ones are refused
+        self._stopped = ""
         self._sending: dict[int, threading.Lock] = {}
         self._errors: dict[int, str] = {}  # rank -> why its last copy failed
         self._answers: dict[str, Callable[..., dict[str, Any]]] = {
-            "hello": lambda: {"id": self._token},
+            "hello": lambda: {"id": self._token, "stopped": self._stopped},
             "list": lambda: {"files": self._memory.sizes()},
             "listen": self._listen,
             "snapshots": self._snapshots,
             "begin": self._begin,
+            "stop": self._stop,
             "copy": self._copy,
             "error": lambda rank: {"copy_error": self._errors.get(rank, "")},
         }
@@ -246,6 +248,11 @@ class KeeperProcess:
                         record(records, slot)[STEP] = NONE
                 if rank not in ranks:
                     self._memory.remove(rank)
+        return {}
+
+    def _stop(self, reason: str) -> dict[str, Any]:
+        """Give a reason against continuing the job to all ranks that start later."""
+        self._stopped = reason
         return {}
 
     def _copy(self, rank: int, step: int, start: int, to: list[Any]) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class Recovery:
         options: section "recovery" of the JSON.
 
     Raises:
-        ConfigError: on all ranks, if the keeper of a host fails.
+        ConfigError: on all ranks, if the keeper of a host fails, or :meth:`stop` has ended the job.
     """
 
     def __init__(self, engine: Checkpointed, options: RecoveryOptions) -> None:
@@ -95,7 +95,13 @@ class Recovery:
         self.restart = restarts()
         self.pending = self.restart > 0
         self._keeper = Keeper(os.getppid())
-        keepers = self._with_keepers(self._keeper.start)
+        started = self._with_keepers(self._keeper.start)
+        stopped = next((reason for _, reason in started if reason), "")
+        if stopped:
+            raise ConfigError(
+                f"ds_ext.recovery: an earlier start of the ranks ended this job (got {stopped})"
+            )
+        keepers = [keeper for keeper, _ in started]
         #: Host of every rank, as the number of its keeper.
         self._hosts = [keepers.index(keeper) for keeper in keepers]
         self._addresses = self._with_keepers(self._listen) if len(set(self._hosts)) > 1 else None
@@ -192,6 +198,11 @@ class Recovery:
                 self._keeper.copy_error(self._rank) or f"no answer within {self._timeout_s:g} s",
             )
         self._copy_failed = failed
+
+    def stop(self, reason: str) -> None:
+        """Keep the ranks from continuing when the launcher restarts them, for example from corrupted weights."""
+        with contextlib.suppress(KeeperError):
+            self._keeper.stop(reason)
 
     # --- recovery ---
 

@@ -204,7 +204,9 @@ def two_keepers() -> Iterator[list[Keeper]]:
 
 def test_copies_on_another_host_are_whole(two_keepers: list[Keeper]) -> None:
     here, there = two_keepers
-    assert here.start() != there.start()
+    assert here.start()[0] != there.start()[0]
+    there.stop("corrupted")
+    assert [keeper.start()[1] for keeper in two_keepers] == ["", "corrupted"]
     to = there.listen("127.0.0.1")
     assert there.listen("127.0.0.1") == to
     slots = Slots(here, 1)

@@ -1,0 +1,428 @@
+"""Audit of a training step: it finds memory, transfer and arithmetic faults that change no loss visibly.
+
+Ranks that hold the same stages (mirrors and data-parallel ranks) must have bitwise equal weights, which also must not
+change while a step computes. One of them keeps the data of one forward and backward, and the others repeat it and must
+get the same bits. Random numbers and buffers are restored, so this holds with dropout.
+
+All of this happens before the optimizer step, so a fault of this step is not yet in the weights.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe import schedule as ds
+from torch import Tensor
+
+from ...errors import CorruptionError
+from ...parallel.layout import ParallelLayout
+from ...pipe_schedules.bridge import BackwardInput
+from ...pipe_schedules.ops import FORWARD, Op
+from ...planner.job_plan import JobPlan
+from ...tensor_parallel import WeightGradients, deferrable, deferring
+from ..messages import pack
+from ..module import PipelineModule
+from ..stage import Buffer, loss_of
+from ..together import together
+
+_CHUNK = 1 << 20  # elements
+_FOLD = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, so that no bit is lost
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Weights = dict[tuple[int, int], int]  # (stage, tensor-parallel rank) -> checksum
+Problem = tuple[list[int], str]  # ranks, and what is wrong with them
+Result = tuple[int, int]  # checksums of the outputs and of the gradients of the inputs
+
+
+class Audited(Protocol):
+    """Attributes of the engine that audits read. Objects of DeepSpeed are Any."""
+
+    plan: JobPlan
+    module: PipelineModule
+    layout: ParallelLayout
+    pipe_buffers: list[Buffer]
+    mpu: Any
+    device: Any
+    global_rank: int
+    global_steps: int
+    last_stage: int
+
+    @property
+    def first_micro_batch(self) -> int:
+        """Global number of this rank's first micro-batch of the step."""
+        ...
+
+    def forward_again(self, stage: int, inputs: tuple[Tensor, ...], number: int) -> Any:
+        """Return the outputs of a stage for a micro-batch of this step."""
+        ...
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Scale the loss of a micro-batch."""
+        ...
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """Return a 64-bit checksum of the bits of tensors, computed on their device.
+
+    Every bit counts with an odd factor modulo 2^64, so one flipped bit always changes it.
+    """
+    total: Tensor | None = None
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().view(-1)
+        whole = _INTEGERS.get(flat.element_size())
+        numbers = flat.view(torch.uint8 if whole is None else whole)
+        for chunk in numbers.split(_CHUNK):
+            factors = 2 * torch.arange(len(chunk), device=chunk.device) + 1
+            part = (chunk.to(torch.int64) * factors).sum()
+            total = part if total is None else total.to(part.device) * _FOLD + part
+    return 0 if total is None else int(total)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Data of the forward and backward of one micro-batch at one stage, from which other ranks repeat them.
+
+    Attributes:
+        op: the forward.
+        number: global number of the micro-batch.
+        splits: whether its backward is split.
+        inputs: inputs of the stage.
+        leaves: which of them get gradients.
+        labels: labels of the micro-batch; last stage only.
+        grads: gradients of the outputs; None for the last stage.
+        random: states of the random-number generators before the forward, by kind of device.
+        result: checksums.
+    """
+
+    op: Op
+    number: int
+    splits: bool
+    inputs: tuple[Tensor, ...]
+    leaves: tuple[bool, ...]
+    labels: tuple[Tensor, ...] | None
+    random: dict[str, Tensor]
+    grads: tuple[Tensor, ...] | None = None
+    result: Result = (0, 0)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of one rank's audit.
+
+    Attributes:
+        place: host and device.
+        before: checksums of the weights before the first computation of the step.
+        after: the same after the last one.
+        owner: rank whose computation was repeated.
+        op: that computation.
+        result: checksums that this rank computed.
+    """
+
+    place: str
+    before: Weights
+    after: Weights
+    owner: int
+    op: Op
+    result: Result
+
+
+class Audit:
+    """Audits of this rank. Methods without a note are called in audited steps only.
+
+    Args:
+        engine: engine to audit.
+        interval: steps from one audit to the next.
+
+    Attributes:
+        clean: number of the last step whose audit found nothing; 0 before the first one.
+        done: number of audits so far.
+    """
+
+    def __init__(self, engine: Audited, interval: int) -> None:
+        self._engine, self._interval = engine, interval
+        self._group: Any = engine.mpu.get_data_parallel_group()
+        self._members: list[int] = dist.get_process_group_ranks(self._group)
+        self._place = f"host {socket.gethostname()}, {engine.device}"
+        self.clean = self.done = 0
+        self._watched: Op | None = None
+        self._evidence: Evidence | None = None
+        self._before: Weights = {}
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a step is audited; called in every step."""
+        return step % self._interval == 0
+
+    @property
+    def _owner(self) -> int:
+        """Rank whose computation is repeated: each member of the group in turn."""
+        return self._members[self.done % len(self._members)]
+
+    def start_step(self) -> None:
+        """Take the checksums of the weights, and choose the computation to repeat."""
+        engine = self._engine
+        self._before, self._evidence, self._watched = self._weights(), None, None
+        if self._owner == engine.global_rank:
+            timetable, device = engine.plan.timetable, engine.module.device_index
+            forwards = [op for op in timetable.orders[device] if op.kind == FORWARD]
+            self._watched = forwards[self.done // len(self._members) % len(forwards)]
+
+    # --- recording, around the instructions ---
+
+    def before(self, instruction: ds.PipeInstruction) -> None:
+        """Keep the inputs of the watched forward, and the gradients that its backward starts from."""
+        if not self._watches(instruction):
+            return
+        buffer = self._engine.pipe_buffers[instruction.buffer_id]
+        if isinstance(instruction, ds.ForwardPass):
+            self._evidence = self._begin(buffer)
+        elif isinstance(instruction, ds.BackwardPass | BackwardInput) and self._evidence is not None:
+            self._evidence = _with(self._evidence, grads=_copied(buffer.grads))
+
+    def after(self, instruction: ds.PipeInstruction) -> None:
+        """Take the checksums of what the watched forward or backward has computed."""
+        if not self._watches(instruction) or self._evidence is None:
+            return
+        buffer = self._engine.pipe_buffers[instruction.buffer_id]
+        forward, backward = self._evidence.result
+        if isinstance(instruction, ds.ForwardPass):
+            forward = checksum(_outputs(buffer))
+        elif isinstance(instruction, ds.BackwardPass | BackwardInput):
+            backward = checksum(t.grad for t in buffer.inputs or () if t.grad is not None)
+        self._evidence = _with(self._evidence, result=(forward, backward))
+
+    def _watches(self, instruction: ds.PipeInstruction) -> bool:
+        watched = self._watched
+        return watched is not None and (
+            getattr(instruction, "stage", None) == watched.stage
+            and getattr(instruction, "micro_batch", None) == watched.micro_batch
+        )
+
+    def _begin(self, buffer: Buffer) -> Evidence:
+        assert self._watched is not None and buffer.inputs is not None
+        stage, micro_batch = self._watched.stage, self._watched.micro_batch
+        engine = self._engine
+        return Evidence(
+            self._watched,
+            engine.first_micro_batch + micro_batch,
+            (stage, micro_batch) in engine.plan.timetable.split_backwards,
+            _copied(buffer.inputs) or (),
+            tuple(t.requires_grad for t in buffer.inputs),
+            _copied(buffer.labels),
+            _random_states(engine.device),
+        )
+
+    # --- comparison ---
+
+    def finish(self) -> None:
+        """Compare the ranks, before the optimizer step. All ranks must call this together.
+
+        Raises:
+            CorruptionError: on all ranks, if a rank computed or stores different bits.
+        """
+        step = self._engine.global_steps + 1
+        after = self._weights()
+        box: list[Any] = [self._evidence]
+        dist.broadcast_object_list(box, src=self._owner, group=self._group)
+        evidence: Evidence = box[0]
+        repeats = self._engine.global_rank != self._owner or len(self._members) == 1
+
+        def find() -> Finding:
+            result = self._repeat(evidence) if repeats else evidence.result
+            return Finding(self._place, self._before, after, self._owner, evidence.op, result)
+
+        found: list[Finding] = together(find)
+        originals: list[Result] = together(lambda: evidence.result)
+        changed, differing = changed_weights(found), differing_weights(found)
+        problem = (
+            changed
+            or differing
+            or (
+                self._faulty_computation(found, originals, evidence)
+                if any(finding.result != original for finding, original in zip(found, originals, strict=True))
+                else None
+            )
+        )
+        self._watched = self._evidence = None
+        if problem is not None:
+            self._raise(problem, step, lasting=differing is not None)
+        self.clean, self.done = step, self.done + 1
+
+    def _faulty_computation(
+        self, found: Sequence[Finding], originals: Sequence[Result], evidence: Evidence
+    ) -> Problem:
+        """Have every rank repeat once more. A rank that does not get its own result again is at fault."""
+        again: list[Result] = together(lambda: self._repeat(evidence))
+        of_rank = [
+            original if rank == finding.owner else finding.result
+            for rank, (finding, original) in enumerate(zip(found, originals, strict=True))
+        ]
+        faulty = [rank for rank in range(len(found)) if again[rank] != of_rank[rank]]
+        if faulty:
+            finding = found[faulty[0]]
+            named = _places(faulty, found)
+            return faulty, f"{named} did not compute {finding.op} twice with the same result"
+        rank = next(rank for rank, finding in enumerate(found) if finding.result != originals[rank])
+        pair = sorted({rank, found[rank].owner})
+        return (
+            pair,
+            f"{_places(pair, found)} compute {found[rank].op} with different results, each of them every time. If "
+            f"their processors or libraries differ, set audit_interval to 0; otherwise one of them is faulty",
+        )
+
+    def _raise(self, problem: Problem, step: int, lasting: bool) -> None:
+        ranks, text = problem
+        passed = (
+            f"step {self.clean} was the last to pass an audit" if self.clean else "no step passed an audit"
+        )
+        error = CorruptionError(
+            f"audit of step {step}: {text} ({passed}). Take the faulty host out of the job, and continue from a "
+            f"checkpoint that is not newer.",
+            ranks,
+            lasting,
+        )
+        error.reported_by = 0
+        raise error
+
+    def _weights(self) -> Weights:
+        engine = self._engine
+        _, _, tensor = engine.layout.coordinates(engine.global_rank)
+        return {
+            (stage, tensor): checksum(
+                {
+                    id(p): p
+                    for layer in engine.module.stage_modules(stage).values()
+                    for p in layer.parameters()
+                }.values()
+            )
+            for stage in engine.module.stages
+        }
+
+    def _repeat(self, evidence: Evidence) -> Result:
+        """Return the checksums of the same computation on this rank. It changes neither gradients nor buffers."""
+        engine, stage = self._engine, evidence.op.stage
+        inputs = tuple(
+            t.to(engine.device, copy=True).requires_grad_(leaf)
+            for t, leaf in zip(evidence.inputs, evidence.leaves, strict=True)
+        )
+        buffer = Buffer(inputs, _moved(evidence.labels, engine.device))
+        with _restored(engine.module.stage_modules(stage).values(), evidence.random, engine.device):
+            with deferrable() if evidence.splits else nullcontext():
+                outputs = engine.forward_again(stage, inputs, evidence.number)
+                if stage == engine.last_stage:
+                    buffer.loss = loss_of(engine.module.loss_fn, outputs, buffer.labels)
+            buffer.outputs = pack(outputs, f"stage {stage}")
+            forward = checksum(_outputs(buffer))
+            buffer.grads = _moved(evidence.grads, engine.device)
+            grads = _gradients(buffer.roots(engine.scale), inputs, evidence.splits)
+        return forward, checksum(grads)
+
+
+def _gradients(
+    roots: Sequence[tuple[Tensor, Tensor | None]], inputs: Iterable[Tensor], splits: bool
+) -> list[Tensor]:
+    """Return the gradients of the inputs that have one, without adding to those of the weights."""
+    leaves = [t for t in inputs if t.requires_grad]
+    if not roots or not leaves:
+        return []
+    outputs, given = zip(*roots, strict=True)
+    with deferring(WeightGradients()) if splits else nullcontext():
+        grads = torch.autograd.grad(outputs, leaves, given, allow_unused=True)
+    return [grad for grad in grads if grad is not None]
+
+
+def changed_weights(found: Sequence[Finding]) -> Problem | None:
+    """Return the ranks whose weights changed while the step computed; None if there are none."""
+    changed = [rank for rank, finding in enumerate(found) if finding.before != finding.after]
+    if not changed:
+        return None
+    return changed, f"{_places(changed, found)} changed weights in memory while the step computed"
+
+
+def differing_weights(found: Sequence[Finding]) -> Problem | None:
+    """Return the ranks whose weights differed before the step from those of the other copies; None if all are equal."""
+    copies: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, finding in enumerate(found):
+        for place, number in finding.before.items():
+            copies[place][number].append(rank)
+    differing = {place: ranks for place, ranks in copies.items() if len(ranks) > 1}
+    if not differing:
+        return None
+    stages = _listed(sorted({stage for stage, _ in differing}))
+    minority = {rank for ranks in differing.values() for rank in _outvoted(list(ranks.values()))}
+    if minority:
+        return sorted(
+            minority
+        ), f"{_places(sorted(minority), found)} have other weights of {stages} than the others"
+    both = sorted({rank for ranks in differing.values() for copy in ranks.values() for rank in copy})
+    return both, f"{_places(both, found)} have different weights of {stages}"
+
+
+def _outvoted(copies: list[list[int]]) -> list[int]:
+    """Return the ranks of the smaller groups if one group is the largest; else none."""
+    largest = max(map(len, copies))
+    if sum(len(ranks) == largest for ranks in copies) > 1:
+        return []
+    return [rank for ranks in copies if len(ranks) < largest for rank in ranks]
+
+
+def _listed(stages: Sequence[int]) -> str:
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+
+
+def _places(ranks: Sequence[int], found: Sequence[Finding]) -> str:
+    return " and ".join(f"rank {rank} ({found[rank].place})" for rank in ranks)
+
+
+def _outputs(buffer: Buffer) -> list[Tensor]:
+    loss = [] if buffer.loss is None else [buffer.loss]
+    return [*(buffer.outputs or ()), *loss]
+
+
+def _copied(tensors: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
+    """Return copies in host memory, because the originals are dropped or changed."""
+    return None if tensors is None else tuple(t.detach().to("cpu", copy=True) for t in tensors)
+
+
+def _moved(tensors: tuple[Tensor, ...] | None, device: torch.device) -> tuple[Tensor, ...] | None:
+    return None if tensors is None else tuple(t.to(device) for t in tensors)
+
+
+def _with(evidence: Evidence, **changes: Any) -> Evidence:
+    return Evidence(**{**vars(evidence), **changes})
+
+
+def _random_states(device: torch.device) -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _set_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+@contextmanager
+def _restored(
+    layers: Iterable[torch.nn.Module], random: Mapping[str, Tensor], device: torch.device
+) -> Iterator[None]:
+    """Context with the given states of random-number generators; it restores them and the layers' buffers."""
+    states = _random_states(device)
+    buffers = [(buffer, buffer.detach().clone()) for layer in layers for buffer in layer.buffers()]
+    _set_random_states(random, device)
+    try:
+        yield
+    finally:
+        _set_random_states(states, device)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)

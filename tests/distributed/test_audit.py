@@ -1,0 +1,252 @@
+"""Audits: no false alarm, and every flipped bit is found in the audited step and its rank is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+
+import ds_ext
+from ds_ext.config.job import load_config
+from ds_ext.engine.recovery.audit import checksum
+from ds_ext.engine.stage import Buffer
+from ds_ext.errors import ConfigError, CorruptionError
+from ds_ext.planner.job_plan import make_job_plan
+from tests.ranks import Ranks
+from tests.selection import EVERYTHING, covering
+
+WIDTH, STEPS, FAULT_STEP = 8, 40, 4
+# Schedule, pipeline size, data-parallel size on 4 ranks.
+JOBS = {
+    "1f1b x 2": ("1f1b", 2),
+    "bitpipe": ("bitpipe", 4),
+    "bitpipe_zb": ("bitpipe_zb", 4),
+    "dpp": ("dpp", 2),
+}
+
+
+class Block(nn.Module):
+    """With dropout of torch's generator and a buffer that changes in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(0.3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + self.dropout(torch.relu(self.norm(self.linear(x))))
+
+
+def make_engine(schedule: str, pipeline: int, zero: int, interval: int, bf16: bool = False) -> Any:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "train_batch_size": 16,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "zero_optimization": {"stage": zero},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+        "ds_ext": {
+            **{"schedule": schedule, "pipeline_parallel_size": pipeline, "audit_interval": interval},
+            "print_plan": False,
+        },
+    }
+    if bf16:
+        config["bf16"] = {"enabled": True}
+    layers = [LayerSpec(Block) for _ in range(8)]
+    model = ds_ext.PipelineModule(
+        layers, config, loss_fn=nn.MSELoss(), partition_method="uniform", seed_layers=True
+    )
+    samples = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(3))
+    samples = samples.bfloat16() if bf16 else samples
+    data = torch.utils.data.TensorDataset(samples, samples.flip(1))
+    engine, *_ = ds_ext.initialize(model=model, model_parameters=model.parameters(), training_data=data)
+    torch.manual_seed(engine.global_rank)
+    return engine
+
+
+def losses(rank: int, schedule: str, pipeline: int, zero: int, interval: int, bf16: bool, steps: int) -> Any:
+    engine = make_engine(schedule, pipeline, zero, interval, bf16)
+    found = [float(engine.train_batch()) for _ in range(steps)]
+    calls = [float(buffer) for name, buffer in engine.module.named_buffers() if name.endswith("calls")]
+    audit = engine.audit
+    engine.transport.close()
+    return found, calls, None if audit is None else (audit.done, audit.clean)
+
+
+@pytest.mark.parametrize(("job", "zero", "bf16"), covering(product(JOBS, [0, 1], [False, True]), 2))
+def test_audits_change_nothing_and_raise_no_alarm(ranks: Ranks, job: str, zero: int, bf16: bool) -> None:
+    schedule, pipeline = JOBS[job]
+    steps = 1000 if EVERYTHING else 20
+    run = ranks(4)
+    plain = run.run(losses, schedule, pipeline, zero, 0, bf16, steps, timeout_s=600)
+    audited = run.run(losses, schedule, pipeline, zero, 1, bf16, steps, timeout_s=600)
+    assert [result[:2] for result in audited] == [result[:2] for result in plain]
+    assert {result[2] for result in audited} == {(steps, steps)}
+
+
+FLIPPED_IN: list[int] = []  # steps, on the faulty rank
+
+
+def flip(tensor: Tensor) -> None:
+    """Flip the lowest bit of the middle element."""
+    flat = tensor.detach().view(-1).view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+    flat[len(flat) // 2] ^= 1
+
+
+def flip_weight_between_steps(engine: Any, step: int) -> None:
+    FLIPPED_IN.append(step)
+    flip(next(iter(engine.module.parameters())).data)
+
+
+def flip_weight_in_the_step(engine: Any, step: int) -> None:
+    forward = engine._forward
+
+    def then_flip(*args: Any) -> Any:
+        outputs = forward(*args)
+        engine._forward = forward
+        flip_weight_between_steps(engine, step)
+        return outputs
+
+    engine._forward = then_flip
+
+
+def flip_activation(engine: Any, step: int) -> None:
+    """Of the forward that another rank repeats."""
+    audit, forward = engine.audit, engine._forward
+
+    def then_flip(stage: int, inputs: Any, step: int, number: int) -> Any:
+        outputs, op = forward(stage, inputs, step, number), audit._watched
+        if op is None or (stage, number - engine.first_micro_batch) != (op.stage, op.micro_batch):
+            return outputs
+        engine._forward = forward
+        FLIPPED_IN.append(step + 1)
+        outputs = outputs.clone()
+        flip(outputs)
+        return outputs
+
+    engine._forward = then_flip
+
+
+def flip_repeated_activation(engine: Any, step: int) -> None:
+    """Of this rank's repetition of another rank's forward."""
+    again, audit = engine.forward_again, engine.audit
+
+    def then_flip(*args: Any) -> Any:
+        outputs = again(*args).clone()
+        if audit._watched is None:
+            engine.forward_again = again
+            FLIPPED_IN.append(engine.global_steps + 1)
+            flip(outputs)
+        return outputs
+
+    engine.forward_again = then_flip
+
+
+def flip_input_gradient(engine: Any, step: int) -> None:
+    """Of the watched backward."""
+    audit, after = engine.audit, engine.audit.after
+
+    def flip_before(instruction: Any) -> None:
+        buffer = engine.pipe_buffers[instruction.buffer_id] if "buffer_id" in instruction.kwargs else Buffer()
+        grads = [t.grad for t in buffer.inputs or () if t.grad is not None]
+        if audit._watches(instruction) and "Backward" in type(instruction).__name__ and grads:
+            flip(grads[0])
+            audit.after = after
+            FLIPPED_IN.append(engine.global_steps + 1)
+        after(instruction)
+
+    audit.after = flip_before
+
+
+def change_reduced_gradient(engine: Any, step: int) -> None:
+    """After the audit of the step, so the weights differ from the next step on."""
+    finish = engine.audit.finish
+
+    def then_change() -> None:
+        finish()
+        parameter = next(iter(engine.module.parameters()))
+        # Adam's update may round a small change away.
+        engine.gradients.of(parameter).view(-1)[0].mul_(-3).add_(1)
+        engine.audit.finish = finish
+        FLIPPED_IN.append(step + 1)
+
+    engine.audit.finish = then_change
+
+
+FLIPS: dict[str, Callable[[Any, int], None]] = {
+    "weight between steps": flip_weight_between_steps,
+    "weight in the step": flip_weight_in_the_step,
+    "activation": flip_activation,
+    "repeated activation": flip_repeated_activation,
+    "input gradient": flip_input_gradient,
+    "reduced gradient": change_reduced_gradient,
+}
+
+
+def find(rank: int, schedule: str, pipeline: int, zero: int, flipped: str, faulty: int) -> Any:
+    """(step of the alarm, ranks that it names, steps of the flips on this rank)."""
+    FLIPPED_IN.clear()
+    engine, step = make_engine(schedule, pipeline, zero, 1), 0
+    try:
+        for step in range(1, STEPS + 1):
+            if step == FAULT_STEP and rank == faulty:
+                FLIPS[flipped](engine, step)
+            engine.train_batch()
+    except CorruptionError as error:
+        assert error.reported_by == 0 and engine.audit.clean == step - 1
+        return step, tuple(error.ranks), tuple(FLIPPED_IN)
+    finally:
+        engine.transport.close()
+    return None, (), tuple(FLIPPED_IN)
+
+
+@pytest.mark.parametrize(
+    ("job", "flipped"), covering(product(["1f1b x 2", "bitpipe", "bitpipe_zb"], FLIPS), 1)
+)
+def test_a_flipped_bit_is_found_in_the_audited_step(ranks: Ranks, job: str, flipped: str) -> None:
+    schedule, pipeline = JOBS[job]
+    # Ranks 0 and 1 of two data-parallel pipelines have only the first stage, whose inputs have no gradients.
+    first_stage_only = (0, 1) if (job, flipped) == ("1f1b x 2", "input gradient") else ()
+    for faulty in [rank for rank in (range(4) if EVERYTHING else (1, 2)) if rank not in first_stage_only]:
+        results = ranks(4).run(find, schedule, pipeline, 0, flipped, faulty)
+        ((step, named),) = {(step, named) for step, named, _ in results}
+        assert [step] == [step for _, _, flips in results for step in flips]
+        # Two copies with different weights do not show which one is right, and a changed gradient changes the norm
+        # by which all are clipped.
+        both = flipped in ("weight between steps", "reduced gradient")
+        assert faulty in named and (both or len(named) == 1)
+
+
+def test_checksum_sees_every_single_bit() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool):
+        tensor = torch.zeros(37, dtype=dtype)
+        bits = tensor.view(torch.uint8)
+        before = checksum([tensor])
+        for index in range(len(bits)):
+            for bit in range(1 if dtype == torch.bool else 8):
+                bits[index] ^= 1 << bit
+                assert checksum([tensor]) != before
+                bits[index] ^= 1 << bit
+        assert checksum([tensor]) == before
+    ones = torch.ones(3)
+    assert checksum([]) == checksum([torch.zeros(0)]) == 0
+    assert checksum([ones, 2 * ones]) != checksum([2 * ones, ones])
+    large = torch.zeros(3 << 20)
+    first = checksum([large])
+    large[5] = 1e-30
+    assert checksum([large]) != first == checksum([torch.zeros(3 << 20)])
+
+
+def test_forward_ranks_cannot_be_audited() -> None:
+    job = {
+        "train_batch_size": 8,
+        "ds_ext": {"schedule": "fbd", "pipeline_parallel_size": 2, "audit_interval": 5},
+    }
+    with pytest.raises(ConfigError, match=r"^audit_interval: .*5 .*fbd"):
+        make_job_plan(load_config(job), 4)
