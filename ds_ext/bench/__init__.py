@@ -11,14 +11,14 @@ import json
 import signal
 import sys
 
-from . import engine, fbd, schedules, training, transport
+from . import engine, fbd, recovery, schedules, training, transport
 from .command import describe, machine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmarks and the flags of each."""
     benchmarks = parser.add_subparsers(dest="benchmark", metavar="NAME", required=True, title="benchmarks")
-    for module in (engine, fbd, schedules, training, transport):
+    for module in (engine, fbd, recovery, schedules, training, transport):
         name = module.__name__.rpartition(".")[2]
         added = benchmarks.add_parser(name, help=module.SUMMARY, description=f"Measure {module.SUMMARY}.")
         module.add_arguments(added)

@@ -230,8 +230,8 @@ class Recovery:
                 self.restart,
                 lost_steps=max(last for last, _ in progress.values()) - step,
                 moved=moved,
-                down_s=max(0.0, _started_s() - last_ns / 1e9),
-                set_up_s=begin - _started_s(),
+                down_s=max(0.0, started_s() - last_ns / 1e9),
+                set_up_s=begin - started_s(),
                 load_s=time.time() - begin,
             )
         self._begin(after=0)
@@ -310,7 +310,7 @@ def _progress(found: Sequence[dict[int, Snapshots]]) -> dict[int, tuple[int, int
     return progress
 
 
-def _started_s() -> float:
+def started_s() -> float:
     """Return the start of this process in seconds since 1970."""
     with open("/proc/self/stat", encoding="utf-8") as file:
         ticks = int(file.read().rpartition(")")[2].split()[19])
