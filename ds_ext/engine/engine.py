@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -106,8 +107,9 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         agg_additional_losses: means of the module's additional losses in the last training step, by name.
         eval_additional_losses: the same, of the last evaluation.
         run_facts: what runs and where, from :func:`.facts.run_facts`.
-        checkpoint_events: checkpoints saved and loaded so far: ``event`` ("saved", "failed" or "loaded"), ``path``,
-            ``step``, ``seconds`` taken, and ``at``, its end in seconds since 1970.
+        checkpoint_events: checkpoints saved and loaded so far: ``event`` ("saved", "failed", "loaded" or "recovered"),
+            ``path``, ``step``, ``seconds`` taken, and ``at``, its end in seconds since 1970. "recovered" has the other
+            attributes of :class:`.recovery.recovery.Recovered` too.
         on_checkpoint_event: function called on this rank after each new event; None: none.
         recovery: snapshots in host memory; None without the section "recovery".
         snapshot_s: seconds that this rank's snapshot of the last step took; None without one.
@@ -871,16 +873,15 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         return str(path), client_state
 
     def _add_checkpoint_event(self, event: str, path: Path, begin: float) -> None:
-        seconds = time.perf_counter() - begin
-        self.checkpoint_events.append(
-            {
-                "event": event,
-                "path": str(path.absolute()),
-                "step": self.global_steps,
-                "seconds": seconds,
-                "at": time.time(),
-            }
-        )
+        facts = {
+            "path": str(path.absolute()),
+            "step": self.global_steps,
+            "seconds": time.perf_counter() - begin,
+        }
+        self._add_event({"event": event, **facts, "at": time.time()})
+
+    def _add_event(self, event: dict[str, Any]) -> None:
+        self.checkpoint_events.append(event)
         if self.on_checkpoint_event is not None:
             self.on_checkpoint_event()
 
@@ -901,7 +902,20 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             recovered = self.recovery.recover()
             if recovered is not None:
                 self.weights_loaded()
+                self._report_recovery(recovered)
         return recovered
+
+    def _report_recovery(self, recovered: Recovered) -> None:
+        if self.global_rank == 0:
+            print(f"{recovered}\n", end="", flush=True)
+        facts = asdict(recovered)
+        event = {
+            "event": "recovered",
+            "path": "host memory",
+            "seconds": facts.pop("load_s"),
+            "at": time.time(),
+        }
+        self._add_event({**event, **facts})
 
     # --- failures ---
 

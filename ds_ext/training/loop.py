@@ -172,7 +172,6 @@ class Trainer:
         step = self.resume(self.args.load)
         recovered = self.engine.recover(self.train)
         if recovered is not None:
-            say(str(recovered))
             return recovered.step
         restart = restarts()
         if restart and self.args.save and has_checkpoint(Path(self.args.save)):

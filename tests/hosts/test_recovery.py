@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import random
 import re
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,28 +12,28 @@ import pytest
 from tests.hosts.cluster import Cluster
 from tests.hosts.jobs import SCRIPT, HostsJob, records, torchrun
 from tests.launch.jobs import tiny_config, write_json
-from tests.launch.test_recovery import same_checkpoints
+from tests.launch.test_recovery import check_recoveries, kill_at_random_moments, same_checkpoints
+from tests.selection import EVERYTHING
 
 STEPS = 400
 
 
 @pytest.mark.parametrize("static", [True, False])
-def test_a_killed_rank_on_two_hosts(
+def test_kills_at_random_moments(
     hosts: Callable[..., Cluster], corpus: Path, tmp_path: Path, static: bool
 ) -> None:
-    two = hosts(2)
+    """While snapshots are copied between the hosts, and while the ranks start again."""
+    two, kills = hosts(2), 9 if EVERYTHING else 2
     config = write_json(tmp_path / "c.json", tiny_config(corpus, recovery={"every": 1}))
     flags = ["--deepspeed_config", config.name, "--train-iters", str(STEPS), "--eval-iters", "0"]
-    commands = torchrun(two.hosts, [1, 1], SCRIPT, *flags, "--metrics-file", "all.jsonl", static=static)
-    commands = [(host, [words[0], "--max-restarts", "1", *words[1:]]) for host, words in commands]
+    metrics = tmp_path / "all.jsonl"
+    commands = torchrun(two.hosts, [1, 1], SCRIPT, *flags, "--metrics-file", metrics.name, static=static)
+    commands = [(host, [words[0], "--max-restarts", str(kills), *words[1:]]) for host, words in commands]
     with HostsJob(two, commands, tmp_path) as job:
-        job.wait_for("step  10/")
-        os.kill(job.ranks()[1], signal.SIGKILL)
+        targets = [STEPS * number // (kills + 1) for number in range(1, kills + 1)]
+        kill_at_random_moments(job, 2, metrics, targets, random.Random(int(static)))
         assert job.wait() == [0, 0], job.text
-    recovered = re.findall(r"recovered at step (\d+) .*\(restart 1\): (\d+) steps? lost", job.text)
-    assert len(recovered) == 1 and recovered[0][1] == "0" and int(recovered[0][0]) >= 10, job.text
-    rows = records(tmp_path / "all.jsonl")
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    check_recoveries(job.text, metrics, kills, STEPS)
     assert not any(host.processes() for host in two.hosts)
 
 

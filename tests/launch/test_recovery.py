@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
 
 from ds_ext.engine.checkpoint.file import TensorFile, read_plain
 from ds_ext.engine.recovery.keeper_process import address
+from ds_ext.observe.run_record import read_starts
 from tests.launch.forked import ForkedJob
 from tests.launch.jobs import ROOT, Job, tiny_config, write_json
 from tests.selection import EVERYTHING, select
@@ -112,11 +116,108 @@ def test_every_kill_ends_with_the_same_weights(
     assert lost == [(str(restart), "0") for restart in steps]
     assert not address_in_use(address(keeper))
     same_checkpoints(tmp_path / "plain" / f"step_{STEPS}", tmp_path / "killed" / f"step_{STEPS}")
+    events = [event for start in read_starts(tmp_path / "steps.run.json") for event in start["checkpoints"]]
+    exited = {event["restart"]: event["exited"] for event in events if event["event"] == "recovered"}
+    assert exited == {restart: [kills[restart - 1][0][0]] for restart in steps}
     rows = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     recovered_from = {row["step"] - 1 for row in rows if row["recovered_from_step"] is not None}
     assert recovered_from == set(recovered) and all(row["snapshot_s"] > 0 for row in rows)
     assert all(row["recovered_from_step"] in (None, row["step"] - 1) for row in rows)
+
+
+class Ranks(Protocol):
+    """Job whose ranks can be killed."""
+
+    @property
+    def text(self) -> str:
+        """Output so far."""
+        ...
+
+    def ranks(self) -> dict[int, int]:
+        """Return rank -> process id."""
+        ...
+
+
+def kill_at_random_moments(
+    job: Ranks, ranks: int, metrics: Path, targets: list[int], moments: random.Random
+) -> None:
+    """Kill one rank per target: after that number of steps, but every third one while the ranks start again."""
+    killed: set[int] = set()
+    for number, target in enumerate(targets):
+        starting = number % 3 == 2
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            found = job.ranks()
+            if (
+                len(found) == ranks
+                and not killed & set(found.values())
+                and (starting or _rows(metrics) >= target)
+            ):
+                break
+            assert time.monotonic() < deadline, job.text
+            time.sleep(0.005)
+        time.sleep(moments.uniform(0, 8 if starting else 0.3))
+        killed |= set(found.values())
+        os.kill(found[moments.randrange(ranks)], signal.SIGKILL)
+
+
+def _rows(metrics: Path) -> int:
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+def check_recoveries(text: str, metrics: Path, restarts: int, steps: int) -> None:
+    """Assert that every recovery lost no step, and that the metrics have every step once."""
+    found = re.findall(r"recovered at step \d+ .*\(restart (\d+)\): (\d+) steps? lost", text)
+    assert found and found[-1][0] == str(restarts) and {lost for _, lost in found} == {"0"}, text
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="make test-all")
+@pytest.mark.parametrize("job", JOBS)
+def test_kills_at_random_moments(
+    corpus: Path, tmp_path: Path, free_port: Callable[[], int], job: str
+) -> None:
+    schedule, more = JOBS[job]
+    kills, steps, moments = 8, 800, random.Random(job)
+    config = {**tiny_config(corpus), **more}
+    config["ds_ext"] |= {"schedule": schedule, "pipeline_parallel_size": 2 if schedule == "fbd" else 4}
+    config["ds_ext"]["train"]["num_layers"] = 8
+    config["gradient_accumulation_steps"] = 4
+    plain = write_json(tmp_path / "plain.json", config)
+    config["ds_ext"]["recovery"] = {"every": 1}
+    with_recovery = write_json(tmp_path / "recovery.json", config)
+
+    def script(config: Path, saved: str) -> list[str]:
+        words = [
+            str(ROOT / "train_gpt.py"),
+            "--deepspeed_config",
+            str(config),
+            "--save",
+            str(tmp_path / saved),
+        ]
+        return [*words, "--train-iters", str(steps), "--eval-iters", "0"]
+
+    with ForkedJob([script(plain, "plain")] * 4, tmp_path, port=free_port()) as undisturbed:
+        assert [rank.returncode for rank in undisturbed.wait()] == [0] * 4, undisturbed.text
+    metrics = tmp_path / "steps.jsonl"
+    words = [
+        "torchrun",
+        "--nproc_per_node",
+        "4",
+        "--max-restarts",
+        str(kills),
+        *script(with_recovery, "killed"),
+    ]
+    with Job([*words, "--metrics-file", str(metrics)], tmp_path) as killed:
+        targets = [steps * number // (kills + 1) for number in range(1, kills + 1)]
+        kill_at_random_moments(killed, 4, metrics, targets, moments)
+        assert killed.wait(LIMIT_S) == 0, killed.text
+        keeper = killed.process.pid
+    check_recoveries(killed.text, metrics, kills, steps)
+    assert not address_in_use(address(keeper))
+    same_checkpoints(tmp_path / "plain" / f"step_{steps}", tmp_path / "killed" / f"step_{steps}")
 
 
 def address_in_use(name: str) -> bool:
@@ -148,7 +249,7 @@ def main():
     engine, *_ = ds_ext.initialize(model=model, model_parameters=model.parameters(), training_data=data)
     recovered = engine.recover() if "recover" in sys.argv else None
     if recovered is not None and engine.global_rank == 0:
-        print("recovered", recovered.step, recovered.restart, recovered.lost_steps)
+        print("result", recovered.step, recovered.restart, recovered.lost_steps, *recovered.exited)
     while engine.global_steps < 9:
         loss = float(engine.train_batch())
         if engine.global_rank == 0:
@@ -180,7 +281,8 @@ def test_an_own_script_recovers_and_one_that_does_not_is_stopped(tmp_path: Path,
             "error: ds_ext.recovery" in line and "engine.recover()" in line for line in job.lines
         )
         return
-    assert code == 0 and "recovered 4 1 1" in job.lines, job.text
+    assert code == 0 and "result 4 1 1 1" in job.lines, job.text
+    assert re.search(r"^recovered at step 4 .*\(restart 1\): 1 step ", job.text, re.MULTILINE)
     found = re.findall(r"^(\d) ([\d.e-]+)$", job.text, re.MULTILINE)
     assert [int(step) for step, _ in found] == [1, 2, 3, 4, 5, 5, 6, 7, 8, 9]
     assert found[4] == found[5]

@@ -122,6 +122,7 @@ class Finding:
         after: the same after the last one.
         owner: rank whose computation was repeated.
         op: that computation.
+        original: its checksums.
         result: checksums that this rank computed.
     """
 
@@ -130,6 +131,7 @@ class Finding:
     after: Weights
     owner: int
     op: Op
+    original: Result
     result: Result
 
 
@@ -234,18 +236,18 @@ class Audit:
         repeats = self._engine.global_rank != self._owner or len(self._members) == 1
 
         def find() -> Finding:
-            result = self._repeat(evidence) if repeats else evidence.result
-            return Finding(self._place, self._before, after, self._owner, evidence.op, result)
+            original = evidence.result
+            result = self._repeat(evidence) if repeats else original
+            return Finding(self._place, self._before, after, self._owner, evidence.op, original, result)
 
         found: list[Finding] = together(find)
-        originals: list[Result] = together(lambda: evidence.result)
         changed, differing = changed_weights(found), differing_weights(found)
         problem = (
             changed
             or differing
             or (
-                self._faulty_computation(found, originals, evidence)
-                if any(finding.result != original for finding, original in zip(found, originals, strict=True))
+                self._faulty_computation(found, evidence)
+                if any(finding.result != finding.original for finding in found)
                 else None
             )
         )
@@ -254,21 +256,19 @@ class Audit:
             self._raise(problem, step, lasting=differing is not None)
         self.clean, self.done = step, self.done + 1
 
-    def _faulty_computation(
-        self, found: Sequence[Finding], originals: Sequence[Result], evidence: Evidence
-    ) -> Problem:
+    def _faulty_computation(self, found: Sequence[Finding], evidence: Evidence) -> Problem:
         """Have every rank repeat once more. A rank that does not get its own result again is at fault."""
         again: list[Result] = together(lambda: self._repeat(evidence))
         of_rank = [
-            original if rank == finding.owner else finding.result
-            for rank, (finding, original) in enumerate(zip(found, originals, strict=True))
+            finding.original if rank == finding.owner else finding.result
+            for rank, finding in enumerate(found)
         ]
         faulty = [rank for rank in range(len(found)) if again[rank] != of_rank[rank]]
         if faulty:
             finding = found[faulty[0]]
             named = _places(faulty, found)
             return faulty, f"{named} did not compute {finding.op} twice with the same result"
-        rank = next(rank for rank, finding in enumerate(found) if finding.result != originals[rank])
+        rank = next(rank for rank, finding in enumerate(found) if finding.result != finding.original)
         pair = sorted({rank, found[rank].owner})
         return (
             pair,

@@ -25,6 +25,13 @@ class Snapshots(NamedTuple):
     progress: tuple[int, int]
 
 
+class Exits(NamedTuple):
+    """Number of a start of the ranks (-1: none), and rank -> time of its exit in ns since 1970, or RUNS."""
+
+    start: int
+    times: dict[int, int]
+
+
 class Keeper:
     """Client of this host's keeper. Every method raises KeeperError if the keeper does not answer.
 
@@ -76,6 +83,19 @@ class Keeper:
     def listen(self, ip: str) -> list[Any]:
         """Accept copies from other hosts at an address of this host. Returns what :meth:`copy` needs to reach it."""
         return self._ask("listen", ip=ip)["to"]
+
+    def watch(self, rank: int, start: int) -> None:
+        """Have the time of this process's exit taken, for :meth:`exits`.
+
+        Args:
+            start: number of the restart.
+        """
+        self._ask("watch", rank=rank, start=start, process=os.getpid())
+
+    def exits(self, start: int) -> Exits:
+        """Return the exits on this host in the last start before ``start``."""
+        answer = self._ask("exits", start=start)
+        return Exits(answer["start"], {int(rank): time_ns for rank, time_ns in answer["exits"].items()})
 
     def snapshots(self) -> dict[int, Snapshots]:
         """Return the snapshots of every rank that has some on this host."""
@@ -181,4 +201,4 @@ def _checked(data: bytes) -> dict[str, Any]:
     return answer
 
 
-__all__ = ["Keeper", "KeeperError", "Snapshots"]
+__all__ = ["Exits", "Keeper", "KeeperError", "Snapshots"]

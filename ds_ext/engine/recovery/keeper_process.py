@@ -21,12 +21,14 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 MAX_BYTES = 1 << 20  # of a question or an answer
 ANSWER_S = 5.0
 SILENCE_S = 10.0  # of the other keeper during a copy
+RUNS = 0  # time of the exit of a rank that has not exited
 _CHUNK = 16 << 20
 
 # File "rank3.records": int64 numbers.
@@ -154,10 +156,16 @@ class KeeperProcess:
         self._stopped = ""
         self._sending: dict[int, threading.Lock] = {}
         self._errors: dict[int, str] = {}  # rank -> why its last copy failed
+        self._alive: dict[int, tuple[int, int]] = {}  # pidfd_open(2) -> start and rank
+        self._exits: dict[
+            int, dict[int, int]
+        ] = {}  # start -> rank -> time of its exit in ns since 1970, or RUNS
         self._answers: dict[str, Callable[..., dict[str, Any]]] = {
             "hello": lambda: {"id": self._token, "stopped": self._stopped},
             "list": lambda: {"files": self._memory.sizes()},
             "listen": self._listen,
+            "watch": self._watch,
+            "exits": self._exits_before,
             "snapshots": self._snapshots,
             "begin": self._begin,
             "stop": self._stop,
@@ -175,10 +183,14 @@ class KeeperProcess:
             return  # another keeper has the address, or the launcher has exited
         listener.listen(128)
         while True:
-            sources = [listener, watch, *([self._incoming] if self._incoming else [])]
+            sources = [listener, watch, *self._alive, *([self._incoming] if self._incoming else [])]
             readable, _, _ = select.select(sources, [], [])
             if watch in readable:
                 os._exit(0)  # without waiting for copies
+            for process in self._alive.keys() & set(readable):
+                start, rank = self._alive.pop(process)
+                self._exits[start][rank] = time.time_ns()
+                os.close(process)
             if self._incoming in readable and self._incoming is not None:
                 connection, _ = self._incoming.accept()
                 _in_thread(self._receive, connection)
@@ -227,6 +239,17 @@ class KeeperProcess:
             self._incoming = listener
         ip, port = self._incoming.getsockname()[:2]
         return {"to": [ip, port, self._token]}
+
+    def _watch(self, rank: int, start: int, process: int) -> dict[str, Any]:
+        """Take the time at which a rank exits."""
+        self._exits.setdefault(start, {})[rank] = RUNS
+        self._alive[os.pidfd_open(process)] = start, rank
+        return {}
+
+    def _exits_before(self, start: int) -> dict[str, Any]:
+        """Return when the ranks of the last start before this one have exited."""
+        last = max((earlier for earlier in self._exits if earlier < start), default=-1)
+        return {"start": last, "exits": self._exits.get(last, {})}
 
     def _snapshots(self) -> dict[str, Any]:
         """Return the steps of the complete snapshots and the progress of every rank with files here."""

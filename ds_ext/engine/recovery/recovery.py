@@ -27,7 +27,8 @@ from ...errors import CheckpointError, ConfigError
 from ...parallel.copies import copy_hosts
 from ..checkpoint.states import Checkpointed
 from ..together import together
-from .keeper import Keeper, KeeperError, Snapshots
+from .keeper import Exits, Keeper, KeeperError, Snapshots
+from .keeper_process import RUNS
 from .slots import Slots, packed, unpacked
 from .state import load, require_position, require_same_job, tensors_of, values_of
 
@@ -45,6 +46,8 @@ class Recovered:
         restart: number of the restart, from 1.
         lost_steps: completed steps that will run again.
         moved: ranks whose snapshots came from another host.
+        exited: ranks that exited first, and so caused the restart.
+        noticed_s: seconds until the next rank exited; None if unknown, for example if a host was lost.
         down_s: seconds from the end of the last completed step to the start of this process.
         set_up_s: seconds from the start of this process to the recovery.
         load_s: seconds for finding and loading the snapshots.
@@ -54,6 +57,8 @@ class Recovered:
     restart: int
     lost_steps: int
     moved: int
+    exited: tuple[int, ...]
+    noticed_s: float | None
     down_s: float
     set_up_s: float
     load_s: float
@@ -62,7 +67,13 @@ class Recovered:
         lost = f"{self.lost_steps} step{'s' * (self.lost_steps != 1)} lost"
         if self.moved:
             lost += f", {self.moved} rank{'s' * (self.moved != 1)} from another host"
-        parts = f"down {self.down_s:.1f} s, set-up {self.set_up_s:.1f} s, loading {self.load_s:.1f} s"
+        if self.exited:
+            numbers = ", ".join(map(str, self.exited))
+            lost += f"; rank{'s' * (len(self.exited) != 1)} {numbers} had exited"
+        noticed = "" if self.noticed_s is None else f"noticed after {self.noticed_s:.1f} s, "
+        parts = (
+            f"{noticed}down {self.down_s:.1f} s, set-up {self.set_up_s:.1f} s, loading {self.load_s:.1f} s"
+        )
         return f"recovered at step {self.step} from host memory (restart {self.restart}): {lost}; {parts}"
 
 
@@ -107,6 +118,7 @@ class Recovery:
         self._addresses = self._with_keepers(self._listen) if len(set(self._hosts)) > 1 else None
         targets = copy_hosts(engine.layout, self._hosts) if options.second_copy == "mirror" else None
         self._targets = targets or [None] * len(self._hosts)
+        self._with_keepers(lambda: self._keeper.watch(self._rank, self.restart))
         self._slots = self._with_keepers(lambda: Slots(self._keeper, self._rank), share=False)[self._rank]
 
     def _listen(self) -> list[Any]:
@@ -212,7 +224,9 @@ class Recovery:
         if self.restart == 0:
             return None
         begin = time.time()
-        found: list[dict[int, Snapshots]] = self._with_keepers(self._keeper.snapshots)
+        answers = self._with_keepers(lambda: (self._keeper.snapshots(), self._keeper.exits(self.restart)))
+        found: list[dict[int, Snapshots]] = [snapshots for snapshots, _ in answers]
+        exited, noticed_s = first_exits([exits for _, exits in answers])
         progress = _progress(found)
         # Rank 0 reports the steps. One that it has not completed may have snapshots on all ranks, and runs again, so
         # that it is reported.
@@ -230,12 +244,26 @@ class Recovery:
                 self.restart,
                 lost_steps=max(last for last, _ in progress.values()) - step,
                 moved=moved,
+                exited=exited,
+                noticed_s=noticed_s,
                 down_s=max(0.0, started_s() - last_ns / 1e9),
                 set_up_s=begin - started_s(),
                 load_s=time.time() - begin,
             )
         self._begin(after=0)
+        self._report_loss(found, max(last for last, _ in progress.values()) if progress else 0)
         return None
+
+    def _report_loss(self, found: Sequence[dict[int, Snapshots]], last: int) -> None:
+        """Report ranks without snapshots, if a step was completed."""
+        held = {rank for snapshots in found for rank, one in snapshots.items() if one.steps}
+        lost = ", ".join(str(rank) for rank in range(len(found)) if rank not in held)
+        if self._rank == 0 and last:
+            logger.warning(
+                "recovery: no step has whole snapshots of all ranks (missing: %s). The last completed step was %d.",
+                f"ranks {lost}" if lost else "none, but they are of different steps or damaged",
+                last,
+            )
 
     def _begin(self, after: int) -> None:
         """Forget later steps on all hosts, before any rank writes one of the same number."""
@@ -308,6 +336,22 @@ def _progress(found: Sequence[dict[int, Snapshots]]) -> dict[int, tuple[int, int
         for rank, snapshot in snapshots.items():
             progress[rank] = max(snapshot.progress, progress.get(rank, (0, 0)))
     return progress
+
+
+def first_exits(found: Sequence[Exits]) -> tuple[tuple[int, ...], float | None]:
+    """Return the ranks that exited first, and the seconds until the next one did.
+
+    Ranks whose host was lost with its keeper exited first.
+    """
+    last = max(exits.start for exits in found)
+    times = {rank: at for exits in found if exits.start == last for rank, at in exits.times.items()}
+    unknown = tuple(rank for rank in range(len(found)) if rank not in times)
+    if last < 0 or unknown:
+        return (() if last < 0 else unknown), None
+    first, *others = sorted((at, rank) for rank, at in times.items() if at != RUNS) or [(0, -1)]
+    if first[1] < 0:
+        return (), None
+    return (first[1],), (others[0][0] - first[0]) / 1e9 if others else None
 
 
 def started_s() -> float:

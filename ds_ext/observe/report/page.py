@@ -53,6 +53,7 @@ def report(run: Run) -> str:
         *_memory(run.facts),
         *_waits(run.traces, summary),
         *_starts(run.starts),
+        *_recoveries(run.starts),
         *_checkpoints(run.starts),
         *_timetables(steps, run.traces, summary),
         *_listed("Notes", found),
@@ -268,7 +269,7 @@ def _starts(starts: Sequence[Start]) -> Iterator[str]:
     table: Cells = [("start", "at", "from", "ranks", "steps", "steps that ran again")]
     reached: int | None = None
     for index, start in enumerate(starts, 1):
-        loaded = [event for event in start.facts.get("checkpoints", []) if event["event"] == "loaded"]
+        loaded = _events(start, ("loaded", "recovered"))
         steps = [row["step"] for row in start.rows]
         again = 0
         if steps and reached is not None:
@@ -289,8 +290,35 @@ def _starts(starts: Sequence[Start]) -> Iterator[str]:
     yield "</div></section>"
 
 
+def _events(start: Start, kinds: Sequence[str]) -> list[dict[str, Any]]:
+    return [event for event in start.facts.get("checkpoints", []) if event["event"] in kinds]
+
+
+def _recoveries(starts: Sequence[Start]) -> Iterator[str]:
+    """Yield the table of recoveries from host memory; times are seconds."""
+    events = [event for start in starts for event in _events(start, ("recovered",))]
+    if not events:
+        return
+    table: Cells = [
+        ("restart", "at", "exited", "step", "steps lost", "noticed after", "down", "set-up", "loading")
+    ]
+    for event in events:
+        exited = ", ".join(map(str, event["exited"]))
+        noticed = "" if event["noticed_s"] is None else f"{number(event['noticed_s'])} s"
+        times = (f"{number(event[name])} s" for name in ("down_s", "set_up_s", "seconds"))
+        table.append(
+            (
+                *(f"{event['restart']}", _time(event["at"]), f"rank {exited}" if exited else "?"),
+                *(f"{event['step']:,}", f"{event['lost_steps']:,}", noticed, *times),
+            )
+        )
+    yield '<section aria-labelledby="recoveries"><h2 id="recoveries">Recoveries</h2><div class="wide">'
+    yield from table_html(table)
+    yield "</div></section>"
+
+
 def _checkpoints(starts: Sequence[Start]) -> Iterator[str]:
-    events = [event for start in starts for event in start.facts.get("checkpoints", [])]
+    events = [event for start in starts for event in _events(start, ("saved", "failed", "loaded"))]
     if not events:
         return
     table: Cells = [("checkpoint", "step", "at", "took", "folder")]

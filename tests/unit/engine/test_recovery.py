@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from ds_ext.engine.recovery.keeper import Keeper, KeeperError
-from ds_ext.engine.recovery.keeper_process import address, free_bytes
+from ds_ext.engine.recovery.keeper import Exits, Keeper, KeeperError
+from ds_ext.engine.recovery.keeper_process import RUNS, address, free_bytes
+from ds_ext.engine.recovery.recovery import first_exits
 from ds_ext.engine.recovery.slots import Slots, packed, unpacked
 from ds_ext.errors import CheckpointError, ConfigError
 from ds_ext.launch.launcher import require_restarts
@@ -111,6 +112,50 @@ def test_the_keeper_refuses_what_does_not_fit_and_survives_nonsense(
             connection.connect(address(launcher.pid))
             connection.send(question)
     assert keeper.files() == {}
+
+
+def test_the_keeper_takes_the_times_of_exits(launcher: subprocess.Popen[bytes], keeper: Keeper) -> None:
+    """Of the last start: rank 1 exits first, rank 0 later, rank 2 runs."""
+    code = (
+        "import sys, time\n"
+        "from ds_ext.engine.recovery.keeper import Keeper\n"
+        "Keeper(int(sys.argv[1])).watch(int(sys.argv[2]), int(sys.argv[3]))\n"
+        "print(flush=True)\n"
+        "time.sleep(600)\n"
+    )
+
+    def rank(number: int, start: int) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-c", code, str(launcher.pid), str(number), str(start)]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE)
+        assert process.stdout is not None and process.stdout.readline()
+        return process
+
+    assert keeper.exits(0) == (-1, {})
+    earlier = rank(0, 0)
+    earlier.kill()
+    assert keeper.exits(1).start == 0
+    ranks = [rank(number, 2) for number in range(3)]
+    began = time.time_ns()
+    for number in (1, 0):
+        ranks[number].kill()
+        until(lambda number=number: keeper.exits(3).times[number] != RUNS)  # type: ignore[misc]
+    found = keeper.exits(3)
+    ranks[2].kill()
+    assert found.start == 2 and set(found.times) == {0, 1, 2} and found.times[2] == RUNS
+    assert began < found.times[1] < found.times[0] < time.time_ns()
+    assert first_exits([found, found, found]) == ((1,), (found.times[0] - found.times[1]) / 1e9)
+    for process in (earlier, *ranks):
+        process.wait()
+
+
+def test_ranks_of_a_lost_host_exited_first() -> None:
+    one, empty = Exits(4, {0: 50, 1: 40}), Exits(-1, {})
+    assert first_exits([one, one, empty, empty]) == ((2, 3), None)
+    assert first_exits([empty, empty]) == ((), None)
+    assert first_exits([Exits(1, {0: RUNS, 1: RUNS})] * 2) == ((), None)
+    assert first_exits([Exits(1, {0: RUNS, 1: 7})] * 2) == ((1,), None)
+    old = Exits(3, {1: 30})
+    assert first_exits([one, old]) == ((1,), 1e-8)
 
 
 def test_snapshots_alternate_and_are_read_back(keeper: Keeper) -> None:
