@@ -83,6 +83,37 @@ def test_what_an_instruction_costs() -> None:
         assert 1 < item["params"]["us_per_message"] < 50_000
 
 
+def test_recoveries_from_memory_and_from_disk() -> None:
+    """From memory no step is lost; from disk those since the last of the saves at every other step."""
+    sizes = ["--num-devices", "2", "--micro-batches", "2", "--forward-ms", "2", "--save-interval", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "ds_ext",
+        "bench",
+        "recovery",
+        *sizes,
+        "--steps",
+        "1",
+        "--kills",
+        "1",
+        "--json",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    found = {item["name"]: item for item in json.loads(done.stdout)}
+    assert list(found) == ["plain", "snapshot", "audit", "host memory", "checkpoint on disk"]
+    assert {name: item["unit"] for name, item in found.items()} == {
+        **dict.fromkeys(("plain", "snapshot", "audit"), "ms"),
+        **dict.fromkeys(("host memory", "checkpoint on disk"), "s"),
+    }
+    assert found["plain"]["median"] > 8 and found["plain"]["params"]["cost_median"] == 0
+    for name, lost in (("host memory", 0), ("checkpoint on disk", 1)):
+        parts = found[name]["params"]["parts_s"]
+        assert len(parts) == 5 and sum(parts.values()) == pytest.approx(found[name]["median"])
+        assert found[name]["params"]["lost_steps"] == lost
+
+
 def test_one_device_sends_no_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "engine", "--stages", "1"]) == 2
     assert "--num-devices" in capsys.readouterr().err

@@ -97,6 +97,18 @@ def test_deepspeeds_tutorial(tmp_path: Path, free_port: Callable[[], int]) -> No
         assert float(before) == pytest.approx(float(after), rel=1e-3, abs=2e-6)
 
 
+def test_a_killed_rank(tmp_path: Path, free_port: Callable[[], int]) -> None:
+    folder = EXAMPLES / "recovery"
+    words = [str(folder / "killed.py"), "--deepspeed_config", str(folder / "killed.json")]
+    launcher = ["torchrun", "--nproc_per_node", "4", "--master_port", str(free_port()), "--max-restarts", "1"]
+    text = command(*launcher, *words, cwd=tmp_path)
+    assert re.findall(r"^recovered at step (\d+) .*: (\d+) steps lost; rank (\d+) ", text, re.MULTILINE) == [
+        ("10", "0", "2")
+    ]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 21))
+
+
 @pytest.mark.parametrize("rank", [0, 4])
 def test_finetune_decoder(run: Callable[..., str], tmp_path: Path, rank: int) -> None:
     pytest.importorskip("peft")

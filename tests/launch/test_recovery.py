@@ -20,7 +20,7 @@ from ds_ext.engine.recovery.keeper_process import address
 from ds_ext.observe.run_record import read_starts
 from tests.launch.forked import ForkedJob
 from tests.launch.jobs import ROOT, Job, tiny_config, write_json
-from tests.selection import EVERYTHING, select
+from tests.selection import EVERYTHING
 
 STEPS = 7
 LIMIT_S = 300.0
@@ -261,7 +261,8 @@ process.run(main)
 """
 
 
-@pytest.mark.parametrize("calls", select([True, False], [True]))
+@pytest.mark.skipif(not EVERYTHING, reason="make test-all; examples/recovery is an own script too")
+@pytest.mark.parametrize("calls", [True, False])
 def test_an_own_script_recovers_and_one_that_does_not_is_stopped(tmp_path: Path, calls: bool) -> None:
     """With a snapshot every two steps, the fifth step runs again, with the same loss."""
     (tmp_path / "own.py").write_text(OWN)

@@ -42,16 +42,21 @@ class Keeper:
     def __init__(self, launcher: int) -> None:
         self._launcher, self._address = launcher, address(launcher)
 
-    def start(self) -> tuple[str, str]:
-        """Start the keeper unless it is running, and wait until it answers.
+    def start(self, rank: int, start: int) -> tuple[str, str]:
+        """Start the keeper unless it is running, and have it take the time at which this process exits.
 
-        Returns its id, and the reason given to :meth:`stop`, or an empty string.
+        Args:
+            rank: rank of this process.
+            start: number of the restart.
+
+        Returns:
+            Id of the keeper, and the reason given to :meth:`stop`, or an empty string.
         """
         deadline = time.monotonic() + _START_S
         process: subprocess.Popen[bytes] | None = None
         while True:
             try:
-                answer = self._ask("hello")
+                answer = self._ask("hello", rank=rank, start=start, process=os.getpid())
                 return answer["id"], answer["stopped"]
             except KeeperError as error:
                 # A keeper that finds another one exits with status 0.
@@ -83,14 +88,6 @@ class Keeper:
     def listen(self, ip: str) -> list[Any]:
         """Accept copies from other hosts at an address of this host. Returns what :meth:`copy` needs to reach it."""
         return self._ask("listen", ip=ip)["to"]
-
-    def watch(self, rank: int, start: int) -> None:
-        """Have the time of this process's exit taken, for :meth:`exits`.
-
-        Args:
-            start: number of the restart.
-        """
-        self._ask("watch", rank=rank, start=start, process=os.getpid())
 
     def exits(self, start: int) -> Exits:
         """Return the exits on this host in the last start before ``start``."""

@@ -161,10 +161,9 @@ class KeeperProcess:
             int, dict[int, int]
         ] = {}  # start -> rank -> time of its exit in ns since 1970, or RUNS
         self._answers: dict[str, Callable[..., dict[str, Any]]] = {
-            "hello": lambda: {"id": self._token, "stopped": self._stopped},
+            "hello": self._hello,
             "list": lambda: {"files": self._memory.sizes()},
             "listen": self._listen,
-            "watch": self._watch,
             "exits": self._exits_before,
             "snapshots": self._snapshots,
             "begin": self._begin,
@@ -229,6 +228,12 @@ class KeeperProcess:
 
     # --- questions ---
 
+    def _hello(self, rank: int, start: int, process: int) -> dict[str, Any]:
+        """Take the time at which a rank of a start exits, from now on."""
+        self._exits.setdefault(start, {})[rank] = RUNS
+        self._alive[os.pidfd_open(process)] = start, rank
+        return {"id": self._token, "stopped": self._stopped}
+
     def _listen(self, ip: str) -> dict[str, Any]:
         """Accept copies on an address of this host, from now on."""
         if self._incoming is None:
@@ -239,12 +244,6 @@ class KeeperProcess:
             self._incoming = listener
         ip, port = self._incoming.getsockname()[:2]
         return {"to": [ip, port, self._token]}
-
-    def _watch(self, rank: int, start: int, process: int) -> dict[str, Any]:
-        """Take the time at which a rank exits."""
-        self._exits.setdefault(start, {})[rank] = RUNS
-        self._alive[os.pidfd_open(process)] = start, rank
-        return {}
 
     def _exits_before(self, start: int) -> dict[str, Any]:
         """Return when the ranks of the last start before this one have exited."""

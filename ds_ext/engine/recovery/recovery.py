@@ -14,7 +14,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ class Recovered:
     Attributes:
         step: number of completed steps.
         restart: number of the restart, from 1.
-        lost_steps: completed steps that will run again.
+        lost_steps: reported steps that will run again.
         moved: ranks whose snapshots came from another host.
         exited: ranks that exited first, and so caused the restart.
         noticed_s: seconds until the next rank exited; None if unknown, for example if a host was lost.
@@ -106,7 +106,7 @@ class Recovery:
         self.restart = restarts()
         self.pending = self.restart > 0
         self._keeper = Keeper(os.getppid())
-        started = self._with_keepers(self._keeper.start)
+        started = self._with_keepers(lambda: self._keeper.start(self._rank, self.restart))
         stopped = next((reason for _, reason in started if reason), "")
         if stopped:
             raise ConfigError(
@@ -118,7 +118,6 @@ class Recovery:
         self._addresses = self._with_keepers(self._listen) if len(set(self._hosts)) > 1 else None
         targets = copy_hosts(engine.layout, self._hosts) if options.second_copy == "mirror" else None
         self._targets = targets or [None] * len(self._hosts)
-        self._with_keepers(lambda: self._keeper.watch(self._rank, self.restart))
         self._slots = self._with_keepers(lambda: Slots(self._keeper, self._rank), share=False)[self._rank]
 
     def _listen(self) -> list[Any]:
@@ -226,11 +225,14 @@ class Recovery:
         begin = time.time()
         answers = self._with_keepers(lambda: (self._keeper.snapshots(), self._keeper.exits(self.restart)))
         found: list[dict[int, Snapshots]] = [snapshots for snapshots, _ in answers]
-        exited, noticed_s = first_exits([exits for _, exits in answers])
+        exits = last_exits([exits for _, exits in answers])
+        exited, noticed_s = first_exits(exits, len(found))
         progress = _progress(found)
         # Rank 0 reports the steps. One that it has not completed may have snapshots on all ranks, and runs again, so
         # that it is reported.
         last, last_ns = progress.get(0, (0, 0))
+        # If its host was lost, its records come from a copy and may be older than its last report.
+        reported = last if 0 in exits else max((last for last, _ in progress.values()), default=0)
         for step in sorted((step for step in _common(found) if step <= last), reverse=True):
             moved = self._move(step, found)
             parts = self._read(step)
@@ -242,7 +244,7 @@ class Recovery:
             return Recovered(
                 step,
                 self.restart,
-                lost_steps=max(last for last, _ in progress.values()) - step,
+                lost_steps=reported - step,
                 moved=moved,
                 exited=exited,
                 noticed_s=noticed_s,
@@ -251,7 +253,7 @@ class Recovery:
                 load_s=time.time() - begin,
             )
         self._begin(after=0)
-        self._report_loss(found, max(last for last, _ in progress.values()) if progress else 0)
+        self._report_loss(found, reported)
         return None
 
     def _report_loss(self, found: Sequence[dict[int, Snapshots]], last: int) -> None:
@@ -338,20 +340,25 @@ def _progress(found: Sequence[dict[int, Snapshots]]) -> dict[int, tuple[int, int
     return progress
 
 
-def first_exits(found: Sequence[Exits]) -> tuple[tuple[int, ...], float | None]:
-    """Return the ranks that exited first, and the seconds until the next one did.
-
-    Ranks whose host was lost with its keeper exited first.
-    """
+def last_exits(found: Sequence[Exits]) -> dict[int, int]:
+    """Return rank -> time of its exit in the last start, without the ranks whose host was lost with its keeper."""
     last = max(exits.start for exits in found)
-    times = {rank: at for exits in found if exits.start == last for rank, at in exits.times.items()}
-    unknown = tuple(rank for rank in range(len(found)) if rank not in times)
-    if last < 0 or unknown:
-        return (() if last < 0 else unknown), None
-    first, *others = sorted((at, rank) for rank, at in times.items() if at != RUNS) or [(0, -1)]
-    if first[1] < 0:
-        return (), None
-    return (first[1],), (others[0][0] - first[0]) / 1e9 if others else None
+    return {rank: time_ns for exits in found if exits.start == last for rank, time_ns in exits.times.items()}
+
+
+def first_exits(times: Mapping[int, int], ranks: int) -> tuple[tuple[int, ...], float | None]:
+    """Return the ranks that exited first, and the seconds until the next one did; None if unknown.
+
+    Args:
+        times: from :func:`last_exits`.
+        ranks: number of ranks.
+    """
+    lost = tuple(rank for rank in range(ranks) if rank not in times)
+    order = sorted((time_ns, rank) for rank, time_ns in times.items() if time_ns != RUNS)
+    if not times or lost or not order:
+        return (lost if times else ()), None
+    noticed_s = (order[1][0] - order[0][0]) / 1e9 if len(order) > 1 else None
+    return (order[0][1],), noticed_s
 
 
 def started_s() -> float:

@@ -18,7 +18,7 @@ import torch
 
 from ds_ext.engine.recovery.keeper import Exits, Keeper, KeeperError
 from ds_ext.engine.recovery.keeper_process import RUNS, address, free_bytes
-from ds_ext.engine.recovery.recovery import first_exits
+from ds_ext.engine.recovery.recovery import first_exits, last_exits
 from ds_ext.engine.recovery.slots import Slots, packed, unpacked
 from ds_ext.errors import CheckpointError, ConfigError
 from ds_ext.launch.launcher import require_restarts
@@ -40,7 +40,7 @@ def launcher() -> Iterator[subprocess.Popen[bytes]]:
 def keeper(launcher: subprocess.Popen[bytes]) -> Keeper:
     """A running keeper."""
     started = Keeper(launcher.pid)
-    started.start()
+    started.start(0, 0)
     return started
 
 
@@ -76,7 +76,7 @@ def test_files_outlive_the_ranks_and_end_with_the_launcher(launcher: subprocess.
         "import os, sys\n"
         "from ds_ext.engine.recovery.keeper import Keeper\n"
         "keeper = Keeper(int(sys.argv[1]))\n"
-        "keeper.start()\n"
+        "keeper.start(0, 0)\n"
         "os.pwrite(keeper.open(sys.argv[2], 4096), b'kept', 0)\n"
         "os.kill(os.getpid(), 9)\n"
     )
@@ -119,7 +119,7 @@ def test_the_keeper_takes_the_times_of_exits(launcher: subprocess.Popen[bytes], 
     code = (
         "import sys, time\n"
         "from ds_ext.engine.recovery.keeper import Keeper\n"
-        "Keeper(int(sys.argv[1])).watch(int(sys.argv[2]), int(sys.argv[3]))\n"
+        "Keeper(int(sys.argv[1])).start(int(sys.argv[2]), int(sys.argv[3]))\n"
         "print(flush=True)\n"
         "time.sleep(600)\n"
     )
@@ -143,19 +143,21 @@ def test_the_keeper_takes_the_times_of_exits(launcher: subprocess.Popen[bytes], 
     ranks[2].kill()
     assert found.start == 2 and set(found.times) == {0, 1, 2} and found.times[2] == RUNS
     assert began < found.times[1] < found.times[0] < time.time_ns()
-    assert first_exits([found, found, found]) == ((1,), (found.times[0] - found.times[1]) / 1e9)
+    assert first_exits(last_exits([found, found, found]), 3) == (
+        (1,),
+        (found.times[0] - found.times[1]) / 1e9,
+    )
     for process in (earlier, *ranks):
         process.wait()
 
 
 def test_ranks_of_a_lost_host_exited_first() -> None:
     one, empty = Exits(4, {0: 50, 1: 40}), Exits(-1, {})
-    assert first_exits([one, one, empty, empty]) == ((2, 3), None)
-    assert first_exits([empty, empty]) == ((), None)
-    assert first_exits([Exits(1, {0: RUNS, 1: RUNS})] * 2) == ((), None)
-    assert first_exits([Exits(1, {0: RUNS, 1: 7})] * 2) == ((1,), None)
-    old = Exits(3, {1: 30})
-    assert first_exits([one, old]) == ((1,), 1e-8)
+    assert first_exits(last_exits([one, one, empty, empty]), 4) == ((2, 3), None)
+    assert first_exits(last_exits([empty, empty]), 2) == ((), None)
+    assert first_exits({0: RUNS, 1: RUNS}, 2) == ((), None)
+    assert first_exits({0: RUNS, 1: 7}, 2) == ((1,), None)
+    assert last_exits([one, Exits(3, {1: 30})]) == {0: 50, 1: 40}
 
 
 def test_snapshots_alternate_and_are_read_back(keeper: Keeper) -> None:
@@ -240,7 +242,7 @@ def two_keepers() -> Iterator[list[Keeper]]:
     launchers = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
     made = [Keeper(launcher.pid) for launcher in launchers]
     for keeper in made:
-        keeper.start()
+        keeper.start(0, 0)
     yield made
     for launcher in launchers:
         launcher.kill()
@@ -249,9 +251,9 @@ def two_keepers() -> Iterator[list[Keeper]]:
 
 def test_copies_on_another_host_are_whole(two_keepers: list[Keeper]) -> None:
     here, there = two_keepers
-    assert here.start()[0] != there.start()[0]
+    assert here.start(0, 0)[0] != there.start(1, 0)[0]
     there.stop("corrupted")
-    assert [keeper.start()[1] for keeper in two_keepers] == ["", "corrupted"]
+    assert [keeper.start(0, 0)[1] for keeper in two_keepers] == ["", "corrupted"]
     to = there.listen("127.0.0.1")
     assert there.listen("127.0.0.1") == to
     slots = Slots(here, 1)
