@@ -63,6 +63,7 @@ class Job:
     fbd: dict[str, Any] = field(default_factory=dict)
     transport: str = "auto"
     rank_order: str = "tp-dp-pp"
+    timeout_s: float = 120
 
     @property
     def layout(self) -> ParallelLayout:
@@ -90,7 +91,7 @@ class Job:
                 "eager_gradient_sync": self.eager,
                 "fbd": self.fbd,
                 "transport": self.transport,
-                "transport_options": {"timeout_s": 120},
+                "transport_options": {"timeout_s": self.timeout_s},
             },
         }
 

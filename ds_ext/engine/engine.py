@@ -827,7 +827,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         begin, event = time.perf_counter(), "failed"
         try:
-            with self._in_activity(f"saving the checkpoint {tag}"):
+            with self._in_activity(f"saving the checkpoint {tag}"), self._longer_limit():
                 save_checkpoint(
                     self, Path(save_dir), tag, client_state or {}, save_latest, not exclude_frozen_parameters
                 )
@@ -854,7 +854,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         """
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn: must be None. The layer files contain the weights.")
-        with self._in_activity(f"loading a checkpoint from {load_dir}"):
+        with self._in_activity(f"loading a checkpoint from {load_dir}"), self._longer_limit():
             if tag is None and not by_rank_0(lambda: has_checkpoint(Path(load_dir)), CheckpointError):
                 logger.warning("%s: no checkpoint", load_dir)
                 return None, None
@@ -898,7 +898,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             self.set_dataiterator(data_iter)
         if self.recovery is None:
             return None
-        with self._in_activity("loading snapshots"):
+        with self._in_activity("loading snapshots"), self._longer_limit():
             recovered = self.recovery.recover()
             if recovered is not None:
                 self.weights_loaded()
@@ -926,9 +926,12 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         A rank does not answer while it compiles its layers or loads the kernels of a GPU.
         """
         compiles = self.device.type != "cpu" or self.is_compiled
-        if trains in self._checked_modes or not compiles:
+        with nullcontext() if trains in self._checked_modes or not compiles else self._longer_limit():
             yield
-            return
+
+    @contextmanager
+    def _longer_limit(self) -> Iterator[None]:
+        """Context with a longer time limit of waits, for compilations and for disks of different speeds."""
         limit_s = self.plan.settings.transport_options.timeout_s
         self._limit_waits(first_step_limit_s(limit_s))
         try:

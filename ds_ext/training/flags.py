@@ -286,6 +286,11 @@ def _add_training(group: Any) -> None:
     group.add_argument("--eval-iters", type=int, default=2, help="steps per evaluation; 0: no evaluation")
     group.add_argument("--save", metavar="DIR", help="folder for checkpoints")
     group.add_argument("--save-interval", type=int, default=0, metavar="STEPS", help="0: at the end only")
+    group.add_argument(
+        "--stop-if-not-saved",
+        action="store_true",
+        help="end the job if a checkpoint cannot be written; else go on",
+    )
     group.add_argument("--load", metavar="DIR", help="folder of the checkpoint to resume from")
     group.add_argument(
         "--log-interval",

@@ -140,7 +140,10 @@ class Trainer:
         return loss, parts
 
     def save(self, step: int, loss: float) -> None:
-        """Write a checkpoint with the position in the data. Training continues if this fails."""
+        """Write a checkpoint with the position in the data. Training continues if this fails.
+
+        Raises CheckpointError with ``--stop-if-not-saved``.
+        """
         watch = self.engine.loss_watch
         if watch.in_a_row and not math.isfinite(loss):
             self.not_saved.append(step)
@@ -158,6 +161,8 @@ class Trainer:
         try:
             self.engine.save_checkpoint(self.args.save, tag=f"step_{step}", client_state=state)
         except CheckpointError as error:  # on every rank
+            if self.args.stop_if_not_saved:
+                raise
             self.not_saved.append(step)
             say_error(f"step {step}: {error} Training continues.")
         else:

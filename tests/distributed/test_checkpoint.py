@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import Tensor, nn
 
+from ds_ext.engine.checkpoint import save
 from ds_ext.engine.checkpoint.file import TensorFile, layer_file, read_plain
 from ds_ext.errors import CheckpointError, ConfigError
 from ds_ext.models.gpt import gpt_layer_specs
@@ -268,3 +270,23 @@ def test_deepspeed_reads_the_weights(ranks: Ranks, tmp_path: Path) -> None:
     for weights in ranks(2).run(load_with_deepspeed, str(tmp_path)):
         for name, weight in weights.items():
             assert torch.equal(weight[: found[name].size(0)], found[name]), name
+
+
+def save_slowly(rank: int, job: Job, folder: str, seconds: float) -> list[float]:
+    """A checkpoint that rank 1 writes slowly; then a step."""
+    engine, _ = build(job)
+    write, begin = save._write_layers, time.monotonic()
+    if rank == 1:
+        save._write_layers = lambda *args: time.sleep(seconds) or write(*args)  # type: ignore[func-returns-value]
+    engine.save_checkpoint(folder)
+    waited_s = time.monotonic() - begin
+    loss = float(engine.train_batch(StepBatches(random_batches(job.model, 1, job.micro_batches))))
+    engine.transport.close()
+    return [waited_s, loss]
+
+
+def test_a_slow_disk_does_not_stop_training(ranks: Ranks, tmp_path: Path) -> None:
+    """Saving may take longer than other waits."""
+    job = Job("1f1b", 2, 1, 1, 2, GPT, deepspeed=settings("fp32", 1), timeout_s=5)
+    for waited_s, loss in ranks(2).run(save_slowly, job, str(tmp_path), 7.0, timeout_s=120):
+        assert waited_s > 7 and math.isfinite(loss)

@@ -15,7 +15,7 @@ import pytest
 import ds_ext
 from ds_ext.engine.checkpoint.folder import good_checkpoints
 from ds_ext.errors import ConfigError
-from ds_ext.launch.process import EXIT_CONFIG
+from ds_ext.launch.process import EXIT_CONFIG, EXIT_FAILED
 from ds_ext.training.loop import EXIT_NOT_SAVED
 from tests.launch.forked import run_forked
 from tests.launch.jobs import ROOT, environment
@@ -55,6 +55,25 @@ def test_a_save_that_fails_is_reported_and_training_goes_on(
     ]
     assert not any("Traceback" in result.stderr for result in results)
     assert good_checkpoints(tmp_path / "saved") == []
+
+
+def test_a_save_that_fails_ends_the_job_if_asked_to(
+    config: Path, tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    flags = [
+        "--deepspeed_config",
+        str(config),
+        "--save",
+        "saved",
+        "--save-interval",
+        "2",
+        "--train-iters",
+        "3",
+    ]
+    words = [LIMITED, "1", ENOUGH_FOR_A_TRIAL, SCRIPT, *flags, "--stop-if-not-saved"]
+    results = run_forked([words] * 2, tmp_path, port=free_port())
+    assert {result.returncode for result in results} == {EXIT_FAILED}, results
+    assert len(steps(results[0].stdout.splitlines())) == 2
 
 
 def test_save_interval_needs_save(config: Path, tmp_path: Path) -> None:
