@@ -1,6 +1,7 @@
-"""Kill a rank while it trains: the ranks restart, and continue with the step that it was killed in.
+r"""Kill a rank while it trains: the ranks restart, and continue with the step that it was killed in.
 
-torchrun --nproc_per_node 4 --max-restarts 1 examples/recovery/killed.py --deepspeed_config examples/recovery/killed.json
+torchrun --nproc_per_node 4 --max-restarts 1 examples/recovery/killed.py \
+    --deepspeed_config examples/recovery/killed.json
 """
 
 import os
