@@ -189,6 +189,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self.recovery = None if settings.recovery is None else Recovery(self, settings.recovery)
         self.snapshot_s: float | None = None
         self.recovered_from_step: int | None = None
+        self._recovered_from: int | None = None
         self.audit = None if settings.audit_interval == 0 else Audit(self, settings.audit_interval)
         self._auditing: Audit | None = None  # in an audited step
 
@@ -612,6 +613,8 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             ConfigError: there is no data or no optimizer, or a script changed ``micro_batches``.
             NonFiniteLoss: the loss was not finite in ``max_nonfinite_losses`` consecutive steps.
         """
+        if self.recovery is not None:
+            self.recovery.complete()
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self._take_changes()
@@ -626,7 +629,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             self.loss_watch.loss(step, float(loss), self.skipped_steps > skipped)
         self.step_s, self.step_lr = time.perf_counter() - begin, float(rates[0]) if rates else 0.0
         if self.recovery is not None:
-            self.recovered_from_step = self.recovery.completed()
+            self.recovered_from_step, self._recovered_from = self._recovered_from, None
         self._write_events()
         return loss
 
@@ -901,6 +904,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         with self._in_activity("loading snapshots"), self._longer_limit():
             recovered = self.recovery.recover()
             if recovered is not None:
+                self._recovered_from = recovered.step
                 self.weights_loaded()
                 self._report_recovery(recovered)
         return recovered

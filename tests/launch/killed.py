@@ -1,7 +1,8 @@
 """Runs train_gpt.py, and kills ranks at given points of given attempts.
 
 DS_EXT_TEST_KILLS is a JSON list with a [rank, step, point] for each attempt of the launcher. Points are names of
-instructions, also with "after ", and "snapshot" (written but not committed) and "recover" (before loading).
+instructions, also with "after ", and "snapshot" (written but not committed), "recover" (before loading) and "save"
+(in a checkpoint after the step).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def kill_at(rank: int, step: int, point: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     execute, crc32, load = PipelineEngine.execute, slots.zlib.crc32, recovery.load
+    save = PipelineEngine.save_checkpoint
     steps = [0]
 
     def execute_or_die(engine: Any, instruction: Any) -> None:
@@ -49,6 +51,12 @@ def kill_at(rank: int, step: int, point: str) -> None:
             die()
         load(*args)
 
+    def save_or_die(engine: Any, *args: Any, **options: Any) -> Any:
+        if point == "save" and engine.global_steps == step:
+            die()
+        return save(engine, *args, **options)
+
+    PipelineEngine.save_checkpoint = save_or_die  # type: ignore[method-assign]
     PipelineEngine.execute = execute_or_die  # type: ignore[method-assign]
     slots.zlib = type("zlib", (), {"crc32": staticmethod(crc32_or_die)})  # type: ignore[assignment]
     recovery.load = load_or_die

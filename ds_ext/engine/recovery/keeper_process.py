@@ -34,7 +34,7 @@ _CHUNK = 16 << 20
 # File "rank3.records": int64 numbers.
 RECORDS_BYTES = 4096
 NONE = 0  # step of an empty slot: a new file is zero, and the first snapshot is that of step 1
-PROGRESS, PROGRESS_NS = 0, 1  # last completed step, and its end in ns since 1970
+PROGRESS, PROGRESS_NS = 0, 1  # last complete step, and its end in ns since 1970
 FIRST_SLOT, PER_SLOT = 2, 4
 STEP, CHECKSUM, SIZE, STATE_BYTES = 0, 1, 2, 3  # of each of the two slots
 COPIED, COPY_FAILED = 10, 11  # last step whose copy to another host has ended; last one whose copy failed

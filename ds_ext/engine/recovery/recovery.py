@@ -1,10 +1,12 @@
 """Snapshots after every step, and their loading when the launcher has restarted the ranks.
 
-A step is complete when all ranks have written their snapshots of it: each rank writes its own before the losses are
-gathered, and the gathering is the vote. So a step whose loss was reported is never repeated, and a rank that dies in
-the optimizer step never leaves ranks one step apart: they load the newest reported step.
+Each rank writes its snapshot of a step before the losses are gathered, and the gathering is the vote: after it, all
+ranks have snapshots of the step. The step is complete when rank 0 begins the next one, so it includes what the script
+does after it: evaluation, a checkpoint, a line in a log. A step that was not complete runs again with all of this, and
+a rank that dies in the optimizer step never leaves ranks one step apart: they load the last complete step.
 
-After the vote, the keepers copy the snapshots to other hosts (:mod:`ds_ext.parallel.copies`), beside the next step.
+When a step is complete, the keepers copy its snapshots to other hosts (:mod:`ds_ext.parallel.copies`), beside the next
+step.
 """
 
 from __future__ import annotations
@@ -44,11 +46,11 @@ class Recovered:
     Attributes:
         step: number of completed steps.
         restart: number of the restart, from 1.
-        lost_steps: reported steps that will run again.
+        lost_steps: complete steps that will run again.
         moved: ranks whose snapshots came from another host.
         exited: ranks that exited first, and so caused the restart.
         noticed_s: seconds until the next rank exited; None if unknown, for example if a host was lost.
-        down_s: seconds from the end of the last completed step to the start of this process.
+        down_s: seconds from the end of the last complete step to the start of this process.
         set_up_s: seconds from the start of this process to the recovery.
         load_s: seconds for finding and loading the snapshots.
     """
@@ -100,7 +102,7 @@ class Recovery:
         self._engine, self._options = engine, options
         self._rank = dist.get_rank()
         self._timeout_s = engine.plan.settings.transport_options.timeout_s
-        self._recovered_from: int | None = None
+        self._taken: int | None = None  # step that this process has taken last
         self._copying: set[int] = set()  # steps whose copies this process has started
         self._copy_failed = False
         self.restart = restarts()
@@ -158,6 +160,7 @@ class Recovery:
                 "ds_ext.recovery: the launcher has restarted the ranks, and the script trains from the beginning (got "
                 "no call of engine.recover()). Call it before the first step, and train from engine.global_steps."
             )
+        self._taken = step
         if not self._is_due(step):
             return None
         require_position(self._engine)
@@ -171,19 +174,19 @@ class Recovery:
             ) from None
         return time.perf_counter() - begin
 
-    def completed(self) -> int | None:
-        """Record that all ranks have completed the step, and have its snapshot copied to another host.
+    def complete(self) -> None:
+        """Record that the last step is complete, and have its snapshot copied to another host.
 
-        Returns the step of a recovery just before it, else None.
+        To be called when the next step begins: then every rank has a snapshot of the last one, because of the vote.
         """
-        step, target = self._engine.global_steps, self._targets[self._rank]
+        step, target = self._taken, self._targets[self._rank]
+        if step is None:
+            return
         self._slots.completed(step)
         if target is not None and self._is_due(step):
             self._copying.add(step)
             with contextlib.suppress(KeeperError):  # the next snapshot reports it
                 self._keeper.copy(self._rank, step, self.restart, self._address_of(target))
-        recovered_from, self._recovered_from = self._recovered_from, None
-        return recovered_from
 
     def _is_due(self, step: int) -> bool:
         return step % self._options.every == 0
@@ -218,7 +221,7 @@ class Recovery:
     # --- recovery ---
 
     def recover(self) -> Recovered | None:
-        """Load the newest reported step that all ranks have. Returns None for a first start, or if there is none."""
+        """Load the newest complete step that all ranks have. Returns None for a first start, or if there is none."""
         self.pending = False
         if self.restart == 0:
             return None
@@ -228,11 +231,10 @@ class Recovery:
         exits = last_exits([exits for _, exits in answers])
         exited, noticed_s = first_exits(exits, len(found))
         progress = _progress(found)
-        # Rank 0 reports the steps. One that it has not completed may have snapshots on all ranks, and runs again, so
-        # that it is reported.
+        # The scripts of the ranks may be in different steps. Rank 0 decides: it evaluates, saves and logs.
         last, last_ns = progress.get(0, (0, 0))
-        # If its host was lost, its records come from a copy and may be older than its last report.
-        reported = last if 0 in exits else max((last for last, _ in progress.values()), default=0)
+        # If its host was lost, its records come from a copy and may be older.
+        complete = last if 0 in exits else max((last for last, _ in progress.values()), default=0)
         for step in sorted((step for step in _common(found) if step <= last), reverse=True):
             moved = self._move(step, found)
             parts = self._read(step)
@@ -240,11 +242,10 @@ class Recovery:
                 continue
             load(self._engine, *parts)
             self._begin(after=step)
-            self._recovered_from = step
             return Recovered(
                 step,
                 self.restart,
-                lost_steps=reported - step,
+                lost_steps=complete - step,
                 moved=moved,
                 exited=exited,
                 noticed_s=noticed_s,
@@ -253,7 +254,7 @@ class Recovery:
                 load_s=time.time() - begin,
             )
         self._begin(after=0)
-        self._report_loss(found, reported)
+        self._report_loss(found, complete)
         return None
 
     def _report_loss(self, found: Sequence[dict[int, Snapshots]], last: int) -> None:
@@ -262,7 +263,7 @@ class Recovery:
         lost = ", ".join(str(rank) for rank in range(len(found)) if rank not in held)
         if self._rank == 0 and last:
             logger.warning(
-                "recovery: no step has whole snapshots of all ranks (missing: %s). The last completed step was %d.",
+                "recovery: no step has whole snapshots of all ranks (missing: %s). The last complete step was %d.",
                 f"ranks {lost}" if lost else "none, but they are of different steps or damaged",
                 last,
             )
@@ -332,7 +333,7 @@ def _common(found: Sequence[dict[int, Snapshots]]) -> set[int]:
 
 
 def _progress(found: Sequence[dict[int, Snapshots]]) -> dict[int, tuple[int, int]]:
-    """Return the last completed step of every rank and its end, from the newest of its records."""
+    """Return the last complete step of every rank and its end, from the newest of its records."""
     progress: dict[int, tuple[int, int]] = {}
     for snapshots in found:
         for rank, snapshot in snapshots.items():

@@ -2,7 +2,7 @@
 
 A rank has three files of the keeper:
 
-    rank3.records   for each slot: step, checksum and size; and the last completed step
+    rank3.records   for each slot: step, checksum and size; and the last complete step
     rank3.0         safetensors file with the tensors of a snapshot and, as tensor "state", its other values
     rank3.1         the same, of another step
 
@@ -85,7 +85,7 @@ class Slots:
         return int(self._records[COPY_FAILED])
 
     def completed(self, step: int) -> None:
-        """Record that all ranks completed a step."""
+        """Record that a step is complete on all ranks."""
         self._records[PROGRESS_NS] = time.time_ns()
         self._records[PROGRESS] = step
 
