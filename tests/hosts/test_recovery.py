@@ -23,17 +23,17 @@ def test_kills_at_random_moments(
     hosts: Callable[..., Cluster], corpus: Path, tmp_path: Path, static: bool
 ) -> None:
     """While snapshots are copied between the hosts, and while the ranks start again."""
-    two, kills = hosts(2), 8 if EVERYTHING else 2
+    two, (kills, steps) = hosts(2), (8, 1200) if EVERYTHING else (2, STEPS)
     config = write_json(tmp_path / "c.json", tiny_config(corpus, recovery={"every": 1}))
-    flags = ["--deepspeed_config", config.name, "--train-iters", str(STEPS), "--eval-iters", "0"]
+    flags = ["--deepspeed_config", config.name, "--train-iters", str(steps), "--eval-iters", "0"]
     metrics = tmp_path / "all.jsonl"
     commands = torchrun(two.hosts, [1, 1], SCRIPT, *flags, "--metrics-file", metrics.name, static=static)
     commands = [(host, [words[0], "--max-restarts", str(kills), *words[1:]]) for host, words in commands]
     with HostsJob(two, commands, tmp_path) as job:
-        targets = [STEPS * number // (kills + 1) for number in range(1, kills + 1)]
+        targets = [steps * number // (kills + 1) for number in range(1, kills + 1)]
         kill_at_random_moments(job, 2, metrics, targets, random.Random(int(static)))
         assert job.wait() == [0, 0], job.text
-    check_recoveries(job.text, metrics, kills, STEPS)
+    check_recoveries(job.text, metrics, kills, steps)
     assert not any(host.processes() for host in two.hosts)
 
 

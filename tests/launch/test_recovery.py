@@ -161,7 +161,7 @@ def kill_at_random_moments(
                 break
             assert time.monotonic() < deadline, job.text
             time.sleep(0.005)
-        time.sleep(moments.uniform(0, 8 if starting else 0.3))
+        time.sleep(moments.uniform(0, 5 if starting else 0.3))
         killed = set(found.values())
         rank = moments.randrange(ranks)
         try:
