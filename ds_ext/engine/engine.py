@@ -112,7 +112,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             attributes of :class:`.recovery.recovery.Recovered` too.
         on_checkpoint_event: function called on this rank after each new event; None: none.
         recovery: snapshots in host memory; None without the section "recovery".
-        snapshot_s: seconds that this rank's snapshot of the last step took; None without one.
+        snapshot_s: seconds for this rank's snapshot of the last step and for waiting for copies; None without one.
         audit: audits of the steps; None without ``audit_interval``.
         recovered_from_step: in the first step after a recovery, the step from which it continued; else None.
         deferred_share: share of the trained elements whose gradients the first step deferred; None before that step,

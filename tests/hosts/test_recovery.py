@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.hosts.cluster import Cluster
+from tests.hosts.delay_line import Link
 from tests.hosts.jobs import SCRIPT, HostsJob, torchrun
 from tests.launch.jobs import tiny_config, write_json
 from tests.launch.test_recovery import check_recoveries, check_steps, kill_at_random_moments, same_checkpoints
 from tests.selection import EVERYTHING
 
 STEPS = 400
+COPIED_S = 1.5  # a copy of 100 KB takes milliseconds; a rank that does not answer for 2 s counts as lost
 
 
 @pytest.mark.parametrize("static", [True, False])
@@ -41,7 +46,10 @@ def test_kills_at_random_moments(
 def test_a_lost_host_comes_back_empty(
     hosts: Callable[..., Cluster], corpus: Path, tmp_path: Path, static: bool
 ) -> None:
-    """One host loses its ranks, launcher and memory. A new launcher takes its place: no step is lost."""
+    """One host loses its ranks, launcher and memory. A new launcher takes its place: no step is lost.
+
+    Rank 0 pauses before, in some step, so that the copies of the step before have arrived.
+    """
     two = hosts(2)
     plain = write_json(tmp_path / "plain.json", tiny_config(corpus))
     config = write_json(tmp_path / "c.json", tiny_config(corpus, recovery={"every": 1}))
@@ -65,7 +73,11 @@ def test_a_lost_host_comes_back_empty(
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with HostsJob(two, commands, tmp_path, env) as job:
         job.wait_for("step  10/")
+        rank_0 = job.ranks()[0]
+        os.kill(rank_0, signal.SIGSTOP)
+        time.sleep(COPIED_S)
         two.hosts[1].end_processes()
+        os.kill(rank_0, signal.SIGCONT)
         with HostsJob(two, commands[1:], tmp_path, env) as replacement:
             assert replacement.wait() == [0], job.text + replacement.text
             assert job.wait()[0] == 0, job.text
@@ -74,3 +86,30 @@ def test_a_lost_host_comes_back_empty(
     check_steps(tmp_path / "all.jsonl", STEPS)
     same_checkpoints(tmp_path / "plain" / f"step_{STEPS}", tmp_path / "lost" / f"step_{STEPS}")
     assert not any(host.processes() for host in two.hosts)
+
+
+def test_a_host_lost_while_its_copies_are_late(
+    hosts: Callable[..., Cluster], corpus: Path, tmp_path: Path
+) -> None:
+    """The network takes longer for a snapshot than the ranks for a step: one step is lost, not the job."""
+    two, steps = hosts(2), 40
+    config = tiny_config(corpus, recovery={"every": 1})
+    config["ds_ext"] |= {"schedule": "1f1b"}  # sends little else: bitpipe's mirrors exchange gradients
+    config["ds_ext"]["train"] |= {"hidden_size": 256}
+    job_config = write_json(tmp_path / "c.json", config)
+    script = [SCRIPT, "--deepspeed_config", job_config.name, "--metrics-file", "all.jsonl"]
+    script += ["--train-iters", str(steps), "--eval-iters", "0"]
+    commands = torchrun(two.hosts, [1, 1], *script, static=True)
+    commands = [(host, [words[0], "--max-restarts", "2", *words[1:]]) for host, words in commands]
+    with HostsJob(two, commands, tmp_path) as job:
+        job.wait_for("step  3/")
+        two.slow(Link(rate_mbit=100))
+        job.wait_for("step  8/")
+        two.hosts[1].end_processes()
+        two.slow(Link())
+        with HostsJob(two, commands[1:], tmp_path) as replacement:
+            assert replacement.wait() == [0], job.text + replacement.text
+            assert job.wait()[0] == 0, job.text
+    recovered = re.findall(r"recovered at step (\d+) .*\(restart 1\): (\d+) steps? lost, 1 rank ", job.text)
+    assert len(recovered) == 1 and int(recovered[0][1]) <= 1 and int(recovered[0][0]) >= 7, job.text
+    check_steps(tmp_path / "all.jsonl", steps)

@@ -268,6 +268,8 @@ class KeeperProcess:
                 for slot in (0, 1):
                     if record(records, slot)[STEP] > after:
                         record(records, slot)[STEP] = NONE
+                # Copies of earlier starts say nothing about the steps to come.
+                records[COPIED] = records[COPY_FAILED] = NONE
                 if rank not in ranks:
                     self._memory.remove(rank)
         return {}
@@ -295,14 +297,17 @@ class KeeperProcess:
     # --- copies between keepers ---
 
     def _send(self, rank: int, step: int, start: int, to: list[Any]) -> None:
-        records = self._memory.records(rank)
+        records, error = self._memory.records(rank), ""
         with self._sending.setdefault(rank, threading.Lock()):
             try:
                 self._send_snapshot(rank, step, start, to)
-            except (KeeperError, OSError) as error:
-                self._errors[rank] = _reason(to, error)
-                records[COPY_FAILED] = step
-            records[COPIED] = step
+            except (KeeperError, OSError) as failure:
+                error = _reason(to, failure)
+        with self._lock:
+            if start >= self._start:
+                if error:
+                    self._errors[rank], records[COPY_FAILED] = error, step
+                records[COPIED] = step
 
     def _send_snapshot(self, rank: int, step: int, start: int, to: list[Any]) -> None:
         records = self._memory.records(rank)

@@ -6,7 +6,8 @@ does after it: evaluation, a checkpoint, a line in a log. A step that was not co
 a rank that dies in the optimizer step never leaves ranks one step apart: they load the last complete step.
 
 When a step is complete, the keepers copy its snapshots to other hosts (:mod:`ds_ext.parallel.copies`), beside the next
-step.
+step. No rank writes its next snapshot before all copies have arrived. So whenever a host is lost, there is a step of
+which its copies exist and which no rank on the other hosts has overwritten: the last complete one or the one before.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class Recovery:
         self._rank = dist.get_rank()
         self._timeout_s = engine.plan.settings.transport_options.timeout_s
         self._taken: int | None = None  # step that this process has taken last
-        self._copying: set[int] = set()  # steps whose copies this process has started
+        self._copying: int | None = None  # step of the last copy that this process has started
         self._copy_failed = False
         self.restart = restarts()
         self.pending = self.restart > 0
@@ -149,12 +150,12 @@ class Recovery:
     def snapshot(self) -> float | None:
         """Write this rank's snapshot of the step that it has completed, if it is due. The caller then gathers losses.
 
-        Returns the seconds taken; None if it is not due.
+        Returns the seconds taken, with the longest wait of a rank for its last copy; None if it is not due.
 
         Raises:
             ConfigError: the position in the data cannot be saved, or the script did not call ``engine.recover()``.
         """
-        step, begin = self._engine.global_steps, time.perf_counter()
+        step, waited_s = self._engine.global_steps, 0.0
         if self.pending:
             raise ConfigError(
                 "ds_ext.recovery: the launcher has restarted the ranks, and the script trains from the beginning (got "
@@ -164,7 +165,9 @@ class Recovery:
         if not self._is_due(step):
             return None
         require_position(self._engine)
-        self._wait_for_copy(self._slots.oldest())
+        if any(target is not None for target in self._targets):
+            waited_s = max(self._with_keepers(self._wait_for_copy))
+        begin = time.perf_counter()
         try:
             self._slots.write(step, tensors_of(self._engine), packed(values_of(self._engine)))
         except KeeperError as error:
@@ -172,21 +175,19 @@ class Recovery:
                 f"ds_ext.recovery: no snapshot of step {step} on host {socket.gethostname()} (got {error}). Use fewer "
                 f"ranks per host, or remove the section."
             ) from None
-        return time.perf_counter() - begin
+        return waited_s + time.perf_counter() - begin
 
     def complete(self) -> None:
         """Record that the last step is complete, and have its snapshot copied to another host.
 
         To be called when the next step begins: then every rank has a snapshot of the last one, because of the vote.
         """
-        step, target = self._taken, self._targets[self._rank]
+        step = self._taken
         if step is None:
             return
         self._slots.completed(step)
-        if target is not None and self._is_due(step):
-            self._copying.add(step)
-            with contextlib.suppress(KeeperError):  # the next snapshot reports it
-                self._keeper.copy(self._rank, step, self.restart, self._address_of(target))
+        if self._is_due(step):
+            self._start_copy(step)
 
     def _is_due(self, step: int) -> bool:
         return step % self._options.every == 0
@@ -195,23 +196,43 @@ class Recovery:
         assert self._addresses is not None
         return self._addresses[self._hosts.index(host)]
 
-    def _wait_for_copy(self, step: int) -> None:
-        """Wait until the copy of a step has ended, because the next snapshot overwrites its source."""
-        if step not in self._copying:
+    def _start_copy(self, step: int) -> None:
+        """Have the snapshot of a step copied to this rank's other host, if it has one."""
+        target = self._targets[self._rank]
+        if target is None:
             return
-        deadline = time.monotonic() + self._timeout_s
-        while self._slots.copied < step and time.monotonic() < deadline:
+        try:
+            self._keeper.copy(self._rank, step, self.restart, self._address_of(target))
+            self._copying = step
+        except KeeperError as error:
+            self._report_copy(step, str(error))
+
+    def _wait_for_copy(self) -> float:
+        """Wait until the last copy that this process has started has ended. Returns the seconds waited."""
+        step, self._copying = self._copying, None
+        if step is None:
+            return 0.0
+        begin = time.monotonic()
+        while self._slots.copied < step and time.monotonic() < begin + self._timeout_s:
             time.sleep(_POLL_S)
-        self._copying = {later for later in self._copying if later > step}
-        failed = self._slots.copied < step or self._slots.copy_failed == step
-        if failed and not self._copy_failed:
+        if self._slots.copied < step:
+            self._report_copy(step, f"no end within {self._timeout_s:g} s")
+        elif self._slots.copy_failed == step:
+            self._report_copy(step, self._keeper.copy_error(self._rank))
+        else:
+            self._copy_failed = False
+        return time.monotonic() - begin
+
+    def _report_copy(self, step: int, reason: str) -> None:
+        """Report that a copy failed, unless the one before failed too."""
+        if not self._copy_failed:
             logger.warning(
                 "recovery: the snapshot of step %d was not copied to another host (got %s). Training continues; if "
                 "this host is lost, it continues from the last copy or checkpoint.",
                 step,
-                self._keeper.copy_error(self._rank) or f"no answer within {self._timeout_s:g} s",
+                reason,
             )
-        self._copy_failed = failed
+        self._copy_failed = True
 
     def stop(self, reason: str) -> None:
         """Keep the ranks from continuing when the launcher restarts them, for example from corrupted weights."""
@@ -242,6 +263,8 @@ class Recovery:
                 continue
             load(self._engine, *parts)
             self._begin(after=step)
+            if not self._is_copied(step, found):
+                self._start_copy(step)
             return Recovered(
                 step,
                 self.restart,
@@ -273,6 +296,12 @@ class Recovery:
         here = self._hosts[self._rank]
         ranks = [rank for rank, host in enumerate(self._hosts) if here in (host, self._targets[rank])]
         self._with_keepers(lambda: self._keeper.begin(self.restart, after, ranks))
+
+    def _is_copied(self, step: int, found: Sequence[dict[int, Snapshots]]) -> bool:
+        """Return whether this rank's other host already had the snapshot: it need not be a new, empty one."""
+        target = self._targets[self._rank]
+        snapshots = {} if target is None else found[self._hosts.index(target)]
+        return self._rank in snapshots and step in snapshots[self._rank].steps
 
     def _move(self, step: int, found: Sequence[dict[int, Snapshots]]) -> int:
         """Copy the snapshots of ranks that have none on their host. Returns the number of these ranks."""

@@ -89,10 +89,6 @@ class Slots:
         self._records[PROGRESS_NS] = time.time_ns()
         self._records[PROGRESS] = step
 
-    def oldest(self) -> int:
-        """Return the step whose slot the next snapshot uses; NONE for an empty one."""
-        return min(int(self._record(slot)[STEP]) for slot in (0, 1))
-
     def steps(self) -> list[int]:
         """Return the steps of the complete snapshots."""
         return [step for step in (int(self._record(slot)[STEP]) for slot in (0, 1)) if step != NONE]

@@ -300,6 +300,14 @@ def test_copies_that_cannot_be_made_are_reported(two_keepers: list[Keeper]) -> N
     until(lambda: slots.copied == 2)
     assert slots.copy_failed == 2 and f"port {port}" in here.copy_error(0)
     assert there.snapshots() == {}
+    here.begin(2, after=2, ranks=[0])
+    assert (slots.copied, slots.copy_failed) == (0, 0)
+    here.copy(
+        0, 2, 1, [ip, closed, token]
+    )  # from before the restart: says nothing about the step that runs again
+    here.copy(0, 2, 2, [ip, port, token])
+    until(lambda: slots.copied == 2)
+    assert slots.copy_failed == 0 and there.snapshots()[0].steps == [2]
 
 
 def test_a_copy_that_ends_halfway_is_not_taken(two_keepers: list[Keeper]) -> None:
