@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ds_ext.models.bert import BertConfig, BertLoss, bert_layer_specs
 from ds_ext.tensor_parallel import IGNORE_INDEX, DropoutClock, TensorParallel
+from tests.losses import share, step_counts
 from tests.reference import ReferenceRun
 
 Batch = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
@@ -80,18 +81,18 @@ def random_bert_batches(
 def train_bert_reference(
     config: BertConfig, batches: Sequence[Sequence[Batch]], lr: float, momentum: float, clip: float
 ) -> ReferenceRun:
-    """One process, SGD, the micro-batches of a step one after the other, their gradients averaged."""
+    """One process, SGD, the micro-batches of a step one after the other."""
     tp, clock = TensorParallel(), DropoutClock()
     model, loss_fn = BertChain(config, tp, clock), BertLoss(config, tp)
     update = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
     losses, norms = [], []
     for step, micro_batches in enumerate(batches):
-        total = 0.0
+        total, counts = 0.0, step_counts(loss_fn, [labels for _, labels in micro_batches])
         for index, (inputs, labels) in enumerate(micro_batches):
             clock.set(step, index)
-            loss = loss_fn(model(inputs), labels)
-            (loss / len(micro_batches)).backward()
-            total += loss.item() / len(micro_batches)
+            loss = share(loss_fn(model(inputs), labels), counts)
+            loss.backward()
+            total += loss.item()
         losses.append(total)
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
         update.step()

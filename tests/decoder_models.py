@@ -98,11 +98,12 @@ def micro_batch(step: int, number: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
 
 
 def mean_loss(model: Callable[..., Any], step: int, micro_batches: int, backward: bool = True) -> float:
-    """Return the mean of the losses that the model's own forward computes; gradients accumulate in the model."""
-    total = 0.0
-    for number in range(micro_batches):
-        (ids_BS, mask_BS), labels_BS = micro_batch(step, number)
-        loss = model(input_ids=ids_BS, attention_mask=mask_BS, labels=labels_BS).loss / micro_batches
+    """Return the loss of a step by the model's own forward, as in transformers; gradients accumulate in the model."""
+    total, batches = 0.0, [micro_batch(step, number) for number in range(micro_batches)]
+    count = sum(int((labels_BS[:, 1:] != -100).sum()) for _, labels_BS in batches)
+    for (ids_BS, mask_BS), labels_BS in batches:
+        outputs = model(input_ids=ids_BS, attention_mask=mask_BS, labels=labels_BS, num_items_in_batch=count)
+        loss = outputs.loss
         if backward:
             loss.backward()
         total += loss.item()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ds_ext.models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel, shard_dim
+from tests.losses import share, step_counts
 
 Batch = tuple[Any, Tensor]
 """tokens_BS, or (tokens_BS, starts_BS) of a packed model, and labels_BS of one micro-batch."""
@@ -23,7 +24,7 @@ class ReferenceRun(NamedTuple):
     """What a training run leaves behind."""
 
     losses: list[float]
-    """Mean over the micro-batches, one a step, before that step's update."""
+    """Mean over the counted labels, one a step, before that step's update."""
     grad_norms: list[float]
     """2-norm over the whole model, every parameter once, before clipping; one a step."""
     parameters: dict[str, Tensor]
@@ -99,7 +100,9 @@ def train_reference(
     tp: TensorParallel | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> ReferenceRun:
-    """Train for ``steps`` steps, the micro-batches of a step one after the other, their gradients averaged.
+    """Train for ``steps`` steps, the micro-batches of a step one after the other.
+
+    All counted labels of a step weigh the same.
 
     Args:
         batches: ``batches[step][micro_batch]``; step t uses entry t modulo the length.
@@ -127,12 +130,12 @@ def train_reference(
     losses, grad_norms = [], []
     for step in range(steps):
         micro_batches = batches[step % len(batches)]
-        total = 0.0
+        total, counts = 0.0, step_counts(loss_fn, [labels for _, labels in micro_batches])
         for index, (tokens_BS, labels_BS) in enumerate(micro_batches):
             clock.set(step, index)
-            loss = loss_fn(model(tokens_BS), labels_BS)
-            (loss / len(micro_batches)).backward()
-            total += loss.item() / len(micro_batches)
+            loss = share(loss_fn(model(tokens_BS), labels_BS), counts)
+            loss.backward()
+            total += loss.item()
         losses.append(total)
         grad_norms.append(_clip(list(model.parameters()), clip, tp))
         update.step()

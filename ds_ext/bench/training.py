@@ -271,7 +271,7 @@ def build(name: str, job: TrainingJob) -> TrainingEngine:
     workload = Workload(
         gpt_layer_specs(config, tp, clock),
         [(sample[:, :-1].contiguous(), sample[:, 1:].contiguous()) for sample in ids],
-        loss_fn=gpt_loss(config, tp),
+        loss_fn=_mean_of(gpt_loss(config, tp)),
         partition_method="type:TransformerLayer",
         optimizer={"type": "AdamW", "params": {"lr": _LEARNING_RATE, "torch_adam": True}},
         precision={"bf16": {"enabled": True}} if job.device == "cuda" else {},
@@ -286,6 +286,16 @@ def build(name: str, job: TrainingJob) -> TrainingEngine:
     else:
         _, step = workload.in_ours(job, timetable, clock)
     return TrainingEngine(step, timetable, job.device)
+
+
+def _mean_of(loss_fn: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[Any, Any], Any]:
+    """Return a loss function for every engine: the mean over the labels, which all count."""
+
+    def mean(outputs: Any, labels: Any) -> Any:
+        total, count = loss_fn(outputs, labels)
+        return total / count
+
+    return mean
 
 
 def _in_torch(name: str, workload: Any, job: TrainingJob) -> Any:

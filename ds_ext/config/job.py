@@ -36,6 +36,7 @@ class DsExtConfig(Section):
     rank_order: str = str(DEEPSPEED_ORDER)
     schedule_options: dict[str, Any] = Field(default_factory=dict)
     modules: list[str] = Field(default_factory=list, alias="import")
+    loss_weighting: Literal["tokens", "micro_batches"] = "tokens"
     eager_gradient_sync: bool = True
     print_plan: bool = True
     max_nonfinite_losses: int = Field(default=10, ge=0)

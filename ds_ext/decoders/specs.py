@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,13 @@ from .weights import Source, source_of
 
 logger = logging.getLogger(__name__)
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+IGNORE_INDEX = -100  # label of tokens that do not count, in transformers
 _TIE = "embedding"
 
 
 def from_transformers(
     model_or_folder: nn.Module | str | Path, *, lora: Any = None, dtype: torch.dtype | None = None
-) -> tuple[list[LayerSpec], Loss]:
+) -> tuple[list[LayerSpec], CausalLoss]:
     """Cut a causal language model of transformers into layers for :class:`ds_ext.PipelineModule`.
 
     The list has the word embedding, the positions, every decoder layer, the final norm and the head. From a folder,
@@ -44,8 +43,8 @@ def from_transformers(
 
     Returns:
         ``(layers, loss_fn)``. The inputs of a micro-batch are ``ids_BS`` or ``(ids_BS, mask_BS)``, with a mask of 0 for
-        padding, and its labels are ``labels_BS``. The loss is the model's: it shifts the labels, ignores -100, and
-        averages over the tokens of the micro-batch.
+        padding, and its labels are ``labels_BS``. The loss is the model's: it shifts the labels and ignores -100. All
+        counted tokens of a step have the same weight, as with ``num_items_in_batch`` in transformers.
 
     Raises:
         ConfigError: the model cannot be cut, the folder is incomplete, or a package is missing.
@@ -53,7 +52,7 @@ def from_transformers(
     source = source_of(model_or_folder, dtype)
     cut = find_cut(source)
     adapters = None if lora is None else Adapters(lora, source, cut)
-    loss_fn = _loss_of(source)
+    loss_fn = CausalLoss(source)
     _check_loss(source, cut, loss_fn)
     _warn_of_dropout(source)
     sizes = _sizes(source, cut)
@@ -77,28 +76,36 @@ def from_transformers(
     return layers, loss_fn
 
 
-def _loss_of(source: Source) -> Loss:
-    """Return the loss function of the model, on logits_BSV and labels_BS."""
-    function, vocab_size = source.loss_function, source.config.get_text_config().vocab_size
+class CausalLoss:
+    """Loss function of the model: (logits_BSV, labels_BS) to (sum, count) of the predicted tokens."""
 
-    def loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-        return function(logits=logits_BSV, labels=labels_BS, vocab_size=vocab_size)
+    def __init__(self, source: Source) -> None:
+        self._function, self._vocab_size = source.loss_function, source.config.get_text_config().vocab_size
 
-    return loss
+    def __call__(self, logits_BSV: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+        total = self._function(
+            logits=logits_BSV, labels=labels_BS, vocab_size=self._vocab_size, num_items_in_batch=1
+        )
+        return total, self.counts(labels_BS)
+
+    def counts(self, labels_BS: Tensor) -> Tensor:
+        """Return the number of tokens that the model is trained to predict."""
+        return (labels_BS[:, 1:] != IGNORE_INDEX).sum()
 
 
-def _check_loss(source: Source, cut: Cut, loss_fn: Loss) -> None:
+def _check_loss(source: Source, cut: Cut, loss_fn: CausalLoss) -> None:
     """Raise ConfigError if the model's own forward computes another loss from random logits."""
     head = Head(source, dataclasses.replace(cut, tied=True), None)
     vocab_size = source.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     logits_BSV = torch.randn(1, 6, vocab_size, generator=generator)
     labels_BS = torch.randint(vocab_size, (1, 6), generator=generator)
-    labels_BS[0, 2] = -100
+    labels_BS[0, 2] = IGNORE_INDEX
     head.project_with(torch.ones(()).expand(vocab_size, cut.width), lambda x_BSD: logits_BSV)
     with torch.no_grad():
         own = head.with_loss(torch.zeros(1, 6, cut.width), labels_BS)
-        ours = loss_fn(head(torch.zeros(1, 6, cut.width)), labels_BS)
+        total, count = loss_fn(head(torch.zeros(1, 6, cut.width)), labels_BS)
+        ours = total / count
     if not math.isclose(float(own), float(ours), rel_tol=1e-5):
         raise ConfigError(
             f"{type(source.config).__name__}: cannot be cut, because its forward adds to the loss of the logits "

@@ -19,12 +19,14 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import ConfigError
 from ..launch.job_facts import checksum
-from ..pipe_schedules import Program
+from ..pipe_schedules import Program, Timetable
 
 logger = logging.getLogger(__name__)
 
 _Answer = tuple[str | None, tuple[int, str] | None]  # problem, first inputs
 _MAX_SHOWN = 6  # keys or types in an error
+_NOT_READ = -1.0  # instead of a checksum, if a rank does not read this part of a micro-batch
+_MAX_COMPARED = 1 << 16  # elements of a tensor in a checksum
 
 
 @runtime_checkable
@@ -267,6 +269,14 @@ def _require_tensors(value: Any, part: str, source: Batches) -> None:
         )
 
 
+def compared_micro_batches(timetable: Timetable, step: int) -> list[int]:
+    """Return one micro-batch of every pipe, another one in every step, whose samples the ranks compare."""
+    of_pipe: dict[int, list[int]] = {}
+    for micro_batch in range(timetable.micro_batches):
+        of_pipe.setdefault(timetable.pipe(micro_batch), []).append(micro_batch)
+    return [micro_batches[step % len(micro_batches)] for micro_batches in of_pipe.values()]
+
+
 class StepData:
     """Micro-batches of a pipeline group in one step. Each is fetched once.
 
@@ -274,11 +284,19 @@ class StepData:
         source: source of the micro-batches of all pipeline groups.
         first_id: id of this group's first micro-batch in ``source``.
         batch_fn: function of a batch that returns (inputs, labels), as in DeepSpeed's ``set_batch_fn``; None: identity.
+        compared: micro-batches whose samples are compared with those of other ranks.
     """
 
-    def __init__(self, source: Batches, first_id: int, batch_fn: Callable[[Any], Any] | None = None) -> None:
+    def __init__(
+        self,
+        source: Batches,
+        first_id: int,
+        batch_fn: Callable[[Any], Any] | None = None,
+        compared: Sequence[int] = (),
+    ) -> None:
         self.source, self.first_id, self._batch_fn = source, first_id, batch_fn
         self._fetched: dict[int, tuple[Any, Any]] = {}
+        self._checksums: dict[int, tuple[float, float]] = dict.fromkeys(compared, (_NOT_READ, _NOT_READ))
 
     def get(self, micro_batch: int) -> tuple[Any, Any]:
         """Return (inputs, labels). Raises ConfigError for a batch that is not a pair."""
@@ -286,8 +304,59 @@ class StepData:
             batch = self.source.get(self.first_id + micro_batch)
             if self._batch_fn is not None:
                 batch = self._batch_fn(batch)
-            self._fetched[micro_batch] = require_pair(batch, self.source)
+            inputs, labels = self._fetched[micro_batch] = require_pair(batch, self.source)
+            if micro_batch in self._checksums:  # now: layers may change the inputs in place
+                self._checksums[micro_batch] = _sampled_checksum(inputs), _sampled_checksum(labels)
         return self._fetched[micro_batch]
+
+    def labels(self, program: Program, device: int) -> Iterator[Any]:
+        """Yield the labels of all micro-batches whose loss a device computes, as the loss function gets them."""
+        last_stage = program.timetable.placement.stages - 1
+        for instruction in program.instructions[device]:
+            if instruction.name == "LoadMicroBatch" and instruction.stage == last_stage:
+                assert instruction.micro_batch is not None
+                _, labels = self.get(instruction.micro_batch)
+                yield tuple(labels) if isinstance(labels, list) else labels
+
+    def checksums(self) -> list[float]:
+        """Return global number, checksum of the inputs and checksum of the labels of every compared micro-batch."""
+        return [
+            number
+            for micro_batch, checksums in self._checksums.items()
+            for number in (float(self.first_id + micro_batch), *checksums)
+        ]
+
+
+def require_same_samples(checksums: Sequence[Sequence[float]]) -> None:
+    """Raise ConfigError if ranks read different samples for one micro-batch.
+
+    Args:
+        checksums: :meth:`StepData.checksums` of every rank.
+    """
+    first: dict[tuple[float, str], tuple[int, float]] = {}
+    for rank, row in enumerate(checksums):
+        for number, *parts in zip(row[::3], row[1::3], row[2::3], strict=True):
+            for name, value in zip(("inputs", "labels"), parts, strict=True):
+                if value == _NOT_READ:
+                    continue
+                other, expected = first.setdefault((number, name), (rank, value))
+                if value != expected:
+                    error = ConfigError(
+                        f"data: ranks {other} and {rank} read different {name} for micro-batch {number:.0f} of this "
+                        f"step (got the checksums {int(expected):08x} and {int(value):08x}), so inputs would meet the "
+                        f"labels of other samples. Seed shuffles and random numbers of the dataset equally on all "
+                        f"ranks of a data-parallel rank, or return None for a part that another rank reads."
+                    )
+                    error.reported_by = 0
+                    raise error
+
+
+def _sampled_checksum(value: Any) -> float:
+    """Return a checksum of at most ``_MAX_COMPARED`` elements of every dense tensor; ``_NOT_READ`` without any."""
+    parts = _dense_parts(value, _MAX_COMPARED)
+    if not parts:
+        return _NOT_READ
+    return float(int(checksum(part.view(torch.uint8).numpy().tobytes() for part in parts), 16))
 
 
 def check_first_batch(data: StepData, program: Program, device: int, abort: Callable[[str], None]) -> None:
@@ -351,11 +420,16 @@ def _first_samples(source: Batches, inputs: Any, labels: Any) -> tuple[int, str]
     return source.rank, checksum(part.view(torch.uint8).numpy().tobytes() for part in parts)
 
 
-def _dense_parts(value: Any) -> list[Tensor]:
-    """Return the dense tensors of inputs or labels, flattened and in CPU memory."""
+def _dense_parts(value: Any, limit: int | None = None) -> list[Tensor]:
+    """Return the dense tensors of inputs or labels, flattened and in CPU memory, with at most ``limit`` elements."""
     parts = value if isinstance(value, tuple | list) else (value,)
-    dense = [part for part in parts if isinstance(part, Tensor) and part.layout == torch.strided]
-    return [part.detach().cpu().contiguous().reshape(-1) for part in dense]
+    dense = [
+        part.detach().reshape(-1)
+        for part in parts
+        if isinstance(part, Tensor) and part.layout == torch.strided
+    ]
+    steps = [1 if limit is None else max(1, -(-len(part) // limit)) for part in dense]
+    return [part[::step].cpu().contiguous() for part, step in zip(dense, steps, strict=True)]
 
 
 def _warn_of_equal_inputs(begins: Sequence[tuple[int, str]]) -> None:

@@ -56,24 +56,26 @@ from .batches import (
     NoBatches,
     StepData,
     check_first_batch,
+    compared_micro_batches,
+    require_same_samples,
 )
 from .checkpoint.folder import has_checkpoint
 from .checkpoint.load import load_checkpoint
 from .checkpoint.save import save_checkpoint
 from .checkpoint.states import parameters_of
 from .checkpoint.trial import try_folder
-from .deepspeed_api.additional_losses import AdditionalLosses
 from .deepspeed_api.device import peak_memory_bytes
 from .deepspeed_api.handlers import is_patch, with_patches
 from .dynamic import messages as dynamic
 from .dynamic.order import DynamicSchedule, decided_steps
 from .grad_sync import EagerReduction, Gradients, clip_grad_norm, why_not_eager
-from .loss_watch import LossWatch
+from .losses.step import Loss, StepLoss, StepLosses, mean_of
+from .losses.watch import LossWatch
 from .messages import Kind, StageMessages, link_credits, pack
 from .module import PipelineModule
 from .recovery.audit import Audit
 from .recovery.recovery import Recovered, Recovery
-from .stage import Buffer, DeferralReport, StageForward, loss_of, mean_over_ranks
+from .stage import Buffer, DeferralReport, StageForward, mean_over_ranks
 from .together import by_rank_0
 from .tracing.clock import BusyClock
 from .tracing.recorder import Tracer
@@ -104,8 +106,10 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         step_lr: learning rate of the last training step, of the first parameter group.
         bubble_measured: share of the last step in which an average rank did not compute; None before the first step.
         peak_memory_of_ranks: peak memory of every rank in bytes; empty before the first step.
-        agg_additional_losses: means of the module's additional losses in the last training step, by name.
+        agg_additional_losses: means of the loss's terms and of the module's additional losses in the last training
+            step, by name.
         eval_additional_losses: the same, of the last evaluation.
+        tokens: counted labels of the last training step; None if the loss function returns means.
         run_facts: what runs and where, from :func:`.facts.run_facts`.
         checkpoint_events: checkpoints saved and loaded so far: ``event`` ("saved", "failed", "loaded" or "recovered"),
             ``path``, ``step``, ``seconds`` taken, and ``at``, its end in seconds since 1970. "recovered" has the other
@@ -149,12 +153,19 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             self._deferral = DeferralReport(self.module, self.plan.timetable.schedule)
         # Modes with checked batches: training (True), evaluation (False).
         self._checked_modes: set[bool] = set()
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._losses = StepLosses(
+            self.module,
+            self.mpu.get_data_parallel_group(),
+            counts_here=self.layout.coordinates(self.global_rank)[2] == 0,
+            by_micro_batch=self.plan.settings.loss_weighting == "micro_batches",
+            device=self.device,
+        )
+        self._step_loss: StepLoss | None = None  # gathered before the optimizer step
+        self.tokens: int | None = None
         self._compute_loss = True
         # Outputs and losses of an evaluation, by micro-batch; None: not requested.
         self._kept_outputs: dict[int, Any] | None = None
         self._kept_losses: dict[int, Any] | None = None
-        self._additional_losses = AdditionalLosses(self.module)
         self.eval_additional_losses: dict[str, Tensor] | None = None
         self.busy = BusyClock(self.device)
         self.step_s: float | None = None
@@ -313,8 +324,6 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             self._messages, steps = self._static_messages, pipe_schedule.steps()
         trains = pipe_schedule.program.timetable.trains
         self._load_step(trains)
-        self._loss_sum.zero_()
-        self._additional_losses.start_step()
         self.busy.start_step()
         self._auditing = (
             self.audit if trains and self.audit and self.audit.is_due(self.global_steps + 1) else None
@@ -395,11 +404,10 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         if self._kept_outputs is not None:
             self._kept_outputs[micro_batch] = outputs
         if self._compute_loss:
-            loss = loss_of(self.module.loss_fn, outputs, labels)
-            self._loss_sum += loss.detach()
-            self._additional_losses.add()
+            loss = self._losses.of(outputs, labels)
+            self._losses.add(loss)
             if self._kept_losses is not None:
-                self._kept_losses[micro_batch] = loss
+                self._kept_losses[micro_batch] = mean_of(loss)
             if torch.is_grad_enabled():
                 buffer.loss = loss
 
@@ -465,7 +473,8 @@ class PipelineEngine(DeepSpeedPipelineEngine):
                 (0 * self.module.placeholder).sum().backward()
         if self.reduction is None:
             self.gradients.fill_missing(self.module.parameters())
-            super()._exec_reduce_grads()
+            if self.gradients.needs_reduction:
+                super()._exec_reduce_grads()
         else:
             self.reduction.finish()
 
@@ -476,9 +485,11 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             )
         if self._auditing is not None:
             self._finish_audit(self._auditing)
-        if self.gradient_clipping() == 0 and not isinstance(self.optimizer, DeepSpeedOptimizer):
-            self.clip_fp32_gradients()  # without clipping, DeepSpeed does not measure the norm
-        super()._exec_optimizer_step()
+        self._step_loss = self._gather_losses()
+        with self.gradients.corrected(self._step_loss.correction, self.module.parameters()):
+            if self.gradient_clipping() == 0 and not isinstance(self.optimizer, DeepSpeedOptimizer):
+                self.clip_fp32_gradients()  # without clipping, DeepSpeed does not measure the norm
+            super()._exec_optimizer_step()
 
     def _finish_audit(self, audit: Audit) -> None:
         try:
@@ -511,10 +522,16 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         if self.reduction is not None:
             self.reduction.after_backward(stage)
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """Divide by the number of micro-batches and apply the fp16 loss scale. The reduction averages over ranks."""
-        loss = loss / self.gradient_accumulation_steps()
-        return self.optimizer.scale_if_loss(loss) if isinstance(self.optimizer, DeepSpeedOptimizer) else loss
+    def loss_of(self, outputs: Any, labels: tuple[Tensor, ...] | None) -> Loss:
+        """Return the loss of a micro-batch of this step."""
+        return self._losses.of(outputs, labels)
+
+    def scale(self, loss: Loss) -> Tensor:
+        """Divide by the counts of the step and apply the fp16 loss scale. The reduction averages over ranks."""
+        scaled = self._losses.scaled(loss, self.gradient_accumulation_steps())
+        return (
+            self.optimizer.scale_if_loss(scaled) if isinstance(self.optimizer, DeepSpeedOptimizer) else scaled
+        )
 
     def clip_fp32_gradients(self) -> None:
         """Clip with a norm that counts every parameter of the model once; see grad_sync.py."""
@@ -589,11 +606,20 @@ class PipelineEngine(DeepSpeedPipelineEngine):
 
     def _load_step(self, trains: bool) -> None:
         """Prepare the data of a step. Check it before the first training step and before the first evaluation."""
+        program, device = self.running.program, self.running.stage_id
         batches = NoBatches(self.batch_fn is not None) if self.batches is None else self.batches
-        self._data = StepData(batches, self.module.data_index * self.running.micro_batches, self.batch_fn)
+        first_id = self.module.data_index * self.running.micro_batches
+        compared = compared_micro_batches(program.timetable, self.global_steps)
+        self._data = StepData(batches, first_id, self.batch_fn, compared)
         if trains not in self._checked_modes:
-            check_first_batch(self._data, self.running.program, self.running.stage_id, self.transport.abort)
+            check_first_batch(self._data, program, device, self.transport.abort)
             self._checked_modes.add(trains)
+        self._step_loss = None
+        try:
+            self._losses.start_step(self._data.labels(program, device) if trains else ())
+        except Exception as error:
+            self.transport.abort(f"{type(error).__name__}: {error}")
+            raise
 
     def _to_device(self, batch: Any) -> tuple[Tensor, ...]:
         return tuple(t.to(self.device, non_blocking=True).detach() for t in pack(batch, "the data"))
@@ -747,29 +773,48 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         return (result, outputs) if return_logits else result
 
     def _aggregate_total_loss(self) -> Tensor:
-        """Return the mean loss of all micro-batches of all groups, on every rank. Also take the measurements."""
-        self.transport.settle()
+        """Return the mean loss of all micro-batches of all groups, on every rank, and end the step."""
+        gathered, self._step_loss = self._step_loss, None
+        if gathered is None:  # an evaluation, or a script replaced the handler of the optimizer step
+            gathered = self._gather_losses()
         if self.running.program.timetable.trains:
             self._data.source.advance(self.running.micro_batches * self.layout.data_parallel_size)
-            if self.recovery is not None:
-                self.snapshot_s = self.recovery.snapshot()
-        measured = [float(self._loss_sum), *self.busy.read(), float(peak_memory_bytes(self.device))]
-        additional = self._additional_losses.sums()
-        table = self._gather_rows([*measured, *additional, *self._shared_numbers()])
-        losses, busy, spans, peaks = table[:, : len(measured)].unbind(1)
-        sums, shared = table[:, len(measured) :].tensor_split([len(additional)], dim=1)
-        self._take_shared_numbers(shared)
+            self._end_step()
+        return gathered.loss
+
+    def _gather_losses(self) -> StepLoss:
+        """Gather the losses and measurements of all ranks, and compare the samples that they read.
+
+        In training, this comes before the optimizer step, so that a step with other samples changes no weight.
+        """
+        self.transport.settle()
+        measured = [*self.busy.read(), float(peak_memory_bytes(self.device))]
+        samples = self._data.checksums()
+        table = self._gather_rows([*measured, *samples, *self._losses.numbers()])
+        measurements, samples, losses = table.tensor_split(
+            [len(measured), len(measured) + len(samples)], dim=1
+        )
+        require_same_samples(samples.tolist())
+        busy, spans, peaks = measurements.unbind(1)
         self.peak_memory_of_ranks = [int(peak) for peak in peaks]
-        computed = self._loss_copies() * self.running.micro_batches
-        means = self._additional_losses.means(sums, computed)
+        gathered = self._losses.result(losses)
         if self.running.program.timetable.trains:
-            self.agg_additional_losses = means
+            self.agg_additional_losses, self.tokens = gathered.parts, gathered.tokens
             self.bubble_measured = 1 - float(busy.mean() / spans.max().clamp(min=1e-9))
             if self.is_last_stage():
-                self.total_loss = self._loss_sum.float()
+                self.total_loss = gathered.loss * self.gradient_accumulation_steps()
         else:
-            self.eval_additional_losses = means
-        return (losses.sum() / computed).float()
+            self.eval_additional_losses = gathered.parts
+        return gathered
+
+    def _end_step(self) -> None:
+        """Take a snapshot, and gather what other ranks need from this rank's optimizer. All ranks have taken their
+        snapshots when this returns: the gathering is the vote of :mod:`.recovery.recovery`."""
+        shared = self._shared_numbers()
+        if self.recovery is not None:
+            self.snapshot_s = self.recovery.snapshot()
+        if self.recovery is not None or shared:
+            self._take_shared_numbers(self._gather_rows([float(self.global_steps), *shared])[:, 1:])
 
     def _gather_rows(self, numbers: list[float]) -> Tensor:
         """Return the numbers of all ranks, one row per rank. All ranks must call this together."""
@@ -779,12 +824,8 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         dist.all_gather(rows, row)
         return torch.stack(rows).to(self.device)
 
-    def _loss_copies(self) -> int:
-        """Return the number of ranks, over all data-parallel groups, that compute the loss of a micro-batch index."""
-        return self.layout.tensor_parallel_size * self.layout.data_parallel_size
-
     def _shared_numbers(self) -> list[float]:
-        """Return the numbers of this rank that are gathered together with the loss."""
+        """Return the numbers of this rank that other ranks need after a step. Every rank returns as many."""
         return []
 
     def _take_shared_numbers(self, rows: Tensor) -> None:

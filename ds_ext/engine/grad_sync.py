@@ -22,6 +22,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed import ProcessGroup, Work
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from ..errors import ConfigError
 from ..pipe_schedules.ops import BACKWARD, BACKWARD_WEIGHT, Op
 from .module import PipelineModule
 from .tracing.recorder import Tracer
@@ -43,6 +44,11 @@ class Gradients:
         self._is_zero = isinstance(optimizer, ZeROOptimizer)
         self._has_sums = self._is_zero and hasattr(optimizer, "get_gradient_for_reduction")
         self._is_bf16 = type(optimizer) is BF16_Optimizer
+
+    @property
+    def needs_reduction(self) -> bool:
+        """True if gradients are averaged over replicas, or moved to the partitions of an optimizer."""
+        return self._is_zero or self.replicas > 1
 
     def of(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the gradient of a parameter; None if no micro-batch used it."""
@@ -70,6 +76,48 @@ class Gradients:
         """Context for a backward, in which ZeRO and bf16 optimizers move its gradients to their buffers."""
         return _zero_backward(self.optimizer) if self._is_zero else _NO_CONTEXT
 
+    @contextmanager
+    def corrected(self, factor: float, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Context of an optimizer step that multiplies the reduced gradients by ``factor``; 0: it changes no weight.
+
+        The product is fp32. Overflows are found before it, the norm is that of the product.
+
+        Raises ConfigError for gradients that are summed in half precision.
+        """
+        if factor == 1:
+            yield
+            return
+        if factor == 0:
+            with _replaced(getattr(self.optimizer, "optimizer", self.optimizer), "step", _no_step):
+                yield
+            return
+        if self._is_zero and not self._is_bf16:
+            scaled_norm, unscale = self.optimizer.scaled_global_norm, self.optimizer.unscale_and_clip_grads
+
+            def norm(*args: Any, **kwargs: Any) -> Tensor:
+                value = scaled_norm(*args, **kwargs)
+                return torch.where(value >= 0, value * factor, value)  # -1: not finite
+
+            def clip(partitions: list[Tensor], total_norm: Any) -> None:
+                _multiply(partitions, factor)
+                unscale(partitions, total_norm)
+
+            with (
+                _replaced(self.optimizer, "scaled_global_norm", norm),
+                _replaced(self.optimizer, "unscale_and_clip_grads", clip),
+            ):
+                yield
+            return
+        gradients = [gradient for gradient in map(self.of, parameters) if gradient is not None]
+        half = sorted({str(g.dtype) for g in gradients if g.dtype in (torch.bfloat16, torch.float16)})
+        if half:
+            raise ConfigError(
+                f"loss_fn: a pair (sum, count) without a method counts(labels) needs gradients summed in fp32 (got "
+                f"{half[0]}). Add the method, or remove grad_accum_dtype."
+            )
+        _multiply(gradients, factor)
+        yield
+
     def _fill(self, parameters: Iterable[nn.Parameter]) -> None:
         own_dtype = getattr(self.optimizer, "use_grad_accum_attribute", False)
         name, dtype = (
@@ -78,6 +126,29 @@ class Gradients:
         for parameter in parameters:
             if parameter.requires_grad and getattr(parameter, name, None) is None:
                 setattr(parameter, name, torch.zeros_like(parameter, dtype=dtype))
+
+
+@contextmanager
+def _replaced(target: Any, name: str, value: Any) -> Iterator[None]:
+    """Context in which the attribute ``name`` of an object is ``value``."""
+    own = vars(target).get(name)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(target, name)
+        else:
+            setattr(target, name, own)
+
+
+def _multiply(tensors: Iterable[Tensor], factor: float) -> None:
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+def _no_step(*args: Any, **kwargs: Any) -> None:
+    """Leave the weights as they are."""
 
 
 @contextmanager
@@ -159,7 +230,9 @@ class EagerReduction:
         gradients = [g for g in map(self._gradients.of, parameters) if g is not None]
         for dtype in sorted({g.dtype for g in gradients}, key=str):
             of_dtype = [g for g in gradients if g.dtype == dtype]
-            flat = _flatten_dense_tensors(of_dtype).to(self._dtype)
+            # Gradients of fp64 or complex weights keep their dtype.
+            reduced = self._dtype if dtype.itemsize <= 4 and dtype.is_floating_point else dtype
+            flat = _flatten_dense_tensors(of_dtype).to(reduced)
             flat.div_(self._gradients.replicas)
             begin = None if self._tracer is None else self._tracer.now()
             work = dist.all_reduce(flat, group=self._gradients.group, async_op=True)
@@ -211,11 +284,8 @@ def _without_averaging(optimizer: Any) -> Iterator[None]:
         if not optimizer.reduce_scatter:
             optimizer._add_full_reduction_to_compact_grad_partition(tensor, communication_data_type)
 
-    optimizer.average_tensor = move
-    try:
+    with _replaced(optimizer, "average_tensor", move):
         yield
-    finally:
-        del optimizer.average_tensor
 
 
 # --- norm ---

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from ..errors import ConfigError
 from ..tensor_parallel import Deferral, DeferralWatch, WeightGradients, backward, let_defer
+from .losses.step import Loss
 from .messages import unpack
 from .module import PipelineModule
 from .together import together
@@ -47,7 +48,7 @@ class Buffer:
     inputs: tuple[Tensor, ...] | None = None
     labels: tuple[Tensor, ...] | None = None
     outputs: tuple[Tensor, ...] | None = None
-    loss: Tensor | None = None
+    loss: Loss | None = None
     grads: tuple[Tensor, ...] | None = None
     weights: WeightGradients | None = None
 
@@ -62,7 +63,7 @@ class Buffer:
         inputs, self.inputs = self.inputs, None
         return tuple(_take_grad(t) for t in inputs if _differentiable(t))
 
-    def roots(self, scale: Callable[[Tensor], Tensor]) -> list[tuple[Tensor, Tensor | None]]:
+    def roots(self, scale: Callable[[Loss], Tensor]) -> list[tuple[Tensor, Tensor | None]]:
         """Return what a backward starts from: the scaled loss, or the outputs and their gradients."""
         if self.loss is not None:
             return [(scale(self.loss), None)]
@@ -70,7 +71,7 @@ class Buffer:
         pairs = zip([t for t in self.outputs if _differentiable(t)], self.grads, strict=True)
         return [(output, grad) for output, grad in pairs if output.requires_grad]
 
-    def backward(self, scale: Callable[[Tensor], Tensor]) -> None:
+    def backward(self, scale: Callable[[Loss], Tensor]) -> None:
         """Run the backward and drop the graph."""
         roots = self.roots(scale)
         if roots:  # none if all layers up to here are frozen
@@ -145,33 +146,6 @@ class _NonLeaf(torch.autograd.Function):
 
 def _non_leaf(tensor: Tensor) -> Tensor:
     return _NonLeaf.apply(tensor) if tensor.requires_grad else tensor
-
-
-def loss_of(loss_fn: Callable[..., Any] | None, outputs: Any, labels: tuple[Tensor, ...] | None) -> Tensor:
-    """Return the loss of a micro-batch. Without a loss function the outputs are the loss, as in DeepSpeed.
-
-    Raises:
-        ConfigError: the loss is not a single number, or has no gradient in training.
-    """
-    loss = outputs if loss_fn is None else loss_fn(outputs, None if labels is None else unpack(labels))
-    if isinstance(loss, int | float):
-        raise ConfigError(
-            f"loss_fn: must return a tensor that requires grad (got the {type(loss).__name__} {loss}). "
-            f"Remove .item() or float()."
-        )
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        is_tensor = isinstance(loss, Tensor)
-        got = f"tensor of shape {tuple(loss.shape)}" if is_tensor else type(loss).__name__
-        raise ConfigError(
-            f"loss_fn (or the last layer without one): must return a single number per micro-batch (got a {got}). "
-            f"Return the mean."
-        )
-    if torch.is_grad_enabled() and not loss.requires_grad:
-        raise ConfigError(
-            "loss_fn: the loss must have a gradient (got a tensor without grad_fn). Compute it from the outputs, "
-            "without detach() or torch.no_grad()."
-        )
-    return loss.reshape(())
 
 
 def mean_over_ranks(outputs: Sequence[Any], group: ProcessGroup | None) -> Any:

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
-import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
@@ -44,7 +44,8 @@ from ds_ext.tensor_parallel import (
 from ds_ext.tensor_parallel.layers import sharded_parameter
 
 TOKEN_TYPES = 2
-MASKED_WORDS = "masked_words"  # name of the loss that the perplexity is of
+# Names of the terms of the loss; the perplexity is of the first one.
+MASKED_WORDS, SENTENCE_ORDER = "masked_words", "sentence_order"
 
 
 @dataclass(frozen=True)
@@ -168,27 +169,32 @@ def bert_layer_specs(config: BertConfig, tp: TensorParallel, clock: DropoutClock
 
 
 class BertLoss:
-    """Loss function of the last stage: ((logits_BSV, order_B2), (labels_BS, swapped_B)) to a scalar, in nats.
+    """Loss function of the last stage: ((logits_BSV, order_B2), (labels_BS, swapped_B)) to name -> (sum, count).
 
-    The loss is the mean over the masked words (labels other than ``IGNORE_INDEX``) plus the mean over the samples of
-    the sentence-order loss. It is fp32 and the same on all tensor-parallel ranks.
-
-    Attributes:
-        additional_losses: both terms for the last micro-batch; empty without a sentence-order head.
+    The masked words (labels other than ``IGNORE_INDEX``) and the samples of the sentence-order loss have their own
+    divisors. The sums are fp32, in nats, and the same on all tensor-parallel ranks. Without a sentence-order head, the
+    result is a pair.
     """
 
     def __init__(self, config: BertConfig, tp: TensorParallel) -> None:
         self._vocab_size, self._tp = config.vocab_size, tp
-        names = () if config.order_classes is None else (MASKED_WORDS, "sentence_order")
-        self.additional_losses: dict[str, Tensor] = {name: torch.zeros(()) for name in names}
+        self._has_order = config.order_classes is not None
 
-    def __call__(self, outputs: tuple[Tensor, ...], labels: tuple[Tensor, ...]) -> Tensor:
+    def __call__(self, outputs: tuple[Tensor, ...], labels: tuple[Tensor, ...]) -> Any:
         logits_BSV, *order = outputs
         labels_BS, *swapped = labels
-        loss_BS = vocab_parallel_cross_entropy(logits_BSV, labels_BS, self._tp, self._vocab_size)
-        words = loss = loss_BS.sum() / (labels_BS != IGNORE_INDEX).sum().clamp(min=1)
-        for order_B2, swapped_B in zip(order, swapped, strict=True):
-            order_loss = F.cross_entropy(order_B2.float(), swapped_B)
-            loss = words + order_loss
-            self.additional_losses = {MASKED_WORDS: words.detach(), "sentence_order": order_loss.detach()}
-        return loss
+        counts = self.counts(labels)
+        words = vocab_parallel_cross_entropy(logits_BSV, labels_BS, self._tp, self._vocab_size).sum()
+        if not self._has_order:
+            return words, counts
+        sums = {
+            MASKED_WORDS: words,
+            SENTENCE_ORDER: F.cross_entropy(order[0].float(), swapped[0], reduction="sum"),
+        }
+        return {name: (sums[name], counts[name]) for name in sums}
+
+    def counts(self, labels: tuple[Tensor, ...]) -> Any:
+        """Return the number of masked words, or name -> number for both terms."""
+        labels_BS, *swapped = labels
+        words = (labels_BS != IGNORE_INDEX).sum()
+        return {MASKED_WORDS: words, SENTENCE_ORDER: swapped[0].numel()} if self._has_order else words

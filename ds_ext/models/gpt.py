@@ -18,7 +18,6 @@ An end-of-document token belongs to the document that it ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -211,15 +210,24 @@ def gpt_layer_specs(config: TransformerConfig, tp: TensorParallel, clock: Dropou
     ]
 
 
-def gpt_loss(config: TransformerConfig, tp: TensorParallel) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the loss function of the last stage: (logits_BSV, labels_BS) to a scalar, in nats per token.
+class GPTLoss:
+    """Loss function of the last stage: (logits_BSV, labels_BS) to (sum, count), in nats.
 
-    The loss is the mean over the labels other than ``IGNORE_INDEX``, as in torch's cross_entropy. It is fp32 and the
-    same on all tensor-parallel ranks.
+    The labels other than ``IGNORE_INDEX`` count. The sum is fp32 and the same on all tensor-parallel ranks.
     """
 
-    def mean_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-        loss_BS = vocab_parallel_cross_entropy(logits_BSV, labels_BS, tp, config.vocab_size)
-        return loss_BS.sum() / (labels_BS != IGNORE_INDEX).sum().clamp(min=1)
+    def __init__(self, config: TransformerConfig, tp: TensorParallel) -> None:
+        self._vocab_size, self._tp = config.vocab_size, tp
 
-    return mean_loss
+    def __call__(self, logits_BSV: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+        loss_BS = vocab_parallel_cross_entropy(logits_BSV, labels_BS, self._tp, self._vocab_size)
+        return loss_BS.sum(), self.counts(labels_BS)
+
+    def counts(self, labels_BS: Tensor) -> Tensor:
+        """Return the number of labels that count."""
+        return (labels_BS != IGNORE_INDEX).sum()
+
+
+def gpt_loss(config: TransformerConfig, tp: TensorParallel) -> GPTLoss:
+    """Return the loss function of the last stage."""
+    return GPTLoss(config, tp)

@@ -46,6 +46,7 @@ class MeasuredEngine(Protocol):
     snapshot_s: float | None
     recovered_from_step: int | None
     agg_additional_losses: Mapping[str, torch.Tensor] | None
+    tokens: int | None
 
     @property
     def bubble_simulated(self) -> float:
@@ -85,6 +86,7 @@ class StepMetrics:
     validation_losses: dict[str, float] = field(default_factory=dict)
     snapshot_s: float | None = None
     recovered_from_step: int | None = None
+    tokens: int | None = None
 
     def line(self, total_steps: int | None = None) -> str:
         """Return the progress line."""
@@ -215,6 +217,7 @@ class Metrics:
             validation_losses=_floats(validation_losses),
             snapshot_s=engine.snapshot_s,
             recovered_from_step=engine.recovered_from_step,
+            tokens=engine.tokens,
         )
 
 

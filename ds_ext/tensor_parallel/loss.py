@@ -18,10 +18,10 @@ IGNORE_INDEX = -100
 def vocab_parallel_cross_entropy(
     logits_BSV: Tensor, labels_BS: Tensor, tp: TensorParallel, vocab_size: int
 ) -> Tensor:
-    """Return the loss of every token, fp32 (B, S), the same on all ranks.
+    """Return the loss of every token, fp32 or fp64 (B, S), the same on all ranks.
 
     The forward needs two all-reduces: one for the maximum, one for the sum of exponentials and the label's logit. The
-    backward needs none. All arithmetic is in fp32. Between forward and backward only the logits are kept.
+    backward needs none. All arithmetic is in fp32, or in fp64 for logits in fp64. Between forward and backward only the logits are kept.
 
     Megatron includes the padding rows of the vocabulary in the softmax. They are excluded here and have neither
     probability nor gradient, because their number depends on the tensor-parallel size and the loss must not.
@@ -46,7 +46,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         first = tp.rank * logits_BSV.size(-1)
         real = max(0, min(logits_BSV.size(-1), vocab_size - first))
-        logits_BSR = logits_BSV[..., :real].float()
+        logits_BSR = _wide(logits_BSV[..., :real])
 
         # The last ranks may hold only padding, and an empty slice has no maximum.
         max_BS = logits_BSR.amax(-1) if real else logits_BSR.new_full(labels_BS.shape, float("-inf"))
@@ -72,8 +72,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         grad_BSV = torch.zeros_like(logits_BSV, memory_format=torch.contiguous_format)
         if ctx.real:
             local_BS, own_BS = _local_labels(labels_BS, ctx.first, ctx.real)
-            grad_BSR = (logits_BSV[..., : ctx.real].float() - log_sum_exp_BS.unsqueeze(-1)).exp_()
-            grad_BSR.scatter_add_(-1, local_BS.unsqueeze(-1), -own_BS.unsqueeze(-1).float())
+            grad_BSR = (_wide(logits_BSV[..., : ctx.real]) - log_sum_exp_BS.unsqueeze(-1)).exp_()
+            grad_BSR.scatter_add_(-1, local_BS.unsqueeze(-1), -own_BS.unsqueeze(-1).to(grad_BSR.dtype))
             grad_BSV[..., : ctx.real] = grad_BSR.mul_(loss_grad_BS1)
         return grad_BSV, None, None, None
 
@@ -82,6 +82,10 @@ def _local_labels(labels_BS: Tensor, first: int, real: int) -> tuple[Tensor, Ten
     """Return each label's column in this rank's slice (0 if on another rank), and whether it is on this rank."""
     own_BS = (labels_BS >= first) & (labels_BS < first + real)
     return (labels_BS - first).masked_fill(~own_BS, 0), own_BS
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def _pick(logits_BSR: Tensor, columns_BS: Tensor) -> Tensor:

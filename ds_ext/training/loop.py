@@ -131,13 +131,11 @@ class Trainer:
         Every evaluation uses the same samples.
         """
         valid.consumed_samples = 0
-        count, loss, parts = self.args.eval_iters, 0.0, dict[str, float]()
-        for _ in range(count):
-            loss += float(self.engine.eval_batch(valid)) / count
-            for name, value in (self.engine.eval_additional_losses or {}).items():
-                parts[name] = parts.get(name, 0.0) + float(value) / count
-        self.validation_loss = loss
-        return loss, parts
+        micro_batches = self.args.eval_iters * self.engine.micro_batches
+        loss = self.validation_loss = float(self.engine.eval_batch(valid, num_micro_batches=micro_batches))
+        return loss, {
+            name: float(value) for name, value in (self.engine.eval_additional_losses or {}).items()
+        }
 
     def save(self, step: int, loss: float) -> None:
         """Write a checkpoint with the position in the data. Training continues if this fails.

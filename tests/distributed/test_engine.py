@@ -21,6 +21,7 @@ from ds_ext.models.gpt import gpt_layer_specs, gpt_loss
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel
 from tests.engine_runs import MODEL, SCHEDULES, Job, StepBatches, build, train
+from tests.losses import mean
 from tests.ranks import RankPool, Ranks
 from tests.reference import Chain, random_batches
 from tests.selection import select
@@ -34,7 +35,7 @@ def train_with_deepspeed(rank: int, job: Job) -> list[float]:
     module = deepspeed.pipe.PipelineModule(
         gpt_layer_specs(job.model, tp, DropoutClock()),
         topology=PipeDataParallelTopology(job.pp, job.dp),
-        loss_fn=gpt_loss(job.model, tp),
+        loss_fn=lambda logits_BSV, labels_BS: mean(gpt_loss(job.model, tp)(logits_BSV, labels_BS)),
         partition_method="type:TransformerLayer",
     )
     config = {k: v for k, v in job.config(1).items() if k != "ds_ext"}
@@ -96,7 +97,8 @@ def test_evaluation_is_the_mean_loss_without_dropout(
     reference = Chain(model, TensorParallel(), DropoutClock()).eval()
     with torch.no_grad():
         losses = [
-            gpt_loss(model, TensorParallel())(reference(x), y) for x, y in random_batches(model, 2, count)[0]
+            mean(gpt_loss(model, TensorParallel())(reference(x), y))
+            for x, y in random_batches(model, 2, count)[0]
         ]
     for before, after, _ in results:
         assert before == pytest.approx(float(torch.stack(losses).mean()), rel=1e-6)

@@ -28,6 +28,7 @@ from ds_ext.tensor_parallel import (
     shard_dim,
     vocab_parallel_cross_entropy,
 )
+from tests.losses import mean
 from tests.ranks import Ranks
 from tests.reference import Chain, assert_close_gradients, gather_shards, random_batches, train_reference
 
@@ -135,7 +136,7 @@ def gpt_gradients_equal_one_rank(rank: int, recompute: Any, sequence_parallel: b
         assert torch.count_nonzero(start[len(full) :]) == 0
     losses = []
     for model, t in ((ours, tp), (expected, ONE)):
-        loss = gpt_loss(config, t)(model(tokens_BS), labels_BS)
+        loss = mean(gpt_loss(config, t)(model(tokens_BS), labels_BS))
         loss.backward()
         losses.append(loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

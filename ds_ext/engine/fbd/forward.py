@@ -59,6 +59,7 @@ class ForwardEngine(RoleEngine):
         for tickets in self._credits.values():
             while tickets:
                 tickets.popleft().wait()
+        self._step_loss = self._gather_losses()
         # The last stage computes nothing. It waits for a whole step, which may exceed the time limit of a message.
         idle = stage == self.last_stage
         self._weights.expect(self._step_limit_s if idle else None)

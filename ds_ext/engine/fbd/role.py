@@ -88,11 +88,6 @@ class RoleEngine(PipelineEngine):
 
     # --- loss ---
 
-    def _loss_copies(self) -> int:
-        if self.running.program.timetable.trains:
-            return super()._loss_copies()
-        return self.layout.forward_tensor_parallel_size * self.layout.data_parallel_size
-
     def _aggregate_total_loss(self) -> Tensor:
         if not self.running.program.timetable.trains:
             self._await_evaluation()

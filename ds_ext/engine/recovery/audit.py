@@ -27,9 +27,10 @@ from ...pipe_schedules.bridge import BackwardInput
 from ...pipe_schedules.ops import FORWARD, Op
 from ...planner.job_plan import JobPlan
 from ...tensor_parallel import WeightGradients, deferrable, deferring
+from ..losses.step import Loss
 from ..messages import pack
 from ..module import PipelineModule
-from ..stage import Buffer, loss_of
+from ..stage import Buffer
 from ..together import together
 
 _CHUNK = 1 << 20  # elements
@@ -63,7 +64,11 @@ class Audited(Protocol):
         """Return the outputs of a stage for a micro-batch of this step."""
         ...
 
-    def scale(self, loss: Tensor) -> Tensor:
+    def loss_of(self, outputs: Any, labels: tuple[Tensor, ...] | None) -> Loss:
+        """Return the loss of a micro-batch of this step."""
+        ...
+
+    def scale(self, loss: Loss) -> Tensor:
         """Scale the loss of a micro-batch."""
         ...
 
@@ -316,7 +321,7 @@ class Audit:
             with deferrable() if evidence.splits else nullcontext():
                 outputs = engine.forward_again(stage, inputs, evidence.number)
                 if stage == engine.last_stage:
-                    buffer.loss = loss_of(engine.module.loss_fn, outputs, buffer.labels)
+                    buffer.loss = engine.loss_of(outputs, buffer.labels)
             buffer.outputs = pack(outputs, f"stage {stage}")
             forward = checksum(_outputs(buffer))
             buffer.grads = _moved(evidence.grads, engine.device)
@@ -381,8 +386,7 @@ def _places(ranks: Sequence[int], found: Sequence[Finding]) -> str:
 
 
 def _outputs(buffer: Buffer) -> list[Tensor]:
-    loss = [] if buffer.loss is None else [buffer.loss]
-    return [*(buffer.outputs or ()), *loss]
+    return [*(buffer.outputs or ()), *(term.sum for term in (buffer.loss or {}).values())]
 
 
 def _copied(tensors: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:

@@ -18,6 +18,7 @@ from ds_ext.models.bert import BertConfig, BertLoss, bert_layer_specs
 from ds_ext.tensor_parallel import IGNORE_INDEX, DropoutClock, KeyedDropout, TensorParallel
 from ds_ext.training.arguments import parse
 from tests.bert_runs import Batch, BertChain, random_bert_batches
+from tests.losses import mean
 from tests.reference import assert_close_gradients
 
 ONE = TensorParallel()
@@ -41,7 +42,7 @@ def gradients(config: BertConfig, step: int = 0, micro_batch: int = 0) -> dict[s
     clock = DropoutClock(step, micro_batch)
     model = BertChain(config, ONE, clock)
     inputs, labels = one_batch(config)
-    loss = BertLoss(config, ONE)(model(inputs), labels)
+    loss = mean(BertLoss(config, ONE)(model(inputs), labels))
     # Run the forward of another micro-batch in between, as a pipeline does.
     clock.set(step + 1, micro_batch + 1)
     loss.backward()
@@ -95,7 +96,7 @@ def test_forward_and_backward_equal_a_plain_bert() -> None:
     torch.testing.assert_close(logits_BSV, expected_BSV, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(order_B2, expected_B2, rtol=1e-5, atol=1e-5)
 
-    loss = BertLoss(PLAIN, ONE)((logits_BSV, order_B2), labels)
+    loss = mean(BertLoss(PLAIN, ONE)((logits_BSV, order_B2), labels))
     words = F.cross_entropy(expected_BSV[..., : PLAIN.vocab_size].flatten(0, 1), labels[0].flatten())
     expected = words + F.cross_entropy(expected_B2, labels[1])
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -105,20 +106,22 @@ def test_forward_and_backward_equal_a_plain_bert() -> None:
         assert_close_gradients(parameter.grad, weights[name].grad, name)
 
 
-def test_both_terms_of_the_loss_are_reported_apart() -> None:
+def test_both_terms_of_the_loss_have_their_counts() -> None:
     loss_fn = BertLoss(PLAIN, ONE)
-    assert set(loss_fn.additional_losses) == {"masked_words", "sentence_order"}
     for seed in (1, 2):
         model = BertChain(replace(PLAIN, seed=seed), ONE, DropoutClock())
         inputs, (labels_BS, swapped_B) = one_batch(PLAIN)
         logits_BSV, order_B2 = model(inputs)
-        total = loss_fn((logits_BSV, order_B2), (labels_BS, swapped_B))
+        terms = loss_fn((logits_BSV, order_B2), (labels_BS, swapped_B))
         words = F.cross_entropy(logits_BSV[..., : PLAIN.vocab_size].flatten(0, 1), labels_BS.flatten())
         order = F.cross_entropy(order_B2, swapped_B)
-        reported = loss_fn.additional_losses
-        assert reported["masked_words"].item() == pytest.approx(words.item(), rel=1e-6)
-        assert reported["sentence_order"].item() == pytest.approx(order.item(), rel=1e-6)
-        assert total.item() == pytest.approx(words.item() + order.item(), rel=1e-6)
+        assert mean(terms["masked_words"]).item() == pytest.approx(words.item(), rel=1e-6)
+        assert mean(terms["sentence_order"]).item() == pytest.approx(order.item(), rel=1e-6)
+        counts = loss_fn.counts((labels_BS, swapped_B))
+        assert {name: int(count) for name, count in counts.items()} == {
+            "masked_words": int((labels_BS != IGNORE_INDEX).sum()),
+            "sentence_order": len(swapped_B),
+        }
 
 
 def test_without_the_sentence_head_the_output_is_words_only() -> None:
@@ -130,15 +133,15 @@ def test_without_the_sentence_head_the_output_is_words_only() -> None:
     assert torch.equal(outputs[0], BertChain(PLAIN, ONE, DropoutClock())(inputs)[0])
     expected = F.cross_entropy(outputs[0][..., : config.vocab_size].flatten(0, 1), labels[0].flatten())
     loss_fn = BertLoss(config, ONE)
-    assert loss_fn(outputs, labels).item() == pytest.approx(expected.item(), rel=1e-5)
-    assert loss_fn.additional_losses == {}
+    assert mean(loss_fn(outputs, labels)).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_a_micro_batch_without_masked_words_has_a_loss() -> None:
     inputs, (labels_BS, swapped_B) = one_batch(PLAIN)
     model = BertChain(PLAIN, ONE, DropoutClock())
     logits_BSV, order_B2 = model(inputs)
-    loss = BertLoss(PLAIN, ONE)((logits_BSV, order_B2), (torch.full_like(labels_BS, IGNORE_INDEX), swapped_B))
+    labels = torch.full_like(labels_BS, IGNORE_INDEX), swapped_B
+    loss = mean(BertLoss(PLAIN, ONE)((logits_BSV, order_B2), labels))
     assert loss.item() == pytest.approx(F.cross_entropy(order_B2, swapped_B).item())
 
 

@@ -21,6 +21,7 @@ from ds_ext.models.gpt import (
     gpt_loss,
 )
 from ds_ext.tensor_parallel import DropoutClock, KeyedDropout, TensorParallel
+from tests.losses import mean
 from tests.reference import Chain, assert_close_gradients, random_batches, train_reference
 
 ONE = TensorParallel()
@@ -40,7 +41,7 @@ def gradients(config: GPTConfig, step: int = 0, micro_batch: int = 0) -> dict[st
     clock = DropoutClock(step, micro_batch)
     model = Chain(config, ONE, clock)
     tokens_BS, labels_BS = random_batches(config, 1, 1)[0][0]
-    loss = gpt_loss(config, ONE)(model(tokens_BS), labels_BS)
+    loss = mean(gpt_loss(config, ONE)(model(tokens_BS), labels_BS))
     # Run the forward of another micro-batch in between, as a pipeline does.
     clock.set(step + 1, micro_batch + 1)
     loss.backward()
@@ -82,7 +83,7 @@ def test_forward_and_backward_equal_a_plain_gpt() -> None:
     weights = {n: p.detach().clone().requires_grad_() for n, p in model.parameters_by_layer().items()}
     logits_BSV, expected_BSV = model(tokens_BS), plain_logits(weights, tokens_BS, PLAIN)
     torch.testing.assert_close(logits_BSV, expected_BSV, rtol=1e-5, atol=1e-5)
-    gpt_loss(PLAIN, ONE)(logits_BSV, labels_BS).backward()
+    mean(gpt_loss(PLAIN, ONE)(logits_BSV, labels_BS)).backward()
     F.cross_entropy(expected_BSV[..., : PLAIN.vocab_size].flatten(0, 1), labels_BS.flatten()).backward()
     for name, parameter in model.parameters_by_layer().items():
         assert_close_gradients(parameter.grad, weights[name].grad, name)

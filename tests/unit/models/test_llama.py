@@ -17,6 +17,7 @@ from ds_ext.models.gpt import GPTConfig, gpt_loss
 from ds_ext.models.layers import causal_mask
 from ds_ext.models.rotary import frequencies
 from ds_ext.tensor_parallel import IGNORE_INDEX, DropoutClock, TensorParallel
+from tests.losses import mean
 from tests.reference import Chain, assert_close_gradients, random_batches
 
 ONE = TensorParallel()
@@ -97,7 +98,7 @@ def test_forward_and_backward_equal_a_plain_model(config: GPTConfig) -> None:
     weights = {n: p.detach().clone().requires_grad_() for n, p in model.parameters_by_layer().items()}
     logits_BSV, expected_BSV = model(tokens_BS), plain_logits(weights, tokens_BS, config)
     torch.testing.assert_close(logits_BSV, expected_BSV, rtol=1e-5, atol=2e-5)
-    gpt_loss(config, ONE)(logits_BSV, labels_BS).backward()
+    mean(gpt_loss(config, ONE)(logits_BSV, labels_BS)).backward()
     F.cross_entropy(expected_BSV[..., : config.vocab_size].flatten(0, 1), labels_BS.flatten()).backward()
     for name, parameter in model.parameters_by_layer().items():
         assert_close_gradients(parameter.grad, weights[name].grad, name)
@@ -151,7 +152,7 @@ def test_frequencies_equal_those_of_transformers(scaling: dict[str, Any] | None)
 def loss_and_gradients(config: GPTConfig, inputs: Any, labels_BS: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the sum of the losses of all labels that count, and its gradients."""
     model = Chain(config, ONE, DropoutClock())
-    loss = gpt_loss(config, ONE)(model(inputs), labels_BS) * (labels_BS != IGNORE_INDEX).sum()
+    loss, _ = gpt_loss(config, ONE)(model(inputs), labels_BS)
     loss.backward()
     found = {name: parameter.grad for name, parameter in model.parameters_by_layer().items()}
     return loss.detach(), {name: grad for name, grad in found.items() if grad is not None}
@@ -250,7 +251,7 @@ def test_a_model_trains_after_inference_mode() -> None:
         expected = model(inputs)
     logits_BSV = model(inputs)
     assert torch.equal(logits_BSV, expected)
-    gpt_loss(config, ONE)(logits_BSV, labels_BS).backward()
+    mean(gpt_loss(config, ONE)(logits_BSV, labels_BS)).backward()
 
 
 def test_names_and_shapes_of_the_weights() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ds_ext.models.gpt import GPTConfig, gpt_loss
 from ds_ext.tensor_parallel import IGNORE_INDEX, TensorParallel, vocab_parallel_cross_entropy
+from tests.losses import mean
 
 ONE = TensorParallel()
 VOCAB, PADDED = 11, 16
@@ -60,23 +61,24 @@ def test_the_input_is_left_as_it_was() -> None:
     assert torch.equal(logits_BSV, before)
 
 
-def test_gpt_loss_is_the_mean_over_the_labels_that_count() -> None:
+def test_gpt_loss_sums_the_labels_that_count() -> None:
     config = GPTConfig(1, 8, 2, seq_length=6, vocab_size=VOCAB, make_vocab_size_divisible_by=PADDED)
     loss_fn = gpt_loss(config, ONE)
     logits_BSV, labels_BS = sample()
-    torch.testing.assert_close(loss_fn(logits_BSV, labels_BS), torch_loss(logits_BSV, labels_BS).mean())
+    torch.testing.assert_close(mean(loss_fn(logits_BSV, labels_BS)), torch_loss(logits_BSV, labels_BS).mean())
 
     labels_BS[0, :4] = IGNORE_INDEX
     plain_BSV = logits_BSV.detach().clone().requires_grad_()
     flat = plain_BSV[..., :VOCAB].reshape(-1, VOCAB)
     expected = F.cross_entropy(flat, labels_BS.reshape(-1), ignore_index=IGNORE_INDEX)
-    loss = loss_fn(logits_BSV, labels_BS)
+    loss = mean(loss_fn(logits_BSV, labels_BS))
     torch.testing.assert_close(loss, expected)
     loss.backward()
     expected.backward()
     torch.testing.assert_close(logits_BSV.grad, plain_BSV.grad)
 
-    assert loss_fn(logits_BSV, torch.full_like(labels_BS, IGNORE_INDEX)).item() == 0.0
+    total, count = loss_fn(logits_BSV, torch.full_like(labels_BS, IGNORE_INDEX))
+    assert (total.item(), int(count)) == (0.0, 0)
 
 
 @pytest.mark.parametrize("bad", [-1, VOCAB, PADDED])

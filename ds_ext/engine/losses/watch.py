@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import NonFiniteLoss
-from .checkpoint.states import LocalParameter
-from .grad_sync import Gradients
-from .together import together
+from ...errors import NonFiniteLoss
+from ..checkpoint.states import LocalParameter
+from ..grad_sync import Gradients
+from ..together import together
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,340 @@
+"""Losses of a step: terms of every micro-batch, divisors of their gradients, and means over all ranks.
+
+A loss function returns a scalar mean, and every micro-batch has the same weight. Or it returns a pair (sum, count), or
+name -> pair for a loss with several terms. Then the loss and the gradient of a step are the sum of the sums divided by
+the sum of the counts, over all micro-batches, pipes and data-parallel ranks: every counted label has the same weight.
+
+The divisor of the gradients must be known before the first backward. If the loss function has a method
+``counts(labels)``, the ranks of the last stage count the labels of the step and add up the counts beside the first
+forwards. Otherwise, the gradients are divided by a power of two, and multiplied by a correction before the optimizer
+step.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_leaves
+
+from ...errors import ConfigError
+from ..messages import unpack
+from ..module import PipelineModule
+from ..together import together
+
+_ONLY = ""  # name of the term of a loss with one term
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """Term of the loss of a micro-batch.
+
+    Attributes:
+        sum: scalar with its graph.
+        count: number of counted labels, float64; None: ``sum`` is a mean, and the micro-batch counts as one.
+    """
+
+    sum: Tensor
+    count: Tensor | None
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean over the counted labels of the micro-batch; 0 without any."""
+        return self.sum if self.count is None else self.sum / self.count.clamp(min=1).to(self.sum.dtype)
+
+
+Loss = dict[str, Term]
+
+
+def mean_of(loss: Loss) -> Tensor:
+    """Return the loss of one micro-batch: the sum of the means of its terms."""
+    return (
+        torch.stack([term.mean for term in loss.values()]).sum()
+        if len(loss) > 1
+        else loss[next(iter(loss))].mean
+    )
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """Losses of a step or an evaluation over all micro-batches and ranks.
+
+    Attributes:
+        loss: mean loss, fp32.
+        parts: name -> mean of a term or an additional loss; None if there are none.
+        tokens: counted labels of the first term; None if the loss function returns means.
+        correction: factor for the gradients; 0: no label was counted, so the step must not change weights.
+    """
+
+    loss: Tensor
+    parts: dict[str, Tensor] | None
+    tokens: int | None
+    correction: float
+
+
+class StepLosses:
+    """Losses of this rank in a step.
+
+    Args:
+        module: module of this rank, with its loss function and ``get_additional_losses()``.
+        group: process group of the data-parallel ranks, replicas included.
+        counts_here: whether this rank reports the losses that it computes; one rank of a tensor-parallel group does.
+        by_micro_batch: weigh every micro-batch equally, also if the loss function returns counts.
+        device: device of the losses.
+    """
+
+    def __init__(
+        self,
+        module: PipelineModule,
+        group: ProcessGroup | None,
+        counts_here: bool,
+        by_micro_batch: bool,
+        device: torch.device,
+    ) -> None:
+        self._module, self._group, self._device = module, group, device
+        self._replicas = dist.get_world_size(group)
+        self._counts_here, self._by_micro_batch = counts_here, by_micro_batch
+        self._sums: dict[str, Tensor] = {}  # name -> (sum, count), float64
+        self._divisors: dict[
+            str, Tensor
+        ] = {}  # name -> total count that the gradients were divided by, float64
+        self._kinds: dict[str, str] | None = None  # name -> kind, in one order on all ranks
+        self._own_kinds: dict[str, str] = {}
+        self._declared: _Reduced | None = None
+        self._largest: _Reduced | None = None
+
+    def start_step(self, labels: Iterable[Any] = ()) -> None:
+        """Start a step or an evaluation, and count the labels of a step if the loss function can.
+
+        Args:
+            labels: labels of this rank's micro-batches, as the loss function gets them. In a training step, all
+                data-parallel ranks of the last stage must pass theirs.
+        """
+        self._sums.clear()
+        self._divisors.clear()
+        self._declared = None
+        if self._by_micro_batch:
+            return
+        if self._counts is not None:
+            declared = [_named(self._counts(one)) for one in labels]
+            if declared:
+                totals = {name: sum(float(counts[name]) for counts in declared) for name in declared[0]}
+                self._declared = self._reduced(totals, dist.ReduceOp.SUM)
+        elif self._largest is None:
+            sizes = [leaf.numel() for one in labels for leaf in tree_leaves(one) if isinstance(leaf, Tensor)]
+            if sizes:
+                self._largest = self._reduced({_ONLY: max(sizes)}, dist.ReduceOp.MAX)
+
+    @property
+    def _counts(self) -> Callable[[Any], Any] | None:
+        return getattr(self._module.loss_fn, "counts", None)
+
+    def _reduced(self, values: Mapping[str, float], op: Any) -> _Reduced:
+        return _Reduced(values, op, self._group if self._replicas > 1 else None, self._device)
+
+    def of(self, outputs: Any, labels: tuple[Tensor, ...] | None) -> Loss:
+        """Return the loss of a micro-batch. Without a loss function the outputs are the loss, as in DeepSpeed.
+
+        Raises ConfigError for a loss in another form, or without a gradient in training.
+        """
+        loss_fn = self._module.loss_fn
+        value = outputs if loss_fn is None else loss_fn(outputs, None if labels is None else unpack(labels))
+        loss = {name: _term(one) for name, one in _named(value).items()}
+        if self._by_micro_batch:
+            return {name: Term(term.mean, None) for name, term in loss.items()}
+        if len(loss) > 1 and self._counts is None:
+            raise ConfigError(
+                f"loss_fn: a loss with several terms needs a method counts(labels) that returns name -> count (got "
+                f"the terms {', '.join(loss)}). Or return one pair (sum, count)."
+            )
+        return loss
+
+    def scaled(self, loss: Loss, micro_batches: int) -> Tensor:
+        """Return what the backward of a micro-batch starts from. The reduction averages its gradients over replicas.
+
+        Args:
+            loss: loss of the micro-batch.
+            micro_batches: micro-batches of the step per replica.
+        """
+        total: Tensor | None = None
+        for name, term in loss.items():
+            if term.count is None:
+                part = term.sum / micro_batches
+            else:
+                part = term.sum.double() * (self._replicas / self._divisor(name, micro_batches))
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+    def _divisor(self, name: str, micro_batches: int) -> Tensor:
+        """Return the count by which the gradients of a term are divided, over all replicas."""
+        if name not in self._divisors:
+            if self._declared is None:
+                # The largest possible count, so that gradients of fp16 do not overflow. A power of two is exact.
+                largest = 1.0 if self._largest is None else float(self._largest.values[_ONLY])
+                exponent = math.ceil(math.log2(max(largest * micro_batches * self._replicas, 1)))
+                self._divisors[name] = torch.tensor(2.0**exponent, dtype=torch.float64, device=self._device)
+            elif name in self._declared.values:
+                self._divisors[name] = self._declared.values[name].to(self._device).clamp(min=1)
+            else:
+                raise ConfigError(
+                    f"loss_fn.counts: must count every term of the loss (got {list(self._declared.values)}, and a loss "
+                    f"with the term {name!r})."
+                )
+        return self._divisors[name]
+
+    def add(self, loss: Loss) -> None:
+        """Add the loss of a micro-batch, and the additional losses that the module reports for it."""
+        if not self._counts_here:
+            return
+        for name, term in loss.items():
+            kind = "mean" if term.count is None else "count"
+            self._add(name, kind, term.sum, 1.0 if term.count is None else term.count)
+        for name, value in (self._module.get_additional_losses() or {}).items():
+            if name not in loss:
+                self._add(name, "additional", value, 1.0)
+
+    def _add(self, name: str, kind: str, value: Tensor | float, count: Tensor | float) -> None:
+        if name not in self._sums:
+            self._sums[name] = torch.zeros(2, dtype=torch.float64, device=self._device)
+            self._own_kinds[name] = kind
+        value = value.detach() if isinstance(value, Tensor) else value
+        self._sums[name][0] += value
+        self._sums[name][1] += count
+
+    def numbers(self) -> list[float]:
+        """Return this rank's numbers for :meth:`result`. All ranks must call this together.
+
+        Raises ConfigError for a name that was not reported in the first step.
+        """
+        if not self._kinds:
+            of_ranks = together(lambda: self._own_kinds)
+            self._kinds = {name: kind for kinds in of_ranks for name, kind in kinds.items()}
+        unknown = [name for name in self._sums if name not in self._kinds]
+        if unknown:
+            raise ConfigError(
+                f"get_additional_losses: returns new names after the first step (got {', '.join(unknown)}). Return the "
+                f"same names in every step, with 0 for a loss that does not apply."
+            )
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        parts = [
+            part
+            for name in self._kinds
+            for part in (*self._sums.get(name, (zero, zero)), self._divisors.get(name, zero))
+        ]
+        return torch.stack(parts).tolist() if parts else []
+
+    def result(self, table: Tensor) -> StepLoss:
+        """Return the losses of all ranks.
+
+        Args:
+            table: :meth:`numbers` of every rank, one row per rank.
+
+        Raises:
+            ConfigError: the loss function returned other counts than its method ``counts``.
+        """
+        kinds = self._kinds or {}
+        totals = dict(zip(kinds, table.view(len(table), -1, 3).unbind(1), strict=True))
+        means: dict[str, Tensor] = {}
+        counts: dict[str, float] = {}
+        correction = 1.0
+        for name, rows in totals.items():
+            summed, counted = rows[:, :2].sum(0)
+            means[name] = summed / counted.clamp(min=1)
+            if kinds[name] == "count":
+                counts[name] = float(counted)
+                correction = self._correction(name, counts[name], float(rows[:, 2].max()), correction)
+        if counts and not any(counts.values()) and "mean" not in kinds.values():
+            correction = 0.0
+        terms = [mean for name, mean in means.items() if kinds[name] != "additional"]
+        loss = torch.stack(terms).sum() if terms else table.new_zeros(())
+        parts = {name: mean.float() for name, mean in means.items() if name != _ONLY}
+        tokens = round(next(iter(counts.values()))) if counts else None
+        return StepLoss(loss.float(), parts or None, tokens, correction)
+
+    def _correction(self, name: str, counted: float, divisor: float, correction: float) -> float:
+        """Return the correction of the gradients after one more term: 1 if its divisor was the count."""
+        if divisor in (0.0, max(counted, 1.0)):  # 0: an evaluation
+            return correction
+        if self._counts is not None:
+            term = f" of the term {name!r}" if name else ""
+            raise ConfigError(
+                f"loss_fn.counts: must return the counts that the loss function returns (got {divisor:g} labels{term}, "
+                f"and {counted:g} in the losses of the step)."
+            )
+        return divisor / max(counted, 1.0)
+
+
+class _Reduced:
+    """Values summed, or compared, over the ranks of a group while the caller goes on.
+
+    Args:
+        values: name -> value, with the same names on all ranks.
+        op: reduction.
+        group: group of the ranks; None: only this rank.
+        device: device of the reduction if the group's backend is not gloo.
+    """
+
+    def __init__(
+        self, values: Mapping[str, float], op: Any, group: ProcessGroup | None, device: torch.device
+    ) -> None:
+        self._names, self._work = list(values), None
+        on_host = group is None or dist.get_backend(group) == "gloo"
+        self._tensor = torch.tensor(
+            [*values.values()], dtype=torch.float64, device="cpu" if on_host else device
+        )
+        if group is not None:
+            self._work = dist.all_reduce(self._tensor, op, group=group, async_op=True)
+
+    @functools.cached_property
+    def values(self) -> dict[str, Tensor]:
+        """Reduced values. The first access waits for them."""
+        if self._work is not None:
+            self._work.wait()
+        return dict(zip(self._names, self._tensor.unbind(), strict=True))
+
+
+def _named(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {_ONLY: value}
+
+
+def _term(value: Any) -> Term:
+    """Return a term of a loss. Raises ConfigError if it is neither a scalar nor a pair (sum, count)."""
+    count = None
+    if isinstance(value, tuple | list) and len(value) == 2:
+        value, count = value
+        if isinstance(count, int | float) or (isinstance(count, Tensor) and count.numel() == 1):
+            device = value.device if isinstance(value, Tensor) else None
+            count = torch.as_tensor(count, dtype=torch.float64, device=device).detach().reshape(())
+        else:
+            raise ConfigError(
+                f"loss_fn: the count of a pair (sum, count) must be one number (got {_described(count)}). Return the "
+                f"number of counted labels of the micro-batch."
+            )
+    if isinstance(value, int | float):
+        raise ConfigError(
+            f"loss_fn: must return a tensor that requires grad (got the {type(value).__name__} {value}). "
+            f"Remove .item() or float()."
+        )
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise ConfigError(
+            f"loss_fn (or the last layer without one): must return a single number per micro-batch, or a pair (sum, "
+            f"count) (got a {_described(value)}). Return the mean."
+        )
+    if torch.is_grad_enabled() and not value.requires_grad:
+        raise ConfigError(
+            "loss_fn: the loss must have a gradient (got a tensor without grad_fn). Compute it from the outputs, "
+            "without detach() or torch.no_grad()."
+        )
+    return Term(value.reshape(()), count)
+
+
+def _described(value: Any) -> str:
+    return f"tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
