@@ -21,7 +21,8 @@ def vocab_parallel_cross_entropy(
     """Return the loss of every token, fp32 or fp64 (B, S), the same on all ranks.
 
     The forward needs two all-reduces: one for the maximum, one for the sum of exponentials and the label's logit. The
-    backward needs none. All arithmetic is in fp32, or in fp64 for logits in fp64. Between forward and backward only the logits are kept.
+    backward needs none. All arithmetic is in fp32, or in fp64 for logits in fp64. Between forward and backward only the
+    logits are kept.
 
     Megatron includes the padding rows of the vocabulary in the softmax. They are excluded here and have neither
     probability nor gradient, because their number depends on the tensor-parallel size and the loss must not.

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from ds_ext.engine.losses.watch import LossWatch
 from torch import Tensor, nn
 
 import ds_ext
 from ds_ext.engine.grad_sync import Gradients
+from ds_ext.engine.losses.watch import LossWatch
 from ds_ext.errors import NonFiniteLoss, TransportError
 from tests.ranks import Ranks
 

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from ...parallel.fbd import BACKWARD_ROLE, FORWARD_ROLE, DisaggregatedLayout
 from ..engine import PipelineEngine
+from ..losses.step import StepLoss
 from .weights import WeightLink
 
 _MAX_SHOWN = 16  # ranks per role in an error
@@ -32,7 +33,7 @@ class RoleEngine(PipelineEngine):
 
     def __init__(self, **kwargs: Any) -> None:
         self._optimizer_values: dict[str, float] = {}  # of the backward ranks
-        self._evaluation_group: ProcessGroup | None = None
+        self._step_group: ProcessGroup | None = None
         super().__init__(**kwargs)
         self._stage, self._pipe = self.layout.stage_and_pipe(self.module.device_index)
         with self._in_activity("setting up"):
@@ -88,18 +89,14 @@ class RoleEngine(PipelineEngine):
 
     # --- loss ---
 
-    def _aggregate_total_loss(self) -> Tensor:
-        if not self.running.program.timetable.trains:
-            self._await_evaluation()
-        return super()._aggregate_total_loss()
-
-    def _await_evaluation(self) -> None:
-        """Wait for all ranks, up to the limit for a step, because backward ranks have no work in an evaluation."""
-        if self._evaluation_group is None:
-            self._evaluation_group = dist.new_group(ranks=list(range(dist.get_world_size())))
+    def _gather_losses(self) -> StepLoss:
+        """Wait for all ranks, up to the limit for a step, before the gathering: some ranks have no work in the step."""
+        if self._step_group is None:
+            self._step_group = dist.new_group(ranks=list(range(dist.get_world_size())))
         limit = timedelta(seconds=self._step_limit_s)
-        torch.distributed.distributed_c10d._set_pg_timeout(limit, self._evaluation_group)
-        dist.barrier(group=self._evaluation_group)
+        torch.distributed.distributed_c10d._set_pg_timeout(limit, self._step_group)
+        dist.barrier(group=self._step_group)
+        return super()._gather_losses()
 
     @property
     def _step_limit_s(self) -> float:
