@@ -238,6 +238,25 @@ def test_bf16_gradients_of_many_micro_batches_are_summed_in_fp32(ranks2: RankPoo
     assert many == pytest.approx(few, rel=1e-2)  # summed in bf16 it would be half
 
 
+def bf16_numbers(step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+    x, y = plain_numbers(step, micro_batch)
+    return x.bfloat16(), y.bfloat16()
+
+
+def train_queries_in_bf16(rank: int, schedule: str) -> list[float]:
+    engine = build(OWN_LAYERS["queries"](), job(schedule, 4, bf16={"enabled": True}))
+    batches = Batches(bf16_numbers)
+    losses = [float(engine.train_batch(batches)) for _ in range(STEPS)]
+    return [*losses, float(engine.get_global_grad_norm())]
+
+
+@needs("bf16")
+def test_bf16_gradients_that_share_memory(ranks2: RankPool) -> None:
+    """DeepSpeed sets the bf16 gradients to zero in place before every backward."""
+    whole, split = (ranks2.run(train_queries_in_bf16, schedule)[0] for schedule in ("1f1b", "zb_v"))
+    assert split == pytest.approx(whole, rel=1e-5)
+
+
 # --- what cannot be ---
 
 
