@@ -68,7 +68,7 @@ from .deepspeed_api.device import peak_memory_bytes
 from .deepspeed_api.handlers import is_patch, with_patches
 from .dynamic import messages as dynamic
 from .dynamic.order import DynamicSchedule, decided_steps
-from .grad_sync import EagerReduction, Gradients, clip_grad_norm, why_not_eager
+from .grad_sync import EagerReduction, Gradients, as_real, clip_grad_norm, why_not_eager
 from .losses.step import Loss, StepLoss, StepLosses, mean_of
 from .losses.watch import LossWatch
 from .messages import Kind, StageMessages, link_credits, pack
@@ -255,6 +255,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
     def _use_optimizer(self) -> None:
         """Build what depends on the optimizer. A script may set ``engine.optimizer`` after the construction."""
         self.gradients = Gradients(self.optimizer, self.mpu.get_data_parallel_group())
+        self._parameters = list(self.module.parameters())
         self.reduction = self._make_reduction() if self._reduces_eagerly() else None
         # DeepSpeed's default, 0, is a dynamic loss scale, which skips steps.
         deepspeed_json = self.plan.job.deepspeed
@@ -433,7 +434,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
 
     def _backward(self, buffer_id: int, stage: int) -> None:
         buffer = self.pipe_buffers[buffer_id]
-        buffer.backward(self.scale)
+        buffer.backward(self.scale, self._parameters)
         if stage == 0:
             buffer.inputs = None
 
@@ -477,6 +478,10 @@ class PipelineEngine(DeepSpeedPipelineEngine):
                 super()._exec_reduce_grads()
         else:
             self.reduction.finish()
+
+    def _get_gradients_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        gradients, expert_gradients = super()._get_gradients_for_reduction()
+        return [as_real(gradient) for gradient in gradients], expert_gradients
 
     def _exec_optimizer_step(self) -> None:
         if self.optimizer is None:

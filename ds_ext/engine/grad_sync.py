@@ -158,6 +158,11 @@ def _zero_backward(optimizer: ZeROOptimizer) -> Iterator[None]:
     optimizer.backward_epilogue()
 
 
+def as_real(gradient: Tensor) -> Tensor:
+    """Return a gradient, or a view of a complex one as real numbers. Reductions convert dtypes, and only real ones."""
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
 # --- eager reduction ---
 
 
@@ -227,7 +232,7 @@ class EagerReduction:
         """Start the reduction of a stage; None: of the parameters that are tied to other ranks."""
         parameters = self._parameters[stage]
         self._gradients.fill_missing(parameters)
-        gradients = [g for g in map(self._gradients.of, parameters) if g is not None]
+        gradients = [as_real(g) for g in map(self._gradients.of, parameters) if g is not None]
         for dtype in sorted({g.dtype for g in gradients}, key=str):
             of_dtype = [g for g in gradients if g.dtype == dtype]
             # Gradients of fp64 or complex weights keep their dtype.

@@ -6,7 +6,7 @@ import functools
 import logging
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import ConfigError
-from ..tensor_parallel import Deferral, DeferralWatch, WeightGradients, backward, let_defer
+from ..tensor_parallel import Deferral, DeferralWatch, WeightGradients, address, backward, let_defer
 from .losses.step import Loss
 from .messages import unpack
 from .module import PipelineModule
@@ -24,7 +24,6 @@ from .together import together
 
 logger = logging.getLogger(__name__)
 
-_LEAF_ERROR = "leaf Variable that requires grad"  # torch's error for an in-place operation on a leaf
 _DTYPE_ERROR = re.compile(
     r"dtype|scalar type|should be the same"
 )  # torch's errors for inputs with a wrong dtype
@@ -71,16 +70,33 @@ class Buffer:
         pairs = zip([t for t in self.outputs if _differentiable(t)], self.grads, strict=True)
         return [(output, grad) for output, grad in pairs if output.requires_grad]
 
-    def backward(self, scale: Callable[[Loss], Tensor]) -> None:
-        """Run the backward and drop the graph."""
+    def backward(self, scale: Callable[[Loss], Tensor], parameters: Iterable[Tensor]) -> None:
+        """Run the backward and drop the graph.
+
+        Autograd may keep one tensor, without a copy, as the gradient of an input and of one of ``parameters``. The next
+        micro-batch adds to the latter in place, so what the other stage and deferred gradients read is separated.
+        """
         roots = self.roots(scale)
         if roots:  # none if all layers up to here are frozen
             backward([output for output, _ in roots], [grad for _, grad in roots])
         self.outputs = self.grads = self.loss = None
+        inputs = self.inputs or ()
+        read = set() if self.weights is None else self.weights.memory
+        _separate_grads(inputs, read)
+        read.update(address(t.grad) for t in inputs if t.grad is not None)
+        if read:
+            _separate_grads(parameters, read)
 
 
 def _differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _separate_grads(tensors: Iterable[Tensor], addresses: Collection[int]) -> None:
+    """Copy the gradients of ``tensors`` whose memory is in ``addresses``."""
+    for tensor in tensors:
+        if tensor.grad is not None and address(tensor.grad) in addresses:
+            tensor.grad = tensor.grad.clone()
 
 
 def _take_grad(tensor: Tensor) -> Tensor:
@@ -94,7 +110,6 @@ class StageForward:
 
     def __init__(self, module: PipelineModule) -> None:
         self._module = module
-        self._in_place_stages: set[int] = set()  # stages that begin with an in-place operation
 
     def __call__(self, stage: int, inputs: tuple[Tensor, ...], step: int, micro_batch: int) -> Any:
         """Return the outputs of a stage.
@@ -108,15 +123,11 @@ class StageForward:
             ConfigError: the inputs of the first stage have a different dtype than its weights.
         """
         # Inputs are leaves, on which torch does not allow in-place operations. An identity hides the leaves.
-        if stage not in self._in_place_stages:
-            try:
-                return self._module.forward_stage(stage, unpack(inputs), step, micro_batch)
-            except RuntimeError as error:
-                if _LEAF_ERROR not in str(error):
-                    self._check_input_dtypes(error, stage, inputs)
-                    raise
-                self._in_place_stages.add(stage)
-        return self._module.forward_stage(stage, unpack(map(_non_leaf, inputs)), step, micro_batch)
+        try:
+            return self._module.forward_stage(stage, unpack(map(_non_leaf, inputs)), step, micro_batch)
+        except RuntimeError as error:
+            self._check_input_dtypes(error, stage, inputs)
+            raise
 
     def _check_input_dtypes(self, error: RuntimeError, stage: int, inputs: tuple[Tensor, ...]) -> None:
         """Raise ConfigError if the first stage failed because its inputs and weights have different dtypes."""

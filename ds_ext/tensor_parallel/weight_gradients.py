@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import _engine_run_backward
 
 from ..errors import ConfigError
@@ -32,20 +33,45 @@ from ..errors import ConfigError
 Gradient = Callable[[], Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Deferred gradient of a weight, and the tensors it reads with their versions, which in-place changes increase."""
+
+    weight: Tensor
+    gradient: Gradient
+    reads: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+
+    def compute(self) -> Tensor:
+        if any(tensor._version != version for tensor, version in zip(self.reads, self.versions, strict=True)):
+            raise ConfigError(
+                "schedule: split backwards do not support an in-place change of the input or the output gradient of a "
+                "linear layer or an embedding before its weight gradient is computed (got a weight of shape "
+                f"{tuple(self.weight.shape)}). Change a copy, or use a schedule with whole backwards (1f1b, "
+                "interleaved, bitpipe)."
+            )
+        return self.gradient()
+
+
 class WeightGradients:
     """Weight gradients deferred by one backward."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[Tensor, Gradient]] = []
+        self._parts: list[_Part] = []
 
-    def add(self, weight: Tensor, gradient: Gradient) -> None:
-        """Add a weight and the function that computes its gradient."""
-        self._parts.append((weight, gradient))
+    def add(self, weight: Tensor, gradient: Gradient, *reads: Tensor) -> None:
+        """Add a weight and the function that computes its gradient from ``reads``."""
+        self._parts.append(_Part(weight, gradient, reads, tuple(tensor._version for tensor in reads)))
 
     @property
     def weights(self) -> set[int]:
         """Set of the ``id`` of every parameter with a deferred gradient."""
-        return {id(weight) for weight, _ in self._parts}
+        return {id(part.weight) for part in self._parts}
+
+    @property
+    def memory(self) -> set[int]:
+        """Addresses of the memory that the deferred gradients read."""
+        return {address(tensor) for part in self._parts for tensor in part.reads}
 
     def compute(self) -> None:
         """Compute and accumulate all gradients through autograd, so that parameter hooks run, and clear the list.
@@ -54,19 +80,24 @@ class WeightGradients:
         sums the gradients of a parameter before its hooks run, so all gradients of a parameter pass together.
         """
         parts, self._parts = self._parts, []
-        by_weight: dict[int, list[tuple[Tensor, Gradient]]] = {}
-        for weight, gradient in parts:
-            by_weight.setdefault(id(weight), []).append((weight, gradient))
+        by_weight: dict[int, list[_Part]] = {}
+        for part in parts:
+            by_weight.setdefault(id(part.weight), []).append(part)
         parts.clear()
         for key in list(by_weight):
             _accumulate(by_weight.pop(key))
 
 
-def _accumulate(parts: list[tuple[Tensor, Gradient]]) -> None:
+def address(tensor: Tensor) -> int:
+    """Return the address of a tensor's memory, which is the address of its views too."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _accumulate(parts: list[_Part]) -> None:
     """Compute the gradients of one parameter, and accumulate their sum."""
     with torch.no_grad():
-        gradients = [gradient() for _, gradient in parts]
-    backward([weight for weight, _ in parts], gradients)
+        gradients = [part.compute() for part in parts]
+    backward([part.weight for part in parts], gradients)
 
 
 # Process-wide and not per thread: on a GPU, a thread of autograd runs the backward.
@@ -127,7 +158,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def is_deferrable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether a linear layer may defer the gradients of its parameters: x (..., in), (out, in), (out,)."""
     deferred = _deferrable and _is_trained(weight) and (bias is None or _is_trained(bias))
-    return deferred and torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type)
+    return deferred and not _is_transformed() and not torch.is_autocast_enabled(x.device.type)
 
 
 @dataclass(frozen=True)
@@ -150,14 +181,23 @@ def deferred_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows |
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int = -1) -> Tensor:
     """Compute ``F.embedding`` with a deferrable weight gradient: ids (...), (rows, columns) to (..., columns)."""
-    if not (_deferrable and _is_trained(weight) and torch.is_grad_enabled()):
+    if not (_deferrable and _is_trained(weight)) or _is_transformed():
         return torch.embedding(weight, ids, padding_idx)
     return _Embedding.apply(_anchor(weight.dtype, weight.device), ids, (weight,), padding_idx)
 
 
 def _is_trained(weight: Tensor) -> bool:
-    """Return whether a weight is a trained parameter. Other tensors must pass their gradients on immediately."""
-    return weight.is_leaf and weight.requires_grad
+    """Return whether a weight is a trained parameter. Other tensors must pass their gradients on immediately.
+
+    Hooks must see the whole gradient of a weight, which other operations than linear layers may use too.
+    """
+    return weight.is_leaf and weight.requires_grad and not weight._backward_hooks
+
+
+def _is_transformed() -> bool:
+    """Return whether a forward computes no gradients, or computes them by ``torch.func`` or forward-mode autograd."""
+    transforms = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return transforms or not torch.is_grad_enabled()
 
 
 @functools.cache
@@ -172,27 +212,27 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, anchor: Tensor, parameters: tuple[Tensor, Tensor | None], rows: Rows | None
     ) -> Tensor:
-        weight, bias = parameters
-        # Save the weight too: autograd then reports an in-place change before the backward.
-        ctx.save_for_backward(x, weight)
-        ctx.parameters, ctx.rows = parameters, rows
+        (weight, bias), ctx.parameters, ctx.rows = parameters, parameters, rows
         if rows is not None:
             weight, bias = weight[rows.used], None if bias is None else bias[rows.used]
-        return F.linear(x, weight, bias)
+        # Save the weight if the backward uses it: autograd then reports an in-place change. Its alias keeps the values
+        # if the script assigns other ones to weight.data.
+        ctx.save_for_backward(x, weight.detach() if ctx.needs_input_grad[0] else None)
+        # F.linear may return a view, on which autograd would not allow in-place operations.
+        return F.linear(x, weight, bias).detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x, _), (weight, bias), rows = ctx.saved_tensors, ctx.parameters, ctx.rows
+        (x, used), (weight, bias), rows = ctx.saved_tensors, ctx.parameters, ctx.rows
         grad = grads[0].reshape(-1, grads[0].shape[-1])
-        used = weight if rows is None else weight[rows.used]
-        grad_x = (grad @ used).view_as(x) if ctx.needs_input_grad[0] else None
+        grad_x = None if used is None else (grad @ used.conj()).view_as(x)
 
         def whole(gradient: Tensor, parameter: Tensor) -> Tensor:
             return gradient if rows is None else rows.whole(gradient, parameter)
 
-        _defer(weight, lambda: whole(grad.t() @ x.reshape(-1, x.shape[-1]), weight))
+        _defer(weight, lambda: whole(grad.t() @ x.reshape(-1, x.shape[-1]).conj(), weight), grad, x)
         if bias is not None:
-            _defer(bias, lambda: whole(grad.sum(0), bias))
+            _defer(bias, lambda: whole(grad.sum(0), bias), grad)
         return grad_x, None, None, None
 
 
@@ -210,12 +250,12 @@ class _Embedding(torch.autograd.Function):
         def gradient() -> Tensor:
             return torch.ops.aten.embedding_dense_backward(grads[0], ids, len(weight), padding_idx, False)
 
-        _defer(weight, gradient)
+        _defer(weight, gradient, grads[0], ids)
         return None, None, None, None
 
 
-def _defer(weight: Tensor, gradient: Gradient) -> None:
-    """Add the gradient of a parameter to the deferred ones.
+def _defer(weight: Tensor, gradient: Gradient, *reads: Tensor) -> None:
+    """Add the gradient of a parameter, computed from ``reads``, to the deferred ones.
 
     The parameter is hidden from autograd, so any other backward would lose its gradient.
     """
@@ -225,7 +265,7 @@ def _defer(weight: Tensor, gradient: Gradient) -> None:
             f"linear layer or an embedding (got a weight of shape {tuple(weight.shape)}). Use a schedule with whole "
             "backwards (1f1b, interleaved, bitpipe), or call torch.nn.functional.linear in that layer."
         )
-    _later.add(weight, gradient)
+    _later.add(weight, gradient, *reads)
 
 
 class DeferralWatch:

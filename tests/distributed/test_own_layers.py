@@ -140,6 +140,40 @@ def waves() -> list[Any]:
     return [LayerSpec(ToWaves), LayerSpec(FromWaves)]
 
 
+class ComplexLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.complex64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(torch.complex(x, x.square())).abs()
+
+
+class Queries(nn.Module):
+    """Decoder layer that adds its queries to a projection, and ends with an in-place operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.linear = nn.Embedding(2, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh_(self.linear(x).unsqueeze(0) + self.queries.weight.unsqueeze(0))[0]
+
+
+class Counted(nn.Module):
+    """Subtracts its number of forwards from its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards: Tensor
+        self.register_buffer("forwards", torch.zeros(()))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return self.linear(x.sub_(0.1 * self.forwards.clone()))
+
+
 def plain_numbers(step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
     x = torch.sin(torch.arange(8.0).view(2, 4) * (10 * step + micro_batch + 1))
     return x, x.square()
@@ -153,6 +187,33 @@ def train_waves(rank: int) -> list[float]:
 def test_gradients_of_complex_activations(ranks2: RankPool) -> None:
     expected = in_one_process(waves(), plain_numbers, 4)
     assert ranks2.run(train_waves)[0] == pytest.approx(expected, rel=1e-5)
+
+
+def counted() -> list[Any]:
+    return [LayerSpec(nn.Linear, 4, 4) if i % 2 else LayerSpec(Counted) for i in range(4)]
+
+
+OWN_LAYERS: dict[str, Callable[[], list[Any]]] = {
+    "complex weights": lambda: [LayerSpec(ComplexLinear) for _ in range(4)],
+    "queries": lambda: [LayerSpec(Queries) for _ in range(4)],
+    "counted": counted,
+}
+
+
+def train_own(rank: int, name: str, schedule: str) -> list[float]:
+    micro_batches = 2 if schedule.startswith("bitpipe") else 4
+    engine, batches = build(OWN_LAYERS[name](), job(schedule, micro_batches)), Batches(plain_numbers)
+    return [float(engine.train_batch(batches)) for _ in range(STEPS)]
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [(name, schedule) for name in OWN_LAYERS for schedule in ("1f1b", "zb_v", "zb_h1")]
+    + [("complex weights", "bitpipe"), ("queries", "bitpipe_zb")],
+)
+def test_own_layers_train_as_in_one_process(ranks2: RankPool, name: str, schedule: str) -> None:
+    expected = in_one_process(OWN_LAYERS[name](), plain_numbers, 4)
+    assert ranks2.run(train_own, name, schedule)[0] == pytest.approx(expected, rel=1e-5)
 
 
 # --- bf16 ---
@@ -175,6 +236,25 @@ def repeated_norms(rank: int) -> list[float]:
 def test_bf16_gradients_of_many_micro_batches_are_summed_in_fp32(ranks2: RankPool) -> None:
     few, many = ranks2.run(repeated_norms, timeout_s=120)[0]
     assert many == pytest.approx(few, rel=1e-2)  # summed in bf16 it would be half
+
+
+def bf16_numbers(step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+    x, y = plain_numbers(step, micro_batch)
+    return x.bfloat16(), y.bfloat16()
+
+
+def train_queries_in_bf16(rank: int, schedule: str) -> list[float]:
+    engine = build(OWN_LAYERS["queries"](), job(schedule, 4, bf16={"enabled": True}))
+    batches = Batches(bf16_numbers)
+    losses = [float(engine.train_batch(batches)) for _ in range(STEPS)]
+    return [*losses, float(engine.get_global_grad_norm())]
+
+
+@needs("bf16")
+def test_bf16_gradients_that_share_memory(ranks2: RankPool) -> None:
+    """DeepSpeed sets the bf16 gradients to zero in place before every backward."""
+    whole, split = (ranks2.run(train_queries_in_bf16, schedule)[0] for schedule in ("1f1b", "zb_v"))
+    assert split == pytest.approx(whole, rel=1e-5)
 
 
 # --- what cannot be ---

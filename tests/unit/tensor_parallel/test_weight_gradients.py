@@ -200,6 +200,21 @@ def test_a_weight_changed_before_the_backward_is_an_error() -> None:
         torch.autograd.backward([y.sum()])
 
 
+@pytest.mark.parametrize(
+    ("layer", "x"), [(nn.Linear(3, 2), torch.ones(1, 3)), (nn.Embedding(4, 2), torch.tensor([1, 2]))]
+)
+def test_an_input_changed_before_the_second_half_is_an_error(layer: nn.Module, x: Tensor) -> None:
+    let_defer(layer)
+    later = WeightGradients()
+    with deferrable():
+        y = layer(x)
+    with deferring(later):
+        torch.autograd.backward([y.sum()])
+    x.add_(1)
+    with pytest.raises(ConfigError, match=r"^schedule: .*2.*1f1b"):
+        later.compute()
+
+
 def test_under_autocast_layers_use_torchs_functions() -> None:
     layer = nn.Linear(3, 2)
     let_defer(layer)
