@@ -33,6 +33,7 @@ from ..comm.groups import first_step_limit_s, limit_waits
 from ..comm.host_watch import require_hosts
 from ..comm.transport import Transport, create_transport
 from ..config.deepspeed_json import precision
+from ..config.schedulers import require_plain_step
 from ..errors import CheckpointError, ConfigError, CorruptionError
 from ..launch.failure import first_line, lost_peer
 from ..pipe_schedules.bridge import (
@@ -242,7 +243,14 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self._messages = self._static_messages
 
     def _use_optimizer(self) -> None:
-        """Build what depends on the optimizer. A script may set ``engine.optimizer`` after the construction."""
+        """Build what depends on the optimizer. A script may set ``engine.optimizer`` after the construction.
+
+        Raises ConfigError for a scheduler that cannot be stepped without arguments.
+        """
+        if self.lr_scheduler is not None:
+            scheduler = type(self.lr_scheduler).__name__
+            fix = "Give step() defaults, or step the scheduler in the script after train_batch()."
+            require_plain_step("lr_scheduler", scheduler, self.lr_scheduler.step, fix)
         self.gradients = Gradients(self.optimizer, self.mpu.get_data_parallel_group())
         self.reduction = self._make_reduction() if self._reduces_eagerly() else None
         # DeepSpeed's default, 0, is a dynamic loss scale, which skips steps.
@@ -480,6 +488,16 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             self.clip_fp32_gradients()  # without clipping, DeepSpeed does not measure the norm
         super()._exec_optimizer_step()
 
+    def _take_model_step(self, lr_kwargs: Any) -> None:
+        # DeepSpeed takes a TypeError of the scheduler for a missing argument, and steps again with the batch size.
+        scheduler, self.lr_scheduler = self.lr_scheduler, None
+        try:
+            super()._take_model_step(lr_kwargs)
+        finally:
+            self.lr_scheduler = scheduler
+        if scheduler is not None and self._step_applied:
+            scheduler.step()
+
     def _finish_audit(self, audit: Audit) -> None:
         try:
             audit.finish()
@@ -671,7 +689,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
 
     def _changeable(self) -> list[Any]:
         """Return what a script may change between steps and :meth:`_use_optimizer` depends on."""
-        return [self.optimizer, self._handlers, self.communication_data_type]
+        return [self.optimizer, self.lr_scheduler, self._handlers, self.communication_data_type]
 
     def eval_batch(
         self,
