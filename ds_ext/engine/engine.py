@@ -218,6 +218,15 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             self._inference_schedules[micro_batches] = TimetableSchedule(program, self.module.device_index)
         return self._inference_schedules[micro_batches]
 
+    def _broadcast_model(self) -> None:
+        # DeepSpeed views every parameter as bytes, which tensors without dimensions do not allow.
+        scalars = [parameter for parameter in self.module.parameters() if parameter.dim() == 0]
+        for parameter in scalars:
+            parameter.data = parameter.data.view(1)
+        super()._broadcast_model()
+        for parameter in scalars:
+            parameter.data = parameter.data.view(())
+
     def _links(self) -> dict[tuple[int, int], int]:
         """Return the credits of every link, by (sender, receiver), for training and evaluation."""
         credits = link_credits(self.layout, [self.plan.program, self._inference_schedule(1).program])
