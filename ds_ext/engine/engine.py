@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.pipe import schedule as ds
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from deepspeed.runtime.pipe.engine import PipelineEngine as DeepSpeedPipelineEngine
 from torch import Tensor
 from torch.autograd import profiler
@@ -189,6 +190,8 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self.use_transport(transport)
         self.recovery = None if settings.recovery is None else Recovery(self, settings.recovery)
         self.snapshot_s: float | None = None
+        self._began = False  # the current step, so that it cannot be repeated
+        self._failure: str | None = None  # first failure of a step that had begun
         self.recovered_from_step: int | None = None
         self._recovered_from: int | None = None
         self.audit = None if settings.audit_interval == 0 else Audit(self, settings.audit_interval)
@@ -377,7 +380,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
                 tracer.failed(instruction)
             self.activity = f"{instruction.label}, {self.activity}"
             error.add_note(self._where(instruction, "stopped" if lost_peer(error) else "failed"))
-            self.transport.abort(f"{type(error).__name__}: {error}")
+            self._abort(f"{type(error).__name__}: {error}")
             raise
         if tracer is not None:
             tracer.executed(instruction, begin)
@@ -619,8 +622,10 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         batches = NoBatches(self.batch_fn is not None) if self.batches is None else self.batches
         self._data = StepData(batches, self.module.data_index * self.running.micro_batches, self.batch_fn)
         if trains not in self._checked_modes:
-            check_first_batch(self._data, self.running.program, self.running.stage_id, self.transport.abort)
+            total = self.running.micro_batches * self.layout.data_parallel_size
+            check_first_batch(self._data, self.running.program, self.running.stage_id, total, self._abort)
             self._checked_modes.add(trains)
+        self._began = True
 
     def _to_device(self, batch: Any) -> tuple[Tensor, ...]:
         return tuple(t.to(self.device, non_blocking=True).detach() for t in pack(batch, "the data"))
@@ -650,7 +655,8 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         with self._in_activity(f"step {step}"), self._first_step_limit(trains=True):
             if self.tracer is not None:
                 self.tracer.start_step(step, self.plan.timetable)
-            loss = super().train_batch()
+            with self._whole_step():
+                loss = super().train_batch()
             if self.tracer is not None:
                 self.tracer.end_step()
             self.loss_watch.loss(step, float(loss), self.skipped_steps > skipped)
@@ -756,6 +762,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
                 self._first_step_limit(trains=False),
                 torch.no_grad(),
                 self.tracer.evaluation() if self.tracer else nullcontext(),
+                self._whole_step(),
             ):
                 self._exec_schedule(self._inference_schedule(num_micro_batches))
                 loss = self._aggregate_total_loss() if compute_loss else None
@@ -949,6 +956,30 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self._add_event({**event, **facts})
 
     # --- failures ---
+
+    @contextmanager
+    def _whole_step(self) -> Iterator[None]:
+        """Context of a step or an evaluation. If it fails after it began, no other one can follow.
+
+        Raises RuntimeError after such a failure: gradients, messages and the other ranks are in an unknown state.
+        """
+        if self._failure is not None:
+            raise RuntimeError(
+                f"engine: cannot continue after a failure within a step (got {self._failure}). Start the ranks again, "
+                f"and load a checkpoint."
+            )
+        self._began = False
+        try:
+            yield
+        except BaseException as error:
+            self.timers(TRAIN_BATCH_TIMER).reset()
+            if self._began:
+                self._failure = f"{self.activity}: {type(error).__name__}: {first_line(error)}"
+            raise
+
+    def _abort(self, failure: str) -> None:
+        self._began = True
+        self.transport.abort(failure)
 
     @contextmanager
     def _first_step_limit(self, trains: bool) -> Iterator[None]:
