@@ -961,7 +961,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
     def _whole_step(self) -> Iterator[None]:
         """Context of a step or an evaluation. If it fails after it began, no other one can follow.
 
-        Raises RuntimeError after such a failure: gradients, messages and the other ranks are in an unknown state.
+        Raises RuntimeError after an earlier failure: gradients, messages and the other ranks are in an unknown state.
         """
         if self._failure is not None:
             raise RuntimeError(
