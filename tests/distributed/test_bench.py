@@ -161,7 +161,7 @@ def test_a_gpu_is_required_for_cuda(name: str, capsys: pytest.CaptureFixture[str
 
 
 def test_torch_trains_the_same_gpt() -> None:
-    sizes = ["--micro-batches", "4", "--num-layers", "4", "--hidden-size", "64", "--seq-length", "32"]
+    sizes = ["--micro-batches", "4", "--num-layers", "4", "--hidden-size", "128", "--seq-length", "32"]
     flags = [*sizes, "--rivals", "torch_1f1b,torch_zbv", "--steps", "8", "--json"]
     command = [sys.executable, "-m", "ds_ext", "bench", "training", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
