@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "pipe_schedules": {"errors"},
     "pipe_schedules/bridge": {"errors", "pipe_schedules", "deepspeed:"},
     "config": {"errors", "pipe_schedules", "parallel", "hjson:", "pydantic:"},
-    "config/schedulers": {"torch:"},
+    "config/schedulers": {"errors", "torch:"},
     "config/deepspeed_check": {
         *("errors", "config", "config/schedulers", "pydantic:", "torch:", "deepspeed:"),
     },

@@ -119,6 +119,7 @@ class Workload:
             "gradient_accumulation_steps": len(self.batches) // replicas,
             **self.precision,
             "optimizer": self.optimizer,
+            "gradient_clipping": 0.0,  # torch's schedules do not clip, and DeepSpeed's norm is that of one stage
             "steps_per_print": 10**9,
         }
 

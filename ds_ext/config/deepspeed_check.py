@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import functools
 import importlib.util
 import inspect
 import logging
@@ -39,7 +40,7 @@ from torch.optim import lr_scheduler
 
 from ..errors import ConfigError
 from .deepspeed_json import RESEMBLES, fp32_sums_of_bf16, half_through_zero
-from .schedulers import MegatronLR
+from .schedulers import MegatronLR, require_plain_step
 
 Make = Callable[[Mapping[str, Any]], Any]
 
@@ -239,12 +240,8 @@ def _check_scheduler(parsed: Any, section: Mapping[str, Any]) -> None:
             f"scheduler.type: torch's schedulers cannot drive the optimizers that DeepSpeed makes for ZeRO, bf16 and "
             f"fp16 (got {name!r}). Use one of {', '.join(own)}."
         )
-    _, *arguments = inspect.signature(classes[name].step).parameters.values()
-    if any(one.default is inspect.Parameter.empty for one in arguments):
-        raise ConfigError(
-            f"scheduler.type: needs the loss in every step, which DeepSpeed does not pass to schedulers of a pipeline "
-            f"(got {name!r}). Use one of {', '.join(own)}."
-        )
+    step_of_none = functools.partial(classes[name].step, None)
+    require_plain_step("scheduler.type", repr(name), step_of_none, f"Use one of {', '.join(own)}.")
     if section.get("params") is None:
         raise ConfigError('scheduler.params: missing (got null). Add "params": {...}.')
 

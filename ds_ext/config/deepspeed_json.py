@@ -25,13 +25,50 @@ _SWITCHED = ("bf16", "bfloat16", "fp16", *_MONITORS)
 _OBJECTS = ("optimizer", "optimizer.params", "scheduler", "scheduler.params", "zero_optimization", *_SWITCHED)
 _MAY_BE_NULL = ("optimizer.params", "scheduler.params", "bf16")
 
-# Settings of DeepSpeed's forward and handlers, which this engine replaces -> alternative.
-_UNAPPLIED = {
-    "torch_autocast.enabled": 'For half precision set "bf16": {"enabled": true}',
-    "fp16.auto_cast": "The first layer casts its inputs",
-    "flops_profiler.enabled": "torch.profiler shows every computation under its name in the timetable",
-    "data_efficiency.enabled": "Order or shorten the samples in the dataset",
-    "wall_clock_breakdown": 'Set "trace" in the "ds_ext" section',
+# Settings without effect in this engine, which replaces DeepSpeed's forwards, messages, data loader and checkpoints and
+# has no ZeRO stage 3: key -> (accepted values, alternative). tests/unit/config/test_keys_with_effect.py has the others.
+_OFF = (False, None)
+_STAGE_3 = 'ZeRO stage 3 alone uses it. Use "stage": 1, or more devices'
+_NO_EXPERTS = "Experts are not distributed over ranks"
+UNAPPLIED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "torch_autocast.enabled": (_OFF, 'For half precision set "bf16": {"enabled": true}'),
+    "fp16.auto_cast": (_OFF, "The first layer casts its inputs"),
+    "flops_profiler.enabled": (
+        _OFF,
+        "torch.profiler shows every computation under its name in the timetable",
+    ),
+    "data_efficiency.enabled": (_OFF, "Order or shorten the samples in the dataset"),
+    "wall_clock_breakdown": (_OFF, 'Set "trace" in the "ds_ext" section'),
+    "autotuning.enabled": (_OFF, 'Set "schedule": "auto" in the "ds_ext" section'),
+    "hybrid_engine.enabled": (_OFF, "Generate with the model that `python -m ds_ext convert --to hf` writes"),
+    "compile.deepcompile": (_OFF, "Call engine.compile()"),
+    "sequence_parallel_size": ((1, None), 'Set "tensor_parallel_size" in the "ds_ext" section'),
+    "seq_parallel_communication_data_type": (("fp32", None), "Set communication_data_type"),
+    "tensor_parallel.autotp_size": ((0, 1), 'Set "tensor_parallel_size" in the "ds_ext" section'),
+    "tensor_parallel.tensor_parallel.tp_size": ((1,), 'Set "tensor_parallel_size" in the "ds_ext" section'),
+    "expert_parallel.enabled": (_OFF, _NO_EXPERTS),
+    "use_data_before_expert_parallelism": (_OFF, _NO_EXPERTS),
+    "managed_gradient_accumulation": ((True,), "train_batch() runs all micro-batches of a step"),
+    "pipeline.stages": (("auto",), 'Set "pipeline_parallel_size" in the "ds_ext" section'),
+    "pipeline.partition": (("best",), "Pass partition_method to PipelineModule"),
+    "pipeline.seed_layers": (_OFF, "Pass seed_layers to PipelineModule"),
+    "pipeline.pipe_partitioned": (_OFF, "Each tensor-parallel rank sends whole activations"),
+    "pipeline.grad_partitioned": (_OFF, "Each tensor-parallel rank sends whole gradients"),
+    "checkpoint.load_universal": (_OFF, "Every checkpoint loads with any schedule and sizes"),
+    "checkpoint.use_node_local_storage": (_OFF, "Save to a folder that all hosts share"),
+    "checkpoint.writer": ((None,), "All ranks write at the same time"),
+    "checkpoint.checkpoint_serialization": ((True,), "The format of the files is fixed"),
+    "datastates_ckpt": (({}, None), "All ranks write at the same time"),
+    "weight_quantization.quantized_initialization": (({},), "Quantize the weights in the layers"),
+    "weight_quantization.post_init_quant": (({},), "Quantize the weights in the layers"),
+    "zero_optimization.zenflow": ((None,), "offload_optimizer works without it"),
+    "zero_optimization.offload_optimizer.super_offload": (_OFF, _STAGE_3),
+    "zero_optimization.offload_param.device": (("none", None), _STAGE_3),
+    "zero_optimization.cpu_offload_param": (_OFF, _STAGE_3),
+    "zero_optimization.zero_hpz_partition_size": ((1,), _STAGE_3),
+    "zero_optimization.zero_quantized_weights": (_OFF, _STAGE_3),
+    "zero_optimization.zero_quantized_nontrainable_weights": (_OFF, _STAGE_3),
+    "zero_optimization.zero_quantized_gradients": (_OFF, _STAGE_3),
 }
 
 _BUCKET = 500_000_000
@@ -70,9 +107,10 @@ def check_deepspeed_keys(config: Mapping[str, Any], ours: Collection[str]) -> No
         )
     if _is_enabled(config, "bf16") and _is_enabled(config, "fp16"):
         raise ConfigError("bf16.enabled, fp16.enabled: both are set (got true). Set only one.")
-    for path, instead in _UNAPPLIED.items():
-        if _value(config, path, False) is True:
-            raise ConfigError(f"{path}: has no effect in this engine (got true). Omit it. {instead}.")
+    for path, (accepted, instead) in UNAPPLIED.items():
+        if (value := _value(config, path, accepted[0])) not in accepted:
+            shown = json.dumps(value, default=repr)
+            raise ConfigError(f"{path}: has no effect in this engine (got {shown}). Omit it. {instead}.")
 
 
 def parse_json(text: str, name: str) -> Any:

@@ -1,13 +1,36 @@
-"""Learning-rate schedule of Megatron-LM, as a scheduler of the JSON."""
+"""Learning-rate schedulers: Megatron-LM's, and what the engine requires of all of them."""
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..errors import ConfigError
+
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
+
+
+def require_plain_step(key: str, name: str, step: Callable[..., Any], fix: str) -> None:
+    """Raise ConfigError for a scheduler whose ``step`` has required arguments.
+
+    Args:
+        key: key or argument that sets the scheduler.
+        name: name of its class.
+        step: its method, bound to an object.
+        fix: instruction at the end of the error.
+    """
+    arguments = inspect.signature(step).parameters.values()
+    starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [one.name for one in arguments if one.default is one.empty and one.kind not in starred]
+    if required:
+        raise ConfigError(
+            f"{key}: the engine calls step() without arguments, and has no metrics in a step (got {name}, whose step() "
+            f"requires {', '.join(required)}). {fix}"
+        )
 
 
 class MegatronLR(LRScheduler):

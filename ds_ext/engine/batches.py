@@ -202,6 +202,16 @@ class MicroBatches:
         self.repeat = repeat
         self._collate = collate or stack_samples
 
+    def require(self, micro_batches: int, trains: bool) -> None:
+        """Raise ConfigError if the dataset has too few samples for the next step or evaluation of all groups."""
+        needed, rest = micro_batches * self.micro_batch_size, len(self.dataset) - self.consumed_samples
+        if rest < needed and not self.repeat:
+            step, smaller = ("training step", "batch") if trains else ("evaluation", "num_micro_batches")
+            raise ConfigError(
+                f"dataset: the first {step} needs {needed} samples, {micro_batches} micro-batches of "
+                f"{self.micro_batch_size} (got {rest}). Use more data, or a smaller {smaller}."
+            )
+
     def get(self, micro_batch: int) -> Any:
         """Return a collated micro-batch of the current step by its global id.
 
@@ -359,7 +369,9 @@ def _sampled_checksum(value: Any) -> float:
     return float(int(checksum(part.view(torch.uint8).numpy().tobytes() for part in parts), 16))
 
 
-def check_first_batch(data: StepData, program: Program, device: int, abort: Callable[[str], None]) -> None:
+def check_first_batch(
+    data: StepData, program: Program, device: int, micro_batches: int, abort: Callable[[str], None]
+) -> None:
     """Fetch and check the first micro-batch for every stage on ``device``. All ranks must call this together.
 
     Logs a warning if the iterators of two data-parallel ranks begin with the same samples.
@@ -368,10 +380,11 @@ def check_first_batch(data: StepData, program: Program, device: int, abort: Call
         data: micro-batches of the next step.
         program: program of the next step.
         device: device of this rank.
+        micro_batches: micro-batches of all pipeline groups in a step.
         abort: function that reports an exception of the dataset to the peers.
 
     Raises:
-        ConfigError: on all ranks, if data is missing or has the wrong format on one of them.
+        ConfigError: on all ranks, if data is missing, too small for a step or has the wrong format on one of them.
     """
     loads: dict[int, int] = {}
     for instruction in program.instructions[device]:
@@ -381,6 +394,8 @@ def check_first_batch(data: StepData, program: Program, device: int, abort: Call
     problem, failure, begin = None, None, None
     last_stage = program.timetable.placement.stages - 1
     try:
+        if loads and isinstance(data.source, MicroBatches):
+            data.source.require(micro_batches, program.timetable.trains)
         for stage, micro_batch in loads.items():
             inputs, labels = data.get(micro_batch)
             if stage == 0:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.pipe import schedule as ds
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from deepspeed.runtime.pipe.engine import PipelineEngine as DeepSpeedPipelineEngine
 from torch import Tensor
 from torch.autograd import profiler
@@ -33,6 +34,7 @@ from ..comm.groups import first_step_limit_s, limit_waits
 from ..comm.host_watch import require_hosts
 from ..comm.transport import Transport, create_transport
 from ..config.deepspeed_json import precision
+from ..config.schedulers import require_plain_step
 from ..errors import CheckpointError, ConfigError, CorruptionError
 from ..launch.failure import first_line, lost_peer
 from ..pipe_schedules.bridge import (
@@ -199,6 +201,8 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self.use_transport(transport)
         self.recovery = None if settings.recovery is None else Recovery(self, settings.recovery)
         self.snapshot_s: float | None = None
+        self._began = False  # the current step, so that it cannot be repeated
+        self._failure: str | None = None  # first failure of a step that had begun
         self.recovered_from_step: int | None = None
         self._recovered_from: int | None = None
         self.audit = None if settings.audit_interval == 0 else Audit(self, settings.audit_interval)
@@ -228,6 +232,15 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             self._inference_schedules[micro_batches] = TimetableSchedule(program, self.module.device_index)
         return self._inference_schedules[micro_batches]
 
+    def _broadcast_model(self) -> None:
+        # DeepSpeed views every parameter as bytes, which tensors without dimensions do not allow.
+        scalars = [parameter for parameter in self.module.parameters() if parameter.dim() == 0]
+        for parameter in scalars:
+            parameter.data = parameter.data.view(1)
+        super()._broadcast_model()
+        for parameter in scalars:
+            parameter.data = parameter.data.view(())
+
     def _links(self) -> dict[tuple[int, int], int]:
         """Return the credits of every link, by (sender, receiver), for training and evaluation."""
         credits = link_credits(self.layout, [self.plan.program, self._inference_schedule(1).program])
@@ -253,7 +266,14 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self._messages = self._static_messages
 
     def _use_optimizer(self) -> None:
-        """Build what depends on the optimizer. A script may set ``engine.optimizer`` after the construction."""
+        """Build what depends on the optimizer. A script may set ``engine.optimizer`` after the construction.
+
+        Raises ConfigError for a scheduler that cannot be stepped without arguments.
+        """
+        if self.lr_scheduler is not None:
+            scheduler = type(self.lr_scheduler).__name__
+            fix = "Give step() defaults, or step the scheduler in the script after train_batch()."
+            require_plain_step("lr_scheduler", scheduler, self.lr_scheduler.step, fix)
         self.gradients = Gradients(self.optimizer, self.mpu.get_data_parallel_group())
         self._parameters = list(self.module.parameters())
         self.reduction = self._make_reduction() if self._reduces_eagerly() else None
@@ -370,7 +390,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
                 tracer.failed(instruction)
             self.activity = f"{instruction.label}, {self.activity}"
             error.add_note(self._where(instruction, "stopped" if lost_peer(error) else "failed"))
-            self.transport.abort(f"{type(error).__name__}: {error}")
+            self._abort(f"{type(error).__name__}: {error}")
             raise
         if tracer is not None:
             tracer.executed(instruction, begin)
@@ -496,6 +516,16 @@ class PipelineEngine(DeepSpeedPipelineEngine):
                 self.clip_fp32_gradients()  # without clipping, DeepSpeed does not measure the norm
             super()._exec_optimizer_step()
 
+    def _take_model_step(self, lr_kwargs: Any) -> None:
+        # DeepSpeed takes a TypeError of the scheduler for a missing argument, and steps again with the batch size.
+        scheduler, self.lr_scheduler = self.lr_scheduler, None
+        try:
+            super()._take_model_step(lr_kwargs)
+        finally:
+            self.lr_scheduler = scheduler
+        if scheduler is not None and self._step_applied:
+            scheduler.step()
+
     def _finish_audit(self, audit: Audit) -> None:
         try:
             audit.finish()
@@ -617,14 +647,16 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         compared = compared_micro_batches(program.timetable, self.global_steps)
         self._data = StepData(batches, first_id, self.batch_fn, compared)
         if trains not in self._checked_modes:
-            check_first_batch(self._data, program, device, self.transport.abort)
+            total = self.running.micro_batches * self.layout.data_parallel_size
+            check_first_batch(self._data, program, device, total, self._abort)
             self._checked_modes.add(trains)
         self._step_loss = None
         try:
             self._losses.start_step(self._data.labels(program, device) if trains else ())
         except Exception as error:
-            self.transport.abort(f"{type(error).__name__}: {error}")
+            self._abort(f"{type(error).__name__}: {error}")
             raise
+        self._began = True
 
     def _to_device(self, batch: Any) -> tuple[Tensor, ...]:
         return tuple(t.to(self.device, non_blocking=True).detach() for t in pack(batch, "the data"))
@@ -654,7 +686,8 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         with self._in_activity(f"step {step}"), self._first_step_limit(trains=True):
             if self.tracer is not None:
                 self.tracer.start_step(step, self.plan.timetable)
-            loss = super().train_batch()
+            with self._whole_step():
+                loss = super().train_batch()
             if self.tracer is not None:
                 self.tracer.end_step()
             self.loss_watch.loss(step, float(loss), self.skipped_steps > skipped)
@@ -702,7 +735,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
 
     def _changeable(self) -> list[Any]:
         """Return what a script may change between steps and :meth:`_use_optimizer` depends on."""
-        return [self.optimizer, self._handlers, self.communication_data_type]
+        return [self.optimizer, self.lr_scheduler, self._handlers, self.communication_data_type]
 
     def eval_batch(
         self,
@@ -760,6 +793,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
                 self._first_step_limit(trains=False),
                 torch.no_grad(),
                 self.tracer.evaluation() if self.tracer else nullcontext(),
+                self._whole_step(),
             ):
                 self._exec_schedule(self._inference_schedule(num_micro_batches))
                 loss = self._aggregate_total_loss() if compute_loss else None
@@ -968,6 +1002,30 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self._add_event({**event, **facts})
 
     # --- failures ---
+
+    @contextmanager
+    def _whole_step(self) -> Iterator[None]:
+        """Context of a step or an evaluation. If it fails after it began, no other one can follow.
+
+        Raises RuntimeError after an earlier failure: gradients, messages and the other ranks are in an unknown state.
+        """
+        if self._failure is not None:
+            raise RuntimeError(
+                f"engine: cannot continue after a failure within a step (got {self._failure}). Start the ranks again, "
+                f"and load a checkpoint."
+            )
+        self._began = False
+        try:
+            yield
+        except BaseException as error:
+            self.timers(TRAIN_BATCH_TIMER).reset()
+            if self._began:
+                self._failure = f"{self.activity}: {type(error).__name__}: {first_line(error)}"
+            raise
+
+    def _abort(self, failure: str) -> None:
+        self._began = True
+        self.transport.abort(failure)
 
     @contextmanager
     def _first_step_limit(self, trains: bool) -> Iterator[None]:

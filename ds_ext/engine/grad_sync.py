@@ -235,9 +235,7 @@ class EagerReduction:
         gradients = [as_real(g) for g in map(self._gradients.of, parameters) if g is not None]
         for dtype in sorted({g.dtype for g in gradients}, key=str):
             of_dtype = [g for g in gradients if g.dtype == dtype]
-            # Gradients of fp64 or complex weights keep their dtype.
-            reduced = self._dtype if dtype.itemsize <= 4 and dtype.is_floating_point else dtype
-            flat = _flatten_dense_tensors(of_dtype).to(reduced)
+            flat = _flatten_dense_tensors(of_dtype).to(dtype if dtype == torch.float64 else self._dtype)
             flat.div_(self._gradients.replicas)
             begin = None if self._tracer is None else self._tracer.now()
             work = dist.all_reduce(flat, group=self._gradients.group, async_op=True)

@@ -161,17 +161,17 @@ def test_a_gpu_is_required_for_cuda(name: str, capsys: pytest.CaptureFixture[str
 
 
 def test_torch_trains_the_same_gpt() -> None:
-    sizes = ["--micro-batches", "4", "--num-layers", "4", "--hidden-size", "64", "--seq-length", "32"]
-    flags = [*sizes, "--rivals", "torch_1f1b,torch_zbv", "--steps", "1", "--json"]
+    sizes = ["--micro-batches", "4", "--num-layers", "4", "--hidden-size", "128", "--seq-length", "32"]
+    flags = [*sizes, "--rivals", "torch_1f1b,torch_zbv", "--steps", "8", "--json"]
     command = [sys.executable, "-m", "ds_ext", "bench", "training", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)
     assert [item["name"] for item in found] == ["1f1b", "torch_1f1b", "torch_zbv"]
     losses = [item["params"]["losses"] for item in found]
-    assert losses[0][2] < losses[0][0] and len(losses[0]) == 3
+    assert losses[0][2] < losses[0][0] and len(losses[0]) == 10
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)
-    assert all(item["repeats"] == 1 and item["params"]["ratio"] is None for item in found)
+    assert all(item["repeats"] == 8 and item["params"]["ratio"] is None for item in found)
 
 
 def test_an_engine_with_other_losses_failed() -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime import lr_schedules
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from ...errors import CheckpointError
 from ..batches import Resumable
@@ -25,9 +29,12 @@ from .states import (
     buffers_of,
     extra_states_of,
     layers_of,
+    numbers_of,
     parameters_of,
     set_numbers,
 )
+
+logger = logging.getLogger(__name__)
 
 
 def load_checkpoint(
@@ -77,6 +84,7 @@ def load_checkpoint(
         return str(checkpoint), manifest, state
 
     name, manifest, state = _checked(check, parameters, strict)
+    settings = _settings(engine, states)
     reader = CheckpointReader(Path(name), manifest, engine.mpu.get_slice_parallel_rank())
     if engine.in_checkpoints:
         with torch.no_grad():
@@ -87,6 +95,9 @@ def load_checkpoint(
         _load_counters(engine, state)
     if with_scheduler and engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+    _apply_rates(engine.lr_scheduler)
+    if rank == engine.first_in_checkpoints:
+        _log_settings(settings, _settings(engine, states))
     dist.barrier()  # no rank may train, or fail, while another is still reading
     return Path(name), {key: value for key, value in state.items() if key not in RESERVED_KEYS}
 
@@ -226,6 +237,53 @@ def _load_states(
         numbers = next((n for n in (saved[name]["group"] for name in saved_names) if n is not None), None)
         if numbers is not None:
             set_numbers(group, numbers)
+
+
+def _apply_rates(scheduler: Any) -> None:
+    """Set the learning rates of the scheduler's current step in its optimizer.
+
+    A loaded optimizer has those of the checkpoint, which may be of a job with other arguments.
+    """
+    deepspeed = tuple(getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES)
+    if isinstance(scheduler, deepspeed):
+        scheduler.step(scheduler.last_batch_iteration)
+    elif isinstance(scheduler, LRScheduler):
+        for group, lr in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = lr
+
+
+def _settings(engine: Checkpointed, states: OptimizerStates) -> dict[tuple[str, int], Any]:
+    """Return the settings of the optimizer and the scheduler that a checkpoint may replace, by (key, group)."""
+    scheduler, driven = engine.lr_scheduler, ("lr", "initial_lr", "betas", "momentum")
+    settings = {
+        (f"optimizer.params.{key}", index): value
+        for index, (group, _) in enumerate(states.groups())
+        for key, value in numbers_of(group).items()
+        if scheduler is None or key not in driven
+    }
+    if isinstance(scheduler, LRScheduler):  # DeepSpeed's load only their step
+        settings |= {("optimizer.params.lr", index): lr for index, lr in enumerate(scheduler.base_lrs)}
+        arguments, saved = inspect.signature(type(scheduler)).parameters, scheduler.state_dict()
+        settings |= {
+            (f"scheduler.params.{key}", 0): saved[key]
+            for key in arguments
+            if key in saved and key != "last_epoch"
+        }
+    return settings
+
+
+def _log_settings(before: Mapping[tuple[str, int], Any], after: Mapping[tuple[str, int], Any]) -> None:
+    changes = {
+        f"{key} = {after[key, group]!r} (this job: {value!r})": None
+        for (key, group), value in before.items()
+        if (key, group) in after and after[key, group] != value
+    }
+    if changes:
+        logger.warning(
+            "settings of the checkpoint replace those of this job: %s. To change them, set "
+            "engine.optimizer.param_groups after load_checkpoint().",
+            ", ".join(changes),
+        )
 
 
 def _load_counters(engine: Checkpointed, state: Mapping[str, Any]) -> None:

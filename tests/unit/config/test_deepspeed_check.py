@@ -29,6 +29,7 @@ from pydantic import ValidationError
 from torch.optim import lr_scheduler
 
 from ds_ext.config.deepspeed_check import _top_level_keys
+from ds_ext.config.deepspeed_json import UNAPPLIED
 from ds_ext.config.job import load_config
 from ds_ext.engine import check_deepspeed
 from ds_ext.errors import ConfigError
@@ -39,11 +40,6 @@ OFFLOADED = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "
 BATCH_SIZES = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.json"))
 KEYS = sorted(_top_level_keys() - BATCH_SIZES)
-# DeepSpeed accepts these, and a pipeline cannot use them.
-OURS = [
-    *({key: True} for key in ("wall_clock_breakdown",)),
-    *({key: {"enabled": True}} for key in ("torch_autocast", "flops_profiler", "data_efficiency")),
-]
 NOT_IN_A_PIPELINE = {"LBFGS", "SparseAdam"}
 # They depend on tags of the model's parameters.
 TAGGED = {"muon", "muadam", "muadamw", "musgd", "Muon"}
@@ -76,7 +72,13 @@ def reading(config: Mapping[str, Any]) -> Any:
 
 def agree(config: Mapping[str, Any], deepspeed_accepts: bool) -> None:
     found = refusal(config)
-    assert (found is None) == deepspeed_accepts, (config, found)
+    if not without_effect(found):
+        assert (found is None) == deepspeed_accepts, (config, found)
+
+
+def without_effect(refusal: str | None) -> bool:
+    """Return whether we refused a key that DeepSpeed accepts and a pipeline cannot use."""
+    return refusal is not None and refusal.partition(":")[0] in UNAPPLIED
 
 
 # --- sections and keys -----------------------------------------------------------------------------------------------
@@ -92,14 +94,7 @@ def test_many_keys_are_found() -> None:
 @pytest.mark.parametrize("key", KEYS)
 def test_top_level_keys(key: str) -> None:
     for value in ({}, {"enabled": False}, {"enabled": True}, None, True, False, 3, "fp32"):
-        if {key: value} not in OURS:
-            agree({key: value}, not isinstance(reading({key: value}), Exception))
-
-
-@pytest.mark.parametrize("config", OURS)
-def test_keys_without_effect(config: dict[str, Any]) -> None:
-    assert not isinstance(reading(config), Exception)
-    assert "has no effect" in str(refusal(config))
+        agree({key: value}, not isinstance(reading({key: value}), Exception))
 
 
 def models() -> Iterator[tuple[str, type[DeepSpeedConfigModel]]]:
@@ -122,8 +117,8 @@ def test_keys_of_sections(section: str, model: type[DeepSpeedConfigModel]) -> No
     for name, field in model.model_fields.items():
         value = field.get_default(call_default_factory=True)
         for config in ({section: {name: value}}, {section: {name: "nothing"}}):
-            if name != "stage" and (section, name) != ("fp16", "auto_cast"):
-                ours = refusal(config)
+            ours = refusal(config)
+            if name != "stage" and not without_effect(ours):
                 fine = not isinstance(reading(config), Exception)
                 assert (ours is None) == fine or (name == "enabled" and value is False), (config, ours)
     key = next(iter(model.model_fields))

@@ -1,0 +1,167 @@
+"""Learning-rate schedulers of a script or of the JSON: which ones are refused, and the rates after a resume."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
+
+import ds_ext
+from ds_ext.engine import PipelineEngine
+from ds_ext.errors import ConfigError
+from tests.ranks import Ranks
+
+STEPS, AT, TOTAL = 6, 3, 10
+pytestmark = pytest.mark.quick
+
+
+def engine_of(lr: float = 0.1, lr_scheduler: Any = None, **keys: Any) -> PipelineEngine:
+    config = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "SGD", "params": {"lr": lr}},
+        "ds_ext": {"print_plan": False},
+        **keys,
+    }
+    layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(4)]
+    model = ds_ext.PipelineModule(layers, config, num_stages=2, loss_fn=nn.functional.mse_loss)
+    data = torch.utils.data.TensorDataset(torch.ones(16, 4), torch.ones(16, 4))
+    parameters = model.parameters()
+    engine, *_ = ds_ext.initialize(
+        model=model, model_parameters=parameters, training_data=data, lr_scheduler=lr_scheduler
+    )
+    return engine
+
+
+# --- step() without arguments ----------------------------------------------------------------------------------------
+
+
+def use_plateau(rank: int, how: str) -> list[float]:
+    plateau: Any = functools.partial(ReduceLROnPlateau, patience=1)
+    if how == "object":
+        plateau = plateau(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
+    engine = engine_of(lr_scheduler=None if how == "attribute" else plateau)
+    if how == "attribute":
+        engine.train_batch()
+        engine.lr_scheduler = plateau(engine.optimizer)
+    engine.train_batch()
+    return engine.get_lr()
+
+
+@pytest.mark.parametrize("how", ["callable", "object", "attribute"])
+def test_a_scheduler_that_needs_a_metric_does_not_get_the_batch_size(ranks: Ranks, how: str) -> None:
+    with pytest.raises(ConfigError, match=r"^lr_scheduler: .*ReduceLROnPlateau.*metrics"):
+        ranks(2).run(use_plateau, how)
+
+
+def rate_of(step: int) -> float:
+    """Fail in the first step, but not for the batch size 8."""
+    return 1.0 if step in (0, 8) else step + None  # pyright: ignore[reportOperatorIssue]
+
+
+def use_failing_function(rank: int) -> None:
+    engine = engine_of(lr_scheduler=functools.partial(LambdaLR, lr_lambda=rate_of))
+    engine.train_batch()
+
+
+def test_a_type_error_of_a_schedulers_function_reaches_the_script(ranks: Ranks) -> None:
+    with pytest.raises(TypeError, match="unsupported operand"):
+        ranks(2).run(use_failing_function)
+
+
+def halve(rank: int) -> list[float | None]:
+    engine = engine_of(lr_scheduler=functools.partial(StepLR, step_size=2, gamma=0.5))
+    rates = []
+    for _ in range(4):
+        engine.train_batch()
+        rates.append(engine.step_lr)
+    return rates
+
+
+def test_a_scheduler_of_the_script_is_stepped_once_per_step(ranks: Ranks) -> None:
+    assert ranks(2).run(halve) == [[0.1, 0.1, 0.05, 0.05]] * 2
+
+
+# --- resume with other settings --------------------------------------------------------------------------------------
+
+SCHEDULERS: dict[str, dict[str, Any]] = {
+    "WarmupLR": {"warmup_num_steps": 8, "warmup_max_lr": None, "warmup_type": "linear"},
+    "WarmupCosineLR": {"total_num_steps": TOTAL, "warmup_num_steps": 2},
+    "OneCycle": {"cycle_min_lr": 0.0, "cycle_max_lr": 0.1, "cycle_first_step_size": 5},
+    "MegatronLR": {"total_num_steps": TOTAL, "warmup_num_steps": 2, "decay_style": "cosine"},
+}
+
+
+class Lines(logging.Handler):
+    """Messages of one logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def resumed(
+    rank: int, folder: str, lr: float, steps: int, load: bool, scheduler: Any, zero: int = 0
+) -> tuple[list[float | None], list[str]]:
+    """Return the rates of some steps, and the warnings of the loader. Save at the end of a run that loads nothing."""
+    keys = {"zero_optimization": {"stage": zero}, "zero_allow_untested_optimizer": True}
+    if isinstance(scheduler, dict):
+        keys["scheduler"], scheduler = scheduler, None
+    engine, log, rates = engine_of(lr, scheduler, **keys), Lines(), []
+    if load:
+        logger = logging.getLogger("ds_ext.engine.checkpoint.load")
+        logger.addHandler(log)
+        engine.load_checkpoint(folder)
+        logger.removeHandler(log)
+    for _ in range(steps):
+        engine.train_batch()
+        rates.append(engine.step_lr)
+    if not load and steps == AT:
+        engine.save_checkpoint(folder)
+    return rates, log.lines
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_all_steps_after_a_resume_have_the_rates_of_the_json(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    def scheduler(scale: float) -> dict[str, Any]:
+        params = SCHEDULERS[name] | {"cycle_max_lr": 0.1 * scale} if name == "OneCycle" else SCHEDULERS[name]
+        longer = {key: 3 * value for key, value in params.items() if key == "total_num_steps" and scale < 1}
+        return {"type": name, "params": params | longer}
+
+    pool, folder = ranks(2), str(tmp_path)
+    pool.run(resumed, folder, 0.1, AT, False, scheduler(1), 1)
+    expected, _ = pool.run(resumed, folder, 0.001, STEPS, False, scheduler(0.01))[0]
+    for rates, _ in pool.run(resumed, folder, 0.001, STEPS - AT, True, scheduler(0.01), 1):
+        assert rates == pytest.approx(expected[AT:])
+
+
+def test_settings_that_a_checkpoint_replaces_are_logged_once(ranks: Ranks, tmp_path: Path) -> None:
+    pool, folder = ranks(2), str(tmp_path)
+    pool.run(resumed, folder, 0.1, AT, False, None)
+    (rates, [line]), (_, others) = pool.run(resumed, folder, 0.001, 1, True, None)
+    assert rates == [0.1]
+    assert re.findall(r"[\w.]+ = \S+ \(this job: \S+\)", line) == [
+        "optimizer.params.lr = 0.1 (this job: 0.001)"
+    ]
+    assert others == []
+    assert pool.run(resumed, folder, 0.1, 1, True, None)[0] == ([0.1], [])
+
+
+def test_settings_of_torchs_schedulers_that_a_checkpoint_replaces(ranks: Ranks, tmp_path: Path) -> None:
+    pool, folder = ranks(2), str(tmp_path)
+    pool.run(resumed, folder, 0.1, AT, False, functools.partial(StepLR, step_size=2))
+    (rates, [line]), _ = pool.run(resumed, folder, 0.001, 2, True, functools.partial(StepLR, step_size=5))
+    assert rates == pytest.approx([0.01, 0.001])
+    assert {"optimizer.params.lr", "scheduler.params.step_size"} == set(re.findall(r"([\w.]+) = ", line))
