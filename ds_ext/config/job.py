@@ -37,6 +37,7 @@ class DsExtConfig(Section):
     schedule_options: dict[str, Any] = Field(default_factory=dict)
     modules: list[str] = Field(default_factory=list, alias="import")
     eager_gradient_sync: bool = True
+    keyed_random: bool = True
     print_plan: bool = True
     max_nonfinite_losses: int = Field(default=10, ge=0)
     audit_interval: int = Field(default=0, ge=0)
