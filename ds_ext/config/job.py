@@ -38,6 +38,7 @@ class DsExtConfig(Section):
     modules: list[str] = Field(default_factory=list, alias="import")
     loss_weighting: Literal["tokens", "micro_batches"] = "tokens"
     eager_gradient_sync: bool = True
+    keyed_random: bool = True
     print_plan: bool = True
     max_nonfinite_losses: int = Field(default=10, ge=0)
     audit_interval: int = Field(default=0, ge=0)

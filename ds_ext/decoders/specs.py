@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ from .find import find_cut
 from .layers import DecoderLayer, Embedding, FinalNorm, Head, Positions, TiedHead, embed
 from .lora import Adapters
 from .weights import Source, source_of
-
-logger = logging.getLogger(__name__)
 
 IGNORE_INDEX = -100  # label of tokens that do not count, in transformers
 _TIE = "embedding"
@@ -54,7 +51,6 @@ def from_transformers(
     adapters = None if lora is None else Adapters(lora, source, cut)
     loss_fn = CausalLoss(source)
     _check_loss(source, cut, loss_fn)
-    _warn_of_dropout(source)
     sizes = _sizes(source, cut)
     arguments = (source, cut, adapters)
     if cut.tied:
@@ -111,23 +107,6 @@ def _check_loss(source: Source, cut: Cut, loss_fn: CausalLoss) -> None:
             f"{type(source.config).__name__}: cannot be cut, because its forward adds to the loss of the logits "
             f"(got {float(own):.6g}, and {float(ours):.6g} without). Set the extra loss to 0 in the config."
         )
-
-
-def _warn_of_dropout(source: Source) -> None:
-    values = {key: value for key, value in source.config.to_dict().items() if _is_dropout(key) and value}
-    if values:
-        logger.warning(
-            "%s: dropout masks depend on the schedule and the sizes (got %s). Set them to 0 in config.json for losses "
-            "that do not.",
-            type(source.config).__name__,
-            ", ".join(f"{key} {value}" for key, value in values.items()),
-        )
-
-
-def _is_dropout(key: str) -> bool:
-    unused = ("summary", "classifier", "classification")
-    noise = key.endswith(("dropout", "pdrop", "dropout_prob", "jitter_noise"))
-    return noise and not key.startswith(unused)
 
 
 def _sizes(source: Source, cut: Cut) -> list[int]:

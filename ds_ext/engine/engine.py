@@ -214,6 +214,11 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         return max(self.peak_memory_of_ranks, default=None)
 
     @property
+    def random_seed(self) -> int:
+        """Seed of the keys from which layers draw; see :func:`ds_ext.tensor_parallel.layer_key`."""
+        return self.module.random_seed
+
+    @property
     def bubble_simulated(self) -> float:
         """Share of the simulated step in which an average device does not compute."""
         return self.plan.simulation.bubble

@@ -44,7 +44,7 @@ from .facts import data_facts, optimizer_facts, run_facts, stage_facts
 from .fbd.backward import BackwardEngine
 from .fbd.forward import ForwardEngine
 from .module import PipelineModule
-from .together import together
+from .together import by_rank_0, together
 
 _NOT_ON_FORWARD_RANKS = ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16", "bfloat16")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -230,6 +230,7 @@ def initialize(
     )
     if optimizer is not None or "optimizer" in config_dict:
         _require_parameters(model, model_parameters)
+    model.random_seed = by_rank_0(torch.initial_seed)
     facts = run_facts(model)
     if rank() == 0 and job.ds_ext.print_plan and not model.plan_is_given:
         print(f"{facts['plan']}\n", end="", flush=True)

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.module import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
@@ -31,6 +32,7 @@ from ..parallel.fbd import FORWARD_ROLE
 from ..parallel.layout import ParallelLayout
 from ..pipe_schedules.ops import BACKWARD, FORWARD
 from ..planner.job_plan import JobPlan, StagePlan, make_stage_plan
+from ..tensor_parallel import keyed_layers
 from .deepspeed_api.device import select_device
 from .deepspeed_api.recompute import CheckpointFunction, checkpoint_function, recomputed
 from .deepspeed_api.topology import require_rank_order, topology_sizes
@@ -90,6 +92,8 @@ class PipelineModule(DeepSpeedPipelineModule):
     Attributes:
         layer_names: one name per layer of the whole model, for the printed plan.
         plan_is_given: the module was built from a job plan, which its script prints.
+        random_seed: seed of the keys from which layers draw: initial seed of torch on rank 0 in ``initialize``, or the
+            seed of the loaded checkpoint.
     """
 
     def __init__(
@@ -139,6 +143,7 @@ class PipelineModule(DeepSpeedPipelineModule):
         )
         self.layer_names = [_name(layer, index) for index, layer in enumerate(layers)]
         self.plan_is_given = isinstance(config, JobPlan)
+        self.random_seed = torch.initial_seed()
         layout = on_hosts(plan.layout, settings.fbd.forward_hosts)
         self._plan, self.clock = replace(plan, layout=layout), clock
         self.role = layout.role(dist.get_rank())
@@ -286,14 +291,26 @@ class PipelineModule(DeepSpeedPipelineModule):
             inputs: tensor or tuple of tensors.
             step, micro_batch: global ids, for layers that draw random numbers.
         """
-        layers, interval = self.stage_funcs[stage], self.activation_checkpoint_interval
+        layers, interval, first = (
+            self.stage_funcs[stage],
+            self.activation_checkpoint_interval,
+            self.parts[stage],
+        )
+        device = torch.device(get_accelerator().current_device_name())
+        keyed = self.job.ds_ext.keyed_random and not _in_graph_capture(device)
 
         def run(start: int, stop: int, x: Any) -> Any:
             # Recomputation calls this in the backward, when the clock is set to a different micro-batch.
             if self.clock is not None:
                 self.clock.set(step, micro_batch)
-            for layer in layers[start:stop]:
-                x = layer(x)
+            if not keyed:
+                for layer in layers[start:stop]:
+                    x = layer(x)
+                return x
+            with keyed_layers(self.random_seed, step, micro_batch, device) as start_layer:
+                for index, layer in enumerate(layers[start:stop], first + start):
+                    start_layer(index)
+                    x = layer(x)
             return x
 
         if interval == 0 or not torch.is_grad_enabled():
@@ -303,9 +320,9 @@ class PipelineModule(DeepSpeedPipelineModule):
             stop = min(start + interval, len(layers))
             if self._is_checkpointable(layers[start:stop]):
                 block = functools.partial(run, start, stop)
-                indices = range(self.parts[stage] + start, self.parts[stage] + stop)
+                indices = range(first + start, first + stop)
                 of_block = [modules[index] for index in indices if index in modules]
-                inputs = recomputed(self.activation_checkpoint_func, of_block, block, inputs)
+                inputs = recomputed(self.activation_checkpoint_func, of_block, block, inputs, not keyed)
             else:
                 inputs = run(start, stop, inputs)
         return inputs
@@ -425,6 +442,19 @@ def _description(layer: Any) -> str:
     if isinstance(layer, torch.nn.Module):
         return f"{name} {[tuple(parameter.shape) for parameter in layer.parameters()]};"
     return f"{name};"
+
+
+def _in_graph_capture(device: torch.device) -> bool:
+    """Return whether a CUDA graph is being captured, in which generators cannot be seeded."""
+    captures = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if captures:
+        _log_capture()
+    return captures
+
+
+@functools.cache
+def _log_capture() -> None:
+    logger.warning("keyed_random: no effect in a CUDA graph, which replays the seeds of its capture")
 
 
 def _seed(seed: int) -> None:

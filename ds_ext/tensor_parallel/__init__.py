@@ -19,7 +19,15 @@ from ds_ext.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
     shared_parameters,
 )
-from ds_ext.tensor_parallel.random import DropoutClock, KeyedDropout, keyed_normal, keyed_rng, mix_key
+from ds_ext.tensor_parallel.random import (
+    DropoutClock,
+    KeyedDropout,
+    keyed_layers,
+    keyed_normal,
+    keyed_rng,
+    layer_key,
+    mix_key,
+)
 from ds_ext.tensor_parallel.weight_gradients import (
     Deferral,
     DeferralWatch,
@@ -54,8 +62,10 @@ __all__ = [
     "embedding",
     "enter_tensor_parallel",
     "gather_from_sequence_parallel_region",
+    "keyed_layers",
     "keyed_normal",
     "keyed_rng",
+    "layer_key",
     "let_defer",
     "linear",
     "mix_key",

@@ -37,6 +37,18 @@ def mix_key(*parts: int | str) -> int:
     return key
 
 
+def layer_key(seed: int, step: int, micro_batch: int, layer: int) -> int:
+    """Return the key from which the forward of one layer draws.
+
+    Args:
+        seed: seed of the run, ``engine.random_seed``.
+        step: number of the steps before this one, ``engine.global_steps``.
+        micro_batch: number within the step over all pipes and data-parallel ranks.
+        layer: index in the whole model.
+    """
+    return mix_key("layer", seed, step, micro_batch, layer)
+
+
 def keyed_generator(key: int, device: torch.device) -> torch.Generator:
     """Return a new generator on ``device``, seeded with ``key``."""
     return torch.Generator(device=device).manual_seed(key)
@@ -55,6 +67,31 @@ def keyed_rng(key: int, device: torch.device) -> Iterator[None]:
         yield
     finally:
         generator.set_state(state)
+
+
+@contextmanager
+def keyed_layers(
+    seed: int, step: int, micro_batch: int, device: torch.device
+) -> Iterator[Callable[[int], None]]:
+    """Yield a function to call before each layer with its index; arguments are the same as :func:`layer_key`'s.
+
+    It seeds the default generators of the CPU and of ``device`` with the layer's key. On exit, they have their states
+    again.
+    """
+    generators = {_default_generator(torch.device("cpu")), _default_generator(device)}
+    states = [(generator, generator.get_state()) for generator in generators]
+    of_micro_batch = mix_key("layer", seed, step, micro_batch)
+
+    def start_layer(layer: int) -> None:
+        key = splitmix64(of_micro_batch ^ layer)  # faster than layer_key()
+        for generator in generators:
+            generator.manual_seed(key)
+
+    try:
+        yield start_layer
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
 
 
 def keyed_normal(std: float, *key: int | str) -> Callable[[Tensor], Tensor]:

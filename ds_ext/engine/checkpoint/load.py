@@ -21,7 +21,7 @@ from ..together import by_rank_0, together
 from .file import read_plain
 from .folder import check_contents, open_checkpoint
 from .reader import CheckpointReader
-from .save import COUNTERS, DATA_POSITION, RESERVED_KEYS, STATE_FILE
+from .save import COUNTERS, DATA_POSITION, RANDOM_SEED, RESERVED_KEYS, STATE_FILE
 from .states import (
     Checkpointed,
     LocalParameter,
@@ -55,7 +55,8 @@ def load_checkpoint(
         strict: raise an error if the checkpoint and the model have different parameters.
         with_optimizer: load the states and settings of the optimizer.
         with_scheduler: load the state of the learning-rate scheduler.
-        with_counters: load the loss scale, the counters of steps and samples, and the position in the data.
+        with_counters: load the loss scale, the counters of steps and samples, the position in the data, and the seed of
+            the layers' random numbers.
 
     Returns:
         Folder of the checkpoint, and the client state.
@@ -289,6 +290,7 @@ def _log_settings(before: Mapping[tuple[str, int], Any], after: Mapping[tuple[st
 def _load_counters(engine: Checkpointed, state: Mapping[str, Any]) -> None:
     for key in COUNTERS:
         setattr(engine, key, state[key])
+    engine.module.random_seed = state.get(RANDOM_SEED, engine.module.random_seed)
     kind, position = state.get(DATA_POSITION) or (None, None)
     # A different class of batches may define its position differently.
     if isinstance(engine.batches, Resumable) and kind == type(engine.batches).__name__:

@@ -43,6 +43,7 @@ from .states import (
 
 STATE_FILE = "mp_rank_00_model_states.pt"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+RANDOM_SEED = "random_seed"
 DATA_POSITION = "data_position"
 RESERVED_KEYS = (
     *COUNTERS,
@@ -55,6 +56,7 @@ RESERVED_KEYS = (
         "dp_world_size",
         "mp_world_size",
         DATA_POSITION,
+        RANDOM_SEED,
     ),
 )
 LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -277,6 +279,7 @@ def _state_of(engine: Checkpointed, client_state: Mapping[str, Any]) -> dict[str
         "lr_scheduler_class": None if scheduler is None else type(scheduler).__name__,
         "loss_scale": {key: getattr(scaler, key) for key in LOSS_SCALE if hasattr(scaler, key)},
         DATA_POSITION: position,
+        RANDOM_SEED: engine.module.random_seed,
         "dp_world_size": engine.dp_world_size,
         "mp_world_size": 1,  # for DeepSpeed's loader: number of these files
         **client_state,

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ...errors import ConfigError
 
 CheckpointFunction = Callable[..., Any]
-_NON_REENTRANT = partial(checkpoint, use_reentrant=False)
+_NON_REENTRANT: CheckpointFunction = partial(checkpoint, use_reentrant=False)
 
 
 def checkpoint_function(given: CheckpointFunction | None) -> CheckpointFunction:
@@ -22,7 +22,11 @@ def checkpoint_function(given: CheckpointFunction | None) -> CheckpointFunction:
 
 
 def recomputed(
-    function: CheckpointFunction, modules: Sequence[nn.Module], run: Callable[[Any], Any], inputs: Any
+    function: CheckpointFunction,
+    modules: Sequence[nn.Module],
+    run: Callable[[Any], Any],
+    inputs: Any,
+    keep_random: bool,
 ) -> Any:
     """Return ``run(inputs)``, which ``function`` runs again in the backward.
 
@@ -31,6 +35,7 @@ def recomputed(
         modules: modules that ``run`` calls.
         run: forward of the layers.
         inputs: tensor or tuple of tensors.
+        keep_random: let torch's function repeat the random numbers, because ``run`` does not.
 
     Raises:
         ConfigError: trained layers get no gradients. Reentrant functions lose them if no input has a gradient.
@@ -45,7 +50,8 @@ def recomputed(
     def forward(*tensors: Any) -> Any:
         return run(tensors if is_tuple else tensors[0])
 
-    outputs = function(forward, *tensors)
+    options = {} if function is not _NON_REENTRANT else {"preserve_rng_state": keep_random}
+    outputs = function(forward, *tensors, **options)
     if not any(map(_has_gradient, outputs if isinstance(outputs, tuple) else (outputs,))):
         trained = [module for module in modules if _is_trained(module)]
         if trained:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...errors import CheckpointError, ConfigError
 from ..batches import IteratorBatches, Resumable
 from ..checkpoint.load import weight_targets
-from ..checkpoint.save import COUNTERS, LOSS_SCALE, describe_job
+from ..checkpoint.save import COUNTERS, LOSS_SCALE, RANDOM_SEED, describe_job
 from ..checkpoint.states import (
     Checkpointed,
     OptimizerStates,
@@ -70,6 +70,7 @@ def values_of(engine: Checkpointed) -> dict[str, Any]:
             for key, owner in extra_states_of(layer).items()
         },
         "random": _random_states(),
+        RANDOM_SEED: engine.module.random_seed,
     }
 
 
@@ -109,6 +110,7 @@ def load(engine: Checkpointed, tensors: dict[str, Tensor], values: dict[str, Any
     if isinstance(engine.batches, Resumable) and values["data"] is not None:
         engine.batches.load_state_dict(values["data"])
     _set_random_states(values["random"])
+    engine.module.random_seed = values[RANDOM_SEED]
 
 
 def require_same_job(engine: Checkpointed, job: dict[str, Any]) -> None:

@@ -6,7 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ds_ext.tensor_parallel import DropoutClock, KeyedDropout, keyed_normal, keyed_rng, mix_key
+from ds_ext.tensor_parallel import (
+    DropoutClock,
+    KeyedDropout,
+    keyed_layers,
+    keyed_normal,
+    keyed_rng,
+    layer_key,
+    mix_key,
+)
 from ds_ext.tensor_parallel.random import splitmix64
 
 CPU = torch.device("cpu")
@@ -118,3 +126,15 @@ def test_the_clock_restores_its_step_and_micro_batch() -> None:
         assert (clock.step, clock.micro_batch) == (1, 2)
         raise ZeroDivisionError
     assert (clock.step, clock.micro_batch) == (5, 6)
+
+
+def test_layers_draw_from_their_keys_and_the_generator_stays() -> None:
+    before, place = torch.get_rng_state(), (2**63 + 5, 3, 4)
+    with pytest.raises(ZeroDivisionError), keyed_layers(*place, CPU) as start_layer:
+        for layer in (0, 300):
+            start_layer(layer)
+            drawn = torch.rand(3)
+            with keyed_rng(layer_key(*place, layer), CPU):
+                assert torch.equal(torch.rand(3), drawn)
+        raise ZeroDivisionError
+    assert torch.equal(torch.get_rng_state(), before)
