@@ -498,9 +498,11 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             with self.gradients.accumulating():
                 (0 * self.module.placeholder).sum().backward()
         if self.reduction is None:
-            self.gradients.fill_missing(self.module.parameters())
+            trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+            used = self.gradients.fill_missing(trained)
             if self.gradients.needs_reduction:
                 super()._exec_reduce_grads()
+            self.gradients.drop_unused_by_all(trained, used)
         else:
             self.reduction.finish()
 

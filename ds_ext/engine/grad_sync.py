@@ -56,21 +56,52 @@ class Gradients:
             return self.optimizer.get_gradient_for_reduction(parameter)
         return getattr(parameter, "_hp_grad", None) if self._is_bf16 else parameter.grad
 
-    def fill_missing(self, parameters: Iterable[nn.Parameter]) -> None:
+    @property
+    def may_be_missing(self) -> bool:
+        """True if the optimizer skips a parameter without gradient; ZeRO and bf16 optimizers take it as zero."""
+        return not self._is_zero
+
+    def fill_missing(self, parameters: Iterable[nn.Parameter]) -> list[bool]:
         """Set missing gradients to zero, because another replica may have a gradient.
 
         Replicas must reduce the same parameters in the same order. DeepSpeed fills them too, except with ZeRO.
+        Returns which parameters had a gradient.
         """
+        parameters = list(parameters)
+        used = [self.of(parameter) is not None for parameter in parameters]
         # The bf16 optimizer allocates its sums at construction.
-        if not self._is_bf16 and self.replicas > 1:
+        if not self._is_bf16 and self.replicas > 1 and not all(used):
             self._fill(parameters)
+        return used
+
+    def drop_unused(self, parameters: Iterable[nn.Parameter], used: Iterable[bool]) -> None:
+        """Remove the gradients of parameters that no replica used, so that the optimizer skips them as without ranks."""
+        for parameter, is_used in zip(parameters, used, strict=True):
+            if not is_used:
+                parameter.grad = None
+
+    def drop_unused_by_all(self, parameters: Sequence[nn.Parameter], used: Sequence[bool]) -> None:
+        """Share which parameters have a gradient, and drop those that no replica used. For reductions of DeepSpeed."""
+        if self.may_be_missing and self.replicas > 1 and parameters:
+            flags = torch.tensor(used, dtype=torch.uint8, device=parameters[0].device)
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
+            self.drop_unused(parameters, flags.tolist())
 
     def sum_tied(self, tied: Iterable[tuple[nn.Parameter, ProcessGroup]]) -> None:
         """Sum the gradients of tied parameters over the ranks that hold them. A missing gradient counts as zero."""
         for parameter, group in tied:
-            if self.of(parameter) is None:
+            used = self.of(parameter) is not None
+            if not used:
                 self._fill([parameter])
-            dist.all_reduce(self.of(parameter), group=group)
+            gradient = self.of(parameter)
+            assert gradient is not None
+            if self.may_be_missing:
+                flag = torch.tensor(float(used), device=gradient.device)
+                dist.all_reduce(flag, group=group)
+                if not flag:
+                    self.drop_unused([parameter], [False])
+                    continue
+            dist.all_reduce(gradient, group=group)
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Context for a backward, in which ZeRO and bf16 optimizers move its gradients to their buffers."""
@@ -194,6 +225,9 @@ class EagerReduction:
         self._parameters = _by_last_stage(module, order)
         self._backwards = Counter(op.stage for op in ops if op.kind in (BACKWARD, BACKWARD_WEIGHT))
         self._pending: deque[tuple[Work, Tensor, list[Tensor]]] = deque()
+        self._used: list[
+            tuple[list[nn.Parameter], Tensor]
+        ] = []  # reduced flags of the parameters with a gradient
         self._start_step()
 
     def _start_step(self) -> None:
@@ -214,6 +248,9 @@ class EagerReduction:
         self._reduce(None)
         while self._pending:
             self._take_first()
+        for parameters, flags in self._used:
+            self._gradients.drop_unused(parameters, (flags != 0).tolist())
+        self._used.clear()
         self._start_step()
         optimizer = self._gradients.optimizer
         if isinstance(optimizer, ZeROOptimizer) and hasattr(optimizer, "reduce_gradients"):
@@ -231,8 +268,13 @@ class EagerReduction:
     def _reduce(self, stage: int | None) -> None:
         """Start the reduction of a stage; None: of the parameters that are tied to other ranks."""
         parameters = self._parameters[stage]
-        self._gradients.fill_missing(parameters)
+        used = self._gradients.fill_missing(parameters)
         gradients = [as_real(g) for g in map(self._gradients.of, parameters) if g is not None]
+        if self._gradients.may_be_missing and gradients:
+            # The flags travel with the gradients.
+            flags = torch.tensor(used, dtype=gradients[0].dtype, device=gradients[0].device)
+            gradients.append(flags)
+            self._used.append((parameters, flags))
         for dtype in sorted({g.dtype for g in gradients}, key=str):
             of_dtype = [g for g in gradients if g.dtype == dtype]
             flat = _flatten_dense_tensors(of_dtype).to(dtype if dtype == torch.float64 else self._dtype)
