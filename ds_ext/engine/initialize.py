@@ -231,6 +231,8 @@ def initialize(
     if optimizer is not None or "optimizer" in config_dict:
         _require_parameters(model, model_parameters)
     model.random_seed = by_rank_0(torch.initial_seed)
+    if zero_stage(half_through_zero(job.deepspeed)):
+        _require_real_parameters(model)
     facts = run_facts(model)
     if rank() == 0 and job.ds_ext.print_plan and not model.plan_is_given:
         print(f"{facts['plan']}\n", end="", flush=True)
@@ -349,6 +351,20 @@ def _require_parameters(model: PipelineModule, groups: list[Any] | None) -> None
             f"layers: all parameters of rank{'s' * (len(empty) > 1)} {', '.join(map(str, empty))} were frozen after "
             f"PipelineModule was built. Freeze them in the layers' constructors, or in the modules of the layer list."
         )
+
+
+def _require_real_parameters(model: PipelineModule) -> None:
+    """Raise ConfigError on all ranks if one of them trains complex weights, which ZeRO would convert."""
+
+    def check() -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and parameter.is_complex():
+                raise ConfigError(
+                    f"zero_optimization.stage: ZeRO and half precision do not support complex weights (got {name} of "
+                    f"{parameter.dtype}). Use fp32 and stage 0."
+                )
+
+    together(check)
 
 
 def _without_config(args: Any) -> Any:

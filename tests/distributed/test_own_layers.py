@@ -282,6 +282,21 @@ def test_one_clear_error(ranks2: RankPool) -> None:
     assert "num_stages: " in first[1]
 
 
+def refused_complex_weights(rank: int, sections: dict[str, Any]) -> None:
+    layers = [LayerSpec(nn.Linear, 4, 4), LayerSpec(ComplexLinear)]
+    with pytest.raises(ConfigError, match=r"^zero_optimization.stage: .*linear.weight.*complex64"):
+        build(layers, job("1f1b", 2, **sections))
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{"zero_optimization": {"stage": 1}}, pytest.param({"bf16": {"enabled": True}}, marks=needs("bf16"))],
+    ids=["zero", "bf16"],
+)
+def test_complex_weights_are_refused_with_zero(ranks2: RankPool, sections: dict[str, Any]) -> None:
+    ranks2.run(refused_complex_weights, sections)
+
+
 def vector_loss(rank: int) -> str:
     """The error of a step whose loss function gives one number a row."""
     layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(2)]
