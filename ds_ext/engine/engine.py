@@ -61,6 +61,7 @@ from .batches import (
     compared_micro_batches,
     require_same_samples,
 )
+from .checkpoint.buffers import ReplicaBuffers
 from .checkpoint.folder import has_checkpoint
 from .checkpoint.load import load_checkpoint
 from .checkpoint.save import save_checkpoint
@@ -164,6 +165,9 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         )
         self._step_loss: StepLoss | None = None  # gathered before the optimizer step
         self.tokens: int | None = None
+        self._replica_buffers = ReplicaBuffers(
+            self.module, self.mpu.get_data_parallel_group(), self._collective_device
+        )
         self._compute_loss = True
         # Outputs and losses of an evaluation, by micro-batch; None: not requested.
         self._kept_outputs: dict[int, Any] | None = None
@@ -693,7 +697,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         with self._in_activity(f"step {step}"), self._first_step_limit(trains=True):
             if self.tracer is not None:
                 self.tracer.start_step(step, self.plan.timetable)
-            with self._whole_step():
+            with self._whole_step(), self._replica_buffers.reporting():
                 loss = super().train_batch()
             if self.tracer is not None:
                 self.tracer.end_step()
@@ -802,6 +806,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
                 self.tracer.evaluation() if self.tracer else nullcontext(),
                 self._whole_step(),
             ):
+                self.average_buffers()
                 self._exec_schedule(self._inference_schedule(num_micro_batches))
                 loss = self._aggregate_total_loss() if compute_loss else None
                 by_id = losses if compute_loss else outputs
@@ -864,11 +869,21 @@ class PipelineEngine(DeepSpeedPipelineEngine):
 
     def _gather_rows(self, numbers: list[float]) -> Tensor:
         """Return the numbers of all ranks, one row per rank. All ranks must call this together."""
-        device = "cpu" if dist.get_backend() == "gloo" else self.device
-        row = torch.tensor(numbers, dtype=torch.float64, device=device)
+        row = torch.tensor(numbers, dtype=torch.float64, device=self._collective_device)
         rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, row)
         return torch.stack(rows).to(self.device)
+
+    @property
+    def _collective_device(self) -> torch.device:
+        return torch.device("cpu") if dist.get_backend() == "gloo" else self.device
+
+    def average_buffers(self) -> bool:
+        """Give the buffers of all replicas the same values, and return whether they differed on this rank's replicas.
+
+        All ranks must call this together. Evaluations and :meth:`save_checkpoint` do so.
+        """
+        return self._replica_buffers.average()
 
     def _shared_numbers(self) -> list[float]:
         """Return the numbers of this rank that other ranks need after a step. Every rank returns as many."""
@@ -918,6 +933,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         begin, event = time.perf_counter(), "failed"
         try:
             with self._in_activity(f"saving the checkpoint {tag}"), self._longer_limit():
+                self.average_buffers()
                 save_checkpoint(
                     self, Path(save_dir), tag, client_state or {}, save_latest, not exclude_frozen_parameters
                 )

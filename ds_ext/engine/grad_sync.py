@@ -75,7 +75,7 @@ class Gradients:
         return used
 
     def drop_unused(self, parameters: Iterable[nn.Parameter], used: Iterable[bool]) -> None:
-        """Remove the gradients of parameters that no replica used, so that the optimizer skips them as without ranks."""
+        """Remove the gradients of parameters that no replica used, so that the optimizer skips them."""
         for parameter, is_used in zip(parameters, used, strict=True):
             if not is_used:
                 parameter.grad = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -47,8 +48,13 @@ def recomputed(
     if function is not _NON_REENTRANT and not any(map(_has_gradient, tensors)):
         tensors = tuple(map(_with_gradient, tensors))
 
+    again = False
+
     def forward(*tensors: Any) -> Any:
-        return run(tensors if is_tuple else tensors[0])
+        nonlocal again
+        repeats, again = again, True
+        with kept_buffers(modules) if repeats else nullcontext():  # the first forward has updated them
+            return run(tensors if is_tuple else tensors[0])
 
     options = {} if function is not _NON_REENTRANT else {"preserve_rng_state": keep_random}
     outputs = function(forward, *tensors, **options)
@@ -61,6 +67,25 @@ def recomputed(
                 f"layer with checkpointable_layers."
             )
     return outputs
+
+
+@contextmanager
+def kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Context in which modules change copies of their buffers. On exit, they have the original tensors again."""
+    originals = [
+        (module, name, buffer)
+        for module in {part for layer in modules for part in layer.modules()}
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    # A graph may contain the copies, and the original tensors keep their versions.
+    copies = {id(buffer): buffer.clone() for _, _, buffer in originals}
+    for module, name, buffer in originals:
+        setattr(module, name, copies[id(buffer)])
+    try:
+        yield
+    finally:
+        for module, name, buffer in originals:
+            setattr(module, name, buffer)
 
 
 def _is_trained(module: nn.Module) -> bool:

@@ -31,6 +31,15 @@ class BackwardEngine(RoleEngine):
             self._weights.version = -1
             self._weights.send(self._version)
 
+    def average_buffers(self) -> bool:
+        """Give all replicas the same buffers, and send them to the forward ranks if they differed."""
+        differed = super().average_buffers()
+        if differed:
+            self.sync_weights()
+        elif self._weights is not None:
+            self._weights.send(self._version)
+        return differed
+
     @property
     def _version(self) -> int:
         return self.global_steps - self.skipped_steps

@@ -30,7 +30,8 @@ class ForwardEngine(RoleEngine):
     """
 
     def __init__(self, *, dtype: torch.dtype, **kwargs: Any) -> None:
-        kwargs["model"].to(dtype)
+        for parameter in kwargs["model"].parameters():  # not buffers, as in DeepSpeed on backward ranks
+            parameter.data = parameter.data.to(dtype)
         self._credits: dict[int, deque[Ticket]] = {}  # rank -> credits that it has not sent yet
         super().__init__(**kwargs)
         # DeepSpeed counts the micro-batches of a forward pipeline. All other code counts those of a backward pipeline.
@@ -52,6 +53,14 @@ class ForwardEngine(RoleEngine):
         self._weights.version = -1
         self._weights.expect()
         self._weights.settle()
+
+    def average_buffers(self) -> bool:
+        """Receive the buffers of the backward ranks, if they differed."""
+        differed = super().average_buffers()
+        assert self._weights is not None
+        self._weights.expect()
+        self._weights.settle()
+        return differed
 
     def _exec_sync_weights(self, stage: int, peer: int) -> None:
         """End the step: wait until backward ranks have received all outputs, and post the receive of new weights."""

@@ -27,6 +27,7 @@ from ...pipe_schedules.bridge import BackwardInput
 from ...pipe_schedules.ops import FORWARD, Op
 from ...planner.job_plan import JobPlan
 from ...tensor_parallel import WeightGradients, deferrable, deferring
+from ..deepspeed_api.recompute import kept_buffers
 from ..losses.step import Loss
 from ..messages import pack
 from ..module import PipelineModule
@@ -421,12 +422,9 @@ def _restored(
 ) -> Iterator[None]:
     """Context with the given states of random-number generators; it restores them and the layers' buffers."""
     states = _random_states(device)
-    buffers = [(buffer, buffer.detach().clone()) for layer in layers for buffer in layer.buffers()]
     _set_random_states(random, device)
     try:
-        yield
+        with kept_buffers(layers):
+            yield
     finally:
         _set_random_states(states, device)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)

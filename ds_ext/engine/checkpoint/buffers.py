@@ -1,0 +1,112 @@
+"""Buffers that layers change while they train, such as the running means of BatchNorm.
+
+Mirrors and data-parallel ranks see different samples, so their buffers differ. Before evaluations and checkpoints,
+floating-point buffers get the mean of all replicas, and others the value of the first replica.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..module import PipelineModule
+from ..recovery.audit import checksum
+from ..together import together
+
+logger = logging.getLogger(__name__)
+
+_MAX_LAYERS = 4  # in a log line
+
+
+class ReplicaBuffers:
+    """Buffers of this rank's layers.
+
+    Args:
+        module: layers of this rank.
+        group: process group of the ranks that hold the same stages.
+        device: device for messages of the group.
+    """
+
+    def __init__(self, module: PipelineModule, group: Any, device: torch.device) -> None:
+        self._module, self._group, self._device = module, group, device
+        layout = module.layout
+        self._to_report = layout.data_parallel_size * layout.placement.replicas > 1
+
+    def average(self) -> bool:
+        """Make the buffers of all replicas equal, and return whether they differed. All replicas call this together.
+
+        Buffers that are equal keep their bits.
+        """
+        buffers = list({id(buffer): buffer for _, _, buffer in self._named()}.values())
+        replicas = dist.get_world_size(self._group)
+        if not buffers or replicas == 1:
+            return False
+        sums = torch.tensor([checksum([buffer]) for buffer in buffers], device=self._device)
+        of_replicas = [torch.empty_like(sums) for _ in range(replicas)]
+        dist.all_gather(of_replicas, sums, group=self._group)
+        differ = (torch.stack(of_replicas) != sums).any(0).tolist()
+        # A real view of complex numbers has the same memory.
+        differing = [
+            torch.view_as_real(b) if b.is_complex() else b for b, d in zip(buffers, differ, strict=True) if d
+        ]
+
+        def mean(flat: Tensor) -> None:
+            dist.all_reduce(flat, group=self._group)
+            flat /= replicas
+
+        def first(flat: Tensor) -> None:
+            dist.broadcast(flat, dist.get_global_rank(self._group, 0), group=self._group)
+
+        self._replace([b for b in differing if b.is_floating_point()], torch.float64, mean)
+        self._replace([b for b in differing if not b.is_floating_point()], torch.int64, first)
+        return bool(differing)
+
+    def _replace(
+        self, buffers: Sequence[Tensor], dtype: torch.dtype, reduce: Callable[[Tensor], None]
+    ) -> None:
+        """Replace the values of buffers by those that ``reduce`` sets, of ``dtype`` and flattened."""
+        if not buffers:
+            return
+        flat = torch.cat([b.detach().to(self._device, dtype).reshape(-1) for b in buffers])
+        reduce(flat)
+        with torch.no_grad():
+            for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                buffer.copy_(values.view_as(buffer))
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Context of a step. All ranks must enter it together. After the first step, rank 0 logs what it changed."""
+        if not self._to_report:
+            yield
+            return
+        before = {(index, name): checksum([buffer]) for index, name, buffer in self._named()}
+        yield
+        self._to_report = False
+        changed: dict[int, list[str]] = {}
+        for index, name, buffer in self._named():
+            if before.get((index, name)) != checksum([buffer]):
+                changed.setdefault(index, []).append(name)
+        lines = {
+            index: f"layer {index} ({type(layer).__name__}): {', '.join(changed[index])}"
+            for stage in self._module.stages
+            for index, layer in self._module.stage_modules(stage).items()
+            if index in changed
+        }
+        lines = {index: line for found in together(lambda: lines) for index, line in found.items()}
+        if lines and dist.get_rank() == 0:
+            shown = [lines[index] for index in sorted(lines)]
+            names = "; ".join([*shown[:_MAX_LAYERS], *["..."] * (len(shown) > _MAX_LAYERS)])
+            logger.warning("buffers that differ between replicas until an evaluation or save: %s", names)
+
+    def _named(self) -> Iterator[tuple[int, str, Tensor]]:
+        """Yield layer index, name and tensor of every buffer, in the same order on all replicas."""
+        for stage in self._module.stages:
+            for index, layer in self._module.stage_modules(stage).items():
+                for name, buffer in layer.named_buffers():
+                    yield index, name, buffer
