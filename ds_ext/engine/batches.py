@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from ..errors import ConfigError
 from ..launch.job_facts import checksum
 from ..pipe_schedules import Program, Timetable
+from ..tensor_parallel import mix_key
 
 logger = logging.getLogger(__name__)
 
@@ -179,6 +180,13 @@ class MicroBatches:
         collate: function from a list of samples to a batch; None: :func:`stack_samples`.
         repeat: continue at sample 0 after the last sample instead of raising an error.
 
+    A sample that draws from torch's default generator draws the same numbers on every rank, because the generator is
+    seeded with ``seed`` and the number of the sample in training. The generator is left as it was.
+
+    Attributes:
+        seed: seed of the samples' random numbers; the engine sets it to its ``random_seed``. None: the samples draw as
+            they are read.
+
     Raises:
         ConfigError: a number is out of range.
     """
@@ -200,6 +208,7 @@ class MicroBatches:
         self.micro_batch_size = micro_batch_size
         self.consumed_samples = consumed_samples
         self.repeat = repeat
+        self.seed: int | None = None
         self._collate = collate or stack_samples
 
     def require(self, micro_batches: int, trains: bool) -> None:
@@ -227,7 +236,17 @@ class MicroBatches:
                 f"{self.consumed_samples} consumed samples (got {length} samples). Train fewer steps, use a smaller "
                 f"batch, or use more data."
             )
-        return self._collate([self.dataset[index % length] for index in indices])
+        if self.seed is None:
+            return self._collate([self.dataset[index % length] for index in indices])
+        samples, generator = [], torch.default_generator
+        state = generator.get_state()
+        try:
+            for index in indices:
+                generator.manual_seed(mix_key("sample", self.seed, index))
+                samples.append(self.dataset[index % length])
+        finally:
+            generator.set_state(state)
+        return self._collate(samples)
 
     def advance(self, micro_batches: int) -> None:
         """End the current step, which had this number of micro-batches over all pipeline groups."""

@@ -64,6 +64,7 @@ from .batches import (
 from .checkpoint.buffers import ReplicaBuffers
 from .checkpoint.folder import has_checkpoint
 from .checkpoint.load import load_checkpoint
+from .checkpoint.master_weights import MasterWeights
 from .checkpoint.save import save_checkpoint
 from .checkpoint.states import parameters_of
 from .checkpoint.trial import try_folder
@@ -284,6 +285,8 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             fix = "Give step() defaults, or step the scheduler in the script after train_batch()."
             require_plain_step("lr_scheduler", scheduler, self.lr_scheduler.step, fix)
         self.gradients = Gradients(self.optimizer, self.mpu.get_data_parallel_group())
+        self._masters = MasterWeights(self.optimizer)
+        self._weights_set: Tensor | None = None  # number of elements that the script set before this step
         self._parameters = list(self.module.parameters())
         self.reduction = self._make_reduction() if self._reduces_eagerly() else None
         # DeepSpeed's default, 0, is a dynamic loss scale, which skips steps.
@@ -654,6 +657,8 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         """Prepare the data of a step. Check it before the first training step and before the first evaluation."""
         program, device = self.running.program, self.running.stage_id
         batches = NoBatches(self.batch_fn is not None) if self.batches is None else self.batches
+        if isinstance(batches, MicroBatches) and self.plan.settings.keyed_random:
+            batches.seed = self.random_seed
         first_id = self.module.data_index * self.running.micro_batches
         compared = compared_micro_batches(program.timetable, self.global_steps)
         self._data = StepData(batches, first_id, self.batch_fn, compared)
@@ -743,6 +748,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
                     f"(got {type(self.optimizer).__name__} after initialize). Pass it to initialize(optimizer=...)."
                 )
             self._use_optimizer()
+        self._weights_set = self._masters.take_changes()
 
     def _changeable(self) -> list[Any]:
         """Return what a script may change between steps and :meth:`_use_optimizer` depends on."""
@@ -840,13 +846,18 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         """
         self.transport.settle()
         measured = [*self.busy.read(), float(peak_memory_bytes(self.device))]
+        weights_set, self._weights_set = self._weights_set, None
+        measured.append(0.0 if weights_set is None else float(weights_set))
         samples = self._data.checksums()
         table = self._gather_rows([*measured, *samples, *self._losses.numbers()])
         measurements, samples, losses = table.tensor_split(
             [len(measured), len(measured) + len(samples)], dim=1
         )
         require_same_samples(samples.tolist())
-        busy, spans, peaks = measurements.unbind(1)
+        busy, spans, peaks, weights = measurements.unbind(1)
+        if self.global_rank == 0 and weights.any():
+            text = "step %d: the script set %d elements of the weights; the fp32 master weights have their values"
+            logger.warning(text, self.global_steps + 1, int(weights.sum()))
         self.peak_memory_of_ranks = [int(peak) for peak in peaks]
         gathered = self._losses.result(losses)
         if self.running.program.timetable.trains:
@@ -934,9 +945,15 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         try:
             with self._in_activity(f"saving the checkpoint {tag}"), self._longer_limit():
                 self.average_buffers()
-                save_checkpoint(
-                    self, Path(save_dir), tag, client_state or {}, save_latest, not exclude_frozen_parameters
-                )
+                with self._masters.with_changes():
+                    save_checkpoint(
+                        self,
+                        Path(save_dir),
+                        tag,
+                        client_state or {},
+                        save_latest,
+                        not exclude_frozen_parameters,
+                    )
             event = "saved"
         finally:
             self._add_checkpoint_event(event, Path(save_dir, tag), begin)

@@ -1,0 +1,91 @@
+"""Weights that a script sets after ``initialize``, by ``load_state_dict``, ``.data`` or in place.
+
+ZeRO and half precision keep fp32 master weights in DeepSpeed's optimizer, and every step overwrites the model's weights
+with them. So before a step, master weights that do not round to the model's weights take their values. All others keep
+their precision. A write through ``.data`` changes no version counter, so the values are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from torch import Tensor
+
+_CHUNK = 1 << 22  # elements that are compared at a time, to bound the memory
+
+
+class MasterWeights:
+    """Master weights of this rank's partition; empty without ZeRO and half precision.
+
+    Args:
+        optimizer: optimizer of the engine.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # the model's weights and the master weights, flat
+        self._views: list[
+            tuple[torch.nn.Parameter, Tensor]
+        ] = []  # parameters and their parts of flat buffers
+        if type(optimizer) is BF16_Optimizer:
+            groups, low, high = (
+                optimizer.bf16_groups,
+                optimizer.bf16_partitioned_groups,
+                optimizer.fp32_groups_flat_partition,
+            )
+            ranks = [dist.get_rank(group) for group in optimizer.real_dp_process_group]
+        elif isinstance(optimizer, ZeROOptimizer):
+            groups, low, high = (
+                optimizer.bit16_groups,
+                optimizer.parallel_partitioned_bit16_groups,
+                optimizer.single_partition_of_fp32_groups,
+            )
+            ranks = [dist.get_rank(group) for group in optimizer.real_dp_process_group]
+        else:
+            return
+        parts = zip(low, high, ranks, strict=True)
+        self._pairs = [(partitions[rank].detach(), master.detach()) for partitions, master, rank in parts]
+        self._views = [(parameter, parameter.data) for group in groups for parameter in group]
+
+    @torch.no_grad()
+    def take_changes(self) -> Tensor:
+        """Take over the weights that a script set. Returns the number of changed elements on this rank."""
+        for parameter, view in self._views:
+            if (
+                parameter.data_ptr() != view.data_ptr()
+            ):  # the script assigned another tensor to parameter.data
+                view.copy_(parameter.data)
+                parameter.data = view
+        changed = torch.zeros((), dtype=torch.int64)
+        for weights, master, differs in self._compared():
+            number = differs.sum()
+            changed = changed.to(number.device) + number
+            if number.device.type != "cpu" or number:  # on a GPU, reading it would wait
+                torch.where(differs, weights.to(master.dtype), master, out=master)
+        return changed
+
+    def _compared(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield parts of the model's weights, their master weights, and where they differ."""
+        for low, high in self._pairs:
+            for weights, master in zip(low.split(_CHUNK), high.split(_CHUNK), strict=True):
+                weights = weights.to(master.device)
+                yield weights, master, master.to(weights.dtype) != weights
+
+    @contextmanager
+    def with_changes(self) -> Iterator[None]:
+        """Context with the weights that a script set, for a save: it may restore the others, in full precision."""
+        if not any(differs.any() for _, _, differs in self._compared()):
+            yield
+            return
+        before = [master.clone() for _, master in self._pairs]
+        self.take_changes()
+        try:
+            yield
+        finally:
+            for (_, master), values in zip(self._pairs, before, strict=True):
+                master.copy_(values)
