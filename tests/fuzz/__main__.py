@@ -62,7 +62,7 @@ class Fuzzer:
         self.outcomes: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
         self.choices: Counter[str] = Counter()
-        self.suspects: Counter[str] = Counter()
+        self.known: list[frozenset[str]] = []  # features of the reduced jobs
 
     def fuzz(self, seed: int) -> Outcome:
         """Run the job of a seed; reduce and print it if it fails."""
@@ -79,17 +79,13 @@ class Fuzzer:
         return outcome
 
     def _report(self, job: Job, outcome: Outcome) -> None:
-        known = sorted(set(job.blocks) & set(self.suspects))
-        if known:
-            print(
-                f"seed {job.seed}: {outcome.kind}; contains {', '.join(known)}, which failed before",
-                flush=True,
-            )
-            return
+        for features in self.known:
+            if features <= job.features:
+                print(f"seed {job.seed}: {outcome.kind}; has {', '.join(sorted(features))} too", flush=True)
+                return
         smaller, outcome = reduce(job, self.pools, outcome, self.reduce_runs)
-        suspects = set(smaller.blocks) - {"linear"}
-        if len(suspects) == 1:
-            self.suspects.update(suspects)
+        if smaller.features:
+            self.known.append(smaller.features)
         FOLDER.mkdir(parents=True, exist_ok=True)
         path = FOLDER / f"{job.seed}.py"
         path.write_text(SCRIPT.format(kind=outcome.kind, seed=job.seed, job=smaller))

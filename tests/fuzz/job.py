@@ -88,7 +88,7 @@ class Layout:
         if micro_batches % self.pipes:
             return False
         of_group = micro_batches // self.dp
-        if self.schedule in ("interleaved", "chimera"):
+        if self.schedule in ("interleaved", "chimera") or self.options.get("mode") == "unit":
             return of_group % self.pp == 0
         return self.schedule != "dualpipev" or of_group >= 2 * self.pp
 
@@ -193,12 +193,25 @@ class Job:
             any(kind.changes_input for kind in kinds) or self.start.endswith("in_place")
         ):
             return False
+        if self.variable_lengths and self.data == "loader":  # a shuffled batch has samples of several lengths
+            return False
         if not LOSS_PAIRS and ENDS[self.end].pairs:
             return False
         if not KEYED_RANDOM and any(kind.random for kind in kinds):
             return False
         moves = self.optimizer in MOVES_AT_ZERO_GRADIENT
         return UNUSED_KEEP_NONE or not (moves and set(self.blocks) & set(MAY_BE_UNUSED))
+
+    @property
+    def features(self) -> frozenset[str]:
+        """Names of the kinds, schedules and options that differ from those of the smallest job."""
+        plain = Job()
+        names = {*self.blocks, self.start, self.end, *(layout.schedule for layout in self.layouts)}
+        names |= {size for size in ("tp", "dp") for layout in self.layouts if getattr(layout, size) > 1}
+        options = ("clip", "optimizer", "zero", "bf16", "checkpoint_interval", "data", "variable_lengths")
+        options += ("evaluate_after", "set_weights", "scheduler", "decay_groups", "own_optimizer", "resume")
+        names |= {name for name in options if getattr(self, name) != getattr(plain, name)}
+        return frozenset(names - {"linear", plain.start, plain.end, plain.layout.schedule})
 
     @property
     def num_layers(self) -> int:
@@ -233,6 +246,8 @@ def draw_layout(random: Random, world_size: int | None = None) -> Layout:
             continue
         if schedule == "interleaved":
             options["chunks"] = random.choice((1, 2, 2, 3))
+        if schedule == "bitpipe":
+            options["mode"] = random.choice(("unit", "unit", "greedy"))
         layout = Layout(schedule, pp, tp, dp, options, random.choice((1, 1, 2)) if schedule == "fbd" else 1)
         if layout.ranks.world_size > (world_size or MAX_RANKS):
             continue
@@ -265,6 +280,10 @@ def _draw(random: Random, seed: int) -> Job | None:
         start = "tied_tokens"
     blocks = _draw_blocks(random, start, end, max(one.placement.stages for one in (layout, resume) if one))
     bf16 = _chance(random, 0.2)
+    data = random.choice(("dataset", "batches", "iterator", "loader"))
+    if data in ("iterator", "loader") and any(one.schedule == "chimera" for one in (layout, resume) if one):
+        # One rank needs the inputs of one pipe and the labels of the other: refused, which a few jobs show.
+        data = data if _chance(random, 0.1) else "dataset"
     job = Job(
         seed=seed,
         layout=layout,
@@ -280,7 +299,7 @@ def _draw(random: Random, seed: int) -> Job | None:
         bf16=bf16,
         checkpoint_interval=random.choice((0, 0, 0, 1, 2)),
         eager_gradient_sync=_chance(random, 0.7),
-        data=random.choice(("dataset", "batches", "iterator", "loader")),
+        data=data,
         variable_lengths=_chance(random, 0.2),
         evaluate_after=random.randrange(steps + 1) if _chance(random, 0.4) else None,
         set_weights=_chance(random, 0.15),

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
-from ds_ext.tensor_parallel import TensorParallel
+from ds_ext.tensor_parallel import TensorParallel, keyed_rng
 
 from .data import EVALUATION, ordered_batch, step_batches
-from .job import OPTIMIZERS, Job
+from .job import KEYED_RANDOM, OPTIMIZERS, Job
 from .zoo import ENDS
 
 LAYER_SEED = 1234  # DeepSpeed's base seed
@@ -59,8 +60,9 @@ class Model:
             self.calls.append(module if function is None else _Bound(function, module))
         self.loss = ENDS[job.end].loss()
         for module in self.modules.values():
-            if job.bf16:
-                module.bfloat16()
+            if job.bf16:  # DeepSpeed leaves buffers in fp32
+                for p in module.parameters():
+                    p.data = p.data.bfloat16()
             module.train()
 
     @property
@@ -144,8 +146,9 @@ def train(job: Job, noise_seed: int | None = None) -> Result:
     model, result = Model(job), Result()
     noise = None if noise_seed is None else torch.Generator().manual_seed(noise_seed)
     if job.set_weights:
-        for module in model.modules.values():
-            module.load_state_dict(halved(module.state_dict()))
+        states = {index: halved(module.state_dict()) for index, module in model.modules.items()}
+        for index, module in model.modules.items():
+            module.load_state_dict(states[index])
     parameters = model.parameters
     masters = [nn.Parameter(p.detach().float()) for p in parameters] if job.bf16 else parameters
     optimizer = make_optimizer(job, masters)
@@ -181,9 +184,10 @@ def _gradients(
     """Return the loss of a step, and its gradients in fp32; None for unused parameters."""
     sums: list[Tensor | None] = [None] * len(parameters)
     total, count, pairs = 0.0, 0.0, ENDS[job.end].pairs
-    for batch in step_batches(job, step):
+    for number, batch in enumerate(step_batches(job, step)):
+        loss = model.loss_of(batch, partial(_random_numbers, job, step, number))
         # Means are divided before the backward, because bf16 gradients are rounded in it.
-        loss, weight = model.loss_of(batch) if pairs else (model.loss_of(batch) / job.micro_batches, 0)
+        loss, weight = loss if pairs else (loss / job.micro_batches, 0)
         loss.backward()
         total, count = total + float(loss), count + float(weight)
         for index, p in enumerate(parameters):
@@ -194,6 +198,15 @@ def _gradients(
                 p.grad = None
     count = count or 1.0
     return total / count, [None if grad is None else grad / count for grad in sums]
+
+
+def _random_numbers(job: Job, step: int, micro_batch: int, layer: int) -> AbstractContextManager[Any]:
+    """Return the context in which a layer draws its random numbers."""
+    if not KEYED_RANDOM:
+        return nullcontext()
+    from ds_ext.tensor_parallel import layer_key  # pyright: ignore[reportAttributeAccessIssue]
+
+    return keyed_rng(layer_key(job.seed, step, micro_batch, layer), torch.device("cpu"))
 
 
 def _add_noise(grads: list[Tensor | None], noise: torch.Generator, size: float) -> None:

@@ -22,9 +22,19 @@ TIMEOUT_S = 15.0
 SAME, REFUSED, INVALID = "same", "refused", "invalid"
 DIFFERS, FAILED, HANGS = "differs", "failed", "hangs"
 OPTIONS = (  # set to their defaults to reduce a job
-    *("partition", "checkpoint_interval", "zero", "bf16", "clip", "optimizer", "data", "variable_lengths"),
+    *(
+        "start",
+        "end",
+        "partition",
+        "checkpoint_interval",
+        "zero",
+        "bf16",
+        "clip",
+        "optimizer",
+        "data",
+        "variable_lengths",
+    ),
     *("evaluate_after", "set_weights", "scheduler", "decay_groups", "own_optimizer", "eager_gradient_sync"),
-    *("start", "end"),
 )
 FAULTS = (DIFFERS, FAILED, HANGS)
 

@@ -15,7 +15,7 @@ from .job import SCHEDULES, Job, Layout, draw
 from .run import REFUSED, SAME, run
 from .zoo import ENDS, STARTS, ZOO
 
-SEEDS = (1, 2, 3, 4, 5, 8, 9, 10, 12, 13, 15, 16, 17, 18, 23, 24, 28, 29, 31, 33, 34)
+SEEDS = (1, 2, 4, 5, 7, 9, 10, 12, 13, 14, 15, 16, 20, 23, 24, 28, 31, 33, 35, 41, 42, 43, 44)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -521,7 +521,7 @@ class RunningMean(nn.Module):
             with torch.no_grad():
                 self.count += 1
                 self.mean.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
-        return self.linear(x - self.mean.clone())
+        return self.linear(x - self.mean.to(x.dtype, copy=True))
 
 
 class RunningMeanInPlace(RunningMean):
@@ -532,7 +532,7 @@ class RunningMeanInPlace(RunningMean):
             with torch.no_grad():
                 self.count += 1
                 self.mean.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
-        x.sub_(self.mean.clone())
+        x.sub_(self.mean.to(x.dtype, copy=True))
         return torch.tanh(self.linear(x))
 
 
@@ -581,7 +581,7 @@ class Constants(nn.Module):
         self.register_buffer("scale", torch.full((WIDTH,), 0.75))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).masked_fill(~self.mask, 0) * self.scale + x
+        return self.linear(x).masked_fill(~self.mask, 0) * self.scale.to(x.dtype) + x
 
 
 UNUSUAL: dict[str, Kind] = {
