@@ -41,7 +41,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     },
 }
 MOVES_AT_ZERO_GRADIENT = ("adamw", "adam")
-MAY_BE_UNUSED = ("unused", "either", "experts", "detached_input")
+MAY_BE_UNUSED = ("unused", "either", "experts", "detached_input", "jvp")
 
 
 @dataclass(frozen=True)
