@@ -17,7 +17,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup data docs train test test-all test-rdma test-hosts test-gpu test-sanitizers wheel check clean
+.PHONY: help setup data docs train test test-all test-rdma test-hosts test-gpu test-sanitizers fuzz wheel check clean
 
 bin := $(abspath $(VENV))/bin
 stamp := $(VENV)/.ds_ext-installed
@@ -114,6 +114,11 @@ test-sanitizers: $(stamp)  ## native code under the address, undefined and threa
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  $(bin)/python -m pytest -p tests.native.sanitized $(PYTEST_FLAGS) -k "not leaves_nothing and not refused_memory and not runs_out" \
 	  $(addprefix tests/unit/comm/test_,$(addsuffix .py,descriptor shm tcp tcp_thread peers))
+
+FUZZ_MINUTES ?= 30
+
+fuzz: $(stamp)  ## random models and jobs, whose numbers are compared with one process; FUZZ_MINUTES=30
+	$(bin)/python -m tests.fuzz --minutes $(FUZZ_MINUTES)
 
 docs: $(stamp)  ## the documentation as a site in build/docs; fails for a broken link or anchor
 	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --strict -d build/docs

@@ -30,7 +30,7 @@ hypothesis.settings.load_profile("patient")
 
 
 # Most tests in these folders start processes and are slow; those marked as quick are the exception.
-SLOW_FOLDERS = ("adopters", "browser", "distributed", "gpu", "launch")
+SLOW_FOLDERS = ("adopters", "browser", "distributed", "fuzz", "gpu", "launch")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

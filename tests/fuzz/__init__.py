@@ -1,0 +1,1 @@
+"""Fuzzer that compares random pipeline jobs with a training loop in one process."""

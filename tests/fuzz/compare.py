@@ -1,0 +1,103 @@
+"""Comparison of the results of the ranks with the results of one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .job import REPLICAS_SHARE_STATISTICS, Job
+from .reference import Result
+from .zoo import ZOO
+
+FP32_TOLERANCE = 1e-5
+ROUNDING_TOLERANCE = 1e-3  # blocks that compute in bf16
+# Weights and activations have 8 significant bits: neighbours differ by 2^-7 of their size at most.
+BF16_TOLERANCE = 2.0**-6
+SENSITIVITY = 20  # times the effect of rounding errors in the gradients
+
+
+def differences(job: Job, ranks: Sequence[Result], reference: Result, noisy: Result) -> list[str]:
+    """Return one line for each result that differs.
+
+    A tolerance is relative to the largest entry of a tensor, and is larger where rounding errors have a larger effect.
+
+    Args:
+        ranks: results by rank.
+        reference: result of one process.
+        noisy: the same, with rounding errors added to the gradients.
+    """
+    base = FP32_TOLERANCE
+    if any(ZOO[name].rounds for name in job.blocks):
+        base = ROUNDING_TOLERANCE
+    if job.bf16:
+        base = BF16_TOLERANCE
+    lines = []
+    for name in ("losses", "norms", "evaluations"):
+        if name == "evaluations" and job.has_replicas and job.has_statistics:
+            continue
+        expected, spread = getattr(reference, name), getattr(noisy, name)
+        for rank, result in enumerate(ranks):
+            actual = getattr(result, name)
+            if not _numbers_agree(actual, expected, spread, base):
+                lines.append(f"{name} of rank {rank}: {actual}, one process: {expected}")
+                break
+    statistics = _statistics(job, reference)
+    holders: dict[str, Tensor] = {}
+    for rank, result in enumerate(ranks):
+        for name, actual in result.state.items():
+            if name in statistics and job.has_replicas:
+                expected = holders.setdefault(name, actual) if REPLICAS_SHARE_STATISTICS else actual
+                problem = _difference(actual, expected, expected, base)
+            else:
+                expected = reference.state.get(name)
+                problem = (
+                    "is not in the state of one process"
+                    if expected is None
+                    else _difference(actual, expected, noisy.state[name], base)
+                )
+            if problem is not None:
+                lines.append(f"{name} of rank {rank}: {problem}")
+    missing = set(reference.state) - {name for result in ranks for name in result.state}
+    return lines + [f"{name}: on no rank" for name in sorted(missing)]
+
+
+def _statistics(job: Job, reference: Result) -> set[str]:
+    """Return the names of buffers that differ between replicas."""
+    if not job.has_statistics:
+        return set()
+    words = ("running_", "num_batches", "count", "mean", "largest", "_u", "_v")
+    return {name for name in reference.state if any(word in name.rpartition(".")[2] for word in words)}
+
+
+def _numbers_agree(
+    actual: Sequence[float | None],
+    expected: Sequence[float | None],
+    spread: Sequence[float | None],
+    base: float,
+) -> bool:
+    if len(actual) != len(expected):
+        return False
+    for a, e, s in zip(actual, expected, spread, strict=True):
+        if a is None:  # the optimizer does not measure the norm
+            continue
+        assert e is not None and s is not None
+        if math.isfinite(e) and not abs(a - e) <= base * max(abs(e), 1e-3) + SENSITIVITY * abs(s - e):
+            return False
+    return True
+
+
+def _difference(actual: Tensor, expected: Tensor, noisy: Tensor, base: float) -> str | None:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return f"{actual.dtype} {tuple(actual.shape)}, one process: {expected.dtype} {tuple(expected.shape)}"
+    if not expected.numel():
+        return None
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    a, e, n = actual.to(wide), expected.to(wide), noisy.to(wide)
+    if not e.isfinite().all():
+        return None
+    error, spread = float((a - e).abs().max()), float((n - e).abs().max())
+    tolerance = base * max(float(e.abs().max()), 1e-2) + SENSITIVITY * spread
+    return None if error <= tolerance else f"differs by {error:.3g} (tolerance {tolerance:.3g})"

@@ -1,0 +1,129 @@
+"""Samples of a job, by index, and the micro-batches made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Generator
+from torch.utils.data import DataLoader
+
+from .job import Job, Layout
+from .kinds import LENGTH
+from .zoo import ENDS, STARTS
+
+EVALUATION = 6 * 10**5  # first sample of evaluations, a multiple of every micro-batch size
+
+
+def sample(job: Job, index: int) -> tuple[Any, Any]:
+    """Return the (inputs, labels) of a sample."""
+    length = LENGTH
+    if job.variable_lengths:
+        length -= index // job.micro_batch_size % 3
+    generator = Generator().manual_seed(index)
+    inputs = STARTS[job.start].sample(length, generator)
+    return _cast(job, inputs), _cast(job, ENDS[job.end].sample(length, generator))
+
+
+def _cast(job: Job, value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_cast(job, part) for part in value)
+    return value.bfloat16() if job.bf16 and value.is_floating_point() else value
+
+
+def _stack(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], tuple):
+        return tuple(_stack(parts) for parts in zip(*values, strict=True))
+    return torch.stack(list(values))
+
+
+def of_samples(job: Job, indices: Sequence[int]) -> tuple[Any, Any]:
+    """Return a new micro-batch of these samples."""
+    return _stack([sample(job, index) for index in indices])
+
+
+def ordered_batch(job: Job, step: int, number: int, first: int = 0) -> tuple[Any, Any]:
+    """Return a micro-batch in the order of the samples, by its global number in a step.
+
+    Args:
+        first: sample with which step 0 begins.
+    """
+    begin = first + (step * job.micro_batches + number) * job.micro_batch_size
+    return of_samples(job, range(begin, begin + job.micro_batch_size))
+
+
+class Samples:
+    """Dataset of a job's samples."""
+
+    def __init__(self, job: Job, first: int = 0) -> None:
+        self.job, self.first = job, first
+
+    def __len__(self) -> int:
+        return self.job.steps * self.job.micro_batches * self.job.micro_batch_size
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return sample(self.job, self.first + index)
+
+
+class StepBatches:
+    """Micro-batches by their global number in a step."""
+
+    def __init__(self, job: Job, first: int = 0) -> None:
+        self.job, self.first, self.step = job, first, 0
+
+    def get(self, micro_batch: int) -> tuple[Any, Any]:
+        """Return a micro-batch of the current step."""
+        return ordered_batch(self.job, self.step, micro_batch, self.first)
+
+    def advance(self, micro_batches: int) -> None:
+        """End the step."""
+        self.step += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the position."""
+        self.step = state["step"]
+
+
+def rank_batches(job: Job, layout: Layout, pipe: int, step: int) -> Iterator[tuple[Any, Any]]:
+    """Yield the micro-batches of a data-parallel rank from a step on.
+
+    Args:
+        pipe: data-parallel rank, replicas included.
+    """
+    count = job.micro_batches // layout.pipes
+    if job.data == "loader":
+        order = shuffled(job, layout, pipe)
+        yield from (of_samples(job, indices) for indices in order[step * count :])
+    for later in range(step, job.steps):
+        yield from (ordered_batch(job, later, pipe * count + number) for number in range(count))
+
+
+def shuffled(job: Job, layout: Layout, pipe: int) -> list[list[int]]:
+    """Return the samples of each micro-batch of a data-parallel rank, shuffled by a DataLoader."""
+    own = range(pipe, len(Samples(job)), layout.pipes)
+    generator = Generator().manual_seed(job.seed + pipe)
+    loader: DataLoader[Any] = DataLoader(
+        own,  # pyright: ignore[reportArgumentType]
+        batch_size=job.micro_batch_size,
+        shuffle=True,
+        generator=generator,
+        collate_fn=list,
+    )
+    return list(loader)
+
+
+def step_batches(job: Job, step: int) -> list[tuple[Any, Any]]:
+    """Return all micro-batches of a step in the order of their global numbers."""
+    if job.data != "loader":
+        return [ordered_batch(job, step, number) for number in range(job.micro_batches)]
+    layout = job.layout
+    if job.resume is not None and step >= job.resume_after:
+        layout = job.resume
+    count = job.micro_batches // layout.pipes
+    order = [shuffled(job, layout, pipe) for pipe in range(layout.pipes)]
+    return [of_samples(job, each[step * count + number]) for each in order for number in range(count)]

@@ -1,0 +1,238 @@
+"""First and last layers of a model, with the inputs, labels and losses that belong to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import Generator, Tensor, nn
+
+from .kinds import VOCABULARY, WIDTH
+from .standard_layers import linear
+
+IGNORED = -100
+Sample = Callable[[int, Generator], Any]
+"""Function of (length, generator) that returns one sample's inputs, or its labels."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """First layers.
+
+    Attributes:
+        sample: draws the inputs of a sample.
+        layers: returns the layers.
+    """
+
+    sample: Sample
+    layers: Callable[[], list[Any]]
+
+
+@dataclass(frozen=True)
+class End:
+    """Last layers.
+
+    Attributes:
+        sample: draws the labels of a sample.
+        layers: returns the layers.
+        loss: returns the loss function; its result is None if the last layer returns the loss.
+        pairs: the loss is a pair (sum, count).
+        start: start that the end needs; None: any.
+    """
+
+    sample: Sample
+    layers: Callable[[], list[Any]]
+    loss: Callable[[], Any]
+    pairs: bool = False
+    start: str | None = None
+
+
+# --- starts ---
+
+
+def _floats(length: int, generator: Generator) -> Tensor:
+    return torch.randn(length, WIDTH, generator=generator)
+
+
+def _tokens(length: int, generator: Generator) -> Tensor:
+    return torch.randint(VOCABULARY, (length,), generator=generator)
+
+
+def _short_tokens(length: int, generator: Generator) -> Tensor:
+    return _tokens(length, generator).int()
+
+
+def _floats_and_mask(length: int, generator: Generator) -> tuple[Tensor, Tensor]:
+    return _floats(length, generator), torch.rand(length, generator=generator) < 0.7
+
+
+class ComplexEmbedding(nn.Module):
+    """Complex embedding, of which both parts are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH, dtype=torch.complex64))
+        self.linear = linear()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.weight[tokens]
+        return self.linear(x.real) + x.imag
+
+
+class ShiftedEmbedding(nn.Module):
+    """Embedding that changes the tokens in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        tokens.add_(1).remainder_(VOCABULARY)
+        return self.embedding(tokens)
+
+
+class MaskedInput(nn.Module):
+    """Linear layer of the tokens that a mask leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        x, mask = inputs
+        return self.linear(x) * mask.unsqueeze(-1)
+
+
+class InputInPlace(nn.Module):
+    """Linear layer that changes its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(0.5)
+        return self.linear(x)
+
+
+STARTS: dict[str, Start] = {
+    "floats": Start(_floats, lambda: []),
+    "floats_in_place": Start(_floats, lambda: [LayerSpec(InputInPlace)]),
+    "floats_and_mask": Start(_floats_and_mask, lambda: [LayerSpec(MaskedInput)]),
+    "tokens": Start(_tokens, lambda: [LayerSpec(nn.Embedding, VOCABULARY, WIDTH)]),
+    "padded_tokens": Start(
+        _short_tokens, lambda: [LayerSpec(nn.Embedding, VOCABULARY, WIDTH, padding_idx=3)]
+    ),
+    "complex_tokens": Start(_tokens, lambda: [LayerSpec(ComplexEmbedding)]),
+    "tokens_in_place": Start(_tokens, lambda: [LayerSpec(ShiftedEmbedding)]),
+    "tied_tokens": Start(_tokens, lambda: [TiedLayerSpec("embedding", nn.Embedding, VOCABULARY, WIDTH)]),
+}
+
+# --- ends ---
+
+
+def _targets(length: int, generator: Generator) -> Tensor:
+    return torch.tanh(_floats(length, generator))
+
+
+def _weighted_targets(length: int, generator: Generator) -> tuple[Tensor, Tensor]:
+    return _targets(length, generator), torch.rand(length, 1, generator=generator)
+
+
+def _token_labels(length: int, generator: Generator) -> Tensor:
+    ignored = torch.rand(length, generator=generator) < 0.3
+    ignored[0] = False
+    return _tokens(length, generator).masked_fill(ignored, IGNORED)
+
+
+def mean_square(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean squared error in fp32."""
+    return F.mse_loss(outputs.float(), labels.float())
+
+
+class WeightedLoss(nn.Module):
+    """Squared error with a weight per token."""
+
+    def forward(self, outputs: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+        targets, weights = labels
+        return (weights.float() * (outputs.float() - targets.float()).square()).mean()
+
+
+def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean cross entropy of the labels that are not ignored."""
+    return F.cross_entropy(outputs.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+
+def _cross_entropy_sum(outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    logits = outputs.float().flatten(0, 1)
+    total = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total, (labels != IGNORED).sum()
+
+
+class CountedCrossEntropy:
+    """Pair of a sum and a count that follows from the labels."""
+
+    def __call__(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return _cross_entropy_sum(outputs, labels)
+
+    def counts(self, labels: Tensor) -> Tensor:
+        """Return the number of labels that are not ignored."""
+        return (labels != IGNORED).sum()
+
+
+class OutputPair(nn.Module):
+    """Output of a linear layer, and its mean square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        return y, y.float().square().mean()
+
+
+def _loss_of_pair(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+    return mean_square(outputs[0], labels) + 0.1 * outputs[1]
+
+
+class LossLayer(nn.Module):
+    """Last layer that returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).float().square().mean()
+
+
+def tied_head(module: nn.Module, x: Tensor) -> Tensor:
+    """Return logits from the tied embedding."""
+    assert isinstance(module.weight, Tensor)
+    return F.linear(x, module.weight)
+
+
+def _head() -> list[Any]:
+    return [LayerSpec(nn.Linear, WIDTH, VOCABULARY)]
+
+
+def _tied_head() -> list[Any]:
+    return [TiedLayerSpec("embedding", nn.Embedding, VOCABULARY, WIDTH, forward_fn=tied_head)]
+
+
+ENDS: dict[str, End] = {
+    "mean_square": End(_targets, lambda: [], lambda: mean_square),
+    "weighted": End(_weighted_targets, lambda: [], WeightedLoss),
+    "head": End(_token_labels, _head, lambda: cross_entropy),
+    "tied_head": End(_token_labels, _tied_head, lambda: cross_entropy, start="tied_tokens"),
+    "output_pair": End(_targets, lambda: [LayerSpec(OutputPair)], lambda: _loss_of_pair),
+    "loss_layer": End(_targets, lambda: [LayerSpec(LossLayer)], lambda: None),
+    "loss_pair": End(_token_labels, _head, lambda: _cross_entropy_sum, pairs=True),
+    "counted_pair": End(_token_labels, _head, CountedCrossEntropy, pairs=True),
+    "tied_pair": End(_token_labels, _tied_head, CountedCrossEntropy, pairs=True, start="tied_tokens"),
+}

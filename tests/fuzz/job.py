@@ -1,0 +1,330 @@
+"""Random jobs: a model from the zoo, a schedule, parallel sizes and options."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from ds_ext.parallel.fbd import make_layout
+from ds_ext.parallel.layout import ParallelLayout
+from ds_ext.pipe_schedules import Placement
+from ds_ext.tensor_parallel import TensorParallel
+from tests.plans import placement_of
+
+from .zoo import ENDS, STARTS, ZOO, model_layers
+
+# Features that jobs may use.
+LOSS_PAIRS = False  # losses that return a pair (sum, count)
+KEYED_RANDOM = False  # layers that draw random numbers in training
+REPLICAS_SHARE_STATISTICS = False  # buffers are the same on all replicas at the end
+UNUSED_KEEP_NONE = False  # unused parameters with an optimizer that moves parameters of zero gradient
+
+BIDIRECTIONAL = ("chimera", "bitpipe", "bitpipe_zb")
+LINEAR = ("gpipe", "1f1b", "zb_h1")
+V_SHAPED = ("zb_v", "dualpipev", "dpp")
+SCHEDULES = (*LINEAR, "interleaved", *V_SHAPED, *BIDIRECTIONAL, "fbd")
+MAX_RANKS = 4
+MAX_MICRO_BATCHES = 8  # of a step, over all data-parallel ranks
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"type": "SGD", "params": {"lr": 0.2}},
+    "momentum": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True}},
+    # A large epsilon, because gradients that consist of rounding errors would otherwise become full steps.
+    "adamw": {
+        "type": "AdamW",
+        "params": {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3, "torch_adam": True},
+    },
+    "adam": {
+        "type": "Adam",
+        "params": {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3, "torch_adam": True, "adam_w_mode": False},
+    },
+}
+MOVES_AT_ZERO_GRADIENT = ("adamw", "adam")
+MAY_BE_UNUSED = ("unused", "either", "experts", "detached_input", "jvp")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Schedule and parallel sizes of a job."""
+
+    schedule: str = "1f1b"
+    pp: int = 1
+    tp: int = 1
+    dp: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    backward_per_forward: int = 1  # fbd
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """The ``"ds_ext"`` section of the JSON."""
+        section = {
+            "schedule": self.schedule,
+            "pipeline_parallel_size": self.pp,
+            "tensor_parallel_size": self.tp,
+            "schedule_options": self.options,
+            "print_plan": False,
+            "transport_options": {"timeout_s": 20.0},
+        }
+        if self.schedule == "fbd":
+            section["fbd"] = {"backward_per_forward": self.backward_per_forward}
+        return section
+
+    @property
+    def placement(self) -> Placement:
+        return placement_of({"ds_ext": self.section})
+
+    @property
+    def ranks(self) -> ParallelLayout:
+        return make_layout(self.placement, self.tp, self.dp)
+
+    @property
+    def pipes(self) -> int:
+        """Data-parallel ranks, replicas included."""
+        return self.dp * self.placement.replicas
+
+    def supports(self, micro_batches: int) -> bool:
+        """Return whether the schedule supports a number of micro-batches per step, over all data-parallel ranks."""
+        if micro_batches % self.pipes:
+            return False
+        of_group = micro_batches // self.dp
+        if self.schedule in ("interleaved", "chimera") or self.options.get("mode") == "unit":
+            return of_group % self.pp == 0
+        return self.schedule != "dualpipev" or of_group >= 2 * self.pp
+
+
+@dataclass(frozen=True)
+class Job:
+    """Training run with the same result in one process.
+
+    Attributes:
+        layout: schedule and parallel sizes.
+        start, blocks, end: names in STARTS, ZOO and ENDS.
+        micro_batches: number per step, over all data-parallel ranks.
+        data: "dataset" (training_data), "batches" (an object with get and advance), "iterator" (own micro-batches of
+            each data-parallel rank) or "loader" (the same from a shuffled DataLoader).
+        variable_lengths: each micro-batch has a different number of tokens.
+        evaluate_after: steps before an evaluation; None: no evaluation.
+        set_weights: the script sets the weights after initialize().
+        scheduler: the script passes a learning-rate scheduler.
+        decay_groups: two parameter groups; biases have no weight decay.
+        own_optimizer: the script passes the optimizer instead of the JSON.
+        resume: layout that continues from a checkpoint; None: no checkpoint.
+        resume_after: steps before the checkpoint.
+    """
+
+    seed: int = 0
+    layout: Layout = Layout()
+    start: str = "floats"
+    blocks: tuple[str, ...] = ("linear",)
+    end: str = "mean_square"
+    partition: str | tuple[int, ...] = "uniform"
+    steps: int = 3
+    micro_batch_size: int = 2
+    micro_batches: int = 4
+    optimizer: str = "sgd"
+    clip: float = 0.0
+    zero: int = 0
+    bf16: bool = False
+    checkpoint_interval: int = 0
+    eager_gradient_sync: bool = True
+    data: str = "batches"
+    variable_lengths: bool = False
+    evaluate_after: int | None = None
+    set_weights: bool = False
+    scheduler: bool = False
+    decay_groups: bool = False
+    own_optimizer: bool = False
+    resume: Layout | None = None
+    resume_after: int = 1
+
+    def config(self, layout: Layout) -> dict[str, Any]:
+        """Return the DeepSpeed JSON."""
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": self.micro_batch_size,
+            "gradient_accumulation_steps": self.micro_batches // layout.pipes,
+            "gradient_clipping": self.clip,
+            "steps_per_print": 10**9,
+            "zero_allow_untested_optimizer": True,
+            "ds_ext": {**layout.section, "eager_gradient_sync": self.eager_gradient_sync},
+        }
+        if not self.own_optimizer:
+            config["optimizer"] = OPTIMIZERS[self.optimizer]
+        if self.zero:
+            config["zero_optimization"] = {"stage": self.zero}
+        if self.bf16:
+            config["bf16"] = {"enabled": True}
+        return config
+
+    def layers(self, tp: TensorParallel) -> list[Any]:
+        """Return the layers of the model."""
+        return model_layers(self.start, self.blocks, self.end, tp)
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """The layouts in which the job runs, in order."""
+        return [self.layout] if self.resume is None else [self.layout, self.resume]
+
+    @property
+    def has_replicas(self) -> bool:
+        """True if several ranks train different micro-batches with the same weights."""
+        return any(layout.pipes > 1 for layout in self.layouts)
+
+    @property
+    def has_statistics(self) -> bool:
+        """True if an evaluation depends on statistics of the training."""
+        return any(ZOO[name].statistics != "none" for name in self.blocks)
+
+    @property
+    def is_reproducible(self) -> bool:
+        """False if results depend on the replicas or on features that are switched off."""
+        kinds = [ZOO[name] for name in self.blocks]
+        if self.has_replicas and any(kind.statistics == "training" for kind in kinds):
+            return False
+        if ENDS[self.end].start not in (None, self.start) or (self.start == "tied_tokens") != (
+            ENDS[self.end].start == "tied_tokens"
+        ):
+            return False
+        if (self.bf16 and (any(kind.fp32 for kind in kinds) or self.start == "complex_tokens")) or (
+            self.variable_lengths and any(kind.fixed_length for kind in kinds)
+        ):
+            return False
+        if self.checkpoint_interval and (
+            any(kind.changes_input for kind in kinds) or self.start.endswith("in_place")
+        ):
+            return False
+        if self.variable_lengths and self.data == "loader":  # a shuffled batch has samples of several lengths
+            return False
+        if not LOSS_PAIRS and ENDS[self.end].pairs:
+            return False
+        if not KEYED_RANDOM and any(kind.random for kind in kinds):
+            return False
+        moves = self.optimizer in MOVES_AT_ZERO_GRADIENT
+        return UNUSED_KEEP_NONE or not (moves and set(self.blocks) & set(MAY_BE_UNUSED))
+
+    @property
+    def features(self) -> frozenset[str]:
+        """Names of the kinds, schedules and options that differ from those of the smallest job."""
+        plain = Job()
+        names = {*self.blocks, self.start, self.end, *(layout.schedule for layout in self.layouts)}
+        names |= {size for size in ("tp", "dp") for layout in self.layouts if getattr(layout, size) > 1}
+        options = ("clip", "optimizer", "zero", "bf16", "checkpoint_interval", "data", "variable_lengths")
+        options += ("evaluate_after", "set_weights", "scheduler", "decay_groups", "own_optimizer", "resume")
+        names |= {name for name in options if getattr(self, name) != getattr(plain, name)}
+        return frozenset(names - {"linear", plain.start, plain.end, plain.layout.schedule})
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the model."""
+        return len(self.layers(TensorParallel()))
+
+    @property
+    def choices(self) -> set[str]:
+        """Names of what the job draws, for counts of coverage."""
+        names = {f"start {self.start}", f"end {self.end}", f"optimizer {self.optimizer}", f"data {self.data}"}
+        names |= {f"kind {name}" for name in self.blocks}
+        for layout in self.layouts:
+            names |= {f"schedule {layout.schedule}", f"sizes {layout.pp} x {layout.tp} x {layout.dp}"}
+        for one in dataclasses.fields(self):
+            value = getattr(self, one.name)
+            if one.name not in ("seed", "optimizer", "data") and isinstance(value, bool | int | float):
+                names.add(f"{one.name} {value:g}" if not isinstance(value, bool) else f"{one.name} {value}")
+        return names | {f"resume {self.resume is not None}", f"evaluate {self.evaluate_after is not None}"}
+
+
+def draw_layout(random: Random, world_size: int | None = None) -> Layout:
+    """Draw a schedule and sizes for at most MAX_RANKS ranks, or for ``world_size`` ranks."""
+    while True:
+        schedule = random.choice(SCHEDULES)
+        pp, tp, dp = (
+            random.choice((1, 2, 2, 2, 3, 4, 4)),
+            random.choice((1, 1, 1, 2)),
+            random.choice((1, 1, 2)),
+        )
+        options: dict[str, Any] = {}
+        if (schedule in BIDIRECTIONAL and pp % 2) or (schedule == "fbd" and pp < 2):
+            continue
+        if schedule == "interleaved":
+            options["chunks"] = random.choice((1, 2, 2, 3))
+        if schedule == "bitpipe":
+            options["mode"] = random.choice(("unit", "unit", "greedy"))
+        layout = Layout(schedule, pp, tp, dp, options, random.choice((1, 1, 2)) if schedule == "fbd" else 1)
+        if layout.ranks.world_size > (world_size or MAX_RANKS):
+            continue
+        if world_size is None or layout.ranks.world_size == world_size:
+            return layout
+
+
+def draw(seed: int) -> Job:
+    """Draw the job of a seed."""
+    random = Random(seed)
+    while True:
+        job = _draw(random, seed)
+        if job is not None and job.is_reproducible:
+            return job
+
+
+def _chance(random: Random, probability: float) -> bool:
+    return random.random() < probability
+
+
+def _draw(random: Random, seed: int) -> Job | None:
+    layout = draw_layout(random)
+    micro_batches = random.choice([n for n in range(1, MAX_MICRO_BATCHES + 1) if layout.supports(n)])
+    steps = random.choice((2, 3, 3, 4))
+    resume = draw_layout(random) if _chance(random, 0.15) else None
+    if resume is not None and not resume.supports(micro_batches):
+        return None
+    start, end = random.choice(list(STARTS)), random.choice(list(ENDS))
+    if ENDS[end].start is not None:
+        start = "tied_tokens"
+    blocks = _draw_blocks(random, start, end, max(one.placement.stages for one in (layout, resume) if one))
+    bf16 = _chance(random, 0.2)
+    data = random.choice(("dataset", "batches", "iterator", "loader"))
+    if data in ("iterator", "loader") and any(one.schedule == "chimera" for one in (layout, resume) if one):
+        # One rank needs the inputs of one pipe and the labels of the other: refused, which a few jobs show.
+        data = data if _chance(random, 0.1) else "dataset"
+    job = Job(
+        seed=seed,
+        layout=layout,
+        start=start,
+        blocks=blocks,
+        end=end,
+        steps=steps,
+        micro_batch_size=random.choice((1, 1, 2, 3)),
+        micro_batches=micro_batches,
+        optimizer=random.choice(("sgd", "sgd", "momentum", "adamw", "adam")),
+        clip=random.choice((0.0, 0.0, 0.05, 1.0)),
+        zero=random.choice((0, 0, 1)),
+        bf16=bf16,
+        checkpoint_interval=random.choice((0, 0, 0, 1, 2)),
+        eager_gradient_sync=_chance(random, 0.7),
+        data=data,
+        variable_lengths=_chance(random, 0.2),
+        evaluate_after=random.randrange(steps + 1) if _chance(random, 0.4) else None,
+        set_weights=_chance(random, 0.15),
+        scheduler=_chance(random, 0.2),
+        decay_groups=_chance(random, 0.15),
+        own_optimizer=_chance(random, 0.15),
+        resume=resume,
+        resume_after=random.randrange(1, steps),
+    )
+    return dataclasses.replace(job, partition=_draw_partition(random, job))
+
+
+def _draw_blocks(random: Random, start: str, end: str, stages: int) -> tuple[str, ...]:
+    """Draw blocks until the model has a layer per stage, often of few kinds."""
+    kinds = random.sample(list(ZOO), random.choice((1, 2, 3, 8)))
+    blocks: list[str] = []
+    wanted = max(stages, random.randrange(2, 9))
+    while len(model_layers(start, blocks, end, TensorParallel())) < wanted:
+        blocks.append(random.choice([*kinds, "linear"]))
+    return tuple(blocks)
+
+
+def _draw_partition(random: Random, job: Job) -> str | tuple[int, ...]:
+    """Draw DeepSpeed's partition or, without a resume, boundaries."""
+    if job.resume is not None or _chance(random, 0.6):
+        return random.choice(("uniform", "parameters"))
+    layers, stages = job.num_layers, job.layout.placement.stages
+    return (0, *sorted(random.sample(range(1, layers), stages - 1)), layers)

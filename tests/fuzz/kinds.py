@@ -1,0 +1,75 @@
+"""Description of a kind of layers, shared by the files of the zoo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+
+from ds_ext.tensor_parallel import TensorParallel
+
+WIDTH = 8
+LENGTH = 5
+HEADS = 2
+VOCABULARY = 11
+
+
+@dataclass(frozen=True)
+class Place:
+    """Position of a block in a model.
+
+    Attributes:
+        number: unique number of the block in its model, for the keys of ties.
+        tp: tensor-parallel group of the rank.
+    """
+
+    number: int
+    tp: TensorParallel
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Block of consecutive layers that maps (B, S, WIDTH) to (B, S, WIDTH).
+
+    Attributes:
+        layers: function that returns the layers of a block.
+        fixed_length: the block needs S = LENGTH.
+        statistics: which results depend on statistics of earlier micro-batches. With replicas, each replica has
+            different statistics.
+        rounds: the block computes in bf16 in an fp32 model, so that small errors become large ones.
+        fp32: the block does not support bf16.
+        changes_input: a layer changes its input in place, so that the layer cannot be recomputed from it.
+        random: the block draws random numbers in training.
+    """
+
+    layers: Callable[[Place], list[Any]]
+    fixed_length: bool = False
+    statistics: Literal["none", "evaluation", "training"] = "none"
+    rounds: bool = False
+    fp32: bool = False
+    changes_input: bool = False
+    random: bool = False
+
+
+class Made(nn.Module):
+    """Module made by a function, because a LayerSpec needs a class."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.inner = make()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def layer(layer_class: type[nn.Module], *args: Any, **options: Any) -> Kind:
+    """Return a kind of one layer; ``options`` are fields of :class:`Kind`."""
+    return Kind(lambda place: [LayerSpec(layer_class, *args)], **options)
+
+
+def chain(*layer_classes: type[nn.Module], **options: Any) -> Kind:
+    """Return a kind of consecutive layers without arguments; ``options`` are fields of :class:`Kind`."""
+    return Kind(lambda place: [LayerSpec(layer_class) for layer_class in layer_classes], **options)

@@ -1,0 +1,112 @@
+"""Training run of a job on the ranks of a pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import manual_seed, nn
+
+from ds_ext.engine import PipelineEngine, PipelineModule, initialize
+from ds_ext.tensor_parallel import TensorParallel, create_tensor_parallel, shard_dim
+from tests.reference import gather_shards
+
+from .data import EVALUATION, Samples, StepBatches, rank_batches
+from .job import Job, Layout
+from .reference import Result, halved, make_optimizer, make_scheduler, parameter_groups
+from .zoo import ENDS
+
+
+def train_on_rank(rank: int, job: Job, part: int, folder: str) -> Result:
+    """Train the steps of a job's first or second layout.
+
+    Args:
+        part: index in ``job.layouts``.
+        folder: folder of the checkpoint that ends part 0 and begins part 1.
+    """
+    layout = job.layouts[part]
+    engine, tp = _build(job, layout)
+    result = Result()
+    first, last = (
+        (0, job.steps) if job.resume is None else ((0, job.resume_after), (job.resume_after, job.steps))[part]
+    )
+    try:
+        source = _source(job, layout, engine, first)
+        if isinstance(source, StepBatches):
+            engine.set_dataiterator(source)  # so that load_checkpoint() sets its position
+        if part == 1:
+            engine.load_checkpoint(folder)
+        elif job.set_weights:
+            engine.module.load_state_dict(halved(engine.module.state_dict()))
+        if part == 0:
+            _evaluate(job, 0, engine, result)
+        for step in range(first, last):
+            result.losses.append(float(engine.train_batch(source)))
+            norm = engine.get_global_grad_norm()
+            result.norms.append(None if norm is None else float(norm))
+            _evaluate(job, step + 1, engine, result)
+        if last < job.steps:
+            engine.save_checkpoint(folder)
+        elif engine.in_checkpoints:
+            result.state = _state(engine, tp)
+    finally:
+        engine.transport.close()
+    return result
+
+
+def _build(job: Job, layout: Layout) -> tuple[PipelineEngine, TensorParallel]:
+    config = job.config(layout)
+    tp = create_tensor_parallel(layout.ranks.groups()["tensor"]) if layout.tp > 1 else TensorParallel()
+    manual_seed(job.seed)
+    model = PipelineModule(
+        job.layers(tp),
+        config,
+        loss_fn=ENDS[job.end].loss(),
+        partition_method=job.partition,
+        activation_checkpoint_interval=job.checkpoint_interval,
+    )
+    parameters = _trained(model)
+    optimizer = make_optimizer(job, parameters) if job.own_optimizer else None
+    groups = parameter_groups(job, parameters) if job.decay_groups and optimizer is None else None
+    engine, *_ = initialize(
+        model=model,
+        optimizer=optimizer,
+        model_parameters=groups,
+        training_data=Samples(job) if job.data == "dataset" else None,
+        lr_scheduler=make_scheduler if job.scheduler else None,
+        config=config,
+    )
+    return engine, tp
+
+
+def _trained(model: PipelineModule) -> list[nn.Parameter]:
+    """Return the trained parameters of this rank; a placeholder if there is none."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return parameters or [p for p in [model.placeholder] if p is not None]
+
+
+def _source(job: Job, layout: Layout, engine: PipelineEngine, step: int) -> Any:
+    """Return the argument of train_batch()."""
+    if job.data == "dataset":
+        return None
+    if job.data == "batches":
+        return StepBatches(job)
+    return rank_batches(job, layout, engine.mpu.get_data_parallel_rank(), step)
+
+
+def _evaluate(job: Job, step: int, engine: PipelineEngine, result: Result) -> None:
+    if job.evaluate_after == step:
+        dataset = job.data == "dataset"
+        source: Any = Samples(job, EVALUATION) if dataset else StepBatches(job, EVALUATION)
+        result.evaluations.append(float(engine.eval_batch(source)))
+
+
+def _state(engine: PipelineEngine, tp: TensorParallel) -> dict[str, Any]:
+    """Return parameters and persistent buffers by "layer.name", gathered over tensor-parallel ranks."""
+    state = {}
+    for stage in engine.module.stages:
+        for index, module in engine.module.stage_modules(stage).items():
+            parameters = dict(module.named_parameters(remove_duplicate=False))
+            for name, value in module.state_dict().items():
+                dim = shard_dim(parameters[name]) if name in parameters else None
+                state[f"{index}.{name}"] = gather_shards(value, dim, tp).clone()
+    return state

@@ -1,0 +1,233 @@
+"""Training loop of a job in one process, in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import Tensor, nn
+
+from ds_ext.tensor_parallel import TensorParallel, keyed_rng
+
+from .data import EVALUATION, ordered_batch, step_batches
+from .job import KEYED_RANDOM, OPTIMIZERS, Job
+from .zoo import ENDS
+
+LAYER_SEED = 1234  # DeepSpeed's base seed
+FP32_NOISE = 2.0**-22
+BF16_NOISE = 2.0**-8
+
+
+@dataclass
+class Result:
+    """Results of a training run.
+
+    Attributes:
+        losses: mean over the micro-batches of each step.
+        norms: norm of the gradient of each step, before clipping; None: not measured.
+        evaluations: losses of the evaluations.
+        state: parameters and persistent buffers by "layer.name".
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    evaluations: list[float] = field(default_factory=list)
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Model:
+    """Layers of a job, applied one after the other."""
+
+    def __init__(self, job: Job) -> None:
+        self.modules: dict[int, nn.Module] = {}
+        self.calls: list[Callable[[Any], Any]] = []
+        ties: dict[str, nn.Module] = {}
+        torch.manual_seed(job.seed)
+        for index, spec in enumerate(job.layers(TensorParallel())):
+            torch.manual_seed(LAYER_SEED + index)
+            if isinstance(spec, TiedLayerSpec):
+                module = ties[spec.key] = ties.get(spec.key) or spec.build()
+            else:
+                module = spec.build() if isinstance(spec, LayerSpec) else spec
+            if isinstance(module, nn.Module):
+                self.modules[index] = module
+            function = getattr(spec, "forward_fn", None)
+            self.calls.append(module if function is None else _Bound(function, module))
+        self.loss = ENDS[job.end].loss()
+        for module in self.modules.values():
+            if job.bf16:  # DeepSpeed leaves buffers in fp32
+                for p in module.parameters():
+                    p.data = p.data.bfloat16()
+            module.train()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Trained parameters, each once."""
+        return list(
+            {
+                id(p): p for module in self.modules.values() for p in module.parameters() if p.requires_grad
+            }.values()
+        )
+
+    def state(self) -> dict[str, Tensor]:
+        """Return parameters and persistent buffers by "layer.name"."""
+        return {
+            f"{index}.{name}": value.detach().clone()
+            for index, module in self.modules.items()
+            for name, value in module.state_dict().items()
+        }
+
+    def loss_of(
+        self, batch: tuple[Any, Any], context: Callable[[int], Any] = lambda layer: nullcontext()
+    ) -> Any:
+        """Return what the loss function returns for a micro-batch.
+
+        Args:
+            context: function of the layer's index that returns the context of its forward.
+        """
+        x, labels = batch
+        for index, call in enumerate(self.calls):
+            with context(index):
+                x = call(x)
+        return x if self.loss is None else self.loss(x, labels)
+
+
+class _Bound:
+    """Function of a tied module."""
+
+    def __init__(self, function: Callable[[nn.Module, Any], Any], module: nn.Module) -> None:
+        self.function, self.module = function, module
+
+    def __call__(self, x: Any) -> Any:
+        return self.function(self.module, x)
+
+
+def halved(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state whose floating-point tensors are halved, as weights that a script sets."""
+    return {k: v / 2 if v.is_floating_point() or v.is_complex() else v for k, v in state.items()}
+
+
+def make_optimizer(job: Job, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return torch's optimizer of a job."""
+    name, options = OPTIMIZERS[job.optimizer]["type"], dict(OPTIMIZERS[job.optimizer]["params"])
+    options.pop("torch_adam", None)
+    options.pop("adam_w_mode", None)
+    return getattr(torch.optim, name)(parameter_groups(job, parameters), **options)
+
+
+def parameter_groups(job: Job, parameters: list[nn.Parameter]) -> list[Any]:
+    """Return the parameters, in two groups if biases have no weight decay."""
+    if not job.decay_groups:
+        return parameters
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1]},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """Return a scheduler that changes the learning rate after every step."""
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def train(job: Job, noise_seed: int | None = None) -> Result:
+    """Train a job in one process.
+
+    Args:
+        noise_seed: seed of rounding errors that are added to the gradients; None: no errors. The difference of two
+            results shows how sensitive the job is to the order of sums.
+    """
+    model, result = Model(job), Result()
+    noise = None if noise_seed is None else torch.Generator().manual_seed(noise_seed)
+    if job.set_weights:
+        states = {index: halved(module.state_dict()) for index, module in model.modules.items()}
+        for index, module in model.modules.items():
+            module.load_state_dict(states[index])
+    parameters = model.parameters
+    masters = [nn.Parameter(p.detach().float()) for p in parameters] if job.bf16 else parameters
+    optimizer = make_optimizer(job, masters)
+    scheduler = make_scheduler(optimizer) if job.scheduler else None
+    _evaluate(job, 0, model, result)
+    for step in range(job.steps):
+        loss, grads = _gradients(job, model, parameters, step)
+        if noise is not None:
+            _add_noise(grads, noise, BF16_NOISE if job.bf16 else FP32_NOISE)
+        for master, grad in zip(masters, grads, strict=True):
+            if grad is None and (job.zero or job.bf16):
+                grad = torch.zeros_like(master)
+            master.grad = grad
+        limit = job.clip or float("inf")
+        result.losses.append(loss)
+        result.norms.append(float(nn.utils.clip_grad_norm_(masters, limit)))
+        optimizer.step()
+        optimizer.zero_grad()
+        if job.bf16:
+            with torch.no_grad():
+                for p, master in zip(parameters, masters, strict=True):
+                    p.copy_(master)
+        if scheduler is not None:
+            scheduler.step()
+        _evaluate(job, step + 1, model, result)
+    result.state = model.state()
+    return result
+
+
+def _gradients(
+    job: Job, model: Model, parameters: list[nn.Parameter], step: int
+) -> tuple[float, list[Tensor | None]]:
+    """Return the loss of a step, and its gradients in fp32; None for unused parameters."""
+    sums: list[Tensor | None] = [None] * len(parameters)
+    total, count, pairs = 0.0, 0.0, ENDS[job.end].pairs
+    for number, batch in enumerate(step_batches(job, step)):
+        loss = model.loss_of(batch, partial(_random_numbers, job, step, number))
+        # Means are divided before the backward, because bf16 gradients are rounded in it.
+        loss, weight = loss if pairs else (loss / job.micro_batches, 0)
+        loss.backward()
+        total, count = total + float(loss), count + float(weight)
+        for index, p in enumerate(parameters):
+            if p.grad is not None:
+                grad = p.grad.float() if job.bf16 else p.grad
+                before = sums[index]
+                sums[index] = grad if before is None else before + grad
+                p.grad = None
+    count = count or 1.0
+    return total / count, [None if grad is None else grad / count for grad in sums]
+
+
+def _random_numbers(job: Job, step: int, micro_batch: int, layer: int) -> AbstractContextManager[Any]:
+    """Return the context in which a layer draws its random numbers."""
+    if not KEYED_RANDOM:
+        return nullcontext()
+    from ds_ext.tensor_parallel import layer_key  # pyright: ignore[reportAttributeAccessIssue]
+
+    return keyed_rng(layer_key(job.seed, step, micro_batch, layer), torch.device("cpu"))
+
+
+def _add_noise(grads: list[Tensor | None], noise: torch.Generator, size: float) -> None:
+    for grad in grads:
+        if grad is not None and grad.numel():
+            grad += size * grad.abs().max() * torch.randn(grad.shape, generator=noise, dtype=grad.dtype)
+
+
+def _evaluate(job: Job, step: int, model: Model, result: Result) -> None:
+    """Evaluate if the job does so after this number of steps."""
+    if job.evaluate_after != step:
+        return
+    modes = [(module, module.training) for outer in model.modules.values() for module in outer.modules()]
+    for module in model.modules.values():
+        module.eval()
+    total, count = 0.0, 0.0
+    with torch.no_grad():
+        for number in range(job.micro_batches):
+            loss = model.loss_of(ordered_batch(job, 0, number, EVALUATION))
+            loss, weight = loss if ENDS[job.end].pairs else (loss, 1)
+            total, count = total + float(loss), count + float(weight)
+    for module, training in modes:
+        module.training = training
+    result.evaluations.append(total / count)

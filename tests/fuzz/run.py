@@ -1,0 +1,171 @@
+"""Run jobs on pools of ranks, compare them with one process, and reduce those that fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ds_ext.errors import ConfigError
+from tests.ranks import Ranks, RankTimeout
+
+from . import reference
+from .compare import differences
+from .job import Job, Layout
+from .ranks import train_on_rank
+
+TIMEOUT_S = 15.0
+
+SAME, REFUSED, INVALID = "same", "refused", "invalid"
+DIFFERS, FAILED, HANGS = "differs", "failed", "hangs"
+OPTIONS = (  # set to their defaults to reduce a job
+    *(
+        "start",
+        "end",
+        "partition",
+        "checkpoint_interval",
+        "zero",
+        "bf16",
+        "clip",
+        "optimizer",
+        "data",
+        "variable_lengths",
+    ),
+    *("evaluate_after", "set_weights", "scheduler", "decay_groups", "own_optimizer", "eager_gradient_sync"),
+)
+FAULTS = (DIFFERS, FAILED, HANGS)
+
+
+@dataclass
+class Outcome:
+    """Outcome of a job.
+
+    Attributes:
+        kind: SAME; REFUSED: ConfigError; INVALID: fails in one process too; DIFFERS; FAILED: another error; HANGS.
+        lines: details.
+    """
+
+    kind: str
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def key(self) -> str:
+        """The text before the first colon of an error."""
+        return self.lines[0].partition(":")[0] if self.lines else ""
+
+
+def run(job: Job, pools: Ranks) -> Outcome:
+    """Run a job on the ranks and in one process, and compare."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            expected = reference.train(job)
+            noisy = reference.train(job, noise_seed=1)
+        except Exception as error:
+            return Outcome(INVALID, _lines(error))
+    try:
+        with tempfile.TemporaryDirectory(prefix="fuzz_") as folder:
+            results = []
+            for part, layout in enumerate(job.layouts):
+                pool = pools(layout.ranks.world_size)
+                results.append(pool.run(train_on_rank, job, part, folder, timeout_s=TIMEOUT_S))
+    except ConfigError as error:
+        return Outcome(REFUSED, _lines(error))
+    except RankTimeout as error:
+        return Outcome(HANGS, [*_lines(error), *getattr(error, "__notes__", [])])
+    except Exception as error:
+        return Outcome(
+            FAILED, [f"{type(error).__name__}: {_lines(error)[0]}", *getattr(error, "__notes__", [])]
+        )
+    for earlier, result in zip(results[0], results[-1], strict=False):
+        if earlier is not result:
+            for name in ("losses", "norms", "evaluations"):
+                getattr(result, name)[:0] = getattr(earlier, name)
+    if len(results[-1]) > len(results[0]):  # ranks that only the second layout has
+        for result in results[-1][len(results[0]) :]:
+            for name in ("losses", "norms", "evaluations"):
+                setattr(result, name, list(getattr(results[-1][0], name)))
+    lines = differences(job, results[-1], expected, noisy)
+    return Outcome(DIFFERS if lines else SAME, lines)
+
+
+def _lines(error: BaseException) -> list[str]:
+    return (str(error) or type(error).__name__).splitlines()[:1] or [""]
+
+
+def reduce(job: Job, pools: Ranks, outcome: Outcome, attempts: int) -> tuple[Job, Outcome]:
+    """Return a smaller job with the same kind of outcome, and its outcome.
+
+    Args:
+        attempts: maximum number of runs.
+    """
+    smaller = True
+    while smaller:
+        smaller = False
+        for candidate in _smaller(job):
+            if attempts == 0:
+                return job, outcome
+            attempts -= 1
+            result = run(candidate, pools)
+            if result.kind == outcome.kind:
+                job, outcome, smaller = candidate, result, True
+                break
+    return job, outcome
+
+
+def _smaller(job: Job) -> Iterator[Job]:
+    """Yield reproducible jobs with fewer options or simpler blocks, those with the largest changes first."""
+    stages = max(layout.placement.stages for layout in job.layouts)
+    for candidate in _candidates(job):
+        layouts = candidate.layouts
+        if (
+            candidate != job
+            and candidate.is_reproducible
+            and all(layout.supports(candidate.micro_batches) for layout in layouts)
+            and (len(candidate.blocks) == len(job.blocks) or candidate.num_layers >= stages)
+        ):
+            yield candidate
+
+
+def _candidates(job: Job) -> Iterator[Job]:
+    change = functools.partial(dataclasses.replace, job)
+    plain = Job()
+    defaults = {name: getattr(plain, name) for name in OPTIONS}
+    if job.resume is not None:
+        yield change(resume=None)
+    yield change(**defaults)
+    uniform = functools.partial(change, partition="uniform")
+    yield uniform(blocks=("linear",) * len(job.blocks))
+    for name in sorted({*job.blocks} - {"linear"}):
+        yield uniform(blocks=tuple(block if block == name else "linear" for block in job.blocks))
+    for layout in _smaller_layouts(job.layout):
+        yield uniform(layout=layout)
+    for name, value in defaults.items():
+        yield change(**{name: value})
+    for length in (len(job.blocks) // 2, len(job.blocks) - 1):
+        yield uniform(blocks=job.blocks[:length])
+        yield uniform(blocks=job.blocks[-length:])
+    for index, name in enumerate(job.blocks):
+        if name != "linear":
+            yield uniform(blocks=(*job.blocks[:index], "linear", *job.blocks[index + 1 :]))
+    if job.resume is None:
+        yield change(steps=1, evaluate_after=job.evaluate_after and 1)
+    for micro_batches in range(1, job.micro_batches):
+        yield change(micro_batches=micro_batches)
+    yield change(micro_batch_size=1)
+
+
+def _smaller_layouts(layout: Layout) -> Iterator[Layout]:
+    if layout.tp > 1:
+        yield dataclasses.replace(layout, tp=1)
+    if layout.dp > 1:
+        yield dataclasses.replace(layout, dp=1)
+    if layout.schedule not in ("1f1b", "gpipe"):
+        yield dataclasses.replace(layout, schedule="1f1b", options={}, backward_per_forward=1)
+    if layout.pp > 2:
+        yield dataclasses.replace(layout, pp=2)
+    if layout.pp == 2 and layout.schedule not in ("bitpipe", "bitpipe_zb", "chimera"):
+        yield dataclasses.replace(layout, pp=1)

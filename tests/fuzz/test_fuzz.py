@@ -1,0 +1,72 @@
+"""Some jobs of the fuzzer, and checks of the fuzzer itself."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.ranks import Ranks
+
+from . import reference
+from .compare import differences
+from .job import SCHEDULES, Job, Layout, draw
+from .run import REFUSED, SAME, run
+from .zoo import ENDS, STARTS, ZOO
+
+SEEDS = (1, 2, 4, 5, 7, 9, 10, 12, 13, 14, 15, 16, 20, 23, 24, 28, 31, 33, 35, 41, 42, 43, 44)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_job_has_the_numbers_of_one_process(ranks: Ranks, seed: int) -> None:
+    job = draw(seed)
+    outcome = run(job, ranks)
+    assert outcome.kind in (SAME, REFUSED), (job, outcome.lines)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("bf16", [False, True])
+def test_every_kind_trains_in_one_process(bf16: bool) -> None:
+    for name, kind in ZOO.items():
+        job = Job(blocks=(name, "linear"), steps=2, evaluate_after=1, bf16=bf16)
+        if not (bf16 and kind.fp32):
+            result = reference.train(job)
+            assert len(set(result.losses)) == 2, name
+            assert result.state.keys() == reference.Model(job).state().keys()
+
+
+@pytest.mark.quick
+def test_every_end_trains_from_every_start() -> None:
+    for end, of_end in ENDS.items():
+        for start in STARTS:
+            if of_end.start in (None, start):
+                result = reference.train(Job(start=start, end=end, blocks=("linear", "mlp"), steps=2))
+                assert result.norms[0], (start, end)
+
+
+@pytest.mark.quick
+def test_jobs_are_drawn_from_everything() -> None:
+    jobs = [draw(seed) for seed in range(400)]
+    assert jobs == [draw(seed) for seed in range(400)]
+    assert len(ZOO) >= 60
+    assert {job.layout.schedule for job in jobs} == set(SCHEDULES)
+    deterministic = {name for name, kind in ZOO.items() if not kind.random}
+    assert {name for job in jobs for name in job.blocks} >= deterministic
+    assert {job.data for job in jobs} == {"dataset", "batches", "iterator", "loader"}
+    for job in jobs:
+        assert eval(repr(job), {"Job": Job, "Layout": Layout}) == job
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_tenth_of_a_norm_or_a_learning_rate_is_a_difference(bf16: bool) -> None:
+    job = Job(blocks=("mlp", "layer_norm", "linear"), bf16=bf16, optimizer="momentum")
+    expected, noisy = reference.train(job), reference.train(job, noise_seed=1)
+    assert not differences(job, [reference.train(job, noise_seed=2)], expected, noisy)
+    wrong = dataclasses.replace(expected, norms=[0.9 * norm for norm in expected.norms if norm is not None])
+    assert differences(job, [wrong], expected, noisy)
+    larger = {name: value * (1.1 if bf16 else 1.0001) for name, value in expected.state.items()}
+    assert differences(job, [dataclasses.replace(expected, state=larger)], expected, noisy)
+    assert differences(job, [dataclasses.replace(expected, state={})], expected, noisy)
+    assert not torch.equal(next(iter(larger.values())), next(iter(expected.state.values())))
