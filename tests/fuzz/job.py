@@ -16,10 +16,10 @@ from tests.plans import placement_of
 from .zoo import ENDS, STARTS, ZOO, model_layers
 
 # Features that jobs may use.
-LOSS_PAIRS = False  # losses that return a pair (sum, count)
-KEYED_RANDOM = False  # layers that draw random numbers in training
-REPLICAS_SHARE_STATISTICS = False  # buffers are the same on all replicas at the end
-UNUSED_KEEP_NONE = False  # unused parameters with an optimizer that moves parameters of zero gradient
+LOSS_PAIRS = True  # losses that return a pair (sum, count)
+KEYED_RANDOM = True  # layers that draw random numbers in training
+REPLICAS_SHARE_STATISTICS = True  # buffers are the same on all replicas at the end
+UNUSED_KEEP_NONE = True  # unused parameters with an optimizer that moves parameters of zero gradient
 
 BIDIRECTIONAL = ("chimera", "bitpipe", "bitpipe_zb")
 LINEAR = ("gpipe", "1f1b", "zb_h1")
