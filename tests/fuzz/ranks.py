@@ -102,6 +102,7 @@ def _evaluate(job: Job, step: int, engine: PipelineEngine, result: Result) -> No
 
 def _state(engine: PipelineEngine, tp: TensorParallel) -> dict[str, Any]:
     """Return parameters and persistent buffers by "layer.name", gathered over tensor-parallel ranks."""
+    engine.average_buffers()  # as before an evaluation or a save
     state = {}
     for stage in engine.module.stages:
         for index, module in engine.module.stage_modules(stage).items():
