@@ -167,5 +167,5 @@ def _smaller_layouts(layout: Layout) -> Iterator[Layout]:
         yield dataclasses.replace(layout, schedule="1f1b", options={}, backward_per_forward=1)
     if layout.pp > 2:
         yield dataclasses.replace(layout, pp=2)
-    if layout.pp == 2 and layout.schedule not in ("bitpipe", "bitpipe_zb", "chimera"):
+    if layout.pp == 2 and layout.schedule not in ("bitpipe", "bitpipe_zb", "chimera", "fbd"):
         yield dataclasses.replace(layout, pp=1)
