@@ -9,6 +9,7 @@ micro-batches of one data-parallel rank (:class:`IteratorBatches`).
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -298,7 +299,7 @@ def _require_tensors(value: Any, part: str, source: Batches) -> None:
         )
 
 
-def compared_micro_batches(timetable: Timetable, step: int) -> list[int]:
+def _compared(timetable: Timetable, step: int) -> list[int]:
     """Return one micro-batch of every pipe, another one in every step, whose samples the ranks compare."""
     of_pipe: dict[int, list[int]] = {}
     for micro_batch in range(timetable.micro_batches):
@@ -307,24 +308,37 @@ def compared_micro_batches(timetable: Timetable, step: int) -> list[int]:
 
 
 class StepData:
-    """Micro-batches of a pipeline group in one step. Each is fetched once.
+    """Micro-batches of a pipeline group in one step. Each is fetched once, and dropped when its last stage has it.
 
     Args:
         source: source of the micro-batches of all pipeline groups.
         first_id: id of this group's first micro-batch in ``source``.
+        program: program of the step.
+        device: device of this rank.
+        step: number of the step, which selects the micro-batches whose samples ranks compare.
         batch_fn: function of a batch that returns (inputs, labels), as in DeepSpeed's ``set_batch_fn``; None: identity.
-        compared: micro-batches whose samples are compared with those of other ranks.
     """
 
     def __init__(
         self,
         source: Batches,
         first_id: int,
+        program: Program,
+        device: int,
+        step: int,
         batch_fn: Callable[[Any], Any] | None = None,
-        compared: Sequence[int] = (),
     ) -> None:
         self.source, self.first_id, self._batch_fn = source, first_id, batch_fn
+        #: (stage, micro-batch) that this rank loads.
+        self.loads = [
+            (stage, micro_batch)
+            for name, micro_batch, stage, *_ in program.instructions[device]
+            if name == "LoadMicroBatch" and stage is not None and micro_batch is not None
+        ]
+        self.last_stage = program.timetable.placement.stages - 1
+        self._uses = Counter(micro_batch for _, micro_batch in self.loads)
         self._fetched: dict[int, tuple[Any, Any]] = {}
+        compared = _compared(program.timetable, step)
         self._checksums: dict[int, tuple[float, float]] = dict.fromkeys(compared, (_NOT_READ, _NOT_READ))
 
     def get(self, micro_batch: int) -> tuple[Any, Any]:
@@ -338,13 +352,19 @@ class StepData:
                 self._checksums[micro_batch] = _sampled_checksum(inputs), _sampled_checksum(labels)
         return self._fetched[micro_batch]
 
-    def labels(self, program: Program, device: int) -> Iterator[Any]:
-        """Yield the labels of all micro-batches whose loss a device computes, as the loss function gets them."""
-        last_stage = program.timetable.placement.stages - 1
-        for instruction in program.instructions[device]:
-            if instruction.name == "LoadMicroBatch" and instruction.stage == last_stage:
-                assert instruction.micro_batch is not None
-                _, labels = self.get(instruction.micro_batch)
+    def take(self, micro_batch: int) -> tuple[Any, Any]:
+        """Return (inputs, labels) for one stage."""
+        batch = self.get(micro_batch)
+        self._uses[micro_batch] -= 1
+        if self._uses[micro_batch] == 0:
+            del self._fetched[micro_batch]
+        return batch
+
+    def labels(self) -> Iterator[Any]:
+        """Yield the labels of all micro-batches whose loss this rank computes, as the loss function gets them."""
+        for stage, micro_batch in self.loads:
+            if stage == self.last_stage:
+                _, labels = self.get(micro_batch)
                 yield tuple(labels) if isinstance(labels, list) else labels
 
     def checksums(self) -> list[float]:
@@ -388,17 +408,14 @@ def _sampled_checksum(value: Any) -> float:
     return float(int(checksum(part.view(torch.uint8).numpy().tobytes() for part in parts), 16))
 
 
-def check_first_batch(
-    data: StepData, program: Program, device: int, micro_batches: int, abort: Callable[[str], None]
-) -> None:
-    """Fetch and check the first micro-batch for every stage on ``device``. All ranks must call this together.
+def check_first_batch(data: StepData, trains: bool, micro_batches: int, abort: Callable[[str], None]) -> None:
+    """Fetch and check the first micro-batch for every stage of this rank. All ranks must call this together.
 
     Logs a warning if the iterators of two data-parallel ranks begin with the same samples.
 
     Args:
         data: micro-batches of the next step.
-        program: program of the next step.
-        device: device of this rank.
+        trains: whether this is a training step, and no evaluation.
         micro_batches: micro-batches of all pipeline groups in a step.
         abort: function that reports an exception of the dataset to the peers.
 
@@ -406,21 +423,18 @@ def check_first_batch(
         ConfigError: on all ranks, if data is missing, too small for a step or has the wrong format on one of them.
     """
     loads: dict[int, int] = {}
-    for instruction in program.instructions[device]:
-        if instruction.name == "LoadMicroBatch":
-            assert instruction.stage is not None and instruction.micro_batch is not None
-            loads.setdefault(instruction.stage, instruction.micro_batch)
+    for stage, micro_batch in data.loads:
+        loads.setdefault(stage, micro_batch)
     problem, failure, begin = None, None, None
-    last_stage = program.timetable.placement.stages - 1
     try:
         if loads and isinstance(data.source, MicroBatches):
-            data.source.require(micro_batches, program.timetable.trains)
+            data.source.require(micro_batches, trains)
         for stage, micro_batch in loads.items():
             inputs, labels = data.get(micro_batch)
             if stage == 0:
                 _require_tensors(inputs, "inputs", data.source)
                 begin = _first_samples(data.source, inputs, labels)
-            if stage == last_stage and labels is not None:
+            if stage == data.last_stage and labels is not None:
                 _require_tensors(labels, "labels", data.source)
     except ConfigError as error:
         problem = str(error)

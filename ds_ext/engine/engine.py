@@ -58,7 +58,6 @@ from .batches import (
     NoBatches,
     StepData,
     check_first_batch,
-    compared_micro_batches,
     require_same_samples,
 )
 from .checkpoint.buffers import ReplicaBuffers
@@ -412,7 +411,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
     # --- handlers, in the order of the table below ---
 
     def _exec_load_micro_batch(self, buffer_id: int, stage: int, micro_batch: int) -> None:
-        inputs, labels = self._data.get(micro_batch)
+        inputs, labels = self._data.take(micro_batch)
         buffer = self.pipe_buffers[buffer_id]
         if stage == 0:
             buffer.inputs = self._to_device(inputs)
@@ -660,15 +659,14 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         if isinstance(batches, MicroBatches) and self.plan.settings.keyed_random:
             batches.seed = self.random_seed
         first_id = self.module.data_index * self.running.micro_batches
-        compared = compared_micro_batches(program.timetable, self.global_steps)
-        self._data = StepData(batches, first_id, self.batch_fn, compared)
+        self._data = StepData(batches, first_id, program, device, self.global_steps, self.batch_fn)
         if trains not in self._checked_modes:
             total = self.running.micro_batches * self.layout.data_parallel_size
-            check_first_batch(self._data, program, device, total, self._abort)
+            check_first_batch(self._data, trains, total, self._abort)
             self._checked_modes.add(trains)
         self._step_loss = None
         try:
-            self._losses.start_step(self._data.labels(program, device) if trains else ())
+            self._losses.start_step(self._data.labels() if trains else ())
         except Exception as error:
             self._abort(f"{type(error).__name__}: {error}")
             raise
