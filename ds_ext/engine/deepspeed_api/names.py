@@ -1,0 +1,211 @@
+"""Private names of DeepSpeed, torch and transformers on which this package relies, and their check.
+
+A renamed hook or attribute would not fail: DeepSpeed's own code would run, gradients would stay unreduced, checkpoints
+would lack states. Modules and classes are checked before anything is built, objects right after their constructors.
+Names that a file imports at its top are not listed, because their import fails.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import pkgutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import nn
+
+from ...errors import ConfigError
+
+# Versions that have every name; constraints.txt has the same.
+TESTED = {"deepspeed": "0.19.8", "torch": "2.13.0", "transformers": "5.23.0"}
+_ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
+_MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
+_ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+_BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
+_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+_C10D = "torch.distributed.distributed_c10d"
+# "of objects": set by the owner's constructor; "of parameters": set by it on every parameter of the owner.
+Kind = Literal["callable", "class", "value", "field", "of objects", "of parameters"]
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """Name that another package may change without notice.
+
+    Attributes:
+        owner: ``module`` or ``module:Class``.
+        name: its attribute.
+        kind: what the attribute must be.
+    """
+
+    owner: str
+    name: str
+    kind: Kind
+
+    @property
+    def key(self) -> str:
+        """Name with its owner, for errors."""
+        return f"{self.owner.replace(':', '.')}.{self.name}"
+
+    @property
+    def package(self) -> str:
+        """Package that has the name."""
+        return self.owner.partition(".")[0].partition(":")[0]
+
+    def is_missing(self) -> bool:
+        """Return whether the module or class lacks the name, or has something else under it."""
+        try:
+            owner = pkgutil.resolve_name(self.owner)
+        except (ImportError, AttributeError):
+            return True
+        if self.kind in ("of objects", "of parameters"):
+            return False
+        if self.kind == "field":
+            return self.name not in owner.__annotations__
+        # A base class of another package, such as nn.Module, may have a different method of this name.
+        bases = [c for c in getattr(owner, "__mro__", ()) if c.__module__.partition(".")[0] == self.package]
+        if bases and not any(self.name in vars(base) for base in bases):
+            return True
+        value = getattr(owner, self.name, None)
+        return value is None or {"callable": not callable(value), "class": not isinstance(value, type)}.get(
+            self.kind, False
+        )
+
+
+def _names(owner: str, kind: Kind, names: str) -> tuple[PrivateName, ...]:
+    return tuple(PrivateName(owner, name, kind) for name in names.split())
+
+
+# Global variable that is replaced for ranks with roles.
+GRID = PrivateName("deepspeed.runtime.pipe.module", "PipelineParallelGrid", "class")
+# Methods that this package overrides: without them, DeepSpeed's code would run instead.
+OVERRIDDEN = (
+    *_names(
+        _ENGINE, "callable", "train_batch eval_batch set_train_batch_size set_dataloader set_dataiterator"
+    ),
+    *_names(_ENGINE, "callable", "is_first_stage is_last_stage get_lr clip_fp32_gradients"),
+    *_names(_ENGINE, "callable", "save_checkpoint load_checkpoint scale _broadcast_model _build_data_iter"),
+    *_names(_ENGINE, "callable", "_train_schedule _inference_schedule _exec_schedule _reserve_pipe_buffers"),
+    *_names(_ENGINE, "callable", "_exec_load_micro_batch _exec_forward_pass _exec_backward_pass"),
+    *_names(_ENGINE, "callable", "_exec_send_activations _exec_recv_activations _exec_send_grads"),
+    *_names(_ENGINE, "callable", "_exec_recv_grads _exec_reduce_tied_grads _exec_reduce_grads"),
+    *_names(_ENGINE, "callable", "_get_gradients_for_reduction _exec_optimizer_step _take_model_step"),
+    *_names(_ENGINE, "callable", "_aggregate_total_loss"),
+    *_names(_ENGINE, "value", "_INSTRUCTION_MAP"),
+    *_names(
+        _MODULE, "callable", "_partition_layers _count_layer_params _build stage_owner _index_tied_modules"
+    ),
+    *_names(_MODULE, "callable", "get_tied_weights_and_groups _synchronize_tied_weights forward compile"),
+    *_names(_MODULE, "callable", "get_additional_losses save_state_dict load_state_dir"),
+)
+NAMES = (
+    *OVERRIDDEN,
+    *_names(_ENGINE, "callable", "_configure_python_gc _get_optimizer_loss_scale"),
+    *_names(_ENGINE, "of objects", "_global_grad_norm _step_applied"),
+    *_names(_MODULE, "callable", "_set_bounds _is_checkpointable"),
+    *_names(_MODULE, "of objects", "_layer_specs _num_layers tied_modules tied_comms"),
+    *_names(_MODULE, "of parameters", "ds_pipe_replicated"),
+    GRID,
+    *_names(
+        _ZERO, "callable", "backward_prologue backward_epilogue get_gradient_for_reduction average_tensor"
+    ),
+    *_names(
+        _ZERO, "callable", "_add_full_reduction_to_compact_grad_partition reduce_gradients update_lp_params"
+    ),
+    *_names(
+        _ZERO, "callable", "scaled_global_norm unscale_and_clip_grads set_gradient_accumulation_boundary"
+    ),
+    *_names(_ZERO, "callable", "scale_if_loss"),
+    *_names(
+        _ZERO, "of objects", "optimizer bit16_groups use_grad_accum_attribute gradient_accumulation_dtype"
+    ),
+    *_names(_ZERO, "of objects", "cpu_offload overlap_comm contiguous_gradients reduce_scatter loss_scaler"),
+    *_names(_ZERO, "of objects", "_hp_optimizer_states_linked"),
+    *_names(_ZERO, "of parameters", "_hp_mapping grad_accum"),
+    *_names(_BF16, "callable", "backward_prologue backward_epilogue update_lp_params scale_if_loss"),
+    *_names(_BF16, "of objects", "optimizer bf16_groups fp32_groups_gradients _hp_optimizer_states_linked"),
+    *_names(_BF16, "of parameters", "_hp_mapping"),
+    *_names(f"{_SCALERS}:LossScalerBase", "of objects", "cur_scale"),
+    *_names(f"{_SCALERS}:DynamicLossScaler", "of objects", "cur_iter last_overflow_iter cur_hysteresis"),
+    *_names("deepspeed.utils.tensor_fragment:tensor_fragment", "field", "lp_fragment_address"),
+    *_names("deepspeed.utils.tensor_fragment:tensor_fragment", "field", "hp_fragment_address hp_fragment"),
+    *_names("deepspeed.utils.tensor_fragment:fragment_address", "field", "start numel"),
+    *_names(_C10D, "callable", "_get_default_store _set_pg_timeout"),
+    *_names(f"{_C10D}:_world", "value", "pg_map"),
+    *_names("torch.distributed:ProcessGroup", "value", "bound_device_id"),
+    *_names("torch.autograd.profiler", "value", "_is_profiler_enabled"),
+    *_names("torch.autograd.forward_ad", "value", "_current_level"),
+    *_names("torch._C", "callable", "_are_functorch_transforms_active"),
+    *_names("torch:Tensor", "value", "_version _backward_hooks"),
+    *_names("torch:UntypedStorage", "callable", "_share_cuda_ _new_shared_cuda"),
+    *_names("torch:ops.aten", "callable", "_assert_async"),
+    *_names("torch.nn:Module", "of objects", "_parameters _buffers _non_persistent_buffers_set"),
+    *_names("transformers:AutoModelForCausalLM", "value", "_model_mapping"),
+    *_names("transformers:PreTrainedModel", "callable", "_from_config tie_weights"),
+    *_names("transformers.core_model_loading", "callable", "convert_and_load_state_dict_in_model"),
+    *_names("transformers.core_model_loading", "callable", "rename_source_key"),
+    *_names("transformers.core_model_loading", "class", "WeightConverter WeightRenaming"),
+    *_names("transformers.modeling_utils", "class", "LoadStateDictConfig"),
+    *_names("transformers.conversion_mapping", "callable", "get_model_conversion_mapping"),
+)
+
+
+def require_names(*packages: str) -> None:
+    """Check the modules and classes of ``packages``. Raises one ConfigError for all missing names."""
+    refuse(name for name in NAMES if name.package in packages and name.is_missing())
+
+
+def require_built(*owners: Any) -> None:
+    """Check objects that their constructors have built. Raises one ConfigError for all missing names.
+
+    Args:
+        *owners: engine, module, optimizers and loss scalers of any class; None: not checked.
+    """
+    names = [
+        (name, owner)
+        for name in NAMES
+        if name.kind in ("of objects", "of parameters")
+        for owner in owners
+        if name.package != "transformers" and isinstance(owner, pkgutil.resolve_name(name.owner))
+    ]
+    refuse(name for name, owner in names if name.kind == "of objects" and not hasattr(owner, name.name))
+    refuse(
+        name
+        for name, owner in names
+        if name.kind == "of parameters" and not all(hasattr(p, name.name) for p in _parameters(owner))
+    )
+
+
+def refuse(missing: Iterable[PrivateName]) -> None:
+    """Raise one ConfigError for all missing names, if any."""
+    names = list(missing)
+    if not names:
+        return
+    packages = dict.fromkeys(name.package for name in names)
+    installed = [f"{package} {importlib.metadata.version(package)}" for package in packages]
+    tested = [f"{package}=={TESTED[package]}" for package in packages]
+    raise ConfigError(
+        f"{', '.join(name.key for name in names)}: ds_ext needs the name{'s' * (len(names) > 1)}, and the installed "
+        f"version has removed or changed {'them' if len(names) > 1 else 'it'} (got {', '.join(installed)}). Use the "
+        f"tested version: pip install {' '.join(tested)}"
+    )
+
+
+def _parameters(owner: Any) -> Iterable[nn.Parameter]:
+    if isinstance(owner, nn.Module):
+        return owner.parameters()
+    return [parameter for group in model_groups(owner) for parameter in group]
+
+
+def model_groups(optimizer: Any) -> Sequence[list[nn.Parameter]]:
+    """Return the model's parameters in each group of a ZeRO or bf16 optimizer of DeepSpeed."""
+    return optimizer.bf16_groups if isinstance(optimizer, BF16_Optimizer) else optimizer.bit16_groups
+
+
+def loss_scaler(optimizer: Any) -> LossScalerBase | None:
+    """Return the loss scaler of an optimizer; None if its class has none."""
+    return optimizer.loss_scaler if isinstance(optimizer, DeepSpeedZeroOptimizer) else None
