@@ -28,16 +28,16 @@ from ..config.merge import command_line_json, has_batch_size, with_arguments
 from ..errors import ConfigError
 from ..launch.job_facts import as_text, checksum, file_facts, setting_facts
 from ..launch.roll_call import compare, one_refusal
-from ..parallel.fbd import FORWARD_ROLE, DisaggregatedLayout
+from ..parallel.fbd import FORWARD_ROLE
 from ..parallel.layout import ParallelLayout
 from ..pipe_schedules.ops import BACKWARD, FORWARD
 from ..planner.job_plan import JobPlan, StagePlan, make_stage_plan
 from ..tensor_parallel import keyed_layers
 from .deepspeed_api.device import select_device
-from .deepspeed_api.names import GRID, refuse, require_built, require_names
+from .deepspeed_api.names import require_built, require_names
 from .deepspeed_api.recompute import CheckpointFunction, checkpoint_function, recomputed
 from .deepspeed_api.topology import require_rank_order, topology_sizes
-from .grid import FoldedTopology, RoleGrid, grid_of_role, on_hosts
+from .grid import FoldedTopology, grid_of_role, on_hosts
 from .ties import (
     find_shared,
     index_shared,
@@ -163,8 +163,6 @@ class PipelineModule(DeepSpeedPipelineModule):
                 **kwargs,
             )
         require_built(self)
-        if isinstance(layout, DisaggregatedLayout) and not isinstance(self.mpu(), RoleGrid):
-            refuse([GRID])  # the constructor no longer reads the variable
         # DeepSpeed numbers the ranks of a model copy by global rank, and mirrored devices run in reverse order.
         # Its norms and file names use this number, so replicas must have the same one.
         coordinate = self.topology().get_coord(dist.get_rank())

@@ -80,8 +80,6 @@ def _names(owner: str, kind: Kind, names: str) -> tuple[PrivateName, ...]:
     return tuple(PrivateName(owner, name, kind) for name in names.split())
 
 
-# Global variable that is replaced for ranks with roles.
-GRID = PrivateName("deepspeed.runtime.pipe.module", "PipelineParallelGrid", "class")
 # Methods that this package overrides: without them, DeepSpeed's code would run instead.
 OVERRIDDEN = (
     *_names(
@@ -107,9 +105,9 @@ NAMES = (
     *_names(_ENGINE, "callable", "_configure_python_gc _get_optimizer_loss_scale"),
     *_names(_ENGINE, "of objects", "_global_grad_norm _step_applied"),
     *_names(_MODULE, "callable", "_set_bounds _is_checkpointable"),
-    *_names(_MODULE, "of objects", "_layer_specs _num_layers tied_modules tied_comms"),
+    *_names(_MODULE, "of objects", "_layer_specs _num_layers"),
     *_names(_MODULE, "of parameters", "ds_pipe_replicated"),
-    GRID,
+    *_names("deepspeed.runtime.pipe.module", "class", "PipelineParallelGrid"),
     *_names(
         _ZERO, "callable", "backward_prologue backward_epilogue get_gradient_for_reduction average_tensor"
     ),
@@ -156,7 +154,7 @@ NAMES = (
 
 def require_names(*packages: str) -> None:
     """Check the modules and classes of ``packages``. Raises one ConfigError for all missing names."""
-    refuse(name for name in NAMES if name.package in packages and name.is_missing())
+    _require(name for name in NAMES if name.package in packages and name.is_missing())
 
 
 def require_built(*owners: Any) -> None:
@@ -172,16 +170,15 @@ def require_built(*owners: Any) -> None:
         for owner in owners
         if name.package != "transformers" and isinstance(owner, pkgutil.resolve_name(name.owner))
     ]
-    refuse(name for name, owner in names if name.kind == "of objects" and not hasattr(owner, name.name))
-    refuse(
+    _require(name for name, owner in names if name.kind == "of objects" and not hasattr(owner, name.name))
+    _require(
         name
         for name, owner in names
         if name.kind == "of parameters" and not all(hasattr(p, name.name) for p in _parameters(owner))
     )
 
 
-def refuse(missing: Iterable[PrivateName]) -> None:
-    """Raise one ConfigError for all missing names, if any."""
+def _require(missing: Iterable[PrivateName]) -> None:
     names = list(missing)
     if not names:
         return
