@@ -64,7 +64,7 @@ def remove(patch: pytest.MonkeyPatch, name: PrivateName) -> None:
         return
     removed = True
     try:
-        for place in getattr(owner, "__mro__", (owner, type(owner))):
+        for place in (owner,) if name.kind == "own" else getattr(owner, "__mro__", (owner, type(owner))):
             if name.name in vars(place):
                 patch.delattr(place, name.name)
     except TypeError:

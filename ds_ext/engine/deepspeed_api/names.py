@@ -11,7 +11,7 @@ import importlib.metadata
 import pkgutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
@@ -27,9 +27,11 @@ _MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+_FRAGMENT = "deepspeed.utils.tensor_fragment"
 _C10D = "torch.distributed.distributed_c10d"
-# "of objects": set by the owner's constructor; "of parameters": set by it on every parameter of the owner.
-Kind = Literal["callable", "class", "value", "field", "of objects", "of parameters"]
+# "own": function of the class itself, because that of its base does nothing. "of objects": set by the owner's
+# constructor. "of parameters": set by it on every parameter of the owner.
+Kind = Literal["callable", "own", "class", "value", "field", "of objects", "of parameters"]
 
 
 @dataclass(frozen=True)
@@ -66,90 +68,82 @@ class PrivateName:
             return False
         if self.kind == "field":
             return self.name not in owner.__annotations__
+        if self.kind == "own":
+            return not callable(vars(owner).get(self.name))
         # A base class of another package, such as nn.Module, may have a different method of this name.
         bases = [c for c in getattr(owner, "__mro__", ()) if c.__module__.partition(".")[0] == self.package]
         if bases and not any(self.name in vars(base) for base in bases):
             return True
         value = getattr(owner, self.name, None)
-        return value is None or {"callable": not callable(value), "class": not isinstance(value, type)}.get(
-            self.kind, False
-        )
+        if self.kind == "callable":
+            return not callable(value)
+        return not isinstance(value, type) if self.kind == "class" else value is None
 
 
-def _names(owner: str, kind: Kind, names: str) -> tuple[PrivateName, ...]:
-    return tuple(PrivateName(owner, name, kind) for name in names.split())
+def _parsed(table: str) -> tuple[PrivateName, ...]:
+    """Return the names of a table with a line ``owner kind: name name`` for each owner and kind."""
+    names: list[PrivateName] = []
+    for line in table.strip().splitlines():
+        place, of_line = line.strip().split(": ")
+        owner, kind = place.split(" ", 1)
+        names += [PrivateName(owner, name, cast(Kind, kind)) for name in of_line.split()]
+    return tuple(names)
 
 
 # Methods that this package overrides: without them, DeepSpeed's code would run instead.
-OVERRIDDEN = (
-    *_names(
-        _ENGINE, "callable", "train_batch eval_batch set_train_batch_size set_dataloader set_dataiterator"
-    ),
-    *_names(_ENGINE, "callable", "is_first_stage is_last_stage get_lr clip_fp32_gradients"),
-    *_names(_ENGINE, "callable", "save_checkpoint load_checkpoint scale _broadcast_model _build_data_iter"),
-    *_names(_ENGINE, "callable", "_train_schedule _inference_schedule _exec_schedule _reserve_pipe_buffers"),
-    *_names(_ENGINE, "callable", "_exec_load_micro_batch _exec_forward_pass _exec_backward_pass"),
-    *_names(_ENGINE, "callable", "_exec_send_activations _exec_recv_activations _exec_send_grads"),
-    *_names(_ENGINE, "callable", "_exec_recv_grads _exec_reduce_tied_grads _exec_reduce_grads"),
-    *_names(_ENGINE, "callable", "_get_gradients_for_reduction _exec_optimizer_step _take_model_step"),
-    *_names(_ENGINE, "callable", "_aggregate_total_loss"),
-    *_names(_ENGINE, "value", "_INSTRUCTION_MAP"),
-    *_names(
-        _MODULE, "callable", "_partition_layers _count_layer_params _build stage_owner _index_tied_modules"
-    ),
-    *_names(_MODULE, "callable", "get_tied_weights_and_groups _synchronize_tied_weights forward compile"),
-    *_names(_MODULE, "callable", "get_additional_losses save_state_dict load_state_dir"),
-)
-NAMES = (
-    *OVERRIDDEN,
-    *_names(_ENGINE, "callable", "_configure_python_gc _get_optimizer_loss_scale"),
-    *_names(_ENGINE, "of objects", "_global_grad_norm _step_applied"),
-    *_names(_MODULE, "callable", "_set_bounds _is_checkpointable"),
-    *_names(_MODULE, "of objects", "_layer_specs _num_layers"),
-    *_names(_MODULE, "of parameters", "ds_pipe_replicated"),
-    *_names("deepspeed.runtime.pipe.module", "class", "PipelineParallelGrid"),
-    *_names(
-        _ZERO, "callable", "backward_prologue backward_epilogue get_gradient_for_reduction average_tensor"
-    ),
-    *_names(
-        _ZERO, "callable", "_add_full_reduction_to_compact_grad_partition reduce_gradients update_lp_params"
-    ),
-    *_names(
-        _ZERO, "callable", "scaled_global_norm unscale_and_clip_grads set_gradient_accumulation_boundary"
-    ),
-    *_names(_ZERO, "callable", "scale_if_loss"),
-    *_names(
-        _ZERO, "of objects", "optimizer bit16_groups use_grad_accum_attribute gradient_accumulation_dtype"
-    ),
-    *_names(_ZERO, "of objects", "cpu_offload overlap_comm contiguous_gradients reduce_scatter loss_scaler"),
-    *_names(_ZERO, "of objects", "_hp_optimizer_states_linked"),
-    *_names(_ZERO, "of parameters", "_hp_mapping grad_accum"),
-    *_names(_BF16, "callable", "backward_prologue backward_epilogue update_lp_params scale_if_loss"),
-    *_names(_BF16, "of objects", "optimizer bf16_groups fp32_groups_gradients _hp_optimizer_states_linked"),
-    *_names(_BF16, "of parameters", "_hp_mapping"),
-    *_names(f"{_SCALERS}:LossScalerBase", "of objects", "cur_scale"),
-    *_names(f"{_SCALERS}:DynamicLossScaler", "of objects", "cur_iter last_overflow_iter cur_hysteresis"),
-    *_names("deepspeed.utils.tensor_fragment:tensor_fragment", "field", "lp_fragment_address"),
-    *_names("deepspeed.utils.tensor_fragment:tensor_fragment", "field", "hp_fragment_address hp_fragment"),
-    *_names("deepspeed.utils.tensor_fragment:fragment_address", "field", "start numel"),
-    *_names(_C10D, "callable", "_get_default_store _set_pg_timeout"),
-    *_names(f"{_C10D}:_world", "value", "pg_map"),
-    *_names("torch.distributed:ProcessGroup", "value", "bound_device_id"),
-    *_names("torch.autograd.profiler", "value", "_is_profiler_enabled"),
-    *_names("torch.autograd.forward_ad", "value", "_current_level"),
-    *_names("torch._C", "callable", "_are_functorch_transforms_active"),
-    *_names("torch:Tensor", "value", "_version _backward_hooks"),
-    *_names("torch:UntypedStorage", "callable", "_share_cuda_ _new_shared_cuda"),
-    *_names("torch:ops.aten", "callable", "_assert_async"),
-    *_names("torch.nn:Module", "of objects", "_parameters _buffers _non_persistent_buffers_set"),
-    *_names("transformers:AutoModelForCausalLM", "value", "_model_mapping"),
-    *_names("transformers:PreTrainedModel", "callable", "_from_config tie_weights"),
-    *_names("transformers.core_model_loading", "callable", "convert_and_load_state_dict_in_model"),
-    *_names("transformers.core_model_loading", "callable", "rename_source_key"),
-    *_names("transformers.core_model_loading", "class", "WeightConverter WeightRenaming"),
-    *_names("transformers.modeling_utils", "class", "LoadStateDictConfig"),
-    *_names("transformers.conversion_mapping", "callable", "get_model_conversion_mapping"),
-)
+OVERRIDDEN = _parsed(f"""
+    {_ENGINE} callable: train_batch eval_batch set_train_batch_size set_dataloader set_dataiterator scale get_lr
+    {_ENGINE} callable: is_first_stage is_last_stage clip_fp32_gradients save_checkpoint load_checkpoint
+    {_ENGINE} callable: _broadcast_model _build_data_iter _train_schedule _inference_schedule _exec_schedule
+    {_ENGINE} callable: _reserve_pipe_buffers _exec_load_micro_batch _exec_forward_pass _exec_backward_pass
+    {_ENGINE} callable: _exec_send_activations _exec_recv_activations _exec_send_grads _exec_recv_grads
+    {_ENGINE} callable: _exec_reduce_tied_grads _exec_reduce_grads _get_gradients_for_reduction
+    {_ENGINE} callable: _exec_optimizer_step _take_model_step _aggregate_total_loss
+    {_ENGINE} value: _INSTRUCTION_MAP
+    {_MODULE} callable: _partition_layers _count_layer_params _build stage_owner _index_tied_modules forward
+    {_MODULE} callable: get_tied_weights_and_groups _synchronize_tied_weights get_additional_losses compile
+    {_MODULE} callable: save_state_dict load_state_dir
+""")
+NAMES = OVERRIDDEN + _parsed(f"""
+    {_ENGINE} callable: _configure_python_gc _get_optimizer_loss_scale
+    {_ENGINE} of objects: _global_grad_norm _step_applied
+    {_MODULE} callable: _set_bounds _is_checkpointable
+    {_MODULE} of objects: _layer_specs _num_layers
+    {_MODULE} of parameters: ds_pipe_replicated
+    deepspeed.runtime.pipe.module class: PipelineParallelGrid
+    {_ZERO} own: backward_epilogue
+    {_ZERO} callable: backward_prologue get_gradient_for_reduction average_tensor reduce_gradients
+    {_ZERO} callable: _add_full_reduction_to_compact_grad_partition set_gradient_accumulation_boundary
+    {_ZERO} callable: scaled_global_norm unscale_and_clip_grads update_lp_params scale_if_loss
+    {_ZERO} of objects: optimizer bit16_groups use_grad_accum_attribute gradient_accumulation_dtype
+    {_ZERO} of objects: cpu_offload overlap_comm contiguous_gradients reduce_scatter loss_scaler
+    {_ZERO} of objects: _hp_optimizer_states_linked
+    {_ZERO} of parameters: _hp_mapping grad_accum
+    {_BF16} own: backward_prologue backward_epilogue
+    {_BF16} callable: update_lp_params scale_if_loss
+    {_BF16} of objects: optimizer bf16_groups fp32_groups_gradients _hp_optimizer_states_linked
+    {_BF16} of parameters: _hp_mapping
+    {_SCALERS}:LossScalerBase of objects: cur_scale
+    {_SCALERS}:DynamicLossScaler of objects: cur_iter last_overflow_iter cur_hysteresis
+    {_FRAGMENT}:tensor_fragment field: lp_fragment_address hp_fragment_address hp_fragment
+    {_FRAGMENT}:fragment_address field: start numel
+    {_C10D} callable: _get_default_store _set_pg_timeout
+    {_C10D}:_world value: pg_map
+    torch.distributed:ProcessGroup value: bound_device_id
+    torch.autograd.profiler value: _is_profiler_enabled
+    torch.autograd.forward_ad value: _current_level
+    torch._C callable: _are_functorch_transforms_active
+    torch:Tensor value: _version _backward_hooks
+    torch:UntypedStorage callable: _share_cuda_ _new_shared_cuda
+    torch:ops.aten callable: _assert_async
+    torch.nn:Module of objects: _parameters _buffers _non_persistent_buffers_set
+    transformers:AutoModelForCausalLM value: _model_mapping
+    transformers:PreTrainedModel callable: _from_config tie_weights
+    transformers.core_model_loading callable: convert_and_load_state_dict_in_model rename_source_key
+    transformers.core_model_loading class: WeightConverter WeightRenaming
+    transformers.modeling_utils class: LoadStateDictConfig
+    transformers.conversion_mapping callable: get_model_conversion_mapping
+""")
 
 
 def require_names(*packages: str) -> None:
@@ -168,7 +162,7 @@ def require_built(*owners: Any) -> None:
         for name in NAMES
         if name.kind in ("of objects", "of parameters")
         for owner in owners
-        if name.package != "transformers" and isinstance(owner, pkgutil.resolve_name(name.owner))
+        if isinstance(owner, pkgutil.resolve_name(name.owner))
     ]
     _require(name for name, owner in names if name.kind == "of objects" and not hasattr(owner, name.name))
     _require(
