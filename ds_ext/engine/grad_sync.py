@@ -77,8 +77,10 @@ class Gradients:
         """
         parameters = list(parameters)
         used = [self.of(parameter) is not None for parameter in parameters]
-        # The bf16 optimizer allocates its sums at construction.
-        if not self._is_bf16 and self.replicas > 1 and not all(used):
+        if self._is_bf16:  # its sums exist since its construction, but its norm skips those without this flag
+            for flags in self.optimizer.fp32_groups_has_gradients:
+                flags[:] = [True] * len(flags)
+        elif self.replicas > 1 and not all(used):
             self._fill(parameters)
         return used
 

@@ -121,7 +121,8 @@ NAMES = OVERRIDDEN + _parsed(f"""
     {_ZERO} of parameters: _hp_mapping grad_accum
     {_BF16} own: backward_prologue backward_epilogue
     {_BF16} callable: update_lp_params scale_if_loss
-    {_BF16} of objects: optimizer bf16_groups fp32_groups_gradients _hp_optimizer_states_linked
+    {_BF16} of objects: optimizer bf16_groups fp32_groups_gradients fp32_groups_has_gradients
+    {_BF16} of objects: _hp_optimizer_states_linked
     {_BF16} of parameters: _hp_mapping
     {_SCALERS}:LossScalerBase of objects: cur_scale
     {_SCALERS}:DynamicLossScaler of objects: cur_iter last_overflow_iter cur_hysteresis
