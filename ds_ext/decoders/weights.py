@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..engine.deepspeed_api.names import require_names
 from ..errors import ConfigError
 
-_NEEDS = "Install them with: pip install 'transformers>=5' safetensors"
+_NEEDS = "Install them with: pip install 'transformers>=5,<5.24' safetensors"
 _ROWS = 4096  # that are read at once to compare two tables
 _SHARDS, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 

@@ -181,9 +181,8 @@ def _require(missing: Iterable[PrivateName]) -> None:
     installed = [f"{package} {importlib.metadata.version(package)}" for package in packages]
     tested = [f"{package}=={TESTED[package]}" for package in packages]
     raise ConfigError(
-        f"{', '.join(name.key for name in names)}: ds_ext needs the name{'s' * (len(names) > 1)}, and the installed "
-        f"version has removed or changed {'them' if len(names) > 1 else 'it'} (got {', '.join(installed)}). Use the "
-        f"tested version: pip install {' '.join(tested)}"
+        f"{', '.join(name.key for name in names)}: missing or changed in the installed version, and ds_ext needs it "
+        f"(got {', '.join(installed)}). Use the tested version: pip install {' '.join(tested)}"
     )
 
 
