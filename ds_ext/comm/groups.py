@@ -85,7 +85,7 @@ def _without_splits() -> Iterator[None]:
     DeepSpeed binds the world to a device. torch then makes every group by ncclCommSplit, in which all ranks of the
     world take part, one group after the other. Without the binding, two ranks connect at their first transfer.
     """
-    world = dist.distributed_c10d._get_default_group()
+    world: Any = dist.group.WORLD
     device, world.bound_device_id = world.bound_device_id, None
     try:
         yield

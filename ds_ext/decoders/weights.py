@@ -11,9 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..engine.deepspeed_api.names import require_names
 from ..errors import ConfigError
 
-_NEEDS = "Install them with: pip install 'transformers>=5' safetensors"
+_NEEDS = "Install them with: pip install 'transformers>=5,<5.24' safetensors"
 _ROWS = 4096  # that are read at once to compare two tables
 _SHARDS, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -48,7 +49,7 @@ def source_of(model_or_folder: Any, dtype: torch.dtype | None) -> Source:
     """Return the source for a transformers model (plain or peft's) or a folder.
 
     Raises:
-        ConfigError: transformers is missing, or the folder cannot be read.
+        ConfigError: transformers or one of its private names is missing, or the folder cannot be read.
     """
     try:
         import transformers
@@ -58,6 +59,7 @@ def source_of(model_or_folder: Any, dtype: torch.dtype | None) -> Source:
         raise ConfigError(
             f"from_transformers: needs transformers 5 or newer (got {transformers.__version__}). {_NEEDS}"
         )
+    require_names("transformers")
     if isinstance(model_or_folder, nn.Module):
         model: Any = model_or_folder
         if hasattr(model, "get_base_model"):

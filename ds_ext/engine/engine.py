@@ -69,6 +69,7 @@ from .checkpoint.states import parameters_of
 from .checkpoint.trial import try_folder
 from .deepspeed_api.device import peak_memory_bytes
 from .deepspeed_api.handlers import is_patch, with_patches
+from .deepspeed_api.names import loss_scaler, require_built
 from .dynamic import messages as dynamic
 from .dynamic.order import DynamicSchedule, decided_steps
 from .grad_sync import EagerReduction, Gradients, as_real, clip_grad_norm, why_not_eager
@@ -137,6 +138,8 @@ class PipelineEngine(DeepSpeedPipelineEngine):
     def __init__(self, **kwargs: Any) -> None:
         # Keywords only: the parent's first positional argument is has_bool_tensors.
         super().__init__(**kwargs)
+        require_built(self, self.optimizer)
+        require_built(loss_scaler(self.optimizer))
         # Otherwise DeepSpeed would send only a slice of the activations from each tensor-parallel rank.
         self.is_pipe_partitioned = self.is_grad_partitioned = False
         self.plan, self.layout = self.module.plan, self.module.layout

@@ -16,14 +16,16 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed import ProcessGroup, Work
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..errors import ConfigError
 from ..pipe_schedules.ops import BACKWARD, BACKWARD_WEIGHT, Op
+from .deepspeed_api.names import model_groups
 from .module import PipelineModule
 from .tracing.recorder import Tracer
 
@@ -42,8 +44,14 @@ class Gradients:
         self.optimizer, self.group = optimizer, group
         self.replicas = dist.get_world_size(group)
         self._is_zero = isinstance(optimizer, ZeROOptimizer)
-        self._has_sums = self._is_zero and hasattr(optimizer, "get_gradient_for_reduction")
-        self._is_bf16 = type(optimizer) is BF16_Optimizer
+        self._has_sums = isinstance(optimizer, DeepSpeedZeroOptimizer)
+        self._is_bf16 = isinstance(optimizer, BF16_Optimizer)
+        self._bf16_sums: dict[int, Tensor] = {}  # by id of the parameter
+        if self._is_bf16:
+            for parameters, sums in zip(
+                model_groups(optimizer), optimizer.fp32_groups_gradients, strict=True
+            ):
+                self._bf16_sums |= {id(p): total for p, total in zip(parameters, sums, strict=True)}
 
     @property
     def needs_reduction(self) -> bool:
@@ -51,10 +59,10 @@ class Gradients:
         return self._is_zero or self.replicas > 1
 
     def of(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the gradient of a parameter; None if no micro-batch used it."""
+        """Return the gradient of a parameter; None if no micro-batch used it (zero with the bf16 optimizer)."""
         if self._has_sums:
             return self.optimizer.get_gradient_for_reduction(parameter)
-        return getattr(parameter, "_hp_grad", None) if self._is_bf16 else parameter.grad
+        return self._bf16_sums.get(id(parameter)) if self._is_bf16 else parameter.grad
 
     @property
     def may_be_missing(self) -> bool:
@@ -69,8 +77,10 @@ class Gradients:
         """
         parameters = list(parameters)
         used = [self.of(parameter) is not None for parameter in parameters]
-        # The bf16 optimizer allocates its sums at construction.
-        if not self._is_bf16 and self.replicas > 1 and not all(used):
+        if self._is_bf16:  # its sums exist since its construction, but its norm skips those without this flag
+            for flags in self.optimizer.fp32_groups_has_gradients:
+                flags[:] = [True] * len(flags)
+        elif self.replicas > 1 and not all(used):
             self._fill(parameters)
         return used
 
@@ -119,7 +129,7 @@ class Gradients:
             yield
             return
         if factor == 0:
-            with _replaced(getattr(self.optimizer, "optimizer", self.optimizer), "step", _no_step):
+            with _replaced(self.optimizer.optimizer if self._is_zero else self.optimizer, "step", _no_step):
                 yield
             return
         if self._is_zero and not self._is_bf16:
@@ -150,12 +160,12 @@ class Gradients:
         yield
 
     def _fill(self, parameters: Iterable[nn.Parameter]) -> None:
-        own_dtype = getattr(self.optimizer, "use_grad_accum_attribute", False)
+        own_dtype = self._has_sums and self.optimizer.use_grad_accum_attribute
         name, dtype = (
             ("grad_accum", self.optimizer.gradient_accumulation_dtype) if own_dtype else ("grad", None)
         )
         for parameter in parameters:
-            if parameter.requires_grad and getattr(parameter, name, None) is None:
+            if parameter.requires_grad and getattr(parameter, name) is None:
                 setattr(parameter, name, torch.zeros_like(parameter, dtype=dtype))
 
 
@@ -192,6 +202,12 @@ def _zero_backward(optimizer: ZeROOptimizer) -> Iterator[None]:
 def as_real(gradient: Tensor) -> Tensor:
     """Return a gradient, or a view of a complex one as real numbers. Reductions convert dtypes, and only real ones."""
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elements of all tensors as one vector: a new one, or a view of a single contiguous tensor."""
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    return torch.cat(flat) if len(flat) > 1 else flat[0]
 
 
 # --- eager reduction ---
@@ -253,7 +269,7 @@ class EagerReduction:
         self._used.clear()
         self._start_step()
         optimizer = self._gradients.optimizer
-        if isinstance(optimizer, ZeROOptimizer) and hasattr(optimizer, "reduce_gradients"):
+        if isinstance(optimizer, DeepSpeedZeroOptimizer):
             with _without_averaging(optimizer):
                 optimizer.set_gradient_accumulation_boundary(True)
                 optimizer.reduce_gradients(pipeline_parallel=True)
@@ -262,8 +278,8 @@ class EagerReduction:
         """Wait for the oldest reduction, copy its averages into the gradients, and free its buffer."""
         work, average, gradients = self._pending.popleft()
         work.wait()
-        for gradient, mean in zip(gradients, _unflatten_dense_tensors(average, gradients), strict=True):
-            gradient.copy_(mean)
+        for gradient, mean in zip(gradients, average.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
 
     def _reduce(self, stage: int | None) -> None:
         """Start the reduction of a stage; None: of the parameters that are tied to other ranks."""
@@ -277,7 +293,7 @@ class EagerReduction:
             self._used.append((parameters, flags))
         for dtype in sorted({g.dtype for g in gradients}, key=str):
             of_dtype = [g for g in gradients if g.dtype == dtype]
-            flat = _flatten_dense_tensors(of_dtype).to(dtype if dtype == torch.float64 else self._dtype)
+            flat = flattened(of_dtype).to(dtype if dtype == torch.float64 else self._dtype)
             flat.div_(self._gradients.replicas)
             begin = None if self._tracer is None else self._tracer.now()
             work = dist.all_reduce(flat, group=self._gradients.group, async_op=True)
@@ -296,10 +312,11 @@ def why_not_eager(engine: DeepSpeedEngine) -> str | None:
         return "gradients are not averaged, or are divided before the reduction"
     if engine.has_moe_layers:
         return "the model has experts"
-    if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "overlap_comm", False):
-        return "the optimizer is offloaded or overlaps reductions itself"
-    if isinstance(optimizer, ZeROOptimizer) and not getattr(optimizer, "contiguous_gradients", True):
-        return '"contiguous_gradients" is false'
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        if optimizer.cpu_offload or optimizer.overlap_comm:
+            return "the optimizer is offloaded or overlaps reductions itself"
+        if not optimizer.contiguous_gradients:
+            return '"contiguous_gradients" is false'
     return None
 
 
@@ -342,7 +359,7 @@ def counts_here(parameter: Tensor, tensor_rank: int) -> bool:
     Copies of a tie on later ranks have ``ds_pipe_replicated`` set, and tensor-parallel shards have ``model_parallel``
     set. All other parameters are replicated over the tensor-parallel ranks, and the first of these ranks counts them.
     """
-    if getattr(parameter, "ds_pipe_replicated", False):
+    if getattr(parameter, PIPE_REPLICATED, False):
         return False
     return tensor_rank == 0 or getattr(parameter, "model_parallel", False)
 

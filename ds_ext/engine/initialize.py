@@ -39,6 +39,7 @@ from ..launch.process import has_logging, set_up_logging
 from ..launch.roll_call import Facts, RollCall, agent_serves_store, compare, meet, one_refusal
 from ..parallel.fbd import FORWARD_ROLE, DisaggregatedLayout
 from .deepspeed_api.device import select_device
+from .deepspeed_api.names import require_names
 from .engine import PipelineEngine
 from .facts import data_facts, optimizer_facts, run_facts, stage_facts
 from .fbd.backward import BackwardEngine
@@ -83,9 +84,11 @@ def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> No
         facts: key -> additional value that must be the same on all ranks.
 
     Raises:
-        ConfigError: ranks differ, a rank failed, the port is in use, or Slurm's variables contradict each other.
+        ConfigError: ranks differ, a rank failed, the port is in use, Slurm's variables contradict each other, or the
+            installed DeepSpeed or torch lacks a name of :mod:`.deepspeed_api.names`.
         TransportError: a rank did not join in time.
     """
+    require_names("deepspeed", "torch")
     slurm.set_rank()
     set_single_rank()
     if not has_logging():

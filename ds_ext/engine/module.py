@@ -34,6 +34,7 @@ from ..pipe_schedules.ops import BACKWARD, FORWARD
 from ..planner.job_plan import JobPlan, StagePlan, make_stage_plan
 from ..tensor_parallel import keyed_layers
 from .deepspeed_api.device import select_device
+from .deepspeed_api.names import require_built, require_names
 from .deepspeed_api.recompute import CheckpointFunction, checkpoint_function, recomputed
 from .deepspeed_api.topology import require_rank_order, topology_sizes
 from .grid import FoldedTopology, grid_of_role, on_hosts
@@ -113,6 +114,7 @@ class PipelineModule(DeepSpeedPipelineModule):
         activation_checkpoint_func: CheckpointFunction | None = None,
         **kwargs: Any,
     ) -> None:
+        require_names("deepspeed", "torch")
         select_device()
         arguments: list[tuple[str, str, Any]] = [
             ("num_stages", "pipeline_parallel_size", num_stages),
@@ -160,6 +162,7 @@ class PipelineModule(DeepSpeedPipelineModule):
                 activation_checkpoint_func=checkpoint_function(activation_checkpoint_func),
                 **kwargs,
             )
+        require_built(self)
         # DeepSpeed numbers the ranks of a model copy by global rank, and mirrored devices run in reverse order.
         # Its norms and file names use this number, so replicas must have the same one.
         coordinate = self.topology().get_coord(dist.get_rank())

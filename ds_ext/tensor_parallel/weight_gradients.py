@@ -26,9 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.autograd.graph import _engine_run_backward
 
 from ..errors import ConfigError
+
+try:
+    from torch.autograd.graph import _engine_run_backward
+except ImportError:  # private: a later torch may not have it
+    _engine_run_backward = None
 
 Gradient = Callable[[], Tensor]
 
@@ -142,10 +146,11 @@ def backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> N
 
     For a small graph the checks take as long as the backward, and this function runs for every micro-batch.
     """
-    if all(g is not None and g.shape == t.shape for t, g in zip(tensors, gradients, strict=True)):
-        _engine_run_backward(
-            tuple(tensors), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
-        )
+    run = _engine_run_backward
+    if run is not None and all(
+        g is not None and g.shape == t.shape for t, g in zip(tensors, gradients, strict=True)
+    ):
+        run(tuple(tensors), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
     else:
         torch.autograd.backward(list(tensors), list(gradients))
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
 
+from ds_ext.engine import PipelineModule, initialize
 from tests.engine_runs import MODEL, Job, build, train
 from tests.precisions import needs
 from tests.ranks import RankPool, Ranks
@@ -69,3 +73,39 @@ def test_an_overflow_anywhere_skips_the_step_everywhere(ranks2: RankPool, schedu
     skipped, scales = results[0]
     assert 1 <= skipped[-1] < 30 and skipped[-1] == skipped[-2]
     assert scales[-1] == 2.0 ** (40 - skipped[-1])
+
+
+class Branch(nn.Module):
+    """Layer that uses a weight only for positive samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.always(x) + self.sometimes(x) if x.sum() > 0 else self.always(x)
+
+
+def step_with_a_branch(rank: int) -> tuple[list[list[float]], float]:
+    """Return the weights and the norm of a step in which only rank 0 uses one of the weights."""
+    config = {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}},
+        "bf16": {"enabled": True},
+    }
+    model = PipelineModule([LayerSpec(Branch)], config, num_stages=1, loss_fn=nn.functional.mse_loss)
+    engine, *_ = initialize(model=model, config=config, model_parameters=model.parameters())
+    assert engine.reduction is not None
+    sign = 1 - 2 * engine.mpu.get_data_parallel_rank()
+    sample = torch.full((1, 2), float(sign), dtype=torch.bfloat16)
+    engine.train_batch(iter([(sample, -sample)] * 2))
+    norm = engine.get_global_grad_norm()
+    assert norm is not None
+    return [parameter.flatten().tolist() for parameter in model.parameters()], float(norm)
+
+
+@needs("bf16")
+def test_a_weight_that_one_replica_uses_counts_on_both(ranks2: RankPool) -> None:
+    first, second = ranks2.run(step_with_a_branch)
+    assert first == second

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...errors import CheckpointError
 from ..batches import Resumable
+from ..deepspeed_api.names import loss_scaler
 from ..together import by_rank_0, together
 from .file import read_plain
 from .folder import check_contents, open_checkpoint
@@ -295,9 +297,8 @@ def _load_counters(engine: Checkpointed, state: Mapping[str, Any]) -> None:
     # A different class of batches may define its position differently.
     if isinstance(engine.batches, Resumable) and kind == type(engine.batches).__name__:
         engine.batches.load_state_dict(position)
-    scaler = getattr(engine.optimizer, "loss_scaler", None)
-    if getattr(scaler, "dynamic", False):
+    scaler = loss_scaler(engine.optimizer)
+    if isinstance(scaler, DynamicLossScaler):
         # The JSON sets the window and the minimum.
         for key, value in state["loss_scale"].items():
-            if hasattr(scaler, key):
-                setattr(scaler, key, value)
+            setattr(scaler, key, value)

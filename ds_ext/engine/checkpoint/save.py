@@ -21,11 +21,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.constants import PIPE_REPLICATED
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from torch import Tensor
 
 from ...config.deepspeed_json import precision, zero_stage
 from ...errors import CheckpointError, ConfigError
 from ..batches import Resumable
+from ..deepspeed_api.names import loss_scaler
 from ..module import PipelineModule
 from ..together import by_rank_0, error_text, together
 from .file import is_plain, layer_file, write_plain, write_tensors
@@ -59,7 +62,8 @@ RESERVED_KEYS = (
         RANDOM_SEED,
     ),
 )
-LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_STATIC_SCALE = ("cur_scale",)
+_DYNAMIC_SCALE = (*_STATIC_SCALE, "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def save_checkpoint(
@@ -211,7 +215,7 @@ def _optimizer_part(
     for name, local in parameters.items():
         parameter, sharded = local.parameter, local.shape.dim is not None
         fragment = fragments.get(id(parameter))
-        is_replica = getattr(parameter, "ds_pipe_replicated", False) or (tensor_rank > 0 and not sharded)
+        is_replica = getattr(parameter, PIPE_REPLICATED, False) or (tensor_rank > 0 and not sharded)
         if fragment is None or is_replica:
             continue
         state_tensors, values = states.read(fragment)
@@ -261,6 +265,13 @@ def describe_job(engine: Checkpointed) -> dict[str, Any]:
     }
 
 
+def loss_scale_of(optimizer: Any) -> dict[str, Any]:
+    """Return the state of an optimizer's loss scaler; empty if it has none."""
+    scaler = loss_scaler(optimizer)
+    keys = _DYNAMIC_SCALE if isinstance(scaler, DynamicLossScaler) else _STATIC_SCALE
+    return {} if scaler is None else {key: getattr(scaler, key) for key in keys}
+
+
 def _state_of(engine: Checkpointed, client_state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that are the same on all ranks, under DeepSpeed's keys if it has them."""
     reserved = sorted(set(client_state) & set(RESERVED_KEYS))
@@ -268,7 +279,7 @@ def _state_of(engine: Checkpointed, client_state: Mapping[str, Any]) -> dict[str
         raise ConfigError(
             f"client_state: the engine uses these keys (got {', '.join(reserved)}). Rename them."
         )
-    scaler, scheduler = getattr(engine.optimizer, "loss_scaler", None), engine.lr_scheduler
+    scheduler = engine.lr_scheduler
     batches = engine.batches
     position = (type(batches).__name__, batches.state_dict()) if isinstance(batches, Resumable) else None
     return {
@@ -277,7 +288,7 @@ def _state_of(engine: Checkpointed, client_state: Mapping[str, Any]) -> dict[str
         "optimizer": None,
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
         "lr_scheduler_class": None if scheduler is None else type(scheduler).__name__,
-        "loss_scale": {key: getattr(scaler, key) for key in LOSS_SCALE if hasattr(scaler, key)},
+        "loss_scale": loss_scale_of(engine.optimizer),
         DATA_POSITION: position,
         RANDOM_SEED: engine.module.random_seed,
         "dp_world_size": engine.dp_world_size,

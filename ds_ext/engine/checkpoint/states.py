@@ -22,6 +22,7 @@ from ...parallel.layout import ParallelLayout
 from ...planner.job_plan import JobPlan
 from ...tensor_parallel import shard_dim, unpadded_size
 from ..batches import Batches
+from ..deepspeed_api.names import model_groups
 from ..module import PipelineModule
 
 MASTER = "fp32"  # DeepSpeed's name for master weights in universal checkpoints
@@ -185,8 +186,7 @@ class OptimizerStates:
             return []
         if self.wrapper is None:
             return [(group, group["params"]) for group in self.base.param_groups]
-        model_groups = getattr(self.wrapper, "bf16_groups", None) or self.wrapper.bit16_groups
-        return list(zip(self.base.param_groups, model_groups, strict=True))
+        return list(zip(self.base.param_groups, model_groups(self.wrapper), strict=True))
 
     def fragments(self) -> dict[int, Fragment]:
         """Return a dict of ``id`` of a model parameter -> fragment on this rank."""
@@ -195,7 +195,7 @@ class OptimizerStates:
             for parameter in parameters:
                 if self.wrapper is None:
                     fragments[id(parameter)] = Fragment(0, parameter.numel(), parameter, 0, None)
-                elif (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
+                elif (mapping := parameter._hp_mapping) is not None:  # pyright: ignore[reportAttributeAccessIssue]
                     low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
                     fragments[id(parameter)] = Fragment(
                         low.start, low.numel, group["params"][0], high.start, mapping.hp_fragment.detach()

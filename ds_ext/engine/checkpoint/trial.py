@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from deepspeed.runtime.constants import PIPE_REPLICATED
 
 from ...errors import CheckpointError, ConfigError
 from ..together import by_rank_0, together
@@ -55,7 +56,7 @@ def checkpoint_bytes(engine: Checkpointed) -> int:
     first, total = engine.mpu.get_slice_parallel_rank() == 0, 0
     for local in parameters_of(engine.module, engine.layout.tensor_parallel_size).values():
         parameter = local.parameter
-        if getattr(parameter, "ds_pipe_replicated", False):
+        if getattr(parameter, PIPE_REPLICATED, False):
             continue
         total += parameter.numel() * parameter.element_size()
         if first or local.shape.dim is not None:

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
 
 from ...comm.transport import Ticket, Transport, make_tag
 from ...errors import TransportError
 from ...tensor_parallel import shard_dim
 from ..checkpoint.states import buffers_of, layers_of
+from ..grad_sync import flattened
 from ..module import PipelineModule
 
 _PIECE_BYTES = 32 << 20
@@ -60,7 +60,7 @@ class WeightLink:
         (peer,) = self.peers
         self.transport.send([header], peer, self._header_tag())
         for piece in pieces:
-            flat = _flatten_dense_tensors([self.parameters[i].detach() for i, _, _ in piece])
+            flat = flattened([self.parameters[i].detach() for i, _, _ in piece])
             self.transport.send([flat], peer, self._piece_tag())
         self.version = version
 

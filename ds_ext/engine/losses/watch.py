@@ -58,8 +58,8 @@ class LossWatch:
         if named_gradients:
             names, gradients = zip(*named_gradients, strict=True)
             dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-            largest = torch._foreach_norm(dense, torch.inf)  # pyright: ignore[reportPrivateImportUsage]
-            self._largest.append((step, list(names), list(largest)))
+            largest = [torch.linalg.vector_norm(gradient, torch.inf) for gradient in dense]
+            self._largest.append((step, list(names), largest))
 
     def loss(self, step: int, loss: float, skipped: bool) -> None:
         """Check the loss of a step. All ranks must call this together.

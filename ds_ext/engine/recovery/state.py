@@ -16,7 +16,7 @@ from torch import Tensor
 from ...errors import CheckpointError, ConfigError
 from ..batches import IteratorBatches, Resumable
 from ..checkpoint.load import weight_targets
-from ..checkpoint.save import COUNTERS, LOSS_SCALE, RANDOM_SEED, describe_job
+from ..checkpoint.save import COUNTERS, RANDOM_SEED, describe_job, loss_scale_of
 from ..checkpoint.states import (
     Checkpointed,
     OptimizerStates,
@@ -27,6 +27,7 @@ from ..checkpoint.states import (
     parameters_of,
     set_numbers,
 )
+from ..deepspeed_api.names import loss_scaler
 
 
 def tensors_of(engine: Checkpointed) -> dict[str, Tensor]:
@@ -51,7 +52,7 @@ def values_of(engine: Checkpointed) -> dict[str, Any]:
     states = OptimizerStates(engine.optimizer)
     parameters = _trained(engine) if engine.in_checkpoints else {}
     fragments = states.fragments()
-    scaler, scheduler = getattr(engine.optimizer, "loss_scaler", None), engine.lr_scheduler
+    scheduler = engine.lr_scheduler
     return {
         "job": describe_job(engine),
         "counters": {key: getattr(engine, key) for key in COUNTERS},
@@ -62,7 +63,7 @@ def values_of(engine: Checkpointed) -> dict[str, Any]:
         },
         "groups": [numbers_of(group) for group, _ in states.groups()],
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
-        "loss_scale": {key: getattr(scaler, key) for key in LOSS_SCALE if hasattr(scaler, key)},
+        "loss_scale": loss_scale_of(engine.optimizer),
         "data": engine.batches.state_dict() if isinstance(engine.batches, Resumable) else None,
         "extra": {
             f"{index}/{key}": owner.get_extra_state()
@@ -104,7 +105,7 @@ def load(engine: Checkpointed, tensors: dict[str, Tensor], values: dict[str, Any
         setattr(engine, key, value)
     if engine.lr_scheduler is not None and values["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(values["lr_scheduler"])
-    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    scaler = loss_scaler(engine.optimizer)
     for key, value in values["loss_scale"].items():
         setattr(scaler, key, value)
     if isinstance(engine.batches, Resumable) and values["data"] is not None:

@@ -1,0 +1,202 @@
+"""Private names of DeepSpeed, torch and transformers on which this package relies, and their check.
+
+A renamed hook or attribute would not fail: DeepSpeed's own code would run, gradients would stay unreduced, checkpoints
+would lack states. Modules and classes are checked before anything is built, objects right after their constructors.
+Names that a file imports at its top are not listed, because their import fails.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import pkgutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import nn
+
+from ...errors import ConfigError
+
+# Versions that have every name; constraints.txt has the same.
+TESTED = {"deepspeed": "0.19.8", "torch": "2.13.0", "transformers": "5.23.0"}
+_ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
+_MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
+_ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+_BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
+_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+_FRAGMENT = "deepspeed.utils.tensor_fragment"
+_C10D = "torch.distributed.distributed_c10d"
+# "own": function of the class itself, because that of its base does nothing. "of objects": set by the owner's
+# constructor. "of parameters": set by it on every parameter of the owner.
+Kind = Literal["callable", "own", "class", "value", "field", "of objects", "of parameters"]
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """Name that another package may change without notice.
+
+    Attributes:
+        owner: ``module`` or ``module:Class``.
+        name: its attribute.
+        kind: what the attribute must be.
+    """
+
+    owner: str
+    name: str
+    kind: Kind
+
+    @property
+    def key(self) -> str:
+        """Name with its owner, for errors."""
+        return f"{self.owner.replace(':', '.')}.{self.name}"
+
+    @property
+    def package(self) -> str:
+        """Package that has the name."""
+        return self.owner.partition(".")[0].partition(":")[0]
+
+    def is_missing(self) -> bool:
+        """Return whether the module or class lacks the name, or has something else under it."""
+        try:
+            owner = pkgutil.resolve_name(self.owner)
+        except (ImportError, AttributeError):
+            return True
+        if self.kind in ("of objects", "of parameters"):
+            return False
+        if self.kind == "field":
+            return self.name not in owner.__annotations__
+        if self.kind == "own":
+            return not callable(vars(owner).get(self.name))
+        # A base class of another package, such as nn.Module, may have a different method of this name.
+        bases = [c for c in getattr(owner, "__mro__", ()) if c.__module__.partition(".")[0] == self.package]
+        if bases and not any(self.name in vars(base) for base in bases):
+            return True
+        value = getattr(owner, self.name, None)
+        if self.kind == "callable":
+            return not callable(value)
+        return not isinstance(value, type) if self.kind == "class" else value is None
+
+
+def _parsed(table: str) -> tuple[PrivateName, ...]:
+    """Return the names of a table with a line ``owner kind: name name`` for each owner and kind."""
+    names: list[PrivateName] = []
+    for line in table.strip().splitlines():
+        place, of_line = line.strip().split(": ")
+        owner, kind = place.split(" ", 1)
+        names += [PrivateName(owner, name, cast(Kind, kind)) for name in of_line.split()]
+    return tuple(names)
+
+
+# Methods that this package overrides: without them, DeepSpeed's code would run instead.
+OVERRIDDEN = _parsed(f"""
+    {_ENGINE} callable: train_batch eval_batch set_train_batch_size set_dataloader set_dataiterator scale get_lr
+    {_ENGINE} callable: is_first_stage is_last_stage clip_fp32_gradients save_checkpoint load_checkpoint
+    {_ENGINE} callable: _broadcast_model _build_data_iter _train_schedule _inference_schedule _exec_schedule
+    {_ENGINE} callable: _reserve_pipe_buffers _exec_load_micro_batch _exec_forward_pass _exec_backward_pass
+    {_ENGINE} callable: _exec_send_activations _exec_recv_activations _exec_send_grads _exec_recv_grads
+    {_ENGINE} callable: _exec_reduce_tied_grads _exec_reduce_grads _get_gradients_for_reduction
+    {_ENGINE} callable: _exec_optimizer_step _take_model_step _aggregate_total_loss
+    {_ENGINE} value: _INSTRUCTION_MAP
+    {_MODULE} callable: _partition_layers _count_layer_params _build stage_owner _index_tied_modules forward
+    {_MODULE} callable: get_tied_weights_and_groups _synchronize_tied_weights get_additional_losses compile
+    {_MODULE} callable: save_state_dict load_state_dir
+""")
+NAMES = OVERRIDDEN + _parsed(f"""
+    {_ENGINE} callable: _configure_python_gc _get_optimizer_loss_scale
+    {_ENGINE} of objects: _global_grad_norm _step_applied
+    {_MODULE} callable: _set_bounds _is_checkpointable
+    {_MODULE} of objects: _layer_specs _num_layers
+    {_MODULE} of parameters: ds_pipe_replicated
+    deepspeed.runtime.pipe.module class: PipelineParallelGrid
+    {_ZERO} own: backward_epilogue
+    {_ZERO} callable: backward_prologue get_gradient_for_reduction average_tensor reduce_gradients
+    {_ZERO} callable: _add_full_reduction_to_compact_grad_partition set_gradient_accumulation_boundary
+    {_ZERO} callable: scaled_global_norm unscale_and_clip_grads update_lp_params scale_if_loss
+    {_ZERO} of objects: optimizer bit16_groups use_grad_accum_attribute gradient_accumulation_dtype
+    {_ZERO} of objects: cpu_offload overlap_comm contiguous_gradients reduce_scatter loss_scaler
+    {_ZERO} of objects: _hp_optimizer_states_linked
+    {_ZERO} of parameters: _hp_mapping grad_accum
+    {_BF16} own: backward_prologue backward_epilogue
+    {_BF16} callable: update_lp_params scale_if_loss
+    {_BF16} of objects: optimizer bf16_groups fp32_groups_gradients fp32_groups_has_gradients
+    {_BF16} of objects: _hp_optimizer_states_linked
+    {_BF16} of parameters: _hp_mapping
+    {_SCALERS}:LossScalerBase of objects: cur_scale
+    {_SCALERS}:DynamicLossScaler of objects: cur_iter last_overflow_iter cur_hysteresis
+    {_FRAGMENT}:tensor_fragment field: lp_fragment_address hp_fragment_address hp_fragment
+    {_FRAGMENT}:fragment_address field: start numel
+    {_C10D} callable: _get_default_store _set_pg_timeout
+    {_C10D}:_world value: pg_map
+    torch.distributed:ProcessGroup value: bound_device_id
+    torch.autograd.profiler value: _is_profiler_enabled
+    torch.autograd.forward_ad value: _current_level
+    torch._C callable: _are_functorch_transforms_active
+    torch:Tensor value: _version _backward_hooks
+    torch:UntypedStorage callable: _share_cuda_ _new_shared_cuda
+    torch:ops.aten callable: _assert_async
+    torch.nn:Module of objects: _parameters _buffers _non_persistent_buffers_set
+    transformers:AutoModelForCausalLM value: _model_mapping
+    transformers:PreTrainedModel callable: _from_config tie_weights
+    transformers.core_model_loading callable: convert_and_load_state_dict_in_model rename_source_key
+    transformers.core_model_loading class: WeightConverter WeightRenaming
+    transformers.modeling_utils class: LoadStateDictConfig
+    transformers.conversion_mapping callable: get_model_conversion_mapping
+""")
+
+
+def require_names(*packages: str) -> None:
+    """Check the modules and classes of ``packages``. Raises one ConfigError for all missing names."""
+    _require(name for name in NAMES if name.package in packages and name.is_missing())
+
+
+def require_built(*owners: Any) -> None:
+    """Check objects that their constructors have built. Raises one ConfigError for all missing names.
+
+    Args:
+        *owners: engine, module, optimizers and loss scalers of any class; None: not checked.
+    """
+    names = [
+        (name, owner)
+        for name in NAMES
+        if name.kind in ("of objects", "of parameters")
+        for owner in owners
+        if isinstance(owner, pkgutil.resolve_name(name.owner))
+    ]
+    _require(name for name, owner in names if name.kind == "of objects" and not hasattr(owner, name.name))
+    _require(
+        name
+        for name, owner in names
+        if name.kind == "of parameters" and not all(hasattr(p, name.name) for p in _parameters(owner))
+    )
+
+
+def _require(missing: Iterable[PrivateName]) -> None:
+    names = list(missing)
+    if not names:
+        return
+    packages = dict.fromkeys(name.package for name in names)
+    installed = [f"{package} {importlib.metadata.version(package)}" for package in packages]
+    tested = [f"{package}=={TESTED[package]}" for package in packages]
+    raise ConfigError(
+        f"{', '.join(name.key for name in names)}: missing or changed in the installed version, and ds_ext needs it "
+        f"(got {', '.join(installed)}). Use the tested version: pip install {' '.join(tested)}"
+    )
+
+
+def _parameters(owner: Any) -> Iterable[nn.Parameter]:
+    if isinstance(owner, nn.Module):
+        return owner.parameters()
+    return [parameter for group in model_groups(owner) for parameter in group]
+
+
+def model_groups(optimizer: Any) -> Sequence[list[nn.Parameter]]:
+    """Return the model's parameters in each group of a ZeRO or bf16 optimizer of DeepSpeed."""
+    return optimizer.bf16_groups if isinstance(optimizer, BF16_Optimizer) else optimizer.bit16_groups
+
+
+def loss_scaler(optimizer: Any) -> LossScalerBase | None:
+    """Return the loss scaler of an optimizer; None if its class has none."""
+    return optimizer.loss_scaler if isinstance(optimizer, DeepSpeedZeroOptimizer) else None
