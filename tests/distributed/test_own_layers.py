@@ -209,11 +209,12 @@ def train_own(rank: int, name: str, schedule: str) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [(name, schedule) for name in OWN_LAYERS for schedule in ("1f1b", "zb_v", "zb_h1")]
-    + [("complex weights", "bitpipe"), ("queries", "bitpipe_zb")],
+    + [("complex weights", "bitpipe"), ("complex weights", "fbd"), ("queries", "bitpipe_zb")],
 )
-def test_own_layers_train_as_in_one_process(ranks2: RankPool, name: str, schedule: str) -> None:
+def test_own_layers_train_as_in_one_process(ranks: Ranks, name: str, schedule: str) -> None:
     expected = in_one_process(OWN_LAYERS[name](), plain_numbers, 4)
-    assert ranks2.run(train_own, name, schedule)[0] == pytest.approx(expected, rel=1e-5)
+    pool = ranks(4 if schedule == "fbd" else 2)
+    assert pool.run(train_own, name, schedule)[0] == pytest.approx(expected, rel=1e-5)
 
 
 # --- bf16 ---
