@@ -217,6 +217,31 @@ def test_own_layers_train_as_in_one_process(ranks: Ranks, name: str, schedule: s
     assert pool.run(train_own, name, schedule)[0] == pytest.approx(expected, rel=1e-5)
 
 
+class ToList(nn.Linear):
+    def forward(self, input: Tensor) -> list[Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return [super().forward(input), input]
+
+
+class FromList(nn.Linear):
+    def forward(self, input: list[Tensor]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(input[0] + input[1])
+
+
+def lists() -> list[Any]:
+    return [LayerSpec(layer, 4, 4) for layer in (ToList, FromList)]
+
+
+def train_recomputed_lists(rank: int) -> list[float]:
+    engine = build(lists(), job("1f1b", 4, pipeline={"activation_checkpoint_interval": 1}))
+    batches = Batches(plain_numbers)
+    return [float(engine.train_batch(batches)) for _ in range(STEPS)]
+
+
+def test_recomputed_layers_may_return_lists(ranks2: RankPool) -> None:
+    expected = in_one_process(lists(), plain_numbers, 4)
+    assert ranks2.run(train_recomputed_lists)[0] == pytest.approx(expected, rel=1e-5)
+
+
 # --- bf16 ---
 
 

@@ -58,7 +58,7 @@ def recomputed(
 
     options = {} if function is not _NON_REENTRANT else {"preserve_rng_state": keep_random}
     outputs = function(forward, *tensors, **options)
-    if not any(map(_has_gradient, outputs if isinstance(outputs, tuple) else (outputs,))):
+    if not any(map(_has_gradient, outputs if isinstance(outputs, tuple | list) else (outputs,))):
         trained = [module for module in modules if _is_trained(module)]
         if trained:
             raise ConfigError(
