@@ -72,7 +72,14 @@ from .deepspeed_api.handlers import is_patch, with_patches
 from .deepspeed_api.names import loss_scaler, require_built
 from .dynamic import messages as dynamic
 from .dynamic.order import DynamicSchedule, decided_steps
-from .grad_sync import EagerReduction, Gradients, as_real, clip_grad_norm, why_not_eager
+from .grad_sync import (
+    EagerReduction,
+    Gradients,
+    as_real,
+    clip_grad_norm,
+    let_parameters_differ,
+    why_not_eager,
+)
 from .losses.step import Loss, StepLoss, StepLosses, mean_of
 from .losses.watch import LossWatch
 from .messages import Kind, StageMessages, link_credits, pack
@@ -204,6 +211,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
                 eager=self._reduces_eagerly(),
                 timeout_s=options.timeout_s,
             )
+        let_parameters_differ(self.optimizer)
         self._use_optimizer()
         self.use_transport(transport)
         self.recovery = None if settings.recovery is None else Recovery(self, settings.recovery)

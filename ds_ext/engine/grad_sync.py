@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
@@ -362,6 +364,39 @@ def counts_here(parameter: Tensor, tensor_rank: int) -> bool:
     if getattr(parameter, PIPE_REPLICATED, False):
         return False
     return tensor_rank == 0 or getattr(parameter, "model_parallel", False)
+
+
+def let_parameters_differ(optimizer: Any) -> None:
+    """Let the ranks of a model copy have different parameter groups. They call this together after construction.
+
+    ZeRO reduces one norm per group over these ranks, so a rank with fewer groups adds empty ones. The bf16 optimizer
+    fails on a rank whose gradients other ranks count, so its norm gets a zero.
+    """
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        scaled_norm, groups = optimizer.scaled_global_norm, len(optimizer.bit16_groups)
+        most = torch.tensor(groups, device=get_accelerator().current_device_name())
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=optimizer.model_parallel_group)
+
+        def norm_of_all(norm_type: int = 2) -> Tensor:
+            norms = [scaled_norm(norm_type)]
+            for _ in range(groups, int(most)):
+                if optimizer.cpu_offload:
+                    norms.append(optimizer.complete_grad_norm_calculation_for_cpu_offload([]))
+                else:
+                    norms.append(optimizer.get_grad_norm_direct([], []))
+            return combine_grad_norm_groups(norms, norm_type)
+
+        optimizer.scaled_global_norm = norm_of_all
+    elif type(optimizer) is BF16_Optimizer:
+        counted = optimizer.get_grads_for_norm
+
+        def at_least_one(for_clipping: bool = False) -> Any:
+            if for_clipping:
+                return counted(for_clipping)
+            gradients, of_experts = counted()
+            return gradients or [torch.zeros((), device=get_accelerator().current_device_name())], of_experts
+
+        optimizer.get_grads_for_norm = at_least_one
 
 
 def clip_grad_norm(

@@ -264,11 +264,7 @@ class PipelineModule(DeepSpeedPipelineModule):
         """Return the ties that need communication. In a V placement, both ends of a tie are on the same rank."""
         require_whole_ties(self)
         self.shared = find_shared(self)
-        if self.role is not None:
-            ties = index_tied_modules(self)
-        else:
-            ties = {key: tie for key, tie in super()._index_tied_modules().items() if len(tie["ranks"]) > 1}
-        return ties | index_shared(self)
+        return index_tied_modules(self) | index_shared(self)
 
     def get_tied_weights_and_groups(self) -> list[tuple[torch.nn.Parameter, ProcessGroup]]:
         """Return (parameter, process group) for each trained parameter whose gradients are summed over ranks."""
@@ -277,7 +273,7 @@ class PipelineModule(DeepSpeedPipelineModule):
     def _synchronize_tied_weights(self) -> None:
         with torch.no_grad():
             for weight, tie in self._tied_weights():
-                dist.broadcast(weight.detach(), src=min(tie["ranks"]), group=tie["group"])
+                dist.broadcast(weight.detach(), src=tie["ranks"][0], group=tie["group"])
 
     def _tied_weights(self) -> Iterator[tuple[torch.nn.Parameter, dict[str, Any]]]:
         for tie in self.tied_comms.values():

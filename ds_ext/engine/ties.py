@@ -201,9 +201,10 @@ def _check_ties(module: LayeredModule, ties: dict[str, list[TiedLayerSpec]]) -> 
 
 
 def index_tied_modules(module: LayeredModule) -> dict[str, Any]:
-    """Return DeepSpeed's table of the tied modules of the backward pipes, whose gradients are summed over ranks.
+    """Return DeepSpeed's table of the tied modules, whose gradients are summed over the ranks that hold them.
 
-    Forward ranks receive the weights of both ends. Every rank creates all process groups.
+    The ranks of a tie begin with that of its first layer, which broadcasts the initial weights. With ``fbd``, a tie has
+    only backward ranks; forward ranks receive the weights. Every rank creates all process groups.
     """
     layers: dict[str, list[int]] = {}
     for index, layer in enumerate(module._layer_specs):
@@ -211,13 +212,10 @@ def index_tied_modules(module: LayeredModule) -> dict[str, Any]:
             layers.setdefault(layer.key, []).append(index)
     ties: dict[str, Any] = {}
     for key in sorted(layers):
-        stages = sorted({_stage_of(module, index) for index in layers[key]})
-        if len(stages) < 2:
-            continue
-        for ranks in _tie_ranks(module.layout, stages):
-            group = dist.new_group(ranks=ranks)
+        for ranks in _rank_groups(module, layers[key]):
+            group = dist.new_group(ranks=list(ranks))
             if module.global_rank in ranks:
-                ties[key] = _tie(module, key, ranks, group)
+                ties[key] = _tie(module, key, list(ranks), group)
     return ties
 
 
@@ -342,11 +340,14 @@ def index_shared(module: LayeredModule) -> dict[str, Any]:
 
 
 def _rank_groups(module: LayeredModule, places: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of ranks that together hold all ``places``; empty if each rank holds all or none of them."""
+    """Return the groups of ranks that together hold all ``places``; empty if each rank holds all or none of them.
+
+    The ranks of a group are in the order of the first layer in ``places`` that they hold.
+    """
     if module.role is not None:
         stages = sorted({_stage_of(module, index) for index in places})
         return tuple(map(tuple, _tie_ranks(module.layout, stages))) if len(stages) > 1 else ()
-    owners = sorted({module.stage_owner(index) for index in places})
+    owners = list(dict.fromkeys(module.stage_owner(index) for index in sorted(places)))
     if len(owners) < 2:
         return ()
     topology = module.topology()

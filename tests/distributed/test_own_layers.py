@@ -12,6 +12,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 import ds_ext
+from ds_ext.engine import weight_decay_groups
 from ds_ext.errors import ConfigError, TransportError
 from tests.precisions import needs
 from tests.ranks import RankPool, Ranks
@@ -209,11 +210,75 @@ def train_own(rank: int, name: str, schedule: str) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [(name, schedule) for name in OWN_LAYERS for schedule in ("1f1b", "zb_v", "zb_h1")]
-    + [("complex weights", "bitpipe"), ("queries", "bitpipe_zb")],
+    + [("complex weights", "bitpipe"), ("complex weights", "fbd"), ("queries", "bitpipe_zb")],
 )
-def test_own_layers_train_as_in_one_process(ranks2: RankPool, name: str, schedule: str) -> None:
+def test_own_layers_train_as_in_one_process(ranks: Ranks, name: str, schedule: str) -> None:
     expected = in_one_process(OWN_LAYERS[name](), plain_numbers, 4)
-    assert ranks2.run(train_own, name, schedule)[0] == pytest.approx(expected, rel=1e-5)
+    pool = ranks(4 if schedule == "fbd" else 2)
+    assert pool.run(train_own, name, schedule)[0] == pytest.approx(expected, rel=1e-5)
+
+
+class ToList(nn.Linear):
+    def forward(self, input: Tensor) -> list[Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return [super().forward(input), input]
+
+
+class FromList(nn.Linear):
+    def forward(self, input: list[Tensor]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(input[0] + input[1])
+
+
+def lists() -> list[Any]:
+    return [LayerSpec(layer, 4, 4) for layer in (ToList, FromList)]
+
+
+def train_recomputed_lists(rank: int) -> list[float]:
+    engine = build(lists(), job("1f1b", 4, pipeline={"activation_checkpoint_interval": 1}))
+    batches = Batches(plain_numbers)
+    return [float(engine.train_batch(batches)) for _ in range(STEPS)]
+
+
+def test_recomputed_layers_may_return_lists(ranks2: RankPool) -> None:
+    expected = in_one_process(lists(), plain_numbers, 4)
+    assert ranks2.run(train_recomputed_lists)[0] == pytest.approx(expected, rel=1e-5)
+
+
+# --- ranks with other parameters ---
+
+
+def train_decay_groups(rank: int, zero: int) -> list[float]:
+    """Losses and norm of two parameter groups on the first stage and one on the second, with clipped gradients."""
+    config = job("1f1b", 4, zero_optimization={"stage": zero}, gradient_clipping=0.1)
+    layers = [LayerSpec(nn.Linear, 4, 4, bias) for bias in (True, False)]
+    model = ds_ext.PipelineModule(layers, config, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+    groups = weight_decay_groups(model)
+    assert len(groups) == 2 - rank
+    engine, *_ = ds_ext.initialize(model=model, config=config, model_parameters=groups)
+    batches = Batches(plain_numbers)
+    losses = [float(engine.train_batch(batches)) for _ in range(STEPS)]
+    return [*losses, float(engine.get_global_grad_norm())]
+
+
+def test_ranks_may_have_different_numbers_of_parameter_groups(ranks2: RankPool) -> None:
+    whole, *sharded = ranks2.run(train_decay_groups, 0)[0], *ranks2.run(train_decay_groups, 1)
+    for numbers in sharded:
+        assert numbers == pytest.approx(whole, rel=1e-5)
+
+
+def train_twice(rank: int, sections: dict[str, Any]) -> list[float]:
+    """Losses and norm of two tensor-parallel ranks, the second of which counts no parameter."""
+    sizes = {"pipeline_parallel_size": 1, "tensor_parallel_size": 2}
+    engine = build([LayerSpec(nn.Linear, 4, 4)], job("1f1b", 4, ds_ext=sizes, **sections))
+    batches = Batches(bf16_numbers if sections else plain_numbers)
+    losses = [float(engine.train_batch(batches)) for _ in range(STEPS)]
+    return [*losses, float(engine.get_global_grad_norm())]
+
+
+@needs("bf16")
+def test_a_rank_may_count_no_parameter_in_the_norm_of_bf16(ranks2: RankPool) -> None:
+    [whole, _] = ranks2.run(train_twice, {})
+    for half in ranks2.run(train_twice, {"bf16": {"enabled": True}}):
+        assert half == pytest.approx(whole, rel=0.05)
 
 
 # --- bf16 ---

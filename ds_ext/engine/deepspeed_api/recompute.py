@@ -39,7 +39,8 @@ def recomputed(
         keep_random: let torch's function repeat the random numbers, because ``run`` does not.
 
     Raises:
-        ConfigError: trained layers get no gradients. Reentrant functions lose them if no input has a gradient.
+        ConfigError: trained layers get no gradients. Reentrant functions lose them if no input has a gradient, or the
+            output is a list.
     """
     if function is non_reentrant_checkpoint:  # set by "pipeline": {"use_reentrant": false}, or by the caller
         function = _NON_REENTRANT
@@ -58,13 +59,13 @@ def recomputed(
 
     options = {} if function is not _NON_REENTRANT else {"preserve_rng_state": keep_random}
     outputs = function(forward, *tensors, **options)
-    if not any(map(_has_gradient, outputs if isinstance(outputs, tuple) else (outputs,))):
+    if not any(map(_has_gradient, outputs if isinstance(outputs, tuple | list) else (outputs,))):
         trained = [module for module in modules if _is_trained(module)]
         if trained:
             raise ConfigError(
-                f"activation_checkpoint_func: {type(trained[0]).__name__} gets no gradient, because the inputs are "
-                f"integers and the function is reentrant (got {function}). Use use_reentrant=False, or exclude the "
-                f"layer with checkpointable_layers."
+                f"activation_checkpoint_func: {type(trained[0]).__name__} gets no gradient, because the function is "
+                f"reentrant and the inputs are integers or the outputs a list (got {function}). Use "
+                f"use_reentrant=False, or exclude the layer with checkpointable_layers."
             )
     return outputs
 

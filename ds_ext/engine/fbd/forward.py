@@ -31,7 +31,8 @@ class ForwardEngine(RoleEngine):
 
     def __init__(self, *, dtype: torch.dtype, **kwargs: Any) -> None:
         for parameter in kwargs["model"].parameters():  # not buffers, as in DeepSpeed on backward ranks
-            parameter.data = parameter.data.to(dtype)
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
         self._credits: dict[int, deque[Ticket]] = {}  # rank -> credits that it has not sent yet
         super().__init__(**kwargs)
         # DeepSpeed counts the micro-batches of a forward pipeline. All other code counts those of a backward pipeline.
