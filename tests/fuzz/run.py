@@ -77,6 +77,8 @@ def run(job: Job, pools: Ranks) -> Outcome:
     except RankTimeout as error:
         return Outcome(HANGS, [*_lines(error), *getattr(error, "__notes__", [])])
     except Exception as error:
+        if any("First failure" in line and "ConfigError" in line for line in str(error).splitlines()):
+            return Outcome(REFUSED, _lines(error))  # by another rank
         return Outcome(
             FAILED, [f"{type(error).__name__}: {_lines(error)[0]}", *getattr(error, "__notes__", [])]
         )

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
+
+from ..deepspeed_api.names import model_groups
 
 _CHUNK = 1 << 22  # elements that are compared at a time, to bound the memory
 
@@ -32,25 +34,18 @@ class MasterWeights:
         self._views: list[
             tuple[torch.nn.Parameter, Tensor]
         ] = []  # parameters and their parts of flat buffers
-        if type(optimizer) is BF16_Optimizer:
-            groups, low, high = (
-                optimizer.bf16_groups,
-                optimizer.bf16_partitioned_groups,
-                optimizer.fp32_groups_flat_partition,
-            )
-            ranks = [dist.get_rank(group) for group in optimizer.real_dp_process_group]
-        elif isinstance(optimizer, ZeROOptimizer):
-            groups, low, high = (
-                optimizer.bit16_groups,
-                optimizer.parallel_partitioned_bit16_groups,
-                optimizer.single_partition_of_fp32_groups,
-            )
-            ranks = [dist.get_rank(group) for group in optimizer.real_dp_process_group]
+        if isinstance(optimizer, BF16_Optimizer):
+            low, high = optimizer.bf16_partitioned_groups, optimizer.fp32_groups_flat_partition
+        elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+            low, high = optimizer.parallel_partitioned_bit16_groups, optimizer.single_partition_of_fp32_groups
         else:
             return
+        ranks = [dist.get_rank(group) for group in optimizer.real_dp_process_group]
         parts = zip(low, high, ranks, strict=True)
         self._pairs = [(partitions[rank].detach(), master.detach()) for partitions, master, rank in parts]
-        self._views = [(parameter, parameter.data) for group in groups for parameter in group]
+        self._views = [
+            (parameter, parameter.data) for group in model_groups(optimizer) for parameter in group
+        ]
 
     @torch.no_grad()
     def take_changes(self) -> Tensor:

@@ -117,12 +117,16 @@ NAMES = OVERRIDDEN + _parsed(f"""
     {_ZERO} callable: scaled_global_norm unscale_and_clip_grads update_lp_params scale_if_loss
     {_ZERO} of objects: optimizer bit16_groups use_grad_accum_attribute gradient_accumulation_dtype
     {_ZERO} of objects: cpu_offload overlap_comm contiguous_gradients reduce_scatter loss_scaler
-    {_ZERO} of objects: _hp_optimizer_states_linked
+    {_ZERO} callable: get_grad_norm_direct complete_grad_norm_calculation_for_cpu_offload
+    {_ZERO} of objects: _hp_optimizer_states_linked model_parallel_group real_dp_process_group
+    {_ZERO} of objects: parallel_partitioned_bit16_groups single_partition_of_fp32_groups
     {_ZERO} of parameters: _hp_mapping grad_accum
     {_BF16} own: backward_prologue backward_epilogue
     {_BF16} callable: update_lp_params scale_if_loss
     {_BF16} of objects: optimizer bf16_groups fp32_groups_gradients fp32_groups_has_gradients
-    {_BF16} of objects: _hp_optimizer_states_linked
+    {_BF16} callable: get_grads_for_norm
+    {_BF16} of objects: _hp_optimizer_states_linked real_dp_process_group
+    {_BF16} of objects: bf16_partitioned_groups fp32_groups_flat_partition
     {_BF16} of parameters: _hp_mapping
     {_SCALERS}:LossScalerBase of objects: cur_scale
     {_SCALERS}:DynamicLossScaler of objects: cur_iter last_overflow_iter cur_hysteresis
