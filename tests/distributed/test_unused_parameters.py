@@ -154,7 +154,7 @@ def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
 def partly_used(
     rank: int, schedule: str, precision: str, eager: bool, tied: bool
 ) -> tuple[list[tuple[float, float]], dict[str, Tensor], list[str]]:
-    """Train. Returns losses and norms, the weights, and the parameters that warnings name."""
+    """Train, with ties that no sample uses if ``tied``. Returns losses and norms, weights, and names in warnings."""
     names: list[str] = []
     logger, handler = logging.getLogger("ds_ext.engine.grad_sync"), logging.Handler()
     handler.emit = lambda record: names.append(str(next(iter(record.args or ()))))
@@ -173,7 +173,8 @@ def partly_used(
         },
     }
     model = ds_ext.PipelineModule(layers_of(tied), config, loss_fn=squared_error, partition_method="uniform")
-    engine, *_ = ds_ext.initialize(model=model, config=config, training_data=FIRST)
+    data = samples({}) if tied else FIRST
+    engine, *_ = ds_ext.initialize(model=model, config=config, training_data=data)
     losses = [(float(engine.train_batch()), float(engine.get_global_grad_norm())) for _ in range(2)]
     weights = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
     engine.transport.close()
