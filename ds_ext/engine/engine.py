@@ -294,7 +294,11 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             scheduler = type(self.lr_scheduler).__name__
             fix = "Give step() defaults, or step the scheduler in the script after train_batch()."
             require_plain_step("lr_scheduler", scheduler, self.lr_scheduler.step, fix)
-        self.gradients = Gradients(self.optimizer, self.mpu.get_data_parallel_group())
+        parameters = parameters_of(self.module, self.layout.tensor_parallel_size).values()
+        names = {
+            local.parameter: f"{local.name} of {self.module.layer_names[local.layer]}" for local in parameters
+        }
+        self.gradients = Gradients(self.optimizer, self.mpu.get_data_parallel_group(), names)
         self._masters = MasterWeights(self.optimizer)
         self._weights_set: Tensor | None = None  # number of elements that the script set before this step
         self._parameters = list(self.module.parameters())
@@ -302,7 +306,6 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         # DeepSpeed's default, 0, is a dynamic loss scale, which skips steps.
         deepspeed_json = self.plan.job.deepspeed
         dynamic_scale = precision(deepspeed_json) == "fp16" and not deepspeed_json["fp16"].get("loss_scale")
-        parameters = parameters_of(self.module, self.layout.tensor_parallel_size).values()
         limit = self.plan.settings.max_nonfinite_losses
         self.loss_watch = LossWatch(parameters, self.gradients, limit, dynamic_scale)
         self._used = self._changeable()

@@ -7,8 +7,9 @@ averages are the same, so the rest of the step is DeepSpeed's.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -31,6 +32,8 @@ from .deepspeed_api.names import model_groups
 from .module import PipelineModule
 from .tracing.recorder import Tracer
 
+logger = logging.getLogger(__name__)
+
 _NO_CONTEXT = nullcontext()
 
 
@@ -40,20 +43,22 @@ class Gradients:
     Args:
         optimizer: DeepSpeed's or torch's; None on a rank without gradients.
         group: process group of the data-parallel ranks.
+        names: parameter -> name in the warning about a missing gradient.
     """
 
-    def __init__(self, optimizer: Any, group: ProcessGroup | None) -> None:
+    def __init__(self, optimizer: Any, group: ProcessGroup | None, names: Mapping[nn.Parameter, str]) -> None:
         self.optimizer, self.group = optimizer, group
+        self._names, self._has_warned = names, False
         self.replicas = dist.get_world_size(group)
         self._is_zero = isinstance(optimizer, ZeROOptimizer)
         self._has_sums = isinstance(optimizer, DeepSpeedZeroOptimizer)
         self._is_bf16 = isinstance(optimizer, BF16_Optimizer)
-        self._bf16_sums: dict[int, Tensor] = {}  # by id of the parameter
-        if self._is_bf16:
-            for parameters, sums in zip(
-                model_groups(optimizer), optimizer.fp32_groups_gradients, strict=True
-            ):
-                self._bf16_sums |= {id(p): total for p, total in zip(parameters, sums, strict=True)}
+        # Parameter -> indices in the lists of the bf16 optimizer.
+        self._places = {
+            parameter: (i, j)
+            for i, parameters in enumerate(model_groups(optimizer) if self._is_bf16 else ())
+            for j, parameter in enumerate(parameters)
+        }
 
     @property
     def needs_reduction(self) -> bool:
@@ -64,7 +69,17 @@ class Gradients:
         """Return the gradient of a parameter; None if no micro-batch used it (zero with the bf16 optimizer)."""
         if self._has_sums:
             return self.optimizer.get_gradient_for_reduction(parameter)
-        return self._bf16_sums.get(id(parameter)) if self._is_bf16 else parameter.grad
+        if not self._is_bf16:
+            return parameter.grad
+        place = self._places.get(parameter)
+        return None if place is None else self.optimizer.fp32_groups_gradients[place[0]][place[1]]
+
+    def _is_used(self, parameter: nn.Parameter) -> bool:
+        """Return whether a micro-batch of this step used a parameter, or one of an earlier step with bf16."""
+        if not self._is_bf16:
+            return self.of(parameter) is not None
+        place = self._places.get(parameter)
+        return place is None or self.optimizer.fp32_groups_has_gradients[place[0]][place[1]]
 
     @property
     def may_be_missing(self) -> bool:
@@ -78,13 +93,22 @@ class Gradients:
         Returns which parameters had a gradient.
         """
         parameters = list(parameters)
-        used = [self.of(parameter) is not None for parameter in parameters]
-        if self._is_bf16:  # its sums exist since its construction, but its norm skips those without this flag
-            for flags in self.optimizer.fp32_groups_has_gradients:
-                flags[:] = [True] * len(flags)
-        elif self.replicas > 1 and not all(used):
-            self._fill(parameters)
+        used = [self._is_used(parameter) for parameter in parameters]
+        if not all(used):
+            if not self.may_be_missing and not self._has_warned:
+                self._warn(parameters[used.index(False)])
+            if self.replicas > 1:
+                self._fill(parameters)
         return used
+
+    def _warn(self, parameter: nn.Parameter) -> None:
+        self._has_warned = True
+        logger.warning(
+            "%s: no micro-batch used it on rank %d, so it has no gradient. ZeRO and half precision take it as zero, "
+            "and AdamW still moves the parameter by its momentum and weight decay. Later cases are not reported.",
+            self._names.get(parameter, "parameter"),
+            dist.get_rank(),
+        )
 
     def drop_unused(self, parameters: Iterable[nn.Parameter], used: Iterable[bool]) -> None:
         """Remove the gradients of parameters that no replica used, so that the optimizer skips them."""
@@ -102,7 +126,7 @@ class Gradients:
     def sum_tied(self, tied: Iterable[tuple[nn.Parameter, ProcessGroup]]) -> None:
         """Sum the gradients of tied parameters over the ranks that hold them. A missing gradient counts as zero."""
         for parameter, group in tied:
-            used = self.of(parameter) is not None
+            used = self._is_used(parameter)
             if not used:
                 self._fill([parameter])
             gradient = self.of(parameter)
@@ -162,6 +186,11 @@ class Gradients:
         yield
 
     def _fill(self, parameters: Iterable[nn.Parameter]) -> None:
+        if self._is_bf16:
+            # Its sums are zeros from its construction on, but it leaves unused ones out of its norm.
+            for i, j in (self._places[parameter] for parameter in parameters if parameter in self._places):
+                self.optimizer.fp32_groups_has_gradients[i][j] = True
+            return
         own_dtype = self._has_sums and self.optimizer.use_grad_accum_attribute
         name, dtype = (
             ("grad_accum", self.optimizer.gradient_accumulation_dtype) if own_dtype else ("grad", None)

@@ -27,6 +27,7 @@ _JSON_FLAGS: dict[str, tuple[tuple[str, ...], Any]] = {
     "tensor_model_parallel_size": (("ds_ext", "tensor_parallel_size"), None),
     "sequence_parallel": (("ds_ext", "sequence_parallel"), True),
     "use_tp_pp_dp_mapping": (("ds_ext", "rank_order"), "tp-pp-dp"),
+    "calculate_per_token_loss": (("ds_ext", "loss_weighting"), "tokens"),
     "pipeline_model_parallel_size": (("ds_ext", "pipeline_parallel_size"), None),
     "enable_bitpipe_schedule": (("ds_ext", "schedule"), "bitpipe"),
     "use_dpp": (("ds_ext", "schedule"), "dpp"),

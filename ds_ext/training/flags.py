@@ -354,6 +354,9 @@ def _add_json_flags(group: Any) -> None:
     group.add_argument("--fp16", action="store_true", help="fp16.enabled")
     group.add_argument("--sequence-parallel", action="store_true", help="ds_ext.sequence_parallel")
     group.add_argument("--use-tp-pp-dp-mapping", action="store_true", help='ds_ext.rank_order: "tp-pp-dp"')
+    group.add_argument(
+        "--calculate-per-token-loss", action="store_true", help='ds_ext.loss_weighting: "tokens", the default'
+    )
     group.add_argument("--clip-grad", type=float, help="gradient_clipping (DeepSpeed's default: 1.0); 0: off")
     group.add_argument("--enable-bitpipe-schedule", action="store_true", help='ds_ext.schedule: "bitpipe"')
     group.add_argument("--use-dpp", action="store_true", help='ds_ext.schedule: "dpp"')

@@ -1,7 +1,12 @@
-"""Parameters that no sample of a step uses: without ZeRO, AdamW does not move them, as in one process."""
+"""Parameters that no sample of a step uses.
+
+Without ZeRO, AdamW does not move them, as in one process. With ZeRO and half precision, their gradients are zeros.
+"""
 
 from __future__ import annotations
 
+import logging
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import ds_ext
+from tests.precisions import needs
 from tests.ranks import Ranks
 
 SIZE, SAMPLES, STEPS = 4, 8, 4
@@ -25,10 +31,22 @@ class Branch(nn.Module):
         self.always, self.sometimes = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.always.weight.dtype)
         y = x + torch.tanh(self.always(x))
         if float(x.detach()[0, 0]) > 0:
             y = y + torch.tanh(self.sometimes(y))
         return torch.cat([x[:, :1].detach(), y[:, 1:]], 1)
+
+
+class Gate(nn.Module):
+    """Layer that samples with a positive first element use; it can be tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.to(x.dtype) if float(x.detach()[0, 0]) > 0 else x
 
 
 def samples(used_by: dict[int, list[int]]) -> TensorDataset:
@@ -48,8 +66,8 @@ DATA = samples({0: list(range(SAMPLES)), 2: [1]})
 def layers_of(tied: bool) -> list[Any]:
     layers: list[Any] = [LayerSpec(Branch) for _ in range(4)]
     if tied:
-        layers[0] = TiedLayerSpec("branch", Branch, tied_weight_attr=["sometimes.weight"])
-        layers[3] = TiedLayerSpec("branch", Branch, tied_weight_attr=["sometimes.weight"])
+        layers[0] = TiedLayerSpec("gate", Gate)
+        layers[3] = TiedLayerSpec("gate", Gate)
     return layers
 
 
@@ -122,3 +140,73 @@ def test_zero_takes_missing_gradients_as_zeros(ranks: Ranks, schedule: str, dp: 
     for losses in ranks(2 * dp).run(train, schedule, 2, {}, 1):
         for found, expected in zip(losses, reference(zeros=True), strict=True):
             assert found == pytest.approx(expected, rel=1e-5)
+
+
+# --- half precision, and the warning ---
+
+FIRST = samples({0: [1], 1: [1]})  # of the first data-parallel rank
+
+
+def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
+    return (outputs.float() - labels.float()).square().mean()
+
+
+def partly_used(
+    rank: int, schedule: str, precision: str, eager: bool, tied: bool
+) -> tuple[list[tuple[float, float]], dict[str, Tensor], list[str]]:
+    """Train, with ties that no sample uses if ``tied``. Returns losses and norms, weights, and names in warnings."""
+    names: list[str] = []
+    logger, handler = logging.getLogger("ds_ext.engine.grad_sync"), logging.Handler()
+    handler.emit = lambda record: names.append(str(next(iter(record.args or ()))))
+    logger.addHandler(handler)
+    config = {
+        "train_batch_size": SAMPLES,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY, "torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+        "steps_per_print": 10**9,
+        **({} if precision == "fp32" else {precision: {"enabled": True}}),
+        "ds_ext": {
+            **{"schedule": schedule, "pipeline_parallel_size": 2},
+            **{"print_plan": False, "eager_gradient_sync": eager},
+        },
+    }
+    model = ds_ext.PipelineModule(layers_of(tied), config, loss_fn=squared_error, partition_method="uniform")
+    data = samples({}) if tied else FIRST
+    engine, *_ = ds_ext.initialize(model=model, config=config, training_data=data)
+    losses = [(float(engine.train_batch()), float(engine.get_global_grad_norm())) for _ in range(2)]
+    weights = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    engine.transport.close()
+    logger.removeHandler(handler)
+    return losses, weights, names
+
+
+@needs("bf16")
+@pytest.mark.parametrize(("schedule", "dp"), [("1f1b", 2), ("bitpipe", 1)])
+@pytest.mark.parametrize("eager", [True, False])
+def test_bf16_takes_the_gradients_of_one_replica(ranks: Ranks, schedule: str, dp: int, eager: bool) -> None:
+    results = ranks(2 * dp).run(partly_used, schedule, "bf16", eager, False)
+    expected = ranks(2 * dp).run(partly_used, schedule, "fp32", eager, False)
+    for (losses, _, _), (of_fp32, _, _) in zip(results, expected, strict=True):
+        for found, other in zip(losses, of_fp32, strict=True):
+            assert found == pytest.approx(other, rel=0.03)
+    assert len({str(losses) for losses, _, _ in results}) == 1
+    first, second = (weights for _, weights, _ in results[:2])  # ranks 0 and 1 hold the same stages
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@needs("bf16")
+def test_bf16_ties_of_unused_parameters(ranks: Ranks) -> None:
+    results = ranks(2).run(partly_used, "1f1b", "bf16", True, True)
+    assert len({str(losses) for losses, _, _ in results}) == 1
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=needs("bf16"))])
+@pytest.mark.parametrize(("schedule", "dp"), [("1f1b", 2), ("bitpipe", 1)])
+def test_one_warning_names_the_parameter(ranks: Ranks, precision: str, schedule: str, dp: int) -> None:
+    named = [names for _, _, names in ranks(2 * dp).run(partly_used, schedule, precision, True, False)]
+    assert max(map(len, named)) == 1
+    found = {name for names in named for name in names}
+    assert found and all(re.match(r"\d+\.sometimes\.\w+ of Branch", name) for name in found)

@@ -54,6 +54,7 @@ def test_flags_set_keys_of_the_json(run: Any) -> None:
     assert (job.deepspeed["gradient_clipping"], job.deepspeed["train_micro_batch_size_per_gpu"]) == (2, 2)
     assert section.rank_order == "tp-dp-pp"
     assert run({}, "--use-tp-pp-dp-mapping")[1].ds_ext.rank_order == "tp-pp-dp"
+    assert run({}, "--calculate-per-token-loss")[1].deepspeed["ds_ext"]["loss_weighting"] == "tokens"
     # Equal values do not contradict.
     same = ["--enable-bitpipe-schedule", "--schedule", "bitpipe"]
     assert run({"ds_ext": {"schedule": "bitpipe"}}, *same)[1].ds_ext.schedule == "bitpipe"
@@ -76,6 +77,11 @@ def test_flags_set_keys_of_the_json(run: Any) -> None:
             {"ds_ext": {"rank_order": "tp-dp-pp"}},
             ["--use-tp-pp-dp-mapping"],
             r"^--use-tp-pp-dp-mapping: .*ds_ext\.rank_order .*got 'tp-dp-pp'",
+        ),
+        (
+            {"ds_ext": {"loss_weighting": "micro_batches"}},
+            ["--calculate-per-token-loss"],
+            r"^--calculate-per-token-loss: .*ds_ext\.loss_weighting .*got 'micro_batches'",
         ),
         ({}, ["--global-batch-size", "16"], r"^--global-batch-size 16: .*train_batch_size .*got 8"),
         (
