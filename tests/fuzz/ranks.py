@@ -46,8 +46,10 @@ def train_on_rank(rank: int, job: Job, part: int, folder: str) -> Result:
             _evaluate(job, step + 1, engine, result)
         if last < job.steps:
             engine.save_checkpoint(folder)
-        elif engine.in_checkpoints:
-            result.state = _state(engine, tp)
+        else:
+            engine.average_buffers()  # all ranks together, as before an evaluation or a save
+            if engine.in_checkpoints:
+                result.state = _state(engine, tp)
     finally:
         engine.transport.close()
     return result
@@ -102,7 +104,6 @@ def _evaluate(job: Job, step: int, engine: PipelineEngine, result: Result) -> No
 
 def _state(engine: PipelineEngine, tp: TensorParallel) -> dict[str, Any]:
     """Return parameters and persistent buffers by "layer.name", gathered over tensor-parallel ranks."""
-    engine.average_buffers()  # as before an evaluation or a save
     state = {}
     for stage in engine.module.stages:
         for index, module in engine.module.stage_modules(stage).items():
