@@ -846,6 +846,11 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         gathered, self._step_loss = self._step_loss, None
         if gathered is None:  # an evaluation, or a script replaced the handler of the optimizer step
             gathered = self._gather_losses()
+            if gathered.correction != 1:
+                raise ConfigError(
+                    "loss_fn: a pair (sum, count) needs this engine's handler of OptimizerStep (got a replaced one). "
+                    "Add a method counts(labels), or call the engine's handler."
+                )
         if self.running.program.timetable.trains:
             self._data.source.advance(self.running.micro_batches * self.layout.data_parallel_size)
             self._end_step()
