@@ -73,7 +73,8 @@ class PipelineModule(DeepSpeedPipelineModule):
             number the ranks as ``rank_order`` in the JSON; the default is the order of PipeModelDataParallelTopology.
         schedule: ``schedule`` in the JSON; default ``1f1b``.
         schedule_options: ``schedule_options`` in the JSON.
-        loss_fn: ``loss_fn(outputs, labels) -> scalar``, the mean over the micro-batch.
+        loss_fn: ``loss_fn(outputs, labels)``. Returns the mean over the micro-batch, a pair (sum, count), or name ->
+            pair (:mod:`.losses.step`).
         clock: receives the step and the global micro-batch before each forward and each recomputation.
         partition_method: DeepSpeed's ``uniform``, ``parameters`` or ``type:<regex>``; or the boundaries, ``[0, 3, 5,
             ...]``: stage s holds the layers ``boundaries[s]`` to ``boundaries[s + 1] - 1``.
@@ -106,7 +107,7 @@ class PipelineModule(DeepSpeedPipelineModule):
         topology: ProcessTopology | None = None,
         schedule: str | None = None,
         schedule_options: Mapping[str, Any] | None = None,
-        loss_fn: Callable[..., torch.Tensor] | None = None,
+        loss_fn: Callable[..., Any] | None = None,
         clock: Clock | None = None,
         partition_method: str | Sequence[int] = "parameters",
         seed_layers: bool = True,
