@@ -412,7 +412,9 @@ def test_every_term_has_its_own_count(ranks: Ranks, schedule: str) -> None:
 def refused(rank: int) -> list[tuple[str, bool]]:
     """Return the keys of the errors for wrong losses, and whether the weights are unchanged."""
     found = []
-    for loss_fn in (Counted(wrong=1), WithoutCounts(Counted(terms=True)), lambda o, y: (o.sum(), "4")):
+    losses: list[Any] = [Counted(wrong=1), WithoutCounts(Counted(terms=True))]
+    losses += [lambda o, y: (o.sum(), "4"), lambda o, y: (o.sum(), o.mean())]
+    for loss_fn in losses:
         engine = own_engine(loss_fn, pairs([1, 2, 3, 4]))
         before = [p.detach().clone() for p in engine.module.parameters()]
         with pytest.raises((ConfigError, TransportError)) as caught:
@@ -427,4 +429,4 @@ def test_wrong_counts_are_refused_before_the_weights_change(ranks: Ranks) -> Non
     results = ranks(2).run(refused)
     assert all(unchanged for result in results for _, unchanged in result)
     keys = [{key for key, _ in of_ranks} - {""} for of_ranks in zip(*results, strict=True)]
-    assert keys == [{"loss_fn.counts"}, {"loss_fn"}, {"loss_fn"}]
+    assert keys == [{"loss_fn.counts"}, {"loss_fn"}, {"loss_fn"}, {"loss_fn"}]

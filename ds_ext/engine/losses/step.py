@@ -310,14 +310,15 @@ def _term(value: Any) -> Term:
     count = None
     if isinstance(value, tuple | list) and len(value) == 2:
         value, count = value
-        if isinstance(count, int | float) or (isinstance(count, Tensor) and count.numel() == 1):
-            device = value.device if isinstance(value, Tensor) else None
-            count = torch.as_tensor(count, dtype=torch.float64, device=device).detach().reshape(())
-        else:
+        is_number = isinstance(count, int | float) or (isinstance(count, Tensor) and count.numel() == 1)
+        if not is_number or getattr(count, "requires_grad", False):  # (loss, other loss) is no pair
             raise ConfigError(
-                f"loss_fn: the count of a pair (sum, count) must be one number (got {_described(count)}). Return the "
-                f"number of counted labels of the micro-batch."
+                f"loss_fn: the count of a pair (sum, count) must be one number without a gradient (got "
+                f"{_described(count)}). Return the number of counted labels of the micro-batch; report other losses "
+                f"by the attribute additional_losses."
             )
+        device = value.device if isinstance(value, Tensor) else None
+        count = torch.as_tensor(count, dtype=torch.float64, device=device).reshape(())
     if isinstance(value, int | float):
         raise ConfigError(
             f"loss_fn: must return a tensor that requires grad (got the {type(value).__name__} {value}). "
