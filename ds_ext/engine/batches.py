@@ -182,7 +182,7 @@ class MicroBatches:
         repeat: continue at sample 0 after the last sample instead of raising an error.
 
     A sample that draws from torch's default generator draws the same numbers on every rank, because the generator is
-    seeded with ``seed`` and the number of the sample in training. The generator is left as it was.
+    seeded with ``seed`` and the number of the sample in training; likewise ``collate``. The generator is then restored.
 
     Attributes:
         seed: seed of the samples' random numbers; the engine sets it to its ``random_seed``. None: the samples draw as
@@ -245,9 +245,10 @@ class MicroBatches:
             for index in indices:
                 generator.manual_seed(mix_key("sample", self.seed, index))
                 samples.append(self.dataset[index % length])
+            generator.manual_seed(mix_key("collate", self.seed, first))
+            return self._collate(samples)
         finally:
             generator.set_state(state)
-        return self._collate(samples)
 
     def advance(self, micro_batches: int) -> None:
         """End the current step, which had this number of micro-batches over all pipeline groups."""

@@ -171,6 +171,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             self.mpu.get_data_parallel_group(),
             counts_here=self.layout.coordinates(self.global_rank)[2] == 0,
             by_micro_batch=self.plan.settings.loss_weighting == "micro_batches",
+            in_fp16=precision(self.plan.job.deepspeed) == "fp16",
             device=self.device,
         )
         self._step_loss: StepLoss | None = None  # gathered before the optimizer step
@@ -680,7 +681,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             self._checked_modes.add(trains)
         self._step_loss = None
         try:
-            self._losses.start_step(self._data.labels() if trains else ())
+            self._losses.start_step(trains, self._data.labels() if trains else ())
         except Exception as error:
             self._abort(f"{type(error).__name__}: {error}")
             raise
@@ -999,6 +1000,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
                 logger.warning("%s: no checkpoint", load_dir)
                 return None, None
             begin = time.perf_counter()
+            self._masters.take_changes()  # a partial load keeps what the script set
             path, client_state = load_checkpoint(
                 self,
                 Path(load_dir),
@@ -1039,6 +1041,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         if self.recovery is None:
             return None
         with self._in_activity("loading snapshots"), self._longer_limit():
+            self._masters.take_changes()
             recovered = self.recovery.recover()
             if recovered is not None:
                 self._recovered_from = recovered.step

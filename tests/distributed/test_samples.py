@@ -39,6 +39,13 @@ class Carried(nn.Linear):
         return torch.cat([input[:, :1].detach(), super().forward(input)[:, 1:]], 1)
 
 
+def masked(samples: Any) -> tuple[Tensor, Tensor]:
+    """Collate samples, and add the same random number to inputs and labels."""
+    inputs, labels = (torch.stack(parts) for parts in zip(*samples, strict=True))
+    drawn = torch.rand(())
+    return inputs + drawn, labels + drawn
+
+
 def build(schedule: str, pairs: list[Tensor], data: Any = None) -> Any:
     """Build an engine whose loss function appends the (input, label) pairs of its samples to ``pairs``."""
 
@@ -59,7 +66,7 @@ def build(schedule: str, pairs: list[Tensor], data: Any = None) -> Any:
     }
     layers = [Carried(4, 4) for _ in range(4)]
     model = ds_ext.PipelineModule(layers, config, loss_fn=loss_fn, partition_method="uniform")
-    engine, *_ = ds_ext.initialize(model=model, config=config, training_data=data)
+    engine, *_ = ds_ext.initialize(model=model, config=config, training_data=data, collate_fn=data and masked)
     return engine
 
 

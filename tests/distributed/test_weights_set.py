@@ -118,7 +118,7 @@ def test_load_state_dir(ranks: Ranks, tmp_path: Path) -> None:
     assert all(all(same) for same in ranks(2).run(from_folder, str(tmp_path)))
 
 
-def averaged_around_a_save(rank: int, folder: str) -> tuple[bool, bool, bool]:
+def averaged_around_a_save(rank: int, folder: str, way: str) -> tuple[bool, bool, bool]:
     """Train; save with other weights and restore them; train on. Then load what was saved.
 
     Returns whether training went on as without the save, and whether the checkpoint has the other weights.
@@ -128,10 +128,12 @@ def averaged_around_a_save(rank: int, folder: str) -> tuple[bool, bool, bool]:
         plain.train_batch()
         engine.train_batch()
     own = weights_of(engine)
-    set_weights(engine, "copied")
+    data = {name: parameter.data for name, parameter in engine.module.named_parameters()}
+    set_weights(engine, way)
     other = weights_of(engine)
     engine.save_checkpoint(folder, "averaged")
     for name, parameter in engine.module.named_parameters():
+        parameter.data = data[name]
         parameter.data.copy_(own[name])
     losses = [float(one.train_batch()) for one in (plain, engine) for _ in range(3)]
     masters = [
@@ -154,8 +156,32 @@ def averaged_around_a_save(rank: int, folder: str) -> tuple[bool, bool, bool]:
 
 
 @needs("bf16")
-def test_weights_swapped_in_for_a_save(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2).run(averaged_around_a_save, str(tmp_path)) == [(True, True, True)] * 2
+@pytest.mark.parametrize("way", ["copied", "assigned"])
+def test_weights_swapped_in_for_a_save(ranks: Ranks, tmp_path: Path, way: str) -> None:
+    assert ranks(2).run(averaged_around_a_save, str(tmp_path), way) == [(True, True, True)] * 2
+
+
+def assigned_before_a_load(rank: int, folder: str, precision: str) -> tuple[bool, bool]:
+    """Assign weights, load a checkpoint, and take a step. Returns whether the weights are those of the checkpoint."""
+    source = build(precision)
+    source.save_checkpoint(folder, "saved")
+    saved = weights_of(source)
+    engine = build(precision)
+    set_weights(engine, "assigned")
+    engine.load_checkpoint(folder, "saved")
+    loaded = weights_of(engine)
+    engine.train_batch()
+    trained = weights_of(engine)
+    for one in (source, engine):
+        one.transport.close()
+    return all(torch.equal(loaded[n], saved[n]) for n in saved), all(
+        torch.equal(trained[n], saved[n]) for n in saved
+    )
+
+
+@pytest.mark.parametrize("precision", ALL)
+def test_a_checkpoint_replaces_weights_that_were_set(ranks: Ranks, tmp_path: Path, precision: str) -> None:
+    assert ranks(2).run(assigned_before_a_load, str(tmp_path), precision) == [(True, True)] * 2
 
 
 def one_row(rank: int) -> tuple[bool, bool]:

@@ -50,12 +50,7 @@ class MasterWeights:
     @torch.no_grad()
     def take_changes(self) -> Tensor:
         """Take over the weights that a script set. Returns the number of changed elements on this rank."""
-        for parameter, view in self._views:
-            if (
-                parameter.data_ptr() != view.data_ptr()
-            ):  # the script assigned another tensor to parameter.data
-                view.copy_(parameter.data)
-                parameter.data = view
+        self._take_assigned()
         changed = torch.zeros((), dtype=torch.int64)
         for weights, master, differs in self._compared():
             number = differs.sum()
@@ -63,6 +58,14 @@ class MasterWeights:
             if number.device.type != "cpu" or number:  # on a GPU, reading it would wait
                 torch.where(differs, weights.to(master.dtype), master, out=master)
         return changed
+
+    @torch.no_grad()
+    def _take_assigned(self) -> None:
+        """Copy tensors that the script assigned to ``parameter.data`` into the flat buffers."""
+        for parameter, view in self._views:
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.data)
+                parameter.data = view
 
     def _compared(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield parts of the model's weights, their master weights, and where they differ."""
@@ -74,6 +77,7 @@ class MasterWeights:
     @contextmanager
     def with_changes(self) -> Iterator[None]:
         """Context with the weights that a script set, for a save: it may restore the others, in full precision."""
+        self._take_assigned()
         if not any(differs.any() for _, _, differs in self._compared()):
             yield
             return

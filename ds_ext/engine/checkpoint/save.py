@@ -46,7 +46,7 @@ from .states import (
 
 STATE_FILE = "mp_rank_00_model_states.pt"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-RANDOM_SEED = "random_seed"
+RANDOM_SEED = "ds_ext_random_seed"
 DATA_POSITION = "data_position"
 RESERVED_KEYS = (
     *COUNTERS,

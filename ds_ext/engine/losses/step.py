@@ -7,7 +7,7 @@ the sum of the counts, over all micro-batches, pipes and data-parallel ranks: ev
 The divisor of the gradients must be known before the first backward. If the loss function has a method
 ``counts(labels)``, the ranks of the last stage count the labels of the step and add up the counts beside the first
 forwards. Otherwise, the gradients are divided by a power of two, and multiplied by a correction before the optimizer
-step.
+step; fp16 gradients could underflow, so fp16 needs the method.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_leaves
 
 from ...errors import ConfigError
 from ..messages import unpack
@@ -47,7 +46,7 @@ class Term:
     @property
     def mean(self) -> Tensor:
         """Mean over the counted labels of the micro-batch; 0 without any."""
-        return self.sum if self.count is None else self.sum / self.count.clamp(min=1).to(self.sum.dtype)
+        return self.sum if self.count is None else self.sum / _positive(self.count).to(self.sum.dtype)
 
 
 Loss = dict[str, Term]
@@ -87,6 +86,7 @@ class StepLosses:
         group: process group of the data-parallel ranks, replicas included.
         counts_here: whether this rank reports the losses that it computes; one rank of a tensor-parallel group does.
         by_micro_batch: weigh every micro-batch equally, also if the loss function returns counts.
+        in_fp16: gradients are fp16, so a pair needs a method ``counts``.
         device: device of the losses.
     """
 
@@ -96,48 +96,45 @@ class StepLosses:
         group: ProcessGroup | None,
         counts_here: bool,
         by_micro_batch: bool,
+        in_fp16: bool,
         device: torch.device,
     ) -> None:
         self._module, self._group, self._device = module, group, device
         self._replicas = dist.get_world_size(group)
-        self._counts_here, self._by_micro_batch = counts_here, by_micro_batch
+        self._counts_here, self._by_micro_batch, self._in_fp16 = counts_here, by_micro_batch, in_fp16
+        self._trains = True
         self._sums: dict[str, Tensor] = {}  # name -> (sum, count), float64
         self._divisors: dict[
             str, Tensor
         ] = {}  # name -> total count that the gradients were divided by, float64
-        self._kinds: dict[str, str] | None = None  # name -> kind, in one order on all ranks
+        self._computed = 0  # losses of this rank
+        # Name -> kind: of this rank in this step, and in one order on all ranks, for steps (True) and evaluations.
         self._own_kinds: dict[str, str] = {}
+        self._kinds: dict[bool, dict[str, str]] = {}
         self._declared: _Reduced | None = None
-        self._largest: _Reduced | None = None
 
-    def start_step(self, labels: Iterable[Any] = ()) -> None:
+    def start_step(self, trains: bool, labels: Iterable[Any] = ()) -> None:
         """Start a step or an evaluation, and count the labels of a step if the loss function can.
 
         Args:
+            trains: whether this is a step, and no evaluation.
             labels: labels of this rank's micro-batches, as the loss function gets them. In a training step, all
                 data-parallel ranks of the last stage must pass theirs.
         """
-        self._sums.clear()
-        self._divisors.clear()
-        self._declared = None
-        if self._by_micro_batch:
+        self._trains, self._computed, self._declared = trains, 0, None
+        for of_step in (self._sums, self._divisors, self._own_kinds):
+            of_step.clear()
+        if self._by_micro_batch or self._counts is None:
             return
-        if self._counts is not None:
-            declared = [_named(self._counts(one)) for one in labels]
-            if declared:
-                totals = {name: sum(float(counts[name]) for counts in declared) for name in declared[0]}
-                self._declared = self._reduced(totals, dist.ReduceOp.SUM)
-        elif self._largest is None:
-            sizes = [leaf.numel() for one in labels for leaf in tree_leaves(one) if isinstance(leaf, Tensor)]
-            if sizes:
-                self._largest = self._reduced({_ONLY: max(sizes)}, dist.ReduceOp.MAX)
+        declared = [_named(self._counts(one)) for one in labels]
+        if declared:
+            totals = {name: sum(float(counts[name]) for counts in declared) for name in declared[0]}
+            self._declared = _Reduced(totals, self._group if self._replicas > 1 else None, self._device)
 
     @property
     def _counts(self) -> Callable[[Any], Any] | None:
-        return getattr(self._module.loss_fn, "counts", None)
-
-    def _reduced(self, values: Mapping[str, float], op: Any) -> _Reduced:
-        return _Reduced(values, op, self._group if self._replicas > 1 else None, self._device)
+        counts = getattr(self._module.loss_fn, "counts", None)  # a module may have a tensor of this name
+        return counts if callable(counts) else None
 
     def of(self, outputs: Any, labels: tuple[Tensor, ...] | None) -> Loss:
         """Return the loss of a micro-batch. Without a loss function the outputs are the loss, as in DeepSpeed.
@@ -149,11 +146,15 @@ class StepLosses:
         loss = {name: _term(one) for name, one in _named(value).items()}
         if self._by_micro_batch:
             return {name: Term(term.mean, None) for name, term in loss.items()}
-        if len(loss) > 1 and self._counts is None:
-            raise ConfigError(
-                f"loss_fn: a loss with several terms needs a method counts(labels) that returns name -> count (got "
-                f"the terms {', '.join(loss)}). Or return one pair (sum, count)."
-            )
+        if self._counts is None:
+            counted = [name for name, term in loss.items() if term.count is not None]
+            if len(counted) > 1:
+                raise _several_terms(counted)
+            if counted and self._in_fp16 and self._trains:
+                raise ConfigError(
+                    "loss_fn: a pair (sum, count) needs a method counts(labels) with fp16, whose gradients could "
+                    "underflow without it (got none). Add the method, or train in bf16."
+                )
         return loss
 
     def scaled(self, loss: Loss, micro_batches: int) -> Tensor:
@@ -177,12 +178,10 @@ class StepLosses:
         """Return the count by which the gradients of a term are divided, over all replicas."""
         if name not in self._divisors:
             if self._declared is None:
-                # The largest possible count, so that gradients of fp16 do not overflow. A power of two is exact.
-                largest = 1.0 if self._largest is None else float(self._largest.values[_ONLY])
-                exponent = math.ceil(math.log2(max(largest * micro_batches * self._replicas, 1)))
-                self._divisors[name] = torch.tensor(2.0**exponent, dtype=torch.float64, device=self._device)
+                power = 2.0 ** (micro_batches * self._replicas).bit_length()  # exact in every dtype
+                self._divisors[name] = torch.tensor(power, dtype=torch.float64, device=self._device)
             elif name in self._declared.values:
-                self._divisors[name] = self._declared.values[name].to(self._device).clamp(min=1)
+                self._divisors[name] = _positive(self._declared.values[name].to(self._device))
             else:
                 raise ConfigError(
                     f"loss_fn.counts: must count every term of the loss (got {list(self._declared.values)}, and a loss "
@@ -192,19 +191,26 @@ class StepLosses:
 
     def add(self, loss: Loss) -> None:
         """Add the loss of a micro-batch, and the additional losses that the module reports for it."""
+        # On all tensor-parallel ranks: the module may communicate.
+        additional = self._module.get_additional_losses() or {}
         if not self._counts_here:
             return
+        self._computed += 1
         for name, term in loss.items():
             kind = "mean" if term.count is None else "count"
             self._add(name, kind, term.sum, 1.0 if term.count is None else term.count)
-        for name, value in (self._module.get_additional_losses() or {}).items():
+        for name, value in additional.items():
             if name not in loss:
-                self._add(name, "additional", value, 1.0)
+                self._add(name, "additional", value, 0.0)
 
     def _add(self, name: str, kind: str, value: Tensor | float, count: Tensor | float) -> None:
         if name not in self._sums:
             self._sums[name] = torch.zeros(2, dtype=torch.float64, device=self._device)
             self._own_kinds[name] = kind
+        elif self._own_kinds[name] != kind:
+            raise ConfigError(
+                f"loss_fn: must return losses of one form in a step (got means and pairs of {name or 'one term'!r})."
+            )
         value = value.detach() if isinstance(value, Tensor) else value
         self._sums[name][0] += value
         self._sums[name][1] += count
@@ -212,22 +218,27 @@ class StepLosses:
     def numbers(self) -> list[float]:
         """Return this rank's numbers for :meth:`result`. All ranks must call this together.
 
-        Raises ConfigError for a name that was not reported in the first step.
+        Raises ConfigError for a name that was not reported in the first step, or had another form.
         """
-        if not self._kinds:
+        if not self._kinds.get(self._trains):
             of_ranks = together(lambda: self._own_kinds)
-            self._kinds = {name: kind for kinds in of_ranks for name, kind in kinds.items()}
-        unknown = [name for name in self._sums if name not in self._kinds]
+            self._kinds[self._trains] = {name: kind for kinds in of_ranks for name, kind in kinds.items()}
+        agreed = self._kinds[self._trains]
+        unknown = [name or "the loss" for name, kind in self._own_kinds.items() if agreed.get(name) != kind]
         if unknown:
             raise ConfigError(
-                f"get_additional_losses: returns new names after the first step (got {', '.join(unknown)}). Return the "
-                f"same names in every step, with 0 for a loss that does not apply."
+                f"loss_fn, get_additional_losses: return new names or other forms after the first step (got "
+                f"{', '.join(unknown)}). Return the same in every step, with 0 for a loss that does not apply."
             )
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         parts = [
             part
-            for name in self._kinds
-            for part in (*self._sums.get(name, (zero, zero)), self._divisors.get(name, zero))
+            for name, kind in agreed.items()
+            for part in (
+                *self._sums.get(name, (zero, zero))[: 1 if kind == "additional" else 2],
+                *([zero + self._computed] if kind == "additional" else ()),
+                self._divisors.get(name, zero),
+            )
         ]
         return torch.stack(parts).tolist() if parts else []
 
@@ -238,19 +249,26 @@ class StepLosses:
             table: :meth:`numbers` of every rank, one row per rank.
 
         Raises:
-            ConfigError: the loss function returned other counts than its method ``counts``.
+            ConfigError: counts are not finite or negative, differ from those of the method ``counts``, or are of
+                several terms without this method.
         """
-        kinds = self._kinds or {}
+        kinds = self._kinds.get(self._trains, {})
         totals = dict(zip(kinds, table.view(len(table), -1, 3).unbind(1), strict=True))
         means: dict[str, Tensor] = {}
         counts: dict[str, float] = {}
         correction = 1.0
         for name, rows in totals.items():
             summed, counted = rows[:, :2].sum(0)
-            means[name] = summed / counted.clamp(min=1)
+            means[name] = summed / _positive(counted)
             if kinds[name] == "count":
                 counts[name] = float(counted)
                 correction = self._correction(name, counts[name], float(rows[:, 2].max()), correction)
+        if not all(0 <= count < math.inf for count in counts.values()):
+            raise _on_all_ranks(
+                f"loss_fn: counts must be finite and not negative (got {', '.join(map(str, counts.values()))})."
+            )
+        if self._trains and len(counts) > 1 and self._counts is None:
+            raise _several_terms(counts)
         if counts and not any(counts.values()) and "mean" not in kinds.values():
             correction = 0.0
         terms = [mean for name, mean in means.items() if kinds[name] != "additional"]
@@ -261,37 +279,34 @@ class StepLosses:
 
     def _correction(self, name: str, counted: float, divisor: float, correction: float) -> float:
         """Return the correction of the gradients after one more term: 1 if its divisor was the count."""
-        if divisor in (0.0, max(counted, 1.0)):  # 0: an evaluation
+        if divisor == 0 or math.isclose(divisor, counted or 1.0, rel_tol=1e-6):  # 0: an evaluation
             return correction
         if self._counts is not None:
             term = f" of the term {name!r}" if name else ""
-            raise ConfigError(
+            raise _on_all_ranks(
                 f"loss_fn.counts: must return the counts that the loss function returns (got {divisor:g} labels{term}, "
                 f"and {counted:g} in the losses of the step)."
             )
-        return divisor / max(counted, 1.0)
+        return divisor / (counted or 1.0)
 
 
 class _Reduced:
-    """Values summed, or compared, over the ranks of a group while the caller goes on.
+    """Values summed over the ranks of a group while the caller goes on.
 
     Args:
         values: name -> value, with the same names on all ranks.
-        op: reduction.
         group: group of the ranks; None: only this rank.
         device: device of the reduction if the group's backend is not gloo.
     """
 
-    def __init__(
-        self, values: Mapping[str, float], op: Any, group: ProcessGroup | None, device: torch.device
-    ) -> None:
+    def __init__(self, values: Mapping[str, float], group: ProcessGroup | None, device: torch.device) -> None:
         self._names, self._work = list(values), None
         on_host = group is None or dist.get_backend(group) == "gloo"
         self._tensor = torch.tensor(
             [*values.values()], dtype=torch.float64, device="cpu" if on_host else device
         )
         if group is not None:
-            self._work = dist.all_reduce(self._tensor, op, group=group, async_op=True)
+            self._work = dist.all_reduce(self._tensor, group=group, async_op=True)
 
     @functools.cached_property
     def values(self) -> dict[str, Tensor]:
@@ -299,6 +314,24 @@ class _Reduced:
         if self._work is not None:
             self._work.wait()
         return dict(zip(self._names, self._tensor.unbind(), strict=True))
+
+
+def _positive(count: Tensor) -> Tensor:
+    """Return counts with 1 in the place of 0, by which sums without labels are divided."""
+    return torch.where(count == 0, 1.0, count)
+
+
+def _several_terms(names: Iterable[str]) -> ConfigError:
+    return _on_all_ranks(
+        f"loss_fn: a loss with several terms needs a method counts(labels) that returns name -> count (got the terms "
+        f"{', '.join(names)}). Or return one pair (sum, count)."
+    )
+
+
+def _on_all_ranks(text: str) -> ConfigError:
+    error = ConfigError(text)
+    error.reported_by = 0
+    return error
 
 
 def _named(value: Any) -> Mapping[str, Any]:
@@ -328,6 +361,11 @@ def _term(value: Any) -> Term:
         raise ConfigError(
             f"loss_fn (or the last layer without one): must return a single number per micro-batch, or a pair (sum, "
             f"count) (got a {_described(value)}). Return the mean."
+        )
+    if count is not None and value.dtype == torch.float16:
+        raise ConfigError(
+            "loss_fn: the sum of a pair (sum, count) must be fp32, because sums of fp16 overflow (got torch.float16). "
+            "Compute the loss from outputs.float()."
         )
     if torch.is_grad_enabled() and not value.requires_grad:
         raise ConfigError(
