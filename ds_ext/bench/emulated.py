@@ -235,6 +235,8 @@ class EmulatedLayer(nn.Module):
     def _weight_gradient(self, grad: Tensor) -> None:
         self.device.weight_gradient(self.stage)
 
+    _weight_gradient.only_observes = True  # pyright: ignore[reportFunctionMemberAccess]; so its gradient is deferred
+
 
 def _unwritten(like: Tensor, rows: int) -> Tensor:
     """Return a tensor that a device would fill; here the processor only touches every page.

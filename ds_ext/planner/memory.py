@@ -339,8 +339,8 @@ def _reduction_bytes(sizes: ModelSizes, count: float, shards: int, copies: int) 
         # Two buckets and the partition; the first gradients have moved into a bucket.
         buckets, moved = 2 * sizes.bucket * each.reduced, min(sizes.bucket, count) * each.gradients
         return buckets - moved + count * each.gradients / shards
-    # One rank per stage still copies its gradients into a bucket.
-    return min(BUCKET, count) * each.reduced if copies == 1 else 0.0
+    # With one rank per stage, the bf16 optimizer still copies the gradients into a bucket.
+    return min(BUCKET, count) * each.reduced if copies == 1 and each.sharded else 0.0
 
 
 def _step_bytes(each: ParameterBytes, count: float, shards: int) -> float:

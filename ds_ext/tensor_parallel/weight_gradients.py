@@ -194,9 +194,13 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int = -1) -> Tensor:
 def _is_trained(weight: Tensor) -> bool:
     """Return whether a weight is a trained parameter. Other tensors must pass their gradients on immediately.
 
-    Hooks must see the whole gradient of a weight, which other operations than linear layers may use too.
+    Hooks must see the whole gradient of a weight, which other operations than linear layers may use too, unless they
+    have the attribute ``only_observes``.
     """
-    return weight.is_leaf and weight.requires_grad and not weight._backward_hooks
+    hooks = weight._backward_hooks or {}
+    return (
+        weight.is_leaf and weight.requires_grad and all(hasattr(h, "only_observes") for h in hooks.values())
+    )
 
 
 def _is_transformed() -> bool:

@@ -40,6 +40,7 @@ KEYS = [
         "validation_losses",
         "snapshot_s",
         "recovered_from_step",
+        "tokens",
     ),
 ]
 

@@ -101,8 +101,8 @@ def bytes_per_parameter(schedule: str, **settings: Any) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("settings", "one_copy", "two_copies"),
     [
-        # weights + gradients + states, and a copy of the gradients: all with one copy of the weights, else two stages
-        ({"precision": "fp32"}, 4 + 4 + 8 + 4, 4 + 4 + 8 + 2),
+        # weights + gradients + states, and with two copies of the weights, a copy of the gradients of two stages
+        ({"precision": "fp32"}, 4 + 4 + 8, 4 + 4 + 8 + 2),
         ({"precision": "fp32", "optimizer": "foreach"}, 4 + 4 + 8 + 4, 4 + 4 + 8 + 4),
         # weights, master weights, states, partition of the gradients and its fp32 copy, temporary tensors
         ({"precision": "fp32", "zero_stage": 1}, 4 + 4 + 8 + 4 + 4, 4 + 4 + 6 + 2),
