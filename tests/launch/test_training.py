@@ -108,11 +108,11 @@ def test_training_shows_its_own_lines_only_and_resumes_where_it_was(
             assert one[key] == pytest.approx(other[key], rel=1e-6), (key, one["step"])
     for record in at_once:
         numbers = [value for value in record.values() if isinstance(value, int | float)]
-        assert len(numbers) == 12 and all(math.isfinite(value) for value in numbers), record
+        assert len(numbers) == 13 and all(math.isfinite(value) for value in numbers), record
         assert record["mfu"] is record["validation_loss"] is None
         assert record["tokens_per_s"] == pytest.approx(record["samples_per_s"] * 16)
         assert record["schedule"] == "bitpipe" and record["transport"] == "shm"
-        assert record["consumed_samples"] == record["step"] * 8
+        assert record["consumed_samples"] == record["step"] * 8 and record["tokens"] == 8 * 16
     assert "at step 3, 24 samples consumed" in second
     # Evaluated after the last step only. The first half ran with the default of the JSON, one evaluation.
     assert [record["validation_loss"] is None for record in in_two] == [True, True, False] * 2
