@@ -81,7 +81,7 @@ def _build(job: Job, layout: Layout) -> tuple[PipelineEngine, TensorParallel]:
 
 
 def _trained(model: PipelineModule) -> list[nn.Parameter]:
-    """Return the trained parameters of this rank; a placeholder if there is none."""
+    """Return the trained parameters of this rank, or its placeholder."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     return parameters or [p for p in [model.placeholder] if p is not None]
 

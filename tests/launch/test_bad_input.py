@@ -200,8 +200,7 @@ def test_launchers_show_it_once(config: Path, free_port: Callable[[], int], laun
         assert job.wait(5) == (2 if launcher == "deepspeed" else 1)
         said = [line for line in job.lines if "world size: " in line]
         assert said[0].startswith("error: ")
-        # A rank that the launcher stops before it has heard of the error may say so ("rank 1 stopped").
-        assert not any(re.match(r"rank \d+(: error| failed)", line) for line in job.lines), job.text
+        assert not any(line.startswith("rank ") for line in job.lines), job.text
         if launcher == "torchrun":
             assert len(said) == 2 and "traceback : error: world size: " in said[1]
             assert any("exitcode  : 2" in line for line in job.lines)

@@ -67,7 +67,7 @@ class StepLoss:
 
     Attributes:
         loss: mean loss, fp32.
-        parts: name -> mean of a term or an additional loss; None if there are none.
+        parts: name -> mean of a term or an additional loss; None without any.
         tokens: counted labels of the first term; None if the loss function returns means.
         correction: factor for the gradients; 0: no label was counted, so the step must not change weights.
     """
