@@ -302,7 +302,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self.gradients = Gradients(self.optimizer, self.mpu.get_data_parallel_group(), names)
         self._masters = MasterWeights(self.optimizer)
         self._weights_set: Tensor | None = None  # number of elements that the script set before this step
-        self._parameters = list(self.module.parameters())
+        self._own_parameters = list(self.module.parameters())
         self.reduction = self._make_reduction() if self._reduces_eagerly() else None
         # DeepSpeed's default, 0, is a dynamic loss scale, which skips steps.
         deepspeed_json = self.plan.job.deepspeed
@@ -480,7 +480,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
 
     def _backward(self, buffer_id: int, stage: int) -> None:
         buffer = self.pipe_buffers[buffer_id]
-        buffer.backward(self.scale, self._parameters)
+        buffer.backward(self.scale, self._own_parameters)
         if stage == 0:
             buffer.inputs = None
 
@@ -519,7 +519,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             with self.gradients.accumulating():
                 (0 * self.module.placeholder).sum().backward()
         if self.reduction is None:
-            trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+            trained = [parameter for parameter in self._own_parameters if parameter.requires_grad]
             used = self.gradients.fill_missing(trained)
             if self.gradients.needs_reduction:
                 super()._exec_reduce_grads()
