@@ -211,8 +211,11 @@ def report_loss_at_once(ending: Ending, lost: str) -> None:
     if ending.text is not None:
         line = ending.text()
     else:
+        # Before ranks join, one that fails reports its own error, and the launcher names one that was killed.
+        if ending.code is not None or not _joined():
+            return
         ending.elect()
-        if ending.election is None or ending.code is not None:
+        if ending.election is None:
             return
         line = f"rank {rank()} stopped: {lost}Then it received SIGTERM."
     _report_loss(line, [], _claim(line), ending)
@@ -347,11 +350,9 @@ def _store_address() -> tuple[str, int]:
 
 def _joined() -> bool:
     """Return whether this rank is in a process group with others."""
-    if world_size() == 1 or "torch.distributed" not in sys.modules:
-        return False
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized()
+    # Missing in a torch without torch.distributed, and while another thread imports torch.
+    is_initialized = getattr(sys.modules.get("torch.distributed"), "is_initialized", None)
+    return world_size() > 1 and is_initialized is not None and is_initialized()
 
 
 def _wait_for_rank_0() -> None:
