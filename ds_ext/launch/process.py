@@ -23,8 +23,9 @@ from typing import Any, NoReturn
 
 from ..errors import ConfigError
 from . import slurm
-from .failure import Ending, process_state, rank, report, report_loss_at_once, say, world_size
-from .launcher import DEEPSPEED, NODE_LAUNCHER, words_of
+from .failure import Ending, rank, report, report_loss_at_once, say, world_size
+from .launcher import DEEPSPEED, NODE_LAUNCHER
+from .processes import find_launcher, group_of, parent_of, process_state, words_of
 
 __all__ = [
     "EXIT_CONFIG",
@@ -145,9 +146,12 @@ def _watch(ending: Ending) -> None:
             signal.signal(number, _handled_by_thread)
     os.register_at_fork(after_in_child=_unwatch)
     launchers = _launchers()
+    if not launchers:
+        _end_orphan()
+    ending.launcher = launchers[0][1]
 
     def orphaned() -> bool:
-        return any(_parent_of(child) != parent for child, parent in launchers)
+        return any(parent_of(child) != parent for child, parent in launchers)
 
     def watch() -> None:
         with writer:
@@ -162,12 +166,11 @@ def _watch(ending: Ending) -> None:
                     _say_once("stopped by SIGINT.")
                     os._exit(EXIT_INTERRUPTED)
                 if orphaned():
-                    _say_once("stopped: the launcher exited.")
-                    os._exit(EXIT_FAILED)
+                    _end_orphan()
                 if signal.SIGTERM in received:
                     _end_by_sigterm(ending, lost)
                 if len(ending.neighbours) < int(os.environ.get("LOCAL_WORLD_SIZE", world_size())):
-                    ending.neighbours.update(_neighbours(launchers[0][1]))
+                    ending.neighbours.update(_neighbours(ending.launcher))
 
     threading.Thread(target=watch, name="ds_ext-watch", daemon=True).start()
 
@@ -177,6 +180,11 @@ def _signals(reader: socket.socket, timeout_s: float) -> set[int]:
     readable, _, _ = select.select([reader], [], [], timeout_s)
     received = set(reader.recv(64)) if readable else set()
     return {number for number in received if signal.getsignal(number) is _handled_by_thread}
+
+
+def _end_orphan() -> NoReturn:
+    _say_once("stopped: the launcher exited.")
+    os._exit(EXIT_FAILED)
 
 
 def _end_by_sigterm(ending: Ending, lost: str) -> NoReturn:
@@ -207,18 +215,20 @@ def _unwatch() -> None:
 
 
 def _launchers() -> list[tuple[int, int]]:
-    """Return pairs (process, parent) that stay the same while the launcher is running."""
-    parent = os.getppid()
-    pairs = [(os.getpid(), parent)]
-    command = _parent_of(parent) if NODE_LAUNCHER in words_of(parent) else None
-    if command is not None and any(Path(word).name in DEEPSPEED for word in words_of(command)[:3]):
-        pairs.append((parent, command))
-    return pairs
-
-
-def _parent_of(process: int) -> int | None:
-    """Return the parent of a process; None if it is unknown (no /proc, or the process exited)."""
-    return os.getppid() if process == os.getpid() else process_state(process)[1] or None
+    """Return pairs (process, parent) that stay the same while the launcher is running; empty if it has exited."""
+    pair = find_launcher()
+    if pair is None:
+        return []
+    launcher = pair[1]
+    words = words_of(launcher)
+    if NODE_LAUNCHER not in words:
+        return [pair]
+    command = parent_of(launcher)
+    if any(Path(word).name in DEEPSPEED for word in words_of(command)[:3]):
+        return [pair, (launcher, command)]
+    # On one host the command starts the launcher, in its own process group.
+    of_command = not any(word.startswith("--node_rank") for word in words[: words.index(NODE_LAUNCHER) + 5])
+    return [] if of_command and process_state(group_of(launcher))[0] in ("Z", "X", "") else [pair]
 
 
 def _neighbours(launcher: int) -> dict[int, int]:
