@@ -25,13 +25,14 @@ from ..errors import ConfigError
 from . import slurm
 from .failure import Ending, rank, report, report_loss_at_once, say, world_size
 from .launcher import DEEPSPEED, NODE_LAUNCHER
-from .processes import find_launcher, group_of, parent_of, process_state, words_of
+from .processes import find_launcher, group_of, is_running, parent_of, words_of
 
 __all__ = [
     "EXIT_CONFIG",
     "EXIT_FAILED",
     "EXIT_INTERRUPTED",
     "has_logging",
+    "print_stacks_on_signal",
     "rank",
     "run",
     "set_up_logging",
@@ -95,13 +96,12 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     """Run ``main`` as the main function of a rank and exit: 0 for success, 2 for a ConfigError, 1 for a failure.
 
     SIGINT and SIGTERM end the rank immediately, even in a blocked collective, unless ``main`` installs other handlers.
-    SIGUSR1 prints the stacks of all threads. Under Slurm's `srun`, the rank comes from Slurm (``launch/slurm.py``).
-    Call this function in the main thread.
+    SIGUSR1 prints the stacks of all threads, unless the script handles it. Under Slurm's `srun`, the rank comes from
+    Slurm (``launch/slurm.py``). Call this function in the main thread.
     """
     # Stop torch from printing pages of C++ frames for a lost connection. Our report names the lost rank.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if hasattr(faulthandler, "register"):
-        faulthandler.register(signal.SIGUSR1, all_threads=True)
+    print_stacks_on_signal()
     ending = Ending()
     _watch(ending)
     try:
@@ -115,6 +115,12 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         code = ending.code = EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
         report(error, ending)
     _leave(code)
+
+
+def print_stacks_on_signal() -> None:
+    """Print the stacks of all threads on SIGUSR1, unless the script handles it."""
+    if hasattr(faulthandler, "register") and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def _exit_code(stop: SystemExit) -> int:
@@ -165,7 +171,8 @@ def _watch(ending: Ending) -> None:
                     # Ctrl-C reaches every rank, and other ranks would report the first to exit as lost.
                     _say_once("stopped by SIGINT.")
                     os._exit(EXIT_INTERRUPTED)
-                if orphaned():
+                # A launcher's signal may end a wrapper first, and so look like the end of the launcher.
+                if orphaned() and (signal.SIGTERM not in received or not is_running(ending.launcher)):
                     _end_orphan()
                 if signal.SIGTERM in received:
                     _end_by_sigterm(ending, lost)
@@ -228,7 +235,7 @@ def _launchers() -> list[tuple[int, int]]:
         return [pair, (launcher, command)]
     # On one host the command starts the launcher, in its own process group.
     of_command = not any(word.startswith("--node_rank") for word in words[: words.index(NODE_LAUNCHER) + 5])
-    return [] if of_command and process_state(group_of(launcher))[0] in ("Z", "X", "") else [pair]
+    return [] if of_command and not is_running(group_of(launcher)) else [pair]
 
 
 def _neighbours(launcher: int) -> dict[int, int]:

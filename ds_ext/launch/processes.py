@@ -20,6 +20,11 @@ def process_state(process: int) -> tuple[str, int]:
     return (fields[0], int(fields[1])) if fields else ("", 0)
 
 
+def is_running(process: int) -> bool:
+    """Return whether a process has not exited; False without /proc."""
+    return process_state(process)[0] not in ("Z", "X", "")
+
+
 def stat_fields(process: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on; empty if the process exited or there is no /proc."""
     with contextlib.suppress(OSError):
