@@ -319,17 +319,17 @@ def test_an_own_script_recovers_and_one_that_does_not_is_stopped(tmp_path: Path,
     assert found[4] == found[5]
 
 
-def test_an_own_script_recovers_below_a_wrapper_and_says_what_it_lost(tmp_path: Path) -> None:
-    """A shell script runs each rank as its child. In the second job, the keeper ends with a rank."""
+@pytest.mark.parametrize("loses", [False, True])
+def test_an_own_script_below_a_wrapper_recovers_or_says_what_it_lost(tmp_path: Path, loses: bool) -> None:
+    """A shell script runs each rank as its child. The steps are lost if the keeper ends with a rank."""
     (tmp_path / "own.py").write_text(OWN)
     wrapper = tmp_path / "wrapper.sh"
     wrapper.write_text(f'#!/bin/sh\n{sys.executable} "$@"\nexit $?\n')
     wrapper.chmod(0o755)
     torchrun = ["torchrun", "--nproc_per_node", "2", "--max-restarts", "1", "--no-python", str(wrapper)]
-    with Job([*torchrun, "own.py", "recover"], tmp_path) as job:
+    with Job([*torchrun, "own.py", "recover", *["keeper"] * loses], tmp_path) as job:
         assert job.wait(LIMIT_S) == 0, job.text
-        assert "result 4 1 1 1" in job.lines and "stopped: the launcher exited." not in job.lines, job.text
-    with Job([*torchrun, "own.py", "recover", "keeper"], tmp_path) as job:
-        assert job.wait(LIMIT_S) == 0, job.text
-        lost = [line for line in job.lines if "WARNING" in line and "restart 1 " in line]
-        assert len(lost) == 1 and job.lines.count("nothing 0") == 2, job.text
+    lost = [line for line in job.lines if "WARNING" in line and "restart 1 " in line]
+    assert len(lost) == loses and job.lines.count("nothing 0") == 1 + loses, job.text
+    assert ("result 4 1 1 1" in job.lines) == (not loses), job.text
+    assert "stopped: the launcher exited." not in job.lines
