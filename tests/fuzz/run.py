@@ -16,6 +16,7 @@ from . import reference
 from .compare import differences
 from .job import Job, Layout
 from .ranks import train_on_rank
+from .zoo import ZOO
 
 TIMEOUT_S = 15.0
 
@@ -35,7 +36,9 @@ OPTIONS = (  # set to their defaults to reduce a job
         "variable_lengths",
     ),
     *("evaluate_after", "set_weights", "scheduler", "decay_groups", "own_optimizer", "eager_gradient_sync"),
+    *("rank_seeds", "empty_first", "resume_rate"),
 )
+CHANGED_IN_PLACE = "modified by an inplace operation"  # torch's error
 FAULTS = (DIFFERS, FAILED, HANGS)
 
 
@@ -77,6 +80,8 @@ def run(job: Job, pools: Ranks) -> Outcome:
     except RankTimeout as error:
         return Outcome(HANGS, [*_lines(error), *getattr(error, "__notes__", [])])
     except Exception as error:
+        if any(ZOO[name].changes_saved for name in job.blocks) and CHANGED_IN_PLACE in str(error):
+            return Outcome(REFUSED, [f"autograd: {CHANGED_IN_PLACE}"])
         if any("First failure" in line and "ConfigError" in line for line in str(error).splitlines()):
             return Outcome(REFUSED, _lines(error))  # by another rank
         return Outcome(
@@ -137,7 +142,7 @@ def _candidates(job: Job) -> Iterator[Job]:
     plain = Job()
     defaults = {name: getattr(plain, name) for name in OPTIONS}
     if job.resume is not None:
-        yield change(resume=None)
+        yield change(resume=None, resume_rate=1.0, set_weights=job.set_weights.replace("save", "load"))
     yield change(**defaults)
     uniform = functools.partial(change, partition="uniform")
     yield uniform(blocks=("linear",) * len(job.blocks))
