@@ -58,7 +58,7 @@ def recomputed(
         if updated is not None:
             with kept_buffers(modules, updated):
                 return run(arguments)
-        before = [(*each, each[2].clone(), each[2]._version) for each in _buffers(modules)]
+        before = [(*each, each[2].clone(), each[2]._version) for each in buffers_of(modules)]
         result = run(arguments)
         updated = {
             (module, name): values
@@ -88,7 +88,7 @@ def kept_buffers(modules: Iterable[nn.Module], values: Values | None = None) -> 
         modules: the modules.
         values: (module, name) -> values of copies that differ from the original tensor.
     """
-    originals, values = _buffers(modules), values or {}
+    originals, values = buffers_of(modules), values or {}
     # A graph may contain the copies, and the original tensors keep their versions.
     copies = {id(buffer): values.get((module, name), buffer).clone() for module, name, buffer in originals}
     for module, name, buffer in originals:
@@ -100,10 +100,11 @@ def kept_buffers(modules: Iterable[nn.Module], values: Values | None = None) -> 
             setattr(module, name, buffer)
 
 
-def _buffers(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Tensor]]:
+def buffers_of(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Tensor]]:
+    """Return module, name and tensor of every buffer, in the same order on all replicas."""
     return [
         (module, name, buffer)
-        for module in {part for layer in modules for part in layer.modules()}
+        for module in dict.fromkeys(part for layer in modules for part in layer.modules())
         for name, buffer in module.named_buffers(recurse=False)
     ]
 

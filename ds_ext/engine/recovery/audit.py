@@ -27,7 +27,7 @@ from ...pipe_schedules.bridge import BackwardInput
 from ...pipe_schedules.ops import FORWARD, Op
 from ...planner.job_plan import JobPlan
 from ...tensor_parallel import WeightGradients, deferrable, deferring
-from ..deepspeed_api.recompute import kept_buffers
+from ..deepspeed_api.recompute import Values, buffers_of, kept_buffers
 from ..losses.step import Loss
 from ..messages import pack
 from ..module import PipelineModule
@@ -102,6 +102,7 @@ class Evidence:
         inputs: inputs of the stage.
         leaves: which of them get gradients.
         labels: labels of the micro-batch; last stage only.
+        buffers: buffers of the stage before the forward, which layers may update and use.
         grads: gradients of the outputs; None for the last stage.
         random: states of the random-number generators before the forward, by kind of device.
         result: checksums.
@@ -113,6 +114,7 @@ class Evidence:
     inputs: tuple[Tensor, ...]
     leaves: tuple[bool, ...]
     labels: tuple[Tensor, ...] | None
+    buffers: tuple[Tensor, ...]
     random: dict[str, Tensor]
     grads: tuple[Tensor, ...] | None = None
     result: Result = (0, 0)
@@ -223,6 +225,8 @@ class Audit:
             _copied(buffer.inputs) or (),
             tuple(t.requires_grad for t in buffer.inputs),
             _copied(buffer.labels),
+            _copied(tuple(values for *_, values in buffers_of(engine.module.stage_modules(stage).values())))
+            or (),
             _random_states(engine.device),
         )
 
@@ -318,7 +322,12 @@ class Audit:
             for t, leaf in zip(evidence.inputs, evidence.leaves, strict=True)
         )
         buffer = Buffer(inputs, _moved(evidence.labels, engine.device))
-        with _restored(engine.module.stage_modules(stage).values(), evidence.random, engine.device):
+        layers = engine.module.stage_modules(stage).values()
+        values = {
+            (module, name): value.to(own.device)
+            for (module, name, own), value in zip(buffers_of(layers), evidence.buffers, strict=True)
+        }
+        with _restored(layers, values, evidence.random, engine.device):
             with deferrable() if evidence.splits else nullcontext():
                 outputs = engine.forward_again(stage, inputs, evidence.number)
                 if stage == engine.last_stage:
@@ -418,13 +427,13 @@ def _set_random_states(states: Mapping[str, Tensor], device: torch.device) -> No
 
 @contextmanager
 def _restored(
-    layers: Iterable[torch.nn.Module], random: Mapping[str, Tensor], device: torch.device
+    layers: Iterable[torch.nn.Module], buffers: Values, random: Mapping[str, Tensor], device: torch.device
 ) -> Iterator[None]:
-    """Context with the given states of random-number generators; it restores them and the layers' buffers."""
+    """Context with the given buffers and states of random-number generators; it restores the present ones."""
     states = _random_states(device)
     _set_random_states(random, device)
     try:
-        with kept_buffers(layers):
+        with kept_buffers(layers, buffers):
             yield
     finally:
         _set_random_states(states, device)
