@@ -33,6 +33,8 @@ JOBS = {
 class Block(nn.Module):
     """With dropout of torch's generator and a buffer that the forward changes and uses."""
 
+    calls: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm, self.dropout = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(0.3)

@@ -44,7 +44,8 @@ class Kind:
         changes_input: a layer changes its input in place, so that the layer cannot be recomputed from it.
         random: the block draws random numbers in training.
         weight: relative frequency in draws; more for kinds that only some schedules train incorrectly.
-        changes_saved: the block changes a tensor that an earlier backward needs, which torch may refuse.
+        changes_saved: the block changes a tensor that a backward needs, which torch or split backwards may refuse.
+        inner_backward: the block calls torch.autograd.grad, which split backwards may refuse.
     """
 
     layers: Callable[[Place], list[Any]]
@@ -56,6 +57,7 @@ class Kind:
     random: bool = False
     weight: int = 1
     changes_saved: bool = False
+    inner_backward: bool = False
 
 
 class Made(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ OPTIONS = (  # set to their defaults to reduce a job
     *("evaluate_after", "set_weights", "scheduler", "decay_groups", "own_optimizer", "eager_gradient_sync"),
     *("rank_seeds", "empty_first", "resume_rate"),
 )
+AUTOGRAD = "autograd"  # key of a refusal by torch
 CHANGED_IN_PLACE = "modified by an inplace operation"  # torch's error
 FAULTS = (DIFFERS, FAILED, HANGS)
 
@@ -47,7 +49,7 @@ class Outcome:
     """Outcome of a job.
 
     Attributes:
-        kind: SAME; REFUSED: ConfigError; INVALID: fails in one process too; DIFFERS; FAILED: another error; HANGS.
+        kind: SAME; REFUSED: expected ConfigError; INVALID: fails in one process too; DIFFERS; FAILED: another error; HANGS.
         lines: details.
     """
 
@@ -76,14 +78,15 @@ def run(job: Job, pools: Ranks) -> Outcome:
                 pool = pools(layout.ranks.world_size)
                 results.append(pool.run(train_on_rank, job, part, folder, timeout_s=TIMEOUT_S))
     except ConfigError as error:
-        return Outcome(REFUSED, _lines(error))
+        return _refusal(job, str(error))
     except RankTimeout as error:
         return Outcome(HANGS, [*_lines(error), *getattr(error, "__notes__", [])])
     except Exception as error:
-        if any(ZOO[name].changes_saved for name in job.blocks) and CHANGED_IN_PLACE in str(error):
-            return Outcome(REFUSED, [f"autograd: {CHANGED_IN_PLACE}"])
-        if any("First failure" in line and "ConfigError" in line for line in str(error).splitlines()):
-            return Outcome(REFUSED, _lines(error))  # by another rank
+        if CHANGED_IN_PLACE in str(error):
+            return _refusal(job, f"{AUTOGRAD}: {CHANGED_IN_PLACE}")
+        of_others = re.search(r"First failure.*?ConfigError: (.*)", str(error))
+        if of_others is not None:
+            return _refusal(job, of_others[1])
         return Outcome(
             FAILED, [f"{type(error).__name__}: {_lines(error)[0]}", *getattr(error, "__notes__", [])]
         )
@@ -97,6 +100,19 @@ def run(job: Job, pools: Ranks) -> Outcome:
                 setattr(result, name, list(getattr(results[-1][0], name)))
     lines = differences(job, results[-1], expected, noisy)
     return Outcome(DIFFERS if lines else SAME, lines)
+
+
+def _refusal(job: Job, text: str) -> Outcome:
+    """Return the outcome of a job that was refused: FAILED if it should have trained."""
+    kinds = [ZOO[name] for name in job.blocks]
+    expected = {
+        AUTOGRAD: any(kind.changes_saved for kind in kinds),
+        "schedule": any(kind.changes_saved or kind.inner_backward for kind in kinds),
+        "zero_optimization.stage": any("complex" in name for name in (*job.blocks, job.start)),
+        "data": job.data == "unequal",
+        "data_iter": any(layout.schedule == "chimera" for layout in job.layouts),
+    }
+    return Outcome(REFUSED if expected.get(text.partition(":")[0]) else FAILED, [text.splitlines()[0]])
 
 
 def _lines(error: BaseException) -> list[str]:
