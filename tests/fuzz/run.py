@@ -49,7 +49,7 @@ class Outcome:
     """Outcome of a job.
 
     Attributes:
-        kind: SAME; REFUSED: expected ConfigError; INVALID: fails in one process too; DIFFERS; FAILED: another error; HANGS.
+        kind: SAME; REFUSED: expected ConfigError; INVALID: one process fails too; DIFFERS; FAILED: other error; HANGS.
         lines: details.
     """
 

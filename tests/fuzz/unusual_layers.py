@@ -636,7 +636,7 @@ UNUSUAL: dict[str, Kind] = {
     "fourier": layer(Fourier, fp32=True),
     "running_mean": layer(RunningMean, statistics="training"),
     "running_mean_in_place": layer(RunningMeanInPlace, statistics="training", changes_input=True),
-    "linear_of_buffer": layer(LinearOfBuffer, statistics="training", changes_saved=True, fp32=True, weight=3),
+    "linear_of_buffer": layer(LinearOfBuffer, statistics="training", changes_saved=True, fp32=True, weight=6),
     "counter": layer(Counter, statistics="evaluation"),
     "replaced_buffer": layer(ReplacedBuffer, statistics="evaluation"),
     "constants": layer(Constants),
