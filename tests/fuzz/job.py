@@ -112,6 +112,7 @@ class Job:
         decay_groups: two parameter groups; biases have no weight decay.
         own_optimizer: the script passes the optimizer instead of the JSON.
         rank_seeds: the ranks have different seeds after the model is built, and others after a resume.
+        audit: every step is audited.
         empty_first: the script passes an empty iterator to train_batch(), and catches the error.
         resume: layout that continues from a checkpoint; None: no checkpoint.
         resume_after: steps before the checkpoint.
@@ -141,6 +142,7 @@ class Job:
     decay_groups: bool = False
     own_optimizer: bool = False
     rank_seeds: bool = False
+    audit: bool = False
     empty_first: bool = False
     resume: Layout | None = None
     resume_after: int = 1
@@ -155,7 +157,11 @@ class Job:
             "gradient_clipping": self.clip,
             "steps_per_print": 10**9,
             "zero_allow_untested_optimizer": True,
-            "ds_ext": {**layout.section, "eager_gradient_sync": self.eager_gradient_sync},
+            "ds_ext": {
+                **layout.section,
+                "eager_gradient_sync": self.eager_gradient_sync,
+                "audit_interval": int(self.audit),
+            },
         }
         if not self.own_optimizer:
             optimizer = OPTIMIZERS[self.optimizer]
@@ -235,7 +241,7 @@ class Job:
         names |= {size for size in ("tp", "dp") for layout in self.layouts if getattr(layout, size) > 1}
         options = ("clip", "optimizer", "zero", "bf16", "checkpoint_interval", "data", "variable_lengths")
         options += ("evaluate_after", "set_weights", "scheduler", "decay_groups", "own_optimizer", "resume")
-        options += ("rank_seeds", "empty_first", "resume_rate")
+        options += ("rank_seeds", "audit", "empty_first", "resume_rate")
         names |= {name for name in options if getattr(self, name) != getattr(plain, name)}
         return frozenset(names - {"linear", plain.start, plain.end, plain.layout.schedule})
 
@@ -343,7 +349,9 @@ def _draw(random: Random, seed: int) -> Job | None:
         resume_after=random.randrange(1, steps),
         resume_rate=random.choice((1.0, 0.5)) if resume else 1.0,
     )
-    return dataclasses.replace(job, partition=_draw_partition(random, job))
+    partition = _draw_partition(random, job)
+    audit = _chance(random, 0.15) and all(one.schedule != "fbd" for one in job.layouts)
+    return dataclasses.replace(job, partition=partition, audit=audit)
 
 
 def _draw_blocks(random: Random, start: str, end: str, stages: int) -> tuple[str, ...]:
