@@ -16,6 +16,7 @@ from .kinds import LENGTH
 from .zoo import ENDS, STARTS
 
 EVALUATION = 6 * 10**5  # first sample of evaluations, a multiple of every micro-batch size
+OTHER_SAMPLES = 18 * 10**4  # first one of samples with the same lengths as those from 0 on
 
 
 def sample(job: Job, index: int) -> tuple[Any, Any]:
@@ -115,7 +116,7 @@ def rank_batches(
         pipe: data-parallel rank, replicas included.
         reads_first: the rank holds the first stage of a pipe.
     """
-    begin = EVALUATION // 2 if job.data == "unequal" and not reads_first else 0
+    begin = OTHER_SAMPLES if job.data == "unequal" and not reads_first else 0
     count = job.micro_batches // layout.pipes
     if job.data == "loader":
         order = shuffled(job, layout, pipe)
