@@ -337,8 +337,8 @@ def _draw(random: Random, seed: int) -> Job | None:
         data=data,
         variable_lengths=_chance(random, 0.2),
         evaluate_after=random.randrange(steps + 1) if _chance(random, 0.4) else None,
-        set_weights=random.choice(("load", "assign", "save" if resume else "load"))
-        if _chance(random, 0.2)
+        set_weights=random.choice(("load", "assign", *(("save",) * 4 if resume else ())))
+        if _chance(random, 0.4 if resume else 0.2)
         else "",
         scheduler=random.choice(("script", "json")) if _chance(random, 0.3) else "",
         decay_groups=_chance(random, 0.15),
