@@ -844,15 +844,16 @@ class PipelineEngine(DeepSpeedPipelineEngine):
 
     def _aggregate_total_loss(self) -> Tensor:
         """Return the mean loss of all micro-batches of all groups, on every rank, and end the step."""
+        trains = self.running.program.timetable.trains
         gathered, self._step_loss = self._step_loss, None
         if gathered is None:  # an evaluation, or a script replaced the handler of the optimizer step
             gathered = self._gather_losses()
-            if gathered.correction != 1:
+            if trains and gathered.correction != 1:
                 raise ConfigError(
                     "loss_fn: a pair (sum, count) needs this engine's handler of OptimizerStep (got a replaced one). "
                     "Add a method counts(labels), or call the engine's handler."
                 )
-        if self.running.program.timetable.trains:
+        if trains:
             self._data.source.advance(self.running.micro_batches * self.layout.data_parallel_size)
             self._end_step()
         return gathered.loss

@@ -97,7 +97,12 @@ def load_checkpoint(
     if with_counters:
         _load_counters(engine, state)
     if with_scheduler and engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
-        engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        saved = dict(state["lr_scheduler"])
+        if with_optimizer and "base_lrs" in saved:  # of the groups of the rank that saved it
+            groups = engine.lr_scheduler.optimizer.param_groups
+            saved |= {"base_lrs": [group["initial_lr"] for group in groups]}
+            saved |= {"_last_lr": [group["lr"] for group in groups]}
+        engine.lr_scheduler.load_state_dict(saved)
     _apply_rates(engine.lr_scheduler)
     if rank == engine.first_in_checkpoints:
         _log_settings(settings, _settings(engine, states))

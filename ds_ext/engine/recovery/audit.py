@@ -28,7 +28,7 @@ from ...pipe_schedules.bridge import BackwardInput
 from ...pipe_schedules.ops import FORWARD, Op
 from ...planner.job_plan import JobPlan
 from ...tensor_parallel import WeightGradients, deferrable, deferring
-from ..deepspeed_api.recompute import kept_buffers
+from ..deepspeed_api.recompute import Values, buffers_of, kept_buffers
 from ..losses.step import Loss
 from ..messages import pack
 from ..module import PipelineModule
@@ -103,9 +103,9 @@ class Evidence:
         inputs: inputs of the stage.
         leaves: which of them get gradients.
         labels: labels of the micro-batch; last stage only.
+        buffers: buffers of the stage before the forward, which layers may update and use.
         grads: gradients of the outputs; None for the last stage.
         random: states of the random-number generators before the forward, by kind of device.
-        buffers: buffers of the stage before the forward, by layer and name.
         result: checksums.
     """
 
@@ -115,8 +115,8 @@ class Evidence:
     inputs: tuple[Tensor, ...]
     leaves: tuple[bool, ...]
     labels: tuple[Tensor, ...] | None
+    buffers: tuple[Tensor, ...]
     random: dict[str, Tensor]
-    buffers: dict[str, Tensor]
     grads: tuple[Tensor, ...] | None = None
     result: Result = (0, 0)
 
@@ -226,14 +226,10 @@ class Audit:
             _copied(buffer.inputs) or (),
             tuple(t.requires_grad for t in buffer.inputs),
             _copied(buffer.labels),
+            _copied(tuple(values for *_, values in buffers_of(engine.module.stage_modules(stage).values())))
+            or (),
             _random_states(engine.device),
-            {name: buffer.to("cpu", copy=True) for name, buffer in self._buffers(stage)},
         )
-
-    def _buffers(self, stage: int) -> Iterator[tuple[str, Tensor]]:
-        for index, layer in self._engine.module.stage_modules(stage).items():
-            for name, buffer in layer.named_buffers():
-                yield f"{index}.{name}", buffer.detach()
 
     # --- comparison ---
 
@@ -372,9 +368,12 @@ class Audit:
             for t, leaf in zip(evidence.inputs, evidence.leaves, strict=True)
         )
         buffer = Buffer(inputs, _moved(evidence.labels, engine.device))
-        with _restored(engine.module.stage_modules(stage).values(), evidence.random, engine.device):
-            for name, own in self._buffers(stage):
-                own.copy_(evidence.buffers[name])
+        layers = engine.module.stage_modules(stage).values()
+        values = {
+            (module, name): value.to(own.device)
+            for (module, name, own), value in zip(buffers_of(layers), evidence.buffers, strict=True)
+        }
+        with _restored(layers, values, evidence.random, engine.device):
             with deferrable() if evidence.splits else nullcontext():
                 outputs = engine.forward_again(stage, inputs, evidence.number)
                 if stage == engine.last_stage:
@@ -474,13 +473,13 @@ def _set_random_states(states: Mapping[str, Tensor], device: torch.device) -> No
 
 @contextmanager
 def _restored(
-    layers: Iterable[torch.nn.Module], random: Mapping[str, Tensor], device: torch.device
+    layers: Iterable[torch.nn.Module], buffers: Values, random: Mapping[str, Tensor], device: torch.device
 ) -> Iterator[None]:
-    """Context with the given states of random-number generators; it restores them and the layers' buffers."""
+    """Context with the given buffers and states of random-number generators; it restores the present ones."""
     states = _random_states(device)
     _set_random_states(random, device)
     try:
-        with kept_buffers(layers):
+        with kept_buffers(layers, buffers):
             yield
     finally:
         _set_random_states(states, device)
