@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import select
 import signal
 import subprocess
 from typing import Any
@@ -30,11 +32,18 @@ class Messages(logging.Handler):
 
 
 def end_keeper() -> None:
+    """Kill the keeper, and wait for its end."""
     launcher = find_launcher()
     assert launcher is not None
     words = ["pgrep", "-f", f"keeper_process.py {launcher[1]}$"]
     for process in subprocess.run(words, capture_output=True, check=False).stdout.split():
-        os.kill(int(process), signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # one that found another keeper exits
+            descriptor = os.pidfd_open(int(process))
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            assert poll.poll(60_000)
+            os.close(descriptor)
 
 
 def train(rank: int) -> Any:
