@@ -382,7 +382,7 @@ def test_a_copy_that_is_changed_on_the_way_is_refused(two_keepers: list[Keeper])
 
 
 def test_connections_without_a_handshake_are_limited(two_keepers: list[Keeper]) -> None:
-    """Those beyond the limit are closed at once; the others after a time limit, and copies arrive again."""
+    """The listener closes further connections immediately, and silent ones after a time limit. Then it takes copies."""
     here, there = two_keepers
     ip, port, token = there.listen("127.0.0.1")
     Slots(here, 0).write(1, tensors(1), packed({}))
