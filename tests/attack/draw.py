@@ -260,9 +260,10 @@ def _disturbed(draw: Draw) -> list[Launch]:
 
 def _launcher(draw: Draw) -> list[Launch]:
     launch = draw.launch(**({"restarts": 1} if draw.random.random() < 0.5 else {}))
-    target = draw.random.choice(
-        ["launcher", "launcher", "group", *(["node launcher"] if launch.launcher == DEEPSPEED else [])]
-    )
+    targets = ["launcher", "launcher", "group"]
+    if launch.launcher == DEEPSPEED:
+        targets.append("node launcher")
+    target = draw.random.choice(targets)
     signal = draw.random.choice([*DEADLY, "USR1"])
     launch = replace(launch, events=(Event(draw.moment(launch), (Deed(signal, target),)),))
     return [launch, draw.again(launch)] if draw.random.random() < 0.6 else [launch]

@@ -125,7 +125,7 @@ class Happened:
         code: exit code of the launcher; None if it did not end.
         left: command lines of the processes that were left 30 s after the end.
         stacks: whether the job passed its limit, and its output ends with its stacks.
-        unread: failed reads of the current checkpoint.
+        unread: errors of reads of the current checkpoint.
     """
 
     def __init__(self, launch: Launch, job: Attacked) -> None:
@@ -134,7 +134,7 @@ class Happened:
         self.missed: list[Event] = []
         self.code: int | None = None
         self.left: list[str] = []
-        self.unread: list[str] = []
+        self.unread: set[str] = set()
         self.second: Attacked | None = None
         self.second_code: int | None = None
         self.ended_after_s = 0.0
@@ -270,7 +270,7 @@ class Attacker:
     def _read_current(self) -> None:
         """Open the current checkpoint, as a script that watches the folder would."""
         now, folder = time.monotonic(), self.scene.folder.saved
-        if now < self._read_s or self.scene.changed or self.scene.spoiled:
+        if now < self._read_s or self.scene.changed or self.scene.spoiled or self.job.launch.change:
             return
         self._read_s = now + _READ_EVERY_S
         for attempt in (0, 1):  # it may just be replaced by one of the same name
@@ -280,7 +280,7 @@ class Attacker:
                 return
             except (DsExtError, OSError) as error:
                 if attempt:
-                    self.happened.unread.append(str(error))
+                    self.happened.unread.add(str(error))
                 time.sleep(_READ_EVERY_S)
 
     def _print_stacks(self) -> None:

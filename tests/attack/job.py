@@ -158,13 +158,10 @@ class Attacked(Job):
     def keepers(self) -> list[int]:
         """Return the processes that keep snapshots for this job; they do not have its mark."""
         found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError, ValueError):
-                words = (folder / "cmdline").read_text().split("\0")
-                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-                if any(word.endswith(KEEPER) for word in words) and state not in "ZX":
-                    if int(words[-2]) in self.seen:
-                        found.append(int(folder.name))
+        for process in map(int, filter(str.isdigit, os.listdir("/proc"))):
+            words = command_of(process).split()
+            if len(words) > 1 and words[-2].endswith(KEEPER) and int(words[-1]) in self.seen:
+                found.append(process)
         return found
 
     def targets(self, target: str, rank: int) -> list[int]:

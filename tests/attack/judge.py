@@ -1,4 +1,4 @@
-"""Checks after an attack: what a job printed, wrote and left is that of an undisturbed run, and it says what was lost."""
+"""Checks after an attack: steps, losses and checkpoints are those of an undisturbed run, and losses are reported."""
 
 from __future__ import annotations
 
