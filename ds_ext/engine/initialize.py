@@ -251,7 +251,7 @@ def initialize(
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
     )
-    engine.run_facts = facts
+    engine.run_facts = {**facts, "run": engine.run.id}
     engine._configure_python_gc()
     limit_waits(job.ds_ext.transport_options.timeout_s)
     return engine, engine.optimizer, None, engine.lr_scheduler

@@ -19,8 +19,8 @@ from ..data.blend import parse_data_path
 from ..data.datasets import parse_split
 from ..engine import PipelineEngine
 from ..engine.batches import MicroBatches
-from ..engine.checkpoint.folder import has_checkpoint
 from ..engine.recovery.recovery import restarts
+from ..engine.together import by_rank_0
 from ..errors import CheckpointError
 from ..launch.launcher import launch_again
 from ..launch.process import EXIT_FAILED, rank
@@ -89,9 +89,10 @@ class Trainer:
             The exit code: 0, EXIT_NOT_SAVED if a checkpoint could not be written, 1 if the last loss is not finite.
         """
         args = self.args
-        if args.save:
-            self.engine.try_checkpoint_folder(args.save)
         step = self.recover()
+        if args.save:
+            due = [n for n in range(step + 1, args.train_iters) if _due(n, args.save_interval)]
+            self.engine.try_checkpoint_folder(args.save, [f"step_{n}" for n in (*due, args.train_iters)])
         if step >= args.train_iters:
             say(f"nothing to train: checkpoint at step {step}, --train-iters {args.train_iters}")
             return 0
@@ -169,34 +170,42 @@ class Trainer:
     def recover(self) -> int:
         """Load what the job continues from, and return its step; 0 at the beginning.
 
-        After a restart by the launcher these are the snapshots in host memory, else the last checkpoint of ``--save``.
-        Otherwise it is the checkpoint of ``--load``, which is also read before snapshots: they have no frozen weights.
+        After a restart by the launcher these are the snapshots in host memory, else the last checkpoint that this run
+        has written to ``--save``. Otherwise it is the checkpoint of ``--load``, which is also read before snapshots:
+        they have no frozen weights.
         """
         step = self.resume(self.args.load)
         recovered = self.engine.recover(self.train)
         if recovered is not None:
             return recovered.step
-        restart = restarts()
-        if restart and self.args.save and has_checkpoint(Path(self.args.save)):
+        restart, saved = restarts(), Path(self.args.save or "")
+        last = by_rank_0(lambda: self.engine.run.last(saved)) if restart and self.args.save else None
+        if last is not None:
             say(f"restart {restart}: no snapshots in host memory; loading the last checkpoint on disk")
-            return self.resume(self.args.save)
+            return self.resume(self.args.save, last)
         if restart:
             say(
-                f"restart {restart}: no snapshots in host memory and no checkpoint in --save; training from step {step}"
+                f"restart {restart}: no snapshots in host memory and no checkpoint of this run in --save; training "
+                f"from step {step}, and all later steps are lost"
             )
         return step
 
-    def resume(self, folder: str | None) -> int:
-        """Load the current checkpoint of a folder and return its step; 0 without a folder.
+    def resume(self, folder: str | None, tag: str | None = None) -> int:
+        """Load a checkpoint of a folder, by default the current one, and return its step; 0 without a folder.
 
-        Raises CheckpointError if another script saved it.
+        Raises CheckpointError if another script saved it, or if the one that this run has loaded is lost.
         """
         if not folder:
             return 0
-        path, state = self.engine.load_checkpoint(folder)
-        if path is None or state is None or "step" not in state or "consumed_samples" not in state:
+        path, state = self.engine.load_checkpoint(folder, tag)
+        if path is None:
             raise CheckpointError(
-                f"{path or folder}: saved by another script (got no step or position in the data). Write the "
+                f"{folder}: the checkpoint that this run has loaded is missing (got none that it has written). Start "
+                f"the job again to load another one."
+            )
+        if state is None or "step" not in state or "consumed_samples" not in state:
+            raise CheckpointError(
+                f"{path}: saved by another script (got no step or position in the data). Write the "
                 f"name of an older checkpoint into {Path(folder) / 'latest'}, or remove --load."
             )
         self.train.load_state_dict(state)

@@ -23,7 +23,7 @@ from tests.ranks import RankPool
 
 SCRIPT, LIMITED = str(ROOT / "train_gpt.py"), str(ROOT / "tests/launch/limited.py")
 LIMIT_S = 300.0
-ENOUGH_FOR_A_TRIAL = "100"
+ENOUGH_FOR_A_TRIAL = "1000"
 
 
 def steps(lines: list[str]) -> list[str]:

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ...errors import CheckpointError
 from ..batches import Resumable
 from ..deepspeed_api.names import loss_scaler
-from ..together import by_rank_0, together
+from ..together import together
 from .file import read_plain
 from .folder import check_contents, open_checkpoint
 from .reader import CheckpointReader
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 def load_checkpoint(
     engine: Checkpointed,
     folder: Path,
-    tag: str | None = None,
+    tag: str,
     *,
     strict: bool = True,
     with_optimizer: bool = True,
@@ -53,7 +53,7 @@ def load_checkpoint(
 
     Args:
         engine: initialized engine.
-        folder, tag: ``folder/tag`` is the path of the checkpoint; without ``tag``, load the current one.
+        folder, tag: ``folder/tag`` is the path of the checkpoint.
         strict: raise an error if the checkpoint and the model have different parameters.
         with_optimizer: load the states and settings of the optimizer.
         with_scheduler: load the state of the learning-rate scheduler.
@@ -74,11 +74,8 @@ def load_checkpoint(
     parameters = parameters_of(engine.module, tensor_ranks) if engine.in_checkpoints else {}
     states = OptimizerStates(engine.optimizer)
 
-    # All ranks load the same checkpoint, even if another job writes to the folder.
-    chosen: str = by_rank_0(lambda: open_checkpoint(folder, tag)[0].name, CheckpointError)
-
     def check() -> tuple[str, dict[str, Any], dict[str, Any]]:
-        checkpoint, manifest = open_checkpoint(folder, chosen)
+        checkpoint, manifest = open_checkpoint(folder, tag)
         check_contents(checkpoint, manifest, rank, world)
         state = read_plain(checkpoint / STATE_FILE)
         _check_fit(engine, parameters, states, checkpoint, manifest, strict, with_optimizer)
@@ -99,6 +96,7 @@ def load_checkpoint(
     if with_scheduler and engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
     _apply_rates(engine.lr_scheduler)
+    engine.run.loads(manifest)
     if rank == engine.first_in_checkpoints:
         _log_settings(settings, _settings(engine, states))
     dist.barrier()  # no rank may train, or fail, while another is still reading

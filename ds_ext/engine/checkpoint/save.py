@@ -13,6 +13,7 @@ files, and a loading rank reads only the elements that it needs (reader.py).
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -43,6 +44,8 @@ from .states import (
     numbers_of,
     parameters_of,
 )
+
+logger = logging.getLogger(__name__)
 
 STATE_FILE = "mp_rank_00_model_states.pt"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -85,12 +88,16 @@ def save_checkpoint(
 
     Raises:
         ConfigError: the tag or the client state cannot be saved.
-        CheckpointError: on all ranks, if one of them could not write. The last complete checkpoint is unchanged.
+        CheckpointError: on all ranks, if one of them could not write, or another job saves to the folder. The last
+            complete checkpoint is unchanged.
     """
     folder = folder.absolute()
 
     def start() -> Path:
         with _describe_failure(folder, tag):
+            engine.run.lock(folder)
+            if tag in engine.run.foreign(folder):
+                logger.warning("%s: replaces a checkpoint of another run", folder / tag)
             return start_writing(folder, tag)
 
     def write_part() -> dict[str, Any]:
@@ -99,6 +106,7 @@ def save_checkpoint(
 
     def finish() -> None:
         with _describe_failure(folder, tag):
+            engine.run.lock(folder)
             publish(written, tag, _manifest(engine, parts), make_current)
 
     written: Path = by_rank_0(start, CheckpointError)
@@ -164,7 +172,7 @@ def _write_part(
         }
         for name, local in parameters.items()
     }
-    job = {**describe_job(engine), "with_frozen": with_frozen}
+    job = {**describe_job(engine), "run": engine.run.id, "with_frozen": with_frozen}
     return {"files": files, "fragments": fragments, "parameters": described, "job": job}
 
 

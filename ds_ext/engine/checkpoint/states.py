@@ -24,6 +24,7 @@ from ...tensor_parallel import shard_dim, unpadded_size
 from ..batches import Batches
 from ..deepspeed_api.names import model_groups
 from ..module import PipelineModule
+from .run import Run
 
 MASTER = "fp32"  # DeepSpeed's name for master weights in universal checkpoints
 _EXTRA = "_extra_state"  # torch's key in a state_dict()
@@ -44,6 +45,7 @@ class Checkpointed(Protocol):
     global_steps: int
     global_samples: int
     skipped_steps: int
+    run: Run
 
     @property
     def in_checkpoints(self) -> bool:

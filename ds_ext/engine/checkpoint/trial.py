@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,35 @@ from ..together import by_rank_0, together
 from .folder import start_writing
 from .states import Checkpointed, OptimizerStates, parameters_of
 
+logger = logging.getLogger(__name__)
+
 _TAG = "trial"
 _MASTER_BYTES, _STATE_BYTES = 4, 4  # master weights and optimizer states are fp32
 
 
-def try_folder(engine: Checkpointed, folder: Path) -> None:
+def try_folder(engine: Checkpointed, folder: Path, tags: Sequence[str] | None) -> None:
     """Write a small file on every rank and read it on rank 0. All ranks must call this together.
 
+    A warning names the checkpoints of other runs in the folder; with ``tags``, only those of these names.
+
     Raises:
-        ConfigError: on all ranks, if one of them cannot write, hosts do not share the folder, or the free space is too
-            small for a checkpoint.
+        ConfigError: on all ranks, if one of them cannot write, another job saves to the folder, hosts do not share
+            it, or the free space is too small for a checkpoint.
     """
+
+    def start() -> Path:
+        engine.run.lock(folder)
+        foreign = [name for name in engine.run.foreign(folder) if tags is None or name in tags]
+        if foreign:
+            logger.warning(
+                "%s: contains checkpoints of another run, which a save of the same name replaces: %s",
+                *(folder, ", ".join(foreign)),
+            )
+        return start_writing(folder, _TAG)
+
+    folder = folder.absolute()
     try:
-        written = by_rank_0(lambda: start_writing(folder.absolute(), _TAG), CheckpointError)
+        written = by_rank_0(start, CheckpointError)
         try:
             needed = sum(together(lambda: _write(written, engine), CheckpointError))
             by_rank_0(lambda: _read(written, needed), CheckpointError)
@@ -36,6 +53,7 @@ def try_folder(engine: Checkpointed, folder: Path) -> None:
             if dist.get_rank() == 0:
                 shutil.rmtree(written, ignore_errors=True)
     except (CheckpointError, ConfigError) as error:
+        engine.run.unlock(folder)
         reported = ConfigError(f"checkpoints cannot be saved to {folder}: {error}")
         reported.reported_by = 0
         raise reported from None
