@@ -219,6 +219,7 @@ def initialize(
     limit_waits(model.plan.settings.transport_options.timeout_s)
     if model_parameters is not None:
         model_parameters = _with_placeholder(model, [_with_list(group) for group in model_parameters])
+    data = data_facts(model, training_data)
     compare(
         {
             **code_facts(),
@@ -228,7 +229,7 @@ def initialize(
         },
         of_replicas={
             **stage_facts(model, getattr(optimizer, "param_groups", model_parameters) or []),
-            **data_facts(model, training_data),
+            **data,
         },
     )
     if optimizer is not None or "optimizer" in config_dict:
@@ -251,7 +252,7 @@ def initialize(
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
     )
-    engine.run_facts = {**facts, "run": engine.run.id}
+    engine.run_facts = {**facts, "run": engine.run.id, "data": data}
     engine._configure_python_gc()
     limit_waits(job.ds_ext.transport_options.timeout_s)
     return engine, engine.optimizer, None, engine.lr_scheduler

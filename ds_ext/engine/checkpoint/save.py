@@ -15,19 +15,23 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from torch import Tensor
 
 from ...config.deepspeed_json import precision, zero_stage
+from ...config.schedulers import MegatronLR
 from ...errors import CheckpointError, ConfigError
+from ...launch.job_facts import setting_facts
+from ...launch.roll_call import Facts
 from ..batches import Resumable
 from ..deepspeed_api.names import loss_scaler
 from ..module import PipelineModule
@@ -65,6 +69,8 @@ RESERVED_KEYS = (
         RANDOM_SEED,
     ),
 )
+# They load their step only: their settings are those of the JSON.
+DEEPSPEED_SCHEDULERS = tuple(getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES)
 _STATIC_SCALE = ("cur_scale",)
 _DYNAMIC_SCALE = (*_STATIC_SCALE, "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -145,7 +151,7 @@ def _write_part(
         )
     files: dict[str, dict[str, int]] = {}
     if not engine.in_checkpoints:
-        return {"files": files, "fragments": {}, "parameters": {}, "job": None}
+        return {"files": files, "fragments": {}, "parameters": {}, "dropout": [], "job": None}
     if dist.get_rank() == engine.first_in_checkpoints:
         files[STATE_FILE] = write_plain(written / STATE_FILE, _state_of(engine, client_state))
     parameters = parameters_of(engine.module, engine.layout.tensor_parallel_size)
@@ -172,8 +178,14 @@ def _write_part(
         }
         for name, local in parameters.items()
     }
-    job = {**describe_job(engine), "run": engine.run.id, "with_frozen": with_frozen}
-    return {"files": files, "fragments": fragments, "parameters": described, "job": job}
+    job = {
+        **describe_job(engine),
+        "run": engine.run.id,
+        "with_frozen": with_frozen,
+        "settings": settings_of(engine),
+    }
+    dropout = dropout_of(engine.module)
+    return {"files": files, "fragments": fragments, "parameters": described, "dropout": dropout, "job": job}
 
 
 def _write_layers(
@@ -255,6 +267,7 @@ def _manifest(engine: Checkpointed, parts: list[dict[str, Any]]) -> dict[str, An
                 parameter["fragments"][str(fragment["shard"])].append([fragment["file"], *fragment["range"]])
     files = {name: record for part in parts for name, record in part["files"].items()}
     job = next(part["job"] for part in parts if part["job"] is not None)
+    job["settings"] |= dropout_facts(part["dropout"] for part in parts)
     return {"job": job, "files": files, "parameters": parameters}
 
 
@@ -271,6 +284,31 @@ def describe_job(engine: Checkpointed) -> dict[str, Any]:
         "optimizer": OptimizerStates(engine.optimizer).name,
         "layers": engine.module._num_layers,
     }
+
+
+def settings_of(engine: Checkpointed) -> Facts:
+    """Return settings that a resumed job may change, except dropout and those that it takes from the checkpoint."""
+    scheduler, job = engine.lr_scheduler, engine.plan.job.deepspeed
+    settings = {
+        "train_batch_size": engine.train_batch_size(),
+        "precision": precision(engine.config),
+        "scheduler.type": None if scheduler is None else type(scheduler).__name__,
+    }
+    if isinstance(scheduler, (MegatronLR, *DEEPSPEED_SCHEDULERS)):  # others load their settings
+        settings["optimizer.params.lr"] = job.get("optimizer", {}).get("params", {}).get("lr")
+        settings["scheduler.params"] = job.get("scheduler", {}).get("params", {})
+    return {**engine.run_facts.get("data", {}), **setting_facts(settings)}
+
+
+def dropout_of(module: PipelineModule) -> list[float]:
+    """Return the probabilities of the dropout layers of this rank."""
+    layers = (one for one in module.modules() if "dropout" in type(one).__name__.lower())
+    return sorted({float(layer.p) for layer in layers if isinstance(getattr(layer, "p", None), int | float)})
+
+
+def dropout_facts(of_ranks: Iterable[list[float]]) -> Facts:
+    """Return the probabilities of the dropout layers of all ranks, as a setting."""
+    return setting_facts({"dropout": sorted({p for of_rank in of_ranks for p in of_rank})})
 
 
 def loss_scale_of(optimizer: Any) -> dict[str, Any]:

@@ -46,6 +46,11 @@ class Checkpointed(Protocol):
     global_samples: int
     skipped_steps: int
     run: Run
+    run_facts: dict[str, Any]
+
+    def train_batch_size(self) -> int:
+        """Return the samples of a step."""
+        ...
 
     @property
     def in_checkpoints(self) -> bool:
