@@ -65,7 +65,7 @@ from .checkpoint.load import load_checkpoint
 from .checkpoint.master_weights import MasterWeights
 from .checkpoint.run import Run
 from .checkpoint.save import save_checkpoint
-from .checkpoint.states import parameters_of
+from .checkpoint.states import OptimizerStates, parameters_of
 from .checkpoint.trial import try_folder
 from .deepspeed_api.device import peak_memory_bytes
 from .deepspeed_api.handlers import is_patch, with_patches
@@ -87,7 +87,7 @@ from .module import PipelineModule
 from .recovery.audit import Audit
 from .recovery.recovery import Recovered, Recovery
 from .stage import Buffer, DeferralReport, StageForward, mean_over_ranks
-from .together import by_rank_0
+from .together import by_rank_0, together
 from .tracing.clock import BusyClock
 from .tracing.recorder import Tracer
 
@@ -217,6 +217,12 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self._use_optimizer()
         self.use_transport(transport)
         self.run = Run()
+        problems = together(OptimizerStates(self.optimizer).problem)
+        if problem := next(filter(None, problems), ""):
+            if settings.recovery is not None:
+                raise ConfigError(problem)
+            if self.global_rank == 0:
+                logger.warning("no checkpoint can be saved: %s", problem)
         self.recovery = None if settings.recovery is None else Recovery(self, settings.recovery)
         self.snapshot_s: float | None = None
         self._began = False  # the current step, so that it cannot be repeated

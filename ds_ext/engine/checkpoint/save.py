@@ -36,7 +36,7 @@ from ..batches import Resumable
 from ..deepspeed_api.names import loss_scaler
 from ..module import PipelineModule
 from ..together import by_rank_0, error_text, together
-from .file import is_plain, layer_file, write_plain, write_tensors
+from .file import TYPES, is_plain, layer_file, write_plain, write_tensors
 from .folder import good_checkpoints, publish, start_writing
 from .states import (
     MASTER,
@@ -67,6 +67,7 @@ RESERVED_KEYS = (
         "mp_world_size",
         DATA_POSITION,
         RANDOM_SEED,
+        TYPES,
     ),
 )
 # They load their step only: their settings are those of the JSON.
@@ -88,7 +89,8 @@ def save_checkpoint(
     Args:
         engine: initialized engine.
         folder, tag: ``folder/tag`` is the path of the checkpoint.
-        client_state: values that loading returns: numbers, strings, tensors, and lists and dictionaries of them.
+        client_state: values that loading returns: numbers, strings, tensors, NumPy arrays, Namespaces, and lists and
+            dictionaries of them.
         make_current: write the tag to ``folder/latest``.
         with_frozen: also write parameters that are not trained.
 
@@ -153,7 +155,8 @@ def _write_part(
     if not engine.in_checkpoints:
         return {"files": files, "fragments": {}, "parameters": {}, "dropout": [], "job": None}
     if dist.get_rank() == engine.first_in_checkpoints:
-        files[STATE_FILE] = write_plain(written / STATE_FILE, _state_of(engine, client_state))
+        files[STATE_FILE] = write_plain(written / STATE_FILE, state_of(engine, client_state))
+    require_plain_extra_states(engine.module)
     parameters = parameters_of(engine.module, engine.layout.tensor_parallel_size)
     if not with_frozen:
         parameters = {name: local for name, local in parameters.items() if local.parameter.requires_grad}
@@ -203,19 +206,21 @@ def _write_layers(
                 for key, value in layer.state_dict(keep_vars=True).items()
                 if not isinstance(value, torch.nn.Parameter) or id(value) in written_ids
             }
-            _require_plain_extra_states(index, layer, state)
             files[name] = write_plain(written / name, state)
     return files
 
 
-def _require_plain_extra_states(index: int, layer: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    for key, owner in extra_states_of(layer).items():
-        if key in state and not is_plain(state[key]):
-            raise CheckpointError(
-                f"{type(owner).__name__}.get_extra_state() of layer {index} ({key}): must return numbers, strings, "
-                f"tensors, or lists and dictionaries of them, because loading other values can run code (got "
-                f"{type(state[key]).__name__}). Return these, or a uint8 tensor."
-            )
+def require_plain_extra_states(module: PipelineModule) -> None:
+    """Raise CheckpointError for a layer of this rank whose extra state cannot be saved."""
+    for index, (_, layer) in layers_of(module).items():
+        for key, owner in extra_states_of(layer).items():
+            state = owner.get_extra_state()
+            if not is_plain(state):
+                raise CheckpointError(
+                    f"{type(owner).__name__}.get_extra_state() of layer {index} ({key}): must return numbers, strings, "
+                    f"tensors, or lists and dictionaries of them, because loading other values can run code (got "
+                    f"{type(state).__name__}). Return these, or a uint8 tensor."
+                )
 
 
 def _first_holder(module: PipelineModule, index: int) -> bool:
@@ -318,8 +323,11 @@ def loss_scale_of(optimizer: Any) -> dict[str, Any]:
     return {} if scaler is None else {key: getattr(scaler, key) for key in keys}
 
 
-def _state_of(engine: Checkpointed, client_state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are the same on all ranks, under DeepSpeed's keys if it has them."""
+def state_of(engine: Checkpointed, client_state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are the same on all ranks, under DeepSpeed's keys if it has them.
+
+    Raises ConfigError for a client state with keys of the engine.
+    """
     reserved = sorted(set(client_state) & set(RESERVED_KEYS))
     if reserved:
         raise ConfigError(

@@ -14,7 +14,9 @@ from deepspeed.runtime.constants import PIPE_REPLICATED
 
 from ...errors import CheckpointError, ConfigError
 from ..together import by_rank_0, together
+from .file import pickled
 from .folder import start_writing
+from .save import require_plain_extra_states, state_of
 from .states import Checkpointed, OptimizerStates, parameters_of
 
 logger = logging.getLogger(__name__)
@@ -29,8 +31,8 @@ def try_folder(engine: Checkpointed, folder: Path, tags: Sequence[str] | None) -
     A warning names the checkpoints of other runs in the folder; with ``tags``, only those of these names.
 
     Raises:
-        ConfigError: on all ranks, if one of them cannot write, another job saves to the folder, hosts do not share
-            it, or the free space is too small for a checkpoint.
+        ConfigError: on all ranks, if one of them has a state that cannot be saved, or cannot write, or does not see the
+            same folder, another job saves to it, or the free space is too small for a checkpoint.
     """
 
     def start() -> Path:
@@ -101,6 +103,12 @@ def _write(written: Path, engine: Checkpointed) -> int:
             f"rank {rank} (host {socket.gethostname()}) cannot see a folder that rank 0 created there. Use a file "
             f"system that all hosts share."
         )
+    if problem := OptimizerStates(engine.optimizer).problem():
+        raise ConfigError(problem)
+    if engine.in_checkpoints:
+        require_plain_extra_states(engine.module)
+    if rank == engine.first_in_checkpoints:
+        pickled(state_of(engine, {}))
     (written / f"rank_{rank}").write_text(str(rank))
     return checkpoint_bytes(engine)
 
