@@ -123,6 +123,12 @@ class ModelFolder:
             }
         except (KeyError, AttributeError):
             raise ConfigError(f"{self.path / INDEX}: 'weight_map' is missing or not an object.") from None
+        outside = [file for file in table.values() if Path(file).name != file]
+        if outside:
+            raise ConfigError(
+                f"{self.path / INDEX}: 'weight_map' must name files of this folder (got {outside[0]!r}). Download or "
+                f"save the model again."
+            )
         opened = {file: _open(self.path / file) for file in sorted(set(table.values()))}
         contents = {file: set(opened[file].names) for file in opened}
         for name, file in table.items():

@@ -259,6 +259,11 @@ def _files_by_key(folder: Path) -> dict[str, Path]:
         raise ConfigError(f"{folder}: needs safetensors (got none). {_NEEDS}") from None
     if (folder / _SHARDS).is_file():
         index = json.loads((folder / _SHARDS).read_text())["weight_map"]
+        for file in index.values():
+            if Path(file).name != file:
+                raise ConfigError(
+                    f"{folder / _SHARDS}: must name files of its folder (got {file!r}). Save it again."
+                )
         return {key: folder / file for key, file in index.items()}
     if not (folder / _SINGLE).is_file():
         raise ConfigError(

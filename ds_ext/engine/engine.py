@@ -310,7 +310,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self.gradients = Gradients(self.optimizer, self.mpu.get_data_parallel_group(), names)
         self._masters = MasterWeights(self.optimizer)
         self._weights_set: Tensor | None = None  # number of elements that the script set before this step
-        self._parameters = list(self.module.parameters())
+        self._own_parameters = list(self.module.parameters())
         self.reduction = self._make_reduction() if self._reduces_eagerly() else None
         # DeepSpeed's default, 0, is a dynamic loss scale, which skips steps.
         deepspeed_json = self.plan.job.deepspeed
@@ -488,7 +488,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
 
     def _backward(self, buffer_id: int, stage: int) -> None:
         buffer = self.pipe_buffers[buffer_id]
-        buffer.backward(self.scale, self._parameters)
+        buffer.backward(self.scale, self._own_parameters)
         if stage == 0:
             buffer.inputs = None
 
@@ -527,7 +527,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             with self.gradients.accumulating():
                 (0 * self.module.placeholder).sum().backward()
         if self.reduction is None:
-            trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+            trained = [parameter for parameter in self._own_parameters if parameter.requires_grad]
             used = self.gradients.fill_missing(trained)
             if self.gradients.needs_reduction:
                 super()._exec_reduce_grads()
@@ -853,15 +853,16 @@ class PipelineEngine(DeepSpeedPipelineEngine):
 
     def _aggregate_total_loss(self) -> Tensor:
         """Return the mean loss of all micro-batches of all groups, on every rank, and end the step."""
+        trains = self.running.program.timetable.trains
         gathered, self._step_loss = self._step_loss, None
         if gathered is None:  # an evaluation, or a script replaced the handler of the optimizer step
             gathered = self._gather_losses()
-            if gathered.correction != 1:
+            if trains and gathered.correction != 1:
                 raise ConfigError(
                     "loss_fn: a pair (sum, count) needs this engine's handler of OptimizerStep (got a replaced one). "
                     "Add a method counts(labels), or call the engine's handler."
                 )
-        if self.running.program.timetable.trains:
+        if trains:
             self._data.source.advance(self.running.micro_batches * self.layout.data_parallel_size)
             self._end_step()
         return gathered.loss

@@ -35,7 +35,7 @@ from ..launch import slurm
 from ..launch.failure import rank, world_size
 from ..launch.job_facts import code_facts, setting_facts
 from ..launch.launcher import require_restarts, set_single_rank
-from ..launch.process import has_logging, set_up_logging
+from ..launch.process import has_logging, print_stacks_on_signal, set_up_logging
 from ..launch.roll_call import Facts, RollCall, agent_serves_store, compare, meet, one_refusal
 from ..parallel.fbd import FORWARD_ROLE, DisaggregatedLayout
 from .deepspeed_api.device import select_device
@@ -91,6 +91,7 @@ def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> No
     require_names("deepspeed", "torch")
     slurm.set_rank()
     set_single_rank()
+    print_stacks_on_signal()
     if not has_logging():
         set_up_logging()
     if get_accelerator().device_name() == "cpu" and "OMP_NUM_THREADS" not in os.environ:

@@ -16,7 +16,7 @@ from ..parallel.layout import ParallelLayout
 from ..parallel.links import links_of
 from ..pipe_schedules import Program
 
-_ONE_TUPLE = torch.Size([0] * 8)  # a shape that no layer returns
+_MARKER = torch.Size([0] * 8)  # a shape that no layer returns
 MAX_STAGES = 1 << 14  # a tag has 15 bits for the channel, one of them for the kind
 _SPARE = 1  # a message may arrive before the tensors of the previous one are freed
 
@@ -130,10 +130,20 @@ def _peak_messages(program: Program, device: int) -> Counter[int]:
 # --- packing ---
 
 
+def marker(like: Tensor) -> Tensor:
+    """Return an empty tensor on the device of ``like``, which no layer returns."""
+    return like.new_empty(_MARKER, dtype=torch.bool)
+
+
+def is_marker(tensor: Tensor) -> bool:
+    """Return whether :func:`marker` made a tensor."""
+    return tensor.shape == _MARKER
+
+
 def pack(value: Any, source: str) -> tuple[Tensor, ...]:
     """Return a layer's output, which is a tensor or a tuple of tensors, as the tensors of a message.
 
-    An empty tensor at the end marks a tuple of one tensor. Raises ConfigError for other values, and names ``source``.
+    A marker at the end marks a tuple of one tensor. Raises ConfigError for other values, and names ``source``.
     """
     if torch.is_tensor(value):
         return (value,)
@@ -144,12 +154,12 @@ def pack(value: Any, source: str) -> tuple[Tensor, ...]:
             f"{source}: must return a tensor or a tuple of tensors (got a {type(value).__name__}"
             f"{types and f' of {types}'}). Return only tensors, and rebuild other values in the next layer."
         )
-    return (*value, value[0].new_empty(_ONE_TUPLE, dtype=torch.bool)) if len(value) == 1 else (*value,)
+    return (*value, marker(value[0])) if len(value) == 1 else (*value,)
 
 
 def unpack(tensors: Iterable[Tensor]) -> Any:
     """Return the value that :func:`pack` packed."""
     tensors = tuple(tensors)
-    if len(tensors) == 2 and tensors[1].shape == _ONE_TUPLE:
+    if len(tensors) == 2 and is_marker(tensors[1]):
         return tensors[:1]
     return tensors[0] if len(tensors) == 1 else tensors

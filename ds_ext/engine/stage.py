@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from ..errors import ConfigError
 from ..tensor_parallel import Deferral, DeferralWatch, WeightGradients, address, backward, let_defer
 from .losses.step import Loss
-from .messages import unpack
+from .messages import is_marker, marker, unpack
 from .module import PipelineModule
 from .together import together
 
@@ -40,7 +40,7 @@ class Buffer:
         labels: labels of the micro-batch; last stage only.
         outputs: outputs of the stage, with their graph.
         loss: loss of the micro-batch, with its graph; last stage only.
-        grads: gradients of the outputs.
+        grads: gradients of the outputs; a marker for an output that the loss does not depend on.
         weights: deferred weight gradients of a split backward.
     """
 
@@ -57,7 +57,7 @@ class Buffer:
         self.inputs = tuple(t.requires_grad_(trains and _differentiable(t)) for t in tensors)
 
     def take_input_grads(self) -> tuple[Tensor, ...]:
-        """Return the gradients of the differentiable inputs, zeros for an unused input, and drop the inputs."""
+        """Return the gradients of the differentiable inputs, a marker for an unused input, and drop the inputs."""
         assert self.inputs is not None
         inputs, self.inputs = self.inputs, None
         return tuple(_take_grad(t) for t in inputs if _differentiable(t))
@@ -68,7 +68,7 @@ class Buffer:
             return [(scale(self.loss), None)]
         assert self.outputs is not None and self.grads is not None
         pairs = zip([t for t in self.outputs if _differentiable(t)], self.grads, strict=True)
-        return [(output, grad) for output, grad in pairs if output.requires_grad]
+        return [(output, grad) for output, grad in pairs if output.requires_grad and not is_marker(grad)]
 
     def backward(self, scale: Callable[[Loss], Tensor], parameters: Iterable[Tensor]) -> None:
         """Run the backward and drop the graph.
@@ -77,7 +77,7 @@ class Buffer:
         micro-batch adds to the latter in place, so what the other stage and deferred gradients read is separated.
         """
         roots = self.roots(scale)
-        if roots:  # none if all layers up to here are frozen
+        if roots:  # none if all layers up to here are frozen, or the loss does not depend on them
             backward([output for output, _ in roots], [grad for _, grad in roots])
         self.outputs = self.grads = self.loss = None
         inputs = self.inputs or ()
@@ -102,7 +102,7 @@ def _separate_grads(tensors: Iterable[Tensor], addresses: Collection[int]) -> No
 def _take_grad(tensor: Tensor) -> Tensor:
     # Remove the gradient: a split backward keeps the tensor for the weight gradients.
     grad, tensor.grad = tensor.grad, None
-    return torch.zeros_like(tensor) if grad is None else grad
+    return marker(tensor) if grad is None else grad
 
 
 class StageForward:

@@ -24,6 +24,7 @@ from typing import Any
 
 from ..comm.host_watch import end_connections, silent_hosts, store_is_silent
 from ..errors import ConfigError, DsExtError, TransportError, TransportTimeout
+from .processes import process_state
 from .roll_call import FAILED, FIRST_FAILURE, RANK_0_S, REFUSED, spans_hosts, stop_other_hosts
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Ending:
     Attributes:
         text: function that returns the report; None: no report is pending.
         code: exit code; None: the rank has not failed.
+        launcher: process ID of the launcher on this host.
         neighbours: rank -> process ID, for the ranks found on this host so far.
         lost: first result of :meth:`find_lost`.
         election: socket that the rank holds that was first on its host to lose a peer.
@@ -61,6 +63,7 @@ class Ending:
 
     text: Callable[[], str] | None = None
     code: int | None = None
+    launcher: int = 0
     neighbours: dict[int, int] = field(default_factory=dict)
     lost: str = ""
     election: socket.socket | None = None
@@ -82,7 +85,7 @@ class Ending:
         election = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             # Abstract address (unix(7)): it needs no file, and ends with the process.
-            election.bind(f"\0ds_ext/{os.environ.get('MASTER_PORT')}/{os.getppid()}")
+            election.bind(f"\0ds_ext/{os.environ.get('MASTER_PORT')}/{self.launcher}")
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 election.close()
@@ -211,8 +214,11 @@ def report_loss_at_once(ending: Ending, lost: str) -> None:
     if ending.text is not None:
         line = ending.text()
     else:
+        # Before ranks join, one that fails reports its own error, and the launcher names one that was killed.
+        if ending.code is not None or not _joined():
+            return
         ending.elect()
-        if ending.election is None or ending.code is not None:
+        if ending.election is None:
             return
         line = f"rank {rank()} stopped: {lost}Then it received SIGTERM."
     _report_loss(line, [], _claim(line), ending)
@@ -274,15 +280,6 @@ def ended_or_stopped(neighbours: dict[int, int]) -> str:
         elif state in ("T", "t"):
             reports.append(f"rank {other} did not answer: its process {process} has been stopped by a signal")
     return "; ".join(reports) + ". " if reports else ""
-
-
-def process_state(process: int) -> tuple[str, int]:
-    """Return (state letter, parent) of a process from /proc; ("", 0) if it exited or there is no /proc."""
-    try:
-        words = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        return words[0], int(words[1])
-    except (OSError, ValueError, IndexError):
-        return "", 0
 
 
 def _wait_for_cause(ending: Ending) -> str | None:
@@ -347,11 +344,9 @@ def _store_address() -> tuple[str, int]:
 
 def _joined() -> bool:
     """Return whether this rank is in a process group with others."""
-    if world_size() == 1 or "torch.distributed" not in sys.modules:
-        return False
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized()
+    # Missing in a torch without torch.distributed, and while another thread imports torch.
+    is_initialized = getattr(sys.modules.get("torch.distributed"), "is_initialized", None)
+    return world_size() > 1 and is_initialized is not None and is_initialized()
 
 
 def _wait_for_rank_0() -> None:

@@ -1,8 +1,8 @@
 """Command that started a job, read from the launcher's processes on this host.
 
-A rank gets only the script's own flags. Those of the launcher (hostfile, hosts, rendezvous) are in /proc: torchrun is
-the parent of its ranks. DeepSpeed's command starts a launcher on every host, over pdsh and ssh. Where that command runs
-on this host, it is an ancestor of the process that carries the same ``--world_info``.
+A rank gets only the script's own flags. Those of the launcher (hostfile, hosts, rendezvous) are in /proc.
+DeepSpeed's command starts a launcher on every host, over pdsh and ssh. Where that command runs on this host, it is an
+ancestor of the process that carries the same ``--world_info``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from . import slurm
-from .failure import process_state, world_size
+from .failure import world_size
+from .processes import find_launcher, parent_of, running, words_of
 from .roll_call import spans_hosts
 
 # The `deepspeed` command starts NODE_LAUNCHER, which starts the ranks. Killing the command kills neither.
@@ -68,7 +69,7 @@ def _launcher_flags(script: Sequence[str]) -> tuple[list[str], str]:
     if (srun := slurm.launcher_words()) is not None:
         return srun, "inside an allocation"
     torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    parent = words_of(os.getppid())
+    parent = words_of((find_launcher() or (0, 0))[1])
     if torchrun:
         flags = _before_script(parent, _TORCHRUN, script)
         return (["torchrun", *flags], _per_host(flags)) if flags is not None else _by_size(["torchrun"])
@@ -76,7 +77,7 @@ def _launcher_flags(script: Sequence[str]) -> tuple[list[str], str]:
         return _by_size(["deepspeed"])
     world_info = next((word for word in parent if word.startswith("--world_info=")), None)
     for process in _with_word(world_info) if world_info else ():
-        flags = _before_script(words_of(process_state(process)[1]), DEEPSPEED, script)
+        flags = _before_script(words_of(parent_of(process)), DEEPSPEED, script)
         if flags is not None:
             return ["deepspeed", *flags], _per_host(flags)
     if world_info is not None and spans_hosts(world_size()):
@@ -118,14 +119,4 @@ def _include(world_info: str) -> str:
 
 def _with_word(word: str) -> Iterator[int]:
     """Yield the processes on this host whose command line contains ``word``."""
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        if word in words_of(int(name)):
-            yield int(name)
-
-
-def words_of(process: int) -> list[str]:
-    """Return the command line of a process; empty if it is unknown."""
-    try:
-        return Path(f"/proc/{process}/cmdline").read_text(errors="replace").split("\0")[:-1]
-    except OSError:
-        return []
+    return (process for process in running() if word in words_of(process))

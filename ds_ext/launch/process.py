@@ -23,14 +23,16 @@ from typing import Any, NoReturn
 
 from ..errors import ConfigError
 from . import slurm
-from .failure import Ending, process_state, rank, report, report_loss_at_once, say, world_size
-from .launcher import DEEPSPEED, NODE_LAUNCHER, words_of
+from .failure import Ending, rank, report, report_loss_at_once, say, world_size
+from .launcher import DEEPSPEED, NODE_LAUNCHER
+from .processes import find_launcher, group_of, is_running, parent_of, words_of
 
 __all__ = [
     "EXIT_CONFIG",
     "EXIT_FAILED",
     "EXIT_INTERRUPTED",
     "has_logging",
+    "print_stacks_on_signal",
     "rank",
     "run",
     "set_up_logging",
@@ -94,13 +96,12 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     """Run ``main`` as the main function of a rank and exit: 0 for success, 2 for a ConfigError, 1 for a failure.
 
     SIGINT and SIGTERM end the rank immediately, even in a blocked collective, unless ``main`` installs other handlers.
-    SIGUSR1 prints the stacks of all threads. Under Slurm's `srun`, the rank comes from Slurm (``launch/slurm.py``).
-    Call this function in the main thread.
+    SIGUSR1 prints the stacks of all threads, unless the script handles it. Under Slurm's `srun`, the rank comes from
+    Slurm (``launch/slurm.py``). Call this function in the main thread.
     """
     # Stop torch from printing pages of C++ frames for a lost connection. Our report names the lost rank.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if hasattr(faulthandler, "register"):
-        faulthandler.register(signal.SIGUSR1, all_threads=True)
+    print_stacks_on_signal()
     ending = Ending()
     _watch(ending)
     try:
@@ -114,6 +115,12 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         code = ending.code = EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
         report(error, ending)
     _leave(code)
+
+
+def print_stacks_on_signal() -> None:
+    """Print the stacks of all threads on SIGUSR1, unless the script handles it."""
+    if hasattr(faulthandler, "register") and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def _exit_code(stop: SystemExit) -> int:
@@ -145,9 +152,12 @@ def _watch(ending: Ending) -> None:
             signal.signal(number, _handled_by_thread)
     os.register_at_fork(after_in_child=_unwatch)
     launchers = _launchers()
+    if not launchers:
+        _end_orphan()
+    ending.launcher = launchers[0][1]
 
     def orphaned() -> bool:
-        return any(_parent_of(child) != parent for child, parent in launchers)
+        return any(parent_of(child) != parent for child, parent in launchers)
 
     def watch() -> None:
         with writer:
@@ -161,13 +171,13 @@ def _watch(ending: Ending) -> None:
                     # Ctrl-C reaches every rank, and other ranks would report the first to exit as lost.
                     _say_once("stopped by SIGINT.")
                     os._exit(EXIT_INTERRUPTED)
-                if orphaned():
-                    _say_once("stopped: the launcher exited.")
-                    os._exit(EXIT_FAILED)
+                # A launcher's signal may end a wrapper first, and so look like the end of the launcher.
+                if orphaned() and (signal.SIGTERM not in received or not is_running(ending.launcher)):
+                    _end_orphan()
                 if signal.SIGTERM in received:
                     _end_by_sigterm(ending, lost)
                 if len(ending.neighbours) < int(os.environ.get("LOCAL_WORLD_SIZE", world_size())):
-                    ending.neighbours.update(_neighbours(launchers[0][1]))
+                    ending.neighbours.update(_neighbours(ending.launcher))
 
     threading.Thread(target=watch, name="ds_ext-watch", daemon=True).start()
 
@@ -177,6 +187,11 @@ def _signals(reader: socket.socket, timeout_s: float) -> set[int]:
     readable, _, _ = select.select([reader], [], [], timeout_s)
     received = set(reader.recv(64)) if readable else set()
     return {number for number in received if signal.getsignal(number) is _handled_by_thread}
+
+
+def _end_orphan() -> NoReturn:
+    _say_once("stopped: the launcher exited.")
+    os._exit(EXIT_FAILED)
 
 
 def _end_by_sigterm(ending: Ending, lost: str) -> NoReturn:
@@ -207,18 +222,20 @@ def _unwatch() -> None:
 
 
 def _launchers() -> list[tuple[int, int]]:
-    """Return pairs (process, parent) that stay the same while the launcher is running."""
-    parent = os.getppid()
-    pairs = [(os.getpid(), parent)]
-    command = _parent_of(parent) if NODE_LAUNCHER in words_of(parent) else None
-    if command is not None and any(Path(word).name in DEEPSPEED for word in words_of(command)[:3]):
-        pairs.append((parent, command))
-    return pairs
-
-
-def _parent_of(process: int) -> int | None:
-    """Return the parent of a process; None if it is unknown (no /proc, or the process exited)."""
-    return os.getppid() if process == os.getpid() else process_state(process)[1] or None
+    """Return pairs (process, parent) that stay the same while the launcher is running; empty if it has exited."""
+    pair = find_launcher()
+    if pair is None:
+        return []
+    launcher = pair[1]
+    words = words_of(launcher)
+    if NODE_LAUNCHER not in words:
+        return [pair]
+    command = parent_of(launcher)
+    if any(Path(word).name in DEEPSPEED for word in words_of(command)[:3]):
+        return [pair, (launcher, command)]
+    # On one host the command starts the launcher, in its own process group.
+    of_command = not any(word.startswith("--node_rank") for word in words[: words.index(NODE_LAUNCHER) + 5])
+    return [] if of_command and not is_running(group_of(launcher)) else [pair]
 
 
 def _neighbours(launcher: int) -> dict[int, int]:

@@ -8,6 +8,7 @@ generator uses the low 32 bits of a key, a CUDA generator all 64.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,29 +70,38 @@ def keyed_rng(key: int, device: torch.device) -> Iterator[None]:
         generator.set_state(state)
 
 
-@contextmanager
-def keyed_layers(
-    seed: int, step: int, micro_batch: int, device: torch.device
-) -> Iterator[Callable[[int], None]]:
-    """Yield a function to call before each layer with its index; arguments are the same as :func:`layer_key`'s.
+class keyed_layers:
+    """Context of a function to call before each layer with its index; arguments are the same as :func:`layer_key`'s.
 
     It seeds the default generators of the CPU and of ``device`` with the layer's key. On exit, they have their states
     again.
     """
-    generators = {_default_generator(torch.device("cpu")), _default_generator(device)}
-    states = [(generator, generator.get_state()) for generator in generators]
-    of_micro_batch = mix_key("layer", seed, step, micro_batch)
 
-    def start_layer(layer: int) -> None:
-        key = splitmix64(of_micro_batch ^ layer)  # faster than layer_key()
-        for generator in generators:
+    __slots__ = ("_generators", "_of_micro_batch", "_states")
+
+    def __init__(self, seed: int, step: int, micro_batch: int, device: torch.device) -> None:
+        self._generators = (torch.default_generator,)
+        if device.type != "cpu":
+            self._generators += (_default_generator(device),)
+        self._of_micro_batch = splitmix64(_step_key(seed, step) ^ micro_batch)
+
+    def __enter__(self) -> Callable[[int], None]:
+        self._states = [generator.get_state() for generator in self._generators]
+        return self._start_layer
+
+    def __exit__(self, *_: object) -> None:
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
+
+    def _start_layer(self, layer: int) -> None:
+        key = splitmix64(self._of_micro_batch ^ layer)  # that of layer_key()
+        for generator in self._generators:
             generator.manual_seed(key)
 
-    try:
-        yield start_layer
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
+
+@functools.lru_cache(maxsize=1)
+def _step_key(seed: int, step: int) -> int:
+    return mix_key("layer", seed, step)
 
 
 def keyed_normal(std: float, *key: int | str) -> Callable[[Tensor], Tensor]:

@@ -31,7 +31,9 @@ JOBS = {
 
 
 class Block(nn.Module):
-    """With dropout of torch's generator and a buffer that changes in the forward."""
+    """With dropout of torch's generator and a buffer that the forward changes and uses."""
+
+    calls: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,10 +42,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return x + self.dropout(torch.relu(self.norm(self.linear(x))))
+        return x + self.dropout(torch.relu(self.norm(self.linear(x)))) + 0.1 * self.calls.to(x.dtype)
 
 
-def make_engine(schedule: str, pipeline: int, zero: int, interval: int, bf16: bool = False) -> Any:
+def make_engine(
+    schedule: str, pipeline: int, zero: int, interval: int, bf16: bool = False, layers: Any = (Block,) * 8
+) -> Any:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "train_batch_size": 16,
@@ -58,9 +62,12 @@ def make_engine(schedule: str, pipeline: int, zero: int, interval: int, bf16: bo
     }
     if bf16:
         config["bf16"] = {"enabled": True}
-    layers = [LayerSpec(Block) for _ in range(8)]
     model = ds_ext.PipelineModule(
-        layers, config, loss_fn=nn.MSELoss(), partition_method="uniform", seed_layers=True
+        [LayerSpec(layer) for layer in layers],
+        config,
+        loss_fn=nn.MSELoss(),
+        partition_method="uniform",
+        seed_layers=True,
     )
     samples = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(3))
     samples = samples.bfloat16() if bf16 else samples
@@ -221,6 +228,47 @@ def test_a_flipped_bit_is_found_in_the_audited_step(ranks: Ranks, job: str, flip
         # by which all are clipped.
         both = flipped in ("weight between steps", "reduced gradient")
         assert faulty in named and (both or len(named) == 1)
+
+
+class Spectral(Block):
+    """With buffers that a forward reads and changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(self.linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * (1 + self.calls))
+
+
+class Attribute(Block):
+    """Its forwards differ through an attribute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.number = getattr(self, "number", 0) + 1
+        return super().forward(x * self.number)
+
+
+def audit_layers(rank: int, schedule: str, pipeline: int, layer: type[Block], steps: int) -> Any:
+    """(steps, error type and named rank or layer) of a run in which layer 5 is another one."""
+    engine = make_engine(schedule, pipeline, 0, 1, layers=[Block] * 5 + [layer] + [Block] * 2)
+    try:
+        for _ in range(steps):
+            engine.train_batch()
+    except (ConfigError, CorruptionError) as error:
+        return type(error), [name for name in ("layer 5", layer.__name__) if name in str(error)]
+    finally:
+        engine.transport.close()
+    return engine.audit.clean
+
+
+@pytest.mark.parametrize("job", ["1f1b x 2", "bitpipe"])
+def test_state_of_a_layer_is_no_fault_of_a_host(ranks: Ranks, job: str) -> None:
+    assert ranks(4).run(audit_layers, *JOBS[job], Spectral, 16) == [16] * 4
+    assert (
+        ranks(4).run(audit_layers, *JOBS[job], Attribute, STEPS)
+        == [(ConfigError, ["layer 5", "Attribute"])] * 4
+    )
 
 
 def test_checksum_sees_every_single_bit() -> None:

@@ -143,6 +143,7 @@ def train_with_both(rank: int) -> tuple[list[float], dict[str, Any]]:
     engine, *_ = ds_ext.initialize(model=model, config=config, model_parameters=model.parameters())
     settings = engine.plan.settings
     assert engine.plan.sizes.micro_batches == 8
+    assert set(engine.parameters()) == set(model.parameters())
     return trained(engine), {**settings.model_dump(include={"max_nonfinite_losses", "eager_gradient_sync"})}
 
 

@@ -167,6 +167,41 @@ def test_settings_that_a_checkpoint_replaces_are_logged_once(ranks: Ranks, tmp_p
     assert pool.run(resumed, folder, 0.1, 1, True, None)[0] == ([0.1], [])
 
 
+def resume_groups(rank: int, folder: str, devices: int, load: bool) -> list[float]:
+    """Return the rates of the parameter groups, of biases (0.2) and of weights (0.4), after a step."""
+    config = {
+        "train_batch_size": 2,
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "ds_ext": {"print_plan": False},
+    }
+    layers = [LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.Linear, 4, 4, bias=False)]
+    model = ds_ext.PipelineModule(
+        layers, config, num_stages=devices, loss_fn=nn.functional.mse_loss, partition_method="uniform"
+    )
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": biases, "lr": 0.2}] if biases else []
+    groups.append({"params": [p for p in model.parameters() if p.dim() == 2], "lr": 0.4})
+    data = torch.utils.data.TensorDataset(torch.ones(16, 4), torch.ones(16, 4))
+    scheduler: Any = functools.partial(StepLR, step_size=1, gamma=0.5)
+    engine, *_ = ds_ext.initialize(
+        model=model, model_parameters=groups, training_data=data, lr_scheduler=scheduler
+    )
+    if load:
+        engine.load_checkpoint(folder)
+    engine.train_batch()
+    if not load:
+        engine.save_checkpoint(folder)
+    return [float(lr) for lr in engine.get_lr()]
+
+
+def test_rates_after_a_resume_on_ranks_with_other_groups(ranks: Ranks, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    assert ranks(1).run(resume_groups, folder, 1, False) == [[0.1, 0.2]]
+    assert ranks(2).run(resume_groups, folder, 2, True) == [[0.05, 0.1], [0.1]]
+
+
 def test_settings_of_torchs_schedulers_that_a_checkpoint_replaces(ranks: Ranks, tmp_path: Path) -> None:
     pool, folder = ranks(2), str(tmp_path)
     pool.run(resumed, folder, 0.1, AT, False, functools.partial(StepLR, step_size=2))

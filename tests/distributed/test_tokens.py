@@ -362,7 +362,7 @@ def pairs(counted: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
 
 
 def steps_without_labels(rank: int, zero: int) -> list[Any]:
-    """Train a step without labels, one with them, and one without. Returns what each changed."""
+    """Train a step without labels, one with them, and one without, and evaluate. Returns what each changed."""
     engine = own_engine(Counted(), pairs([0] * 4 + [1, 2, 3, 4] + [0] * 4), zero)
     found: list[Any] = []
     for _ in range(3):
@@ -370,6 +370,7 @@ def steps_without_labels(rank: int, zero: int) -> list[Any]:
         loss = float(engine.train_batch())
         same = all(map(torch.equal, before, engine.module.parameters()))
         found.append((loss, engine.tokens, same, float(engine.get_global_grad_norm())))
+        assert float(engine.eval_batch(pairs([0] * 4))) == 0.0
     states = [tuple(sorted(map(str, one))) for one in optimizer_states(engine)]
     engine.transport.close()
     return [*found, states]

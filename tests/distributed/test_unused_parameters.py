@@ -151,6 +151,58 @@ def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
     return (outputs.float() - labels.float()).square().mean()
 
 
+class Detached(nn.Linear):
+    """Layer that stops the gradient, so that the layers before it are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__(SIZE, SIZE)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.detach())
+
+
+def train_detached(rank: int, schedule: str, zero: int) -> dict[int, bool]:
+    """Return layer -> whether the weight changed."""
+    config = {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY, "torch_adam": True}},
+        "zero_optimization": {"stage": zero},
+        "steps_per_print": 10**9,
+        "ds_ext": {"schedule": schedule, "pipeline_parallel_size": 2, "print_plan": False},
+    }
+    layers = [LayerSpec(nn.Linear, SIZE, SIZE) for _ in range(2)] + [
+        LayerSpec(Detached),
+        LayerSpec(nn.Linear, SIZE, SIZE),
+    ]
+    model = ds_ext.PipelineModule(layers, config, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+    engine, *_ = ds_ext.initialize(model=model, config=config, training_data=DATA)
+    weights = {index: w for s in model.stages for index, w in _weights(model, s).items()}
+    before = {index: weight.clone() for index, weight in weights.items()}
+    for _ in range(2):
+        engine.train_batch()
+    engine.transport.close()
+    return {index: not torch.equal(weight, before[index]) for index, weight in weights.items()}
+
+
+def _weights(model: ds_ext.PipelineModule, stage: int) -> dict[int, Tensor]:
+    return {index: layer.weight.detach() for index, layer in model.stage_modules(stage).items()}  # pyright: ignore[reportReturnType, reportCallIssue]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v", "bitpipe"])
+def test_layers_before_a_detached_input_do_not_move(ranks: Ranks, schedule: str) -> None:
+    moved = {
+        index: moves
+        for of_rank in ranks(2).run(train_detached, schedule, 0)
+        for index, moves in of_rank.items()
+    }
+    assert moved == {0: False, 1: False, 2: True, 3: True}
+
+
+def test_zero_moves_the_layers_before_a_detached_input(ranks: Ranks) -> None:
+    assert all(all(of_rank.values()) for of_rank in ranks(2).run(train_detached, "1f1b", 1))
+
+
 def partly_used(
     rank: int, schedule: str, precision: str, eager: bool, tied: bool
 ) -> tuple[list[tuple[float, float]], dict[str, Tensor], list[str]]:

@@ -7,6 +7,7 @@ python build/fuzz/12345.py             # the reduced job of a failure
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import random
 import sys
@@ -112,8 +113,10 @@ def main() -> int:
     parser.add_argument("--first", type=int, help="seed of the first job; default: random")
     parser.add_argument("--seed", type=int, help="run only the job of this seed")
     parser.add_argument("--reduce", type=int, default=60, metavar="RUNS", help="maximum runs to reduce a job")
+    parser.add_argument("--stop-at-first", action="store_true", help="stop at the first job that fails")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # its scheduler warns in its constructor
     if options.seed is not None:
         print(draw(options.seed))
         repeat(draw(options.seed))
@@ -124,7 +127,9 @@ def main() -> int:
         for seed in range(first, first + options.jobs):
             if time.monotonic() - begin > 60 * options.minutes:
                 break
-            fuzzer.fuzz(seed)
+            outcome = fuzzer.fuzz(seed)
+            if options.stop_at_first and outcome.kind in FAULTS:
+                break
     finally:
         fuzzer.pools.close()
         print(fuzzer.summary(time.monotonic() - begin))

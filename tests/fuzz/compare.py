@@ -13,8 +13,7 @@ from .reference import Result
 from .zoo import ZOO
 
 FP32_TOLERANCE = 1e-5
-ROUNDING_TOLERANCE = 1e-3  # blocks that compute in bf16
-# Weights and activations have 8 significant bits: neighbours differ by 2^-7 of their size at most.
+# bf16 has 8 significant bits: neighbours differ by 2^-7 of their size at most.
 BF16_TOLERANCE = 2.0**-6
 SENSITIVITY = 20  # times the effect of rounding errors in the gradients
 
@@ -30,9 +29,7 @@ def differences(job: Job, ranks: Sequence[Result], reference: Result, noisy: Res
         noisy: the same, with rounding errors added to the gradients.
     """
     base = FP32_TOLERANCE
-    if any(ZOO[name].rounds for name in job.blocks):
-        base = ROUNDING_TOLERANCE
-    if job.bf16:
+    if job.bf16 or any(ZOO[name].rounds for name in job.blocks):
         base = BF16_TOLERANCE
     lines = []
     for name in ("losses", "norms", "evaluations"):

@@ -9,11 +9,14 @@ import torch
 from torch import Generator
 from torch.utils.data import DataLoader
 
+from ds_ext.tensor_parallel import keyed_rng, mix_key
+
 from .job import Job, Layout
 from .kinds import LENGTH
 from .zoo import ENDS, STARTS
 
 EVALUATION = 6 * 10**5  # first sample of evaluations, a multiple of every micro-batch size
+OTHER_SAMPLES = 18 * 10**4  # first one of samples with the same lengths as those from 0 on
 
 
 def sample(job: Job, index: int) -> tuple[Any, Any]:
@@ -24,6 +27,12 @@ def sample(job: Job, index: int) -> tuple[Any, Any]:
     generator = Generator().manual_seed(index)
     inputs = STARTS[job.start].sample(length, generator)
     return _cast(job, inputs), _cast(job, ENDS[job.end].sample(length, generator))
+
+
+def drawn_sample(job: Job, first: int, index: int) -> tuple[Any, Any]:
+    """Return a sample drawn with torch's generator, for an index of a dataset that begins with sample ``first``."""
+    period = 18 * job.micro_batch_size  # of the lengths
+    return sample(job, first + index + period * 1000 * int(torch.randint(9, ())))
 
 
 def _cast(job: Job, value: Any) -> Any:
@@ -49,8 +58,15 @@ def ordered_batch(job: Job, step: int, number: int, first: int = 0) -> tuple[Any
     Args:
         first: sample with which step 0 begins.
     """
-    begin = first + (step * job.micro_batches + number) * job.micro_batch_size
-    return of_samples(job, range(begin, begin + job.micro_batch_size))
+    begin = (step * job.micro_batches + number) * job.micro_batch_size
+    indices = range(begin, begin + job.micro_batch_size)
+    if job.data != "random_dataset":
+        return of_samples(job, [first + index for index in indices])
+    samples = []
+    for index in indices:
+        with keyed_rng(mix_key("sample", job.seed, index), torch.device("cpu")):
+            samples.append(drawn_sample(job, first, index))
+    return _stack(samples)
 
 
 class Samples:
@@ -63,6 +79,8 @@ class Samples:
         return self.job.steps * self.job.micro_batches * self.job.micro_batch_size
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
+        if self.job.data == "random_dataset":
+            return drawn_sample(self.job, self.first, index)
         return sample(self.job, self.first + index)
 
 
@@ -89,18 +107,22 @@ class StepBatches:
         self.step = state["step"]
 
 
-def rank_batches(job: Job, layout: Layout, pipe: int, step: int) -> Iterator[tuple[Any, Any]]:
+def rank_batches(
+    job: Job, layout: Layout, pipe: int, step: int, reads_first: bool
+) -> Iterator[tuple[Any, Any]]:
     """Yield the micro-batches of a data-parallel rank from a step on.
 
     Args:
         pipe: data-parallel rank, replicas included.
+        reads_first: the rank holds the first stage of a pipe.
     """
+    begin = OTHER_SAMPLES if job.data == "unequal" and not reads_first else 0
     count = job.micro_batches // layout.pipes
     if job.data == "loader":
         order = shuffled(job, layout, pipe)
         yield from (of_samples(job, indices) for indices in order[step * count :])
     for later in range(step, job.steps):
-        yield from (ordered_batch(job, later, pipe * count + number) for number in range(count))
+        yield from (ordered_batch(job, later, pipe * count + number, begin) for number in range(count))
 
 
 def shuffled(job: Job, layout: Layout, pipe: int) -> list[list[int]]:

@@ -149,6 +149,12 @@ def _token_labels(length: int, generator: Generator) -> Tensor:
     return _tokens(length, generator).masked_fill(ignored, IGNORED)
 
 
+def _some_labels(length: int, generator: Generator) -> Tensor:
+    """Return labels for pairs: a third of the samples have none."""
+    labels = _token_labels(length, generator)
+    return labels if torch.rand((), generator=generator) < 0.67 else labels.fill_(IGNORED)
+
+
 def mean_square(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return the mean squared error in fp32."""
     return F.mse_loss(outputs.float(), labels.float())
@@ -232,7 +238,7 @@ ENDS: dict[str, End] = {
     "tied_head": End(_token_labels, _tied_head, lambda: cross_entropy, start="tied_tokens"),
     "output_pair": End(_targets, lambda: [LayerSpec(OutputPair)], lambda: _loss_of_pair),
     "loss_layer": End(_targets, lambda: [LayerSpec(LossLayer)], lambda: None),
-    "loss_pair": End(_token_labels, _head, lambda: _cross_entropy_sum, pairs=True),
-    "counted_pair": End(_token_labels, _head, CountedCrossEntropy, pairs=True),
-    "tied_pair": End(_token_labels, _tied_head, CountedCrossEntropy, pairs=True, start="tied_tokens"),
+    "loss_pair": End(_some_labels, _head, lambda: _cross_entropy_sum, pairs=True),
+    "counted_pair": End(_some_labels, _head, CountedCrossEntropy, pairs=True),
+    "tied_pair": End(_some_labels, _tied_head, CountedCrossEntropy, pairs=True, start="tied_tokens"),
 }

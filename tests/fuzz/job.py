@@ -40,6 +40,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "params": {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3, "torch_adam": True, "adam_w_mode": False},
     },
 }
+JSON_SCHEDULER = "WarmupDecayLR"
 MOVES_AT_ZERO_GRADIENT = ("adamw", "adam")
 MAY_BE_UNUSED = ("unused", "either", "experts", "detached_input", "jvp")
 
@@ -101,16 +102,21 @@ class Job:
         layout: schedule and parallel sizes.
         start, blocks, end: names in STARTS, ZOO and ENDS.
         micro_batches: number per step, over all data-parallel ranks.
-        data: "dataset" (training_data), "batches" (an object with get and advance), "iterator" (own micro-batches of
-            each data-parallel rank) or "loader" (the same from a shuffled DataLoader).
+        data: "dataset" (training_data), "random_dataset" (whose samples are drawn), "batches" (an object with get and
+            advance), "iterator" (own micro-batches of each data-parallel rank), "loader" (the same from a shuffled
+            DataLoader) or "unequal" (an iterator that yields other samples on ranks without a first stage).
         variable_lengths: each micro-batch has a different number of tokens.
         evaluate_after: steps before an evaluation; None: no evaluation.
-        set_weights: the script sets the weights after initialize().
-        scheduler: the script passes a learning-rate scheduler.
+        set_weights: the script sets the weights: "load" or "assign" after initialize(), "save" before the checkpoint.
+        scheduler: learning-rate scheduler: "script" (torch's, passed by the script) or "json" (DeepSpeed's).
         decay_groups: two parameter groups; biases have no weight decay.
         own_optimizer: the script passes the optimizer instead of the JSON.
+        rank_seeds: the ranks have different seeds after the model is built, and others after a resume.
+        audit: every step is audited.
+        empty_first: the script passes an empty iterator to train_batch(), and catches the error.
         resume: layout that continues from a checkpoint; None: no checkpoint.
         resume_after: steps before the checkpoint.
+        resume_rate: factor of the learning rate in the JSON that continues.
     """
 
     seed: int = 0
@@ -131,30 +137,53 @@ class Job:
     data: str = "batches"
     variable_lengths: bool = False
     evaluate_after: int | None = None
-    set_weights: bool = False
-    scheduler: bool = False
+    set_weights: str = ""
+    scheduler: str = ""
     decay_groups: bool = False
     own_optimizer: bool = False
+    rank_seeds: bool = False
+    audit: bool = False
+    empty_first: bool = False
     resume: Layout | None = None
     resume_after: int = 1
+    resume_rate: float = 1.0
 
-    def config(self, layout: Layout) -> dict[str, Any]:
-        """Return the DeepSpeed JSON."""
+    def config(self, part: int) -> dict[str, Any]:
+        """Return the DeepSpeed JSON of the first or second layout."""
+        layout = self.layouts[part]
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": self.micro_batch_size,
             "gradient_accumulation_steps": self.micro_batches // layout.pipes,
             "gradient_clipping": self.clip,
             "steps_per_print": 10**9,
             "zero_allow_untested_optimizer": True,
-            "ds_ext": {**layout.section, "eager_gradient_sync": self.eager_gradient_sync},
+            "ds_ext": {
+                **layout.section,
+                "eager_gradient_sync": self.eager_gradient_sync,
+                "audit_interval": int(self.audit),
+            },
         }
         if not self.own_optimizer:
-            config["optimizer"] = OPTIMIZERS[self.optimizer]
+            optimizer = OPTIMIZERS[self.optimizer]
+            params = {**optimizer["params"], "lr": self.rate(part)}
+            config["optimizer"] = {**optimizer, "params": params}
+        if self.scheduler == "json":
+            config["scheduler"] = {"type": JSON_SCHEDULER, "params": self.scheduler_params(part)}
         if self.zero:
             config["zero_optimization"] = {"stage": self.zero}
         if self.bf16:
             config["bf16"] = {"enabled": True}
         return config
+
+    def rate(self, part: int) -> float:
+        """Return the learning rate of the first or second layout's JSON."""
+        return OPTIMIZERS[self.optimizer]["params"]["lr"] * (self.resume_rate if part else 1.0)
+
+    def scheduler_params(self, part: int) -> dict[str, Any]:
+        """Return the parameters of the scheduler in the first or second layout's JSON."""
+        rate = self.rate(part)
+        steps = {"warmup_num_steps": 2, "total_num_steps": 6, "warmup_type": "linear"}
+        return {"warmup_min_lr": 0.1 * rate, "warmup_max_lr": rate, **steps}
 
     def layers(self, tp: TensorParallel) -> list[Any]:
         """Return the layers of the model."""
@@ -193,6 +222,8 @@ class Job:
             any(kind.changes_input for kind in kinds) or self.start.endswith("in_place")
         ):
             return False
+        if self.resume is None and (self.set_weights == "save" or self.resume_rate != 1):
+            return False
         if self.variable_lengths and self.data == "loader":  # a shuffled batch has samples of several lengths
             return False
         if not LOSS_PAIRS and ENDS[self.end].pairs:
@@ -210,6 +241,7 @@ class Job:
         names |= {size for size in ("tp", "dp") for layout in self.layouts if getattr(layout, size) > 1}
         options = ("clip", "optimizer", "zero", "bf16", "checkpoint_interval", "data", "variable_lengths")
         options += ("evaluate_after", "set_weights", "scheduler", "decay_groups", "own_optimizer", "resume")
+        options += ("rank_seeds", "audit", "empty_first", "resume_rate")
         names |= {name for name in options if getattr(self, name) != getattr(plain, name)}
         return frozenset(names - {"linear", plain.start, plain.end, plain.layout.schedule})
 
@@ -229,6 +261,7 @@ class Job:
             value = getattr(self, one.name)
             if one.name not in ("seed", "optimizer", "data") and isinstance(value, bool | int | float):
                 names.add(f"{one.name} {value:g}" if not isinstance(value, bool) else f"{one.name} {value}")
+        names |= {f"set_weights {self.set_weights or 'no'}", f"scheduler {self.scheduler or 'none'}"}
         return names | {f"resume {self.resume is not None}", f"evaluate {self.evaluate_after is not None}"}
 
 
@@ -272,7 +305,7 @@ def _draw(random: Random, seed: int) -> Job | None:
     layout = draw_layout(random)
     micro_batches = random.choice([n for n in range(1, MAX_MICRO_BATCHES + 1) if layout.supports(n)])
     steps = random.choice((2, 3, 3, 4))
-    resume = draw_layout(random) if _chance(random, 0.15) else None
+    resume = draw_layout(random) if _chance(random, 0.2) else None
     if resume is not None and not resume.supports(micro_batches):
         return None
     start, end = random.choice(list(STARTS)), random.choice(list(ENDS))
@@ -280,8 +313,10 @@ def _draw(random: Random, seed: int) -> Job | None:
         start = "tied_tokens"
     blocks = _draw_blocks(random, start, end, max(one.placement.stages for one in (layout, resume) if one))
     bf16 = _chance(random, 0.2)
-    data = random.choice(("dataset", "batches", "iterator", "loader"))
-    if data in ("iterator", "loader") and any(one.schedule == "chimera" for one in (layout, resume) if one):
+    data = random.choice(2 * ("dataset", "random_dataset", "batches", "iterator", "loader") + ("unequal",))
+    if data in ("iterator", "loader", "unequal") and any(
+        one.schedule == "chimera" for one in (layout, resume) if one
+    ):
         # One rank needs the inputs of one pipe and the labels of the other: refused, which a few jobs show.
         data = data if _chance(random, 0.1) else "dataset"
     job = Job(
@@ -302,19 +337,27 @@ def _draw(random: Random, seed: int) -> Job | None:
         data=data,
         variable_lengths=_chance(random, 0.2),
         evaluate_after=random.randrange(steps + 1) if _chance(random, 0.4) else None,
-        set_weights=_chance(random, 0.15),
-        scheduler=_chance(random, 0.2),
+        set_weights=random.choice(("load", "assign", *(("save",) * 4 if resume else ())))
+        if _chance(random, 0.4 if resume else 0.2)
+        else "",
+        scheduler=random.choice(("script", "json")) if _chance(random, 0.3) else "",
         decay_groups=_chance(random, 0.15),
         own_optimizer=_chance(random, 0.15),
+        rank_seeds=_chance(random, 0.3),
+        empty_first=_chance(random, 0.05),
         resume=resume,
         resume_after=random.randrange(1, steps),
+        resume_rate=random.choice((1.0, 0.5)) if resume else 1.0,
     )
-    return dataclasses.replace(job, partition=_draw_partition(random, job))
+    partition = _draw_partition(random, job)
+    audit = _chance(random, 0.15) and all(one.schedule != "fbd" for one in job.layouts)
+    return dataclasses.replace(job, partition=partition, audit=audit)
 
 
 def _draw_blocks(random: Random, start: str, end: str, stages: int) -> tuple[str, ...]:
     """Draw blocks until the model has a layer per stage, often of few kinds."""
-    kinds = random.sample(list(ZOO), random.choice((1, 2, 3, 8)))
+    names = [name for name, kind in ZOO.items() for _ in range(kind.weight)]
+    kinds = random.sample(names, random.choice((1, 2, 3, 8)))
     blocks: list[str] = []
     wanted = max(stages, random.randrange(2, 9))
     while len(model_layers(start, blocks, end, TensorParallel())) < wanted:

@@ -43,6 +43,9 @@ class Kind:
         fp32: the block does not support bf16.
         changes_input: a layer changes its input in place, so that the layer cannot be recomputed from it.
         random: the block draws random numbers in training.
+        weight: relative frequency in draws; more for kinds that only some schedules train incorrectly.
+        changes_saved: the block changes a tensor that a backward needs, which torch or split backwards may refuse.
+        inner_backward: the block calls torch.autograd.grad, which split backwards may refuse.
     """
 
     layers: Callable[[Place], list[Any]]
@@ -52,6 +55,9 @@ class Kind:
     fp32: bool = False
     changes_input: bool = False
     random: bool = False
+    weight: int = 1
+    changes_saved: bool = False
+    inner_backward: bool = False
 
 
 class Made(nn.Module):

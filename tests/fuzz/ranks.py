@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from torch import manual_seed, nn
+from torch.distributed import get_rank
 
 from ds_ext.engine import PipelineEngine, PipelineModule, initialize
+from ds_ext.errors import ConfigError
 from ds_ext.tensor_parallel import TensorParallel, create_tensor_parallel, shard_dim
 from tests.reference import gather_shards
 
 from .data import EVALUATION, Samples, StepBatches, rank_batches
 from .job import Job, Layout
-from .reference import Result, halved, make_optimizer, make_scheduler, parameter_groups
+from .reference import Result, halve, halved, make_optimizer, make_scheduler, parameter_groups
 from .zoo import ENDS
 
 
@@ -24,7 +26,7 @@ def train_on_rank(rank: int, job: Job, part: int, folder: str) -> Result:
         folder: folder of the checkpoint that ends part 0 and begins part 1.
     """
     layout = job.layouts[part]
-    engine, tp = _build(job, layout)
+    engine, tp = _build(job, part)
     result = Result()
     first, last = (
         (0, job.steps) if job.resume is None else ((0, job.resume_after), (job.resume_after, job.steps))[part]
@@ -35,16 +37,22 @@ def train_on_rank(rank: int, job: Job, part: int, folder: str) -> Result:
             engine.set_dataiterator(source)  # so that load_checkpoint() sets its position
         if part == 1:
             engine.load_checkpoint(folder)
-        elif job.set_weights:
+        elif job.set_weights == "load":
             engine.module.load_state_dict(halved(engine.module.state_dict()))
+        elif job.set_weights == "assign":
+            halve(engine.module)
         if part == 0:
             _evaluate(job, 0, engine, result)
+        if job.empty_first:
+            _fail(engine)
         for step in range(first, last):
             result.losses.append(float(engine.train_batch(source)))
             norm = engine.get_global_grad_norm()
             result.norms.append(None if norm is None else float(norm))
             _evaluate(job, step + 1, engine, result)
         if last < job.steps:
+            if job.set_weights == "save":
+                engine.module.load_state_dict(halved(engine.module.state_dict()))
             engine.save_checkpoint(folder)
         else:
             engine.average_buffers()  # all ranks together, as before an evaluation or a save
@@ -55,8 +63,19 @@ def train_on_rank(rank: int, job: Job, part: int, folder: str) -> Result:
     return result
 
 
-def _build(job: Job, layout: Layout) -> tuple[PipelineEngine, TensorParallel]:
-    config = job.config(layout)
+def _fail(engine: PipelineEngine) -> None:
+    """Train with an empty iterator, which is an error."""
+    batches = engine.batches
+    try:
+        engine.train_batch(iter(()))
+    except ConfigError:
+        engine.batches = batches
+    else:
+        raise AssertionError("train_batch() accepts an empty iterator")
+
+
+def _build(job: Job, part: int) -> tuple[PipelineEngine, TensorParallel]:
+    layout, config = job.layouts[part], job.config(part)
     tp = create_tensor_parallel(layout.ranks.groups()["tensor"]) if layout.tp > 1 else TensorParallel()
     manual_seed(job.seed)
     model = PipelineModule(
@@ -66,15 +85,17 @@ def _build(job: Job, layout: Layout) -> tuple[PipelineEngine, TensorParallel]:
         partition_method=job.partition,
         activation_checkpoint_interval=job.checkpoint_interval,
     )
+    if job.rank_seeds:
+        manual_seed(job.seed + 100 * part + get_rank())
     parameters = _trained(model)
-    optimizer = make_optimizer(job, parameters) if job.own_optimizer else None
+    optimizer = make_optimizer(job, parameters, part) if job.own_optimizer else None
     groups = parameter_groups(job, parameters) if job.decay_groups and optimizer is None else None
     engine, *_ = initialize(
         model=model,
         optimizer=optimizer,
         model_parameters=groups,
-        training_data=Samples(job) if job.data == "dataset" else None,
-        lr_scheduler=make_scheduler if job.scheduler else None,
+        training_data=Samples(job) if job.data.endswith("dataset") else None,
+        lr_scheduler=make_scheduler if job.scheduler == "script" else None,
         config=config,
     )
     return engine, tp
@@ -88,16 +109,16 @@ def _trained(model: PipelineModule) -> list[nn.Parameter]:
 
 def _source(job: Job, layout: Layout, engine: PipelineEngine, step: int) -> Any:
     """Return the argument of train_batch()."""
-    if job.data == "dataset":
+    if job.data.endswith("dataset"):
         return None
     if job.data == "batches":
         return StepBatches(job)
-    return rank_batches(job, layout, engine.mpu.get_data_parallel_rank(), step)
+    return rank_batches(job, layout, engine.mpu.get_data_parallel_rank(), step, engine.is_first_stage())
 
 
 def _evaluate(job: Job, step: int, engine: PipelineEngine, result: Result) -> None:
     if job.evaluate_after == step:
-        dataset = job.data == "dataset"
+        dataset = job.data.endswith("dataset")
         source: Any = Samples(job, EVALUATION) if dataset else StepBatches(job, EVALUATION)
         result.evaluations.append(float(engine.eval_batch(source)))
 

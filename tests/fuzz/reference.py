@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.runtime import lr_schedules
 from torch import Tensor, nn
 
 from ds_ext.tensor_parallel import TensorParallel, keyed_rng
 
 from .data import EVALUATION, ordered_batch, step_batches
-from .job import KEYED_RANDOM, OPTIMIZERS, Job
+from .job import JSON_SCHEDULER, KEYED_RANDOM, OPTIMIZERS, Job
 from .zoo import ENDS
 
 LAYER_SEED = 1234  # DeepSpeed's base seed
@@ -74,6 +75,12 @@ class Model:
             }.values()
         )
 
+    def halve(self) -> None:
+        """Halve weights and floating-point buffers."""
+        states = {index: halved(module.state_dict()) for index, module in self.modules.items()}
+        for index, module in self.modules.items():
+            module.load_state_dict(states[index])
+
     def state(self) -> dict[str, Tensor]:
         """Return parameters and persistent buffers by "layer.name"."""
         return {
@@ -112,9 +119,21 @@ def halved(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {k: v / 2 if v.is_floating_point() or v.is_complex() else v for k, v in state.items()}
 
 
-def make_optimizer(job: Job, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return torch's optimizer of a job."""
+@torch.no_grad()
+def halve(module: nn.Module) -> None:
+    """Halve a module's state: assign new tensors to ``parameter.data``, and change buffers in place."""
+    state = {id(value): value for value in module.state_dict(keep_vars=True).values()}
+    for value in state.values():
+        if isinstance(value, nn.Parameter):
+            value.data = value.data / 2
+        elif value.is_floating_point() or value.is_complex():
+            value /= 2
+
+
+def make_optimizer(job: Job, parameters: list[nn.Parameter], part: int = 0) -> torch.optim.Optimizer:
+    """Return torch's optimizer of a job's first or second layout."""
     name, options = OPTIMIZERS[job.optimizer]["type"], dict(OPTIMIZERS[job.optimizer]["params"])
+    options["lr"] = job.rate(part)
     options.pop("torch_adam", None)
     options.pop("adam_w_mode", None)
     return getattr(torch.optim, name)(parameter_groups(job, parameters), **options)
@@ -136,6 +155,10 @@ def make_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
 
+def _make_json_scheduler(job: Job, optimizer: torch.optim.Optimizer, part: int) -> Any:
+    return getattr(lr_schedules, JSON_SCHEDULER)(optimizer, **job.scheduler_params(part))
+
+
 def train(job: Job, noise_seed: int | None = None) -> Result:
     """Train a job in one process.
 
@@ -145,16 +168,27 @@ def train(job: Job, noise_seed: int | None = None) -> Result:
     """
     model, result = Model(job), Result()
     noise = None if noise_seed is None else torch.Generator().manual_seed(noise_seed)
-    if job.set_weights:
-        states = {index: halved(module.state_dict()) for index, module in model.modules.items()}
-        for index, module in model.modules.items():
-            module.load_state_dict(states[index])
+    if job.set_weights in ("load", "assign"):
+        model.halve()
     parameters = model.parameters
     masters = [nn.Parameter(p.detach().float()) for p in parameters] if job.bf16 else parameters
     optimizer = make_optimizer(job, masters)
-    scheduler = make_scheduler(optimizer) if job.scheduler else None
+    scheduler: Any = None
+    if job.scheduler:
+        scheduler = (
+            make_scheduler(optimizer)
+            if job.scheduler == "script"
+            else _make_json_scheduler(job, optimizer, 0)
+        )
     _evaluate(job, 0, model, result)
     for step in range(job.steps):
+        if job.resume is not None and step == job.resume_after:
+            if job.scheduler == "json":
+                scheduler = _make_json_scheduler(job, optimizer, 1)
+                scheduler.step(step - 1)
+            if job.set_weights == "save":
+                model.halve()
+                _copy(parameters, masters)
         loss, grads = _gradients(job, model, parameters, step)
         if noise is not None:
             _add_noise(grads, noise, BF16_NOISE if job.bf16 else FP32_NOISE)
@@ -163,14 +197,12 @@ def train(job: Job, noise_seed: int | None = None) -> Result:
                 grad = torch.zeros_like(master)
             master.grad = grad
         limit = job.clip or float("inf")
-        result.losses.append(loss)
+        result.losses.append(0.0 if loss is None else loss)
         result.norms.append(float(nn.utils.clip_grad_norm_(masters, limit)))
-        optimizer.step()
+        if loss is not None:
+            optimizer.step()
         optimizer.zero_grad()
-        if job.bf16:
-            with torch.no_grad():
-                for p, master in zip(parameters, masters, strict=True):
-                    p.copy_(master)
+        _copy(masters, parameters)
         if scheduler is not None:
             scheduler.step()
         _evaluate(job, step + 1, model, result)
@@ -178,10 +210,21 @@ def train(job: Job, noise_seed: int | None = None) -> Result:
     return result
 
 
+@torch.no_grad()
+def _copy(sources: list[nn.Parameter], targets: list[nn.Parameter]) -> None:
+    """Copy parameters to others, which may be the same."""
+    for source, target in zip(sources, targets, strict=True):
+        if source is not target:
+            target.copy_(source)
+
+
 def _gradients(
     job: Job, model: Model, parameters: list[nn.Parameter], step: int
-) -> tuple[float, list[Tensor | None]]:
-    """Return the loss of a step, and its gradients in fp32; None for unused parameters."""
+) -> tuple[float | None, list[Tensor | None]]:
+    """Return the loss of a step, and its gradients in fp32; None for unused parameters.
+
+    The loss is None if no label is counted. Such a step changes no weight.
+    """
     sums: list[Tensor | None] = [None] * len(parameters)
     total, count, pairs = 0.0, 0.0, ENDS[job.end].pairs
     for number, batch in enumerate(step_batches(job, step)):
@@ -196,6 +239,8 @@ def _gradients(
                 before = sums[index]
                 sums[index] = grad if before is None else before + grad
                 p.grad = None
+    if pairs and not count:
+        return None, sums
     count = count or 1.0
     return total / count, [None if grad is None else grad / count for grad in sums]
 
@@ -230,4 +275,4 @@ def _evaluate(job: Job, step: int, model: Model, result: Result) -> None:
             total, count = total + float(loss), count + float(weight)
     for module, training in modes:
         module.training = training
-    result.evaluations.append(total / count)
+    result.evaluations.append(total / (count or 1.0))

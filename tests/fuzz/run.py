@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from . import reference
 from .compare import differences
 from .job import Job, Layout
 from .ranks import train_on_rank
+from .zoo import ZOO
 
 TIMEOUT_S = 15.0
 
@@ -35,7 +37,10 @@ OPTIONS = (  # set to their defaults to reduce a job
         "variable_lengths",
     ),
     *("evaluate_after", "set_weights", "scheduler", "decay_groups", "own_optimizer", "eager_gradient_sync"),
+    *("rank_seeds", "audit", "empty_first", "resume_rate"),
 )
+AUTOGRAD = "autograd"  # key of a refusal by torch
+CHANGED_IN_PLACE = "modified by an inplace operation"  # torch's error
 FAULTS = (DIFFERS, FAILED, HANGS)
 
 
@@ -44,7 +49,7 @@ class Outcome:
     """Outcome of a job.
 
     Attributes:
-        kind: SAME; REFUSED: ConfigError; INVALID: fails in one process too; DIFFERS; FAILED: another error; HANGS.
+        kind: SAME; REFUSED: expected ConfigError; INVALID: one process fails too; DIFFERS; FAILED: other error; HANGS.
         lines: details.
     """
 
@@ -73,12 +78,15 @@ def run(job: Job, pools: Ranks) -> Outcome:
                 pool = pools(layout.ranks.world_size)
                 results.append(pool.run(train_on_rank, job, part, folder, timeout_s=TIMEOUT_S))
     except ConfigError as error:
-        return Outcome(REFUSED, _lines(error))
+        return _refusal(job, str(error))
     except RankTimeout as error:
         return Outcome(HANGS, [*_lines(error), *getattr(error, "__notes__", [])])
     except Exception as error:
-        if any("First failure" in line and "ConfigError" in line for line in str(error).splitlines()):
-            return Outcome(REFUSED, _lines(error))  # by another rank
+        if CHANGED_IN_PLACE in str(error):
+            return _refusal(job, f"{AUTOGRAD}: {CHANGED_IN_PLACE}")
+        of_others = re.search(r"First failure.*?ConfigError: (.*)", str(error))
+        if of_others is not None:
+            return _refusal(job, of_others[1])
         return Outcome(
             FAILED, [f"{type(error).__name__}: {_lines(error)[0]}", *getattr(error, "__notes__", [])]
         )
@@ -92,6 +100,21 @@ def run(job: Job, pools: Ranks) -> Outcome:
                 setattr(result, name, list(getattr(results[-1][0], name)))
     lines = differences(job, results[-1], expected, noisy)
     return Outcome(DIFFERS if lines else SAME, lines)
+
+
+def _refusal(job: Job, text: str) -> Outcome:
+    """Return the outcome of a job that was refused: FAILED if it should have trained."""
+    kinds = [ZOO[name] for name in job.blocks]
+    expected = {
+        AUTOGRAD: any(kind.changes_saved for kind in kinds),
+        "schedule": any(kind.changes_saved or kind.inner_backward for kind in kinds),
+        "zero_optimization.stage": any("complex" in name for name in (*job.blocks, job.start)),
+        "data": job.data == "unequal",
+        # Without an input that has a gradient, reentrant checkpoints get none, also in one process.
+        "activation_checkpoint_func": "checkpointed_reentrant" in job.blocks,
+        "data_iter": any(layout.schedule == "chimera" for layout in job.layouts),
+    }
+    return Outcome(REFUSED if expected.get(text.partition(":")[0]) else FAILED, [text.splitlines()[0]])
 
 
 def _lines(error: BaseException) -> list[str]:
@@ -112,7 +135,7 @@ def reduce(job: Job, pools: Ranks, outcome: Outcome, attempts: int) -> tuple[Job
                 return job, outcome
             attempts -= 1
             result = run(candidate, pools)
-            if result.kind == outcome.kind:
+            if result.kind == outcome.kind and (result.kind != FAILED or result.key == outcome.key):
                 job, outcome, smaller = candidate, result, True
                 break
     return job, outcome
@@ -127,7 +150,7 @@ def _smaller(job: Job) -> Iterator[Job]:
             candidate != job
             and candidate.is_reproducible
             and all(layout.supports(candidate.micro_batches) for layout in layouts)
-            and (len(candidate.blocks) == len(job.blocks) or candidate.num_layers >= stages)
+            and candidate.num_layers >= stages
         ):
             yield candidate
 
@@ -137,7 +160,7 @@ def _candidates(job: Job) -> Iterator[Job]:
     plain = Job()
     defaults = {name: getattr(plain, name) for name in OPTIONS}
     if job.resume is not None:
-        yield change(resume=None)
+        yield change(resume=None, resume_rate=1.0, set_weights=job.set_weights.replace("save", "load"))
     yield change(**defaults)
     uniform = functools.partial(change, partition="uniform")
     yield uniform(blocks=("linear",) * len(job.blocks))

@@ -47,13 +47,14 @@ def test_every_end_trains_from_every_start() -> None:
 
 @pytest.mark.quick
 def test_jobs_are_drawn_from_everything() -> None:
-    jobs = [draw(seed) for seed in range(400)]
-    assert jobs == [draw(seed) for seed in range(400)]
+    jobs = [draw(seed) for seed in range(800)]
+    assert jobs == [draw(seed) for seed in range(800)]
     assert len(ZOO) >= 60
     assert {job.layout.schedule for job in jobs} == set(SCHEDULES)
     deterministic = {name for name, kind in ZOO.items() if not kind.random}
     assert {name for job in jobs for name in job.blocks} >= deterministic
-    assert {job.data for job in jobs} == {"dataset", "batches", "iterator", "loader"}
+    data = {"dataset", "random_dataset", "batches", "iterator", "loader", "unequal"}
+    assert {job.data for job in jobs} == data
     for job in jobs:
         assert eval(repr(job), {"Job": Job, "Layout": Layout}) == job
 

@@ -568,6 +568,17 @@ class ReplacedBuffer(nn.Module):
         return self.linear(x)
 
 
+class LinearOfBuffer(RunningMean):
+    """Linear layer of a running mean."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if self.training:
+                self.count += 1
+                self.mean.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+        return x + self.linear(self.mean)
+
+
 class Constants(nn.Module):
     """Constant buffers, one of them not in the state."""
 
@@ -591,29 +602,29 @@ UNUSUAL: dict[str, Kind] = {
     "functional_linear": layer(FunctionalLinear),
     "scalar_parameter": layer(ScalarParameter),
     "collections": layer(Collections),
-    "query_positions": layer(QueryPositions, fixed_length=True),
-    "added_parameter": layer(AddedParameter, fixed_length=True),
+    "query_positions": layer(QueryPositions, fixed_length=True, weight=5),
+    "added_parameter": layer(AddedParameter, fixed_length=True, weight=5),
     "unused": layer(Unused),
     "either": layer(Either),
     "experts": layer(Experts),
     "lookup": layer(Lookup),
     "embedding_bag": layer(SparseBag),
-    "complex_weight": layer(ComplexWeight, fp32=True),
+    "complex_weight": layer(ComplexWeight, fp32=True, weight=2),
     "double_weight": layer(DoubleWeight),
     "no_grad_part": layer(NoGradPart),
     "detached_input": layer(DetachedInput),
-    "in_place_backward": layer(InPlaceBackward),
+    "in_place_backward": layer(InPlaceBackward, weight=3, changes_saved=True),
     "own_function": layer(OwnFunction),
-    "weight_hook": layer(WeightHook),
+    "weight_hook": layer(WeightHook, weight=2),
     "module_hooks": layer(ModuleHooks),
     "tensor_hook": layer(TensorHook),
     "checkpointed": layer(Checkpointed, False),
     "checkpointed_reentrant": layer(Checkpointed, True),
     "autocast": layer(Autocast, rounds=True),
-    "jvp": layer(Jvp),
-    "vmap": layer(Vmap),
+    "jvp": layer(Jvp, weight=2),
+    "vmap": layer(Vmap, weight=2),
     "functional_call": layer(FunctionalCall),
-    "inner_gradient": layer(InnerGradient),
+    "inner_gradient": layer(InnerGradient, inner_backward=True),
     "scale_in_place": layer(ScaleInPlace, changes_input=True),
     "add_in_place": layer(AddInPlace, changes_input=True),
     "residual_in_place": layer(ResidualInPlace),
@@ -625,6 +636,7 @@ UNUSUAL: dict[str, Kind] = {
     "fourier": layer(Fourier, fp32=True),
     "running_mean": layer(RunningMean, statistics="training"),
     "running_mean_in_place": layer(RunningMeanInPlace, statistics="training", changes_input=True),
+    "linear_of_buffer": layer(LinearOfBuffer, statistics="training", changes_saved=True, fp32=True, weight=6),
     "counter": layer(Counter, statistics="evaluation"),
     "replaced_buffer": layer(ReplacedBuffer, statistics="evaluation"),
     "constants": layer(Constants),

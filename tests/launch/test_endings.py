@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.forked import run_forked
 from tests.launch.jobs import LAUNCHERS, Job, command
 from tests.launch.toy import EVERY
 from tests.selection import covering, select
@@ -65,6 +66,34 @@ def test_killed_launcher_takes_its_ranks_along(start: Callable[..., Job], launch
         job.wait(5)
         assert any(re.match("stopped: .*launcher", line) for line in job.lines)
         assert "Error" not in job.text
+
+
+@both
+def test_launcher_that_is_killed_while_its_ranks_import(start: Callable[..., Job], launcher: str) -> None:
+    with start(launcher, 2, ENDLESS, "600") as job:
+        while len(job.ranks()) < 2:
+            assert job.process.poll() is None, job.text
+        job.process.send_signal(signal.SIGKILL)
+        job.seconds_until_gone(LIMIT_S)
+        assert "step 1 done" not in job.text
+
+
+@pytest.mark.parametrize("handler", [False, True])
+def test_sigusr1_leaves_an_own_script_running(
+    tmp_path: Path, free_port: Callable[[], int], handler: bool
+) -> None:
+    """Without ``process.run()``: it prints the stacks, or runs the script's handler."""
+    script = [
+        "import os, signal, ds_ext",
+        "ds_ext.init_distributed()",
+        "os.kill(os.getpid(), signal.SIGUSR1)",
+    ]
+    if handler:
+        script.insert(1, "signal.signal(signal.SIGUSR1, lambda *_: print('handled'))")
+    (tmp_path / "own.py").write_text("\n".join([*script, "print('running')"]))
+    (result,) = run_forked([[str(tmp_path / "own.py")]], tmp_path, port=free_port())
+    assert (result.returncode, result.stdout.split()) == (0, [*(["handled"] * handler), "running"])
+    assert ('own.py", line 3' in result.stderr) == (not handler)
 
 
 @both

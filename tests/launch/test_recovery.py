@@ -7,6 +7,8 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,6 @@ import pytest
 import torch
 
 from ds_ext.engine.checkpoint.file import TensorFile, read_plain
-from ds_ext.engine.recovery.keeper_process import address
 from ds_ext.observe.run_record import read_starts
 from tests.launch.forked import ForkedJob
 from tests.launch.jobs import ROOT, Job, tiny_config, write_json
@@ -108,7 +109,7 @@ def test_every_kill_ends_with_the_same_weights(
     words += [*flags(with_recovery, tmp_path / "killed"), "--metrics-file", str(tmp_path / "steps.jsonl")]
     with Job(words, tmp_path, DS_EXT_TEST_KILLS=json.dumps([kill for kill, _ in kills])) as killed:
         assert killed.wait(LIMIT_S) == 0, killed.text
-        keeper = killed.process.pid
+        launcher = killed.process.pid
     recovered = [int(step) for step in re.findall(r"^recovered at step (\d+) ", killed.text, re.MULTILINE)]
     # Without a snapshot there is nothing to recover, and the attempt killed in "recover" does not report.
     steps = {
@@ -119,7 +120,7 @@ def test_every_kill_ends_with_the_same_weights(
     assert recovered == list(steps.values()), killed.text
     lost = re.findall(r"\(restart (\d)\): (\d+) steps? lost", killed.text)
     assert lost == [(str(restart), "0") for restart in steps]
-    assert not address_in_use(address(keeper))
+    assert keepers_of(launcher) == []
     same_checkpoints(tmp_path / "plain" / f"step_{STEPS}", tmp_path / "killed" / f"step_{STEPS}")
     events = [event for start in read_starts(tmp_path / "steps.run.json") for event in start["checkpoints"]]
     exited = {event["restart"]: event["exited"] for event in events if event["event"] == "recovered"}
@@ -236,21 +237,23 @@ def test_kills_at_random_moments(
         targets = [steps * number // (kills + 1) for number in range(1, kills + 1)]
         kill_at_random_moments(killed, 4, metrics, targets, moments)
         assert killed.wait(LIMIT_S) == 0, killed.text
-        keeper = killed.process.pid
+        launcher = killed.process.pid
     check_recoveries(killed.text, metrics, kills, steps)
-    assert not address_in_use(address(keeper))
+    assert keepers_of(launcher) == []
     same_checkpoints(tmp_path / "plain" / f"step_{steps}", tmp_path / "killed" / f"step_{steps}")
 
 
-def address_in_use(name: str) -> bool:
-    """Return whether a process has bound an abstract address, after a moment for a keeper to exit."""
+def keepers_of(launcher: int) -> list[str]:
+    """Return the keepers of a launcher, after a moment in which they may exit."""
     time.sleep(0.5)
-    return f"@{name[1:]}" in Path("/proc/net/unix").read_text()
+    words = ["pgrep", "-f", f"keeper_process.py {launcher}$"]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.split()
 
 
 OWN = """
 import os, sys, torch, ds_ext
 from ds_ext.launch import process
+from ds_ext.launch.processes import find_launcher
 
 class Layer(torch.nn.Linear):
     def __init__(self):
@@ -272,11 +275,16 @@ def main():
     recovered = engine.recover() if "recover" in sys.argv else None
     if recovered is not None and engine.global_rank == 0:
         print("result", recovered.step, recovered.restart, recovered.lost_steps, *recovered.exited)
+    elif engine.global_rank == 0:
+        print("nothing", engine.global_steps)
     while engine.global_steps < 9:
         loss = float(engine.train_batch())
         if engine.global_rank == 0:
             print(engine.global_steps, loss, flush=True)
         if engine.global_steps == 5 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and engine.global_rank == 1:
+            if "keeper" in sys.argv:  # the one of this job
+                launcher = find_launcher()[1]
+                os.system(f"pkill -9 -f 'keeper_process.py {launcher}$'")
             os.kill(os.getpid(), 9)
 
 process.run(main)
@@ -309,3 +317,19 @@ def test_an_own_script_recovers_and_one_that_does_not_is_stopped(tmp_path: Path,
     found = re.findall(r"^(\d) ([\d.e-]+)$", job.text, re.MULTILINE)
     assert [int(step) for step, _ in found] == [1, 2, 3, 4, 5, 5, 6, 7, 8, 9]
     assert found[4] == found[5]
+
+
+@pytest.mark.parametrize("loses", [False, True])
+def test_an_own_script_below_a_wrapper_recovers_or_says_what_it_lost(tmp_path: Path, loses: bool) -> None:
+    """A shell script runs each rank as its child. The steps are lost if the keeper ends with a rank."""
+    (tmp_path / "own.py").write_text(OWN)
+    wrapper = tmp_path / "wrapper.sh"
+    wrapper.write_text(f'#!/bin/sh\n{sys.executable} "$@"\nexit $?\n')
+    wrapper.chmod(0o755)
+    torchrun = ["torchrun", "--nproc_per_node", "2", "--max-restarts", "1", "--no-python", str(wrapper)]
+    with Job([*torchrun, "own.py", "recover", *["keeper"] * loses], tmp_path) as job:
+        assert job.wait(LIMIT_S) == 0, job.text
+    lost = [line for line in job.lines if "WARNING" in line and "restart 1 " in line]
+    assert len(lost) == loses and job.lines.count("nothing 0") == 1 + loses, job.text
+    assert ("result 4 1 1 1" in job.lines) == (not loses), job.text
+    assert "stopped: the launcher exited." not in job.lines

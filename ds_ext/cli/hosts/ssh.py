@@ -163,7 +163,8 @@ def ssh_words(port: int | None) -> list[str]:
     limits = (f"ConnectTimeout={CONNECT_S}", "ServerAliveInterval=5", "ServerAliveCountMax=2")
     options = [word for option in ("BatchMode=yes", *limits) for word in ("-o", option)]
     more = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
-    return ["ssh", *options, *more, *(["-p", str(port)] if port else [])]
+    # A name from a hostfile is never an option.
+    return ["ssh", *options, *more, *(["-p", str(port)] if port else []), "--"]
 
 
 def agent_command() -> str:

@@ -106,7 +106,12 @@ def load_checkpoint(
         _load_counters(engine, state)
     scheduler = engine.lr_scheduler
     if with_scheduler and scheduler is not None and state["lr_scheduler"] is not None:
-        scheduler.load_state_dict(state["lr_scheduler"])
+        saved = dict(state["lr_scheduler"])
+        if with_optimizer and "base_lrs" in saved:  # of the groups of the rank that saved it
+            groups = scheduler.optimizer.param_groups
+            saved |= {"base_lrs": [group["initial_lr"] for group in groups]}
+            saved |= {"_last_lr": [group["lr"] for group in groups]}
+        scheduler.load_state_dict(saved)
     _apply_rates(scheduler)
     if with_scheduler and scheduler is not None and state["lr_scheduler"] is None:
         _catch_up(scheduler, engine.global_steps - engine.skipped_steps)

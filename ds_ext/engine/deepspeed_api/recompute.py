@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ...errors import ConfigError
 
 CheckpointFunction = Callable[..., Any]
+Values = dict[tuple[nn.Module, str], Tensor]
 _NON_REENTRANT: CheckpointFunction = partial(checkpoint, use_reentrant=False)
 
 
@@ -49,13 +50,22 @@ def recomputed(
     if function is not _NON_REENTRANT and not any(map(_has_gradient, tensors)):
         tensors = tuple(map(_with_gradient, tensors))
 
-    again = False
+    updated: Values | None = None  # buffers that the first forward changed, before it
 
     def forward(*tensors: Any) -> Any:
-        nonlocal again
-        repeats, again = again, True
-        with kept_buffers(modules) if repeats else nullcontext():  # the first forward has updated them
-            return run(tensors if is_tuple else tensors[0])
+        nonlocal updated
+        arguments = tensors if is_tuple else tensors[0]
+        if updated is not None:
+            with kept_buffers(modules, updated):
+                return run(arguments)
+        before = [(*each, each[2].clone(), each[2]._version) for each in buffers_of(modules)]
+        result = run(arguments)
+        updated = {
+            (module, name): values
+            for module, name, buffer, values, version in before
+            if getattr(module, name) is not buffer or buffer._version != version
+        }
+        return result
 
     options = {} if function is not _NON_REENTRANT else {"preserve_rng_state": keep_random}
     outputs = function(forward, *tensors, **options)
@@ -71,15 +81,16 @@ def recomputed(
 
 
 @contextmanager
-def kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Context in which modules change copies of their buffers. On exit, they have the original tensors again."""
-    originals = [
-        (module, name, buffer)
-        for module in {part for layer in modules for part in layer.modules()}
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
+def kept_buffers(modules: Iterable[nn.Module], values: Values | None = None) -> Iterator[None]:
+    """Context in which modules change copies of their buffers. On exit, they have the original tensors again.
+
+    Args:
+        modules: the modules.
+        values: (module, name) -> values of copies that differ from the original tensor.
+    """
+    originals, values = buffers_of(modules), values or {}
     # A graph may contain the copies, and the original tensors keep their versions.
-    copies = {id(buffer): buffer.clone() for _, _, buffer in originals}
+    copies = {id(buffer): values.get((module, name), buffer).clone() for module, name, buffer in originals}
     for module, name, buffer in originals:
         setattr(module, name, copies[id(buffer)])
     try:
@@ -87,6 +98,15 @@ def kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module, name, buffer in originals:
             setattr(module, name, buffer)
+
+
+def buffers_of(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Tensor]]:
+    """Return module, name and tensor of every buffer, in the same order on all replicas."""
+    return [
+        (module, name, buffer)
+        for module in dict.fromkeys(part for layer in modules for part in layer.modules())
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
 
 
 def _is_trained(module: nn.Module) -> bool:

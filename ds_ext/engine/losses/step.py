@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from ..messages import unpack
 from ..module import PipelineModule
 from ..together import together
 
+_Number = Tensor | float
 _ONLY = ""  # name of the term of a loss with one term
 
 
@@ -103,7 +104,9 @@ class StepLosses:
         self._replicas = dist.get_world_size(group)
         self._counts_here, self._by_micro_batch, self._in_fp16 = counts_here, by_micro_batch, in_fp16
         self._trains = True
-        self._sums: dict[str, Tensor] = {}  # name -> (sum, count), float64
+        self._terms: dict[
+            str, list[tuple[_Number, _Number]]
+        ] = {}  # name -> (sum, count) of every micro-batch
         self._divisors: dict[
             str, Tensor
         ] = {}  # name -> total count that the gradients were divided by, float64
@@ -122,7 +125,7 @@ class StepLosses:
                 data-parallel ranks of the last stage must pass theirs.
         """
         self._trains, self._computed, self._declared = trains, 0, None
-        for of_step in (self._sums, self._divisors, self._own_kinds):
+        for of_step in (self._terms, self._divisors, self._own_kinds):
             of_step.clear()
         if self._by_micro_batch or self._counts is None:
             return
@@ -203,17 +206,13 @@ class StepLosses:
             if name not in loss:
                 self._add(name, "additional", value, 0.0)
 
-    def _add(self, name: str, kind: str, value: Tensor | float, count: Tensor | float) -> None:
-        if name not in self._sums:
-            self._sums[name] = torch.zeros(2, dtype=torch.float64, device=self._device)
-            self._own_kinds[name] = kind
-        elif self._own_kinds[name] != kind:
+    def _add(self, name: str, kind: str, value: _Number, count: _Number) -> None:
+        if self._own_kinds.setdefault(name, kind) != kind:
             raise ConfigError(
                 f"loss_fn: must return losses of one form in a step (got means and pairs of {name or 'one term'!r})."
             )
         value = value.detach() if isinstance(value, Tensor) else value
-        self._sums[name][0] += value
-        self._sums[name][1] += count
+        self._terms.setdefault(name, []).append((value, count))
 
     def numbers(self) -> list[float]:
         """Return this rank's numbers for :meth:`result`. All ranks must call this together.
@@ -230,17 +229,22 @@ class StepLosses:
                 f"loss_fn, get_additional_losses: return new names or other forms after the first step (got "
                 f"{', '.join(unknown)}). Return the same in every step, with 0 for a loss that does not apply."
             )
-        zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        parts = [
-            part
-            for name, kind in agreed.items()
-            for part in (
-                *self._sums.get(name, (zero, zero))[: 1 if kind == "additional" else 2],
-                *([zero + self._computed] if kind == "additional" else ()),
-                self._divisors.get(name, zero),
-            )
-        ]
+        parts: list[Tensor] = []
+        for name, kind in agreed.items():
+            values, counts = zip(*self._terms.get(name, [(0.0, 0.0)]), strict=True)
+            counts = [float(self._computed)] if kind == "additional" else counts
+            parts += [self._sum(values), self._sum(counts), self._sum([self._divisors.get(name, 0.0)])]
         return torch.stack(parts).tolist() if parts else []
+
+    def _sum(self, numbers: Sequence[_Number]) -> Tensor:
+        """Return the sum of numbers, float64."""
+        tensors = [number.reshape(()).to(self._device) for number in numbers if isinstance(number, Tensor)]
+        rest = torch.tensor(
+            sum(number for number in numbers if not isinstance(number, Tensor)),
+            dtype=torch.float64,
+            device=self._device,
+        )
+        return torch.stack(tensors).double().sum() + rest if tensors else rest
 
     def result(self, table: Tensor) -> StepLoss:
         """Return the losses of all ranks.

@@ -2,7 +2,7 @@
 
 Ranks that hold the same stages (mirrors and data-parallel ranks) must have bitwise equal weights, which also must not
 change while a step computes. One of them keeps the data of one forward and backward, and the others repeat it and must
-get the same bits. Random numbers and buffers are restored, so this holds with dropout.
+get the same bits. They start with its random numbers and buffers, so this holds with dropout and with state in buffers.
 
 All of this happens before the optimizer step, so a fault of this step is not yet in the weights.
 """
@@ -14,20 +14,21 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule as ds
 from torch import Tensor
 
-from ...errors import CorruptionError
+from ...errors import ConfigError, CorruptionError
 from ...parallel.layout import ParallelLayout
 from ...pipe_schedules.bridge import BackwardInput
 from ...pipe_schedules.ops import FORWARD, Op
 from ...planner.job_plan import JobPlan
 from ...tensor_parallel import WeightGradients, deferrable, deferring
-from ..deepspeed_api.recompute import kept_buffers
+from ..deepspeed_api.recompute import Values, buffers_of, kept_buffers
 from ..losses.step import Loss
 from ..messages import pack
 from ..module import PipelineModule
@@ -102,6 +103,7 @@ class Evidence:
         inputs: inputs of the stage.
         leaves: which of them get gradients.
         labels: labels of the micro-batch; last stage only.
+        buffers: buffers of the stage before the forward, which layers may update and use.
         grads: gradients of the outputs; None for the last stage.
         random: states of the random-number generators before the forward, by kind of device.
         result: checksums.
@@ -113,6 +115,7 @@ class Evidence:
     inputs: tuple[Tensor, ...]
     leaves: tuple[bool, ...]
     labels: tuple[Tensor, ...] | None
+    buffers: tuple[Tensor, ...]
     random: dict[str, Tensor]
     grads: tuple[Tensor, ...] | None = None
     result: Result = (0, 0)
@@ -223,6 +226,8 @@ class Audit:
             _copied(buffer.inputs) or (),
             tuple(t.requires_grad for t in buffer.inputs),
             _copied(buffer.labels),
+            _copied(tuple(values for *_, values in buffers_of(engine.module.stage_modules(stage).values())))
+            or (),
             _random_states(engine.device),
         )
 
@@ -263,13 +268,22 @@ class Audit:
         self.clean, self.done = step, self.done + 1
 
     def _faulty_computation(self, found: Sequence[Finding], evidence: Evidence) -> Problem:
-        """Have every rank repeat once more. A rank that does not get its own result again is at fault."""
-        again: list[Result] = together(lambda: self._repeat(evidence))
+        """Have every rank repeat twice more. A rank that does not get its own result again is at fault.
+
+        Raises:
+            ConfigError: on all ranks, if a rank gets another result each time, or several are at fault. Then a layer
+                keeps state outside its buffers.
+        """
+        runs: list[tuple[Result, Result]] = together(lambda: (self._repeat(evidence), self._repeat(evidence)))
+        again = [first for first, _ in runs]
         of_rank = [
             finding.original if rank == finding.owner else finding.result
             for rank, finding in enumerate(found)
         ]
         faulty = [rank for rank in range(len(found)) if again[rank] != of_rank[rank]]
+        changing = [rank for rank, (first, second) in enumerate(runs) if first != second]
+        if changing or len(faulty) > 1:
+            self._refuse_layer(changing or faulty, found, evidence)
         if faulty:
             finding = found[faulty[0]]
             named = _places(faulty, found)
@@ -279,8 +293,44 @@ class Audit:
         return (
             pair,
             f"{_places(pair, found)} compute {found[rank].op} with different results, each of them every time. If "
-            f"their processors or libraries differ, set audit_interval to 0; otherwise one of them is faulty",
+            f"their processors, libraries or a layer's own state differ, set audit_interval to 0; otherwise one of "
+            f"them is faulty",
         )
+
+    def _refuse_layer(self, ranks: list[int], found: Sequence[Finding], evidence: Evidence) -> NoReturn:
+        """Raise ConfigError with the first layer whose outputs differ between two repetitions."""
+
+        def find() -> str:
+            first, second = self._layer_results(evidence), self._layer_results(evidence)
+            differing = [index for index in first if first[index] != second.get(index)]
+            layers = self._engine.module.stage_modules(evidence.op.stage)
+            names = [f"layer {index} ({type(layers[index]).__name__})" for index in sorted(differing)]
+            return names[0] if names else f"a layer of stage {evidence.op.stage}"
+
+        names: list[str] = together(find)
+        error = ConfigError(
+            f"audit_interval: {names[ranks[0]]} does not repeat itself (got different results from the same inputs, "
+            f"weights, buffers and random numbers on {_places(ranks, found)}). Keep its state in buffers and use "
+            f"torch's random numbers, or set audit_interval to 0. If it has no other state, the processor is faulty."
+        )
+        error.reported_by = 0
+        raise error
+
+    def _layer_results(self, evidence: Evidence) -> dict[int, int]:
+        """Repeat the computation. Returns the checksum of every layer's outputs."""
+        results: dict[int, int] = {}
+
+        def record(index: int, _module: Any, _inputs: Any, outputs: Any) -> None:
+            results[index] = checksum(pack(outputs, f"layer {index}"))
+
+        layers = self._engine.module.stage_modules(evidence.op.stage)
+        hooks = [layer.register_forward_hook(partial(record, index)) for index, layer in layers.items()]
+        try:
+            self._repeat(evidence)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return results
 
     def _raise(self, problem: Problem, step: int, lasting: bool) -> None:
         ranks, text = problem
@@ -318,7 +368,12 @@ class Audit:
             for t, leaf in zip(evidence.inputs, evidence.leaves, strict=True)
         )
         buffer = Buffer(inputs, _moved(evidence.labels, engine.device))
-        with _restored(engine.module.stage_modules(stage).values(), evidence.random, engine.device):
+        layers = engine.module.stage_modules(stage).values()
+        values = {
+            (module, name): value.to(own.device)
+            for (module, name, own), value in zip(buffers_of(layers), evidence.buffers, strict=True)
+        }
+        with _restored(layers, values, evidence.random, engine.device):
             with deferrable() if evidence.splits else nullcontext():
                 outputs = engine.forward_again(stage, inputs, evidence.number)
                 if stage == engine.last_stage:
@@ -418,13 +473,13 @@ def _set_random_states(states: Mapping[str, Tensor], device: torch.device) -> No
 
 @contextmanager
 def _restored(
-    layers: Iterable[torch.nn.Module], random: Mapping[str, Tensor], device: torch.device
+    layers: Iterable[torch.nn.Module], buffers: Values, random: Mapping[str, Tensor], device: torch.device
 ) -> Iterator[None]:
-    """Context with the given states of random-number generators; it restores them and the layers' buffers."""
+    """Context with the given buffers and states of random-number generators; it restores the present ones."""
     states = _random_states(device)
     _set_random_states(random, device)
     try:
-        with kept_buffers(layers):
+        with kept_buffers(layers, buffers):
             yield
     finally:
         _set_random_states(states, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from .keeper_process import ANSWER_S, MAX_BYTES, KeeperError, address, user_of
 
 _START_S = 20.0
 _POLL_S = 0.02
+_ROOT = Path(__file__).parents[3]  # of the package ds_ext
 
 
 class Snapshots(NamedTuple):
@@ -41,6 +43,14 @@ class Keeper:
 
     def __init__(self, launcher: int) -> None:
         self._launcher, self._address = launcher, address(launcher)
+        self._process: int | None = None  # pidfd_open(2)
+
+    def is_running(self) -> bool:
+        """Return whether the keeper that :meth:`start` has reached is running."""
+        assert self._process is not None
+        poll = select.poll()
+        poll.register(self._process, select.POLLIN)
+        return not poll.poll(0)
 
     def start(self, rank: int, start: int) -> tuple[str, str]:
         """Start the keeper unless it is running, and have it take the time at which this process exits.
@@ -57,8 +67,11 @@ class Keeper:
         while True:
             try:
                 answer = self._ask("hello", rank=rank, start=start, process=os.getpid())
+                if self._process is not None:
+                    os.close(self._process)
+                self._process = os.pidfd_open(answer["process"])
                 return answer["id"], answer["stopped"]
-            except KeeperError as error:
+            except (KeeperError, ProcessLookupError) as error:
                 # A keeper that finds another one exits with status 0.
                 if process is None or process.poll() not in (None, 0):
                     process = self._spawn()
@@ -141,8 +154,9 @@ class Keeper:
         # A new session, because the launcher signals the process groups of its ranks. Without their variables, so that
         # it does not look like a rank.
         environ = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+        environ["PYTHONPATH"] = str(_ROOT)
         return subprocess.Popen(
-            [sys.executable, "-S", "-E", str(Path(keeper_process.__file__)), str(self._launcher)],
+            [sys.executable, "-S", "-P", str(Path(keeper_process.__file__)), str(self._launcher)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

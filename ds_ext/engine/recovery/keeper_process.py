@@ -2,16 +2,17 @@
 
 It outlives the ranks, which the launcher restarts, and exits with the launcher. The memory consists of anonymous files
 (memfd_create(2)) without a name in any file system, so the kernel frees it even if all processes of a job are killed at
-once. This file is run as a script and imports only the standard library.
+once. This file is run as a script and does not import torch.
 
 Ranks send questions as JSON over a local socket. Keepers send snapshots to each other over TCP, one connection per
-snapshot: a header, an answer, the file, an answer. Copies need no rank: they continue while ranks compute or die.
+snapshot: the handshake of tcp links with a header as its note, an answer, the file, an answer. Copies need no rank:
+they continue while ranks compute or die.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
+import hashlib
 import json
 import mmap
 import os
@@ -22,14 +23,21 @@ import struct
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from typing import Any
+
+from ds_ext.comm.tcp.handshake import Handshake, initiate, respond
+from ds_ext.errors import ProtocolError
 
 MAX_BYTES = 1 << 20  # of a question or an answer
 ANSWER_S = 5.0
 SILENCE_S = 10.0  # of the other keeper during a copy
 RUNS = 0  # time of the exit of a rank that has not exited
+HANDSHAKE_S = 5.0
+MAX_UNAUTHENTICATED = 64  # connections of other hosts during their handshakes
 _CHUNK = 16 << 20
+SENDER, RECEIVER = 0, 1  # ranks of the two keepers in a handshake
 
 # File "rank3.records": int64 numbers.
 RECORDS_BYTES = 4096
@@ -45,8 +53,22 @@ class KeeperError(Exception):
 
 
 def address(launcher: int) -> str:
-    """Return the abstract address (unix(7)) of the keeper of a launcher. It vanishes with the keeper."""
-    return f"\0ds_ext/keeper/{os.getuid()}/{os.stat('/proc/self/ns/pid').st_ino}/{launcher}"
+    """Return the abstract address (unix(7)) of the keeper of a launcher. It vanishes with the keeper.
+
+    Only the launcher's user can read where the kernel has placed its code, stack and heap (proc(5)), so no other user
+    can bind this address first.
+
+    Raises:
+        KeeperError: the launcher has exited.
+    """
+    try:
+        with open(f"/proc/{launcher}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        raise KeeperError(f"the launcher {launcher} has exited") from None
+    start, code, stack, heap = fields[19], fields[23], fields[25], fields[44]
+    secret = hashlib.sha256(" ".join((start, code, stack, heap)).encode()).hexdigest()
+    return f"\0ds_ext/keeper/{os.getuid()}/{os.stat('/proc/self/ns/pid').st_ino}/{launcher}/{secret[:32]}"
 
 
 def user_of(connection: socket.socket) -> int:
@@ -149,8 +171,9 @@ class KeeperProcess:
     def __init__(self, launcher: int) -> None:
         self._launcher = launcher
         self._memory = Memory()
-        self._token = secrets.token_hex(16)
+        self._name, self._token = secrets.token_hex(16), secrets.token_hex(16)
         self._incoming: socket.socket | None = None
+        self._unauthenticated = threading.BoundedSemaphore(MAX_UNAUTHENTICATED)
         self._lock = threading.Lock()  # held while a snapshot is marked as complete
         self._start = 0  # number of the launcher's restart; copies of earlier ones are refused
         self._stopped = ""
@@ -178,7 +201,7 @@ class KeeperProcess:
         try:
             listener.bind(address(self._launcher))
             watch = os.pidfd_open(self._launcher)
-        except OSError:
+        except (KeeperError, OSError):
             return  # another keeper has the address, or the launcher has exited
         listener.listen(128)
         while True:
@@ -192,7 +215,10 @@ class KeeperProcess:
                 os.close(process)
             if self._incoming in readable and self._incoming is not None:
                 connection, _ = self._incoming.accept()
-                _in_thread(self._receive, connection)
+                if self._unauthenticated.acquire(blocking=False):
+                    _in_thread(self._receive, connection)
+                else:
+                    connection.close()
             if listener in readable:
                 connection, _ = listener.accept()
                 # One rank's question must not end the keeper of all ranks.
@@ -232,7 +258,7 @@ class KeeperProcess:
         """Take the time at which a rank of a start exits, from now on."""
         self._exits.setdefault(start, {})[rank] = RUNS
         self._alive[os.pidfd_open(process)] = start, rank
-        return {"id": self._token, "stopped": self._stopped}
+        return {"id": self._name, "process": os.getpid(), "stopped": self._stopped}
 
     def _listen(self, ip: str) -> dict[str, Any]:
         """Accept copies on an address of this host, from now on."""
@@ -316,11 +342,12 @@ class KeeperProcess:
             raise KeeperError(f"has no snapshot of step {step}")
         ip, port, token = to
         header = {
-            **{"token": token, "rank": rank, "slot": slot, "start": start},
+            **{"rank": rank, "slot": slot, "start": start},
             **{"record": list(record(records, slot)), "progress": list(records[:FIRST_SLOT])},
         }
         with socket.create_connection((ip, port), SILENCE_S) as connection:
-            _send_message(connection, header)
+            note = json.dumps(header).encode()
+            completed(initiate(connection, SENDER, RECEIVER, bytes.fromhex(token), note), connection)
             _require_success(connection)
             size = header["record"][SIZE]
             with os.fdopen(self._memory.open(f"rank{rank}.{slot}"), "rb") as file:
@@ -331,14 +358,19 @@ class KeeperProcess:
     def _receive(self, connection: socket.socket) -> None:
         """Store a snapshot from another keeper."""
         with connection:
+            try:
+                header = json.loads(completed(self._respond(connection), connection))
+            finally:
+                self._unauthenticated.release()
             connection.settimeout(SILENCE_S)
-            header = _read_message(connection)
-            if not hmac.compare_digest(str(header.pop("token", "")), self._token):
-                return
             try:
                 self._store(connection, **header)
             except (KeeperError, OSError) as error:
                 _send_message(connection, {"error": str(error)})
+
+    def _respond(self, connection: socket.socket) -> Handshake:
+        key = bytes.fromhex(self._token), b""
+        return respond(connection, RECEIVER, "copy", lambda peer: peer == SENDER, lambda _: key)
 
     def _store(
         self,
@@ -360,8 +392,13 @@ class KeeperProcess:
                     if count == 0:
                         raise KeeperError("the connection was closed")
                     received += count
+                checksum = zlib.crc32(view)
         finally:
             os.close(descriptor)
+        if checksum != record[CHECKSUM]:
+            raise KeeperError(
+                f"the copy is damaged (got checksum {checksum:08x}, not {record[CHECKSUM]:08x})"
+            )
         self._mark(rank, slot, start, record, progress)
         _send_message(connection, {})
 
@@ -402,14 +439,29 @@ def _read_message(connection: socket.socket) -> dict[str, Any]:
     return json.loads(_read(connection, size))
 
 
-def _read(connection: socket.socket, size: int) -> bytes:
+def _read(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
     data = b""
     while len(data) < size:
+        if deadline is not None:
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
         part = connection.recv(size - len(data))
         if not part:
             raise KeeperError("the connection was closed")
         data += part
     return data
+
+
+def completed(handshake: Handshake, connection: socket.socket) -> bytes:
+    """Return the other keeper's note."""
+    deadline = time.monotonic() + HANDSHAKE_S
+    try:
+        size = next(handshake)
+        while True:
+            size = handshake.send(_read(connection, size, deadline))
+    except StopIteration as end:
+        return end.value[1]
+    except ProtocolError as error:
+        raise KeeperError(str(error)) from None
 
 
 def _require_success(connection: socket.socket) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor
 from ...comm.tcp.address import own_address
 from ...config.sections import RecoveryOptions
 from ...errors import CheckpointError, ConfigError
+from ...launch.processes import find_launcher
 from ...parallel.copies import copy_hosts
 from ..checkpoint.states import Checkpointed
 from ..together import together
@@ -108,8 +109,7 @@ class Recovery:
         self._copy_failed = False
         self.restart = restarts()
         self.pending = self.restart > 0
-        self._keeper = Keeper(os.getppid())
-        started = self._with_keepers(lambda: self._keeper.start(self._rank, self.restart))
+        started = self._with_keepers(self._start)
         stopped = next((reason for _, reason in started if reason), "")
         if stopped:
             raise ConfigError(
@@ -122,6 +122,13 @@ class Recovery:
         targets = copy_hosts(engine.layout, self._hosts) if options.second_copy == "mirror" else None
         self._targets = targets or [None] * len(self._hosts)
         self._slots = self._with_keepers(lambda: Slots(self._keeper, self._rank), share=False)[self._rank]
+
+    def _start(self) -> tuple[str, str]:
+        launcher = find_launcher()
+        if launcher is None:
+            raise KeeperError("the launcher has exited")
+        self._keeper = Keeper(launcher[1])
+        return self._keeper.start(self._rank, self.restart)
 
     def _listen(self) -> list[Any]:
         node_ips = self._engine.plan.settings.transport_options.node_ips
@@ -165,10 +172,17 @@ class Recovery:
         if not self._is_due(step):
             return None
         require_position(self._engine)
+        lost = not self._keeper.is_running()
+        lost_hosts = lost
         if any(target is not None for target in self._targets):
-            waited_s = max(self._with_keepers(self._wait_for_copy))
+            waits = self._with_keepers(lambda: (self._wait_for_copy(), lost))
+            waited_s, lost_hosts = max(wait_s for wait_s, _ in waits), any(lost for _, lost in waits)
         begin = time.perf_counter()
         try:
+            if lost:
+                self._start_again(step)
+            if lost_hosts and self._addresses is not None:
+                self._addresses = self._with_keepers(self._listen)
             self._slots.write(step, tensors_of(self._engine), packed(values_of(self._engine)))
         except KeeperError as error:
             raise ConfigError(
@@ -176,6 +190,17 @@ class Recovery:
                 f"ranks per host, or remove the section."
             ) from None
         return waited_s + time.perf_counter() - begin
+
+    def _start_again(self, step: int) -> None:
+        """Start the keeper of this host after its end. The snapshots of earlier steps are lost with it."""
+        if self._hosts.index(self._hosts[self._rank]) == self._rank:
+            logger.warning(
+                "recovery: the process that keeps the snapshots on host %s has exited, and is started again. Snapshots "
+                "of steps before %d are lost.",
+                *(socket.gethostname(), step),
+            )
+        self._keeper.start(self._rank, self.restart)
+        self._slots = Slots(self._keeper, self._rank)
 
     def complete(self) -> None:
         """Record that the last step is complete, and have its snapshot copied to another host.
@@ -213,10 +238,11 @@ class Recovery:
         if step is None:
             return 0.0
         begin = time.monotonic()
-        while self._slots.copied < step and time.monotonic() < begin + self._timeout_s:
+        deadline = begin + self._timeout_s
+        while self._slots.copied < step and time.monotonic() < deadline and self._keeper.is_running():
             time.sleep(_POLL_S)
         if self._slots.copied < step:
-            self._report_copy(step, f"no end within {self._timeout_s:g} s")
+            self._report_copy(step, f"no end within {self._timeout_s:g} s, or before the end of its sender")
         elif self._slots.copy_failed == step:
             self._report_copy(step, self._keeper.copy_error(self._rank))
         else:
@@ -277,19 +303,28 @@ class Recovery:
                 load_s=time.time() - begin,
             )
         self._begin(after=0)
-        self._report_loss(found, complete)
+        if self._rank == 0:
+            self._report_loss(found, complete, any(exits.start >= 0 for _, exits in answers))
         return None
 
-    def _report_loss(self, found: Sequence[dict[int, Snapshots]], last: int) -> None:
-        """Report ranks without snapshots, if a step was completed."""
+    def _report_loss(self, found: Sequence[dict[int, Snapshots]], last: int, kept: bool) -> None:
+        """Report the steps that are lost.
+
+        Args:
+            found: snapshots by rank, from every rank's keeper.
+            last: last complete step; 0 if none is known.
+            kept: whether a keeper of the last start is still running.
+        """
         held = {rank for snapshots in found for rank, one in snapshots.items() if one.steps}
         lost = ", ".join(str(rank) for rank in range(len(found)) if rank not in held)
-        if self._rank == 0 and last:
-            logger.warning(
-                "recovery: no step has whole snapshots of all ranks (missing: %s). The last complete step was %d.",
-                f"ranks {lost}" if lost else "none, but they are of different steps or damaged",
-                last,
-            )
+        missing = f"ranks {lost}" if lost else "none, but they are of different steps or damaged"
+        if last:
+            steps = f"steps 1 to {last} are lost (missing: {missing})"
+        elif kept:
+            steps = "no step was complete before it"
+        else:
+            steps = "the steps before it are lost, because no process kept their snapshots"
+        logger.warning("recovery: restart %d found no snapshots of all ranks; %s.", self.restart, steps)
 
     def _begin(self, after: int) -> None:
         """Forget later steps on all hosts, before any rank writes one of the same number."""

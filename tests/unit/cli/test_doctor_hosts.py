@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -24,6 +25,15 @@ def agent() -> Iterator[ssh.RemoteAgent]:
     started.start()
     yield started
     started.close()
+
+
+@pytest.mark.parametrize("port", [None, 2222])
+def test_a_name_from_a_hostfile_is_no_option(tmp_path: Path, port: int | None) -> None:
+    """ssh itself reads the name: with -o, it would run a command here."""
+    ran = tmp_path / "ran"
+    words = [*ssh.ssh_words(port), f"-oProxyCommand=touch {ran}", "true"]
+    assert subprocess.run(words, capture_output=True, check=False).returncode == 255
+    assert words[-3] == "--" and not ran.exists()
 
 
 def test_requests_and_answers(agent: ssh.RemoteAgent, tmp_path: Path) -> None:

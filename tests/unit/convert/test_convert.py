@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from ds_ext.__main__ import main
+from ds_ext.convert.hf_folder import ModelFolder
 from ds_ext.convert.hf_model import HuggingFaceModel
 from ds_ext.data.tokenizer import load_tokenizer, train_bpe
 from ds_ext.data.tokenizer_base import Tokenizer
 from ds_ext.data.wordpiece import train_wordpiece
+from ds_ext.decoders.weights import _files_by_key
 from ds_ext.engine.checkpoint.file import read_plain, write_plain
 from ds_ext.engine.checkpoint.folder import check_contents, open_checkpoint
 from ds_ext.errors import ConfigError
@@ -397,6 +399,25 @@ def test_tied_weights_must_be_equal(make: Callable[[], Any], tmp_path: Path) -> 
     safetensors.save_file(tensors | {head: weight * 2}, path)
     with pytest.raises(ConfigError, match=f"^{head}: "):
         HuggingFaceModel(tmp_path)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_index_names_files_of_its_folder_only(tmp_path: Path, inside: bool) -> None:
+    folder, tensors = tmp_path / "model", {"a": torch.ones(2)}
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    safetensors.save_file(tensors, (folder if inside else tmp_path) / "part.safetensors")
+    for file in (
+        ["part.safetensors"] if inside else ["../part.safetensors", str(tmp_path / "part.safetensors")]
+    ):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+        if inside:
+            assert torch.equal(ModelFolder(folder).read("a"), tensors["a"])
+            assert list(_files_by_key(folder)) == ["a"]
+            continue
+        for read in (ModelFolder, _files_by_key):
+            with pytest.raises(ConfigError, match=r"part\.safetensors"):
+                read(folder)
 
 
 def test_a_single_file_comes_before_an_index(tmp_path: Path) -> None:

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
 import socket
-import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from ds_ext.comm.tcp.handshake import initiate
 from ds_ext.engine.recovery.keeper import Exits, Keeper, KeeperError
-from ds_ext.engine.recovery.keeper_process import RUNS, address, free_bytes
+from ds_ext.engine.recovery.keeper_process import (
+    HANDSHAKE_S,
+    MAX_UNAUTHENTICATED,
+    RECEIVER,
+    RUNS,
+    SENDER,
+    address,
+    completed,
+    free_bytes,
+)
 from ds_ext.engine.recovery.recovery import first_exits, last_exits
 from ds_ext.engine.recovery.slots import Slots, packed, unpacked
 from ds_ext.errors import CheckpointError, ConfigError
@@ -27,10 +39,19 @@ from tests.selection import EVERYTHING
 LIMIT_S = 20.0
 
 
+def start_launcher() -> subprocess.Popen[bytes]:
+    """Start a process that runs until it is killed, and return when the kernel has loaded its program."""
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(b"1")
+    process.stdout.read(1)
+    return process
+
+
 @pytest.fixture
 def launcher() -> Iterator[subprocess.Popen[bytes]]:
     """A process that stands for a launcher."""
-    process = subprocess.Popen(["sleep", "600"])
+    process = start_launcher()
     yield process
     process.kill()
     process.wait()
@@ -86,7 +107,8 @@ def test_files_outlive_the_ranks_and_end_with_the_launcher(launcher: subprocess.
     ]
     assert [rank.wait(60) for rank in ranks] == [-signal.SIGKILL] * 3
     keeper = Keeper(launcher.pid)
-    assert keeper.files() == {"a": 4096, "b": 4096, "c": 4096} and len(keepers(launcher.pid)) == 1
+    assert keeper.files() == {"a": 4096, "b": 4096, "c": 4096}
+    until(lambda: len(keepers(launcher.pid)) == 1)  # others exit when they find it
     descriptor = keeper.open("b")
     assert os.pread(descriptor, 4, 0) == b"kept"
     os.close(descriptor)
@@ -239,7 +261,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_snapshot(keeper: Keeper) -> None:
 @pytest.fixture
 def two_keepers() -> Iterator[list[Keeper]]:
     """Keepers of two launchers, as of two hosts."""
-    launchers = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    launchers = [start_launcher() for _ in range(2)]
     made = [Keeper(launcher.pid) for launcher in launchers]
     for keeper in made:
         keeper.start(0, 0)
@@ -293,7 +315,7 @@ def test_copies_that_cannot_be_made_are_reported(two_keepers: list[Keeper]) -> N
     closed = unused.getsockname()[1]
     unused.close()
     slots.write(2, tensors(2), packed({}))
-    for step, start, to in ((1, 1, [ip, port, token]), (2, 2, [ip, port, "x"]), (2, 2, [ip, closed, token])):
+    for step, start, to in ((1, 1, [ip, port, token]), (2, 2, [ip, port, "ab"]), (2, 2, [ip, closed, token])):
         with pytest.raises(KeeperError, match=r"127\.0\.0\.1 port"):
             here.move(0, step, start, to, LIMIT_S)
     here.copy(0, 2, 1, [ip, port, token])
@@ -310,31 +332,118 @@ def test_copies_that_cannot_be_made_are_reported(two_keepers: list[Keeper]) -> N
     assert slots.copy_failed == 0 and there.snapshots()[0].steps == [2]
 
 
+def greet(sender: socket.socket, token: str, header: dict[str, Any]) -> None:
+    """Run the sender's side of the handshake of a copy."""
+    note = json.dumps(header).encode()
+    completed(initiate(sender, SENDER, RECEIVER, bytes.fromhex(token), note), sender)
+
+
+def test_a_copy_that_is_changed_on_the_way_is_refused(two_keepers: list[Keeper]) -> None:
+    """The token is not sent, a header has the sender's HMAC, and the file the header's checksum."""
+    here, there = two_keepers
+    ip, port, token = there.listen("127.0.0.1")
+    received, flip = bytearray(), [0]
+    relay = socket.create_server(("127.0.0.1", 0))
+
+    def forward(source: socket.socket, target: socket.socket, sent: bool) -> None:
+        while data := bytearray(source.recv(1 << 16)):
+            before = len(received)
+            if sent:
+                received.extend(data)
+                if flip[0] and before <= flip[0] < len(received):
+                    data[flip[0] - before] ^= 1
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+
+    def accept() -> None:
+        while True:
+            near, _ = relay.accept()
+            far = socket.create_connection((ip, port))
+            received.clear()
+            for arguments in ((near, far, True), (far, near, False)):
+                threading.Thread(target=forward, args=arguments, daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    to = [ip, relay.getsockname()[1], token]
+    Slots(here, 0).write(1, tensors(1), packed({}))
+    here.move(0, 1, 0, to, LIMIT_S)
+    assert token.encode() not in received and bytes.fromhex(token) not in received
+    assert Slots(there, 0).steps() == [1]
+    Slots(here, 0).write(2, tensors(2), packed({}))
+    header, middle = received.index(b'"progress"'), len(received) - 100
+    for place in (header, middle):
+        flip[0] = place
+        with pytest.raises(KeeperError):
+            here.move(0, 2, 0, to, LIMIT_S)
+        assert Slots(there, 0).steps() == [1]
+    flip[0] = 0
+    here.move(0, 2, 0, to, LIMIT_S)
+    assert sorted(Slots(there, 0).steps()) == [1, 2]
+
+
+def test_connections_without_a_handshake_are_limited(two_keepers: list[Keeper]) -> None:
+    """The listener closes further connections immediately, and silent ones after a time limit. Then it takes copies."""
+    here, there = two_keepers
+    ip, port, token = there.listen("127.0.0.1")
+    Slots(here, 0).write(1, tensors(1), packed({}))
+    silent = [socket.create_connection((ip, port), LIMIT_S) for _ in range(MAX_UNAUTHENTICATED)]
+    with socket.create_connection((ip, port), LIMIT_S) as beyond:
+        beyond.settimeout(HANDSHAKE_S / 2)
+        assert beyond.recv(1) == b""
+    assert all(connection.recv(100) == b"" for connection in silent)
+    here.move(0, 1, 0, [ip, port, token], LIMIT_S)
+    assert Slots(there, 0).steps() == [1]
+
+
+def test_only_the_launcher_s_user_can_compute_its_keeper_s_address(
+    launcher: subprocess.Popen[bytes],
+) -> None:
+    launchers = (launcher.pid, os.getpid(), os.getppid())
+    secrets = [address(process).rpartition("/")[2] for process in launchers]
+    assert len(set(secrets)) == 3 and all(len(secret) == 32 for secret in secrets)
+    if os.getuid() != 0:
+        return
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setuid(65534)
+        os.write(writer, b" ".join(address(process).rpartition("/")[2].encode() for process in launchers))
+        os._exit(0)
+    os.waitpid(child, 0)
+    guesses = os.read(reader, 1000).decode().split()
+    assert len(guesses) == 3 and not set(guesses) & set(secrets)
+
+
+def test_a_keeper_that_is_killed_is_noticed_and_started_again(
+    launcher: subprocess.Popen[bytes], keeper: Keeper
+) -> None:
+    assert keeper.is_running()
+    (process,) = keepers(launcher.pid)
+    os.kill(int(process), signal.SIGKILL)
+    until(lambda: not keeper.is_running())
+    keeper.start(0, 0)
+    assert keeper.is_running() and keepers(launcher.pid) != [process]
+    assert keeper.files() == {}
+
+
 def test_a_copy_that_ends_halfway_is_not_taken(two_keepers: list[Keeper]) -> None:
     """The sender dies in the second copy: the first one stays, and no part of the second one counts."""
     here, there = two_keepers
     ip, port, token = there.listen("127.0.0.1")
     Slots(here, 0).write(1, tensors(1), packed({}))
     here.move(0, 1, 0, [ip, port, token], LIMIT_S)
-    header = {
-        "token": token,
-        "rank": 0,
-        "slot": 1,
-        "start": 0,
-        "record": [2, 7, 1 << 20, 10],
-        "progress": [2, 5],
-    }
+    header = {"rank": 0, "slot": 1, "start": 0, "record": [2, 7, 1 << 20, 10], "progress": [2, 5]}
     with socket.create_connection((ip, port), LIMIT_S) as sender:
-        data = json.dumps(header).encode()
-        sender.sendall(struct.pack("!I", len(data)) + data)
+        greet(sender, token, header)
         assert sender.recv(1000).endswith(b"{}")
         sender.sendall(b"x" * (1 << 19))
     until(lambda: there.files().get("rank0.1") == 1 << 20)
     time.sleep(0.2)
     assert there.snapshots()[0].steps == [1]
     with socket.create_connection((ip, port), LIMIT_S) as sender:
-        sender.sendall(b"\xff" * 4)  # a length
-        assert sender.recv(10) == b""
+        sender.sendall(b"\xff" * 100)
+        with contextlib.suppress(ConnectionResetError):
+            assert b"{}" not in sender.recv(1000)
     assert Slots(there, 0).read(1)[0]["weight/a"][0, 0] == 1
 
 

@@ -154,6 +154,31 @@ def test_an_error_reported_by_rank_0_is_not_repeated() -> None:
         assert (process.returncode, err) == (2, "")
 
 
+def test_a_rank_that_has_not_joined_leaves_the_cause_to_others() -> None:
+    """The launcher ends it because another rank exited, which has reported its error."""
+    body = """
+        find = process._neighbours
+
+        def neighbours(*launcher):
+            found = find(*launcher)
+            if 0 in found:
+                print('found', flush=True)
+            return found
+
+        process._neighbours = neighbours
+        while True:
+            signal.pause()
+    """
+    place = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    rank_0 = subprocess.Popen(["cat"], stdin=subprocess.PIPE, env=os.environ | place | {"RANK": "0"})
+    with start(body, RANK="1", LOCAL_RANK="1", **place) as process:
+        assert until_ready(process) == "found\n"
+        rank_0.communicate()
+        process.terminate()
+        _, err = process.communicate(timeout=900)
+        assert (process.returncode, err) == (143, "")
+
+
 def test_errors_of_lost_peers() -> None:
     assert lost_peer(TransportError("rank 0: recv from rank 1: no progress", peer=1))
     assert not lost_peer(TransportError("rank 0: two ranks use the channel in different orders"))

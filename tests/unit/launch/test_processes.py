@@ -1,0 +1,120 @@
+"""Launcher of a rank: past wrappers, detached profilers, and after its end. Small scripts stand for launchers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+VARIABLES = {
+    "torchrun": {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "MASTER_PORT": "1"},
+    "deepspeed": {"CROSS_RANK": "0", "MASTER_PORT": "1"},
+}
+# A launcher has loaded torch: here, it has mapped a file of that name.
+LAUNCHER = """
+import mmap, os, subprocess, sys
+with open(sys.argv[1] + "/libtorch.so", "w+b") as file:
+    file.truncate(4096)
+    torch = mmap.mmap(file.fileno(), 4096)
+print(os.getpid(), flush=True)
+subprocess.run(sys.argv[3:], env=os.environ | dict(word.split("=") for word in sys.argv[2].split(",")))
+"""
+FIND = "from ds_ext.launch.processes import find_launcher; print(*find_launcher() or ['none'], flush=True)"
+RUN = "from ds_ext.launch import process; process.run(lambda: print('trained', flush=True))"
+LINE = """
+import os, sys
+from ds_ext.launch.processes import parent_of
+def ancestors():
+    process, found = os.getpid(), []
+    while process:
+        found.append(process := parent_of(process))
+    return found
+"""
+# Runs after the launcher, or the process that started it, has exited.
+ORPHAN = f"""{LINE}
+before = ancestors()
+print("ready", flush=True)
+while ancestors() == before:
+    pass
+"""
+
+
+def started(folder: Path, launcher: str, *rank: str) -> subprocess.Popen[str]:
+    """Start a launcher of one rank."""
+    variables = ",".join(f"{key}={value}" for key, value in {"RANK": "0", **VARIABLES[launcher]}.items())
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", *VARIABLES["torchrun"], *VARIABLES["deepspeed"])
+    kept = {key: value for key, value in os.environ.items() if key not in dropped}
+    return subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(folder), variables, *rank],
+        env=kept | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("launcher", VARIABLES)
+def test_the_launcher_of_a_wrapped_rank(tmp_path: Path, launcher: str) -> None:
+    script = f'echo $$; "$0" -c "{FIND}"; exit $?'
+    with started(tmp_path, launcher, "bash", "-c", script, sys.executable) as process:
+        agent, wrapper = line(process), line(process)
+        assert line(process).split() == [wrapper, agent]
+    with started(
+        tmp_path, launcher, sys.executable, "-c", f"import os; print(os.getpid()); {FIND}"
+    ) as process:
+        agent, rank = line(process), line(process)
+        assert line(process).split() == [rank, agent]
+
+
+def test_the_launcher_of_a_rank_that_a_profiler_has_detached(tmp_path: Path) -> None:
+    """The wrapper waits, and the rank becomes a child of the host's first process."""
+    rank = f"{LINE}\nwhile int(os.environ['WRAPPER']) in ancestors():\n    pass\n{FIND}"
+    script = 'echo $$; export WRAPPER=$$; (setsid "$0" -c "$1" &); exec sleep 600'
+    with started(tmp_path, "torchrun", "bash", "-c", script, sys.executable, rank) as process:
+        agent, wrapper = line(process), line(process)
+        found = line(process).split()
+        os.killpg(process.pid, signal.SIGKILL)
+        assert found == [wrapper, agent]
+
+
+@pytest.mark.parametrize("launcher", VARIABLES)
+def test_a_launcher_that_exits_while_its_rank_imports(tmp_path: Path, launcher: str) -> None:
+    with started(tmp_path, launcher, sys.executable, "-c", f"{ORPHAN}\n{RUN}") as process:
+        assert line(process) == str(process.pid) and line(process) == "ready"
+        process.kill()
+        assert process.stdout is not None
+        assert process.stdout.read() == "stopped: the launcher exited.\n"
+
+
+def test_a_deepspeed_command_that_exits_while_ranks_import(tmp_path: Path) -> None:
+    """Its launcher goes on, and so would the ranks."""
+    command = tmp_path / "deepspeed"
+    command.write_text("import subprocess, sys; subprocess.run(sys.argv[1:])")
+    launcher = tmp_path / "launch.py"
+    launcher.write_text("import sys; del sys.argv[1:3]\n" + LAUNCHER)
+    rank = [sys.executable, "-c", f"{ORPHAN}\n{RUN}"]
+    words = [sys.executable, str(launcher), "deepspeed.launcher.launch", "--world_info=x"]
+    variables = "RANK=0,CROSS_RANK=0,MASTER_PORT=1"
+    with subprocess.Popen(
+        [sys.executable, str(command), *words, str(tmp_path), variables, *rank],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert line(process).isdigit() and line(process) == "ready"
+        process.kill()
+        assert process.stdout is not None
+        assert process.stdout.read() == "stopped: the launcher exited.\n"
