@@ -63,7 +63,7 @@ from .batches import (
 from .checkpoint.buffers import ReplicaBuffers
 from .checkpoint.load import load_checkpoint
 from .checkpoint.master_weights import MasterWeights
-from .checkpoint.run import Run
+from .checkpoint.run import this_run
 from .checkpoint.save import save_checkpoint
 from .checkpoint.states import OptimizerStates, parameters_of
 from .checkpoint.trial import try_folder
@@ -216,7 +216,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         let_parameters_differ(self.optimizer)
         self._use_optimizer()
         self.use_transport(transport)
-        self.run = Run()
+        self.run = this_run()
         problems = together(OptimizerStates(self.optimizer).problem)
         if problem := next(filter(None, problems), ""):
             if settings.recovery is not None:
@@ -713,7 +713,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             ConfigError: there is no data or no optimizer, or a script changed ``micro_batches``.
             NonFiniteLoss: the loss was not finite in ``max_nonfinite_losses`` consecutive steps.
         """
-        self.run.begin()
+        self.run.begin(self.global_steps)
         if self.recovery is not None:
             self.recovery.complete()
         if data_iter is not None:
@@ -976,7 +976,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         """
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         begin, event = time.perf_counter(), "failed"
-        self.run.begin()
+        self.run.begin(self.global_steps)
         try:
             with self._in_activity(f"saving the checkpoint {tag}"), self._longer_limit():
                 self.average_buffers()
@@ -1017,6 +1017,8 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             named = None if tag is None else str(tag)
             chosen = by_rank_0(lambda: self.run.choose(Path(load_dir), named), CheckpointError)
             if chosen is None:
+                own = " that this run wrote or loaded before its restart" * self.run.continues
+                logger.warning("%s: no checkpoint%s", load_dir, own)
                 return None, None
             begin = time.perf_counter()
             self._masters.take_changes()  # a partial load keeps what the script set

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,8 +20,6 @@ from ..data.blend import parse_data_path
 from ..data.datasets import parse_split
 from ..engine import PipelineEngine
 from ..engine.batches import MicroBatches
-from ..engine.recovery.recovery import restarts
-from ..engine.together import by_rank_0
 from ..errors import CheckpointError
 from ..launch.launcher import launch_again
 from ..launch.process import EXIT_FAILED, rank
@@ -178,30 +177,27 @@ class Trainer:
         recovered = self.engine.recover(self.train)
         if recovered is not None:
             return recovered.step
-        restart, saved = restarts(), Path(self.args.save or "")
-        last = by_rank_0(lambda: self.engine.run.last(saved)) if restart and self.args.save else None
-        if last is not None:
-            say(f"restart {restart}: no snapshots in host memory; loading the last checkpoint on disk")
-            return self.resume(self.args.save, last)
-        if restart:
-            say(
-                f"restart {restart}: no snapshots in host memory and no checkpoint of this run in --save; training "
-                f"from step {step}, and all later steps are lost"
-            )
-        return step
+        if not self.engine.run.continues:
+            return step
+        say("no snapshots in host memory after the restart of the ranks")
+        return self.resume(self.args.save, step)
 
-    def resume(self, folder: str | None, tag: str | None = None) -> int:
-        """Load a checkpoint of a folder, by default the current one, and return its step; 0 without a folder.
+    def resume(self, folder: str | None, default: int | None = None) -> int:
+        """Load the current checkpoint of a folder and return its step; 0 without a folder.
 
-        Raises CheckpointError if another script saved it, or if the one that this run has loaded is lost.
+        Args:
+            default: step to return without a checkpoint of this run; None raises CheckpointError.
+
+        Raises CheckpointError if another script saved it.
         """
         if not folder:
-            return 0
-        path, state = self.engine.load_checkpoint(folder, tag)
+            return default or 0
+        path, state = self.engine.load_checkpoint(folder)
+        if path is None and default is not None:
+            return default
         if path is None:
             raise CheckpointError(
-                f"{folder}: the checkpoint that this run has loaded is missing (got none that it has written). Start "
-                f"the job again to load another one."
+                f"{folder}: no longer contains the checkpoint with which this run began. Start the job again."
             )
         if state is None or "step" not in state or "consumed_samples" not in state:
             raise CheckpointError(
@@ -289,14 +285,14 @@ _DATA_FLAGS = {
 def data_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Return the flags that decide the samples and their order, in normal form.
 
-    Paths are absolute. The shares of a split and the weights of a blend add up to 1.
+    Paths are absolute, with the sizes of their files. The shares of a split and the weights of a blend add up to 1.
     """
     flags = {name: getattr(args, name) for name in _DATA_FLAGS if hasattr(args, name)}
     if "split" in flags:
         flags["split"] = ",".join(f"{share:.6g}" for share in parse_split(flags["split"]))
     if "data_path" in flags:
         weights, prefixes = parse_data_path(flags["data_path"])
-        paths = [str(path.absolute()) for path in prefixes]
+        paths = [f"{path.absolute()} ({os.path.getsize(f'{path}.bin')} bytes)" for path in prefixes]
         shares = [f"{float(weight / sum(weights)):.6g}" for weight in weights]
         pairs = [word for pair in zip(shares, paths, strict=True) for word in pair]
         flags["data_path"] = " ".join(pairs if len(paths) > 1 else paths)

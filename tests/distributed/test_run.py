@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +35,28 @@ def engine_of() -> PipelineEngine:
     return ds_ext.initialize(model=model, model_parameters=parameters, training_data=data)[0]
 
 
-def start(rank: int, agent: str, folder: str, steps: int, again: bool, saves: bool = True) -> str | None:
+class Numbers(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[list[int]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append([int(word) for word in re.findall(r"\b\d+\b", record.getMessage())])
+
+
+def start(
+    rank: int, agent: str, folder: str, steps: int, again: bool = False, saves: bool = True
+) -> tuple[str | None, list[list[int]]]:
     """Start a script that loads what is there, and saves after every step, as torchrun does.
 
     Args:
         agent: folder of torchrun.
-        again: the processes differ from those of the first start.
 
-    Returns the name of the loaded checkpoint.
+    Returns the name of the loaded checkpoint, and the numbers in the report of lost steps.
     """
-    if again and rank == 0:
-        edit(Path(agent), process=None)
-    torch.distributed.barrier()
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"{agent}/attempt_{int(again)}/{rank}/error.json"
+    logger, numbers = logging.getLogger("ds_ext.engine.checkpoint.run"), Numbers()
+    logger.addHandler(numbers)
     try:
         engine = engine_of()
         path, _ = engine.load_checkpoint(folder)
@@ -57,37 +67,26 @@ def start(rank: int, agent: str, folder: str, steps: int, again: bool, saves: bo
         engine.transport.close()
     finally:
         del os.environ["TORCHELASTIC_ERROR_FILE"]
-    return path and Path(path).name
-
-
-def edit(agent: Path, **changes: Any) -> None:
-    """Change what a start of the ranks leaves to the next one. All runs in one pool of ranks have the same id."""
-    memory = agent / "ds_ext_run.json"
-    memory.write_text(json.dumps(json.loads(memory.read_text()) | changes))
+        logger.removeHandler(numbers)
+    return path and Path(path).name, numbers.found
 
 
 def test_a_restart_loads_only_what_its_run_has_written_or_loaded(ranks: Ranks, tmp_path: Path) -> None:
-    pool, saved = ranks(2), tmp_path / "saved"
-    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
-    for agent in (first, second, third):
-        agent.mkdir()
-    assert pool.run(start, str(first), str(saved), 2, False) == [None] * 2
-    assert pool.run(start, str(first), str(saved), 1, True) == ["global_step2"] * 2
+    def run(agent: str, folder: str, *args: Any) -> tuple[str | None, list[list[int]]]:
+        (tmp_path / agent).mkdir(exist_ok=True)
+        first, second = ranks(2).run(start, str(tmp_path / agent), str(tmp_path / folder), *args)
+        assert first[0] == second[0] and second[1] == []
+        return first
+
+    assert run("first", "saved", 2) == (None, [])
+    assert run("first", "saved", 1, True) == ("global_step2", [])
     # This run began without a checkpoint, and finds those of another run after its restart.
-    pool.run(start, str(second), str(tmp_path / "empty"), 1, False)
-    edit(second, id="second")
-    assert pool.run(start, str(second), str(saved), 0, True) == [None] * 2
+    assert run("second", "empty", 3, False, False) == (None, [])
+    assert run("second", "saved", 1, True, False) == (None, [[1, 2]])
     # This run has loaded a checkpoint and saved none, when another run changes the file `latest`.
-    assert pool.run(start, str(third), str(saved), 1, False, False) == ["global_step3"] * 2
-    edit(third, id="third")
-    (saved / "latest").write_text("global_step1")
-    assert pool.run(start, str(third), str(saved), 0, True) == ["global_step3"] * 2
-
-
-def test_a_run_that_did_not_begin_loads_any_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    """As at its first start, because its launcher restarted the ranks while they were set up."""
-    pool, folder = ranks(2), str(tmp_path / "saved")
-    for agent in ("first", "second"):
-        (tmp_path / agent).mkdir()
-    pool.run(start, str(tmp_path / "first"), folder, 1, False)
-    assert pool.run(start, str(tmp_path / "second"), folder, 0, False) == ["global_step1"] * 2
+    assert run("third", "saved", 2, False, False) == ("global_step3", [])
+    (tmp_path / "saved" / "latest").write_text("global_step1")
+    assert run("third", "saved", 1, True, False) == ("global_step3", [[4, 4]])
+    # This run was restarted before its first step, and loads any checkpoint, as a first start does.
+    assert run("fourth", "saved", 0) == ("global_step1", [])
+    assert run("fourth", "saved", 0, True) == ("global_step1", [])

@@ -1,147 +1,149 @@
 """Identity of a run: which checkpoints it has written and loaded, also before the launcher restarted its ranks.
 
 A run is one start of the launcher, with all its restarts of the ranks. torchrun has a folder on each host for as long
-as it runs (``--log-dir``, else a temporary one). A file in it keeps what the next start of the ranks must know:
+as it runs (``--log-dir``, else a temporary one). The first line of a file in it is for the next start of the ranks:
 
-    ds_ext_run.json      {"id": id of the run, "process": its writer, "loaded": checksums of the loaded manifests}
-
-A new host gets this from the others. The file is written before the first step, and before anything is saved.
+    ds_ext_run.json      {"id": id of the run, "step": its last complete step, "loaded": checksums of loaded manifests}
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import functools
+import itertools
 import json
 import logging
 import os
 import secrets
-import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from ...errors import ConfigError
 from ..together import together
 from .folder import current_tag, good_checkpoints, has_checkpoint, open_checkpoint, read_manifest
-from .lock import FolderLock, process_key
+from .lock import FolderLock
 
 logger = logging.getLogger(__name__)
 
-_MEMORY = "ds_ext_run.json"
-
 
 class Run:
-    """Identity of this run. All ranks must build it together.
+    """Identity of this run. All ranks must build it together; see :func:`this_run`.
 
     Attributes:
-        id: the same on all ranks, for all engines of the run, and after restarts.
+        id: the same on all ranks, and after restarts.
         continues: an earlier start of the ranks had begun to train.
+        reached: last step that an earlier start is known to have completed.
     """
 
     def __init__(self) -> None:
-        self._loaded: set[int] = set()
-        self._written: dict[str, Any] | None = None
+        self._began = False
         self._locks: dict[Path, FolderLock] = {}
-        weakref.finalize(self, _release, self._locks)
-        memory = _read(_memory_file())
-        found = together(
-            lambda: (memory, memory["process"] == process_key() if memory else True, process_key())
-        )
-        memories = [memory for memory, _, _ in found if memory is not None]
-        first = json.dumps(found[0][2], sort_keys=True).encode()
-        self.id: str = memories[0]["id"] if memories else hashlib.sha256(first).hexdigest()[:12]
-        self.continues = any(not own for _, own, _ in found)
-        if self.continues:
-            self._loaded = {crc32 for memory in memories for crc32 in memory["loaded"]}
+        self._memory = _open_memory()
+        found = together(lambda: (_read(self._memory), secrets.token_hex(6)))
+        memories = [memory for memory, _ in found if memory is not None]
+        self.continues = bool(memories)
+        self.id: str = memories[0]["id"] if memories else found[0][1]
+        self.reached: int = max((memory["step"] for memory in memories), default=0)
+        self._loaded: set[int] = {crc32 for memory in memories for crc32 in memory["loaded"]}
 
-    def begin(self) -> None:
-        """Store the identity for the next start of the ranks. To be called before a step and before a save."""
-        memory = {"id": self.id, "process": process_key(), "loaded": sorted(self._loaded)}
-        path = _memory_file()
-        if path is None or os.environ.get("LOCAL_RANK") != "0" or memory == self._written:
-            return
-        self._written = memory
-        others = set((_read(path) or {}).get("loaded", ()))  # of another engine of this process
-        new = path.with_name(f"{_MEMORY}.{secrets.token_hex(4)}")
-        try:
-            new.write_text(json.dumps({**memory, "loaded": sorted(self._loaded | others)}))
-            new.replace(path)
-        except OSError as error:
+    def begin(self, step: int) -> None:
+        """Store what the next start of the ranks must know. To be called before a step and before a save.
+
+        The first call reports steps of an earlier start that are lost.
+
+        Args:
+            step: last complete step.
+        """
+        if not self._began and step < self.reached and dist.get_rank() == 0:
             logger.warning(
-                "%s: cannot be written (got %s). After a restart without snapshots, the ranks will load no checkpoint.",
-                *(path, error.strerror),
+                "restart of the ranks: steps %d to %d are lost, and run again", step + 1, self.reached
             )
+        self._began = True
+        if self._memory is None:
+            return
+        memory = {"id": self.id, "step": step, "loaded": sorted(self._loaded)}
+        try:
+            os.pwrite(self._memory, f"{json.dumps(memory)}\n".encode(), 0)
+        except OSError as error:
+            self._memory = None
+            _warn(error)
 
-    def lock(self, folder: Path) -> None:
+    def lock(self, folder: Path, tags: Collection[str] | None = None) -> None:
         """Take the lock of a folder until the end of this process. Only one rank calls this.
 
+        The first call for a folder names the checkpoints of other runs that this run may replace: those newer than its
+        own ones, and with ``tags`` only those of these names.
         Raises the errors of :meth:`.lock.FolderLock.take`.
         """
-        if folder not in self._locks:
-            self._locks[folder] = FolderLock(folder, self.id)
-        self._locks[folder].take()
-
-    def unlock(self, folder: Path) -> None:
-        """Give the lock of a folder back."""
         if folder in self._locks:
-            self._locks.pop(folder).release()
+            return self._locks[folder].take()
+        lock = FolderLock(folder, self.id)
+        lock.take()
+        self._locks[folder] = lock
+        newer = itertools.takewhile(lambda name: not self._owns(folder, name), good_checkpoints(folder)[::-1])
+        replaced = [name for name in newer if tags is None or name in tags][::-1]
+        if replaced:
+            logger.warning(
+                "%s: contains checkpoints of another run, which a save of the same name replaces: %s",
+                *(folder, ", ".join(replaced)),
+            )
 
     def loads(self, manifest: Mapping[str, Any]) -> None:
         """Record that this run has loaded a checkpoint."""
         self._loaded.add(manifest["crc32"])
 
-    def owns(self, manifest: Mapping[str, Any]) -> bool:
-        """Return whether this run has written or loaded a checkpoint."""
-        return manifest["job"].get("run") == self.id or manifest["crc32"] in self._loaded
-
-    def foreign(self, folder: Path) -> list[str]:
-        """Return the complete checkpoints in a folder that this run has neither written nor loaded."""
-        return [name for name in good_checkpoints(folder) if not self.owns(read_manifest(folder / name))]
-
-    def last(self, folder: Path) -> str | None:
-        """Return the current checkpoint, or else the newest, that this run has written or loaded; None without any."""
-        own = [name for name in good_checkpoints(folder) if self.owns(read_manifest(folder / name))]
-        with contextlib.suppress(ConfigError):
-            own += [name for name in own if name == current_tag(folder)]
-        return own[-1] if own else None
-
     def choose(self, folder: Path, tag: str | None) -> str | None:
-        """Return the name of the checkpoint to load; None if ``tag`` is None and there is none for this run.
+        """Return the name of the checkpoint to load; None if ``tag`` is None and there is none.
 
+        Without a tag it is the current checkpoint. After a restart of the ranks, this or else the newest one must have
+        been written or loaded by this run.
         Raises the errors of :func:`.folder.open_checkpoint`.
         """
-        if tag is not None:
-            return open_checkpoint(folder, tag)[0].name
-        chosen = None
-        if self.continues:
-            chosen = self.last(folder)
-        elif has_checkpoint(folder):
-            chosen = open_checkpoint(folder)[0].name
-        if chosen is None and self.continues:
-            logger.warning(
-                "%s: no checkpoint that this run wrote or loaded before the restart of its ranks (got %s). The steps "
-                "before the restart are lost.",
-                *(folder, ", ".join(good_checkpoints(folder)) or "none"),
-            )
-        elif chosen is None:
-            logger.warning("%s: no checkpoint", folder)
-        return chosen
+        if tag is not None or not self.continues:
+            return open_checkpoint(folder, tag)[0].name if tag or has_checkpoint(folder) else None
+        own = [name for name in good_checkpoints(folder) if self._owns(folder, name)]
+        with contextlib.suppress(ConfigError):
+            own.sort(key=current_tag(folder).__eq__)
+        return own[-1] if own else None
+
+    def _owns(self, folder: Path, name: str) -> bool:
+        """Return whether this run has written or loaded a checkpoint."""
+        manifest = read_manifest(folder / name)
+        return manifest["job"].get("run") == self.id or manifest["crc32"] in self._loaded
 
 
-def _memory_file() -> Path | None:
-    """Return the file in torchrun's folder; None for another launcher."""
+@functools.cache
+def this_run() -> Run:
+    """Return the run of this process, for all its engines. All ranks must call this together."""
+    return Run()
+
+
+def _open_memory() -> int | None:
+    """Return a descriptor of the file in torchrun's folder on one rank of a host, and None on the others."""
     # FOLDER/attempt_0/0/error.json
     path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
-    return path.parents[2] / _MEMORY if path.parent.parent.name.startswith("attempt_") else None
+    if os.environ.get("LOCAL_RANK") != "0" or not path.parent.parent.name.startswith("attempt_"):
+        return None
+    try:
+        return os.open(path.parents[2] / "ds_ext_run.json", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        return _warn(error)
 
 
-def _read(path: Path | None) -> dict[str, Any] | None:
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads(path.read_text()) if path is not None else None
+def _read(file: int | None) -> dict[str, Any] | None:
+    """Return what the last start of the ranks has stored; None if it had not begun."""
+    text = b"" if file is None else os.pread(file, 1 << 20, 0)
+    with contextlib.suppress(ValueError):
+        return json.loads(text.partition(b"\n")[0])
     return None
 
 
-def _release(locks: dict[Path, FolderLock]) -> None:
-    for lock in locks.values():
-        lock.release()
+def _warn(error: OSError) -> None:
+    logger.warning(
+        "the folder of torchrun's logs cannot be written (got %s). After a restart, the ranks cannot recognize "
+        "checkpoints of other runs.",
+        error.strerror,
+    )

@@ -13,7 +13,6 @@ files, and a loading rank reads only the elements that it needs (reader.py).
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -48,8 +47,6 @@ from .states import (
     numbers_of,
     parameters_of,
 )
-
-logger = logging.getLogger(__name__)
 
 STATE_FILE = "mp_rank_00_model_states.pt"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -104,8 +101,6 @@ def save_checkpoint(
     def start() -> Path:
         with _describe_failure(folder, tag):
             engine.run.lock(folder)
-            if tag in engine.run.foreign(folder):
-                logger.warning("%s: replaces a checkpoint of another run", folder / tag)
             return start_writing(folder, tag)
 
     def write_part() -> dict[str, Any]:
@@ -114,7 +109,6 @@ def save_checkpoint(
 
     def finish() -> None:
         with _describe_failure(folder, tag):
-            engine.run.lock(folder)
             publish(written, tag, _manifest(engine, parts), make_current)
 
     written: Path = by_rank_0(start, CheckpointError)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import socket
 from collections.abc import Mapping, Sequence
@@ -19,8 +18,6 @@ from .folder import start_writing
 from .save import require_plain_extra_states, state_of
 from .states import Checkpointed, OptimizerStates, parameters_of
 
-logger = logging.getLogger(__name__)
-
 _TAG = "trial"
 _MASTER_BYTES, _STATE_BYTES = 4, 4  # master weights and optimizer states are fp32
 
@@ -36,13 +33,7 @@ def try_folder(engine: Checkpointed, folder: Path, tags: Sequence[str] | None) -
     """
 
     def start() -> Path:
-        engine.run.lock(folder)
-        foreign = [name for name in engine.run.foreign(folder) if tags is None or name in tags]
-        if foreign:
-            logger.warning(
-                "%s: contains checkpoints of another run, which a save of the same name replaces: %s",
-                *(folder, ", ".join(foreign)),
-            )
+        engine.run.lock(folder, tags)
         return start_writing(folder, _TAG)
 
     folder = folder.absolute()
@@ -55,7 +46,6 @@ def try_folder(engine: Checkpointed, folder: Path, tags: Sequence[str] | None) -
             if dist.get_rank() == 0:
                 shutil.rmtree(written, ignore_errors=True)
     except (CheckpointError, ConfigError) as error:
-        engine.run.unlock(folder)
         reported = ConfigError(f"checkpoints cannot be saved to {folder}: {error}")
         reported.reported_by = 0
         raise reported from None

@@ -27,6 +27,7 @@ from ds_ext.engine.checkpoint.folder import (
 )
 from ds_ext.errors import CheckpointError, ConfigError
 from ds_ext.training.preflight import require_checkpoint
+from tests.launch.jobs import ROOT
 from tests.ranks import fork_server
 
 
@@ -149,10 +150,18 @@ def test_a_folder_in_the_place_of_latest_is_named(tmp_path: Path) -> None:
 
 def test_latest_is_utf_8_under_every_locale(tmp_path: Path) -> None:
     write(tmp_path, "größe_1")
-    code = "import sys; from pathlib import Path; from ds_ext.engine.checkpoint.folder import current_tag;"
-    code += "sys.exit(current_tag(Path(sys.argv[1])) != 'gr\\xf6\\xdfe_1')"
+    code = """if True:
+        import sys
+        from pathlib import Path
+        from types import ModuleType
+        for name in ("ds_ext", "ds_ext.engine", "ds_ext.engine.checkpoint"):  # which would import torch
+            sys.modules[name] = ModuleType(name)
+            sys.modules[name].__path__ = [str(Path(sys.argv[1], *name.split(".")))]
+        from ds_ext.engine.checkpoint.folder import current_tag
+        sys.exit(current_tag(Path(sys.argv[2])) != "gr\\xf6\\xdfe_1")
+    """
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    words = [sys.executable, "-X", "utf8=0", "-c", code, str(tmp_path)]
+    words = [sys.executable, "-X", "utf8=0", "-c", code, str(ROOT), str(tmp_path)]
     assert subprocess.run(words, env=os.environ | ascii_only, check=False).returncode == 0
 
 

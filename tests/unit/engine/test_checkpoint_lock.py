@@ -1,126 +1,121 @@
-"""Lock of a folder of checkpoints: who is refused, and which locks are broken."""
+"""Lock of a folder of checkpoints: who is refused, and when the lock ends."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import logging
 import os
-import threading
+import re
+import shutil
+import signal
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ds_ext.engine.checkpoint import lock
 from ds_ext.engine.checkpoint.lock import LOCK, FolderLock
 from ds_ext.errors import CheckpointError
 from tests.ranks import fork_server
 
 
-def hold(folder: Path, taken: Connection) -> None:
-    """Take the lock for the run "first" and keep it."""
-    FolderLock(folder, "first").take()
-    taken.send(True)
-    time.sleep(600)
+def hold(folder: Path, pipe: Connection) -> None:
+    """Take the lock for the run "first" with a forked child, as of a data loader, and take it again on demand."""
+    lock = FolderLock(folder, "first")
+    lock.take()
+    if (child := os.fork()) == 0:
+        lock.release()
+        pipe.send(os.getpid())
+        time.sleep(600)
+    assert child
+    while pipe.recv():
+        lock.take()
+        pipe.send(None)
 
 
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator[BaseProcess]:
+def holder(tmp_path: Path) -> Iterator[tuple[BaseProcess, Connection]]:
     """A process of the run "first" that has the lock."""
-    reader, sender = fork_server().Pipe(duplex=False)
-    process = fork_server().Process(target=hold, args=(tmp_path, sender))
+    ours, theirs = fork_server().Pipe()
+    process = fork_server().Process(target=hold, args=(tmp_path / "saved", theirs))
     process.start()
-    reader.recv()
-    yield process
+    child = ours.recv()
+    yield process, ours
     process.kill()
     process.join()
+    os.kill(child, signal.SIGKILL)
 
 
-def content(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / LOCK).read_text())
+Holder = tuple[BaseProcess, Connection]
 
 
-def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path: Path, holder: BaseProcess) -> None:
-    second = FolderLock(tmp_path, "second")
-    with pytest.raises(CheckpointError, match=f"run first, process {holder.pid} on host "):
-        second.take()
-    holder.kill()
-    holder.join()
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
+def test_a_second_job_is_refused_until_the_first_ends(tmp_path: Path, holder: Holder, ending: int) -> None:
+    (process, _), second = holder, FolderLock(tmp_path / "saved", "second")
+    for _ in range(2):
+        with pytest.raises(CheckpointError) as caught:
+            second.take()
+        assert re.search(rf"run first, process {process.pid} on host \S+, for \d+ s\)", str(caught.value))
+    assert process.pid
+    os.kill(process.pid, ending)
+    process.join()
     second.take()
-    assert content(tmp_path)["run"] == "second"
     second.take()
     second.release()
-    assert not (tmp_path / LOCK).exists()
+    assert json.loads((tmp_path / "saved" / LOCK).read_text())["run"] == "second"
 
 
-def test_another_process_with_the_same_id_is_not_the_owner(tmp_path: Path) -> None:
-    FolderLock(tmp_path, "first").take()
-    (tmp_path / LOCK).write_text(json.dumps({**content(tmp_path), "started": 1}))
-    FolderLock(tmp_path, "second").take()
-    assert content(tmp_path)["run"] == "second"
-
-
-def test_a_later_start_of_a_run_takes_its_lock(tmp_path: Path, holder: BaseProcess) -> None:
-    again = FolderLock(tmp_path, "first")
-    again.take()
-    assert content(tmp_path)["process"] == os.getpid() != holder.pid
-
-
-def test_a_job_that_lost_its_lock_is_refused(tmp_path: Path, holder: BaseProcess) -> None:
-    """As after a stop that was longer than the limit."""
-    taken = (tmp_path / LOCK).read_bytes()
-    (tmp_path / LOCK).unlink()
-    stopped = FolderLock(tmp_path, "second")
-    stopped.take()
-    (tmp_path / LOCK).write_bytes(taken)
-    with pytest.raises(CheckpointError, match="run first"):
-        stopped.take()
-    stopped.release()
-    assert content(tmp_path)["run"] == "first"
-
-
-@pytest.mark.parametrize("text", [None, "", "{"])
-def test_a_lock_of_another_host_is_broken_when_nothing_touches_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
+def test_a_later_start_of_a_run_continues_without_the_lock_until_the_earlier_one_ends(
+    tmp_path: Path, holder: Holder
 ) -> None:
-    monkeypatch.setattr(lock, "STALE_S", 0.5)
-    FolderLock(tmp_path, "first").take()
-    elsewhere = json.dumps({**content(tmp_path), "machine": "another"})
-    (tmp_path / LOCK).write_text(elsewhere if text is None else text)
-    FolderLock(tmp_path, "second").take()
-    assert content(tmp_path)["run"] == "second"
+    (process, _), again = holder, FolderLock(tmp_path / "saved", "first")
+    again.take()
+    with pytest.raises(CheckpointError, match=f"process {process.pid} "):
+        FolderLock(tmp_path / "saved", "second").take()
+    process.kill()
+    process.join()
+    again.take()
+    assert json.loads(os.pread(again._file or 0, 4096, 0))["process"] == os.getpid()
+    again.release()
 
 
-def test_a_lock_of_another_host_that_is_touched_is_kept(
+def test_the_lock_of_a_replaced_folder_is_taken_again(tmp_path: Path, holder: Holder) -> None:
+    (process, pipe), second = holder, FolderLock(tmp_path / "saved", "second")
+    shutil.rmtree(tmp_path / "saved")
+    pipe.send(True)
+    pipe.recv()
+    with pytest.raises(CheckpointError, match=f"process {process.pid} "):
+        second.take()
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    def lockf(file: int, command: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    lock = FolderLock(tmp_path, "first")
+    with caplog.at_level(logging.WARNING, "ds_ext"):
+        lock.take()
+        lock.take()
+    assert len(caplog.records) == 1
+    lock.release()
+
+
+def test_a_lock_that_cannot_be_opened_or_locked_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key = lock.process_key()
-    monkeypatch.setattr(lock, "BEAT_S", 0.05)
-    monkeypatch.setattr(lock, "process_key", lambda: {**key, "machine": "another"})
-    first = FolderLock(tmp_path, "first")
-    first.take()
-    monkeypatch.setattr(lock, "process_key", lambda: key)
-    with pytest.raises(CheckpointError, match="run first"):
-        FolderLock(tmp_path, "second").take()
-    first.release()
-
-
-def test_of_many_jobs_one_gets_the_lock(tmp_path: Path) -> None:
-    locks = [FolderLock(tmp_path, str(number)) for number in range(8)]
-    refused: list[CheckpointError] = []
-
-    def take(one: FolderLock) -> None:
-        try:
-            one.take()
-        except CheckpointError as error:
-            refused.append(error)
-
-    threads = [threading.Thread(target=take, args=(one,)) for one in locks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(refused) == 7
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=re.escape(str(tmp_path / "file"))):
+        FolderLock(tmp_path / "file", "first").take()
+    failure = OSError(errno.EIO, os.strerror(errno.EIO))
+    monkeypatch.setattr(fcntl, "lockf", lambda *_: (_ for _ in ()).throw(failure))
+    with pytest.raises(OSError) as caught:
+        FolderLock(tmp_path, "first").take()
+    assert caught.value.filename == str(tmp_path / LOCK)
