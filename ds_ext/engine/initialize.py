@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -18,7 +19,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from ..comm.groups import end_after_threads, limit_waits, watch_hosts
 from ..comm.spin import usable_cores
-from ..config.deepspeed_check import check_deepspeed
+from ..config.deepspeed_check import check_deepspeed, unknown_keys
 from ..config.deepspeed_json import (
     fp32_sums_of_bf16,
     half_through_zero,
@@ -46,6 +47,8 @@ from .fbd.backward import BackwardEngine
 from .fbd.forward import ForwardEngine
 from .module import PipelineModule
 from .together import by_rank_0, together
+
+logger = logging.getLogger(__name__)
 
 _NOT_ON_FORWARD_RANKS = ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16", "bfloat16")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -205,6 +208,8 @@ def initialize(
         check_deepspeed(job.deepspeed, optimizer=optimizer is None, scheduler=lr_scheduler is None)
         if rank() == 0:
             require_monitors(job.deepspeed)
+            if unknown := unknown_keys(job.deepspeed):
+                logger.warning("unknown keys without effect: %s", ", ".join(unknown))
     config_dict = dict(
         fp32_sums_of_bf16(half_through_zero(job.deepspeed)),
         train_micro_batch_size_per_gpu=sizes.micro_batch_size,
