@@ -37,6 +37,7 @@ from ..launch.failure import rank, world_size
 from ..launch.job_facts import code_facts, setting_facts
 from ..launch.launcher import require_restarts, set_single_rank
 from ..launch.process import has_logging, print_stacks_on_signal, set_up_logging
+from ..launch.processes import find_launcher
 from ..launch.roll_call import Facts, RollCall, agent_serves_store, compare, meet, one_refusal
 from ..parallel.fbd import FORWARD_ROLE, DisaggregatedLayout
 from .deepspeed_api.device import select_device
@@ -147,9 +148,10 @@ def _join(call: RollCall, timeout: timedelta) -> None:
 def threads_of_rank() -> int:
     """Return the number of torch's CPU threads: the usable cores divided by the ranks that share them."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    launched = find_launcher()
     with contextlib.suppress(OSError):  # the launcher may have exited
-        if os.sched_getaffinity(0) != os.sched_getaffinity(os.getppid()):
-            ranks = 1  # the launcher pinned this rank to separate cores
+        if launched is not None and os.sched_getaffinity(0) != os.sched_getaffinity(launched[1]):
+            ranks = 1  # the launcher or a wrapper pinned this rank to separate cores
     return max(1, int(usable_cores() // ranks))
 
 
