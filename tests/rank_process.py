@@ -106,6 +106,11 @@ def _run(call: bytes, rank: int) -> Any:
         return fn(rank, *args)
     finally:
         gc.collect()
+        # DeepSpeed keeps engines alive, and with them the locks that end with the process of a real job.
+        for lock in [one for one in gc.get_objects() if type(one).__name__ == "FolderLock"]:
+            lock.release()
+        if run := sys.modules.get("ds_ext.engine.checkpoint.run"):
+            run.this_run.cache_clear()
 
 
 def _answer(pipe: Connection, work: Any) -> None:

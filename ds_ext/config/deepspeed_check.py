@@ -82,14 +82,18 @@ def check_deepspeed(
     """
     config = fp32_sums_of_bf16(half_through_zero(config))
     parsed = _made(_read, config)
-    known = _top_level_keys()
-    for key in [key for key in config if key not in known]:
-        if near := difflib.get_close_matches(key.lower(), known, n=1, cutoff=RESEMBLES):
+    for key in unknown_keys(config):
+        if near := difflib.get_close_matches(key.lower(), _top_level_keys(), n=1, cutoff=RESEMBLES):
             raise ConfigError(f"{key}: unknown key (got {config[key]!r}). Did you mean {near[0]}?")
     if optimizer and parsed.optimizer_name is not None:
         _check_optimizer(parsed, config["optimizer"], flags or {})
     if scheduler and parsed.scheduler_name is not None:
         _check_scheduler(parsed, config["scheduler"])
+
+
+def unknown_keys(config: Mapping[str, Any]) -> list[str]:
+    """Return the top-level keys without effect: neither ds_ext's nor those that the installed DeepSpeed looks for."""
+    return [key for key in config if key not in _top_level_keys() | {"ds_ext"}]
 
 
 def _made(
@@ -150,6 +154,7 @@ def _suggestion(key: str, known: Iterable[str]) -> str:
     return f"Known: {', '.join(sorted(names.values()))}." if len(names) < 60 else "Remove it."
 
 
+@functools.cache
 def _top_level_keys() -> set[str]:
     """Return the keys that DeepSpeedConfig looks for in a JSON."""
     asked: set[str] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from ..data.tokenizer_base import Tokenizer
 from ..engine.checkpoint.file import layer_file, write_plain
-from ..engine.checkpoint.folder import good_checkpoints, has_checkpoint, publish, start_writing
+from ..engine.checkpoint.folder import has_checkpoint, publish, start_writing
+from ..engine.checkpoint.lock import FolderLock
 from ..engine.checkpoint.save import COUNTERS, STATE_FILE
 from ..errors import ConfigError
 from ..models.bert import BertConfig
@@ -45,7 +47,7 @@ def from_hf(source: Path, output: Path) -> str:
     """
     model = HuggingFaceModel(source)
     config, weights = model.config, list(model.weights.values())
-    if has_checkpoint(output) or good_checkpoints(output):
+    if has_checkpoint(output):
         raise ConfigError(f"OUTPUT: the folder contains checkpoints (got {output}). Use a new folder.")
     tokenizer = tokenizer_beside(source)
     state = {
@@ -60,15 +62,10 @@ def from_hf(source: Path, output: Path) -> str:
         # Clone the result: a view would be saved with its whole storage.
         return model.read(weight).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
+    layers, tied = num_pipeline_layers(config), not config.untie_embeddings_and_output_weights
     try:
-        checkpoint = _write(
-            output,
-            weights,
-            read,
-            state,
-            num_pipeline_layers(config),
-            not config.untie_embeddings_and_output_weights,
-        )
+        with FolderLock(output, f"convert {secrets.token_hex(4)}"):
+            checkpoint = _write(output, weights, read, state, layers, tied)
     except OSError as error:
         raise ConfigError(f"OUTPUT: cannot be written (got {output}): {error.strerror or error}.") from None
     elements = sum(math.prod(weight.shape) for weight in weights)

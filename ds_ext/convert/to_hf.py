@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.checkpoint.file import read_plain
-from ..engine.checkpoint.folder import LATEST, MANIFEST, check_contents, open_checkpoint
+from ..engine.checkpoint.folder import LATEST, MANIFEST, check_contents, has_checkpoint, open_checkpoint
 from ..engine.checkpoint.reader import CheckpointReader
 from ..engine.checkpoint.save import STATE_FILE
 from ..engine.checkpoint.states import LocalParameter, Shape
@@ -106,7 +106,7 @@ def _open(source: Path) -> tuple[Path, dict[str, Any]]:
     """Return the checkpoint to convert and its manifest. Raises ConfigError without a checkpoint."""
     if (source / MANIFEST).is_file():
         return open_checkpoint(source.absolute().parent, source.absolute().name)
-    if not (source / LATEST).is_file():
+    if not has_checkpoint(source):
         raise ConfigError(
             f"SOURCE: must be a folder of checkpoints, with a file {LATEST}, or a checkpoint, with a file {MANIFEST} "
             f"(got {source})."

@@ -61,11 +61,11 @@ from .batches import (
     require_same_samples,
 )
 from .checkpoint.buffers import ReplicaBuffers
-from .checkpoint.folder import has_checkpoint
 from .checkpoint.load import load_checkpoint
 from .checkpoint.master_weights import MasterWeights
+from .checkpoint.run import this_run
 from .checkpoint.save import save_checkpoint
-from .checkpoint.states import parameters_of
+from .checkpoint.states import OptimizerStates, parameters_of
 from .checkpoint.trial import try_folder
 from .deepspeed_api.device import peak_memory_bytes
 from .deepspeed_api.handlers import is_patch, with_patches
@@ -87,7 +87,7 @@ from .module import PipelineModule
 from .recovery.audit import Audit
 from .recovery.recovery import Recovered, Recovery
 from .stage import Buffer, DeferralReport, StageForward, mean_over_ranks
-from .together import by_rank_0
+from .together import by_rank_0, together
 from .tracing.clock import BusyClock
 from .tracing.recorder import Tracer
 
@@ -126,6 +126,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             ``path``, ``step``, ``seconds`` taken, and ``at``, its end in seconds since 1970. "recovered" has the other
             attributes of :class:`.recovery.recovery.Recovered` too.
         on_checkpoint_event: function called on this rank after each new event; None: none.
+        run: identity of this run, which its checkpoints and its record contain.
         recovery: snapshots in host memory; None without the section "recovery".
         snapshot_s: seconds for this rank's snapshot of the last step and for waiting for copies; None without one.
         audit: audits of the steps; None without ``audit_interval``.
@@ -215,6 +216,13 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         let_parameters_differ(self.optimizer)
         self._use_optimizer()
         self.use_transport(transport)
+        self.run = this_run()
+        problems = together(OptimizerStates(self.optimizer).problem)
+        if problem := next(filter(None, problems), ""):
+            if settings.recovery is not None:
+                raise ConfigError(problem)
+            if self.global_rank == 0:
+                logger.warning("no checkpoint can be saved: %s", problem)
         self.recovery = None if settings.recovery is None else Recovery(self, settings.recovery)
         self.snapshot_s: float | None = None
         self._began = False  # the current step, so that it cannot be repeated
@@ -705,6 +713,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             ConfigError: there is no data or no optimizer, or a script changed ``micro_batches``.
             NonFiniteLoss: the loss was not finite in ``max_nonfinite_losses`` consecutive steps.
         """
+        self.run.begin(self.global_steps)
         if self.recovery is not None:
             self.recovery.complete()
         if data_iter is not None:
@@ -937,14 +946,20 @@ class PipelineEngine(DeepSpeedPipelineEngine):
     def weights_loaded(self) -> None:
         """Hook for subclasses, called on all ranks after a checkpoint has been loaded."""
 
-    def try_checkpoint_folder(self, save_dir: str | os.PathLike[str]) -> None:
+    def try_checkpoint_folder(
+        self, save_dir: str | os.PathLike[str], tags: Sequence[str] | None = None
+    ) -> None:
         """Check that checkpoints can be saved to ``save_dir``. All ranks must call this together.
 
         Every rank writes a small file. Rank 0 reads the files and compares the free space with a checkpoint's size.
+        From now on, no other job can save to the folder. A warning names checkpoints that another run has left there.
         Raises the same ConfigError on all ranks.
+
+        Args:
+            tags: names of this run's checkpoints, to warn only of those that it will replace; None: any name.
         """
-        with self._in_activity(f"checking the folder {save_dir}"):
-            try_folder(self, Path(save_dir))
+        with self._in_activity(f"checking the folder {save_dir}"), self._longer_limit():
+            try_folder(self, Path(save_dir), tags)
 
     def save_checkpoint(
         self,
@@ -961,6 +976,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         """
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         begin, event = time.perf_counter(), "failed"
+        self.run.begin(self.global_steps)
         try:
             with self._in_activity(f"saving the checkpoint {tag}"), self._longer_limit():
                 self.average_buffers()
@@ -991,21 +1007,25 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         """Load ``load_dir/tag`` (None: the current checkpoint), written with any schedule and parallel sizes.
 
         Arguments and result are the same as DeepSpeed's: (path, client state). The result is (None, None) if ``tag`` is
-        None and the folder has no checkpoint.
+        None and the folder has no checkpoint; after a restart of the ranks, none that this run has written or loaded.
         Raises the errors of :func:`.checkpoint.load.load_checkpoint`, and ConfigError for a ``custom_load_fn``.
         """
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn: must be None. The layer files contain the weights.")
         with self._in_activity(f"loading a checkpoint from {load_dir}"), self._longer_limit():
-            if tag is None and not by_rank_0(lambda: has_checkpoint(Path(load_dir)), CheckpointError):
-                logger.warning("%s: no checkpoint", load_dir)
+            # All ranks load the same checkpoint, even if another job writes to the folder.
+            named = None if tag is None else str(tag)
+            chosen = by_rank_0(lambda: self.run.choose(Path(load_dir), named), CheckpointError)
+            if chosen is None:
+                own = " that this run wrote or loaded before its restart" * self.run.continues
+                logger.warning("%s: no checkpoint%s", load_dir, own)
                 return None, None
             begin = time.perf_counter()
             self._masters.take_changes()  # a partial load keeps what the script set
             path, client_state = load_checkpoint(
                 self,
                 Path(load_dir),
-                None if tag is None else str(tag),
+                chosen,
                 strict=load_module_strict,
                 with_optimizer=load_optimizer_states and not load_module_only,
                 with_scheduler=load_lr_scheduler_states and not load_module_only,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -18,7 +19,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from ..comm.groups import end_after_threads, limit_waits, watch_hosts
 from ..comm.spin import usable_cores
-from ..config.deepspeed_check import check_deepspeed
+from ..config.deepspeed_check import check_deepspeed, unknown_keys
 from ..config.deepspeed_json import (
     fp32_sums_of_bf16,
     half_through_zero,
@@ -36,6 +37,7 @@ from ..launch.failure import rank, world_size
 from ..launch.job_facts import code_facts, setting_facts
 from ..launch.launcher import require_restarts, set_single_rank
 from ..launch.process import has_logging, print_stacks_on_signal, set_up_logging
+from ..launch.processes import find_launcher
 from ..launch.roll_call import Facts, RollCall, agent_serves_store, compare, meet, one_refusal
 from ..parallel.fbd import FORWARD_ROLE, DisaggregatedLayout
 from .deepspeed_api.device import select_device
@@ -46,6 +48,8 @@ from .fbd.backward import BackwardEngine
 from .fbd.forward import ForwardEngine
 from .module import PipelineModule
 from .together import by_rank_0, together
+
+logger = logging.getLogger(__name__)
 
 _NOT_ON_FORWARD_RANKS = ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16", "bfloat16")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -144,9 +148,10 @@ def _join(call: RollCall, timeout: timedelta) -> None:
 def threads_of_rank() -> int:
     """Return the number of torch's CPU threads: the usable cores divided by the ranks that share them."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    launched = find_launcher()
     with contextlib.suppress(OSError):  # the launcher may have exited
-        if os.sched_getaffinity(0) != os.sched_getaffinity(os.getppid()):
-            ranks = 1  # the launcher pinned this rank to separate cores
+        if launched is not None and os.sched_getaffinity(0) != os.sched_getaffinity(launched[1]):
+            ranks = 1  # the launcher or a wrapper pinned this rank to separate cores
     return max(1, int(usable_cores() // ranks))
 
 
@@ -205,6 +210,8 @@ def initialize(
         check_deepspeed(job.deepspeed, optimizer=optimizer is None, scheduler=lr_scheduler is None)
         if rank() == 0:
             require_monitors(job.deepspeed)
+            if unknown := unknown_keys(job.deepspeed):
+                logger.warning("unknown keys without effect: %s", ", ".join(unknown))
     config_dict = dict(
         fp32_sums_of_bf16(half_through_zero(job.deepspeed)),
         train_micro_batch_size_per_gpu=sizes.micro_batch_size,
@@ -220,6 +227,7 @@ def initialize(
     limit_waits(model.plan.settings.transport_options.timeout_s)
     if model_parameters is not None:
         model_parameters = _with_placeholder(model, [_with_list(group) for group in model_parameters])
+    data = data_facts(model, training_data)
     compare(
         {
             **code_facts(),
@@ -229,7 +237,7 @@ def initialize(
         },
         of_replicas={
             **stage_facts(model, getattr(optimizer, "param_groups", model_parameters) or []),
-            **data_facts(model, training_data),
+            **data,
         },
     )
     if optimizer is not None or "optimizer" in config_dict:
@@ -252,7 +260,7 @@ def initialize(
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
     )
-    engine.run_facts = facts
+    engine.run_facts = {**facts, "run": engine.run.id, "data": data}
     engine._configure_python_gc()
     limit_waits(job.ds_ext.transport_options.timeout_s)
     return engine, engine.optimizer, None, engine.lr_scheduler

@@ -29,6 +29,7 @@ _DTYPE_ERROR = re.compile(
 )  # torch's errors for inputs with a wrong dtype
 _MIN_DEFERRED = 0.5  # share of the elements; log a warning if it is smaller
 _MAX_NAMES = 4  # parameters in a log line
+_alias = torch.ops.aten._unsafe_view.default
 
 
 @dataclass(slots=True)
@@ -143,20 +144,9 @@ class StageForward:
             ) from error
 
 
-class _NonLeaf(torch.autograd.Function):
-    """Identity on the same memory. Its result is not a leaf."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
 def _non_leaf(tensor: Tensor) -> Tensor:
-    return _NonLeaf.apply(tensor) if tensor.requires_grad else tensor
+    """Return the same memory, not as a leaf and not as a view, on which torch forbids in-place operations too."""
+    return _alias(tensor, tensor.shape) if tensor.requires_grad else tensor
 
 
 def mean_over_ranks(outputs: Sequence[Any], group: ProcessGroup | None) -> Any:

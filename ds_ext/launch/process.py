@@ -155,6 +155,7 @@ def _watch(ending: Ending) -> None:
     if not launchers:
         _end_orphan()
     ending.launcher = launchers[0][1]
+    parents = [parent for _, parent in launchers]
 
     def orphaned() -> bool:
         return any(parent_of(child) != parent for child, parent in launchers)
@@ -172,7 +173,7 @@ def _watch(ending: Ending) -> None:
                     _say_once("stopped by SIGINT.")
                     os._exit(EXIT_INTERRUPTED)
                 # A launcher's signal may end a wrapper first, and so look like the end of the launcher.
-                if orphaned() and (signal.SIGTERM not in received or not is_running(ending.launcher)):
+                if orphaned() and not (signal.SIGTERM in received and all(map(is_running, parents))):
                     _end_orphan()
                 if signal.SIGTERM in received:
                     _end_by_sigterm(ending, lost)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,8 +20,6 @@ from ..data.blend import parse_data_path
 from ..data.datasets import parse_split
 from ..engine import PipelineEngine
 from ..engine.batches import MicroBatches
-from ..engine.checkpoint.folder import has_checkpoint
-from ..engine.recovery.recovery import restarts
 from ..errors import CheckpointError
 from ..launch.launcher import launch_again
 from ..launch.process import EXIT_FAILED, rank
@@ -89,9 +88,10 @@ class Trainer:
             The exit code: 0, EXIT_NOT_SAVED if a checkpoint could not be written, 1 if the last loss is not finite.
         """
         args = self.args
-        if args.save:
-            self.engine.try_checkpoint_folder(args.save)
         step = self.recover()
+        if args.save:
+            due = [n for n in range(step + 1, args.train_iters) if _due(n, args.save_interval)]
+            self.engine.try_checkpoint_folder(args.save, [f"step_{n}" for n in (*due, args.train_iters)])
         if step >= args.train_iters:
             say(f"nothing to train: checkpoint at step {step}, --train-iters {args.train_iters}")
             return 0
@@ -169,34 +169,39 @@ class Trainer:
     def recover(self) -> int:
         """Load what the job continues from, and return its step; 0 at the beginning.
 
-        After a restart by the launcher these are the snapshots in host memory, else the last checkpoint of ``--save``.
-        Otherwise it is the checkpoint of ``--load``, which is also read before snapshots: they have no frozen weights.
+        After a restart by the launcher these are the snapshots in host memory, else the last checkpoint that this run
+        has written to ``--save``. Otherwise it is the checkpoint of ``--load``, which is also read before snapshots:
+        they have no frozen weights.
         """
         step = self.resume(self.args.load)
         recovered = self.engine.recover(self.train)
         if recovered is not None:
             return recovered.step
-        restart = restarts()
-        if restart and self.args.save and has_checkpoint(Path(self.args.save)):
-            say(f"restart {restart}: no snapshots in host memory; loading the last checkpoint on disk")
-            return self.resume(self.args.save)
-        if restart:
-            say(
-                f"restart {restart}: no snapshots in host memory and no checkpoint in --save; training from step {step}"
-            )
-        return step
+        if not self.engine.run.continues:
+            return step
+        say("no snapshots in host memory after the restart of the ranks")
+        return self.resume(self.args.save, step)
 
-    def resume(self, folder: str | None) -> int:
+    def resume(self, folder: str | None, default: int | None = None) -> int:
         """Load the current checkpoint of a folder and return its step; 0 without a folder.
+
+        Args:
+            default: step to return without a checkpoint of this run; None raises CheckpointError.
 
         Raises CheckpointError if another script saved it.
         """
         if not folder:
-            return 0
+            return default or 0
         path, state = self.engine.load_checkpoint(folder)
-        if path is None or state is None or "step" not in state or "consumed_samples" not in state:
+        if path is None and default is not None:
+            return default
+        if path is None:
             raise CheckpointError(
-                f"{path or folder}: saved by another script (got no step or position in the data). Write the "
+                f"{folder}: no longer contains the checkpoint with which this run began. Start the job again."
+            )
+        if state is None or "step" not in state or "consumed_samples" not in state:
+            raise CheckpointError(
+                f"{path}: saved by another script (got no step or position in the data). Write the "
                 f"name of an older checkpoint into {Path(folder) / 'latest'}, or remove --load."
             )
         self.train.load_state_dict(state)
@@ -280,14 +285,14 @@ _DATA_FLAGS = {
 def data_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Return the flags that decide the samples and their order, in normal form.
 
-    Paths are absolute. The shares of a split and the weights of a blend add up to 1.
+    Paths are absolute, with the sizes of their files. The shares of a split and the weights of a blend add up to 1.
     """
     flags = {name: getattr(args, name) for name in _DATA_FLAGS if hasattr(args, name)}
     if "split" in flags:
         flags["split"] = ",".join(f"{share:.6g}" for share in parse_split(flags["split"]))
     if "data_path" in flags:
         weights, prefixes = parse_data_path(flags["data_path"])
-        paths = [str(path.absolute()) for path in prefixes]
+        paths = [f"{path.absolute()} ({os.path.getsize(f'{path}.bin')} bytes)" for path in prefixes]
         shares = [f"{float(weight / sum(weights)):.6g}" for weight in weights]
         pairs = [word for pair in zip(shares, paths, strict=True) for word in pair]
         flags["data_path"] = " ".join(pairs if len(paths) > 1 else paths)

@@ -93,8 +93,9 @@ class TcpConnection final : public IoThread::Watcher,
 
     /// Send `bye` after all messages. The I/O thread completes the closing.
     void close() {
-        if (!ours() || closing_.exchange(true)) return;
+        if (!ours() || closed_.exchange(true)) return;
         send_control(ControlKind::bye);
+        closing_ = true;  // not earlier: the I/O thread ends the stream as soon as it sees this
         io_->wake();
     }
 
@@ -249,7 +250,7 @@ class TcpConnection final : public IoThread::Watcher,
     std::deque<Arrival> queue_;
     std::string cause_, end_reason_, damage_;
     std::atomic<std::uint64_t> arrived_{0}, taken_{0}, peer_taken_{0};
-    std::atomic<bool> damaged_{false}, closing_{false};
+    std::atomic<bool> damaged_{false}, closed_{false}, closing_{false};
     std::uint64_t unreported_bytes_ = 0;  // used by the main thread only
 
     TcpOutbox outbox_;

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import ds_ext
 from ds_ext.engine.checkpoint.file import read_plain
+from ds_ext.engine.checkpoint.lock import LOCK
 from ds_ext.errors import CheckpointError, ConfigError
 from tests.engine_runs import StepBatches
 from tests.ranks import Ranks
@@ -87,6 +88,7 @@ def test_layers_of_a_user(ranks: Ranks, tmp_path: Path, zero: int) -> None:
     halves, _ = ranks(4).run(own_part, ("1f1b", 4, 4, zero), str(tmp_path / "b"), False, 3)[0]
     results = ranks(2).run(own_part, ("bitpipe", 2, 2, zero), str(tmp_path / "b"), True, 3)
     assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
+        LOCK,
         "global_step3",
         "global_step6",
         "latest",
@@ -212,7 +214,7 @@ def test_position_and_extra_states_are_loaded_and_what_cannot_be_saved_ends_all_
     assert first["said"] == second["said"]
     assert "Remembering.get_extra_state() of layer 3 (_extra_state)" in first["said"][0]
     assert "2.weight/momentum_buffer: " in first["said"][1]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step4", "latest"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, "global_step4", "latest"]
 
 
 def save_without_room(rank: int, folder: str) -> str:
@@ -239,4 +241,4 @@ def test_a_rank_that_cannot_write_leaves_the_last_checkpoint(ranks: Ranks, tmp_p
     assert said[0] == said[1]
     assert "'global_step2' was not saved: rank 1: File too large" in said[0] and "layer_0" in said[0]
     assert "is global_step1." in said[0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step1", "latest"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, "global_step1", "latest"]

@@ -23,7 +23,9 @@ STEPS, AT, TOTAL = 6, 3, 10
 pytestmark = pytest.mark.quick
 
 
-def engine_of(lr: float = 0.1, lr_scheduler: Any = None, **keys: Any) -> PipelineEngine:
+def engine_of(
+    lr: float = 0.1, lr_scheduler: Any = None, layers: Any = None, samples: int = 16, **keys: Any
+) -> PipelineEngine:
     config = {
         "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 2,
@@ -32,9 +34,9 @@ def engine_of(lr: float = 0.1, lr_scheduler: Any = None, **keys: Any) -> Pipelin
         "ds_ext": {"print_plan": False},
         **keys,
     }
-    layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(4)]
+    layers = layers or [LayerSpec(nn.Linear, 4, 4) for _ in range(4)]
     model = ds_ext.PipelineModule(layers, config, num_stages=2, loss_fn=nn.functional.mse_loss)
-    data = torch.utils.data.TensorDataset(torch.ones(16, 4), torch.ones(16, 4))
+    data = torch.utils.data.TensorDataset(torch.ones(samples, 4), torch.ones(samples, 4))
     parameters = model.parameters()
     engine, *_ = ds_ext.initialize(
         model=model, model_parameters=parameters, training_data=data, lr_scheduler=lr_scheduler
@@ -143,8 +145,14 @@ def test_all_steps_after_a_resume_have_the_rates_of_the_json(ranks: Ranks, tmp_p
     pool, folder = ranks(2), str(tmp_path)
     pool.run(resumed, folder, 0.1, AT, False, scheduler(1), 1)
     expected, _ = pool.run(resumed, folder, 0.001, STEPS, False, scheduler(0.01))[0]
-    for rates, _ in pool.run(resumed, folder, 0.001, STEPS - AT, True, scheduler(0.01), 1):
-        assert rates == pytest.approx(expected[AT:])
+    results = pool.run(resumed, folder, 0.001, STEPS - AT, True, scheduler(0.01), 1)
+    assert [rates for rates, _ in results] == [pytest.approx(expected[AT:])] * 2
+    keys = [key for _, lines in results for line in lines for key in re.findall(r"([\w.]+) = ", line)]
+    longer = {"MegatronLR", "WarmupCosineLR"} & {name}
+    own = {"OneCycle": ["scheduler.params.cycle_max_lr"]}.get(
+        name, longer and ["scheduler.params.total_num_steps"]
+    )
+    assert keys == ["optimizer.params.lr", *own]
 
 
 def test_settings_that_a_checkpoint_replaces_are_logged_once(ranks: Ranks, tmp_path: Path) -> None:
@@ -197,6 +205,54 @@ def test_rates_after_a_resume_on_ranks_with_other_groups(ranks: Ranks, tmp_path:
 def test_settings_of_torchs_schedulers_that_a_checkpoint_replaces(ranks: Ranks, tmp_path: Path) -> None:
     pool, folder = ranks(2), str(tmp_path)
     pool.run(resumed, folder, 0.1, AT, False, functools.partial(StepLR, step_size=2))
-    (rates, [line]), _ = pool.run(resumed, folder, 0.001, 2, True, functools.partial(StepLR, step_size=5))
+    (rates, lines), _ = pool.run(resumed, folder, 0.001, 2, True, functools.partial(StepLR, step_size=5))
     assert rates == pytest.approx([0.01, 0.001])
-    assert {"optimizer.params.lr", "scheduler.params.step_size"} == set(re.findall(r"([\w.]+) = ", line))
+    changed = [re.findall(r"([\w.]+) = ", line) for line in lines]
+    assert changed == [["optimizer.params.lr"], ["scheduler.params.step_size"]]
+
+
+def resumed_otherwise(rank: int, folder: str) -> list[list[str]]:
+    """Return the settings in each warning of a load into a job with a different batch size, dropout, data, ..."""
+    train = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "scheduler": WARMUP}
+    layers = [LayerSpec(nn.Linear, 4, 4), *[LayerSpec(nn.Sequential, nn.Dropout(0.5)) for _ in range(3)]]
+    engine, log = engine_of(0.1, layers=layers, samples=24, train_batch_size=16, **train), Lines()
+    logger = logging.getLogger("ds_ext.engine.checkpoint.load")
+    logger.addHandler(log)
+    engine.load_checkpoint(folder, load_module_strict=False, load_optimizer_states=False)
+    logger.removeHandler(log)
+    return [re.findall(r"([\w.]+) = ", line) for line in log.lines]
+
+
+def test_every_other_change_is_one_line(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(resumed, str(tmp_path), 0.1, AT, False, None)
+    lines, others = ranks(2).run(resumed_otherwise, str(tmp_path))
+    changed = ["training_data", "train_batch_size", "precision", "scheduler.type", "dropout"]
+    assert lines == [[key] for key in changed] and others == []
+
+
+WARMUP = {
+    "type": "WarmupLR",
+    "params": {"warmup_num_steps": 8, "warmup_max_lr": 0.1, "warmup_type": "linear"},
+}
+
+
+@pytest.mark.parametrize(
+    "scheduler", [WARMUP, functools.partial(StepLR, step_size=2)], ids=["WarmupLR", "StepLR"]
+)
+def test_an_added_scheduler_starts_at_the_step_of_the_checkpoint(
+    ranks: Ranks, tmp_path: Path, scheduler: Any
+) -> None:
+    pool, folder = ranks(2), str(tmp_path)
+    pool.run(resumed, folder, 0.1, AT, False, None)
+    expected, _ = pool.run(resumed, folder, 0.1, STEPS, False, scheduler)[0]
+    for rates, _ in pool.run(resumed, folder, 0.1, STEPS - AT, True, scheduler):
+        assert rates == pytest.approx(expected[AT:])
+
+
+def test_a_removed_scheduler_is_one_line_and_its_last_rate_stays(ranks: Ranks, tmp_path: Path) -> None:
+    pool, folder = ranks(2), str(tmp_path)
+    pool.run(resumed, folder, 0.1, AT, False, WARMUP)
+    (rates, lines), _ = pool.run(resumed, folder, 0.2, 2, True, None)
+    assert 0 < rates[0] == rates[1] < 0.1
+    changed = sorted(key for line in lines for key in re.findall(r"([\w.]+) = ", line))
+    assert changed == ["optimizer.params.lr", "scheduler.type"]

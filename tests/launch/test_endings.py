@@ -68,6 +68,30 @@ def test_killed_launcher_takes_its_ranks_along(start: Callable[..., Job], launch
         assert "Error" not in job.text
 
 
+def test_a_rank_that_another_orphan_ends_says_why(start: Callable[..., Job]) -> None:
+    """DeepSpeed's command has gone; its process on this host ends rank 0 because rank 1 has noticed it first."""
+    with start("deepspeed", 2, ENDLESS, "60") as job:
+        job.wait_for("step 3 done")
+        first, second = job.ranks().values()
+        os.kill(first, signal.SIGSTOP)
+        job.process.send_signal(signal.SIGKILL)
+        deadline = time.monotonic() + LIMIT_S
+        while os.path.exists(f"/proc/{second}") or not has_pending(first, signal.SIGTERM):
+            assert time.monotonic() < deadline, job.text
+            time.sleep(0.01)
+        os.kill(first, signal.SIGCONT)
+        job.seconds_until_gone(LIMIT_S)
+        job.wait(5)
+        assert len(re.findall(r"^stopped: .*launcher", job.text, re.MULTILINE)) == 1
+        assert "Error" not in job.text
+
+
+def has_pending(process: int, number: int) -> bool:
+    """Return whether a signal has been sent to a process and not been delivered."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return bool(int(re.findall(r"^ShdPnd:\s*(\w+)", status, re.MULTILINE)[0], 16) >> (number - 1) & 1)
+
+
 @both
 def test_launcher_that_is_killed_while_its_ranks_import(start: Callable[..., Job], launcher: str) -> None:
     with start(launcher, 2, ENDLESS, "600") as job:

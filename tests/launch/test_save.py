@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ds_ext
 from ds_ext.engine.checkpoint.folder import good_checkpoints
+from ds_ext.engine.checkpoint.lock import LOCK
 from ds_ext.errors import ConfigError
 from ds_ext.launch.process import EXIT_CONFIG, EXIT_FAILED
 from ds_ext.training.loop import EXIT_NOT_SAVED
@@ -118,7 +120,7 @@ def test_a_folder_that_hosts_do_not_share_is_refused_before_the_first_step(
     assert [
         line for line in results[1][1].splitlines() if not c10d.match(re.sub(r"^\[rank\d\]:", "", line))
     ] == []
-    assert list(saved.iterdir()) == []
+    assert [path.name for path in saved.iterdir()] == [LOCK]
 
 
 @contextlib.contextmanager
@@ -164,13 +166,98 @@ def try_folder(rank: int, folder: str) -> str | None:
     return None
 
 
+def try_states(rank: int, folder: str, what: str) -> str:
+    """Return the error of a folder before the first step, of a job with a state that cannot be saved."""
+    from torch import nn
+
+    class WithState(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return nn.Linear
+
+    kind = "Adafactor" if what == "optimizer" else "AdamW"
+    params = {"lr": 1e-3} | ({} if what == "optimizer" else {"torch_adam": True})
+    config = {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": kind, "params": params},
+        "ds_ext": {"pipeline_parallel_size": 2, "print_plan": False},
+    }
+    layers = [(WithState if what == "layer" else nn.Linear)(4, 4) for _ in range(4)]
+    model = ds_ext.PipelineModule(layers, config, loss_fn=nn.MSELoss())
+    engine, *_ = ds_ext.initialize(model=model, model_parameters=model.parameters())
+    if what == "scheduler":
+        engine.lr_scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 2)
+        engine.lr_scheduler.own = {"inner": nn.Linear}  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ConfigError) as caught:
+        engine.try_checkpoint_folder(folder)
+    engine.transport.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("optimizer", "'row_var' of Adafactor"),
+        ("layer", "WithState.get_extra_state() of layer "),
+        ("scheduler", "lr_scheduler['own']['inner']: "),
+    ],
+)
+def test_a_state_that_cannot_be_saved_is_named_before_training(
+    ranks2: RankPool, tmp_path: Path, what: str, named: str
+) -> None:
+    first, second = ranks2.run(try_states, str(tmp_path), what)
+    assert named in first and first == second
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+
+
+OPTIMIZERS = [
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Lion",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+    "NAdam",
+    "Adadelta",
+    "ASGD",
+    "Adamax",
+]
+
+
+def problems(rank: int) -> dict[str, str]:
+    """Return optimizers whose states are refused, and check that the real ones do not change."""
+    from torch import nn
+
+    from ds_ext.engine.checkpoint.states import OptimizerStates
+
+    found = {}
+    for name in (name for name in OPTIMIZERS if hasattr(torch.optim, name)):
+        layer = nn.Linear(4, 4)
+        layer(torch.ones(2, 4)).sum().backward()
+        optimizer = getattr(torch.optim, name)(layer.parameters(), lr=0.1)
+        torch.optim.lr_scheduler.StepLR(optimizer, 2)  # wraps step()
+        calls: list[None] = []
+        optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append(None))
+        before, states = layer.weight.tolist(), repr(optimizer.state)
+        problem = OptimizerStates(optimizer).problem()
+        if problem or calls or repr(optimizer.state) != states or layer.weight.tolist() != before:
+            found[name] = problem
+    return found
+
+
+def test_other_optimizers_are_not_refused_nor_changed(ranks2: RankPool) -> None:
+    assert ranks2.run(problems) == [{}, {}]
+
+
 def test_room_for_one_checkpoint(ranks2: RankPool, tmp_path: Path) -> None:
     needed = 16 * 256 * 256 * 4 * 3  # weights and the two states of Adam
     with small_disk(tmp_path / "small", f"size={needed // 2}") as small:
         first, second = ranks2.run(try_folder, str(small))
         assert first is not None and first == second
         assert f"{needed:,} bytes" in first
-        assert list(small.iterdir()) == []
+        assert [path.name for path in small.iterdir()] == [LOCK]
     with small_disk(tmp_path / "large", f"size={needed * 2}") as large:
         assert ranks2.run(try_folder, str(large)) == [None, None]
     with small_disk(tmp_path / "read_only", "ro") as read_only:

@@ -11,10 +11,13 @@ import io
 import json
 import math
 import os
+from argparse import Namespace
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,6 +42,7 @@ _DTYPE_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
+TYPES = "ds_ext_types"
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
@@ -142,16 +146,10 @@ def write_plain(path: Path, value: Mapping[str, Any]) -> dict[str, int]:
     """Write a file for ``torch.load(weights_only=True)``. Returns its size and checksum.
 
     Raises:
-        ConfigError: an entry is not plain; see :func:`is_plain`.
+        ConfigError: an entry cannot be converted; see :func:`pickled`.
         OSError: the file cannot be written; contains the file's name.
     """
-    try:
-        data = _pickled(value)
-        torch.load(io.BytesIO(data), weights_only=True, map_location="meta")
-    except Exception:
-        for key, entry in value.items():
-            _require_plain(key, entry)
-        raise
+    data = pickled(value)
     with CheckedFile(path) as file:
         file.write(data)
     return file.record
@@ -159,7 +157,70 @@ def write_plain(path: Path, value: Mapping[str, Any]) -> dict[str, int]:
 
 def read_plain(path: Path) -> dict[str, Any]:
     """Read a file written by :func:`write_plain`. Its tensors are memory-mapped."""
-    return torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    return restored(torch.load(path, weights_only=True, map_location="cpu", mmap=True))
+
+
+def pickled(value: Mapping[str, Any]) -> memoryview:
+    """Return values as bytes that ``torch.load(weights_only=True)`` can read, from :func:`converted`.
+
+    Raises ConfigError for a value that is not plain; see :func:`is_plain`.
+    """
+    plain = converted(value)
+    try:
+        return _saved(plain)
+    except Exception:
+        for key, entry in plain.items():
+            _require_plain(key, entry)
+        raise
+
+
+def converted(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values with types that ``torch.load(weights_only=True)`` can read, if they have such types.
+
+    NumPy scalars become numbers. Namespaces become dictionaries, and NumPy arrays tensors; the entry ``TYPES`` lists
+    them for :func:`restored`.
+    """
+    types: list[tuple[list[Any], str]] = []
+    plain = _converted(value, [], types)
+    return {**plain, TYPES: types} if types else plain
+
+
+def restored(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of :func:`converted` with the types that they had before."""
+    for path, kind in value.pop(TYPES, ()):
+        value = _replaced(value, path, kind)
+    return value
+
+
+def _converted(value: Any, path: list[Any], types: list[tuple[list[Any], str]]) -> Any:
+    """Return a value with other types, and append (path, type) of each entry to restore, the deepest first."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        types.append((path, "ndarray"))
+        return torch.from_numpy(value.copy())
+    if isinstance(value, Mapping | Namespace):
+        entries = vars(value) if isinstance(value, Namespace) else value
+        plain = {key: _converted(entry, [*path, key], types) for key, entry in entries.items()}
+        if isinstance(value, Namespace):
+            types.append((path, "Namespace"))
+        return OrderedDict(plain) if isinstance(value, OrderedDict) else plain
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        plain = [_converted(entry, [*path, index], types) for index, entry in enumerate(value)]
+        return plain if isinstance(value, list) else tuple(plain)
+    return value
+
+
+def _replaced(value: Any, path: list[Any], kind: str) -> Any:
+    """Return a value in which the entry at ``path`` has the type again that it had before :func:`_converted`."""
+    if not path:
+        return Namespace(**value) if kind == "Namespace" else value.numpy().copy()
+    first, *rest = path
+    entry = _replaced(value[first], rest, kind)
+    if isinstance(value, tuple):
+        return (*value[:first], entry, *value[first + 1 :])
+    value[first] = entry
+    return value
 
 
 def layer_file(layer: int, shard: int, tensor_ranks: int) -> str:
@@ -170,24 +231,37 @@ def layer_file(layer: int, shard: int, tensor_ranks: int) -> str:
 def is_plain(value: Any) -> bool:
     """Return whether a value consists of numbers, strings, tensors, and lists and dictionaries of them."""
     try:
-        torch.load(io.BytesIO(_pickled(value)), weights_only=True, map_location="meta")
+        _saved(value)
     except Exception:
         return False
     return True
 
 
 def _require_plain(key: str, entry: Any) -> None:
-    if not is_plain(entry):
-        raise ConfigError(
-            f"{key}: a checkpoint contains only numbers, strings, tensors, and lists and dictionaries of them (got "
-            f"{type(entry).__name__}). Save its state_dict() or its numbers."
-        )
+    """Raise ConfigError with the path of the first value in an entry that is not plain."""
+    if is_plain(entry):
+        return
+    entries = (
+        entry.items()
+        if isinstance(entry, dict)
+        else enumerate(entry)
+        if isinstance(entry, list | tuple)
+        else ()
+    )
+    for inner, value in entries:
+        _require_plain(f"{key}[{inner!r}]", value)
+    raise ConfigError(
+        f"{key}: a checkpoint contains only numbers, strings, tensors, NumPy arrays, Namespaces, and lists and "
+        f"dictionaries of them (got {type(entry).__name__}). Save its state_dict() or its numbers."
+    )
 
 
-def _pickled(value: Any) -> memoryview:
+def _saved(value: Any) -> memoryview:
+    """Return a value as bytes. Raises an exception of pickle or torch if it is not plain."""
     # Write to memory first: torch's writer crashes on a full disk.
     buffer = io.BytesIO()
     torch.save(value, buffer)
+    torch.load(io.BytesIO(buffer.getbuffer()), weights_only=True, map_location="meta")
     return buffer.getbuffer()
 
 

@@ -4,9 +4,11 @@
     DIR/step_20/ds_ext.json        manifest: size and checksum of every other file; written last
     DIR/.step_30.tmp-3f9a01c2/     checkpoint that is being written, or whose writer was killed
     DIR/.step_20.old-77b0e4d1/     checkpoint that is being replaced by a new one with the same name
+    DIR/.ds_ext.lock               lock of the job that writes here (lock.py)
 
 A checkpoint is written to a folder with a temporary name. The folder is renamed when all files are on disk, and then
-``latest`` is replaced. ``latest`` names a complete checkpoint even if the writer is killed.
+``latest`` is replaced. ``latest`` names a complete checkpoint even if the writer is killed. Without the file ``latest``
+the newest complete checkpoint is the current one. The caller of :func:`start_writing` and :func:`publish` has the lock.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ def open_checkpoint(folder: Path, tag: str | None = None) -> tuple[Path, dict[st
         origin = "" if tag else f" in {LATEST!r}"
         raise ConfigError(f"{folder}: no such checkpoint (got {name!r}{origin}). {_alternatives(folder)}")
     try:
-        manifest = _read_manifest(checkpoint)
+        manifest = read_manifest(checkpoint)
         _check_sizes(checkpoint, manifest)
     except CheckpointError as error:
         raise CheckpointError(f"{error} {_alternatives(folder, excluded=checkpoint.name)}") from None
@@ -100,14 +102,23 @@ def open_checkpoint(folder: Path, tag: str | None = None) -> tuple[Path, dict[st
 
 def has_checkpoint(folder: Path) -> bool:
     """Return whether the folder has a current checkpoint, even a damaged one."""
-    return (folder / LATEST).is_file()
+    return os.path.lexists(folder / LATEST) or bool(good_checkpoints(folder))
 
 
 def current_tag(folder: Path) -> str:
-    """Return the name in ``latest``. Raises ConfigError if the file is missing or contains no name."""
+    """Return the name in ``latest``, of the folder that ``latest`` links to, or else of the newest complete checkpoint.
+
+    Raises ConfigError if there is no complete checkpoint, or ``latest`` cannot be read or contains no name.
+    """
+    latest = folder / LATEST
+    if latest.is_symlink() and latest.is_dir() and latest.resolve().parent == folder.resolve():
+        return latest.resolve().name
     try:
-        tag = (folder / LATEST).read_text(errors="replace").strip()
-    except OSError:
+        tag = latest.read_text("utf-8").strip()
+    except FileNotFoundError:
+        complete = good_checkpoints(folder)
+        if complete:
+            return complete[-1]
         if (folder / MANIFEST).is_file():
             raise ConfigError(
                 f"{folder}: is a single checkpoint, not a folder of checkpoints. Use {folder.parent}, and write "
@@ -116,9 +127,11 @@ def current_tag(folder: Path) -> str:
         raise ConfigError(
             f"{folder}: no checkpoint (the file {LATEST!r} is missing). Omit --load to start a new run."
         ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{latest}: cannot be read (got {error}). {_alternatives(folder)}") from None
     if not _is_name(tag):
         raise ConfigError(
-            f"{folder / LATEST}: must contain the name of a checkpoint (got {tag!r}). {_alternatives(folder)}"
+            f"{latest}: must contain the name of a checkpoint (got {tag!r}). {_alternatives(folder)}"
         )
     return tag
 
@@ -153,7 +166,7 @@ def good_checkpoints(folder: Path) -> list[str]:
     for manifest in folder.glob(f"*/{MANIFEST}"):
         if _is_name(manifest.parent.name):
             try:
-                _check_sizes(manifest.parent, _read_manifest(manifest.parent))
+                _check_sizes(manifest.parent, read_manifest(manifest.parent))
                 complete.append((manifest.stat().st_mtime_ns, manifest.parent.name))
             except (CheckpointError, OSError):
                 continue
@@ -174,7 +187,8 @@ def _locate(folder: Path, tag: str) -> Path | None:
     return next((path for path in (folder / tag, *replaced) if path.is_dir()), None)
 
 
-def _read_manifest(checkpoint: Path) -> dict[str, Any]:
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint, with its checksum. Raises CheckpointError if it is missing or damaged."""
     path = checkpoint / MANIFEST
     try:
         manifest = json.loads(path.read_text())
@@ -182,7 +196,7 @@ def _read_manifest(checkpoint: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"{path}: this version of ds_ext loads only checkpoints of version {_VERSION}."
             )
-        if manifest.pop("crc32", None) != _checksum(manifest):
+        if manifest.get("crc32") != _checksum(manifest):
             raise CheckpointError(f"{path}: {_WRONG_CHECKSUM}.")
     except FileNotFoundError:
         raise CheckpointError(
@@ -219,9 +233,11 @@ def start_writing(folder: Path, tag: str) -> Path:
     """
     if not _is_name(tag):
         raise ConfigError(
-            f"tag: must be a folder name, without '/' or a leading dot, and not {LATEST!r} (got {tag!r}). "
-            f"Use, for example, step_10."
+            f"tag: must be a folder name, without '/', a leading dot or spaces at its ends, and not {LATEST!r} (got "
+            f"{tag!r}). Use, for example, step_10."
         )
+    if (folder / LATEST).is_dir() and not (folder / LATEST).is_symlink():
+        raise ConfigError(f"{folder / LATEST}: must be a file (got a folder). Rename it.")
     folder.mkdir(parents=True, exist_ok=True)
     for path in _scratch(folder, "old"):
         match = _SCRATCH.fullmatch(path.name)
@@ -243,10 +259,12 @@ def publish(written: Path, tag: str, manifest: Mapping[str, Any], make_current: 
     All its files must be on disk. Returns the folder of the checkpoint.
 
     Raises:
+        CheckpointError: a file is missing or has a different size; the current checkpoint is unchanged.
         OSError: a file cannot be written; the current checkpoint is unchanged.
     """
     folder, checkpoint = written.parent, written.parent / tag
     content = {"version": _VERSION, **manifest}
+    _check_sizes(written, manifest)
     with CheckedFile(written / MANIFEST) as file:
         file.write(json.dumps({"crc32": _checksum(content), **content}).encode())
     _sync(written)
@@ -279,7 +297,11 @@ def _scratch_name(tag: str, kind: str) -> str:
 
 
 def _is_name(tag: str) -> bool:
-    return bool(tag) and tag == Path(tag).name and not tag.startswith(".") and tag != LATEST
+    try:
+        tag.encode()
+    except UnicodeEncodeError:
+        return False
+    return bool(tag) and tag == Path(tag).name.strip() and not tag.startswith(".") and tag != LATEST
 
 
 def _sync(folder: Path) -> None:
@@ -292,7 +314,9 @@ def _sync(folder: Path) -> None:
 
 
 def _checksum(manifest: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+    """Return the checksum of a manifest, which may contain it."""
+    content = {key: value for key, value in manifest.items() if key != "crc32"}
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def _named(error: OSError, path: Path) -> OSError:

@@ -5,25 +5,36 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...errors import CheckpointError
+from ...launch.roll_call import Facts
 from ..batches import Resumable
 from ..deepspeed_api.names import loss_scaler
-from ..together import by_rank_0, together
+from ..together import together
 from .file import read_plain
 from .folder import check_contents, open_checkpoint
 from .reader import CheckpointReader
-from .save import COUNTERS, DATA_POSITION, RANDOM_SEED, RESERVED_KEYS, STATE_FILE
+from .save import (
+    COUNTERS,
+    DATA_POSITION,
+    DEEPSPEED_SCHEDULERS,
+    RANDOM_SEED,
+    RESERVED_KEYS,
+    STATE_FILE,
+    dropout_facts,
+    dropout_of,
+    settings_of,
+)
 from .states import (
     Checkpointed,
     LocalParameter,
@@ -42,7 +53,7 @@ logger = logging.getLogger(__name__)
 def load_checkpoint(
     engine: Checkpointed,
     folder: Path,
-    tag: str | None = None,
+    tag: str,
     *,
     strict: bool = True,
     with_optimizer: bool = True,
@@ -53,7 +64,7 @@ def load_checkpoint(
 
     Args:
         engine: initialized engine.
-        folder, tag: ``folder/tag`` is the path of the checkpoint; without ``tag``, load the current one.
+        folder, tag: ``folder/tag`` is the path of the checkpoint.
         strict: raise an error if the checkpoint and the model have different parameters.
         with_optimizer: load the states and settings of the optimizer.
         with_scheduler: load the state of the learning-rate scheduler.
@@ -74,11 +85,8 @@ def load_checkpoint(
     parameters = parameters_of(engine.module, tensor_ranks) if engine.in_checkpoints else {}
     states = OptimizerStates(engine.optimizer)
 
-    # All ranks load the same checkpoint, even if another job writes to the folder.
-    chosen: str = by_rank_0(lambda: open_checkpoint(folder, tag)[0].name, CheckpointError)
-
     def check() -> tuple[str, dict[str, Any], dict[str, Any]]:
-        checkpoint, manifest = open_checkpoint(folder, chosen)
+        checkpoint, manifest = open_checkpoint(folder, tag)
         check_contents(checkpoint, manifest, rank, world)
         state = read_plain(checkpoint / STATE_FILE)
         _check_fit(engine, parameters, states, checkpoint, manifest, strict, with_optimizer)
@@ -86,7 +94,7 @@ def load_checkpoint(
             _check_scheduler(engine, checkpoint, state)
         return str(checkpoint), manifest, state
 
-    name, manifest, state = _checked(check, parameters, strict)
+    name, manifest, state, dropout = _checked(engine, check, parameters, strict)
     settings = _settings(engine, states)
     reader = CheckpointReader(Path(name), manifest, engine.mpu.get_slice_parallel_rank())
     if engine.in_checkpoints:
@@ -96,33 +104,43 @@ def load_checkpoint(
                 _load_states(states, parameters, reader, manifest)
     if with_counters:
         _load_counters(engine, state)
-    if with_scheduler and engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
+    scheduler = engine.lr_scheduler
+    if with_scheduler and scheduler is not None and state["lr_scheduler"] is not None:
         saved = dict(state["lr_scheduler"])
         if with_optimizer and "base_lrs" in saved:  # of the groups of the rank that saved it
-            groups = engine.lr_scheduler.optimizer.param_groups
+            groups = scheduler.optimizer.param_groups
             saved |= {"base_lrs": [group["initial_lr"] for group in groups]}
             saved |= {"_last_lr": [group["lr"] for group in groups]}
-        engine.lr_scheduler.load_state_dict(saved)
-    _apply_rates(engine.lr_scheduler)
+        scheduler.load_state_dict(saved)
+    _apply_rates(scheduler)
+    if with_scheduler and scheduler is not None and state["lr_scheduler"] is None:
+        _catch_up(scheduler, engine.global_steps - engine.skipped_steps)
+    engine.run.loads(manifest)
     if rank == engine.first_in_checkpoints:
         _log_settings(settings, _settings(engine, states))
+        _log_changes(manifest["job"].get("settings", {}), {**settings_of(engine), **dropout})
     dist.barrier()  # no rank may train, or fail, while another is still reading
     return Path(name), {key: value for key, value in state.items() if key not in RESERVED_KEYS}
 
 
 def _checked(
+    engine: Checkpointed,
     check: Callable[[], tuple[str, dict[str, Any], dict[str, Any]]],
     parameters: Mapping[str, LocalParameter],
     strict: bool,
-) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Return the result of ``check()`` if it succeeds on all ranks, and if the model has all saved parameters."""
+) -> tuple[str, dict[str, Any], dict[str, Any], Facts]:
+    """Return the result of ``check()`` if it succeeds on all ranks, and if the model has all saved parameters.
+
+    The last value is from :func:`.save.dropout_facts`.
+    """
     results: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
 
-    def check_and_name_parameters() -> list[str]:
+    def check_and_describe() -> tuple[list[str], list[float]]:
         results.append(check())
-        return list(parameters)
+        return list(parameters), dropout_of(engine.module)
 
-    model_names = {name for names in together(check_and_name_parameters, CheckpointError) for name in names}
+    found = together(check_and_describe, CheckpointError)
+    model_names = {name for names, _ in found for name in names}
     checkpoint, manifest, state = results[0]
     unknown = sorted(set(manifest["parameters"]) - model_names)
     if strict and unknown:
@@ -130,7 +148,7 @@ def _checked(
             f"{checkpoint}: contains {len(unknown)} parameters that the model does not have (got "
             f"{', '.join(unknown[:4])}{', ...' if len(unknown) > 4 else ''}). Use the model sizes of that run."
         )
-    return checkpoint, manifest, state
+    return checkpoint, manifest, state, dropout_facts(dropout for _, dropout in found)
 
 
 def _check_fit(
@@ -252,12 +270,22 @@ def _apply_rates(scheduler: Any) -> None:
 
     A loaded optimizer has those of the checkpoint, which may be of a job with other arguments.
     """
-    deepspeed = tuple(getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES)
-    if isinstance(scheduler, deepspeed):
+    if isinstance(scheduler, DEEPSPEED_SCHEDULERS):
         scheduler.step(scheduler.last_batch_iteration)
     elif isinstance(scheduler, LRScheduler):
         for group, lr in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = lr
+
+
+def _catch_up(scheduler: Any, steps: int) -> None:
+    """Bring a scheduler that the checkpoint does not have to the engine's step."""
+    if isinstance(scheduler, DEEPSPEED_SCHEDULERS):
+        scheduler.step(steps - 1)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch: "before optimizer.step()"
+        for _ in range(getattr(scheduler, "last_epoch", 0), steps):
+            scheduler.step()
 
 
 def _settings(engine: Checkpointed, states: OptimizerStates) -> dict[tuple[str, int], Any]:
@@ -281,17 +309,23 @@ def _settings(engine: Checkpointed, states: OptimizerStates) -> dict[tuple[str, 
 
 
 def _log_settings(before: Mapping[tuple[str, int], Any], after: Mapping[tuple[str, int], Any]) -> None:
-    changes = {
+    lines = {
         f"{key} = {after[key, group]!r} (this job: {value!r})": None
         for (key, group), value in before.items()
         if (key, group) in after and after[key, group] != value
     }
-    if changes:
+    for line in lines:
         logger.warning(
-            "settings of the checkpoint replace those of this job: %s. To change them, set "
-            "engine.optimizer.param_groups after load_checkpoint().",
-            ", ".join(changes),
+            "%s, from the checkpoint. To change it, set engine.optimizer.param_groups after load_checkpoint().",
+            line,
         )
+
+
+def _log_changes(saved: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Log each setting of this job that differs from the checkpoint's. Settings of only one of them are ignored."""
+    for key, value in now.items():
+        if key in saved and saved[key] != value:
+            logger.warning("%s = %s in this job (checkpoint: %s)", key, value, saved[key])
 
 
 def _load_counters(engine: Checkpointed, state: Mapping[str, Any]) -> None:

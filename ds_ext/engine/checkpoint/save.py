@@ -14,24 +14,28 @@ files, and a loading rank reads only the elements that it needs (reader.py).
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from torch import Tensor
 
 from ...config.deepspeed_json import precision, zero_stage
+from ...config.schedulers import MegatronLR
 from ...errors import CheckpointError, ConfigError
+from ...launch.job_facts import setting_facts
+from ...launch.roll_call import Facts
 from ..batches import Resumable
 from ..deepspeed_api.names import loss_scaler
 from ..module import PipelineModule
 from ..together import by_rank_0, error_text, together
-from .file import is_plain, layer_file, write_plain, write_tensors
+from .file import TYPES, is_plain, layer_file, write_plain, write_tensors
 from .folder import good_checkpoints, publish, start_writing
 from .states import (
     MASTER,
@@ -60,8 +64,11 @@ RESERVED_KEYS = (
         "mp_world_size",
         DATA_POSITION,
         RANDOM_SEED,
+        TYPES,
     ),
 )
+# They load their step only: their settings are those of the JSON.
+DEEPSPEED_SCHEDULERS = tuple(getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES)
 _STATIC_SCALE = ("cur_scale",)
 _DYNAMIC_SCALE = (*_STATIC_SCALE, "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -79,18 +86,21 @@ def save_checkpoint(
     Args:
         engine: initialized engine.
         folder, tag: ``folder/tag`` is the path of the checkpoint.
-        client_state: values that loading returns: numbers, strings, tensors, and lists and dictionaries of them.
+        client_state: values that loading returns: numbers, strings, tensors, NumPy arrays, Namespaces, and lists and
+            dictionaries of them.
         make_current: write the tag to ``folder/latest``.
         with_frozen: also write parameters that are not trained.
 
     Raises:
         ConfigError: the tag or the client state cannot be saved.
-        CheckpointError: on all ranks, if one of them could not write. The last complete checkpoint is unchanged.
+        CheckpointError: on all ranks, if one of them could not write, or another job saves to the folder. The last
+            complete checkpoint is unchanged.
     """
     folder = folder.absolute()
 
     def start() -> Path:
         with _describe_failure(folder, tag):
+            engine.run.lock(folder)
             return start_writing(folder, tag)
 
     def write_part() -> dict[str, Any]:
@@ -137,9 +147,10 @@ def _write_part(
         )
     files: dict[str, dict[str, int]] = {}
     if not engine.in_checkpoints:
-        return {"files": files, "fragments": {}, "parameters": {}, "job": None}
+        return {"files": files, "fragments": {}, "parameters": {}, "dropout": [], "job": None}
     if dist.get_rank() == engine.first_in_checkpoints:
-        files[STATE_FILE] = write_plain(written / STATE_FILE, _state_of(engine, client_state))
+        files[STATE_FILE] = write_plain(written / STATE_FILE, state_of(engine, client_state))
+    require_plain_extra_states(engine.module)
     parameters = parameters_of(engine.module, engine.layout.tensor_parallel_size)
     if not with_frozen:
         parameters = {name: local for name, local in parameters.items() if local.parameter.requires_grad}
@@ -164,8 +175,14 @@ def _write_part(
         }
         for name, local in parameters.items()
     }
-    job = {**describe_job(engine), "with_frozen": with_frozen}
-    return {"files": files, "fragments": fragments, "parameters": described, "job": job}
+    job = {
+        **describe_job(engine),
+        "run": engine.run.id,
+        "with_frozen": with_frozen,
+        "settings": settings_of(engine),
+    }
+    dropout = dropout_of(engine.module)
+    return {"files": files, "fragments": fragments, "parameters": described, "dropout": dropout, "job": job}
 
 
 def _write_layers(
@@ -183,19 +200,21 @@ def _write_layers(
                 for key, value in layer.state_dict(keep_vars=True).items()
                 if not isinstance(value, torch.nn.Parameter) or id(value) in written_ids
             }
-            _require_plain_extra_states(index, layer, state)
             files[name] = write_plain(written / name, state)
     return files
 
 
-def _require_plain_extra_states(index: int, layer: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    for key, owner in extra_states_of(layer).items():
-        if key in state and not is_plain(state[key]):
-            raise CheckpointError(
-                f"{type(owner).__name__}.get_extra_state() of layer {index} ({key}): must return numbers, strings, "
-                f"tensors, or lists and dictionaries of them, because loading other values can run code (got "
-                f"{type(state[key]).__name__}). Return these, or a uint8 tensor."
-            )
+def require_plain_extra_states(module: PipelineModule) -> None:
+    """Raise CheckpointError for a layer of this rank whose extra state cannot be saved."""
+    for index, (_, layer) in layers_of(module).items():
+        for key, owner in extra_states_of(layer).items():
+            state = owner.get_extra_state()
+            if not is_plain(state):
+                raise CheckpointError(
+                    f"{type(owner).__name__}.get_extra_state() of layer {index} ({key}): must return numbers, strings, "
+                    f"tensors, or lists and dictionaries of them, because loading other values can run code (got "
+                    f"{type(state).__name__}). Return these, or a uint8 tensor."
+                )
 
 
 def _first_holder(module: PipelineModule, index: int) -> bool:
@@ -247,6 +266,7 @@ def _manifest(engine: Checkpointed, parts: list[dict[str, Any]]) -> dict[str, An
                 parameter["fragments"][str(fragment["shard"])].append([fragment["file"], *fragment["range"]])
     files = {name: record for part in parts for name, record in part["files"].items()}
     job = next(part["job"] for part in parts if part["job"] is not None)
+    job["settings"] |= dropout_facts(part["dropout"] for part in parts)
     return {"job": job, "files": files, "parameters": parameters}
 
 
@@ -265,6 +285,31 @@ def describe_job(engine: Checkpointed) -> dict[str, Any]:
     }
 
 
+def settings_of(engine: Checkpointed) -> Facts:
+    """Return settings that a resumed job may change, except dropout and those that it takes from the checkpoint."""
+    scheduler, job = engine.lr_scheduler, engine.plan.job.deepspeed
+    settings = {
+        "train_batch_size": engine.train_batch_size(),
+        "precision": precision(engine.config),
+        "scheduler.type": None if scheduler is None else type(scheduler).__name__,
+    }
+    if isinstance(scheduler, (MegatronLR, *DEEPSPEED_SCHEDULERS)):  # others load their settings
+        settings["optimizer.params.lr"] = job.get("optimizer", {}).get("params", {}).get("lr")
+        settings["scheduler.params"] = job.get("scheduler", {}).get("params", {})
+    return {**engine.run_facts.get("data", {}), **setting_facts(settings)}
+
+
+def dropout_of(module: PipelineModule) -> list[float]:
+    """Return the probabilities of the dropout layers of this rank."""
+    layers = (one for one in module.modules() if "dropout" in type(one).__name__.lower())
+    return sorted({float(layer.p) for layer in layers if isinstance(getattr(layer, "p", None), int | float)})
+
+
+def dropout_facts(of_ranks: Iterable[list[float]]) -> Facts:
+    """Return the probabilities of the dropout layers of all ranks, as a setting."""
+    return setting_facts({"dropout": sorted({p for of_rank in of_ranks for p in of_rank})})
+
+
 def loss_scale_of(optimizer: Any) -> dict[str, Any]:
     """Return the state of an optimizer's loss scaler; empty if it has none."""
     scaler = loss_scaler(optimizer)
@@ -272,8 +317,11 @@ def loss_scale_of(optimizer: Any) -> dict[str, Any]:
     return {} if scaler is None else {key: getattr(scaler, key) for key in keys}
 
 
-def _state_of(engine: Checkpointed, client_state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are the same on all ranks, under DeepSpeed's keys if it has them."""
+def state_of(engine: Checkpointed, client_state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are the same on all ranks, under DeepSpeed's keys if it has them.
+
+    Raises ConfigError for a client state with keys of the engine.
+    """
     reserved = sorted(set(client_state) & set(RESERVED_KEYS))
     if reserved:
         raise ConfigError(

@@ -8,6 +8,7 @@ partition, in ``_hp_mapping`` of the parameter.
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from ...tensor_parallel import shard_dim, unpadded_size
 from ..batches import Batches
 from ..deepspeed_api.names import model_groups
 from ..module import PipelineModule
+from .run import Run
 
 MASTER = "fp32"  # DeepSpeed's name for master weights in universal checkpoints
 _EXTRA = "_extra_state"  # torch's key in a state_dict()
@@ -44,6 +46,12 @@ class Checkpointed(Protocol):
     global_steps: int
     global_samples: int
     skipped_steps: int
+    run: Run
+    run_facts: dict[str, Any]
+
+    def train_batch_size(self) -> int:
+        """Return the samples of a step."""
+        ...
 
     @property
     def in_checkpoints(self) -> bool:
@@ -224,6 +232,35 @@ class OptimizerStates:
                     f"with other sizes (got {key!r} of {self.name}). Use another optimizer."
                 )
         return tensors, values
+
+    def problem(self) -> str:
+        """Return why the states cannot be saved; empty if they can, or if only a step would show it.
+
+        A copy of the optimizer takes a step with small parameters of the same numbers of dimensions.
+        """
+        if self.base is None or hasattr(self.base, "__del__"):  # which would end the optimizer with its copy
+            return ""
+        probe = object.__new__(type(self.base))
+        hooks = {key: OrderedDict() for key in vars(self.base) if key.endswith("_hooks")}
+        probe.__dict__ |= {**vars(self.base), **hooks, "state": defaultdict(dict)}
+        probe.param_groups = []
+        for group in self.base.param_groups:
+            one_of_each = {parameter.dim(): parameter for parameter in group["params"]}
+            small = [one.new_zeros([*range(2, 2 + dim)]).requires_grad_() for dim, one in one_of_each.items()]
+            for parameter in small:
+                parameter.grad = torch.zeros_like(parameter)
+            probe.param_groups.append({**group, "params": small})
+        try:
+            type(probe).step(probe)  # the object's may be a scheduler's, of the optimizer itself
+        except Exception:
+            return ""
+        try:
+            for group in probe.param_groups:
+                for parameter in group["params"]:
+                    OptimizerStates(probe).read(Fragment(0, parameter.numel(), parameter, 0, None))
+        except CheckpointError as error:
+            return str(error)
+        return ""
 
     def clear(self) -> None:
         """Remove all states, as before the first step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,32 @@ from deepspeed.runtime.constants import PIPE_REPLICATED
 
 from ...errors import CheckpointError, ConfigError
 from ..together import by_rank_0, together
+from .file import pickled
 from .folder import start_writing
+from .save import require_plain_extra_states, state_of
 from .states import Checkpointed, OptimizerStates, parameters_of
 
 _TAG = "trial"
 _MASTER_BYTES, _STATE_BYTES = 4, 4  # master weights and optimizer states are fp32
 
 
-def try_folder(engine: Checkpointed, folder: Path) -> None:
+def try_folder(engine: Checkpointed, folder: Path, tags: Sequence[str] | None) -> None:
     """Write a small file on every rank and read it on rank 0. All ranks must call this together.
 
+    A warning names the checkpoints of other runs in the folder; with ``tags``, only those of these names.
+
     Raises:
-        ConfigError: on all ranks, if one of them cannot write, hosts do not share the folder, or the free space is too
-            small for a checkpoint.
+        ConfigError: on all ranks, if one of them has a state that cannot be saved, or cannot write, or does not see the
+            same folder, another job saves to it, or the free space is too small for a checkpoint.
     """
+
+    def start() -> Path:
+        engine.run.lock(folder, tags)
+        return start_writing(folder, _TAG)
+
+    folder = folder.absolute()
     try:
-        written = by_rank_0(lambda: start_writing(folder.absolute(), _TAG), CheckpointError)
+        written = by_rank_0(start, CheckpointError)
         try:
             needed = sum(together(lambda: _write(written, engine), CheckpointError))
             by_rank_0(lambda: _read(written, needed), CheckpointError)
@@ -83,6 +93,12 @@ def _write(written: Path, engine: Checkpointed) -> int:
             f"rank {rank} (host {socket.gethostname()}) cannot see a folder that rank 0 created there. Use a file "
             f"system that all hosts share."
         )
+    if problem := OptimizerStates(engine.optimizer).problem():
+        raise ConfigError(problem)
+    if engine.in_checkpoints:
+        require_plain_extra_states(engine.module)
+    if rank == engine.first_in_checkpoints:
+        pickled(state_of(engine, {}))
     (written / f"rank_{rank}").write_text(str(rank))
     return checkpoint_bytes(engine)
 

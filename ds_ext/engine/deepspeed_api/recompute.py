@@ -67,15 +67,16 @@ def recomputed(
         }
         return result
 
-    options = {} if function is not _NON_REENTRANT else {"preserve_rng_state": keep_random}
-    outputs = function(forward, *tensors, **options)
+    if function is _NON_REENTRANT:
+        return function(forward, *tensors, preserve_rng_state=keep_random)
+    outputs = function(forward, *tensors)
     if not any(map(_has_gradient, outputs if isinstance(outputs, tuple | list) else (outputs,))):
         trained = [module for module in modules if _is_trained(module)]
         if trained:
             raise ConfigError(
-                f"activation_checkpoint_func: {type(trained[0]).__name__} gets no gradient, because the function is "
-                f"reentrant and the inputs are integers or the outputs a list (got {function}). Use "
-                f"use_reentrant=False, or exclude the layer with checkpointable_layers."
+                f"activation_checkpoint_func: {type(trained[0]).__name__} gets no gradient (got {function}). A "
+                f"reentrant function loses it if the inputs are integers or the output is a list. Omit the function, "
+                f"or exclude the layer with checkpointable_layers."
             )
     return outputs
 

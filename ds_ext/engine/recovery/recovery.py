@@ -303,28 +303,17 @@ class Recovery:
                 load_s=time.time() - begin,
             )
         self._begin(after=0)
+        run = self._engine.run
+        run.reached = max(run.reached, complete)
         if self._rank == 0:
-            self._report_loss(found, complete, any(exits.start >= 0 for _, exits in answers))
+            held = {rank for snapshots in found for rank, one in snapshots.items() if one.steps}
+            lost = ", ".join(str(rank) for rank in range(len(found)) if rank not in held)
+            missing = f"ranks {lost}" if lost else "none, but they are of different steps or damaged"
+            logger.warning(
+                "recovery: restart %d found no snapshots of all ranks after %d complete steps (missing: %s)",
+                *(self.restart, run.reached, missing),
+            )
         return None
-
-    def _report_loss(self, found: Sequence[dict[int, Snapshots]], last: int, kept: bool) -> None:
-        """Report the steps that are lost.
-
-        Args:
-            found: snapshots by rank, from every rank's keeper.
-            last: last complete step; 0 if none is known.
-            kept: whether a keeper of the last start is still running.
-        """
-        held = {rank for snapshots in found for rank, one in snapshots.items() if one.steps}
-        lost = ", ".join(str(rank) for rank in range(len(found)) if rank not in held)
-        missing = f"ranks {lost}" if lost else "none, but they are of different steps or damaged"
-        if last:
-            steps = f"steps 1 to {last} are lost (missing: {missing})"
-        elif kept:
-            steps = "no step was complete before it"
-        else:
-            steps = "the steps before it are lost, because no process kept their snapshots"
-        logger.warning("recovery: restart %d found no snapshots of all ranks; %s.", self.restart, steps)
 
     def _begin(self, after: int) -> None:
         """Forget later steps on all hosts, before any rank writes one of the same number."""

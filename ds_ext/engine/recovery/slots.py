@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ..checkpoint.file import TensorFile, header_of
+from ..checkpoint.file import TensorFile, converted, header_of, restored
 from .keeper import Keeper, KeeperError
 from .keeper_process import (
     CHECKSUM,
@@ -201,13 +201,13 @@ def _views(content: Tensor, tensors: Mapping[str, Tensor], capacity: int) -> dic
 def packed(state: Mapping[str, Any]) -> bytes:
     """Return plain values as bytes."""
     buffer = io.BytesIO()
-    torch.save(dict(state), buffer)
+    torch.save(converted(state), buffer)
     return buffer.getvalue()
 
 
 def unpacked(data: bytes) -> dict[str, Any]:
     """Return the values of :func:`packed`."""
-    return torch.load(io.BytesIO(data), weights_only=True)
+    return restored(torch.load(io.BytesIO(data), weights_only=True))
 
 
 __all__ = ["NONE", "KeeperError", "Slots", "packed", "unpacked"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def test_affinity_limits_the_cores() -> None:
         (range(8), range(8), 2, [], 4),
         (range(8), range(8), 16, [], 1),
         (range(8), range(8), 2, [3.0], 1),
-        (range(4, 8), range(8), 2, [], 4),  # pinned by the launcher
+        (range(4, 8), range(8), 2, [], 4),  # pinned by the launcher or a wrapper
     ],
 )
 def test_threads_of_a_rank(
@@ -59,7 +60,9 @@ def test_threads_of_a_rank(
     quotas: list[float],
     threads: int,
 ) -> None:
-    affinity = {0: set(own), os.getppid(): set(of_launcher)}
+    wrapper, launcher = -1, -2
+    monkeypatch.setattr(sys.modules[threads_of_rank.__module__], "find_launcher", lambda: (wrapper, launcher))
+    affinity = {0: set(own), launcher: set(of_launcher)}
     monkeypatch.setattr(os, "sched_getaffinity", affinity.__getitem__)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(spin, "cpu_quotas", lambda groups, root: iter(quotas))

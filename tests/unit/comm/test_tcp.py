@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import struct
 import threading
@@ -223,6 +224,25 @@ def test_messages_before_the_end_of_a_peer_are_received() -> None:
     waiting.join(60)
     with pytest.raises(PeerGone):
         pair.right.recv(0, 1).wait()
+
+
+def test_the_end_of_a_closed_stream_is_announced() -> None:
+    """Also while the I/O thread is awake because of other connections: without it, a peer's messages seem lost."""
+    port, (busy, flood) = _native.Port(), connected()
+    _busy = _native.TcpConnection(busy.detach(), port, WINDOW, True)
+    if (child := os.fork()) == 0:
+        with contextlib.suppress(OSError):
+            while True:
+                flood.send(control(1))
+        os._exit(0)
+    flood.close()
+    for _ in range(20000 if EVERYTHING else 1000):
+        ours, theirs = connected()
+        _native.TcpOutgoing(_native.TcpConnection(ours.detach(), port, WINDOW, True)).close()
+        with theirs, theirs.makefile("rb") as stream:
+            assert stream.read()[-CONTROL.size :] == control(3)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 
 
 def test_the_first_cause_reaches_the_peer(pair: Pair) -> None:

@@ -8,6 +8,7 @@ import json
 import logging
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from deepspeed.utils import logger
 from pydantic import BaseModel, ValidationError
 
-from ds_ext.config.deepspeed_check import _top_level_keys
+from ds_ext.config.deepspeed_check import _top_level_keys, unknown_keys
 from ds_ext.config.deepspeed_json import UNAPPLIED
 from ds_ext.config.job import load_config
 from ds_ext.errors import ConfigError
@@ -190,3 +191,12 @@ def test_keys_without_effect_are_refused(key: str) -> None:
         load_config(config(other))
     assert str(refusal.value).startswith(f"{key}: ")
     assert f"(got {json.dumps(other)})" in str(refusal.value)
+
+
+def test_unknown_keys_are_listed() -> None:
+    assert unknown_keys({**ONE, "ema": {"enabled": True}, "fp32_allreduce": True}) == [
+        "ema",
+        "fp32_allreduce",
+    ]
+    for file in (Path(__file__).parents[3] / "configs").glob("*.json"):
+        assert unknown_keys(load_config(file).deepspeed) == []

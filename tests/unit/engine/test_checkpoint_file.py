@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
+import random
+from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from ds_ext.engine.checkpoint.file import _DTYPE_NAMES, TensorFile, write_tensors
-from ds_ext.errors import CheckpointError
+from ds_ext.engine.checkpoint.file import (
+    _DTYPE_NAMES,
+    TYPES,
+    TensorFile,
+    read_plain,
+    write_plain,
+    write_tensors,
+)
+from ds_ext.engine.recovery.slots import packed, unpacked
+from ds_ext.errors import CheckpointError, ConfigError
 
 
 @pytest.mark.parametrize("dtype", _DTYPE_NAMES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -30,3 +43,47 @@ def test_an_unsupported_dtype_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"^0\.weight/m: .*torch\.complex128"):
         write_tensors(tmp_path / "file", tensors)
     assert not (tmp_path / "file").exists()
+
+
+CLIENT_STATE: dict[str, Any] = {
+    "numpy scalars": [np.float64(0.5), np.int64(3), np.bool_(True), np.str_("text")],
+    "arrays": {"float": np.arange(6.0).reshape(2, 3), "empty": np.zeros((0, 2), np.float16)},
+    "numpy": np.random.RandomState(0).get_state(),
+    "generator": np.random.default_rng(0).bit_generator.state,
+    "python": random.Random(0).getstate(),
+    "torch": torch.get_rng_state(),
+    "args": argparse.Namespace(lr=1.0, inner=argparse.Namespace(sizes=(1, np.ones(2)))),
+    "ordered": OrderedDict(a=1),
+    "size": torch.Size([2, 3]),
+}
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray | torch.Tensor):
+        return type(one) is type(other) and one.dtype == other.dtype and one.tolist() == other.tolist()
+    if isinstance(one, argparse.Namespace):
+        return type(other) is argparse.Namespace and same(vars(one), vars(other))
+    if isinstance(one, dict):
+        return (
+            type(one) is type(other) and [*one] == [*other] and all(same(one[key], other[key]) for key in one)
+        )
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and all(map(same, one, other)) and len(one) == len(other)
+    return bool(one == other) and not isinstance(other, np.generic)
+
+
+@pytest.mark.parametrize("key", CLIENT_STATE)
+def test_values_of_scripts_have_the_same_types_after_loading(tmp_path: Path, key: str) -> None:
+    write_plain(tmp_path / "state.pt", {key: CLIENT_STATE[key], "other": 1})
+    loaded = read_plain(tmp_path / "state.pt")
+    assert same({key: CLIENT_STATE[key], "other": 1}, loaded), loaded
+    plain = torch.load(tmp_path / "state.pt", weights_only=True)  # as another program
+    assert {key, "other"} <= set(plain) <= {key, "other", TYPES}
+    assert same(loaded, unpacked(packed({key: CLIENT_STATE[key], "other": 1})))
+
+
+def test_an_error_has_the_path_of_the_value(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^args\['layers'\]\[1\]: .* \(got function\)"):
+        write_plain(tmp_path / "state.pt", {"args": argparse.Namespace(layers=[1, same])})
+    with pytest.raises(ConfigError, match=r"^names: .* \(got ndarray\)"):
+        write_plain(tmp_path / "state.pt", {"names": np.array(["a", None])})

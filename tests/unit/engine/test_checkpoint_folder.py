@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import random
 import shutil
+import subprocess
+import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,12 +20,14 @@ from ds_ext.engine.checkpoint.folder import (
     CheckedFile,
     check_contents,
     good_checkpoints,
+    has_checkpoint,
     open_checkpoint,
     publish,
     start_writing,
 )
 from ds_ext.errors import CheckpointError, ConfigError
 from ds_ext.training.preflight import require_checkpoint
+from tests.launch.jobs import ROOT
 from tests.ranks import fork_server
 
 
@@ -110,9 +115,65 @@ def test_latest_must_name_a_checkpoint(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=problem) as caught:
             open_checkpoint(tmp_path)
         assert str(caught.value).endswith("latest: step_1.")
-    for tag in ("a/b", "latest", ".hidden", ""):
+    for tag in ("a/b", "latest", ".hidden", "", "step_1 ", " step_1", "step_\udcff"):
         with pytest.raises(ConfigError, match=r"^tag: "):
             start_writing(tmp_path, tag)
+
+
+LATEST = {
+    "missing": lambda latest: latest.unlink(),
+    "dangling link": lambda latest: (latest.unlink(), latest.symlink_to("gone")),
+    "link to the folder of a checkpoint": lambda latest: (latest.unlink(), latest.symlink_to("step_2")),
+}
+
+
+@pytest.mark.parametrize("change", LATEST)
+def test_a_folder_without_the_file_latest_has_its_newest_checkpoint(tmp_path: Path, change: str) -> None:
+    for tag in ("step_1", "step_2", "step_3"):
+        write(tmp_path, tag)
+    (tmp_path / "step_3" / "a").unlink()
+    LATEST[change](tmp_path / "latest")
+    assert has_checkpoint(tmp_path)
+    assert open_checkpoint(tmp_path)[0] == tmp_path / "step_2"
+    write(tmp_path, "step_4")
+    assert open_checkpoint(tmp_path)[0] == tmp_path / "step_4"
+
+
+def test_a_folder_in_the_place_of_latest_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "step_1")
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()
+    for use in (open_checkpoint, lambda folder: start_writing(folder, "step_2")):
+        with pytest.raises(ConfigError, match="latest: "):
+            use(tmp_path)
+
+
+def test_latest_is_utf_8_under_every_locale(tmp_path: Path) -> None:
+    write(tmp_path, "größe_1")
+    code = """if True:
+        import sys
+        from pathlib import Path
+        from types import ModuleType
+        for name in ("ds_ext", "ds_ext.engine", "ds_ext.engine.checkpoint"):  # which would import torch
+            sys.modules[name] = ModuleType(name)
+            sys.modules[name].__path__ = [str(Path(sys.argv[1], *name.split(".")))]
+        from ds_ext.engine.checkpoint.folder import current_tag
+        sys.exit(current_tag(Path(sys.argv[2])) != "gr\\xf6\\xdfe_1")
+    """
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    words = [sys.executable, "-X", "utf8=0", "-c", code, str(ROOT), str(tmp_path)]
+    assert subprocess.run(words, env=os.environ | ascii_only, check=False).returncode == 0
+
+
+def test_an_incomplete_checkpoint_is_not_published(tmp_path: Path) -> None:
+    write(tmp_path, "step_1")
+    written = start_writing(tmp_path, "step_2")
+    with CheckedFile(written / "a") as file:
+        file.write(b"weights")
+    for files in ({"a": file.record, "b": file.record}, {"a": file.record | {"bytes": 8}}):
+        with pytest.raises(CheckpointError, match=r"/[ab]: "):
+            publish(written, "step_2", {"files": files})
+    assert good_checkpoints(tmp_path) == ["step_1"] and open_checkpoint(tmp_path)[0] == tmp_path / "step_1"
 
 
 def test_only_files_of_killed_writers_are_removed(tmp_path: Path) -> None:

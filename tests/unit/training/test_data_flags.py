@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ds_ext.training.loop import changed_data, data_flags
 
 GPT: dict[str, Any] = {"data_path": ["a"], "split": "969,30,1", "seq_length": 128, "seed": 1234}
@@ -13,6 +15,14 @@ GPT: dict[str, Any] = {"data_path": ["a"], "split": "969,30,1", "seq_length": 12
 
 def flags(**changed: Any) -> dict[str, Any]:
     return data_flags(argparse.Namespace(**GPT | changed, lr=0.1))
+
+
+@pytest.fixture(autouse=True)
+def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "b"):
+        Path(folder).mkdir()
+        Path(folder, "text_document.bin").write_bytes(bytes(8))
 
 
 def test_equal_data_in_another_form_are_equal() -> None:
@@ -31,6 +41,9 @@ def test_every_changed_flag_has_a_note() -> None:
         "note: --seed was 1234, is 5: ",
         "note: --mask-prob was 0.15, is 0.2: ",
     ]
+    Path("a/text_document.bin").write_bytes(bytes(6))
+    replaced = flags(data_path=["a"], mask_prob=0.15)
+    assert [note.split()[1] for note in changed_data(before, replaced)] == ["--data-path"]
     notes = changed_data(before, now)
     assert [note.startswith(start) for note, start in zip(notes, starts, strict=True)] == [True] * 5
     assert changed_data({}, now) == []  # a checkpoint of another program

@@ -1,0 +1,98 @@
+"""Lock of a folder of checkpoints, so that one run at a time writes to it. Needs no torch.
+
+    DIR/.ds_ext.lock     JSON: run, host and process of the owner, and since when it has the lock
+
+The lock is a POSIX record lock of this file. It ends with its process, however that ends, and forked processes do not
+have it. The content is only for messages. The file is never removed, because that would race with the next owner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+LOCK = ".ds_ext.lock"
+_HELD = (errno.EAGAIN, errno.EACCES)
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class FolderLock:
+    """Lock of one folder. A process must have only one of a folder: closing any descriptor of the file ends its lock.
+
+    Args:
+        folder: folder of checkpoints; :meth:`take` creates it.
+        run: id of the run.
+    """
+
+    def __init__(self, folder: Path, run: str) -> None:
+        self._path, self._run = folder / LOCK, run
+        self._file: int | None = None
+
+    def take(self) -> None:
+        """Take the lock, unless this object has it. If an earlier start of the same run has it, continue without.
+
+        Raises:
+            CheckpointError: another run has the lock.
+            OSError: the file cannot be opened.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            if self._file is not None and os.path.samestat(os.fstat(self._file), self._path.stat()):
+                return
+        self.release()  # the folder was replaced
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _HELD:
+                return self._meet()
+            if error.errno not in _UNSUPPORTED:
+                self.release()
+                raise OSError(error.errno, error.strerror, str(self._path)) from None
+            logger.warning(
+                "%s: no lock, so do not let two jobs save there (got %s)", self._path.parent, error.strerror
+            )
+        owner = {"run": self._run, "host": socket.gethostname(), "process": os.getpid(), "at": time.time()}
+        with contextlib.suppress(OSError):  # the disk is full
+            os.truncate(self._file, 0)
+            os.pwrite(self._file, json.dumps(owner).encode(), 0)
+
+    def _meet(self) -> None:
+        """Close the file of another process's lock. Raises CheckpointError unless it is of this run."""
+        assert self._file is not None
+        owner: dict[str, Any] = {}
+        with contextlib.suppress(ValueError):  # the owner is writing it
+            owner = json.loads(os.pread(self._file, 4096, 0))
+        self.release()
+        names = "run {}, process {} on host {}".format(*map(owner.get, ("run", "process", "host")))
+        if owner.get("run") != self._run:
+            age_s = time.time() - owner.get("at", time.time())
+            raise CheckpointError(
+                f"{self._path.parent}: another job saves its checkpoints there (got {names}, for {age_s:.0f} s). Use "
+                f"another folder, or end that job first."
+            )
+        logger.warning("%s: an earlier start of this run has the lock (got %s)", self._path.parent, names)
+
+    def release(self) -> None:
+        """Give the lock back, if this object has it."""
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+    def __enter__(self) -> None:
+        self.take()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

@@ -1,0 +1,149 @@
+"""Identity of a run: which checkpoints it has written and loaded, also before the launcher restarted its ranks.
+
+A run is one start of the launcher, with all its restarts of the ranks. torchrun has a folder on each host for as long
+as it runs (``--log-dir``, else a temporary one). The first line of a file in it is for the next start of the ranks:
+
+    ds_ext_run.json      {"id": id of the run, "step": its last complete step, "loaded": checksums of loaded manifests}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import logging
+import os
+import secrets
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ...errors import ConfigError
+from ..together import together
+from .folder import current_tag, good_checkpoints, has_checkpoint, open_checkpoint, read_manifest
+from .lock import FolderLock
+
+logger = logging.getLogger(__name__)
+
+
+class Run:
+    """Identity of this run. All ranks must build it together; see :func:`this_run`.
+
+    Attributes:
+        id: the same on all ranks, and after restarts.
+        continues: an earlier start of the ranks had begun to train.
+        reached: last step that an earlier start is known to have completed.
+    """
+
+    def __init__(self) -> None:
+        self._began = False
+        self._locks: dict[Path, FolderLock] = {}
+        self._memory = _open_memory()
+        found = together(lambda: (_read(self._memory), secrets.token_hex(6)))
+        memories = [memory for memory, _ in found if memory is not None]
+        self.continues = bool(memories)
+        self.id: str = memories[0]["id"] if memories else found[0][1]
+        self.reached: int = max((memory["step"] for memory in memories), default=0)
+        self._loaded: set[int] = {crc32 for memory in memories for crc32 in memory["loaded"]}
+
+    def begin(self, step: int) -> None:
+        """Store what the next start of the ranks must know. To be called before a step and before a save.
+
+        The first call reports steps of an earlier start that are lost.
+
+        Args:
+            step: last complete step.
+        """
+        if not self._began and step < self.reached and dist.get_rank() == 0:
+            logger.warning(
+                "restart of the ranks: steps %d to %d are lost, and run again", step + 1, self.reached
+            )
+        self._began = True
+        if self._memory is None:
+            return
+        memory = {"id": self.id, "step": step, "loaded": sorted(self._loaded)}
+        try:
+            os.pwrite(self._memory, f"{json.dumps(memory)}\n".encode(), 0)
+        except OSError as error:
+            self._memory = None
+            _warn(error)
+
+    def lock(self, folder: Path, tags: Collection[str] | None = None) -> None:
+        """Take the lock of a folder until the end of this process. Only one rank calls this.
+
+        The first call for a folder names the checkpoints of other runs that this run may replace: those newer than its
+        own ones, and with ``tags`` only those of these names.
+        Raises the errors of :meth:`.lock.FolderLock.take`.
+        """
+        if folder in self._locks:
+            return self._locks[folder].take()
+        lock = FolderLock(folder, self.id)
+        lock.take()
+        self._locks[folder] = lock
+        newer = itertools.takewhile(lambda name: not self._owns(folder, name), good_checkpoints(folder)[::-1])
+        replaced = [name for name in newer if tags is None or name in tags][::-1]
+        if replaced:
+            logger.warning(
+                "%s: contains checkpoints of another run, which a save of the same name replaces: %s",
+                *(folder, ", ".join(replaced)),
+            )
+
+    def loads(self, manifest: Mapping[str, Any]) -> None:
+        """Record that this run has loaded a checkpoint."""
+        self._loaded.add(manifest["crc32"])
+
+    def choose(self, folder: Path, tag: str | None) -> str | None:
+        """Return the name of the checkpoint to load; None if ``tag`` is None and there is none.
+
+        Without a tag it is the current checkpoint. After a restart of the ranks, this or else the newest one must have
+        been written or loaded by this run.
+        Raises the errors of :func:`.folder.open_checkpoint`.
+        """
+        if tag is not None or not self.continues:
+            return open_checkpoint(folder, tag)[0].name if tag or has_checkpoint(folder) else None
+        own = [name for name in good_checkpoints(folder) if self._owns(folder, name)]
+        with contextlib.suppress(ConfigError):
+            own.sort(key=current_tag(folder).__eq__)
+        return own[-1] if own else None
+
+    def _owns(self, folder: Path, name: str) -> bool:
+        """Return whether this run has written or loaded a checkpoint."""
+        manifest = read_manifest(folder / name)
+        return manifest["job"].get("run") == self.id or manifest["crc32"] in self._loaded
+
+
+@functools.cache
+def this_run() -> Run:
+    """Return the run of this process, for all its engines. All ranks must call this together."""
+    return Run()
+
+
+def _open_memory() -> int | None:
+    """Return a descriptor of the file in torchrun's folder on one rank of a host, and None on the others."""
+    # FOLDER/attempt_0/0/error.json
+    path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    if os.environ.get("LOCAL_RANK") != "0" or not path.parent.parent.name.startswith("attempt_"):
+        return None
+    try:
+        return os.open(path.parents[2] / "ds_ext_run.json", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        return _warn(error)
+
+
+def _read(file: int | None) -> dict[str, Any] | None:
+    """Return what the last start of the ranks has stored; None if it had not begun."""
+    text = b"" if file is None else os.pread(file, 1 << 20, 0)
+    with contextlib.suppress(ValueError):
+        return json.loads(text.partition(b"\n")[0])
+    return None
+
+
+def _warn(error: OSError) -> None:
+    logger.warning(
+        "the folder of torchrun's logs cannot be written (got %s). After a restart, the ranks cannot recognize "
+        "checkpoints of other runs.",
+        error.strerror,
+    )

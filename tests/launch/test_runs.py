@@ -1,0 +1,103 @@
+"""Folders of checkpoints that several runs use: what a run continues from, and who may save."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ds_ext.engine.checkpoint.folder import good_checkpoints, read_manifest
+from ds_ext.launch.process import EXIT_CONFIG
+from ds_ext.observe.run_record import read_starts
+from tests.launch.forked import ForkedJob, run_forked
+from tests.launch.jobs import ROOT, tiny_config, write_json
+
+
+def words(config: Path, steps: int, *flags: str) -> list[str]:
+    interval = ["--save", "saved", "--save-interval", "1", "--eval-iters", "0"]
+    return [
+        str(ROOT / "train_gpt.py"),
+        "--deepspeed_config",
+        str(config),
+        "--train-iters",
+        str(steps),
+        *interval,
+        *flags,
+    ]
+
+
+def one_rank(corpus: Path, tmp_path: Path) -> Path:
+    config = tiny_config(corpus)
+    config["ds_ext"]["pipeline_parallel_size"] = 1
+    config["ds_ext"]["schedule"] = "1f1b"
+    return write_json(tmp_path / "one.json", config)
+
+
+def steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_a_restart_continues_only_from_checkpoints_of_its_run(
+    corpus: Path, tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    config = one_rank(corpus, tmp_path)
+
+    def start(run: str, restart: int, iterations: int, *flags: str) -> list[int]:
+        folder = tmp_path / run / f"attempt_{restart}" / "0"
+        folder.mkdir(parents=True)
+        env = {
+            "TORCHELASTIC_RESTART_COUNT": str(restart),
+            "TORCHELASTIC_ERROR_FILE": str(folder / "error.json"),
+        }
+        metrics = tmp_path / f"{run}_{restart}.jsonl"
+        command = words(config, iterations, "--metrics-file", str(metrics), *flags)
+        (result,) = run_forked([command], tmp_path, port=free_port(), env=env)
+        assert result.returncode == 0, result
+        return steps(metrics)
+
+    assert start("first", 0, 2) == [1, 2]
+    assert start("first", 1, 3) == [3]
+    assert start("second", 1, 4) == [1, 2, 3, 4]  # its first start ended before it saved
+    assert start("third", 0, 5, "--load", "saved") == [5]
+    assert start("third", 1, 6, "--load", "saved") == [6]
+    saved = tmp_path / "saved"
+    runs = {name: read_manifest(saved / name)["job"]["run"] for name in good_checkpoints(saved)}
+    assert list(runs) == [f"step_{number}" for number in range(1, 7)]
+    assert len({runs["step_1"], runs["step_2"], runs["step_3"], runs["step_4"]}) == 1
+    assert runs["step_5"] == runs["step_6"] != runs["step_4"]
+    assert [start["run"] for start in read_starts(tmp_path / "third_1.run.json")] == [runs["step_6"]]
+
+
+def test_a_second_job_may_not_save_to_the_folder_of_a_running_one(
+    corpus: Path, tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    config = one_rank(corpus, tmp_path)
+    with ForkedJob([words(config, 10**6)], tmp_path, port=free_port()) as first:
+        first.wait_for("step 2: saved")
+        (second,) = run_forked([words(config, 2)], tmp_path, port=free_port())
+        assert second.returncode == EXIT_CONFIG and f"process {first.pids[0]} " in second.stderr, second
+        saves = first.text.count(": saved ")
+        first.wait_for(f"step {saves + 1}: saved")
+    (second,) = run_forked([words(config, 2, "--load", "saved")], tmp_path, port=free_port())
+    assert second.returncode == 0, second
+
+
+def test_a_new_run_names_the_checkpoints_that_it_will_replace(
+    corpus: Path, tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    config = one_rank(corpus, tmp_path)
+    (first,) = run_forked([words(config, 3)], tmp_path, port=free_port())
+    (resumed,) = run_forked([words(config, 4, "--load", "saved")], tmp_path, port=free_port())
+    (new,) = run_forked([words(config, 2)], tmp_path, port=free_port())
+    assert [one.returncode for one in (first, resumed, new)] == [0, 0, 0], new
+    named: list[Any] = [
+        [
+            name
+            for name in ("step_1", "step_2", "step_3", "step_4")
+            if f"{name}\n" in line or f"{name}, " in line
+        ]
+        for one in (first, resumed, new)
+        for line in [next((line for line in one.stderr.splitlines(True) if " of another run, " in line), "")]
+    ]
+    assert named == [[], [], ["step_1", "step_2"]], new
