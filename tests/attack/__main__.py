@@ -6,6 +6,7 @@ python -m tests.attack --seed 12345 --count 1     # one attack again
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import random
@@ -18,8 +19,10 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+from tests.hosts.cluster import Cluster, cluster
+
 from .draw import draw_attack
-from .job import References
+from .job import HOSTS, References
 from .run import Outcome, run
 
 FOLDER = Path("build/attack")
@@ -28,15 +31,15 @@ FOLDER = Path("build/attack")
 class Attacks:
     """Runs attacks and counts what happened."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.references = folder, References(folder / "references")
+    def __init__(self, folder: Path, cluster: Cluster | None) -> None:
+        self.folder, self.cluster, self.references = folder, cluster, References(folder / "references")
         self.counts: Counter[str] = Counter()
         self.faulty: list[int] = []
 
     def run(self, seed: int) -> Outcome:
         """Run the attack of a seed; print it and keep its files if it finds a fault."""
-        attack, begin = draw_attack(seed), time.monotonic()
-        outcome = run(attack, self.references, self.folder / "attack")
+        attack, begin = draw_attack(seed, hosts=self.cluster is not None), time.monotonic()
+        outcome = run(attack, self.references, self.folder / "attack", self.cluster)
         took_s = time.monotonic() - begin
         self._count(attack.theme, outcome)
         print(f"seed {seed}: {attack.theme}, {len(attack.launches)} launches, {took_s:.0f} s", flush=True)
@@ -87,13 +90,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="seed of the first attack; default: random")
     parser.add_argument("--count", type=int, default=10**9, help="maximum number of attacks")
     parser.add_argument("--stop-at-first", action="store_true", help="stop at the first fault")
+    parser.add_argument("--hosts", action="store_true", help="two hosts, which needs root (tests/hosts)")
     options = parser.parse_args()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     seed = random.randrange(10**6) if options.seed is None else options.seed
     print(f"first seed: {seed}", flush=True)
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="attack_") as folder:
-        attacks = Attacks(Path(folder))
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="attack_")))
+        attacks = Attacks(folder, stack.enter_context(cluster(HOSTS)) if options.hosts else None)
         try:
             for number in range(seed, seed + options.count):
                 if time.monotonic() - begin > 60 * options.minutes:

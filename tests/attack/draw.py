@@ -54,6 +54,7 @@ OUTSIDE = (LINE, STARTED, SAVING)
 DEADLY = ("KILL", "KILL", "KILL", "TERM", "INT", "HUP", "SEGV")
 HARMLESS = ("STOP", "USR1")
 IN_FOLDER = ("vanish", "replace", "full", "read-only", "no latest", "link latest", "damage")
+IN_HOSTS = ("lose host", "replace host", "cut")
 BEFORE_LAUNCH = ("no latest", "link latest", "lost latest", "empty latest", "damage", "cut", "link folder")
 
 
@@ -73,9 +74,9 @@ class Deed:
     """What happens: a signal to a process, a change of the folder, or "second job".
 
     Attributes:
-        what: name of a signal, one of IN_FOLDER, or "second job".
+        what: name of a signal, one of IN_FOLDER or IN_HOSTS, or "second job".
         target: "rank", "ranks", "keeper", "launcher", "node launcher", "group", "worker" or "wrapper".
-        rank: number of the rank, or of the rank that has the worker or wrapper, or whose disk is full.
+        rank: number of the rank, or of the rank that has the worker or wrapper, or whose disk is full, or on the host.
         stopped_s: seconds until SIGCONT follows SIGSTOP.
     """
 
@@ -144,10 +145,10 @@ class Draw:
         self.eval_interval = self.random.choice([2, 3])
         self.script = self.random.choice([GPT, GPT, OWN])
 
-    def attack(self) -> Attack:
+    def attack(self, themes: dict[str, Callable[[Draw], list[Launch]]]) -> Attack:
         """Return the attack."""
-        theme = self.random.choice(list(THEMES))
-        launches = THEMES[theme](self)
+        theme = self.random.choice(list(themes))
+        launches = themes[theme](self)
         used = self.random.random() < 0.3
         return Attack(
             self.seed, theme, self.script, self.save_interval, self.eval_interval, used, tuple(launches)
@@ -343,6 +344,34 @@ THEMES: dict[str, Callable[[Draw], list[Launch]]] = {
 }
 
 
-def draw_attack(seed: int) -> Attack:
-    """Return the attack of a seed."""
-    return Draw(seed).attack()
+def _on_hosts(draw: Draw) -> list[Launch]:
+    layouts = ["1f1b", "bitpipe", "bitpipe", "dp"] + ["tp_pp"] * (draw.script == GPT)
+    layout = draw.random.choice(layouts)
+    count = draw.random.choice([0, 1, 1, 2])
+    launch = Launch(layout, restarts=count, every=draw.random.choice([0, 1, 1, 2]) if count else 0)
+    second = draw.random.randrange(launch.ranks // 2, launch.ranks)  # the rendezvous is on the first host
+    if count == 0:
+        deeds = [
+            draw.kill(launch),
+            draw.kill(launch, "launcher"),
+            Deed("lose host", "", second),
+            Deed("cut", "", second),
+        ]
+        events: tuple[Event, ...] = (Event(draw.moment(launch), (draw.random.choice(deeds),)),)
+    elif draw.random.random() < 0.4:
+        moment = draw.moment(launch, 0, 2)
+        while moment.point in (*IN_START, STARTED):
+            moment = draw.moment(launch, 0, 2)
+        deeds = [Deed("replace host", "", second)]
+        events = (Event(moment, tuple(deeds)),)
+    else:
+        events = draw.kills(launch, count)
+        if launch.every and draw.random.random() < 0.3:
+            events = (Event(draw.moment(launch), (draw.kill(launch, "keeper"),)), *events)
+    again = replace(launch, load=True, steps=ALL_STEPS, events=())
+    return [replace(launch, events=events), *([again] if count == 0 else [])]
+
+
+def draw_attack(seed: int, hosts: bool = False) -> Attack:
+    """Return the attack of a seed, on one host or on two."""
+    return Draw(seed).attack({"hosts": _on_hosts} if hosts else THEMES)

@@ -16,13 +16,13 @@ from pathlib import Path
 from ds_ext.engine.checkpoint.folder import LATEST, MANIFEST, open_checkpoint
 from ds_ext.errors import DsExtError
 
-from .draw import LINE, OUTSIDE, SAVING, STARTED, Deed, Event, Launch, Moment
+from .draw import IN_HOSTS, LINE, OUTSIDE, SAVING, STARTED, Deed, Event, Launch, Moment
 from .job import Attacked, Folder
 
 LIMIT_S = 240.0  # for a launch; others may use the cores
 STACKS_S = 3.0
 _POLL_S = 0.02
-_READ_EVERY_S = 0.2
+_LOOK_EVERY_S = 0.2
 _TINY_BYTES = 100
 LOST, CURRENT = "step_77", re.compile(r"step_\d+")
 
@@ -160,7 +160,7 @@ class Attacker:
         self.pending = dict(events)
         self.seen: dict[int, float] = {}
         self.happened = Happened(job.launch, job)
-        self._read_s = 0.0
+        self._look_s = 0.0
         self._continue: list[tuple[float, int]] = []
 
     def run(self) -> Happened:
@@ -174,8 +174,7 @@ class Attacker:
                     if event.moment.point not in OUTSIDE:
                         self.job.let_pass(number)
             self._wake()
-            self._read_current()
-            self.job.note()
+            self._look()
             time.sleep(_POLL_S)
         self.happened.missed = list(self.pending.values())
         for number in self.pending:
@@ -200,10 +199,11 @@ class Attacker:
         return number in self.seen and time.monotonic() - self.seen[number] >= moment.delay_s
 
     def _has_come(self, moment: Moment) -> bool:
+        all_exist = len(self.job.rank_pids()) == self.job.launch.ranks
         if self.job.start < moment.start:
             return False
         if moment.point == STARTED:
-            return len(self.job.rank_pids(moment.start)) == self.job.launch.ranks
+            return all_exist
         if moment.point == SAVING:
             return any(self.scene.folder.saved.glob(".step_*.tmp-*"))
         assert moment.point == LINE
@@ -223,6 +223,8 @@ class Attacker:
                 effect = True
             elif deed.what == "full":
                 effect = self._fill_disk(deed.rank)
+            elif deed.what in IN_HOSTS:
+                effect = self._harm_host(deed)
             elif deed.target:
                 effect = self._signal(deed)
             else:
@@ -236,6 +238,18 @@ class Attacker:
         if deed.what == "STOP":
             self._continue += [(time.monotonic() + deed.stopped_s, process) for process in sent]
         return bool(sent)
+
+    def _harm_host(self, deed: Deed) -> bool:
+        """Take a host from the job."""
+        cluster, host = self.job.cluster, self.job.host_of(deed.rank)
+        assert cluster is not None
+        if deed.what == "cut":
+            cluster.cut(host)
+        else:
+            if deed.what == "replace host":
+                (self.job.control / f"replaced.{host}").touch()
+            cluster[host].end_processes()
+        return True
 
     def _wake(self) -> None:
         now = time.monotonic()
@@ -267,12 +281,15 @@ class Attacker:
 
     # --- reading and waiting ---
 
-    def _read_current(self) -> None:
-        """Open the current checkpoint, as a script that watches the folder would."""
+    def _look(self) -> None:
+        """Note the processes, and open the current checkpoint as a script that watches the folder would."""
         now, folder = time.monotonic(), self.scene.folder.saved
-        if now < self._read_s or self.scene.changed or self.scene.spoiled or self.job.launch.change:
+        if now < self._look_s:
             return
-        self._read_s = now + _READ_EVERY_S
+        self._look_s = now + _LOOK_EVERY_S
+        self.job.note()
+        if self.scene.changed or self.scene.spoiled or self.job.launch.change:
+            return
         for attempt in (0, 1):  # it may just be replaced by one of the same name
             try:
                 if (folder / LATEST).is_file():
@@ -281,7 +298,7 @@ class Attacker:
             except (DsExtError, OSError) as error:
                 if attempt:
                     self.happened.unread.add(str(error))
-                time.sleep(_READ_EVERY_S)
+                time.sleep(_LOOK_EVERY_S)
 
     def _print_stacks(self) -> None:
         """Print the stacks of all ranks, and kill everything."""

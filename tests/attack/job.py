@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -13,8 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from tests.hosts.cluster import Cluster
+from tests.hosts.jobs import torchrun
 from tests.launch.forked import ForkedJob
-from tests.launch.jobs import ROOT, Job, prepare_corpus, processes, tiny_config, write_json
+from tests.launch.jobs import BIN, ROOT, Job, prepare_corpus, processes, tiny_config, write_json
 
 from .draw import ALL_STEPS, DEEPSPEED, GPT, LAYOUTS, Launch
 
@@ -26,7 +29,8 @@ WRAPPERS = {
     "exec": '#!/bin/sh\nexec "$@"\n',
     "setsid": '#!/bin/sh\nexec setsid --wait "$@"\n',
 }
-KEEPER = "keeper_process.py"
+KEEPER, TORCHRUN_FILE = "keeper_process.py", str(BIN / "torchrun")
+HOSTS = 2
 
 
 class Folder:
@@ -103,11 +107,30 @@ def launcher_words(launch: Launch, folder: Folder, words: Sequence[str]) -> list
     return ["torchrun", *options, *python, *words]
 
 
+def hosts_words(
+    launch: Launch, folder: Folder, words: Sequence[str], cluster: Cluster, control: Path
+) -> list[str]:
+    """Return a shell command that runs one torchrun on each host.
+
+    If there is a file ``replaced.1`` when that of host 1 ends, it starts again, as on a new host.
+    """
+    slots = [launch.ranks // HOSTS] * HOSTS
+    lines = []
+    for host, command in torchrun(cluster.hosts, slots, *words, static=True):
+        command[1:1] = ["--max-restarts", str(launch.restarts)]
+        entered = shlex.join([*cluster[host].enter(folder.other), *command])
+        again = f"rm {shlex.quote(str(control))}/replaced.{host} 2>/dev/null"
+        lines.append(f"( while {entered}; code=$?; {again}; do :; done; exit $code ) & ended_{host}=$!")
+    waits = [f"wait $ended_{host}; code_{host}=$?" for host in range(HOSTS)]
+    return ["sh", "-c", "\n".join([*lines, *waits, "exit $(( code_0 | code_1 ))"])]
+
+
 class Attacked(Job):
     """Launched job whose ranks wait at points.
 
     Args:
         points: (start, rank, point, step) by number.
+        cluster: hosts of the ranks; None: this machine.
     """
 
     def __init__(
@@ -117,13 +140,19 @@ class Attacked(Job):
         words: Sequence[str],
         name: str,
         points: dict[int, tuple[int, int, str, int]],
+        cluster: Cluster | None = None,
     ) -> None:
-        self.launch, self.control = launch, folder.other / f"{name}.points"
+        self.launch, self.cluster, self.control = launch, cluster, folder.other / f"{name}.points"
         self.control.mkdir()
-        write = [[number, *point] for number, point in points.items()]
-        (self.control / "points.json").write_text(json.dumps(write))
+        numbered = [[number, *point] for number, point in points.items()]
+        (self.control / "points.json").write_text(json.dumps(numbered))
         self.seen: set[int] = set()  # processes of this job
-        command = launcher_words(launch, folder, [str(HERE / "rank.py"), *words])
+        self.start = 0  # last start of the ranks
+        words = [str(HERE / "rank.py"), *words]
+        if cluster is None:
+            command = launcher_words(launch, folder, words)
+        else:
+            command = hosts_words(launch, folder, words, cluster, self.control)
         super().__init__(command, folder.other, ATTACK_FOLDER=str(self.control))
 
     def reached(self, number: int) -> bool:
@@ -134,45 +163,51 @@ class Attacked(Job):
         """Let the rank continue that waits at a point, or that will reach it."""
         (self.control / f"{number}.passed").touch()
 
-    @property
-    def start(self) -> int:
-        """Last start of the ranks."""
-        return max((int(path.name.split("_")[1]) for path in self.control.glob("rank_*_*")), default=0)
-
-    def rank_pids(self, start: int) -> dict[int, int]:
-        """Return rank -> process, of the ranks of a start, without wrappers and workers."""
-        pids: dict[int, int] = {}
-        for path in self.control.glob(f"rank_{start}_*"):
-            with contextlib.suppress(ValueError):  # it is being written
-                pids[int(path.name.split("_")[2])] = int(path.read_text())
-        return pids
+    def rank_pids(self) -> dict[int, int]:
+        """Return rank -> process, of the ranks of the last start, without wrappers and workers."""
+        ranks: dict[int, tuple[int, int]] = {}
+        for process, variables in processes(self.mark).items():
+            if "RANK" in variables and command_of(process).split()[1:2] == [str(HERE / "rank.py")]:
+                ranks[process] = int(variables.get("TORCHELASTIC_RESTART_COUNT", 0)), int(variables["RANK"])
+        self.start = max([self.start, *(start for start, _ in ranks.values())])
+        return {
+            rank: process
+            for process, (start, rank) in ranks.items()
+            if start == self.start and parent_of(process) not in ranks
+        }
 
     def note(self) -> set[int]:
-        """Return the living processes with the mark of this job, and remember them."""
+        """Return the living processes of this job, without keepers on this machine, and remember them."""
         alive = set(processes(self.mark))
         if self.process.poll() is None:
             alive.add(self.process.pid)
+        if self.cluster is not None:
+            alive.update(process for host in self.cluster.hosts for process in host.processes())
         self.seen |= alive
         return alive
 
     def keepers(self) -> list[int]:
         """Return the processes that keep snapshots for this job; they do not have its mark."""
         found = []
-        for process in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        for process in self.seen if self.cluster else map(int, filter(str.isdigit, os.listdir("/proc"))):
             words = command_of(process).split()
-            if len(words) > 1 and words[-2].endswith(KEEPER) and int(words[-1]) in self.seen:
+            if (
+                len(words) > 1
+                and words[-2].endswith(KEEPER)
+                and (self.cluster or int(words[-1]) in self.seen)
+            ):
                 found.append(process)
         return found
 
     def targets(self, target: str, rank: int) -> list[int]:
         """Return the processes of a target of :class:`.draw.Deed`."""
-        alive, pids = self.note(), self.rank_pids(self.start)
+        alive, pids = self.note(), self.rank_pids()
         if target == "ranks":
             return list(pids.values())
         if target == "rank":
             return [pids[rank]] if rank in pids else []
         if target == "keeper":
-            return self.keepers()
+            return self.keepers() if self.cluster is None else self.keepers()[:1]
         if target == "worker":
             return [process for process in alive if rank in pids and parent_of(process) == pids[rank]]
         if target == "wrapper":
@@ -180,7 +215,14 @@ class Attacked(Job):
             return [parent] if parent in alive and parent != self.process.pid else []
         if target == "node launcher":
             return [p for p in alive if parent_of(p) == self.process.pid and "launch" in command_of(p)]
+        if target == "launcher" and self.cluster is not None:
+            host = self.cluster[self.host_of(rank)]
+            return [p for p, command in host.processes().items() if command.split()[1:2] == [TORCHRUN_FILE]]
         return [self.process.pid]
+
+    def host_of(self, rank: int) -> int:
+        """Return the host of a rank."""
+        return rank * HOSTS // self.launch.ranks
 
     def send(self, number: signal.Signals, target: str, rank: int) -> list[int]:
         """Send a signal. Returns the processes that got it."""

@@ -105,7 +105,6 @@ def place(points: Points) -> None:
 
 
 if __name__ == "__main__":
-    (FOLDER / f"rank_{START}_{RANK}").write_text(str(os.getpid()))
     here = Points()
     here.hold("import")
     place(here)

@@ -6,6 +6,8 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.hosts.cluster import Cluster
+
 from .draw import GPT, OUTSIDE, Attack, Launch, Moment
 from .events import Attacker, Happened, Scene
 from .job import OTHER_SEED, SEED, Attacked, Folder, References, script_words
@@ -39,8 +41,8 @@ class Outcome:
         return "\n".join(parts)
 
 
-def run(attack: Attack, references: References, path: Path) -> Outcome:
-    """Run an attack in a new folder, and judge it."""
+def run(attack: Attack, references: References, path: Path, cluster: Cluster | None = None) -> Outcome:
+    """Run an attack in a new folder, and judge it. With a cluster, the ranks are on its hosts."""
     shutil.rmtree(path, ignore_errors=True)
     folder = Folder(path)
     scene = Scene(folder, lambda: references(attack.script, attack.launches[0].layout, OTHER_SEED).saved)
@@ -53,9 +55,11 @@ def run(attack: Attack, references: References, path: Path) -> Outcome:
             if launch.load and scene.has_foreign():
                 break  # to load it would be right
             scene.change(launch.change)
-            happened = _launch(attack, launch, number, scene, references)
+            happened = _launch(attack, launch, number, scene, references, cluster)
             outcome.launches.append(happened)
             scene.restore()
+            if cluster is not None:
+                cluster.mend(1)
             judge.launch(happened)
             if happened.second is not None:
                 judge.second_job(happened)
@@ -65,21 +69,28 @@ def run(attack: Attack, references: References, path: Path) -> Outcome:
     return outcome
 
 
-def _launch(attack: Attack, launch: Launch, number: int, scene: Scene, references: References) -> Happened:
+def _launch(
+    attack: Attack,
+    launch: Launch,
+    number: int,
+    scene: Scene,
+    references: References,
+    cluster: Cluster | None,
+) -> Happened:
     events = dict(enumerate(launch.events))
     points = {n: _listed(event.moment) for n, event in events.items() if event.moment.point not in OUTSIDE}
     intervals = attack.save_interval, attack.eval_interval
 
-    def start(
-        launch: Launch, name: str, script: str, seed: int, **points: dict[int, tuple[int, int, str, int]]
-    ) -> Attacked:
-        words = script_words(script, launch, scene.folder, references.corpus, seed, intervals, name)
-        return Attacked(launch, scene.folder, words, name, points.get("points", {}))
+    def words(launch: Launch, script: str, seed: int, name: str) -> list[str]:
+        return script_words(script, launch, scene.folder, references.corpus, seed, intervals, name)
 
     def second_job() -> Attacked:
-        return start(_SECOND, f"second_{number}", GPT, OTHER_SEED)
+        name = f"second_{number}"
+        return Attacked(_SECOND, scene.folder, words(_SECOND, GPT, OTHER_SEED, name), name, {})
 
-    job = start(launch, f"launch_{number}", attack.script, SEED, points=points)
+    name = f"launch_{number}"
+    own = words(launch, attack.script, SEED, name)
+    job = Attacked(launch, scene.folder, own, name, points, cluster)
     try:
         return Attacker(job, scene, events, second_job).run()
     finally:
