@@ -149,7 +149,7 @@ class Draw:
         """Return the attack."""
         theme = self.random.choice(list(themes))
         launches = themes[theme](self)
-        used = self.random.random() < 0.3
+        used = self.random.random() < 0.3 and not any(launch.change for launch in launches)
         return Attack(
             self.seed, theme, self.script, self.save_interval, self.eval_interval, used, tuple(launches)
         )

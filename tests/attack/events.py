@@ -53,8 +53,9 @@ class Scene:
         return all(path.exists() for path in paths) and paths[0].read_bytes() == paths[1].read_bytes()
 
     def has_foreign(self) -> bool:
-        """Return whether the newest checkpoint is that of the other run."""
-        return any(self.is_foreign(name) for name in self.names()[-1:])
+        """Return whether the current checkpoint is that of the other run."""
+        latest = self.folder.saved / LATEST
+        return latest.is_file() and self.is_foreign(latest.read_text())
 
     def fill(self) -> None:
         """Put checkpoints of another run into the folder."""

@@ -24,11 +24,8 @@ from .draw import ALL_STEPS, DEEPSPEED, GPT, LAYOUTS, Launch
 HERE = Path(__file__).parent
 SEED, OTHER_SEED = 1234, 4321  # of the attacked job, and of another run
 SAMPLES = 16  # in a step
-WRAPPERS = {
-    "shell": '#!/bin/sh\n"$@"\nexit $?\n',
-    "exec": '#!/bin/sh\nexec "$@"\n',
-    "setsid": '#!/bin/sh\nexec setsid --wait "$@"\n',
-}
+WRAPPERS = {"shell": '"$@"; exit $?', "exec": 'exec "$@"', "setsid": 'exec setsid --wait "$@"'}
+WRAPPER = "#!/bin/sh\ncase $1 in --local_rank=*) shift ;; esac  # from deepspeed, before the command\n{}\n"
 KEEPER, TORCHRUN_FILE = "keeper_process.py", str(BIN / "torchrun")
 HOSTS = 2
 
@@ -90,7 +87,7 @@ def launcher_words(launch: Launch, folder: Folder, words: Sequence[str]) -> list
     port, python = str(free_port()), []
     if launch.wrapper:
         wrapper = folder.other / f"{launch.wrapper}.sh"
-        wrapper.write_text(WRAPPERS[launch.wrapper])
+        wrapper.write_text(WRAPPER.format(WRAPPERS[launch.wrapper]))
         wrapper.chmod(0o755)
         python = [str(wrapper), sys.executable]
     if launch.launcher == DEEPSPEED:
