@@ -34,13 +34,14 @@ class Scene:
         foreign: folder of checkpoints of another run.
         spoiled: checkpoints that the attack has damaged.
         changed: the attack has changed the folder, so that saves may fail.
+        gone: the attack has taken the folder away.
         read_only: the folder is mounted read-only.
     """
 
     def __init__(self, folder: Folder, foreign: Callable[[], Path]) -> None:
         self.folder, self.foreign = folder, foreign
         self.spoiled: set[str] = set()
-        self.changed = self.read_only = False
+        self.changed = self.gone = self.read_only = False
 
     def names(self) -> list[str]:
         """Return the names of the checkpoints, by step."""
@@ -88,7 +89,7 @@ class Scene:
             self._damage(saved / names[-1], what == "cut")
 
     def _away(self) -> None:
-        self.changed = True
+        self.changed = self.gone = True
         if self.folder.saved.exists():
             self.folder.saved.rename(self.folder.saved.with_name(f"away_{time.monotonic_ns()}"))
 
@@ -105,7 +106,8 @@ class Scene:
             self.folder.saved.chmod(0o555)
         else:  # for whom the permissions do not count
             subprocess.run(["mount", "--bind", saved, saved], check=True)
-            subprocess.run(["mount", "-o", "remount,bind,ro", saved], check=True)
+            while subprocess.run(["mount", "-o", "remount,bind,ro", saved], capture_output=True).returncode:
+                time.sleep(_POLL_S)  # a rank has a file open in it
         self.read_only = True
 
     def restore(self) -> None:
