@@ -958,7 +958,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         Args:
             tags: names of this run's checkpoints, to warn only of those that it will replace; None: any name.
         """
-        with self._in_activity(f"checking the folder {save_dir}"), self._longer_limit():
+        with self._in_activity(f"checking the folder {save_dir}"):
             try_folder(self, Path(save_dir), tags)
 
     def save_checkpoint(

@@ -245,7 +245,7 @@ def initialize(
     model.random_seed = by_rank_0(torch.initial_seed)
     if zero_stage(half_through_zero(job.deepspeed)):
         _require_real_parameters(model)
-    facts = run_facts(model)
+    facts = run_facts(model, data)
     if rank() == 0 and job.ds_ext.print_plan and not model.plan_is_given:
         print(f"{facts['plan']}\n", end="", flush=True)
     engine = _make_engine(
@@ -260,7 +260,7 @@ def initialize(
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
     )
-    engine.run_facts = {**facts, "run": engine.run.id, "data": data}
+    engine.run_facts = {**facts, "run": engine.run.id}
     engine._configure_python_gc()
     limit_waits(job.ds_ext.transport_options.timeout_s)
     return engine, engine.optimizer, None, engine.lr_scheduler
