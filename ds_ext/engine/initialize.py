@@ -52,7 +52,7 @@ from .together import by_rank_0, together
 logger = logging.getLogger(__name__)
 
 _NOT_ON_FORWARD_RANKS = ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16", "bfloat16")
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_precision(job: JobConfig) -> None:
@@ -286,7 +286,7 @@ def _make_engine(model: PipelineModule, config: Mapping[str, Any], **kwargs: Any
     forward_config = {key: value for key, value in config.items() if key not in _NOT_ON_FORWARD_RANKS}
     forward_config["gradient_accumulation_steps"] *= layout.placement.replicas
     return ForwardEngine(
-        dtype=_DTYPES[precision(config)],
+        half=_HALF.get(precision(config)),
         model=model,
         config=forward_config,
         config_class=make_config(forward_config),
