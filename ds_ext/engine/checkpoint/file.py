@@ -222,11 +222,10 @@ def _require_plain(key: str, entry: Any) -> None:
     """Raise ConfigError with the path of the first value in an entry that is not plain."""
     if is_plain(entry):
         return
-    entries = dict(enumerate(entry)) if isinstance(entry, list | tuple) else entry
-    if isinstance(entries, dict):
-        entries = entries["value"] if _TYPE in entries else entries
-        for inner, value in entries.items():
-            _require_plain(f"{key}[{inner!r}]", value)
+    inner = entry["value"] if isinstance(entry, dict) and _TYPE in entry else entry
+    inner = dict(enumerate(inner)) if isinstance(inner, list | tuple) else inner
+    for name, value in inner.items() if isinstance(inner, dict) else ():
+        _require_plain(f"{key}[{name!r}]", value)
     raise ConfigError(
         f"{key}: a checkpoint contains only numbers, strings, tensors, NumPy arrays, Namespaces, and lists and "
         f"dictionaries of them (got {type(entry).__name__}). Save its state_dict() or its numbers."
