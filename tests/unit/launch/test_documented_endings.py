@@ -1,4 +1,4 @@
-"""The tables of docs/troubleshooting.md and docs/recovery.md: every row is listed here, with the tests of what it says."""
+"""Every row of the tables in docs/troubleshooting.md and docs/recovery.md, and the tests of what it says."""
 
 from __future__ import annotations
 
