@@ -362,6 +362,9 @@ def _draw_blocks(random: Random, start: str, end: str, stages: int) -> tuple[str
     wanted = max(stages, random.randrange(2, 9))
     while len(model_layers(start, blocks, end, TensorParallel())) < wanted:
         blocks.append(random.choice([*kinds, "linear"]))
+    if _chance(random, 0.1):
+        # Only in the last stage, where a backward follows its forward, does a changed buffer first reach a second half.
+        blocks.append("linear_of_buffer")
     return tuple(blocks)
 
 
