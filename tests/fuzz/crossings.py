@@ -342,7 +342,7 @@ CROSSINGS: dict[str, Kind] = {
     "views": chain(WithView, Sum),
     "input_returned": chain(WithInput, Sum),
     "other_layouts": chain(OtherLayout, OtherLayoutAgain, OtherLayoutAgain, FromOtherLayout),
-    "complex": chain(ToComplex, ComplexLinear, ComplexLinear, FromComplex, fp32=True),
+    "complex": chain(ToComplex, ComplexLinear, ComplexLinear, FromComplex, fp32=True, weight=2),
     "parameter_returned": chain(ReturnedParameter, UsedParameter),
     "mask": chain(WithMask, Masked, Masked, First),
     "depth_in_place": chain(WithDepth, Deeper, Deeper, First, changes_input=True),
