@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -194,14 +194,17 @@ def train(job: Job, noise_seed: int | None = None) -> Result:
     """Train a job in one process.
 
     Args:
-        noise_seed: seed of rounding errors that are added to the gradients; None: no errors. The difference of two
-            results shows how sensitive the job is to the order of sums.
+        noise_seed: seed of rounding errors that are added to the first weights, so that gradients of rounding errors
+            only change, and to all gradients; None: no errors. The difference of two results shows how sensitive the
+            job is to the order of sums.
     """
     model, result = Model(job), Result()
     noise = None if noise_seed is None else torch.Generator().manual_seed(noise_seed)
     if job.set_weights in ("load", "assign"):
         model.halve()
     parameters = model.parameters
+    if noise is not None and not job.bf16:
+        _add_noise([p.detach() for p in parameters], noise, FP32_NOISE)
     masters = [nn.Parameter(p.detach().float()) for p in parameters] if job.bf16 else parameters
     optimizer = make_optimizer(job, masters)
     scheduler: Any = None
@@ -290,10 +293,12 @@ def _random_numbers(job: Job, step: int, micro_batch: int, layer: int) -> Abstra
     return keyed_rng(layer_key(job.seed, step, micro_batch, layer), torch.device("cpu"))
 
 
-def _add_noise(grads: list[Tensor | None], noise: torch.Generator, size: float) -> None:
-    for grad in grads:
-        if grad is not None and grad.numel():
-            grad += size * grad.abs().max() * torch.randn(grad.shape, generator=noise, dtype=grad.dtype)
+def _add_noise(tensors: Sequence[Tensor | None], noise: torch.Generator, size: float) -> None:
+    for tensor in tensors:
+        if tensor is not None and tensor.numel():
+            tensor += (
+                size * tensor.abs().max() * torch.randn(tensor.shape, generator=noise, dtype=tensor.dtype)
+            )
 
 
 def _evaluate(job: Job, step: int, replicas: Replicas, result: Result) -> None:
