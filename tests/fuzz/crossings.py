@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .kinds import WIDTH, Kind, Place, chain
 from .standard_layers import linear
-from .unusual_layers import Identity, PositionsOfInput
+from .unusual_layers import AddedToBothEnds, Identity
 
 
 class WithLinear(nn.Module):
@@ -353,7 +353,7 @@ CROSSINGS: dict[str, Kind] = {
     "bf16_message": _cast(torch.bfloat16, rounds=True),
     "fp64_message": _cast(torch.float64),
     "unused_output": chain(UnusedOutput, First),
-    "positions_of_input": chain(*[PositionsOfInput] * 3, fixed_length=True, weight=5),
+    "added_to_both_ends": chain(*[AddedToBothEnds] * 4, fixed_length=True, weight=6),
     "tied": Kind(_tied),
     "tied_neighbours": Kind(_tied_neighbours),
     "tied_thrice": Kind(_tied_thrice),

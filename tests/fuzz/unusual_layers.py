@@ -113,15 +113,15 @@ class AddedParameter(nn.Module):
         return self.positions + self.projection(x)
 
 
-class PositionsOfInput(nn.Module):
-    """Parameter added to the input. With one sample, both receive the same gradient memory."""
+class AddedToBothEnds(nn.Module):
+    """Parameters added to the input and the output, which receive the same gradient memory with one sample."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.positions = nn.Parameter(0.1 * torch.randn(LENGTH, WIDTH))
+        self.first, self.last = (nn.Parameter(0.1 * torch.randn(LENGTH, WIDTH)) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.positions.unsqueeze(0)
+        return torch.tanh(x + self.first.unsqueeze(0)) + self.last.unsqueeze(0)
 
 
 class Unused(nn.Module):
