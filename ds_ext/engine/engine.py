@@ -713,9 +713,9 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             ConfigError: there is no data or no optimizer, or a script changed ``micro_batches``.
             NonFiniteLoss: the loss was not finite in ``max_nonfinite_losses`` consecutive steps.
         """
-        self.run.begin(self.global_steps)
         if self.recovery is not None:
             self.recovery.complete()
+        self.run.begin(self.global_steps)
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self._take_changes()
@@ -958,7 +958,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         Args:
             tags: names of this run's checkpoints, to warn only of those that it will replace; None: any name.
         """
-        with self._in_activity(f"checking the folder {save_dir}"), self._longer_limit():
+        with self._in_activity(f"checking the folder {save_dir}"):
             try_folder(self, Path(save_dir), tags)
 
     def save_checkpoint(

@@ -106,18 +106,24 @@ def _bytes_of(read: Callable[[], Any]) -> bytes:
     return b";".join(parts)
 
 
-def run_facts(model: PipelineModule) -> dict[str, Any]:
+def run_facts(model: PipelineModule, data: Facts) -> dict[str, Any]:
     """Return the facts of a run. All ranks must call this together.
 
     ``ranks`` has an object for every rank: ``host``, ``name`` of its accelerator or "cpu", ``device`` of the pipeline
     group, and the number of its ``parameters``. Only rank 0 has the text of the plan.
+
+    Args:
+        data: facts of the data that this rank reads, from :func:`data_facts`.
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if model.placeholder is not None:
         parameters -= model.placeholder.numel()
     name = torch.cuda.get_device_name() if get_accelerator().device_name() == "cuda" else "cpu"
     own = {"host": platform.node(), "name": name, "device": model.device_index, "parameters": parameters}
-    ranks: list[dict[str, Any]] = together(lambda: own)
+    layers = (layer for layer in model.modules() if "dropout" in type(layer).__name__.lower())
+    dropout = {p for layer in layers if isinstance(p := getattr(layer, "p", None), int | float)}
+    gathered = together(lambda: (own, dropout, data))
+    ranks: list[dict[str, Any]] = [one for one, _, _ in gathered]
     plan, layout, trace = model.plan, model.layout, model.plan.settings.trace.dir
     return {
         "schedule": plan.timetable.schedule,
@@ -130,6 +136,8 @@ def run_facts(model: PipelineModule) -> dict[str, Any]:
         "train_batch_size": plan.sizes.train_batch_size,
         "precision": precision(plan.job.deepspeed),
         "zero_stage": zero_stage(plan.job.deepspeed),
+        "dropout": sorted({float(p) for _, of_rank, _ in gathered for p in of_rank}),
+        "data": {key: fact for _, _, of_rank in gathered for key, fact in of_rank.items()},
         "ranks": ranks,
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
         "trace_dir": trace and os.path.abspath(trace),

@@ -52,7 +52,7 @@ from .together import by_rank_0, together
 logger = logging.getLogger(__name__)
 
 _NOT_ON_FORWARD_RANKS = ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16", "bfloat16")
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_precision(job: JobConfig) -> None:
@@ -245,7 +245,7 @@ def initialize(
     model.random_seed = by_rank_0(torch.initial_seed)
     if zero_stage(half_through_zero(job.deepspeed)):
         _require_real_parameters(model)
-    facts = run_facts(model)
+    facts = run_facts(model, data)
     if rank() == 0 and job.ds_ext.print_plan and not model.plan_is_given:
         print(f"{facts['plan']}\n", end="", flush=True)
     engine = _make_engine(
@@ -260,7 +260,7 @@ def initialize(
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
     )
-    engine.run_facts = {**facts, "run": engine.run.id, "data": data}
+    engine.run_facts = {**facts, "run": engine.run.id}
     engine._configure_python_gc()
     limit_waits(job.ds_ext.transport_options.timeout_s)
     return engine, engine.optimizer, None, engine.lr_scheduler
@@ -286,7 +286,7 @@ def _make_engine(model: PipelineModule, config: Mapping[str, Any], **kwargs: Any
     forward_config = {key: value for key, value in config.items() if key not in _NOT_ON_FORWARD_RANKS}
     forward_config["gradient_accumulation_steps"] *= layout.placement.replicas
     return ForwardEngine(
-        dtype=_DTYPES[precision(config)],
+        half=_HALF.get(precision(config)),
         model=model,
         config=forward_config,
         config_class=make_config(forward_config),

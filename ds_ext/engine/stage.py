@@ -6,7 +6,7 @@ import functools
 import logging
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,30 +74,32 @@ class Buffer:
     def backward(self, scale: Callable[[Loss], Tensor], parameters: Iterable[Tensor]) -> None:
         """Run the backward and drop the graph.
 
-        Autograd may keep one tensor, without a copy, as the gradient of an input and of one of ``parameters``. The next
-        micro-batch adds to the latter in place, so what the other stage and deferred gradients read is separated.
+        Autograd may keep one tensor, without a copy, as the gradient of an input and of several of ``parameters``. The
+        next micro-batch adds to a parameter's gradient in place, which would change the others too, and what the other
+        stage and deferred gradients read. So no two of them keep the same memory.
         """
         roots = self.roots(scale)
+        without_grad = [parameter for parameter in parameters if parameter.grad is None]
         if roots:  # none if all layers up to here are frozen, or the loss does not depend on them
             backward([output for output, _ in roots], [grad for _, grad in roots])
         self.outputs = self.grads = self.loss = None
-        inputs = self.inputs or ()
         read = set() if self.weights is None else self.weights.memory
-        _separate_grads(inputs, read)
-        read.update(address(t.grad) for t in inputs if t.grad is not None)
-        if read:
-            _separate_grads(parameters, read)
+        _separate_grads((*(self.inputs or ()), *without_grad), read)
 
 
 def _differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _separate_grads(tensors: Iterable[Tensor], addresses: Collection[int]) -> None:
-    """Copy the gradients of ``tensors`` whose memory is in ``addresses``."""
+def _separate_grads(tensors: Iterable[Tensor], taken: set[int]) -> None:
+    """Copy the gradients of ``tensors`` whose memory is in ``taken`` or is that of an earlier one."""
     for tensor in tensors:
-        if tensor.grad is not None and address(tensor.grad) in addresses:
+        if tensor.grad is None:
+            continue
+        if address(tensor.grad) in taken:
             tensor.grad = tensor.grad.clone()
+        else:
+            taken.add(address(tensor.grad))
 
 
 def _take_grad(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import ds_ext
 from ds_ext.config.job import load_config
@@ -249,6 +250,13 @@ class Attribute(Block):
         return super().forward(x * self.number)
 
 
+class Reentrant(Block):
+    """Its backward cannot be repeated alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
 def audit_layers(rank: int, schedule: str, pipeline: int, layer: type[Block], steps: int) -> Any:
     """(steps, error type and named rank or layer) of a run in which layer 5 is another one."""
     engine = make_engine(schedule, pipeline, 0, 1, layers=[Block] * 5 + [layer] + [Block] * 2)
@@ -264,7 +272,8 @@ def audit_layers(rank: int, schedule: str, pipeline: int, layer: type[Block], st
 
 @pytest.mark.parametrize("job", ["1f1b x 2", "bitpipe"])
 def test_state_of_a_layer_is_no_fault_of_a_host(ranks: Ranks, job: str) -> None:
-    assert ranks(4).run(audit_layers, *JOBS[job], Spectral, 16) == [16] * 4
+    for layer in (Spectral, Reentrant):
+        assert ranks(4).run(audit_layers, *JOBS[job], layer, 16) == [16] * 4
     assert (
         ranks(4).run(audit_layers, *JOBS[job], Attribute, STEPS)
         == [(ConfigError, ["layer 5", "Attribute"])] * 4

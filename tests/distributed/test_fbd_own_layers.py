@@ -60,6 +60,42 @@ def test_a_step_may_take_longer_than_a_message(ranks: Ranks) -> None:
     assert min(took for *_, took in results) > limit_s
 
 
+def train_in_double(rank: int) -> list[float]:
+    """Two steps of layers with fp64 weights."""
+    config = {
+        **{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0},
+        **{"steps_per_print": 10**9, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+        "ds_ext": {"schedule": "fbd", "pipeline_parallel_size": 2},
+    }
+    model = PipelineModule(doubles(), config, loss_fn=nn.MSELoss(), partition_method="uniform")
+    engine, *_ = initialize(model=model, config=config)
+    data = StepBatches([ROWS] * 2)
+    losses = [float(engine.train_batch(data)) for _ in range(2)]
+    engine.transport.close()
+    return losses
+
+
+ROWS = [(torch.full((1, 2), 1 / n, dtype=torch.float64), torch.zeros(1, 2).double()) for n in (3, 7)]
+
+
+def doubles() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(2, 2, dtype=torch.float64) for _ in range(2)]
+
+
+def test_weights_in_double_stay_so_on_forward_ranks(ranks: Ranks) -> None:
+    layers = nn.Sequential(*doubles())
+    optimizer, expected = torch.optim.SGD(layers.parameters(), 0.1), []
+    for _ in range(2):
+        loss = torch.stack([nn.functional.mse_loss(layers(x), y) for x, y in ROWS]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    for losses in ranks(4).run(train_in_double):
+        assert losses == pytest.approx(expected, rel=1e-6)
+
+
 class Counting(nn.Linear):
     """Has a running mean of its inputs, as batch normalisation has, and takes it off."""
 

@@ -226,7 +226,7 @@ def resumed_otherwise(rank: int, folder: str) -> list[list[str]]:
 def test_every_other_change_is_one_line(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(resumed, str(tmp_path), 0.1, AT, False, None)
     lines, others = ranks(2).run(resumed_otherwise, str(tmp_path))
-    changed = ["training_data", "train_batch_size", "precision", "scheduler.type", "dropout"]
+    changed = ["training_data", "train_batch_size", "precision", "dropout", "scheduler.type"]
     assert lines == [[key] for key in changed] and others == []
 
 

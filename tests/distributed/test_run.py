@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -35,28 +34,31 @@ def engine_of() -> PipelineEngine:
     return ds_ext.initialize(model=model, model_parameters=parameters, training_data=data)[0]
 
 
-class Numbers(logging.Handler):
+class Warnings(logging.Handler):
+    """Arguments of log records."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[list[int]] = []
+        self.found: list[Any] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.found.append([int(word) for word in re.findall(r"\b\d+\b", record.getMessage())])
+        self.found.append(record.args)
 
 
 def start(
     rank: int, agent: str, folder: str, steps: int, again: bool = False, saves: bool = True
-) -> tuple[str | None, list[list[int]]]:
+) -> tuple[str | None, list[Any]]:
     """Start a script that loads what is there, and saves after every step, as torchrun does.
 
     Args:
         agent: folder of torchrun.
 
-    Returns the name of the loaded checkpoint, and the numbers in the report of lost steps.
+    Returns the name of the loaded checkpoint, and the warnings: (folder, names of checkpoints) or (first lost step,
+    last lost step).
     """
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"{agent}/attempt_{int(again)}/{rank}/error.json"
-    logger, numbers = logging.getLogger("ds_ext.engine.checkpoint.run"), Numbers()
-    logger.addHandler(numbers)
+    logger, warnings = logging.getLogger("ds_ext.engine.checkpoint.run"), Warnings()
+    logger.addHandler(warnings)
     try:
         engine = engine_of()
         path, _ = engine.load_checkpoint(folder)
@@ -67,12 +69,12 @@ def start(
         engine.transport.close()
     finally:
         del os.environ["TORCHELASTIC_ERROR_FILE"]
-        logger.removeHandler(numbers)
-    return path and Path(path).name, numbers.found
+        logger.removeHandler(warnings)
+    return path and Path(path).name, warnings.found
 
 
 def test_a_restart_loads_only_what_its_run_has_written_or_loaded(ranks: Ranks, tmp_path: Path) -> None:
-    def run(agent: str, folder: str, *args: Any) -> tuple[str | None, list[list[int]]]:
+    def run(agent: str, folder: str, *args: Any) -> tuple[str | None, list[Any]]:
         (tmp_path / agent).mkdir(exist_ok=True)
         first, second = ranks(2).run(start, str(tmp_path / agent), str(tmp_path / folder), *args)
         assert first[0] == second[0] and second[1] == []
@@ -82,11 +84,14 @@ def test_a_restart_loads_only_what_its_run_has_written_or_loaded(ranks: Ranks, t
     assert run("first", "saved", 1, True) == ("global_step2", [])
     # This run began without a checkpoint, and finds those of another run after its restart.
     assert run("second", "empty", 3, False, False) == (None, [])
-    assert run("second", "saved", 1, True, False) == (None, [[1, 2]])
+    assert run("second", "saved", 1, True, False) == (None, [(1, 2)])
     # This run has loaded a checkpoint and saved none, when another run changes the file `latest`.
     assert run("third", "saved", 2, False, False) == ("global_step3", [])
     (tmp_path / "saved" / "latest").write_text("global_step1")
-    assert run("third", "saved", 1, True, False) == ("global_step3", [[4, 4]])
+    assert run("third", "saved", 1, True, False) == ("global_step3", [(4, 4)])
     # This run was restarted before its first step, and loads any checkpoint, as a first start does.
     assert run("fourth", "saved", 0) == ("global_step1", [])
-    assert run("fourth", "saved", 0, True) == ("global_step1", [])
+    assert run("fourth", "saved", 1, True) == (
+        "global_step1",
+        [(tmp_path / "saved", "global_step2, global_step3")],
+    )

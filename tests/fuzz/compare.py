@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .job import REPLICAS_SHARE_STATISTICS, Job
+from .job import Job
 from .reference import Result
 from .zoo import ZOO
 
@@ -33,40 +33,24 @@ def differences(job: Job, ranks: Sequence[Result], reference: Result, noisy: Res
         base = BF16_TOLERANCE
     lines = []
     for name in ("losses", "norms", "evaluations"):
-        if name == "evaluations" and job.has_replicas and job.has_statistics:
-            continue
         expected, spread = getattr(reference, name), getattr(noisy, name)
         for rank, result in enumerate(ranks):
             actual = getattr(result, name)
             if not _numbers_agree(actual, expected, spread, base):
                 lines.append(f"{name} of rank {rank}: {actual}, one process: {expected}")
                 break
-    statistics = _statistics(job, reference)
-    holders: dict[str, Tensor] = {}
     for rank, result in enumerate(ranks):
         for name, actual in result.state.items():
-            if name in statistics and job.has_replicas:
-                expected = holders.setdefault(name, actual) if REPLICAS_SHARE_STATISTICS else actual
-                problem = _difference(actual, expected, expected, base)
-            else:
-                expected = reference.state.get(name)
-                problem = (
-                    "is not in the state of one process"
-                    if expected is None
-                    else _difference(actual, expected, noisy.state[name], base)
-                )
+            expected = reference.state.get(name)
+            problem = (
+                "is not in the state of one process"
+                if expected is None
+                else _difference(actual, expected, noisy.state[name], base)
+            )
             if problem is not None:
                 lines.append(f"{name} of rank {rank}: {problem}")
     missing = set(reference.state) - {name for result in ranks for name in result.state}
     return lines + [f"{name}: on no rank" for name in sorted(missing)]
-
-
-def _statistics(job: Job, reference: Result) -> set[str]:
-    """Return the names of buffers that differ between replicas."""
-    if not job.has_statistics:
-        return set()
-    words = ("running_", "num_batches", "count", "mean", "largest", "_u", "_v")
-    return {name for name in reference.state if any(word in name.rpartition(".")[2] for word in words)}
 
 
 def _numbers_agree(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .kinds import WIDTH, Kind, Place, chain
 from .standard_layers import linear
-from .unusual_layers import Identity
+from .unusual_layers import AddedToBothEnds, Identity
 
 
 class WithLinear(nn.Module):
@@ -342,7 +342,7 @@ CROSSINGS: dict[str, Kind] = {
     "views": chain(WithView, Sum),
     "input_returned": chain(WithInput, Sum),
     "other_layouts": chain(OtherLayout, OtherLayoutAgain, OtherLayoutAgain, FromOtherLayout),
-    "complex": chain(ToComplex, ComplexLinear, ComplexLinear, FromComplex, fp32=True),
+    "complex": chain(ToComplex, ComplexLinear, ComplexLinear, FromComplex, fp32=True, weight=2),
     "parameter_returned": chain(ReturnedParameter, UsedParameter),
     "mask": chain(WithMask, Masked, Masked, First),
     "depth_in_place": chain(WithDepth, Deeper, Deeper, First, changes_input=True),
@@ -353,6 +353,7 @@ CROSSINGS: dict[str, Kind] = {
     "bf16_message": _cast(torch.bfloat16, rounds=True),
     "fp64_message": _cast(torch.float64),
     "unused_output": chain(UnusedOutput, First),
+    "added_to_both_ends": chain(*[AddedToBothEnds] * 4, fixed_length=True, weight=6),
     "tied": Kind(_tied),
     "tied_neighbours": Kind(_tied_neighbours),
     "tied_thrice": Kind(_tied_thrice),

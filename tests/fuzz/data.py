@@ -107,22 +107,19 @@ class StepBatches:
         self.step = state["step"]
 
 
-def rank_batches(
-    job: Job, layout: Layout, pipe: int, step: int, reads_first: bool
-) -> Iterator[tuple[Any, Any]]:
-    """Yield the micro-batches of a data-parallel rank from a step on.
+def rank_batches(job: Job, numbers: slice, step: int, reads_first: bool) -> Iterator[tuple[Any, Any]]:
+    """Yield the micro-batches that a rank's iterator must have, from a step on.
 
     Args:
-        pipe: data-parallel rank, replicas included.
+        numbers: numbers of these micro-batches in a step.
         reads_first: the rank holds the first stage of a pipe.
     """
-    begin = OTHER_SAMPLES if job.data == "unequal" and not reads_first else 0
-    count = job.micro_batches // layout.pipes
-    if job.data == "loader":
-        order = shuffled(job, layout, pipe)
-        yield from (of_samples(job, indices) for indices in order[step * count :])
     for later in range(step, job.steps):
-        yield from (ordered_batch(job, later, pipe * count + number, begin) for number in range(count))
+        if job.data == "unequal" and not reads_first:
+            others = range(job.micro_batches)[numbers]
+            yield from (ordered_batch(job, later, number, OTHER_SAMPLES) for number in others)
+        else:
+            yield from step_batches(job, later)[numbers]
 
 
 def shuffled(job: Job, layout: Layout, pipe: int) -> list[list[int]]:

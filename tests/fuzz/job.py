@@ -18,7 +18,6 @@ from .zoo import ENDS, STARTS, ZOO, model_layers
 # Features that jobs may use.
 LOSS_PAIRS = True  # losses that return a pair (sum, count)
 KEYED_RANDOM = True  # layers that draw random numbers in training
-REPLICAS_SHARE_STATISTICS = True  # buffers are the same on all replicas at the end
 UNUSED_KEEP_NONE = True  # unused parameters with an optimizer that moves parameters of zero gradient
 
 BIDIRECTIONAL = ("chimera", "bitpipe", "bitpipe_zb")
@@ -26,6 +25,7 @@ LINEAR = ("gpipe", "1f1b", "zb_h1")
 V_SHAPED = ("zb_v", "dualpipev", "dpp")
 SCHEDULES = (*LINEAR, "interleaved", *V_SHAPED, *BIDIRECTIONAL, "fbd")
 MAX_RANKS = 4
+MAX_FBD_RANKS = 6  # for two backward ranks per forward rank
 MAX_MICRO_BATCHES = 8  # of a step, over all data-parallel ranks
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"type": "SGD", "params": {"lr": 0.2}},
@@ -195,20 +195,12 @@ class Job:
         return [self.layout] if self.resume is None else [self.layout, self.resume]
 
     @property
-    def has_replicas(self) -> bool:
-        """True if several ranks train different micro-batches with the same weights."""
-        return any(layout.pipes > 1 for layout in self.layouts)
-
-    @property
-    def has_statistics(self) -> bool:
-        """True if an evaluation depends on statistics of the training."""
-        return any(ZOO[name].statistics != "none" for name in self.blocks)
-
-    @property
     def is_reproducible(self) -> bool:
-        """False if results depend on the replicas or on features that are switched off."""
+        """False if results depend on the schedule or on features that are switched off."""
         kinds = [ZOO[name] for name in self.blocks]
-        if self.has_replicas and any(kind.statistics == "training" for kind in kinds):
+        if any(one.backward_per_forward > 1 for one in self.layouts) and any(
+            kind.statistics for kind in kinds
+        ):
             return False
         if ENDS[self.end].start not in (None, self.start) or (self.start == "tied_tokens") != (
             ENDS[self.end].start == "tied_tokens"
@@ -265,10 +257,10 @@ class Job:
         return names | {f"resume {self.resume is not None}", f"evaluate {self.evaluate_after is not None}"}
 
 
-def draw_layout(random: Random, world_size: int | None = None) -> Layout:
-    """Draw a schedule and sizes for at most MAX_RANKS ranks, or for ``world_size`` ranks."""
+def draw_layout(random: Random) -> Layout:
+    """Draw a schedule, and sizes that need at most MAX_RANKS ranks, or MAX_FBD_RANKS."""
+    schedule = random.choice((*SCHEDULES, "fbd"))
     while True:
-        schedule = random.choice(SCHEDULES)
         pp, tp, dp = (
             random.choice((1, 2, 2, 2, 3, 4, 4)),
             random.choice((1, 1, 1, 2)),
@@ -281,10 +273,8 @@ def draw_layout(random: Random, world_size: int | None = None) -> Layout:
             options["chunks"] = random.choice((1, 2, 2, 3))
         if schedule == "bitpipe":
             options["mode"] = random.choice(("unit", "unit", "greedy"))
-        layout = Layout(schedule, pp, tp, dp, options, random.choice((1, 1, 2)) if schedule == "fbd" else 1)
-        if layout.ranks.world_size > (world_size or MAX_RANKS):
-            continue
-        if world_size is None or layout.ranks.world_size == world_size:
+        layout = Layout(schedule, pp, tp, dp, options, random.choice((1, 2)) if schedule == "fbd" else 1)
+        if layout.ranks.world_size <= (MAX_FBD_RANKS if schedule == "fbd" else MAX_RANKS):
             return layout
 
 
@@ -336,14 +326,14 @@ def _draw(random: Random, seed: int) -> Job | None:
         eager_gradient_sync=_chance(random, 0.7),
         data=data,
         variable_lengths=_chance(random, 0.2),
-        evaluate_after=random.randrange(steps + 1) if _chance(random, 0.4) else None,
+        evaluate_after=random.randrange(steps + 1) if _chance(random, 0.5) else None,
         set_weights=random.choice(("load", "assign", *(("save",) * 4 if resume else ())))
         if _chance(random, 0.4 if resume else 0.2)
         else "",
         scheduler=random.choice(("script", "json")) if _chance(random, 0.3) else "",
         decay_groups=_chance(random, 0.15),
         own_optimizer=_chance(random, 0.15),
-        rank_seeds=_chance(random, 0.3),
+        rank_seeds=_chance(random, 0.5),
         empty_first=_chance(random, 0.05),
         resume=resume,
         resume_after=random.randrange(1, steps),
@@ -362,6 +352,9 @@ def _draw_blocks(random: Random, start: str, end: str, stages: int) -> tuple[str
     wanted = max(stages, random.randrange(2, 9))
     while len(model_layers(start, blocks, end, TensorParallel())) < wanted:
         blocks.append(random.choice([*kinds, "linear"]))
+    if _chance(random, 0.1):
+        # Only in the last stage, where a backward follows its forward, does a changed buffer first reach a second half.
+        blocks.append("linear_of_buffer")
     return tuple(blocks)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
@@ -37,8 +37,7 @@ class Kind:
     Attributes:
         layers: function that returns the layers of a block.
         fixed_length: the block needs S = LENGTH.
-        statistics: which results depend on statistics of earlier micro-batches. With replicas, each replica has
-            different statistics.
+        statistics: the block changes buffers that its outputs in training depend on.
         rounds: the block computes in bf16 in an fp32 model, so that small errors become large ones.
         fp32: the block does not support bf16.
         changes_input: a layer changes its input in place, so that the layer cannot be recomputed from it.
@@ -50,7 +49,7 @@ class Kind:
 
     layers: Callable[[Place], list[Any]]
     fixed_length: bool = False
-    statistics: Literal["none", "evaluation", "training"] = "none"
+    statistics: bool = False
     rounds: bool = False
     fp32: bool = False
     changes_input: bool = False

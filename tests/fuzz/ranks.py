@@ -9,6 +9,7 @@ from torch.distributed import get_rank
 
 from ds_ext.engine import PipelineEngine, PipelineModule, initialize
 from ds_ext.errors import ConfigError
+from ds_ext.parallel.fbd import FORWARD_ROLE
 from ds_ext.tensor_parallel import TensorParallel, create_tensor_parallel, shard_dim
 from tests.reference import gather_shards
 
@@ -113,7 +114,11 @@ def _source(job: Job, layout: Layout, engine: PipelineEngine, step: int) -> Any:
         return None
     if job.data == "batches":
         return StepBatches(job)
-    return rank_batches(job, layout, engine.mpu.get_data_parallel_rank(), step, engine.is_first_stage())
+    # An iterator on a forward rank has the micro-batches of all backward pipes of its group.
+    forward = engine.module.role == FORWARD_ROLE
+    count = job.micro_batches // layout.pipes * (layout.placement.replicas if forward else 1)
+    begin = engine.mpu.get_data_parallel_rank() * count
+    return rank_batches(job, slice(begin, begin + count), step, engine.is_first_stage())
 
 
 def _evaluate(job: Job, step: int, engine: PipelineEngine, result: Result) -> None:

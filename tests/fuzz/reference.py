@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -67,6 +67,14 @@ class Model:
             module.train()
 
     @property
+    def buffers(self) -> dict[tuple[nn.Module, str], Tensor]:
+        """Buffers by (module, name)."""
+        owners = [owner for module in self.modules.values() for owner in module.modules()]
+        return {
+            (owner, name): buffer for owner in owners for name, buffer in owner.named_buffers(recurse=False)
+        }
+
+    @property
     def parameters(self) -> list[nn.Parameter]:
         """Trained parameters, each once."""
         return list(
@@ -102,6 +110,29 @@ class Model:
             with context(index):
                 x = call(x)
         return x if self.loss is None else self.loss(x, labels)
+
+
+class Replicas:
+    """Buffers of the replicas of a model, each of which trains other micro-batches."""
+
+    def __init__(self, model: Model, count: int) -> None:
+        self.model, self.count, self.current = model, count, 0
+        self.buffers = [{slot: b.clone() for slot, b in model.buffers.items()} for _ in range(count)]
+
+    def use(self, replica: int) -> None:
+        """Give the model the buffers of a replica."""
+        self.buffers[self.current], self.current = self.model.buffers, replica
+        for (owner, name), buffer in self.buffers[replica].items():
+            setattr(owner, name, buffer)
+
+    def average(self) -> None:
+        """Give all replicas the mean of their buffers; those of the first one if they are no floats."""
+        self.use(0)
+        for slot, first in self.buffers[0].items():
+            of_replicas = torch.stack([buffers[slot] for buffers in self.buffers])
+            mean = of_replicas.double().mean(0) if first.is_floating_point() else first
+            for buffers in self.buffers:
+                buffers[slot].copy_(mean)
 
 
 class _Bound:
@@ -163,14 +194,17 @@ def train(job: Job, noise_seed: int | None = None) -> Result:
     """Train a job in one process.
 
     Args:
-        noise_seed: seed of rounding errors that are added to the gradients; None: no errors. The difference of two
-            results shows how sensitive the job is to the order of sums.
+        noise_seed: seed of rounding errors that are added to the first weights, so that gradients of rounding errors
+            only change, and to all gradients; None: no errors. The difference of two results shows how sensitive the
+            job is to the order of sums.
     """
     model, result = Model(job), Result()
     noise = None if noise_seed is None else torch.Generator().manual_seed(noise_seed)
     if job.set_weights in ("load", "assign"):
         model.halve()
     parameters = model.parameters
+    if noise is not None and not job.bf16:
+        _add_noise([p.detach() for p in parameters], noise, FP32_NOISE)
     masters = [nn.Parameter(p.detach().float()) for p in parameters] if job.bf16 else parameters
     optimizer = make_optimizer(job, masters)
     scheduler: Any = None
@@ -180,16 +214,19 @@ def train(job: Job, noise_seed: int | None = None) -> Result:
             if job.scheduler == "script"
             else _make_json_scheduler(job, optimizer, 0)
         )
-    _evaluate(job, 0, model, result)
+    replicas = Replicas(model, job.layout.pipes)
+    _evaluate(job, 0, replicas, result)
     for step in range(job.steps):
         if job.resume is not None and step == job.resume_after:
+            replicas.average()
             if job.scheduler == "json":
                 scheduler = _make_json_scheduler(job, optimizer, 1)
                 scheduler.step(step - 1)
             if job.set_weights == "save":
                 model.halve()
                 _copy(parameters, masters)
-        loss, grads = _gradients(job, model, parameters, step)
+            replicas = Replicas(model, job.resume.pipes)
+        loss, grads = _gradients(job, replicas, parameters, step)
         if noise is not None:
             _add_noise(grads, noise, BF16_NOISE if job.bf16 else FP32_NOISE)
         for master, grad in zip(masters, grads, strict=True):
@@ -205,7 +242,8 @@ def train(job: Job, noise_seed: int | None = None) -> Result:
         _copy(masters, parameters)
         if scheduler is not None:
             scheduler.step()
-        _evaluate(job, step + 1, model, result)
+        _evaluate(job, step + 1, replicas, result)
+    replicas.average()
     result.state = model.state()
     return result
 
@@ -219,7 +257,7 @@ def _copy(sources: list[nn.Parameter], targets: list[nn.Parameter]) -> None:
 
 
 def _gradients(
-    job: Job, model: Model, parameters: list[nn.Parameter], step: int
+    job: Job, replicas: Replicas, parameters: list[nn.Parameter], step: int
 ) -> tuple[float | None, list[Tensor | None]]:
     """Return the loss of a step, and its gradients in fp32; None for unused parameters.
 
@@ -228,7 +266,8 @@ def _gradients(
     sums: list[Tensor | None] = [None] * len(parameters)
     total, count, pairs = 0.0, 0.0, ENDS[job.end].pairs
     for number, batch in enumerate(step_batches(job, step)):
-        loss = model.loss_of(batch, partial(_random_numbers, job, step, number))
+        replicas.use(number * replicas.count // job.micro_batches)
+        loss = replicas.model.loss_of(batch, partial(_random_numbers, job, step, number))
         # Means are divided before the backward, because bf16 gradients are rounded in it.
         loss, weight = loss if pairs else (loss / job.micro_batches, 0)
         loss.backward()
@@ -254,16 +293,20 @@ def _random_numbers(job: Job, step: int, micro_batch: int, layer: int) -> Abstra
     return keyed_rng(layer_key(job.seed, step, micro_batch, layer), torch.device("cpu"))
 
 
-def _add_noise(grads: list[Tensor | None], noise: torch.Generator, size: float) -> None:
-    for grad in grads:
-        if grad is not None and grad.numel():
-            grad += size * grad.abs().max() * torch.randn(grad.shape, generator=noise, dtype=grad.dtype)
+def _add_noise(tensors: Sequence[Tensor | None], noise: torch.Generator, size: float) -> None:
+    for tensor in tensors:
+        if tensor is not None and tensor.numel():
+            tensor += (
+                size * tensor.abs().max() * torch.randn(tensor.shape, generator=noise, dtype=tensor.dtype)
+            )
 
 
-def _evaluate(job: Job, step: int, model: Model, result: Result) -> None:
+def _evaluate(job: Job, step: int, replicas: Replicas, result: Result) -> None:
     """Evaluate if the job does so after this number of steps."""
     if job.evaluate_after != step:
         return
+    replicas.average()
+    model = replicas.model
     modes = [(module, module.training) for outer in model.modules.values() for module in outer.modules()]
     for module in model.modules.values():
         module.eval()

@@ -113,6 +113,17 @@ class AddedParameter(nn.Module):
         return self.positions + self.projection(x)
 
 
+class AddedToBothEnds(nn.Module):
+    """Parameters added to the input and the output, which receive the same gradient memory with one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Parameter(0.1 * torch.randn(LENGTH, WIDTH)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x + self.first.unsqueeze(0)) + self.last.unsqueeze(0)
+
+
 class Unused(nn.Module):
     """Layer with parameters that are never used."""
 
@@ -284,6 +295,13 @@ class WeightHook(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) + x @ self.linear.weight
+
+
+class TwiceHooked(WeightHook):
+    """The same hook on the weight of a linear layer that is applied twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(torch.tanh(self.linear(x)))
 
 
 def _tanh(module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -616,6 +634,7 @@ UNUSUAL: dict[str, Kind] = {
     "in_place_backward": layer(InPlaceBackward, weight=3, changes_saved=True),
     "own_function": layer(OwnFunction),
     "weight_hook": layer(WeightHook, weight=2),
+    "twice_hooked": layer(TwiceHooked, weight=2),
     "module_hooks": layer(ModuleHooks),
     "tensor_hook": layer(TensorHook),
     "checkpointed": layer(Checkpointed, False),
@@ -634,10 +653,10 @@ UNUSUAL: dict[str, Kind] = {
     "pooled": layer(Pooled),
     "sorted": layer(Sorted),
     "fourier": layer(Fourier, fp32=True),
-    "running_mean": layer(RunningMean, statistics="training"),
-    "running_mean_in_place": layer(RunningMeanInPlace, statistics="training", changes_input=True),
-    "linear_of_buffer": layer(LinearOfBuffer, statistics="training", changes_saved=True, fp32=True, weight=6),
-    "counter": layer(Counter, statistics="evaluation"),
-    "replaced_buffer": layer(ReplacedBuffer, statistics="evaluation"),
+    "running_mean": layer(RunningMean, statistics=True),
+    "running_mean_in_place": layer(RunningMeanInPlace, statistics=True, changes_input=True),
+    "linear_of_buffer": layer(LinearOfBuffer, statistics=True, changes_saved=True, fp32=True),
+    "counter": layer(Counter),
+    "replaced_buffer": layer(ReplacedBuffer),
     "constants": layer(Constants),
 }

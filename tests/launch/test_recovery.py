@@ -332,4 +332,6 @@ def test_an_own_script_below_a_wrapper_recovers_or_says_what_it_lost(tmp_path: P
     lost = [line for line in job.lines if "WARNING" in line and "restart 1 " in line]
     assert len(lost) == loses and job.lines.count("nothing 0") == 1 + loses, job.text
     assert ("result 4 1 1 1" in job.lines) == (not loses), job.text
+    # Rank 1 is killed after step 5, before or after rank 0 begins the next one.
+    assert bool(re.findall(r" steps 1 to [45] are lost", job.text)) == loses, job.text
     assert "stopped: the launcher exited." not in job.lines

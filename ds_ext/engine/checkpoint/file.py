@@ -13,7 +13,7 @@ import math
 import os
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ _DTYPE_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-TYPES = "ds_ext_types"
+_TYPE = "ds_ext_type"
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
@@ -174,53 +174,34 @@ def pickled(value: Mapping[str, Any]) -> memoryview:
         raise
 
 
-def converted(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values with types that ``torch.load(weights_only=True)`` can read, if they have such types.
+def converted(value: Any) -> Any:
+    """Return a value with types that ``torch.load(weights_only=True)`` can read, if it has such types.
 
-    NumPy scalars become numbers. Namespaces become dictionaries, and NumPy arrays tensors; the entry ``TYPES`` lists
-    them for :func:`restored`.
+    NumPy scalars become numbers. NumPy arrays and Namespaces become dictionaries for :func:`restored`.
     """
-    types: list[tuple[list[Any], str]] = []
-    plain = _converted(value, [], types)
-    return {**plain, TYPES: types} if types else plain
-
-
-def restored(value: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of :func:`converted` with the types that they had before."""
-    for path, kind in value.pop(TYPES, ()):
-        value = _replaced(value, path, kind)
-    return value
-
-
-def _converted(value: Any, path: list[Any], types: list[tuple[list[Any], str]]) -> Any:
-    """Return a value with other types, and append (path, type) of each entry to restore, the deepest first."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        types.append((path, "ndarray"))
-        return torch.from_numpy(value.copy())
-    if isinstance(value, Mapping | Namespace):
-        entries = vars(value) if isinstance(value, Namespace) else value
-        plain = {key: _converted(entry, [*path, key], types) for key, entry in entries.items()}
-        if isinstance(value, Namespace):
-            types.append((path, "Namespace"))
-        return OrderedDict(plain) if isinstance(value, OrderedDict) else plain
-    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-        plain = [_converted(entry, [*path, index], types) for index, entry in enumerate(value)]
-        return plain if isinstance(value, list) else tuple(plain)
-    return value
+        return {_TYPE: "ndarray", "value": torch.from_numpy(value.copy())}
+    if isinstance(value, Namespace):
+        return {_TYPE: "Namespace", "value": converted(vars(value))}
+    return _mapped(converted, value)
 
 
-def _replaced(value: Any, path: list[Any], kind: str) -> Any:
-    """Return a value in which the entry at ``path`` has the type again that it had before :func:`_converted`."""
-    if not path:
-        return Namespace(**value) if kind == "Namespace" else value.numpy().copy()
-    first, *rest = path
-    entry = _replaced(value[first], rest, kind)
-    if isinstance(value, tuple):
-        return (*value[:first], entry, *value[first + 1 :])
-    value[first] = entry
-    return value
+def restored(value: Any) -> Any:
+    """Return the argument of :func:`converted`, from its result."""
+    kind = value.get(_TYPE) if isinstance(value, dict) else None
+    if kind == "ndarray":
+        return value["value"].numpy().copy()
+    return Namespace(**restored(value["value"])) if kind else _mapped(restored, value)
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return a dictionary, list or tuple with the results of a function for its entries; other values unchanged."""
+    if isinstance(value, Mapping):
+        kind = OrderedDict if isinstance(value, OrderedDict) else dict
+        return kind((key, function(entry)) for key, entry in value.items())
+    return type(value)(map(function, value)) if type(value) in (list, tuple) else value
 
 
 def layer_file(layer: int, shard: int, tensor_ranks: int) -> str:
@@ -241,15 +222,10 @@ def _require_plain(key: str, entry: Any) -> None:
     """Raise ConfigError with the path of the first value in an entry that is not plain."""
     if is_plain(entry):
         return
-    entries = (
-        entry.items()
-        if isinstance(entry, dict)
-        else enumerate(entry)
-        if isinstance(entry, list | tuple)
-        else ()
-    )
-    for inner, value in entries:
-        _require_plain(f"{key}[{inner!r}]", value)
+    inner = entry["value"] if isinstance(entry, dict) and _TYPE in entry else entry
+    inner = dict(enumerate(inner)) if isinstance(inner, list | tuple) else inner
+    for name, value in inner.items() if isinstance(inner, dict) else ():
+        _require_plain(f"{key}[{name!r}]", value)
     raise ConfigError(
         f"{key}: a checkpoint contains only numbers, strings, tensors, NumPy arrays, Namespaces, and lists and "
         f"dictionaries of them (got {type(entry).__name__}). Save its state_dict() or its numbers."

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...errors import CheckpointError
-from ...launch.roll_call import Facts
 from ..batches import Resumable
 from ..deepspeed_api.names import loss_scaler
 from ..together import together
@@ -31,8 +30,6 @@ from .save import (
     RANDOM_SEED,
     RESERVED_KEYS,
     STATE_FILE,
-    dropout_facts,
-    dropout_of,
     settings_of,
 )
 from .states import (
@@ -94,7 +91,7 @@ def load_checkpoint(
             _check_scheduler(engine, checkpoint, state)
         return str(checkpoint), manifest, state
 
-    name, manifest, state, dropout = _checked(engine, check, parameters, strict)
+    name, manifest, state = _checked(check, parameters, strict)
     settings = _settings(engine, states)
     reader = CheckpointReader(Path(name), manifest, engine.mpu.get_slice_parallel_rank())
     if engine.in_checkpoints:
@@ -118,29 +115,24 @@ def load_checkpoint(
     engine.run.loads(manifest)
     if rank == engine.first_in_checkpoints:
         _log_settings(settings, _settings(engine, states))
-        _log_changes(manifest["job"].get("settings", {}), {**settings_of(engine), **dropout})
+        _log_changes(manifest["job"].get("settings", {}), settings_of(engine))
     dist.barrier()  # no rank may train, or fail, while another is still reading
     return Path(name), {key: value for key, value in state.items() if key not in RESERVED_KEYS}
 
 
 def _checked(
-    engine: Checkpointed,
     check: Callable[[], tuple[str, dict[str, Any], dict[str, Any]]],
     parameters: Mapping[str, LocalParameter],
     strict: bool,
-) -> tuple[str, dict[str, Any], dict[str, Any], Facts]:
-    """Return the result of ``check()`` if it succeeds on all ranks, and if the model has all saved parameters.
-
-    The last value is from :func:`.save.dropout_facts`.
-    """
+) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Return the result of ``check()`` if it succeeds on all ranks, and if the model has all saved parameters."""
     results: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
 
-    def check_and_describe() -> tuple[list[str], list[float]]:
+    def check_and_name_parameters() -> list[str]:
         results.append(check())
-        return list(parameters), dropout_of(engine.module)
+        return list(parameters)
 
-    found = together(check_and_describe, CheckpointError)
-    model_names = {name for names, _ in found for name in names}
+    model_names = {name for names in together(check_and_name_parameters, CheckpointError) for name in names}
     checkpoint, manifest, state = results[0]
     unknown = sorted(set(manifest["parameters"]) - model_names)
     if strict and unknown:
@@ -148,7 +140,7 @@ def _checked(
             f"{checkpoint}: contains {len(unknown)} parameters that the model does not have (got "
             f"{', '.join(unknown[:4])}{', ...' if len(unknown) > 4 else ''}). Use the model sizes of that run."
         )
-    return checkpoint, manifest, state, dropout_facts(dropout for _, dropout in found)
+    return checkpoint, manifest, state
 
 
 def _check_fit(

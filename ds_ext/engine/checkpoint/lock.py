@@ -60,7 +60,8 @@ class FolderLock:
                 return self._meet()
             if error.errno not in _UNSUPPORTED:
                 self.release()
-                raise OSError(error.errno, error.strerror, str(self._path)) from None
+                error.filename = str(self._path)
+                raise
             logger.warning(
                 "%s: no lock, so do not let two jobs save there (got %s)", self._path.parent, error.strerror
             )

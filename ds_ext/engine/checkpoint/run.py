@@ -69,7 +69,11 @@ class Run:
             os.pwrite(self._memory, f"{json.dumps(memory)}\n".encode(), 0)
         except OSError as error:
             self._memory = None
-            _warn(error)
+            logger.warning(
+                "the folder of torchrun's logs cannot be written (got %s). After a restart, the ranks cannot recognize "
+                "checkpoints of other runs.",
+                error.strerror,
+            )
 
     def lock(self, folder: Path, tags: Collection[str] | None = None) -> None:
         """Take the lock of a folder until the end of this process. Only one rank calls this.
@@ -127,10 +131,7 @@ def _open_memory() -> int | None:
     path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     if os.environ.get("LOCAL_RANK") != "0" or not path.parent.parent.name.startswith("attempt_"):
         return None
-    try:
-        return os.open(path.parents[2] / "ds_ext_run.json", os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        return _warn(error)
+    return os.open(path.parents[2] / "ds_ext_run.json", os.O_RDWR | os.O_CREAT, 0o600)
 
 
 def _read(file: int | None) -> dict[str, Any] | None:
@@ -139,11 +140,3 @@ def _read(file: int | None) -> dict[str, Any] | None:
     with contextlib.suppress(ValueError):
         return json.loads(text.partition(b"\n")[0])
     return None
-
-
-def _warn(error: OSError) -> None:
-    logger.warning(
-        "the folder of torchrun's logs cannot be written (got %s). After a restart, the ranks cannot recognize "
-        "checkpoints of other runs.",
-        error.strerror,
-    )

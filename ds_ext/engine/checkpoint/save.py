@@ -14,7 +14,7 @@ files, and a loading rank reads only the elements that it needs (reader.py).
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from ..batches import Resumable
 from ..deepspeed_api.names import loss_scaler
 from ..module import PipelineModule
 from ..together import by_rank_0, error_text, together
-from .file import TYPES, is_plain, layer_file, write_plain, write_tensors
+from .file import is_plain, layer_file, write_plain, write_tensors
 from .folder import good_checkpoints, publish, start_writing
 from .states import (
     MASTER,
@@ -64,7 +64,6 @@ RESERVED_KEYS = (
         "mp_world_size",
         DATA_POSITION,
         RANDOM_SEED,
-        TYPES,
     ),
 )
 # They load their step only: their settings are those of the JSON.
@@ -147,7 +146,7 @@ def _write_part(
         )
     files: dict[str, dict[str, int]] = {}
     if not engine.in_checkpoints:
-        return {"files": files, "fragments": {}, "parameters": {}, "dropout": [], "job": None}
+        return {"files": files, "fragments": {}, "parameters": {}, "job": None}
     if dist.get_rank() == engine.first_in_checkpoints:
         files[STATE_FILE] = write_plain(written / STATE_FILE, state_of(engine, client_state))
     require_plain_extra_states(engine.module)
@@ -181,8 +180,7 @@ def _write_part(
         "with_frozen": with_frozen,
         "settings": settings_of(engine),
     }
-    dropout = dropout_of(engine.module)
-    return {"files": files, "fragments": fragments, "parameters": described, "dropout": dropout, "job": job}
+    return {"files": files, "fragments": fragments, "parameters": described, "job": job}
 
 
 def _write_layers(
@@ -266,7 +264,6 @@ def _manifest(engine: Checkpointed, parts: list[dict[str, Any]]) -> dict[str, An
                 parameter["fragments"][str(fragment["shard"])].append([fragment["file"], *fragment["range"]])
     files = {name: record for part in parts for name, record in part["files"].items()}
     job = next(part["job"] for part in parts if part["job"] is not None)
-    job["settings"] |= dropout_facts(part["dropout"] for part in parts)
     return {"job": job, "files": files, "parameters": parameters}
 
 
@@ -286,28 +283,14 @@ def describe_job(engine: Checkpointed) -> dict[str, Any]:
 
 
 def settings_of(engine: Checkpointed) -> Facts:
-    """Return settings that a resumed job may change, except dropout and those that it takes from the checkpoint."""
-    scheduler, job = engine.lr_scheduler, engine.plan.job.deepspeed
-    settings = {
-        "train_batch_size": engine.train_batch_size(),
-        "precision": precision(engine.config),
-        "scheduler.type": None if scheduler is None else type(scheduler).__name__,
-    }
+    """Return settings that a resumed job may change, except those that it takes from the checkpoint."""
+    scheduler, job, facts = engine.lr_scheduler, engine.plan.job.deepspeed, engine.run_facts
+    settings = {key: facts[key] for key in ("train_batch_size", "precision", "dropout") if key in facts}
+    settings["scheduler.type"] = None if scheduler is None else type(scheduler).__name__
     if isinstance(scheduler, (MegatronLR, *DEEPSPEED_SCHEDULERS)):  # others load their settings
         settings["optimizer.params.lr"] = job.get("optimizer", {}).get("params", {}).get("lr")
         settings["scheduler.params"] = job.get("scheduler", {}).get("params", {})
-    return {**engine.run_facts.get("data", {}), **setting_facts(settings)}
-
-
-def dropout_of(module: PipelineModule) -> list[float]:
-    """Return the probabilities of the dropout layers of this rank."""
-    layers = (one for one in module.modules() if "dropout" in type(one).__name__.lower())
-    return sorted({float(layer.p) for layer in layers if isinstance(getattr(layer, "p", None), int | float)})
-
-
-def dropout_facts(of_ranks: Iterable[list[float]]) -> Facts:
-    """Return the probabilities of the dropout layers of all ranks, as a setting."""
-    return setting_facts({"dropout": sorted({p for of_rank in of_ranks for p in of_rank})})
+    return {**facts.get("data", {}), **setting_facts(settings)}
 
 
 def loss_scale_of(optimizer: Any) -> dict[str, Any]:

@@ -49,10 +49,6 @@ class Checkpointed(Protocol):
     run: Run
     run_facts: dict[str, Any]
 
-    def train_batch_size(self) -> int:
-        """Return the samples of a step."""
-        ...
-
     @property
     def in_checkpoints(self) -> bool:
         """True if this rank writes and reads checkpoints; False if another rank does so for its weights."""

@@ -25,14 +25,14 @@ class ForwardEngine(RoleEngine):
     """Engine without gradients or an optimizer. It runs the forwards of training and evaluation.
 
     Args:
-        dtype: dtype of the weights.
+        half: dtype of the weights in half precision; None: they keep their own.
         **kwargs: arguments of :class:`PipelineEngine`.
     """
 
-    def __init__(self, *, dtype: torch.dtype, **kwargs: Any) -> None:
+    def __init__(self, *, half: torch.dtype | None, **kwargs: Any) -> None:
         for parameter in kwargs["model"].parameters():  # not buffers, as in DeepSpeed on backward ranks
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
+            if half is not None and parameter.is_floating_point():
+                parameter.data = parameter.data.to(half)
         self._credits: dict[int, deque[Ticket]] = {}  # rank -> credits that it has not sent yet
         super().__init__(**kwargs)
         # DeepSpeed counts the micro-batches of a forward pipeline. All other code counts those of a backward pipeline.

@@ -9,6 +9,7 @@ All of this happens before the optimizer step, so a fault of this step is not ye
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ from ..messages import pack
 from ..module import PipelineModule
 from ..stage import Buffer
 from ..together import together
+
+logger = logging.getLogger(__name__)
 
 _CHUNK = 1 << 20  # elements
 _FOLD = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, so that no bit is lost
@@ -165,6 +168,7 @@ class Audit:
         self._watched: Op | None = None
         self._evidence: Evidence | None = None
         self._before: Weights = {}
+        self._warned = False
 
     def is_due(self, step: int) -> bool:
         """Return whether a step is audited; called in every step."""
@@ -381,7 +385,19 @@ class Audit:
             buffer.outputs = pack(outputs, f"stage {stage}")
             forward = checksum(_outputs(buffer))
             buffer.grads = _moved(evidence.grads, engine.device)
-            grads = _gradients(buffer.roots(engine.scale), inputs, evidence.splits)
+            try:
+                grads = _gradients(buffer.roots(engine.scale), inputs, evidence.splits)
+            except RuntimeError as error:
+                if ".grad()" not in str(error):
+                    raise
+                if not self._warned:
+                    logger.warning(
+                        "audit_interval: stage %d has layers with reentrant checkpoints, whose backward cannot be "
+                        "repeated. Audits compare only their outputs. Use use_reentrant=False.",
+                        stage,
+                    )
+                self._warned = True
+                return forward, evidence.result[1]
         return forward, checksum(grads)
 
 

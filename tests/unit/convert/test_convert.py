@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from ds_ext.data.wordpiece import train_wordpiece
 from ds_ext.decoders.weights import _files_by_key
 from ds_ext.engine.checkpoint.file import read_plain, write_plain
 from ds_ext.engine.checkpoint.folder import check_contents, open_checkpoint
+from ds_ext.engine.checkpoint.lock import FolderLock
 from ds_ext.errors import ConfigError
 from ds_ext.models.bert import BertConfig
 from ds_ext.models.config import RopeScaling
@@ -40,6 +43,7 @@ from tests.hf_models import (
     random_gpt2,
     random_llama,
 )
+from tests.ranks import fork_server
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -379,6 +383,26 @@ def test_unsupported_models_and_damaged_files(tmp_path: Path, capsys: pytest.Cap
     layer.write_bytes(saved[:-200] + bytes(100) + saved[-100:])
     refused((layer,), checkpoint, "--to", "hf", back)
     assert not back.exists() and not list(tmp_path.glob(".back*"))
+
+
+def hold(folder: Path, pipe: Connection) -> None:
+    """Lock a folder as a job that trains, until a message arrives."""
+    FolderLock(folder, "first").take()
+    pipe.send(os.getpid())
+    pipe.recv()
+
+
+def test_the_folder_of_a_running_job_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    random_gpt2().save_pretrained(tmp_path / "gpt2")
+    ours, theirs = fork_server().Pipe()
+    job = fork_server().Process(target=hold, args=(tmp_path / "saved", theirs))
+    job.start()
+    process = ours.recv()
+    words = ["convert", str(tmp_path / "gpt2"), "--from", "hf", str(tmp_path / "saved")]
+    assert main(words) == 2 and f"process {process} on host " in capsys.readouterr().err
+    ours.send(None)
+    job.join()
+    assert main(words) == 0
 
 
 @pytest.mark.parametrize("make", [random_gpt2, random_bert, lambda: random_llama("qwen2")])

@@ -46,11 +46,17 @@ def hidden(micro_batch: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def plain(model: nn.Module, inputs: list[Tensor], grads: list[Tensor]) -> list[Tensor | None]:
+    """Return the gradients of one micro-batch after the other. Autograd would add some of their sums twice."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     outputs = [model(x * 1) for x in leaves]
+    sums: list[Tensor | None] = [None for _ in model.parameters()]
     for output, grad in zip(outputs, grads, strict=True):
         output.backward(grad.clone())
-    return [t.grad for t in (*leaves, *model.parameters())]
+        for index, parameter in enumerate(model.parameters()):
+            if parameter.grad is not None:
+                before, gradient, parameter.grad = sums[index], parameter.grad.clone(), None
+                sums[index] = gradient if before is None else before + gradient
+    return [*(x.grad for x in leaves), *sums]
 
 
 def in_a_stage(
@@ -124,6 +130,8 @@ FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "parameter added to the input": lambda m, x: torch.tanh(x + m.queries.unsqueeze(0)),
     "parameter added to a view of the input": lambda m, x: torch.tanh(x[None] + m.queries[None, None])[0],
     "parameter added to the input in place": lambda m, x: m.linear(x.add_(m.queries)),
+    "two parameters added to the input": lambda m, x: x + m.queries.unsqueeze(0) + m.table.weight.unsqueeze(0),
+    "two parameters added to each other": lambda m, x: 2 * x + (m.queries[None] + m.table.weight[None]),
     "output changed in place": lambda m, x: m.linear(F.relu_(m.linear(x))).mul_(2).add_(x),
     "lookup changed in place": lambda m, x: x * m.table(torch.arange(5)).mul_(2),
     "weight used twice": lambda m, x: m.linear(torch.tanh(m.linear(x))) + x @ m.linear.weight,
