@@ -65,6 +65,7 @@ class Attacks:
             self.counts[f"wrapper {launch.wrapper or 'none'}"] += 1
             self.counts[f"layout {launch.layout}"] += 1
             self.counts["events missed"] += len(happened.missed)
+            self.counts["events without effect"] += len(happened.idle)
             if launch.change:
                 self.counts[f"before {launch.change}"] += 1
             for deed, moment, _ in happened.deeds:

@@ -21,6 +21,7 @@ from .job import Attacked, Folder
 
 LIMIT_S = 240.0  # for a launch; others may use the cores
 STACKS_S = 3.0
+_MOUNT_S = 10.0
 _POLL_S = 0.02
 _LOOK_EVERY_S = 0.2
 _TINY_BYTES = 100
@@ -32,7 +33,7 @@ class Scene:
 
     Attributes:
         foreign: folder of checkpoints of another run.
-        spoiled: checkpoints that the attack has damaged.
+        damaged: checkpoints that the attack has damaged, with the number of the folder's inode.
         changed: the attack has changed the folder, so that saves may fail.
         gone: the attack has taken the folder away.
         read_only: the folder is mounted read-only.
@@ -40,13 +41,21 @@ class Scene:
 
     def __init__(self, folder: Folder, foreign: Callable[[], Path]) -> None:
         self.folder, self.foreign = folder, foreign
-        self.spoiled: set[str] = set()
+        self.damaged: dict[str, int] = {}
         self.changed = self.gone = self.read_only = False
 
     def names(self) -> list[str]:
         """Return the names of the checkpoints, by step."""
         paths = self.folder.saved.glob("step_*") if self.folder.saved.is_dir() else ()
         return sorted((path.name for path in paths), key=lambda name: int(name[5:]))
+
+    @property
+    def spoiled(self) -> set[str]:
+        """Damaged checkpoints that have not been replaced since."""
+        paths = {name: self.folder.saved / name for name in self.damaged}
+        return {
+            name for name, path in paths.items() if path.exists() and path.stat().st_ino == self.damaged[name]
+        }
 
     def is_foreign(self, name: str) -> bool:
         """Return whether a checkpoint is that of the other run."""
@@ -86,7 +95,8 @@ class Scene:
         elif what == "empty latest" and names:
             latest.write_text("")
         elif what in ("damage", "cut") and names:
-            self._damage(saved / names[-1], what == "cut")
+            current = latest.read_text() if latest.is_file() else ""
+            self._damage(saved / (current if current in names else names[-1]), what == "cut")
 
     def _away(self) -> None:
         self.changed = self.gone = True
@@ -98,7 +108,7 @@ class Scene:
         data = bytearray(files[0].read_bytes())
         data[len(data) // 2] ^= 1
         files[0].write_bytes(data[: len(data) // 2] if cut else data)
-        self.spoiled.add(checkpoint.name)
+        self.damaged[checkpoint.name] = checkpoint.stat().st_ino
 
     def _read_only(self) -> None:
         saved, self.changed = str(self.folder.saved), True
@@ -106,7 +116,10 @@ class Scene:
             self.folder.saved.chmod(0o555)
         else:  # for whom the permissions do not count
             subprocess.run(["mount", "--bind", saved, saved], check=True)
+            deadline = time.monotonic() + _MOUNT_S
             while subprocess.run(["mount", "-o", "remount,bind,ro", saved], capture_output=True).returncode:
+                if time.monotonic() > deadline:
+                    break  # and the folder stays as it was
                 time.sleep(_POLL_S)  # a rank has a file open in it
         self.read_only = True
 
@@ -123,7 +136,8 @@ class Happened:
     """What happened in a launch.
 
     Attributes:
-        deeds: those that took effect, with the start and the last printed step, in their order.
+        deeds: those that took effect, with their moments and the last printed step, in their order.
+        idle: those without effect, because there was no such process.
         missed: events whose moment did not come.
         code: exit code of the launcher; None if it did not end.
         left: command lines of the processes that were left 30 s after the end.
@@ -134,6 +148,7 @@ class Happened:
     def __init__(self, launch: Launch, job: Attacked) -> None:
         self.launch, self.job = launch, job
         self.deeds: list[tuple[Deed, Moment, int]] = []
+        self.idle: list[Deed] = []
         self.missed: list[Event] = []
         self.code: int | None = None
         self.left: list[str] = []
@@ -235,6 +250,8 @@ class Attacker:
                 effect = True
             if effect:
                 self.happened.deeds.append((deed, event.moment, self.last_step()))
+            else:
+                self.happened.idle.append(deed)
 
     def _signal(self, deed: Deed) -> bool:
         sent = self.job.send(signal.Signals[f"SIG{deed.what}"], deed.target, deed.rank)

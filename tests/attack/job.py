@@ -26,7 +26,7 @@ SEED, OTHER_SEED = 1234, 4321  # of the attacked job, and of another run
 SAMPLES = 16  # in a step
 WRAPPERS = {"shell": '"$@"; exit $?', "exec": 'exec "$@"', "setsid": 'exec setsid --wait "$@"'}
 WRAPPER = "#!/bin/sh\ncase $1 in --local_rank=*) shift ;; esac  # from deepspeed, before the command\n{}\n"
-KEEPER, TORCHRUN_FILE = "keeper_process.py", str(BIN / "torchrun")
+KEEPER, RANK_FILE, TORCHRUN_FILE = "keeper_process.py", str(HERE / "rank.py"), str(BIN / "torchrun")
 HOSTS = 2
 
 
@@ -145,7 +145,7 @@ class Attacked(Job):
         (self.control / "points.json").write_text(json.dumps(numbered))
         self.seen: set[int] = set()  # processes of this job
         self.start = 0  # last start of the ranks
-        words = [str(HERE / "rank.py"), *words]
+        words = [RANK_FILE, *words]
         if cluster is None:
             command = launcher_words(launch, folder, words)
         else:
@@ -164,7 +164,8 @@ class Attacked(Job):
         """Return rank -> process, of the ranks of the last start, without wrappers and workers."""
         ranks: dict[int, tuple[int, int]] = {}
         for process, variables in processes(self.mark).items():
-            if "RANK" in variables and command_of(process).split()[1:2] == [str(HERE / "rank.py")]:
+            # Wrappers have it as a later word. The second may be "-u".
+            if "RANK" in variables and RANK_FILE in command_of(process).split()[1:3]:
                 ranks[process] = int(variables.get("TORCHELASTIC_RESTART_COUNT", 0)), int(variables["RANK"])
         self.start = max([self.start, *(start for start, _ in ranks.values())])
         return {

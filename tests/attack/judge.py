@@ -203,7 +203,7 @@ class Judge:
             return False
         starts = 0
         for deed, _, _ in happened.deeds:
-            if deed.what in DEADLY and deed.target in ("launcher", "node launcher", "group"):
+            if deed.what != "STOP" and deed.target in ("launcher", "node launcher", "group"):
                 return False
             starts += deed.what in DEADLY and deed.target != "keeper"
             if launch.launcher == DEEPSPEED and deed.what in DEADLY and deed.target != "keeper":
@@ -223,7 +223,8 @@ class Judge:
             return
         targets = {deed.target for deed, _, _ in happened.deeds if deed.what in UNHEARD}
         began = any(step_of(line) is not None for line in lines)
-        if "group" in targets or (targets & {"launcher", "node launcher"} and not began):
+        complete = f"step_{happened.launch.steps}" in self.promised  # before the ranks noticed that
+        if "group" in targets or (targets & {"launcher", "node launcher"} and (complete or not began)):
             return
         ranks_alone = happened.launch.ranks == 1 or not began
         if ranks_alone and any(_OF_LAUNCHER.search(line) for line in lines):

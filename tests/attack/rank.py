@@ -108,6 +108,8 @@ if __name__ == "__main__":
     here = Points()
     here.hold("import")
     place(here)
-    del sys.argv[0]
+    sys.argv = sorted(
+        sys.argv[1:], key=lambda word: word.startswith("--local_rank")
+    )  # deepspeed's first word last
     sys.path[0] = str(Path(sys.argv[0]).parent)
     runpy.run_path(sys.argv[0], run_name="__main__")
