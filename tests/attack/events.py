@@ -17,7 +17,7 @@ from ds_ext.engine.checkpoint.folder import LATEST, MANIFEST, open_checkpoint
 from ds_ext.errors import DsExtError
 
 from .draw import IN_HOSTS, LINE, OUTSIDE, SAVING, STARTED, Deed, Event, Launch, Moment
-from .job import Attacked, Folder
+from .job import Attacked, Folder, parent_of
 
 LIMIT_S = 240.0  # for a launch; others may use the cores
 STACKS_S = 3.0
@@ -275,8 +275,9 @@ class Attacker:
         now = time.monotonic()
         for due_s, process in [entry for entry in self._continue if entry[0] <= now]:
             self._continue.remove((due_s, process))
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGCONT)
+            for stopped in (process, parent_of(process)):  # nsenter stops with its child
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(stopped, signal.SIGCONT)
 
     def _fill_disk(self, rank: int) -> bool:
         """Let a rank write no more than a few bytes into any file."""

@@ -115,7 +115,8 @@ def hosts_words(
     lines = []
     for host, command in torchrun(cluster.hosts, slots, *words, static=True):
         command[1:1] = ["--max-restarts", str(launch.restarts)]
-        entered = shlex.join([*cluster[host].enter(folder.other), *command])
+        # In a session of its own: torchrun signals its process group, whose id must exist in the namespace.
+        entered = shlex.join([*cluster[host].enter(folder.other), "setsid", "--wait", *command])
         again = f"rm {shlex.quote(str(control))}/replaced.{host} 2>/dev/null"
         lines.append(f"( while {entered}; code=$?; {again}; do :; done; exit $code ) & ended_{host}=$!")
     waits = [f"wait $ended_{host}; code_{host}=$?" for host in range(HOSTS)]

@@ -205,7 +205,9 @@ class Judge:
         for deed, _, _ in happened.deeds:
             if deed.what != "STOP" and deed.target in ("launcher", "node launcher", "group"):
                 return False
-            starts += deed.what in DEADLY and deed.target != "keeper"
+            if deed.what in ("lose host", "cut"):
+                return False
+            starts += deed.what == "replace host" or (deed.what in DEADLY and deed.target != "keeper")
             if launch.launcher == DEEPSPEED and deed.what in DEADLY and deed.target != "keeper":
                 return False
         return starts <= launch.restarts

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ def main() -> None:
     from torch.utils.data import DataLoader, Dataset
 
     import ds_ext
+    from ds_ext.engine.recovery.recovery import restarts
     from ds_ext.training.loop import say, shut_down
 
     class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -87,7 +87,7 @@ def main() -> None:
     engine, *_ = ds_ext.initialize(model=model, model_parameters=model.parameters(), config=config)
     batches, evaluated = Batches(), Batches()
     engine.set_dataiterator(batches)
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    restarted = restarts() > 0  # a new host has not restarted its ranks, so the ranks ask together
     if engine.recover(batches) is None and (args.load or restarted):
         path, _ = engine.load_checkpoint(args.save)
         if path is not None:
