@@ -202,7 +202,9 @@ class Draw:
         return Moment(point, start, step, 0 if point in ON_RANK_0 else rank)
 
     def kill(self, launch: Launch, target: str = "rank") -> Deed:
-        """Return a deadly signal to a process."""
+        """Return a deadly signal to a process; instead of one rank, sometimes to all."""
+        if target == "rank" and self.random.random() < 0.1:
+            target = "ranks"
         return Deed(self.random.choice(DEADLY), target, self.random.randrange(launch.ranks))
 
     def disturb(self, launch: Launch, *targets: str) -> Deed:

@@ -141,7 +141,7 @@ class Happened:
         missed: events whose moment did not come.
         code: exit code of the launcher; None if it did not end.
         left: command lines of the processes that were left 30 s after the end.
-        stacks: whether the job passed its limit, and its output ends with its stacks.
+        hangs: whether the job passed its limit; its output then ends with its stacks.
         unread: errors of reads of the current checkpoint.
     """
 
@@ -155,7 +155,7 @@ class Happened:
         self.unread: set[str] = set()
         self.second: Attacked | None = None
         self.second_code: int | None = None
-        self.ended_after_s = 0.0
+        self.hangs = False
 
 
 class Attacker:
@@ -198,6 +198,8 @@ class Attacker:
         for number in self.pending:
             self.job.let_pass(number)
         if self.job.process.poll() is None:
+            # torchrun itself waits five minutes for a host that is cut off, after its ranks have ended.
+            self.happened.hangs = self.job.cluster is None or bool(self.job.rank_pids())
             self._print_stacks()
             return self.happened
         while self._continue:
@@ -336,7 +338,6 @@ class Attacker:
                 self.job.end()
                 return
             time.sleep(0.1)
-        self.happened.ended_after_s = time.monotonic() - begin
 
 
 _STEP = re.compile(r"step +(\d+)/\d+ \| loss ")

@@ -14,7 +14,7 @@ from ds_ext.engine.checkpoint.file import TensorFile, read_plain
 from ds_ext.engine.checkpoint.folder import LATEST, MANIFEST, check_contents, open_checkpoint
 from ds_ext.errors import DsExtError
 
-from .draw import DEADLY, DEEPSPEED, OWN, Attack, Launch
+from .draw import DEADLY, DEEPSPEED, OWN, Attack, Launch, Moment
 from .events import Happened, Scene, step_of
 from .job import Reference, References
 
@@ -31,6 +31,7 @@ _LOSS = re.compile(r"step +(\d+)/\d+ \| loss ([\d.]+)")
 _REASON = re.compile(r"error: |rank \d+ stopped|rank \d+ failed\.|stopped(:| by)")
 _OF_LAUNCHER = re.compile(r"exitcode|exits with return code|Signal \d+ \(SIG\w+\) received|got signal|SIG\w+")
 _CRASH = re.compile(r'  File ".*/ds_ext/.*", line \d+, in ')
+LAUNCHERS = ("launcher", "node launcher", "group")
 UNHEARD = ("KILL", "HUP", "SEGV", "USR1")  # signals that end a process without a word
 
 
@@ -59,9 +60,8 @@ class Judge:
         launch = happened.launch
         if happened.launch.layout not in self.layouts:
             self.layouts.append(launch.layout)
-        if happened.code is None:
+        if happened.hangs:
             self._add("hangs")
-            return
         if happened.left:
             self._add(f"left after 30 s: {happened.left}")
         self.faults += [f"current checkpoint cannot be read: {text}" for text in happened.unread]
@@ -173,6 +173,8 @@ class Judge:
 
     def _check_ending(self, happened: Happened) -> None:
         launch, code = happened.launch, happened.code
+        if code is None:
+            return
         last = f"step_{launch.steps}"
         if code == 0:
             if self.last < launch.steps:
@@ -201,16 +203,15 @@ class Judge:
             return False
         if launch.load and not self._could_load(launch):
             return False
-        starts = 0
-        for deed, _, _ in happened.deeds:
-            if deed.what != "STOP" and deed.target in ("launcher", "node launcher", "group"):
+        ends: set[Moment] = set()  # of all ranks
+        for deed, moment, _ in happened.deeds:
+            if deed.what in ("lose host", "cut") or (deed.what != "STOP" and deed.target in LAUNCHERS):
                 return False
-            if deed.what in ("lose host", "cut"):
-                return False
-            starts += deed.what == "replace host" or (deed.what in DEADLY and deed.target != "keeper")
-            if launch.launcher == DEEPSPEED and deed.what in DEADLY and deed.target != "keeper":
-                return False
-        return starts <= launch.restarts
+            if deed.what == "replace host" or (deed.what in DEADLY and deed.target != "keeper"):
+                ends.add(moment)
+        if ends and launch.launcher == DEEPSPEED:
+            return False
+        return len(ends) <= launch.restarts
 
     def _could_load(self, launch: Launch) -> bool:
         if launch.change in ("damage", "cut", "lost latest", "empty latest"):
@@ -228,8 +229,8 @@ class Judge:
         complete = f"step_{happened.launch.steps}" in self.promised  # before the ranks noticed that
         if "group" in targets or (targets & {"launcher", "node launcher"} and (complete or not began)):
             return
-        ranks_alone = happened.launch.ranks == 1 or not began
-        if ranks_alone and any(_OF_LAUNCHER.search(line) for line in lines):
+        nobody_else = happened.launch.ranks == 1 or not began or "ranks" in targets
+        if nobody_else and any(_OF_LAUNCHER.search(line) for line in lines):
             return
         self._add(f"exit code {happened.code} without a reason")
 
