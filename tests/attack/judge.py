@@ -224,10 +224,13 @@ class Judge:
         reasons = [line for line in lines if _REASON.match(line)]
         if reasons:
             return
+        signalled = {deed.target for deed, _, _ in happened.deeds}
         targets = {deed.target for deed, _, _ in happened.deeds if deed.what in UNHEARD}
         began = any(step_of(line) is not None for line in lines)
         complete = f"step_{happened.launch.steps}" in self.promised  # before the ranks noticed that
-        if "group" in targets or (targets & {"launcher", "node launcher"} and (complete or not began)):
+        if complete and signalled.intersection(LAUNCHERS):
+            return
+        if "group" in targets or (targets.intersection(LAUNCHERS) and not began):
             return
         nobody_else = happened.launch.ranks == 1 or not began or "ranks" in targets
         if nobody_else and any(_OF_LAUNCHER.search(line) for line in lines):
