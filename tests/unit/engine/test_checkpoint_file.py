@@ -84,7 +84,7 @@ def test_values_of_scripts_have_the_same_types_after_loading(tmp_path: Path, key
 def test_an_error_has_the_path_of_the_value(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^args\['layers'\]\[1\]: .* \(got function\)"):
         write_plain(tmp_path / "state.pt", {"args": argparse.Namespace(layers=[1, same])})
-    refused = [np.array(["a", None]), np.ma.array([1, 2], mask=[0, 1]), np.longdouble([1])]
+    refused = [np.array(["a", None]), np.ma.masked_equal([1, 2], 2), np.ones(1, np.longdouble)]
     for value in refused:
         with pytest.raises(ConfigError, match=rf"^names: .* \(got {type(value).__name__}\)"):
             write_plain(tmp_path / "state.pt", {"names": value})
