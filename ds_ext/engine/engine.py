@@ -1018,7 +1018,8 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             chosen = by_rank_0(lambda: self.run.choose(Path(load_dir), named), CheckpointError)
             if chosen is None:
                 own = " that this run wrote or loaded before its restart" * self.run.continues
-                logger.warning("%s: no checkpoint%s", load_dir, own)
+                if self.global_rank == 0:
+                    logger.warning("%s: no checkpoint%s", load_dir, own)
                 return None, None
             begin = time.perf_counter()
             self._masters.take_changes()  # a partial load keeps what the script set

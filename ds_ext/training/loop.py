@@ -179,7 +179,8 @@ class Trainer:
             return recovered.step
         if not self.engine.run.continues:
             return step
-        say("no snapshots in host memory after the restart of the ranks")
+        if self.engine.recovery is not None:
+            say("no snapshots in host memory after the restart of the ranks")
         return self.resume(self.args.save, step)
 
     def resume(self, folder: str | None, default: int | None = None) -> int:

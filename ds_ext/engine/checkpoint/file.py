@@ -7,6 +7,7 @@ written one after the other, and parts of a tensor can be read individually.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -178,11 +179,15 @@ def converted(value: Any) -> Any:
     """Return a value with types that ``torch.load(weights_only=True)`` can read, if it has such types.
 
     NumPy scalars become numbers. NumPy arrays and Namespaces become dictionaries for :func:`restored`.
+    Raises ConfigError for a dictionary that looks like one of these.
     """
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return {_TYPE: "ndarray", "value": torch.from_numpy(value.copy())}
+    if type(value) is np.ndarray and value.dtype.kind in "biufc":  # a subclass may have more than its numbers
+        with contextlib.suppress(TypeError):  # torch has no such type
+            return {_TYPE: "ndarray", "value": torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))}
+    if isinstance(value, Mapping) and _TYPE in value:
+        raise ConfigError(f"{_TYPE}: checkpoints use this key (got {value[_TYPE]!r}). Rename it.")
     if isinstance(value, Namespace):
         return {_TYPE: "Namespace", "value": converted(vars(value))}
     return _mapped(converted, value)
@@ -197,10 +202,14 @@ def restored(value: Any) -> Any:
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return a dictionary, list or tuple with the results of a function for its entries; other values unchanged."""
+    """Return a dictionary, list or tuple with the results of a function for its entries; other values unchanged.
+
+    Keys that are NumPy scalars become numbers.
+    """
     if isinstance(value, Mapping):
         kind = OrderedDict if isinstance(value, OrderedDict) else dict
-        return kind((key, function(entry)) for key, entry in value.items())
+        plain = ((key.item() if isinstance(key, np.generic) else key, entry) for key, entry in value.items())
+        return kind((key, function(entry)) for key, entry in plain)
     return type(value)(map(function, value)) if type(value) in (list, tuple) else value
 
 
@@ -227,8 +236,8 @@ def _require_plain(key: str, entry: Any) -> None:
     for name, value in inner.items() if isinstance(inner, dict) else ():
         _require_plain(f"{key}[{name!r}]", value)
     raise ConfigError(
-        f"{key}: a checkpoint contains only numbers, strings, tensors, NumPy arrays, Namespaces, and lists and "
-        f"dictionaries of them (got {type(entry).__name__}). Save its state_dict() or its numbers."
+        f"{key}: a checkpoint contains only numbers, strings, tensors, NumPy arrays of numbers, Namespaces, and lists "
+        f"and dictionaries of them (got {type(entry).__name__}). Save its state_dict() or its numbers."
     )
 
 

@@ -161,13 +161,18 @@ def check_contents(checkpoint: Path, manifest: Mapping[str, Any], share: int = 0
 
 
 def good_checkpoints(folder: Path) -> list[str]:
-    """Return the names of the complete checkpoints, whose files all have the recorded sizes, with the newest last."""
+    """Return the names of the complete checkpoints, whose files all have the recorded sizes, with the newest last.
+
+    Their manifests contain the time of the save, because a copy of the folder may have other file times.
+    """
     complete = []
-    for manifest in folder.glob(f"*/{MANIFEST}"):
-        if _is_name(manifest.parent.name):
+    for path in folder.glob(f"*/{MANIFEST}"):
+        if _is_name(path.parent.name):
             try:
-                _check_sizes(manifest.parent, read_manifest(manifest.parent))
-                complete.append((manifest.stat().st_mtime_ns, manifest.parent.name))
+                manifest = read_manifest(path.parent)
+                _check_sizes(path.parent, manifest)
+                at = manifest["job"].get("at") or path.stat().st_mtime
+                complete.append((at, path.parent.name))
             except (CheckpointError, OSError):
                 continue
     return [name for _, name in sorted(complete)]
@@ -228,7 +233,7 @@ def start_writing(folder: Path, tag: str) -> Path:
     """Create the folder for writing the checkpoint ``tag``, and clean up after killed writers.
 
     Raises:
-        ConfigError: ``tag`` is not a valid name.
+        ConfigError: ``tag`` is not a valid name, or is that of something else than a checkpoint.
         OSError: the folder cannot be created.
     """
     if not _is_name(tag):
@@ -236,6 +241,7 @@ def start_writing(folder: Path, tag: str) -> Path:
             f"tag: must be a folder name, without '/', a leading dot or spaces at its ends, and not {LATEST!r} (got "
             f"{tag!r}). Use, for example, step_10."
         )
+    require_replaceable(folder / tag)
     if (folder / LATEST).is_dir() and not (folder / LATEST).is_symlink():
         raise ConfigError(f"{folder / LATEST}: must be a file (got a folder). Rename it.")
     folder.mkdir(parents=True, exist_ok=True)
@@ -251,6 +257,16 @@ def start_writing(folder: Path, tag: str) -> Path:
     written = folder / _scratch_name(tag, "tmp")
     written.mkdir()
     return written
+
+
+def require_replaceable(path: Path) -> None:
+    """Raise ConfigError for a file, a link, or a folder of another program, which a save of this name would replace."""
+    if os.path.lexists(path) and (path.is_symlink() or not (path / MANIFEST).is_file()):
+        kind = "link" if path.is_symlink() else "folder" if path.is_dir() else "file"
+        raise ConfigError(
+            f"{path}: a save would replace it, and it is no checkpoint of ds_ext (got a {kind} without {MANIFEST}). "
+            f"Move it away, or use another folder or tag."
+        )
 
 
 def publish(written: Path, tag: str, manifest: Mapping[str, Any], make_current: bool = True) -> Path:

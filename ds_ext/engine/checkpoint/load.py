@@ -307,10 +307,8 @@ def _log_settings(before: Mapping[tuple[str, int], Any], after: Mapping[tuple[st
         if (key, group) in after and after[key, group] != value
     }
     for line in lines:
-        logger.warning(
-            "%s, from the checkpoint. To change it, set engine.optimizer.param_groups after load_checkpoint().",
-            line,
-        )
+        owner = "lr_scheduler" if line.startswith("scheduler.") else "optimizer.param_groups"
+        logger.warning("%s, from the checkpoint. To change it, set engine.%s after loading.", line, owner)
 
 
 def _log_changes(saved: Mapping[str, str], now: Mapping[str, str]) -> None:

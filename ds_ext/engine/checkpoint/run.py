@@ -100,7 +100,7 @@ class Run:
         self._loaded.add(manifest["crc32"])
 
     def choose(self, folder: Path, tag: str | None) -> str | None:
-        """Return the name of the checkpoint to load; None if ``tag`` is None and there is none.
+        """Return the name of the checkpoint to load; None without a tag and a checkpoint.
 
         Without a tag it is the current checkpoint. After a restart of the ranks, this or else the newest one must have
         been written or loaded by this run.

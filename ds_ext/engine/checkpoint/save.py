@@ -14,6 +14,7 @@ files, and a loading rank reads only the elements that it needs (reader.py).
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -177,6 +178,7 @@ def _write_part(
     job = {
         **describe_job(engine),
         "run": engine.run.id,
+        "at": time.time(),
         "with_frozen": with_frozen,
         "settings": settings_of(engine),
     }
@@ -303,8 +305,12 @@ def loss_scale_of(optimizer: Any) -> dict[str, Any]:
 def state_of(engine: Checkpointed, client_state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that are the same on all ranks, under DeepSpeed's keys if it has them.
 
-    Raises ConfigError for a client state with keys of the engine.
+    Raises ConfigError for a client state that is no dictionary, or has keys of the engine.
     """
+    if not isinstance(client_state, Mapping):
+        raise ConfigError(
+            f"client_state: must be a dictionary (got {type(client_state).__name__}). Use {{'state': ...}}."
+        )
     reserved = sorted(set(client_state) & set(RESERVED_KEYS))
     if reserved:
         raise ConfigError(

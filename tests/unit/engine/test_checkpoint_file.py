@@ -84,5 +84,15 @@ def test_values_of_scripts_have_the_same_types_after_loading(tmp_path: Path, key
 def test_an_error_has_the_path_of_the_value(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^args\['layers'\]\[1\]: .* \(got function\)"):
         write_plain(tmp_path / "state.pt", {"args": argparse.Namespace(layers=[1, same])})
-    with pytest.raises(ConfigError, match=r"^names: .* \(got ndarray\)"):
-        write_plain(tmp_path / "state.pt", {"names": np.array(["a", None])})
+    refused = [np.array(["a", None]), np.ma.masked_equal([1, 2], 2), np.ones(1, np.longdouble)]
+    for value in refused:
+        with pytest.raises(ConfigError, match=rf"^names: .* \(got {type(value).__name__}\)"):
+            write_plain(tmp_path / "state.pt", {"names": value})
+    with pytest.raises(ConfigError):
+        write_plain(tmp_path / "state.pt", {"meta": {"ds_ext_type": "Namespace", "value": 3}})
+
+
+def test_byte_orders_and_keys_of_numpy(tmp_path: Path) -> None:
+    write_plain(tmp_path / "state.pt", {"big": np.array([1, 2], ">i4"), "keys": {np.int64(3): 1}})
+    loaded = read_plain(tmp_path / "state.pt")
+    assert same(loaded, {"big": np.array([1, 2], "=i4"), "keys": {3: 1}})

@@ -56,6 +56,26 @@ def test_the_last_checkpoint_is_current_and_no_temporary_files_remain(tmp_path: 
     assert good_checkpoints(tmp_path) == ["first", "second", "third"]
 
 
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    other = tmp_path / "other" / "kept"
+    other.parent.mkdir()
+    other.write_text("kept")
+    (tmp_path / "file").write_text("kept")
+    write(tmp_path, "saved")
+    (tmp_path / "link").symlink_to(tmp_path / "saved")
+    for tag in ("other", "file", "link"):
+        with pytest.raises(ConfigError):
+            write(tmp_path, tag)
+    assert other.read_text() == (tmp_path / "file").read_text() == "kept" and (tmp_path / "link").is_symlink()
+
+
+def test_the_newest_checkpoint_is_so_in_a_copy_of_its_folder(tmp_path: Path) -> None:
+    for number, tag in enumerate(("c", "a", "b")):
+        publish(start_writing(tmp_path, tag), tag, {"files": {}, "job": {"at": 1e9 + number}})
+        os.utime(tmp_path / tag / MANIFEST, (2e9 - number, 2e9 - number))
+    assert good_checkpoints(tmp_path) == ["c", "a", "b"]
+
+
 DAMAGE = {
     "missing": (lambda path: (path / "b").unlink(), "b: missing"),
     "half": (
