@@ -171,7 +171,7 @@ def _watch(ending: Ending) -> None:
                     received |= _signals(reader, _SAME_CAUSE_S)
                 for number in received.intersection(_TO_ALL):
                     # Other ranks would report the first to exit as lost.
-                    _say_once(f"stopped by {number.name}.")
+                    _say_once(f"stopped by {signal.Signals(number).name}.")
                     os._exit(128 + number)
                 # A launcher's signal may end a wrapper first, and so look like the end of the launcher.
                 launcher_runs = all(map(is_running, parents))
@@ -185,10 +185,10 @@ def _watch(ending: Ending) -> None:
     threading.Thread(target=watch, name="ds_ext-watch", daemon=True).start()
 
 
-def _signals(reader: socket.socket, timeout_s: float) -> set[signal.Signals]:
+def _signals(reader: socket.socket, timeout_s: float) -> set[int]:
     """Return the signals received within ``timeout_s`` for which the script has no handler."""
     readable, _, _ = select.select([reader], [], [], timeout_s)
-    received = map(signal.Signals, reader.recv(64)) if readable else ()
+    received = set(reader.recv(64)) if readable else set()
     return {number for number in received if signal.getsignal(number) is _handled_by_thread}
 
 
