@@ -20,6 +20,7 @@ from .draw import IN_HOSTS, LINE, OUTSIDE, SAVING, STARTED, Deed, Event, Launch,
 from .job import Attacked, Folder, parent_of
 
 LIMIT_S = 240.0  # for a launch; others may use the cores
+START_LIMIT_S = 120.0  # a rank that restarts waits so long for one on another host, which may have finished
 STACKS_S = 3.0
 _MOUNT_S = 10.0
 _POLL_S = 0.02
@@ -183,7 +184,8 @@ class Attacker:
 
     def run(self) -> Happened:
         """Carry out all events, and wait for the end of the launcher."""
-        deadline = time.monotonic() + LIMIT_S
+        of_starts = START_LIMIT_S * self.job.launch.restarts if self.job.cluster else 0
+        deadline = time.monotonic() + LIMIT_S + of_starts
         while self.job.process.poll() is None and time.monotonic() < deadline:
             for number, event in list(self.pending.items()):
                 if self._is_due(number, event.moment):
