@@ -204,7 +204,9 @@ class Judge:
         if launch.load and not self._could_load(launch):
             return False
         ends: set[Moment] = set()  # of all ranks
-        for deed, moment, _ in happened.deeds:
+        for deed, moment, printed in happened.deeds:
+            if printed == launch.steps and happened.job.cluster is not None:
+                return False  # the other host may have finished, and its launcher starts no rank again
             if deed.what in ("lose host", "cut") or (deed.what != "STOP" and deed.target in LAUNCHERS):
                 return False
             if deed.what == "replace host" or (deed.what in DEADLY and deed.target != "keeper"):
@@ -232,7 +234,10 @@ class Judge:
             return
         if "group" in targets or (targets.intersection(LAUNCHERS) and not began):
             return
-        nobody_else = happened.launch.ranks == 1 or not began or "ranks" in targets
+        unheard = {
+            deed.rank for deed, _, _ in happened.deeds if deed.target == "rank" and deed.what in UNHEARD
+        }
+        nobody_else = len(unheard) == happened.launch.ranks or not began or "ranks" in targets
         if nobody_else and any(_OF_LAUNCHER.search(line) for line in lines):
             return
         self._add(f"exit code {happened.code} without a reason")

@@ -119,7 +119,7 @@ def test_the_judge_finds_faults(tmp_path: Path, lines: tuple[str, ...], code: in
     attack = Attack(0, "ranks", GPT, 2, 2, False, (launch,))
     references: Any = lambda *_: Reference([1.0] * 9, tmp_path)  # noqa: E731
     judge = Judge(attack, Scene(Folder(tmp_path / "attack"), lambda: tmp_path), references)
-    job: Any = SimpleNamespace(lines=lines, control=tmp_path / "launch_0.points")
+    job: Any = SimpleNamespace(lines=lines, control=tmp_path / "launch_0.points", cluster=None)
     happened = Happened(launch, job)
     happened.code = code
     # A launcher that is killed is no reason to survive.
