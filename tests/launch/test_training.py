@@ -192,15 +192,16 @@ def test_resuming_under_another_schedule_sizes_and_batch(
 ) -> None:
     saved, metrics = tmp_path / "saved", tmp_path / "metrics.jsonl"
     keep = ("--save", str(saved), "--metrics-file", str(metrics))
-    one = changed(config, "1f1b.json", ds_ext={"schedule": "1f1b"}, gradient_accumulation_steps=4)
+    one = changed(config, "1f1b.json", ds_ext={"schedule": "1f1b"}, gradient_accumulation_steps=12)
     train_forked("--deepspeed_config", one, "--train-iters", "2", *keep)
     refused_before_a_start(tmp_path / one, saved)
-    # Tensor instead of pipeline parallelism, and a batch of three times the size; the data go on at the next sample.
+    # Tensor instead of pipeline parallelism, and a third of the batch; the data go on at the next sample. All steps
+    # together need fewer samples than are consumed.
     sizes = changed(
         config,
         "gpipe.json",
         ds_ext={"schedule": "gpipe", "pipeline_parallel_size": 1, "tensor_parallel_size": 2},
-        gradient_accumulation_steps=12,
+        gradient_accumulation_steps=4,
     )
     other = ("--load", str(saved), "--seed", "5", "--split", "7,3")
     again = train_forked("--deepspeed_config", sizes, "--train-iters", "3", *other, *keep)
@@ -208,8 +209,8 @@ def test_resuming_under_another_schedule_sizes_and_batch(
     assert "--split" in split and "0.8,0.2,0" in split and "0.7,0.3,0" in split
     assert "--seed" in seed and "1234" in seed and "5" in seed
     (resumed,) = (line for line in again.splitlines() if line.startswith("resumed from "))
-    assert re.search(r"step_2\b.* 16 samples .*1f1b\b.*PP 2 x TP 1 x DP 1", resumed)
-    assert [record["consumed_samples"] for record in records(metrics)] == [8, 16, 16 + 24]
+    assert re.search(r"step_2\b.* 48 samples .*1f1b\b.*PP 2 x TP 1 x DP 1", resumed)
+    assert [record["consumed_samples"] for record in records(metrics)] == [24, 48, 48 + 8]
     assert (saved / "latest").read_text() == "step_3"
 
     (saved / "step_3" / "layer_01-model_00-model_states.pt").write_bytes(b"")
