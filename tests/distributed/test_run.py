@@ -53,8 +53,8 @@ def start(
     Args:
         agent: folder of torchrun.
 
-    Returns the name of the loaded checkpoint, and the warnings: (folder, names of checkpoints) or (first lost step,
-    last lost step).
+    Returns the name of the loaded checkpoint, and the warnings: (folder, names of checkpoints), (first lost step,
+    last lost step) or (missing file, name of the loaded checkpoint).
     """
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"{agent}/attempt_{int(again)}/{rank}/error.json"
     logger, warnings = logging.getLogger("ds_ext.engine.checkpoint.run"), Warnings()
@@ -95,3 +95,8 @@ def test_a_restart_loads_only_what_its_run_has_written_or_loaded(ranks: Ranks, t
         "global_step1",
         [(tmp_path / "saved", "global_step2, global_step3")],
     )
+    # The newest checkpoint is loaded if `latest` is missing.
+    for change in (lambda latest: latest.unlink(), lambda latest: latest.symlink_to("gone")):
+        change(tmp_path / "saved" / "latest")
+        loaded = ("global_step2", [(tmp_path / "saved" / "latest", "global_step2")])
+        assert run("fifth", "saved", 0) == loaded

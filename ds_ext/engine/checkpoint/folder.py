@@ -108,11 +108,20 @@ def has_checkpoint(folder: Path) -> bool:
 def current_tag(folder: Path) -> str:
     """Return the name in ``latest``, of the folder that ``latest`` links to, or else of the newest complete checkpoint.
 
-    Raises ConfigError if there is no complete checkpoint, or ``latest`` cannot be read or contains no name.
+    Raises ConfigError if there is no complete checkpoint, or ``latest`` cannot be read, contains no name, or links to
+    the folder of something else.
     """
     latest = folder / LATEST
-    if latest.is_symlink() and latest.is_dir() and latest.resolve().parent == folder.resolve():
-        return latest.resolve().name
+    if latest.is_dir():
+        target = latest.resolve()
+        if target.parent == folder.resolve() and latest.is_symlink():
+            return target.name
+        got = f"a link to {target}" if latest.is_symlink() else "a folder"
+        there = f", or load {target.name!r} of {target.parent}" if (target / MANIFEST).is_file() else ""
+        raise ConfigError(
+            f"{latest}: must be a file with the name of a checkpoint, or a link to one in the same folder (got {got}). "
+            f"Remove it to load the newest complete checkpoint of the folder{there}."
+        )
     try:
         tag = latest.read_text("utf-8").strip()
     except FileNotFoundError:
@@ -125,7 +134,7 @@ def current_tag(folder: Path) -> str:
                 f"{folder.name!r} to {folder.parent / LATEST} unless it is the newest one."
             ) from None
         raise ConfigError(
-            f"{folder}: no checkpoint (the file {LATEST!r} is missing). Omit --load to start a new run."
+            f"{folder}: no checkpoint (the file {LATEST!r} is missing, or a broken link). Omit --load to start a new run."
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{latest}: cannot be read (got {error}). {_alternatives(folder)}") from None
