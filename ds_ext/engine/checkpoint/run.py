@@ -102,8 +102,8 @@ class Run:
     def choose(self, folder: Path, tag: str | None) -> str | None:
         """Return the name of the checkpoint to load; None without a tag and a checkpoint.
 
-        Without a tag it is the current checkpoint; a warning names it if the file ``latest`` is missing. After a restart of the ranks, this or else the newest one must have
-        been written or loaded by this run.
+        Without a tag it is the current checkpoint; a warning names it if ``latest`` is missing. After a restart of the
+        ranks, this or else the newest one must have been written or loaded by this run.
         Raises the errors of :func:`.folder.open_checkpoint`.
         """
         if tag is not None or not self.continues:

@@ -135,7 +135,7 @@ def test_latest_must_name_a_checkpoint(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=problem) as caught:
             open_checkpoint(tmp_path)
         assert str(caught.value).endswith("latest: step_1.")
-    for tag in ("a/b", "latest", ".hidden", "", "step_1 ", " step_1", "step_\udcff"):
+    for tag in ("a/b", "latest", ".hidden", "", "step_1 ", " step_1", "step_\udcff", "a\0b", "a\nb"):
         with pytest.raises(ConfigError, match=r"^tag: "):
             start_writing(tmp_path, tag)
 
