@@ -119,6 +119,11 @@ class Run:
             own.sort(key=current_tag(folder).__eq__)
         return own[-1] if own else None
 
+    def saved_step(self, folder: Path) -> int:
+        """Return the step of the checkpoint that :meth:`choose` returns without a tag; 0 without one."""
+        name = self.choose(folder, None)
+        return 0 if name is None else read_manifest(folder / name)["job"]["step"]
+
     def _owns(self, folder: Path, name: str) -> bool:
         """Return whether this run has written or loaded a checkpoint."""
         manifest = read_manifest(folder / name)

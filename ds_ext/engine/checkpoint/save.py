@@ -178,6 +178,7 @@ def _write_part(
     job = {
         **describe_job(engine),
         "run": engine.run.id,
+        "step": engine.global_steps,
         "at": time.time(),
         "with_frozen": with_frozen,
         "settings": settings_of(engine),
