@@ -193,18 +193,23 @@ def test_resuming_under_another_schedule_sizes_and_batch(
     saved, metrics = tmp_path / "saved", tmp_path / "metrics.jsonl"
     keep = ("--save", str(saved), "--metrics-file", str(metrics))
     one = changed(config, "1f1b.json", ds_ext={"schedule": "1f1b"}, gradient_accumulation_steps=12)
-    train_forked("--deepspeed_config", one, "--train-iters", "2", *keep)
+    first = train_forked("--deepspeed_config", one, "--train-iters", "2", *keep)
     refused_before_a_start(tmp_path / one, saved)
     # Tensor instead of pipeline parallelism, and a third of the batch; the data go on at the next sample. All steps
     # together need fewer samples than are consumed.
     sizes = changed(
         config,
         "gpipe.json",
-        ds_ext={"schedule": "gpipe", "pipeline_parallel_size": 1, "tensor_parallel_size": 2},
+        ds_ext={
+            **{"schedule": "gpipe", "pipeline_parallel_size": 1, "tensor_parallel_size": 2},
+            "print_plan": False,
+        },
         gradient_accumulation_steps=4,
     )
     other = ("--load", str(saved), "--seed", "5", "--split", "7,3")
     again = train_forked("--deepspeed_config", sizes, "--train-iters", "3", *other, *keep)
+    plans = [re.findall(r"^schedule  ", text, re.MULTILINE) for text in (first, again)]
+    assert [len(lines) for lines in plans] == [1, 0]
     split, seed = (line for line in again.splitlines() if line.startswith("note: "))
     assert "--split" in split and "0.8,0.2,0" in split and "0.7,0.3,0" in split
     assert "--seed" in seed and "1234" in seed and "5" in seed
