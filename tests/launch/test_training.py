@@ -336,6 +336,8 @@ def test_validation_checkpoints_and_resuming_of_an_own_script(
     build = next(block for block in blocks if "PipelineModule" in block).split("for step in")[0]
     loop = next(block for block in blocks if "load_checkpoint" in block)
     assert "total_steps=10" in build and "< 20" in loop and '"checkpoints/own"' in loop
+    calls = ["load_checkpoint", "try_checkpoint_folder", "train_batch", "save_checkpoint"]
+    assert re.findall("|".join(calls), loop) == calls
     job = json.loads(re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0])
     for schedule, steps in (("bitpipe", 10), ("bitpipe", 20), ("1f1b", 20)):
         folder, build_of = (
