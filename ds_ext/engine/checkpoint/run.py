@@ -120,9 +120,12 @@ class Run:
         return own[-1] if own else None
 
     def saved_step(self, folder: Path) -> int:
-        """Return the step of the checkpoint that :meth:`choose` returns without a tag; 0 without one."""
+        """Return the step of the checkpoint that :meth:`choose` returns without a tag.
+
+        It is 0 without one, and if the manifest has no step, as that of a converted model.
+        """
         name = self.choose(folder, None)
-        return 0 if name is None else read_manifest(folder / name)["job"]["step"]
+        return 0 if name is None else read_manifest(folder / name)["job"].get("step", 0)
 
     def _owns(self, folder: Path, name: str) -> bool:
         """Return whether this run has written or loaded a checkpoint."""
