@@ -81,7 +81,8 @@ def main() -> int:
     check_precision(plan.job)
     init_distributed(settings.transport_options.timeout_s, job_facts(args, plan, config.vocab_size))
     plan = replace(plan, layout=on_hosts(plan.layout, settings.fbd.forward_hosts))
-    say(describe(plan, hosts_of_job()))
+    if settings.print_plan:
+        say(describe(plan, hosts_of_job()))
     tp = create_tensor_parallel(plan.layout.groups()["tensor"])
     clock = DropoutClock()
     initial = None if args.load else folder  # the weights of a checkpoint replace those of the folder

@@ -1049,14 +1049,18 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         if self.on_checkpoint_event is not None:
             self.on_checkpoint_event()
 
-    def recover(self, data_iter: Batches | None = None) -> Recovered | None:
+    def recover(
+        self, data_iter: Batches | None = None, save_dir: str | os.PathLike[str] | None = None
+    ) -> Recovered | None:
         """Continue from the newest snapshots in host memory after the launcher has restarted the ranks.
 
         Call it before the first step, on all ranks; then train from ``engine.global_steps``. Returns None without the
-        section "recovery", at the first start, and if a snapshot of some rank was lost.
+        section "recovery", at the first start, if a snapshot of some rank was lost, and if the snapshots are older than
+        the loaded step or the last checkpoint of this run in ``save_dir``, which the script can load then.
 
         Args:
             data_iter: source of the micro-batches; None: ``training_data``.
+            save_dir: folder of this run's checkpoints; None: snapshots are compared with the loaded step only.
         """
         if data_iter is not None:
             self.set_dataiterator(data_iter)
@@ -1064,7 +1068,10 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             return None
         with self._in_activity("loading snapshots"), self._longer_limit():
             self._masters.take_changes()
-            recovered = self.recovery.recover()
+            saved = 0
+            if save_dir is not None and self.run.continues:
+                saved = by_rank_0(lambda: self.run.saved_step(Path(save_dir)), CheckpointError)
+            recovered = self.recovery.recover(max(saved, self.global_steps))
             if recovered is not None:
                 self._recovered_from = recovered.step
                 self.weights_loaded()

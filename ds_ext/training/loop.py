@@ -169,19 +169,15 @@ class Trainer:
     def recover(self) -> int:
         """Load what the job continues from, and return its step; 0 at the beginning.
 
-        After a restart by the launcher these are the snapshots in host memory, else the last checkpoint that this run
-        has written to ``--save``. Otherwise it is the checkpoint of ``--load``, which is also read before snapshots:
-        they have no frozen weights.
+        After a restart by the launcher these are the snapshots in host memory, or the last checkpoint that this run has
+        written to ``--save`` if it is newer. Otherwise it is the checkpoint of ``--load``, which is also read before
+        snapshots: they have no frozen weights.
         """
         step = self.resume(self.args.load)
-        recovered = self.engine.recover(self.train)
+        recovered = self.engine.recover(self.train, self.args.save)
         if recovered is not None:
             return recovered.step
-        if not self.engine.run.continues:
-            return step
-        if self.engine.recovery is not None:
-            say("no snapshots in host memory after the restart of the ranks")
-        return self.resume(self.args.save, step)
+        return self.resume(self.args.save, step) if self.engine.run.continues else step
 
     def resume(self, folder: str | None, default: int | None = None) -> int:
         """Load the current checkpoint of a folder and return its step; 0 without a folder.

@@ -233,13 +233,18 @@ def micro_batches(
 ) -> tuple[MicroBatches, MicroBatches | None]:
     """Return the micro-batches for training and validation of the whole run.
 
+    The samples for training begin with those that the checkpoint of ``--load`` has consumed, in any batch size.
+
     Args:
         build: function that returns the train, valid and test datasets for given numbers of samples.
     """
     from ..engine.batches import MicroBatches
+    from .checkpoint_fit import position
 
-    step, size = plan.sizes.train_batch_size, plan.sizes.micro_batch_size
-    train, valid, _ = build((args.train_iters * step, args.eval_iters * step, 0))
+    batch, size = plan.sizes.train_batch_size, plan.sizes.micro_batch_size
+    step, consumed = position(args.load)
+    samples = consumed + max(0, args.train_iters - step) * batch
+    train, valid, _ = build((samples, args.eval_iters * batch, 0))
     return MicroBatches(train, size), MicroBatches(valid, size) if args.eval_iters else None
 
 

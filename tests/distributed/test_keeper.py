@@ -1,4 +1,4 @@
-"""Process that keeps snapshots: if it is killed while ranks train, the next snapshot starts it again."""
+"""Process that keeps snapshots: a new one after its end, and the snapshots that restarted ranks load from it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 import ds_ext
+from ds_ext.engine import PipelineEngine
+from ds_ext.engine.checkpoint.run import this_run
 from ds_ext.launch.processes import find_launcher
 from tests.ranks import Ranks
 
@@ -46,8 +49,7 @@ def end_keeper() -> None:
             os.close(descriptor)
 
 
-def train(rank: int) -> Any:
-    """(steps with snapshots by rank after the end of the first keeper, number of warnings) of each rank."""
+def engine_of(every: int) -> PipelineEngine:
     os.environ["TORCHELASTIC_MAX_RESTARTS"] = "1"  # as from torchrun; nothing restarts these ranks
     config: dict[str, Any] = {
         "train_batch_size": 4,
@@ -55,13 +57,18 @@ def train(rank: int) -> Any:
         "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
         "ds_ext": {
             **{"schedule": "1f1b", "pipeline_parallel_size": 2, "print_plan": False},
-            "recovery": {"every": 1},
+            "recovery": {"every": every},
         },
     }
     layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(4)]
     model = ds_ext.PipelineModule(layers, config, loss_fn=nn.MSELoss())
     data = torch.utils.data.TensorDataset(torch.ones(64, 4), torch.ones(64, 4))
-    engine, *_ = ds_ext.initialize(model=model, model_parameters=model.parameters(), training_data=data)
+    return ds_ext.initialize(model=model, model_parameters=model.parameters(), training_data=data)[0]
+
+
+def train(rank: int) -> Any:
+    """(steps with snapshots by rank after the end of the first keeper, number of warnings) of each rank."""
+    engine = engine_of(every=1)
     messages = Messages()
     logger = logging.getLogger("ds_ext.engine.recovery.recovery")
     logger.addHandler(messages)
@@ -90,3 +97,58 @@ def test_a_killed_keeper_is_reported_and_started_again(ranks: Ranks) -> None:
     results = ranks(2).run(train)
     assert [held for held, _ in results] == [{0: [3, 4], 1: [3, 4]}] * 2
     assert sum(warnings for _, warnings in results) == 1
+
+
+Start = tuple[int, int | None, int, list[float], int]
+
+
+def restarted(rank: int, folder: str) -> list[Start]:
+    """Start the ranks four times, as torchrun does, with a snapshot every three steps.
+
+    Returns for each start: first step, steps lost by a recovery (None: a checkpoint, or nothing), last complete step,
+    losses, and warnings of lost steps.
+    """
+    starts: list[Start] = []
+    messages, logger = Messages(), logging.getLogger("ds_ext.engine.checkpoint.run")
+    logger.addHandler(messages)
+    try:
+        for restart, last in enumerate((4, 5, 7, 8)):
+            variables = {
+                "TORCHELASTIC_ERROR_FILE": f"{folder}/attempt_{restart}/{rank}/error.json",
+                "TORCHELASTIC_RESTART_COUNT": str(restart),
+            }
+            os.environ.update(variables)
+            this_run.cache_clear()
+            engine = engine_of(every=3)
+            recovered = engine.recover(save_dir=f"{folder}/saved")
+            if recovered is None:
+                engine.load_checkpoint(f"{folder}/saved")
+            first, losses = engine.global_steps, []
+            while engine.global_steps < last:
+                losses.append(float(engine.train_batch()))
+                if engine.global_steps == 4:
+                    engine.save_checkpoint(f"{folder}/saved")
+            engine.transport.close()
+            dist.barrier()
+            lost = None if recovered is None else recovered.lost_steps
+            starts.append((first, lost, engine.global_steps, losses, len(messages.texts)))
+            messages.texts.clear()
+        return starts
+    finally:
+        logger.removeHandler(messages)
+        for name in ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RESTART_COUNT"):
+            os.environ.pop(name, None)
+        if rank == 0:
+            end_keeper()
+
+
+def test_restarted_ranks_continue_from_the_newest_snapshot_or_checkpoint(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    one, other = ranks(2).run(restarted, str(tmp_path))
+    assert [start[:3] for start in one] == [(0, None, 4), (4, None, 5), (4, None, 7), (6, 0, 8)]
+    assert [warnings for *_, warnings in one] == [0, 0, 0, 0] and one[1:] == other[1:]
+    losses: dict[int, float] = {}
+    for first, _, _, found, _ in one:
+        for step, loss in enumerate(found, first + 1):
+            assert losses.setdefault(step, loss) == loss

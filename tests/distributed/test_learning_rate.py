@@ -213,9 +213,12 @@ def test_settings_of_torchs_schedulers_that_a_checkpoint_replaces(ranks: Ranks, 
 
 def resumed_otherwise(rank: int, folder: str) -> list[list[str]]:
     """Return the settings in each warning of a load into a job with a different batch size, dropout, data, ..."""
-    train = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "scheduler": WARMUP}
+    train = {"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "scheduler": WARMUP}
     layers = [LayerSpec(nn.Linear, 4, 4), *[LayerSpec(nn.Sequential, nn.Dropout(0.5)) for _ in range(3)]]
-    engine, log = engine_of(0.1, layers=layers, samples=24, train_batch_size=16, **train), Lines()
+    engine, log = (
+        engine_of(0.1, layers=layers, samples=24, train_batch_size=16, gradient_clipping=0.5, **train),
+        Lines(),
+    )
     logger = logging.getLogger("ds_ext.engine.checkpoint.load")
     logger.addHandler(log)
     engine.load_checkpoint(folder, load_module_strict=False, load_optimizer_states=False)
@@ -226,7 +229,8 @@ def resumed_otherwise(rank: int, folder: str) -> list[list[str]]:
 def test_every_other_change_is_one_line(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(resumed, str(tmp_path), 0.1, AT, False, None)
     lines, others = ranks(2).run(resumed_otherwise, str(tmp_path))
-    changed = ["training_data", "train_batch_size", "precision", "dropout", "scheduler.type"]
+    changed = ["training_data", "train_batch_size", "precision", "dropout", "train_micro_batch_size_per_gpu"]
+    changed += ["gradient_clipping", "scheduler.type"]
     assert lines == [[key] for key in changed] and others == []
 
 

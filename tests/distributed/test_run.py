@@ -14,6 +14,8 @@ from torch import nn
 
 import ds_ext
 from ds_ext.engine import PipelineEngine
+from ds_ext.engine.checkpoint.folder import publish, start_writing
+from ds_ext.engine.checkpoint.run import this_run
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.quick
@@ -53,8 +55,8 @@ def start(
     Args:
         agent: folder of torchrun.
 
-    Returns the name of the loaded checkpoint, and the warnings: (folder, names of checkpoints) or (first lost step,
-    last lost step).
+    Returns the name of the loaded checkpoint, and the warnings: (folder, names of checkpoints), (first lost step,
+    last lost step) or (missing file, name of the loaded checkpoint).
     """
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"{agent}/attempt_{int(again)}/{rank}/error.json"
     logger, warnings = logging.getLogger("ds_ext.engine.checkpoint.run"), Warnings()
@@ -95,3 +97,21 @@ def test_a_restart_loads_only_what_its_run_has_written_or_loaded(ranks: Ranks, t
         "global_step1",
         [(tmp_path / "saved", "global_step2, global_step3")],
     )
+    # The newest checkpoint is loaded if `latest` is missing.
+    for change in (lambda latest: latest.unlink(), lambda latest: latest.symlink_to("gone")):
+        change(tmp_path / "saved" / "latest")
+        loaded = ("global_step2", [(tmp_path / "saved" / "latest", "global_step2")])
+        assert run("fifth", "saved", 0) == loaded
+
+
+def saved_step(rank: int, folder: str) -> int:
+    return this_run().saved_step(Path(folder))
+
+
+def test_the_step_of_the_newest_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    jobs: list[dict[str, Any]] = [{"step": 3}, {}, {"step": 2}]  # the second is that of a converted model
+    steps = [ranks(1).run(saved_step, str(tmp_path))]
+    for number, job in enumerate(jobs):
+        publish(start_writing(tmp_path, str(number)), str(number), {"files": {}, "job": job})
+        steps.append(ranks(1).run(saved_step, str(tmp_path)))
+    assert steps == [[0], [3], [0], [2]]

@@ -192,24 +192,30 @@ def test_resuming_under_another_schedule_sizes_and_batch(
 ) -> None:
     saved, metrics = tmp_path / "saved", tmp_path / "metrics.jsonl"
     keep = ("--save", str(saved), "--metrics-file", str(metrics))
-    one = changed(config, "1f1b.json", ds_ext={"schedule": "1f1b"}, gradient_accumulation_steps=4)
-    train_forked("--deepspeed_config", one, "--train-iters", "2", *keep)
+    one = changed(config, "1f1b.json", ds_ext={"schedule": "1f1b"}, gradient_accumulation_steps=12)
+    first = train_forked("--deepspeed_config", one, "--train-iters", "2", *keep)
     refused_before_a_start(tmp_path / one, saved)
-    # Tensor instead of pipeline parallelism, and a batch of three times the size; the data go on at the next sample.
+    # Tensor instead of pipeline parallelism, and a third of the batch; the data go on at the next sample. All steps
+    # together need fewer samples than are consumed.
     sizes = changed(
         config,
         "gpipe.json",
-        ds_ext={"schedule": "gpipe", "pipeline_parallel_size": 1, "tensor_parallel_size": 2},
-        gradient_accumulation_steps=12,
+        ds_ext={
+            **{"schedule": "gpipe", "pipeline_parallel_size": 1, "tensor_parallel_size": 2},
+            "print_plan": False,
+        },
+        gradient_accumulation_steps=4,
     )
     other = ("--load", str(saved), "--seed", "5", "--split", "7,3")
     again = train_forked("--deepspeed_config", sizes, "--train-iters", "3", *other, *keep)
+    plans = [re.findall(r"^schedule  ", text, re.MULTILINE) for text in (first, again)]
+    assert [len(lines) for lines in plans] == [1, 0]
     split, seed = (line for line in again.splitlines() if line.startswith("note: "))
     assert "--split" in split and "0.8,0.2,0" in split and "0.7,0.3,0" in split
     assert "--seed" in seed and "1234" in seed and "5" in seed
     (resumed,) = (line for line in again.splitlines() if line.startswith("resumed from "))
-    assert re.search(r"step_2\b.* 16 samples .*1f1b\b.*PP 2 x TP 1 x DP 1", resumed)
-    assert [record["consumed_samples"] for record in records(metrics)] == [8, 16, 16 + 24]
+    assert re.search(r"step_2\b.* 48 samples .*1f1b\b.*PP 2 x TP 1 x DP 1", resumed)
+    assert [record["consumed_samples"] for record in records(metrics)] == [24, 48, 48 + 8]
     assert (saved / "latest").read_text() == "step_3"
 
     (saved / "step_3" / "layer_01-model_00-model_states.pt").write_bytes(b"")
@@ -330,6 +336,8 @@ def test_validation_checkpoints_and_resuming_of_an_own_script(
     build = next(block for block in blocks if "PipelineModule" in block).split("for step in")[0]
     loop = next(block for block in blocks if "load_checkpoint" in block)
     assert "total_steps=10" in build and "< 20" in loop and '"checkpoints/own"' in loop
+    calls = ["load_checkpoint", "try_checkpoint_folder", "train_batch", "save_checkpoint"]
+    assert re.findall("|".join(calls), loop) == calls
     job = json.loads(re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0])
     for schedule, steps in (("bitpipe", 10), ("bitpipe", 20), ("1f1b", 20)):
         folder, build_of = (

@@ -164,9 +164,14 @@ def read_plain(path: Path) -> dict[str, Any]:
 def pickled(value: Mapping[str, Any]) -> memoryview:
     """Return values as bytes that ``torch.load(weights_only=True)`` can read, from :func:`converted`.
 
-    Raises ConfigError for a value that is not plain; see :func:`is_plain`.
+    Raises ConfigError for a value that is not plain, see :func:`is_plain`, or contains itself.
     """
-    plain = converted(value)
+    try:
+        plain = converted(value)
+    except RecursionError:
+        for key, entry in value.items():
+            _refuse_cycles(key, entry)
+        raise
     try:
         return _saved(plain)
     except Exception:
@@ -178,9 +183,17 @@ def pickled(value: Mapping[str, Any]) -> memoryview:
 def converted(value: Any) -> Any:
     """Return a value with types that ``torch.load(weights_only=True)`` can read, if it has such types.
 
-    NumPy scalars become numbers. NumPy arrays and Namespaces become dictionaries for :func:`restored`.
-    Raises ConfigError for a dictionary that looks like one of these.
+    NumPy scalars become numbers. NumPy arrays and Namespaces become dictionaries for :func:`restored`. Views of larger
+    tensors become copies, because torch would save all elements of those.
+    Raises ConfigError for a dictionary that looks like one of these, and RecursionError for a value that contains
+    itself.
     """
+    if (
+        type(value) is Tensor
+        and value.layout == torch.strided
+        and value.untyped_storage().nbytes() > value.nbytes
+    ):
+        return value.detach().clone().requires_grad_(value.requires_grad)
     if isinstance(value, np.generic):
         return value.item()
     if type(value) is np.ndarray and value.dtype.kind in "biufc":  # a subclass may have more than its numbers
@@ -239,6 +252,18 @@ def _require_plain(key: str, entry: Any) -> None:
         f"{key}: a checkpoint contains only numbers, strings, tensors, NumPy arrays of numbers, Namespaces, and lists "
         f"and dictionaries of them (got {type(entry).__name__}). Save its state_dict() or its numbers."
     )
+
+
+def _refuse_cycles(path: str, value: Any, above: tuple[Any, ...] = ()) -> None:
+    """Raise ConfigError with the path of the first value that contains itself."""
+    if any(value is one for one in above):
+        raise ConfigError(
+            f"{path}: contains itself (got a {type(value).__name__}). Remove this reference, or save numbers instead."
+        )
+    inner = vars(value) if isinstance(value, Namespace) else value
+    inner = dict(enumerate(inner)) if isinstance(inner, list | tuple) else inner
+    for name, entry in inner.items() if isinstance(inner, Mapping) else ():
+        _refuse_cycles(f"{path}[{name!r}]", entry, (*above, value))
 
 
 def _saved(value: Any) -> memoryview:

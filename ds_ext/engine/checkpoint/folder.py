@@ -108,11 +108,20 @@ def has_checkpoint(folder: Path) -> bool:
 def current_tag(folder: Path) -> str:
     """Return the name in ``latest``, of the folder that ``latest`` links to, or else of the newest complete checkpoint.
 
-    Raises ConfigError if there is no complete checkpoint, or ``latest`` cannot be read or contains no name.
+    Raises ConfigError if there is no complete checkpoint, or ``latest`` cannot be read, contains no name, or links to
+    the folder of something else.
     """
     latest = folder / LATEST
-    if latest.is_symlink() and latest.is_dir() and latest.resolve().parent == folder.resolve():
-        return latest.resolve().name
+    if latest.is_dir():
+        target = latest.resolve()
+        if target.parent == folder.resolve() and latest.is_symlink():
+            return target.name
+        got = f"a link to {target}" if latest.is_symlink() else "a folder"
+        there = f", or load {target.name!r} of {target.parent}" if (target / MANIFEST).is_file() else ""
+        raise ConfigError(
+            f"{latest}: must be a file with the name of a checkpoint, or a link to one in the same folder (got {got}). "
+            f"Remove it to load the newest complete checkpoint of the folder{there}."
+        )
     try:
         tag = latest.read_text("utf-8").strip()
     except FileNotFoundError:
@@ -125,7 +134,8 @@ def current_tag(folder: Path) -> str:
                 f"{folder.name!r} to {folder.parent / LATEST} unless it is the newest one."
             ) from None
         raise ConfigError(
-            f"{folder}: no checkpoint (the file {LATEST!r} is missing). Omit --load to start a new run."
+            f"{folder}: no checkpoint (the file {LATEST!r} is missing, or a broken link). Omit --load to start a "
+            f"new run."
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{latest}: cannot be read (got {error}). {_alternatives(folder)}") from None
@@ -236,12 +246,7 @@ def start_writing(folder: Path, tag: str) -> Path:
         ConfigError: ``tag`` is not a valid name, or is that of something else than a checkpoint.
         OSError: the folder cannot be created.
     """
-    if not _is_name(tag):
-        raise ConfigError(
-            f"tag: must be a folder name, without '/', a leading dot or spaces at its ends, and not {LATEST!r} (got "
-            f"{tag!r}). Use, for example, step_10."
-        )
-    require_replaceable(folder / tag)
+    require_tag(folder, tag)
     if (folder / LATEST).is_dir() and not (folder / LATEST).is_symlink():
         raise ConfigError(f"{folder / LATEST}: must be a file (got a folder). Rename it.")
     folder.mkdir(parents=True, exist_ok=True)
@@ -259,8 +264,17 @@ def start_writing(folder: Path, tag: str) -> Path:
     return written
 
 
-def require_replaceable(path: Path) -> None:
-    """Raise ConfigError for a file, a link, or a folder of another program, which a save of this name would replace."""
+def require_tag(folder: Path, tag: str) -> None:
+    """Raise ConfigError unless ``tag`` can be the name of a checkpoint in a folder.
+
+    It must not be that of a file, a link, or a folder of another program, which a save would replace.
+    """
+    if not _is_name(tag):
+        raise ConfigError(
+            f"tag: must be a folder name, without '/', control characters, a leading dot or spaces at its ends, and "
+            f"not {LATEST!r} (got {tag!r}). Use, for example, step_10."
+        )
+    path = folder / tag
     if os.path.lexists(path) and (path.is_symlink() or not (path / MANIFEST).is_file()):
         kind = "link" if path.is_symlink() else "folder" if path.is_dir() else "file"
         raise ConfigError(
@@ -313,11 +327,8 @@ def _scratch_name(tag: str, kind: str) -> str:
 
 
 def _is_name(tag: str) -> bool:
-    try:
-        tag.encode()
-    except UnicodeEncodeError:
-        return False
-    return bool(tag) and tag == Path(tag).name.strip() and not tag.startswith(".") and tag != LATEST
+    is_folder = bool(tag) and tag == Path(tag).name.strip() and not tag.startswith(".")
+    return is_folder and tag.isprintable() and tag != LATEST  # surrogates are not printable either
 
 
 def _sync(folder: Path) -> None:

@@ -308,7 +308,11 @@ def _log_settings(before: Mapping[tuple[str, int], Any], after: Mapping[tuple[st
     }
     for line in lines:
         owner = "lr_scheduler" if line.startswith("scheduler.") else "optimizer.param_groups"
-        logger.warning("%s, from the checkpoint. To change it, set engine.%s after loading.", line, owner)
+        logger.warning(
+            "%s, from the checkpoint. To change it in your own script, set engine.%s after loading.",
+            line,
+            owner,
+        )
 
 
 def _log_changes(saved: Mapping[str, str], now: Mapping[str, str]) -> None:

@@ -52,7 +52,7 @@ class FolderLock:
                 return
         self.release()  # the folder was replaced
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._file = _open(self._path)
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -97,3 +97,17 @@ class FolderLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def _open(path: Path) -> int:
+    """Open the file of a lock. A new one can be opened by every user who may write to its folder."""
+    with contextlib.suppress(FileExistsError):
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        folder = path.parent.stat()
+        for owner in (-1, folder.st_uid):  # only root may set the owner
+            with contextlib.suppress(OSError):
+                os.fchown(file, owner, folder.st_gid)
+        with contextlib.suppress(OSError):  # independent of the umask; who may write may also read
+            os.fchmod(file, folder.st_mode & 0o666 | (folder.st_mode & 0o222) << 1)
+        return file
+    return os.open(path, os.O_RDWR)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ...errors import ConfigError
 from ..together import together
-from .folder import current_tag, good_checkpoints, has_checkpoint, open_checkpoint, read_manifest
+from .folder import LATEST, current_tag, good_checkpoints, has_checkpoint, open_checkpoint, read_manifest
 from .lock import FolderLock
 
 logger = logging.getLogger(__name__)
@@ -102,16 +102,30 @@ class Run:
     def choose(self, folder: Path, tag: str | None) -> str | None:
         """Return the name of the checkpoint to load; None without a tag and a checkpoint.
 
-        Without a tag it is the current checkpoint. After a restart of the ranks, this or else the newest one must have
-        been written or loaded by this run.
+        Without a tag it is the current checkpoint; a warning names it if ``latest`` is missing. After a restart of the
+        ranks, this or else the newest one must have been written or loaded by this run.
         Raises the errors of :func:`.folder.open_checkpoint`.
         """
         if tag is not None or not self.continues:
-            return open_checkpoint(folder, tag)[0].name if tag or has_checkpoint(folder) else None
+            name = open_checkpoint(folder, tag)[0].name if tag or has_checkpoint(folder) else None
+            if name is not None and tag is None and not (folder / LATEST).exists():
+                logger.warning(
+                    "%s: missing, or a broken link, so the newest complete checkpoint is loaded: %s",
+                    *(folder / LATEST, name),
+                )
+            return name
         own = [name for name in good_checkpoints(folder) if self._owns(folder, name)]
         with contextlib.suppress(ConfigError):
             own.sort(key=current_tag(folder).__eq__)
         return own[-1] if own else None
+
+    def saved_step(self, folder: Path) -> int:
+        """Return the step of the checkpoint that :meth:`choose` returns without a tag.
+
+        It is 0 without one, and if the manifest has no step, as that of a converted model.
+        """
+        name = self.choose(folder, None)
+        return 0 if name is None else read_manifest(folder / name)["job"].get("step", 0)
 
     def _owns(self, folder: Path, name: str) -> bool:
         """Return whether this run has written or loaded a checkpoint."""

@@ -178,6 +178,7 @@ def _write_part(
     job = {
         **describe_job(engine),
         "run": engine.run.id,
+        "step": engine.global_steps,
         "at": time.time(),
         "with_frozen": with_frozen,
         "settings": settings_of(engine),
@@ -288,6 +289,8 @@ def settings_of(engine: Checkpointed) -> Facts:
     """Return settings that a resumed job may change, except those that it takes from the checkpoint."""
     scheduler, job, facts = engine.lr_scheduler, engine.plan.job.deepspeed, engine.run_facts
     settings = {key: facts[key] for key in ("train_batch_size", "precision", "dropout") if key in facts}
+    settings["train_micro_batch_size_per_gpu"] = engine.plan.sizes.micro_batch_size
+    settings["gradient_clipping"] = float(engine.gradient_clipping())
     settings["scheduler.type"] = None if scheduler is None else type(scheduler).__name__
     if isinstance(scheduler, (MegatronLR, *DEEPSPEED_SCHEDULERS)):  # others load their settings
         settings["optimizer.params.lr"] = job.get("optimizer", {}).get("params", {}).get("lr")

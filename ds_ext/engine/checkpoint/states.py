@@ -49,6 +49,10 @@ class Checkpointed(Protocol):
     run: Run
     run_facts: dict[str, Any]
 
+    def gradient_clipping(self) -> float:
+        """Return the largest gradient norm of a step; 0: no limit."""
+        ...
+
     @property
     def in_checkpoints(self) -> bool:
         """True if this rank writes and reads checkpoints; False if another rank does so for its weights."""

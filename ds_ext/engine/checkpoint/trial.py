@@ -14,7 +14,7 @@ from deepspeed.runtime.constants import PIPE_REPLICATED
 from ...errors import CheckpointError, ConfigError
 from ..together import by_rank_0, together
 from .file import pickled
-from .folder import require_replaceable, start_writing
+from .folder import require_tag, start_writing
 from .save import require_plain_extra_states, state_of
 from .states import Checkpointed, OptimizerStates, parameters_of
 
@@ -35,7 +35,7 @@ def try_folder(engine: Checkpointed, folder: Path, tags: Sequence[str] | None) -
     def start() -> Path:
         engine.run.lock(folder, tags)
         for tag in tags or ():
-            require_replaceable(folder / tag)
+            require_tag(folder, tag)
         return start_writing(folder, _TAG)
 
     folder = folder.absolute()

@@ -267,8 +267,12 @@ class Recovery:
 
     # --- recovery ---
 
-    def recover(self) -> Recovered | None:
-        """Load the newest complete step that all ranks have. Returns None for a first start, or if there is none."""
+    def recover(self, checkpoint: int) -> Recovered | None:
+        """Load the newest complete step that all ranks have. Returns None for a first start, or if there is none.
+
+        Args:
+            checkpoint: step of the checkpoint from which the script continues if no snapshot is as new.
+        """
         self.pending = False
         if self.restart == 0:
             return None
@@ -282,13 +286,16 @@ class Recovery:
         last, last_ns = progress.get(0, (0, 0))
         # If its host was lost, its records come from a copy and may be older.
         complete = last if 0 in exits else max((last for last, _ in progress.values()), default=0)
-        for step in sorted((step for step in _common(found) if step <= last), reverse=True):
+        steps = sorted((step for step in _common(found) if step <= last), reverse=True)
+        run = self._engine.run
+        for step in (step for step in steps if step >= checkpoint):
             moved = self._move(step, found)
             parts = self._read(step)
             if parts is None:
                 continue
             load(self._engine, *parts)
             self._begin(after=step)
+            run.reached = step  # the result has the lost steps
             if not self._is_copied(step, found):
                 self._start_copy(step)
             return Recovered(
@@ -302,10 +309,15 @@ class Recovery:
                 set_up_s=begin - started_s(),
                 load_s=time.time() - begin,
             )
-        self._begin(after=0)
-        run = self._engine.run
+        self._begin(after=checkpoint)
         run.reached = max(run.reached, complete)
-        if self._rank == 0:
+        if self._rank == 0 and steps and steps[0] < checkpoint:
+            logger.warning(
+                "recovery: restart %d continues from the checkpoint of step %d, which is newer than the snapshots of "
+                "step %d",
+                *(self.restart, checkpoint, steps[0]),
+            )
+        elif self._rank == 0:
             held = {rank for snapshots in found for rank, one in snapshots.items() if one.steps}
             lost = ", ".join(str(rank) for rank in range(len(found)) if rank not in held)
             missing = f"ranks {lost}" if lost else "none, but they are of different steps or damaged"

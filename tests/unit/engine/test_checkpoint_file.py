@@ -92,6 +92,31 @@ def test_an_error_has_the_path_of_the_value(tmp_path: Path) -> None:
         write_plain(tmp_path / "state.pt", {"meta": {"ds_ext_type": "Namespace", "value": 3}})
 
 
+def test_a_view_of_a_large_tensor_is_saved_without_the_rest(tmp_path: Path) -> None:
+    large = torch.arange(100_000.0)
+    views = {
+        "slice": large[3:7],
+        "column": large.view(1000, 100)[:3, 5],
+        "inner": [large[8]],
+        "none": large[:0],
+    }
+    write_plain(tmp_path / "state.pt", views)
+    assert (tmp_path / "state.pt").stat().st_size < 10_000
+    assert same(read_plain(tmp_path / "state.pt"), views)
+    write_plain(tmp_path / "state.pt", {"expanded": torch.ones(1).expand(100_000)})
+    assert (tmp_path / "state.pt").stat().st_size < 10_000
+
+
+def test_a_value_that_contains_itself_is_named(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"fine": [1], "args": argparse.Namespace(layers=[2, {}])}
+    state["args"].layers[1]["back"] = state["args"]
+    with pytest.raises(ConfigError, match=r"^args\['layers'\]\[1\]\['back'\]: .* \(got a Namespace\)"):
+        write_plain(tmp_path / "state.pt", state)
+    twice = [1]
+    write_plain(tmp_path / "state.pt", {"one": [twice, twice]})
+    assert read_plain(tmp_path / "state.pt") == {"one": [[1], [1]]}
+
+
 def test_byte_orders_and_keys_of_numpy(tmp_path: Path) -> None:
     write_plain(tmp_path / "state.pt", {"big": np.array([1, 2], ">i4"), "keys": {np.int64(3): 1}})
     loaded = read_plain(tmp_path / "state.pt")

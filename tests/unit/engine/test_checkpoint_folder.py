@@ -135,7 +135,7 @@ def test_latest_must_name_a_checkpoint(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=problem) as caught:
             open_checkpoint(tmp_path)
         assert str(caught.value).endswith("latest: step_1.")
-    for tag in ("a/b", "latest", ".hidden", "", "step_1 ", " step_1", "step_\udcff"):
+    for tag in ("a/b", "latest", ".hidden", "", "step_1 ", " step_1", "step_\udcff", "a\0b", "a\nb"):
         with pytest.raises(ConfigError, match=r"^tag: "):
             start_writing(tmp_path, tag)
 
@@ -166,6 +166,20 @@ def test_a_folder_in_the_place_of_latest_is_named(tmp_path: Path) -> None:
     for use in (open_checkpoint, lambda folder: start_writing(folder, "step_2")):
         with pytest.raises(ConfigError, match="latest: "):
             use(tmp_path)
+
+
+def test_a_link_to_a_checkpoint_of_another_folder_is_named_with_its_folder(tmp_path: Path) -> None:
+    saved, other = tmp_path / "saved", tmp_path / "other"
+    write(saved, "step_1")
+    write(other, "step_9")
+    for target, words in ((other / "step_9", ["'step_9'", str(other)]), (tmp_path, [f"link to {tmp_path}"])):
+        (saved / "latest").unlink()
+        (saved / "latest").symlink_to(target)
+        with pytest.raises(ConfigError) as caught:
+            open_checkpoint(saved)
+        assert all(word in str(caught.value) for word in words) and "Errno" not in str(caught.value)
+    write(saved, "step_2")
+    assert open_checkpoint(saved)[0] == saved / "step_2" and list(other.glob("*"))
 
 
 def test_latest_is_utf_8_under_every_locale(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -90,6 +91,26 @@ def test_the_lock_of_a_replaced_folder_is_taken_again(tmp_path: Path, holder: Ho
     pipe.recv()
     with pytest.raises(CheckpointError, match=f"process {process.pid} "):
         second.take()
+
+
+@pytest.mark.parametrize(
+    ("folder_mode", "mode"), [(0o755, 0o644), (0o2775, 0o664), (0o770, 0o660), (0o1777, 0o666)], ids=oct
+)
+def test_who_may_write_to_the_folder_may_take_its_lock(tmp_path: Path, folder_mode: int, mode: int) -> None:
+    saved, before = tmp_path / "saved", os.umask(0o077)
+    try:
+        saved.mkdir()
+        saved.chmod(folder_mode)
+        if os.geteuid() == 0:
+            os.chown(saved, 12_345, 23_456)
+        with FolderLock(saved, "first"):
+            found = (saved / LOCK).stat()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(found.st_mode) == mode
+    assert (found.st_uid, found.st_gid) == (saved.stat().st_uid, saved.stat().st_gid)
+    with FolderLock(saved, "second"):
+        assert json.loads((saved / LOCK).read_text())["run"] == "second"
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])

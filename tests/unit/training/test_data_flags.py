@@ -1,14 +1,19 @@
-"""Notes of a resumed run on flags of the data that differ from those of the checkpoint."""
+"""Data of a resumed run: its size, and notes on flags that differ from those of the checkpoint."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ds_ext.engine.checkpoint.file import write_plain
+from ds_ext.engine.checkpoint.folder import publish, start_writing
+from ds_ext.engine.checkpoint.save import STATE_FILE
 from ds_ext.training.loop import changed_data, data_flags
+from ds_ext.training.setup import micro_batches
 
 GPT: dict[str, Any] = {"data_path": ["a"], "split": "969,30,1", "seq_length": 128, "seed": 1234}
 
@@ -47,3 +52,24 @@ def test_every_changed_flag_has_a_note() -> None:
     notes = changed_data(before, now)
     assert [note.startswith(start) for note, start in zip(notes, starts, strict=True)] == [True] * 5
     assert changed_data({}, now) == []  # a checkpoint of another program
+
+
+@pytest.mark.parametrize(
+    ("batch", "steps", "samples"),
+    [(16, 4, 48 + 16), (4, 8, 48 + 5 * 4), (4, 3, 48), (48, 5, 48 + 2 * 48)],
+    ids=["same", "smaller", "no step left", "larger"],
+)
+def test_the_data_begin_with_the_samples_of_the_checkpoint(batch: int, steps: int, samples: int) -> None:
+    written, state = start_writing(Path("saved"), "step_3"), {"step": 3, "consumed_samples": 48}
+    files = {STATE_FILE: write_plain(written / STATE_FILE, state)}
+    publish(written, "step_3", {"files": files, "job": {}})
+    plan: Any = SimpleNamespace(sizes=SimpleNamespace(train_batch_size=batch, micro_batch_size=2))
+    args = argparse.Namespace(train_iters=steps, eval_iters=2, load="saved")
+    train, valid = micro_batches(args, plan, lambda sizes: [range(size) for size in sizes])
+    assert valid is not None
+    assert [len(one.dataset) for one in (train, valid)] == [samples, 2 * batch]
+    args.load = None
+    assert (
+        len(micro_batches(args, plan, lambda sizes: [range(size) for size in sizes])[0].dataset)
+        == batch * steps
+    )
