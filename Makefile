@@ -17,7 +17,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup data docs train test test-all test-rdma test-hosts test-gpu test-sanitizers fuzz wheel check clean
+.PHONY: help setup data docs train test test-all test-rdma test-hosts test-gpu test-sanitizers fuzz attack wheel check clean
 
 bin := $(abspath $(VENV))/bin
 stamp := $(VENV)/.ds_ext-installed
@@ -119,6 +119,12 @@ FUZZ_MINUTES ?= 30
 
 fuzz: $(stamp)  ## random models and jobs, whose numbers are compared with one process; FUZZ_MINUTES=30
 	$(bin)/python -m tests.fuzz --minutes $(FUZZ_MINUTES)
+
+ATTACK_MINUTES ?= 60
+ATTACK_FLAGS ?=
+
+attack: $(stamp)  ## kills and broken folders at random moments of small jobs; ATTACK_MINUTES=60 ATTACK_FLAGS=--hosts
+	$(bin)/python -m tests.attack --minutes $(ATTACK_MINUTES) $(ATTACK_FLAGS)
 
 docs: $(stamp)  ## the documentation as a site in build/docs; fails for a broken link or anchor
 	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --strict -d build/docs

@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
+_TO_ALL = (signal.SIGINT, signal.SIGHUP)  # from a terminal, to every rank
 
 _LAUNCHER_CHECK_S = 0.5
 _SAME_CAUSE_S = 0.2
@@ -95,9 +96,9 @@ def _is_expected(record: logging.LogRecord) -> bool:
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Run ``main`` as the main function of a rank and exit: 0 for success, 2 for a ConfigError, 1 for a failure.
 
-    SIGINT and SIGTERM end the rank immediately, even in a blocked collective, unless ``main`` installs other handlers.
-    SIGUSR1 prints the stacks of all threads, unless the script handles it. Under Slurm's `srun`, the rank comes from
-    Slurm (``launch/slurm.py``). Call this function in the main thread.
+    SIGINT, SIGTERM and SIGHUP end the rank immediately, even in a blocked collective, unless ``main`` installs other
+    handlers. SIGUSR1 prints the stacks of all threads, unless the script handles it. Under Slurm's `srun`, the rank
+    comes from Slurm (``launch/slurm.py``). Call this function in the main thread.
     """
     # Stop torch from printing pages of C++ frames for a lost connection. Our report names the lost rank.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -141,19 +142,19 @@ def _leave(code: int) -> NoReturn:
 
 
 def _watch(ending: Ending) -> None:
-    """Start the thread that ends this process on SIGINT, on SIGTERM, or when the launcher exits."""
+    """Start the thread that ends this process on SIGINT, SIGTERM or SIGHUP, or when the launcher exits."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     # Python runs handlers between bytecodes of the main thread. The C-level handler writes a byte immediately.
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # A shell starts background jobs with SIGINT ignored, so that Ctrl-C does not stop them.
+    for number in (*_TO_ALL, signal.SIGTERM):
+        # A shell starts background jobs with SIGINT ignored, so that Ctrl-C does not stop them; nohup ignores SIGHUP.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _handled_by_thread)
     os.register_at_fork(after_in_child=_unwatch)
     launchers = _launchers()
     if not launchers:
-        _end_orphan()
+        _end_orphan(ending)
     ending.launcher = launchers[0][1]
     parents = [parent for _, parent in launchers]
 
@@ -168,13 +169,14 @@ def _watch(ending: Ending) -> None:
                 if signal.SIGTERM in received or orphaned():
                     # The signal that ended the launcher, or made it end its ranks, may arrive here too.
                     received |= _signals(reader, _SAME_CAUSE_S)
-                if signal.SIGINT in received:
-                    # Ctrl-C reaches every rank, and other ranks would report the first to exit as lost.
-                    _say_once("stopped by SIGINT.")
-                    os._exit(EXIT_INTERRUPTED)
+                for number in received.intersection(_TO_ALL):
+                    # Other ranks would report the first to exit as lost.
+                    _say_once(f"stopped by {signal.Signals(number).name}.")
+                    os._exit(128 + number)
                 # A launcher's signal may end a wrapper first, and so look like the end of the launcher.
-                if orphaned() and not (signal.SIGTERM in received and all(map(is_running, parents))):
-                    _end_orphan()
+                launcher_runs = all(map(is_running, parents))
+                if orphaned() and not (signal.SIGTERM in received and launcher_runs):
+                    _end_orphan(ending, launcher_runs)
                 if signal.SIGTERM in received:
                     _end_by_sigterm(ending, lost)
                 if len(ending.neighbours) < int(os.environ.get("LOCAL_WORLD_SIZE", world_size())):
@@ -190,8 +192,14 @@ def _signals(reader: socket.socket, timeout_s: float) -> set[int]:
     return {number for number in received if signal.getsignal(number) is _handled_by_thread}
 
 
-def _end_orphan() -> NoReturn:
-    _say_once("stopped: the launcher exited.")
+def _end_orphan(ending: Ending, launcher_runs: bool = False) -> NoReturn:
+    """Exit because the launcher has, or a wrapper between it and this rank."""
+    text = f"stopped: {'the program that started this rank' if launcher_runs else 'the launcher'} exited."
+    # A launcher that has lost rank 0 ends the wrappers of the others, but not them.
+    if 0 in ending.neighbours and not is_running(ending.neighbours[0]):
+        say(text)
+    else:
+        _say_once(text)
     os._exit(EXIT_FAILED)
 
 
@@ -219,7 +227,9 @@ def _unwatch() -> None:
     """Restore the default signal handlers in a forked child, such as a worker of a data loader."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is _handled_by_thread:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _launchers() -> list[tuple[int, int]]:

@@ -48,7 +48,13 @@ ENDINGS = {
         "launch/test_endings.py::test_a_rank_that_another_orphan_ends_says_why",
         "launch/test_endings.py::test_launcher_that_is_killed_while_its_ranks_import",
     ],
+    "wrapper of a rank killed, or ended by the launcher before its rank": [
+        "unit/launch/test_processes.py::test_a_wrapper_that_exits_before_its_rank_and_the_launcher"
+    ],
     "Ctrl-C": ["launch/test_endings.py::test_interrupt_ends_every_rank"],
+    "the terminal is closed (SIGHUP, not with `nohup`)": [
+        "unit/launch/test_process.py::test_signals_end_a_rank_with_a_blocked_main_thread"
+    ],
     "SIGTERM (from a batch system or the launcher)": [
         "unit/launch/test_process.py::test_signals_end_a_rank_with_a_blocked_main_thread"
     ],

@@ -78,7 +78,9 @@ def test_exception_keeps_its_traceback() -> None:
     assert err.startswith("rank 0 failed.\nTraceback") and err.endswith("KeyError: 'key'\n")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_signals_end_a_rank_with_a_blocked_main_thread(number: signal.Signals, code: int) -> None:
     # The lock is still awaited after Python's handler ran, as in a collective.
     with start("print('ready'); lock = threading.Lock(); lock.acquire(); lock.acquire()") as process:

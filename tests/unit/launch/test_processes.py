@@ -44,13 +44,13 @@ while ancestors() == before:
 """
 
 
-def started(folder: Path, launcher: str, *rank: str) -> subprocess.Popen[str]:
-    """Start a launcher of one rank."""
+def started(folder: Path, launcher: str, *rank: str, then: str = "") -> subprocess.Popen[str]:
+    """Start a launcher of one rank; ``then`` is what it does after the rank."""
     variables = ",".join(f"{key}={value}" for key, value in {"RANK": "0", **VARIABLES[launcher]}.items())
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", *VARIABLES["torchrun"], *VARIABLES["deepspeed"])
     kept = {key: value for key, value in os.environ.items() if key not in dropped}
     return subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, str(folder), variables, *rank],
+        [sys.executable, "-c", LAUNCHER + then, str(folder), variables, *rank],
         env=kept | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -95,6 +95,33 @@ def test_a_launcher_that_exits_while_its_rank_imports(tmp_path: Path, launcher: 
         process.kill()
         assert process.stdout is not None
         assert process.stdout.read() == "stopped: the launcher exited.\n"
+
+
+def test_a_wrapper_that_exits_before_its_rank_and_the_launcher(tmp_path: Path) -> None:
+    run = "from ds_ext.launch import process; import time; process.run(lambda: print(1, flush=True) or time.sleep(600))"
+    script = f'echo $$; "$0" -c "{run}"; exit $?'
+    then = "import time; time.sleep(600)"
+    with started(tmp_path, "torchrun", "bash", "-c", script, sys.executable, then=then) as process:
+        wrapper = [line(process), line(process)][1]
+        printed = [line(process)]
+        os.kill(int(wrapper), signal.SIGKILL)
+        printed.append(line(process))
+        process.kill()
+    assert printed == ["1", "stopped: the program that started this rank exited."]
+
+
+@pytest.mark.parametrize("first", [os.getpid(), 2**22])
+def test_an_orphan_reports_in_place_of_a_rank_0_that_has_exited(first: int) -> None:
+    ending = f"Ending(neighbours={{0: {first}}})"
+    script = f"from ds_ext.launch.process import _end_orphan, Ending; _end_orphan({ending})"
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"RANK": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (result.returncode, bool(result.stderr)) == (1, first == 2**22)
 
 
 def test_a_deepspeed_command_that_exits_while_ranks_import(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Attacks on the life of small jobs: ``python -m tests.attack --minutes 60``."""
