@@ -14,7 +14,7 @@ import pytest
 
 from tests.hosts.cluster import Cluster
 from tests.hosts.delay_line import Link
-from tests.hosts.jobs import SCRIPT, HostsJob, torchrun
+from tests.hosts.jobs import SCRIPT, HostsJob, records, torchrun
 from tests.launch.jobs import tiny_config, write_json
 from tests.launch.test_recovery import check_recoveries, check_steps, kill_at_random_moments, same_checkpoints
 from tests.selection import EVERYTHING
@@ -113,3 +113,68 @@ def test_a_host_lost_while_its_copies_are_late(
     recovered = re.findall(r"recovered at step (\d+) .*\(restart 1\): (\d+) steps? lost, 1 rank ", job.text)
     assert len(recovered) == 1 and int(recovered[0][1]) <= 1 and int(recovered[0][0]) >= 7, job.text
     check_steps(tmp_path / "all.jsonl", steps)
+
+
+def test_two_lost_hosts_with_each_others_copies(
+    hosts: Callable[..., Cluster], corpus: Path, tmp_path: Path
+) -> None:
+    """Of one of them no snapshot is left: the ranks continue from the last checkpoint, and say which steps are lost."""
+    three, steps = hosts(3), 60
+    config = tiny_config(corpus, recovery={"every": 1})
+    config["ds_ext"] |= {"schedule": "1f1b", "pipeline_parallel_size": 1}
+    job_config = write_json(tmp_path / "c.json", config)
+    script = [SCRIPT, "--deepspeed_config", job_config.name, "--metrics-file", "all.jsonl", "--save", "saved"]
+    script += ["--save-interval", "10", "--train-iters", str(steps), "--eval-iters", "0"]
+    commands = torchrun(three.hosts, [1, 1, 1], *script, static=True)
+    commands = [(host, [words[0], "--max-restarts", "2", *words[1:]]) for host, words in commands]
+    with HostsJob(three, commands, tmp_path) as job:
+        job.wait_for("step 25/")
+        for host in three.hosts[1:]:
+            host.end_processes()
+        with HostsJob(three, commands[1:], tmp_path) as replacements:
+            assert replacements.wait() == [0, 0], job.text + replacements.text
+            assert job.wait()[0] == 0, job.text
+    lost = re.findall(r"steps? (\d+) to (\d+) are lost", job.text)
+    assert len(lost) == 1, job.text
+    assert int(lost[0][0]) % 10 == 1 and int(lost[0][1]) >= 25, job.text
+    losses: dict[int, float] = {}
+    for row in records(tmp_path / "all.jsonl"):
+        assert losses.setdefault(row["step"], row["loss"]) == row["loss"]
+    assert sorted(losses) == list(range(1, steps + 1))
+
+
+def test_the_lost_host_of_the_rendezvous(hosts: Callable[..., Cluster], corpus: Path, tmp_path: Path) -> None:
+    """The job ends on the other host too, and a new one with ``--load`` has the losses of an undisturbed run."""
+    two, steps = hosts(2), 40
+    config = write_json(tmp_path / "c.json", tiny_config(corpus, recovery={"every": 1}))
+
+    def commands(folder: str, *flags: str) -> list[tuple[int, list[str]]]:
+        script = [SCRIPT, "--deepspeed_config", config.name, "--metrics-file", f"{folder}.jsonl", *flags]
+        script += [
+            "--save",
+            folder,
+            "--save-interval",
+            "10",
+            "--train-iters",
+            str(steps),
+            "--eval-iters",
+            "0",
+        ]
+        started = torchrun(two.hosts, [1, 1], *script, static=True)
+        return [(host, [words[0], "--max-restarts", "2", *words[1:]]) for host, words in started]
+
+    with HostsJob(two, commands("plain"), tmp_path) as job:
+        assert job.wait() == [0, 0], job.text
+    with HostsJob(two, commands("lost"), tmp_path) as job:
+        job.wait_for("step 20: saved")
+        two.hosts[0].end_processes()
+        assert job.wait()[1] != 0, job.text
+    assert not two.hosts[1].processes()
+    with HostsJob(two, commands("lost", "--load", "lost"), tmp_path) as job:
+        assert job.wait() == [0, 0], job.text
+    check_steps(tmp_path / "plain.jsonl", steps)
+    losses = [
+        {row["step"]: row["loss"] for row in records(tmp_path / f"{run}.jsonl")} for run in ("plain", "lost")
+    ]
+    assert losses[0] == losses[1]
+    same_checkpoints(tmp_path / "plain" / f"step_{steps}", tmp_path / "lost" / f"step_{steps}")

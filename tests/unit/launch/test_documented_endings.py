@@ -69,7 +69,7 @@ SURVIVALS = {
         "hosts/test_recovery.py::test_a_host_lost_while_its_copies_are_late",
     ],
     "two hosts that have each other's copies": [
-        "launch/test_runs.py::test_a_restart_continues_only_from_checkpoints_of_its_run"
+        "hosts/test_recovery.py::test_two_lost_hosts_with_each_others_copies"
     ],
     "the process that keeps the snapshots": [
         "distributed/test_keeper.py::test_a_killed_keeper_is_reported_and_started_again"
@@ -79,7 +79,8 @@ SURVIVALS = {
         "launch/test_recovery.py::test_an_own_script_below_a_wrapper_recovers_or_says_what_it_lost",
     ],
     "the host of the rendezvous, or all hosts": [
-        "launch/test_kill_and_resume.py::test_a_rank_killed_at_random_moments"
+        "hosts/test_recovery.py::test_the_lost_host_of_the_rendezvous",
+        "launch/test_kill_and_resume.py::test_a_rank_killed_at_random_moments",
     ],
 }
 
