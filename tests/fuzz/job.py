@@ -195,6 +195,11 @@ class Job:
         return [self.layout] if self.resume is None else [self.layout, self.resume]
 
     @property
+    def rounds(self) -> bool:
+        """True if a part of the model computes in bf16."""
+        return self.bf16 or any(ZOO[name].rounds for name in self.blocks)
+
+    @property
     def is_reproducible(self) -> bool:
         """False if results depend on the schedule or on features that are switched off."""
         kinds = [ZOO[name] for name in self.blocks]

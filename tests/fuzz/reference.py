@@ -228,7 +228,9 @@ def train(job: Job, noise_seed: int | None = None) -> Result:
             replicas = Replicas(model, job.resume.pipes)
         loss, grads = _gradients(job, replicas, parameters, step)
         if noise is not None:
-            _add_noise(grads, noise, BF16_NOISE if job.bf16 else FP32_NOISE)
+            # A bf16 layer rounds gradients by the scale of the loss, and outputs by the strides of its inputs, both of
+            # which differ in a pipeline. Adam makes a large step of that where a gradient plus its decay is near zero.
+            _add_noise(grads, noise, BF16_NOISE if job.rounds else FP32_NOISE)
         for master, grad in zip(masters, grads, strict=True):
             if grad is None and (job.zero or job.bf16):
                 grad = torch.zeros_like(master)
