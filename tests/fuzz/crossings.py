@@ -353,7 +353,7 @@ CROSSINGS: dict[str, Kind] = {
     "bf16_message": _cast(torch.bfloat16, rounds=True),
     "fp64_message": _cast(torch.float64),
     "unused_output": chain(UnusedOutput, First),
-    "added_to_both_ends": chain(*[AddedToBothEnds] * 4, fixed_length=True, weight=6),
+    "added_to_both_ends": chain(*[AddedToBothEnds] * 4, fixed_length=True, weight=6, keeps_gradient=True),
     "tied": Kind(_tied),
     "tied_neighbours": Kind(_tied_neighbours),
     "tied_thrice": Kind(_tied_thrice),

@@ -219,6 +219,14 @@ class Job:
             any(kind.changes_input for kind in kinds) or self.start.endswith("in_place")
         ):
             return False
+        if (
+            self.micro_batch_size == 1
+            and any(kind.changes_gradient for kind in kinds)
+            and any(kind.keeps_gradient for kind in kinds)
+        ):
+            # The change reaches the parameter's gradient too, but not if that gradient is added to an earlier one or a
+            # stage begins between the two: two loops in plain torch, with and without zero_grad(), differ as well.
+            return False
         if self.resume is None and (self.set_weights == "save" or self.resume_rate != 1):
             return False
         if self.variable_lengths and self.data == "loader":  # a shuffled batch has samples of several lengths

@@ -45,6 +45,9 @@ class Kind:
         weight: relative frequency in draws; more for kinds that only some schedules train incorrectly.
         changes_saved: the block changes a tensor that a backward needs, which torch or split backwards may refuse.
         inner_backward: the block calls torch.autograd.grad, which split backwards may refuse.
+        changes_gradient: the block changes the gradient of its output in place, which torch forbids to functions.
+        keeps_gradient: with one sample, autograd keeps the memory of the gradient of the block's input as the gradient
+            of a parameter.
     """
 
     layers: Callable[[Place], list[Any]]
@@ -57,6 +60,8 @@ class Kind:
     weight: int = 1
     changes_saved: bool = False
     inner_backward: bool = False
+    changes_gradient: bool = False
+    keeps_gradient: bool = False
 
 
 class Made(nn.Module):

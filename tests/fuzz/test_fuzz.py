@@ -6,11 +6,13 @@ import dataclasses
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.ranks import Ranks
 
 from . import reference
 from .compare import differences
+from .data import ordered_batch
 from .job import SCHEDULES, Job, Layout, draw
 from .run import REFUSED, SAME, run
 from .zoo import ENDS, STARTS, ZOO
@@ -111,3 +113,26 @@ def test_adam_enlarges_the_rounding_errors_of_bf16_layers(ranks: Ranks) -> None:
     )
     outcome = run(job, ranks)
     assert outcome.kind == SAME, outcome.lines
+
+
+@pytest.mark.quick
+def test_kinds_that_keep_the_gradient_of_their_input_are_marked() -> None:
+    for name, kind in ZOO.items():
+        job = Job(blocks=("in_place_backward", name, "linear"), micro_batch_size=1, optimizer="momentum")
+        alone, added = (_gradients(job, zero_between) for zero_between in (True, False))
+        same = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(alone, added, strict=True))
+        assert same != kind.keeps_gradient, name
+
+
+def _gradients(job: Job, zero_between: bool) -> list[Tensor]:
+    """Return the sum of the gradients of two micro-batches, which autograd or this function adds."""
+    model = reference.Model(job)
+    sums: dict[int, Tensor] = {}
+    for number in range(2):
+        torch.manual_seed(number)
+        model.loss_of(ordered_batch(job, 0, number)).backward()
+        for index, p in enumerate(model.parameters):
+            if p.grad is not None and (zero_between or number == 1):
+                sums[index] = sums.get(index, 0) + p.grad
+                p.grad = None
+    return [sums[index] for index in sorted(sums)]

@@ -631,7 +631,7 @@ UNUSUAL: dict[str, Kind] = {
     "double_weight": layer(DoubleWeight),
     "no_grad_part": layer(NoGradPart),
     "detached_input": layer(DetachedInput),
-    "in_place_backward": layer(InPlaceBackward, weight=3, changes_saved=True),
+    "in_place_backward": layer(InPlaceBackward, weight=3, changes_saved=True, changes_gradient=True),
     "own_function": layer(OwnFunction),
     "weight_hook": layer(WeightHook, weight=2),
     "twice_hooked": layer(TwiceHooked, weight=2),
