@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
+
+import torch
 
 from ds_ext.parallel.fbd import make_layout
 from ds_ext.parallel.layout import ParallelLayout
@@ -102,6 +106,7 @@ class Job:
         layout: schedule and parallel sizes.
         start, blocks, end: names in STARTS, ZOO and ENDS.
         micro_batches: number per step, over all data-parallel ranks.
+        double: weights, buffers and samples are fp64.
         data: "dataset" (training_data), "random_dataset" (whose samples are drawn), "batches" (an object with get and
             advance), "iterator" (own micro-batches of each data-parallel rank), "loader" (the same from a shuffled
             DataLoader) or "unequal" (an iterator that yields other samples on ranks without a first stage).
@@ -132,6 +137,7 @@ class Job:
     clip: float = 0.0
     zero: int = 0
     bf16: bool = False
+    double: bool = False
     checkpoint_interval: int = 0
     eager_gradient_sync: bool = True
     data: str = "batches"
@@ -174,6 +180,21 @@ class Job:
         if self.bf16:
             config["bf16"] = {"enabled": True}
         return config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of weights and samples."""
+        return torch.bfloat16 if self.bf16 else torch.float64 if self.double else torch.float32
+
+    @contextmanager
+    def built(self) -> Iterator[None]:
+        """Return a context in which layers are built with fp64 weights if the job has them."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64 if self.double else before)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
 
     def rate(self, part: int) -> float:
         """Return the learning rate of the first or second layout's JSON."""
@@ -244,7 +265,7 @@ class Job:
         plain = Job()
         names = {*self.blocks, self.start, self.end, *(layout.schedule for layout in self.layouts)}
         names |= {size for size in ("tp", "dp") for layout in self.layouts if getattr(layout, size) > 1}
-        options = ("clip", "optimizer", "zero", "bf16", "checkpoint_interval", "data", "variable_lengths")
+        options = ("clip", "optimizer", "zero", "bf16", "double", "checkpoint_interval", "data", "variable_lengths")
         options += ("evaluate_after", "set_weights", "scheduler", "decay_groups", "own_optimizer", "resume")
         options += ("rank_seeds", "audit", "empty_first", "resume_rate")
         names |= {name for name in options if getattr(self, name) != getattr(plain, name)}
@@ -335,6 +356,7 @@ def _draw(random: Random, seed: int) -> Job | None:
         clip=random.choice((0.0, 0.0, 0.05, 1.0)),
         zero=random.choice((0, 0, 1)),
         bf16=bf16,
+        double=not bf16 and _chance(random, 0.1),
         checkpoint_interval=random.choice((0, 0, 0, 1, 2)),
         eager_gradient_sync=_chance(random, 0.7),
         data=data,

@@ -49,16 +49,17 @@ class Model:
         self.calls: list[Callable[[Any], Any]] = []
         ties: dict[str, nn.Module] = {}
         torch.manual_seed(job.seed)
-        for index, spec in enumerate(job.layers(TensorParallel())):
-            torch.manual_seed(LAYER_SEED + index)
-            if isinstance(spec, TiedLayerSpec):
-                module = ties[spec.key] = ties.get(spec.key) or spec.build()
-            else:
-                module = spec.build() if isinstance(spec, LayerSpec) else spec
-            if isinstance(module, nn.Module):
-                self.modules[index] = module
-            function = getattr(spec, "forward_fn", None)
-            self.calls.append(module if function is None else _Bound(function, module))
+        with job.built():
+            for index, spec in enumerate(job.layers(TensorParallel())):
+                torch.manual_seed(LAYER_SEED + index)
+                if isinstance(spec, TiedLayerSpec):
+                    module = ties[spec.key] = ties.get(spec.key) or spec.build()
+                else:
+                    module = spec.build() if isinstance(spec, LayerSpec) else spec
+                if isinstance(module, nn.Module):
+                    self.modules[index] = module
+                function = getattr(spec, "forward_fn", None)
+                self.calls.append(module if function is None else _Bound(function, module))
         self.loss = ENDS[job.end].loss()
         for module in self.modules.values():
             if job.bf16:  # DeepSpeed leaves buffers in fp32

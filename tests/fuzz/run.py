@@ -31,6 +31,7 @@ OPTIONS = (  # set to their defaults to reduce a job
         "checkpoint_interval",
         "zero",
         "bf16",
+        "double",
         "clip",
         "optimizer",
         "data",

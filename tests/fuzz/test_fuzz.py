@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -52,11 +53,12 @@ def test_a_job_has_the_numbers_of_one_process(ranks: Ranks, seed: int) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("bf16", [False, True])
-def test_every_kind_trains_in_one_process(bf16: bool) -> None:
+@pytest.mark.parametrize("precision", ["", "bf16", "double"])
+def test_every_kind_trains_in_one_process(precision: str) -> None:
+    options: dict[str, Any] = {precision: True} if precision else {}
     for name, kind in ZOO.items():
-        job = Job(blocks=(name, "linear"), steps=2, evaluate_after=1, bf16=bf16)
-        if not (bf16 and kind.fp32):
+        job = Job(blocks=(name, "linear"), steps=2, evaluate_after=1, **options)
+        if not (job.bf16 and kind.fp32):
             result = reference.train(job)
             assert len(set(result.losses)) == 2, name
             assert result.state.keys() == reference.Model(job).state().keys()
