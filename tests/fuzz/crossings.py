@@ -363,7 +363,7 @@ CROSSINGS: dict[str, Kind] = {
     "transposed": chain(Transposed, Transposed),
     "bf16_message": _cast(torch.bfloat16, rounds=True),
     "fp64_message": _cast(torch.float64),
-    "fp64_layers": chain(DoubleLinear, DoubleLinear, CastBack, weight=3),
+    "fp64_layers": chain(DoubleLinear, DoubleLinear, CastBack, doubles=True, weight=3),
     "unused_output": chain(UnusedOutput, First),
     "added_to_both_ends": chain(*[AddedToBothEnds] * 4, fixed_length=True, weight=6, keeps_gradient=True),
     "tied": Kind(_tied),

@@ -221,6 +221,11 @@ class Job:
         return self.bf16 or any(ZOO[name].rounds for name in self.blocks)
 
     @property
+    def has_doubles(self) -> bool:
+        """True if the model trains fp64 weights."""
+        return self.double or (not self.bf16 and any(ZOO[name].doubles for name in self.blocks))
+
+    @property
     def is_reproducible(self) -> bool:
         """False if results depend on the schedule or on features that are switched off."""
         kinds = [ZOO[name] for name in self.blocks]
@@ -265,7 +270,16 @@ class Job:
         plain = Job()
         names = {*self.blocks, self.start, self.end, *(layout.schedule for layout in self.layouts)}
         names |= {size for size in ("tp", "dp") for layout in self.layouts if getattr(layout, size) > 1}
-        options = ("clip", "optimizer", "zero", "bf16", "double", "checkpoint_interval", "data", "variable_lengths")
+        options = (
+            "clip",
+            "optimizer",
+            "zero",
+            "bf16",
+            "double",
+            "checkpoint_interval",
+            "data",
+            "variable_lengths",
+        )
         options += ("evaluate_after", "set_weights", "scheduler", "decay_groups", "own_optimizer", "resume")
         options += ("rank_seeds", "audit", "empty_first", "resume_rate")
         names |= {name for name in options if getattr(self, name) != getattr(plain, name)}
@@ -374,6 +388,8 @@ def _draw(random: Random, seed: int) -> Job | None:
         resume_after=random.randrange(1, steps),
         resume_rate=random.choice((1.0, 0.5)) if resume else 1.0,
     )
+    if job.zero and job.has_doubles and _chance(random, 0.9):  # refused, which a few jobs show
+        job = dataclasses.replace(job, zero=0)
     partition = _draw_partition(random, job)
     audit = _chance(random, 0.15) and all(one.schedule != "fbd" for one in job.layouts)
     return dataclasses.replace(job, partition=partition, audit=audit)

@@ -41,6 +41,7 @@ class Kind:
         rounds: the block computes in bf16 in an fp32 model, so that small errors become large ones.
         fp32: the block does not support bf16.
         changes_input: a layer changes its input in place, so that the layer cannot be recomputed from it.
+        doubles: the block has fp64 weights, which ZeRO does not support.
         random: the block draws random numbers in training.
         weight: relative frequency in draws; more for kinds that only some schedules train incorrectly.
         changes_saved: the block changes a tensor that a backward needs, which torch or split backwards may refuse.
@@ -56,6 +57,7 @@ class Kind:
     rounds: bool = False
     fp32: bool = False
     changes_input: bool = False
+    doubles: bool = False
     random: bool = False
     weight: int = 1
     changes_saved: bool = False

@@ -629,7 +629,7 @@ UNUSUAL: dict[str, Kind] = {
     "lookup": layer(Lookup),
     "embedding_bag": layer(SparseBag),
     "complex_weight": layer(ComplexWeight, fp32=True, weight=2),
-    "double_weight": layer(DoubleWeight, weight=2),
+    "double_weight": layer(DoubleWeight, doubles=True, weight=2),
     "no_grad_part": layer(NoGradPart),
     "detached_input": layer(DetachedInput),
     "in_place_backward": layer(InPlaceBackward, weight=3, changes_saved=True, changes_gradient=True),
