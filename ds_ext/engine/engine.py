@@ -537,7 +537,11 @@ class PipelineEngine(DeepSpeedPipelineEngine):
 
     def _get_gradients_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         gradients, expert_gradients = super()._get_gradients_for_reduction()
-        return [as_real(gradient) for gradient in gradients], expert_gradients
+        real = [as_real(gradient) for gradient in gradients]
+        doubles = [gradient for gradient in real if gradient.dtype == torch.float64]
+        if doubles:  # DeepSpeed does not reduce fp64
+            self.gradients.reduce(doubles, average=self.gradient_average)
+        return [gradient for gradient in real if gradient.dtype != torch.float64], expert_gradients
 
     def _exec_optimizer_step(self) -> None:
         if self.optimizer is None:

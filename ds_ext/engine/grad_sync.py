@@ -123,6 +123,12 @@ class Gradients:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
             self.drop_unused(parameters, flags.tolist())
 
+    def reduce(self, gradients: Sequence[Tensor], average: bool) -> None:
+        """Replace gradients of one dtype by their sums or averages over replicas."""
+        flat = flattened(gradients)
+        dist.all_reduce(flat, group=self.group)
+        _copy_parts(flat / self.replicas if average else flat, gradients)
+
     def sum_tied(self, tied: Iterable[tuple[nn.Parameter, ProcessGroup]]) -> None:
         """Sum the gradients of tied parameters over the ranks that hold them. A missing gradient counts as zero."""
         for parameter, group in tied:
@@ -241,6 +247,12 @@ def flattened(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(flat) if len(flat) > 1 else flat[0]
 
 
+def _copy_parts(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy the elements of a vector to tensors, in the order of :func:`flattened`."""
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
 # --- eager reduction ---
 
 
@@ -309,8 +321,7 @@ class EagerReduction:
         """Wait for the oldest reduction, copy its averages into the gradients, and free its buffer."""
         work, average, gradients = self._pending.popleft()
         work.wait()
-        for gradient, mean in zip(gradients, average.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(mean.view_as(gradient))
+        _copy_parts(average, gradients)
 
     def _reduce(self, stage: int | None) -> None:
         """Start the reduction of a stage; None: of the parameters that are tied to other ranks."""

@@ -244,7 +244,7 @@ def initialize(
         _require_parameters(model, model_parameters)
     model.random_seed = by_rank_0(torch.initial_seed)
     if zero_stage(half_through_zero(job.deepspeed)):
-        _require_real_parameters(model)
+        _require_weights_of_zero(model, is_half=precision(job.deepspeed) != "fp32")
     facts = run_facts(model, data)
     if rank() == 0 and job.ds_ext.print_plan and not model.plan_is_given:
         print(f"{facts['plan']}\n", end="", flush=True)
@@ -365,11 +365,19 @@ def _require_parameters(model: PipelineModule, groups: list[Any] | None) -> None
         )
 
 
-def _require_real_parameters(model: PipelineModule) -> None:
-    """Raise ConfigError on all ranks if one of them trains complex weights, which ZeRO would convert."""
+def _require_weights_of_zero(model: PipelineModule, is_half: bool) -> None:
+    """Raise ConfigError on all ranks if one of them trains complex weights, which ZeRO would convert, or fp64 weights.
+
+    Half precision casts fp64 weights before. ZeRO would train them without gradients.
+    """
 
     def check() -> None:
         for name, parameter in model.named_parameters():
+            if parameter.requires_grad and parameter.dtype == torch.float64 and not is_half:
+                raise ConfigError(
+                    f"zero_optimization.stage: ZeRO does not support fp64 weights (got {name} of {parameter.dtype}). "
+                    "Use stage 0, or cast the layer with .float()."
+                )
             if parameter.requires_grad and parameter.is_complex():
                 raise ConfigError(
                     f"zero_optimization.stage: ZeRO and half precision do not support complex weights (got {name} of "

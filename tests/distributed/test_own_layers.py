@@ -218,6 +218,32 @@ def test_own_layers_train_as_in_one_process(ranks: Ranks, name: str, schedule: s
     assert pool.run(train_own, name, schedule)[0] == pytest.approx(expected, rel=1e-5)
 
 
+class DoubleLinear(nn.Module):
+    """Linear layer with fp64 weights between fp32 numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.double()).to(x.dtype)
+
+
+def doubles() -> list[Any]:
+    return [LayerSpec(DoubleLinear if i % 2 else nn.Linear, *(() if i % 2 else (4, 4))) for i in range(4)]
+
+
+def train_doubles(rank: int) -> list[float]:
+    engine = build(doubles(), job("bitpipe", 2, ds_ext={"eager_gradient_sync": False}))
+    batches = Batches(plain_numbers)
+    return [float(engine.train_batch(batches)) for _ in range(STEPS)]
+
+
+def test_a_reduction_at_the_end_of_a_step_includes_fp64(ranks2: RankPool) -> None:
+    expected = in_one_process(doubles(), plain_numbers, 4)
+    assert ranks2.run(train_doubles)[0] == pytest.approx(expected, rel=1e-5)
+
+
 class ToList(nn.Linear):
     def forward(self, input: Tensor) -> list[Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return [super().forward(input), input]
@@ -345,6 +371,26 @@ def test_one_clear_error(ranks2: RankPool) -> None:
     first, _ = ranks2.run(refusals)
     assert "data_iter: " in first[0] and "DataLoader" in first[0]
     assert "num_stages: " in first[1]
+
+
+def refused_doubles(rank: int) -> None:
+    with pytest.raises(ConfigError, match=r"^zero_optimization.stage: .*linear.weight.*float64"):
+        build(doubles(), job("bitpipe", 2, zero_optimization={"stage": 1}))
+
+
+def test_fp64_weights_are_refused_with_zero(ranks2: RankPool) -> None:
+    ranks2.run(refused_doubles)
+
+
+@needs("bf16")
+def test_bf16_casts_fp64_weights(ranks2: RankPool) -> None:
+    ranks2.run(train_cast_doubles)
+
+
+def train_cast_doubles(rank: int) -> None:
+    layers = [LayerSpec(nn.Linear, 4, 4, dtype=torch.float64) for _ in range(2)]
+    engine = build(layers, job("1f1b", 2, bf16={"enabled": True}))
+    assert {p.dtype for p in engine.module.parameters()} == {torch.bfloat16}
 
 
 def refused_complex_weights(rank: int, sections: dict[str, Any]) -> None:

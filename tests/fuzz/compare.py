@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .job import Job
 from .reference import Result
-from .zoo import ZOO
 
 FP32_TOLERANCE = 1e-5
 # bf16 has 8 significant bits: neighbours differ by 2^-7 of their size at most.
@@ -28,9 +27,7 @@ def differences(job: Job, ranks: Sequence[Result], reference: Result, noisy: Res
         reference: result of one process.
         noisy: the same, with rounding errors added to the gradients.
     """
-    base = FP32_TOLERANCE
-    if job.bf16 or any(ZOO[name].rounds for name in job.blocks):
-        base = BF16_TOLERANCE
+    base = BF16_TOLERANCE if job.rounds else FP32_TOLERANCE
     lines = []
     for name in ("losses", "norms", "evaluations"):
         expected, spread = getattr(reference, name), getattr(noisy, name)

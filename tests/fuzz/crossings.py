@@ -104,7 +104,7 @@ class ComplexLinear(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.complex64)
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.get_default_dtype().to_complex())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x)
@@ -254,6 +254,17 @@ class CastBack(WithLinear):
         return self.linear(x.to(self.linear.weight.dtype))
 
 
+class DoubleLinear(nn.Module):
+    """Linear layer with fp64 weights, which DeepSpeed casts in a bf16 model, and fp64 output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.to(self.linear.weight.dtype)).double()
+
+
 class UnusedOutput(WithLinear):
     """Second output that no layer uses."""
 
@@ -352,8 +363,9 @@ CROSSINGS: dict[str, Kind] = {
     "transposed": chain(Transposed, Transposed),
     "bf16_message": _cast(torch.bfloat16, rounds=True),
     "fp64_message": _cast(torch.float64),
+    "fp64_layers": chain(DoubleLinear, DoubleLinear, CastBack, doubles=True, weight=3),
     "unused_output": chain(UnusedOutput, First),
-    "added_to_both_ends": chain(*[AddedToBothEnds] * 4, fixed_length=True, weight=6),
+    "added_to_both_ends": chain(*[AddedToBothEnds] * 4, fixed_length=True, weight=6, keeps_gradient=True),
     "tied": Kind(_tied),
     "tied_neighbours": Kind(_tied_neighbours),
     "tied_thrice": Kind(_tied_thrice),

@@ -38,7 +38,7 @@ def drawn_sample(job: Job, first: int, index: int) -> tuple[Any, Any]:
 def _cast(job: Job, value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_cast(job, part) for part in value)
-    return value.bfloat16() if job.bf16 and value.is_floating_point() else value
+    return value.to(job.dtype) if value.is_floating_point() else value
 
 
 def _stack(values: Sequence[Any]) -> Any:

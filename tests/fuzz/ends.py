@@ -75,7 +75,8 @@ class ComplexEmbedding(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH, dtype=torch.complex64))
+        dtype = torch.get_default_dtype().to_complex()
+        self.weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH, dtype=dtype))
         self.linear = linear()
 
     def forward(self, tokens: Tensor) -> Tensor:

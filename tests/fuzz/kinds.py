@@ -41,10 +41,14 @@ class Kind:
         rounds: the block computes in bf16 in an fp32 model, so that small errors become large ones.
         fp32: the block does not support bf16.
         changes_input: a layer changes its input in place, so that the layer cannot be recomputed from it.
+        doubles: the block has fp64 weights, which ZeRO does not support.
         random: the block draws random numbers in training.
         weight: relative frequency in draws; more for kinds that only some schedules train incorrectly.
         changes_saved: the block changes a tensor that a backward needs, which torch or split backwards may refuse.
         inner_backward: the block calls torch.autograd.grad, which split backwards may refuse.
+        changes_gradient: the block changes the gradient of its output in place, which torch forbids to functions.
+        keeps_gradient: with one sample, autograd keeps the memory of the gradient of the block's input as the gradient
+            of a parameter.
     """
 
     layers: Callable[[Place], list[Any]]
@@ -53,10 +57,13 @@ class Kind:
     rounds: bool = False
     fp32: bool = False
     changes_input: bool = False
+    doubles: bool = False
     random: bool = False
     weight: int = 1
     changes_saved: bool = False
     inner_backward: bool = False
+    changes_gradient: bool = False
+    keeps_gradient: bool = False
 
 
 class Made(nn.Module):

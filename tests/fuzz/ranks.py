@@ -79,13 +79,14 @@ def _build(job: Job, part: int) -> tuple[PipelineEngine, TensorParallel]:
     layout, config = job.layouts[part], job.config(part)
     tp = create_tensor_parallel(layout.ranks.groups()["tensor"]) if layout.tp > 1 else TensorParallel()
     manual_seed(job.seed)
-    model = PipelineModule(
-        job.layers(tp),
-        config,
-        loss_fn=ENDS[job.end].loss(),
-        partition_method=job.partition,
-        activation_checkpoint_interval=job.checkpoint_interval,
-    )
+    with job.built():
+        model = PipelineModule(
+            job.layers(tp),
+            config,
+            loss_fn=ENDS[job.end].loss(),
+            partition_method=job.partition,
+            activation_checkpoint_interval=job.checkpoint_interval,
+        )
     if job.rank_seeds:
         manual_seed(job.seed + 100 * part + get_rank())
     parameters = _trained(model)

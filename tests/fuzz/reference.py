@@ -49,16 +49,17 @@ class Model:
         self.calls: list[Callable[[Any], Any]] = []
         ties: dict[str, nn.Module] = {}
         torch.manual_seed(job.seed)
-        for index, spec in enumerate(job.layers(TensorParallel())):
-            torch.manual_seed(LAYER_SEED + index)
-            if isinstance(spec, TiedLayerSpec):
-                module = ties[spec.key] = ties.get(spec.key) or spec.build()
-            else:
-                module = spec.build() if isinstance(spec, LayerSpec) else spec
-            if isinstance(module, nn.Module):
-                self.modules[index] = module
-            function = getattr(spec, "forward_fn", None)
-            self.calls.append(module if function is None else _Bound(function, module))
+        with job.built():
+            for index, spec in enumerate(job.layers(TensorParallel())):
+                torch.manual_seed(LAYER_SEED + index)
+                if isinstance(spec, TiedLayerSpec):
+                    module = ties[spec.key] = ties.get(spec.key) or spec.build()
+                else:
+                    module = spec.build() if isinstance(spec, LayerSpec) else spec
+                if isinstance(module, nn.Module):
+                    self.modules[index] = module
+                function = getattr(spec, "forward_fn", None)
+                self.calls.append(module if function is None else _Bound(function, module))
         self.loss = ENDS[job.end].loss()
         for module in self.modules.values():
             if job.bf16:  # DeepSpeed leaves buffers in fp32
@@ -228,7 +229,9 @@ def train(job: Job, noise_seed: int | None = None) -> Result:
             replicas = Replicas(model, job.resume.pipes)
         loss, grads = _gradients(job, replicas, parameters, step)
         if noise is not None:
-            _add_noise(grads, noise, BF16_NOISE if job.bf16 else FP32_NOISE)
+            # A bf16 layer rounds gradients by the scale of the loss, and outputs by the strides of its inputs, both of
+            # which differ in a pipeline. Adam makes a large step of that where a gradient plus its decay is near zero.
+            _add_noise(grads, noise, BF16_NOISE if job.rounds else FP32_NOISE)
         for master, grad in zip(masters, grads, strict=True):
             if grad is None and (job.zero or job.bf16):
                 grad = torch.zeros_like(master)

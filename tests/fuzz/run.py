@@ -31,6 +31,7 @@ OPTIONS = (  # set to their defaults to reduce a job
         "checkpoint_interval",
         "zero",
         "bf16",
+        "double",
         "clip",
         "optimizer",
         "data",
@@ -108,7 +109,8 @@ def _refusal(job: Job, text: str) -> Outcome:
     expected = {
         AUTOGRAD: any(kind.changes_saved for kind in kinds),
         "schedule": any(kind.changes_saved or kind.inner_backward for kind in kinds),
-        "zero_optimization.stage": any("complex" in name for name in (*job.blocks, job.start)),
+        "zero_optimization.stage": any("complex" in name for name in (*job.blocks, job.start))
+        or (job.zero > 0 and job.has_doubles),
         "data": job.data == "unequal",
         # Without an input that has a gradient, reentrant checkpoints get none, also in one process.
         "activation_checkpoint_func": "checkpointed_reentrant" in job.blocks,

@@ -190,7 +190,8 @@ class ComplexWeight(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.inner = linear(), nn.Linear(WIDTH, WIDTH, dtype=torch.complex64)
+        dtype = torch.get_default_dtype().to_complex()
+        self.first, self.inner = linear(), nn.Linear(WIDTH, WIDTH, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(torch.complex(self.first(x), x))
@@ -198,11 +199,11 @@ class ComplexWeight(nn.Module):
 
 
 class DoubleWeight(nn.Module):
-    """Part of the layer in double precision."""
+    """Part of the layer in double precision, with an fp64 weight."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.scale = linear(), nn.Parameter(torch.ones(WIDTH))
+        self.linear, self.scale = linear(), nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.linear(x).double() * self.scale.double()).cumsum(1).to(x.dtype)
@@ -628,10 +629,10 @@ UNUSUAL: dict[str, Kind] = {
     "lookup": layer(Lookup),
     "embedding_bag": layer(SparseBag),
     "complex_weight": layer(ComplexWeight, fp32=True, weight=2),
-    "double_weight": layer(DoubleWeight),
+    "double_weight": layer(DoubleWeight, doubles=True, weight=2),
     "no_grad_part": layer(NoGradPart),
     "detached_input": layer(DetachedInput),
-    "in_place_backward": layer(InPlaceBackward, weight=3, changes_saved=True),
+    "in_place_backward": layer(InPlaceBackward, weight=3, changes_saved=True, changes_gradient=True),
     "own_function": layer(OwnFunction),
     "weight_hook": layer(WeightHook, weight=2),
     "twice_hooked": layer(TwiceHooked, weight=2),
