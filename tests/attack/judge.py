@@ -176,6 +176,9 @@ class Judge:
         if code is None:
             return
         last = f"step_{launch.steps}"
+        targets = {deed.target for deed, _, _ in happened.deeds if deed.what in DEADLY}
+        if code == 0 and launch.launcher == DEEPSPEED and targets & {"node launcher", "group"}:
+            return  # the command of deepspeed takes a signal that ends its process on the host for success
         if code == 0:
             if self.last < launch.steps:
                 self._add(f"exit code 0 after step {self.last} of {launch.steps}")
