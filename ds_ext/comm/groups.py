@@ -137,12 +137,23 @@ def watch_hosts() -> None:
 
     Ranks exchange their hosts' names and addresses through the rendezvous store.
     """
-    if dist.get_world_size() == 1 or host_watch.running() is not None:
+    earlier = host_watch.running()
+    if dist.get_world_size() == 1 or (earlier is not None and earlier.knows_hosts):
         return
     store: Any = dist.distributed_c10d._get_default_store()
     store.set(_host_key(dist.get_rank()), json.dumps([socket.gethostname(), host_watch.own_addresses()]))
+    host_watch.start(dist.get_rank(), job_hosts(), _store_port())
+
+
+def watch_start() -> None:
+    """Start the heartbeat before the hosts of the job are known, while the ranks meet and connect."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and dist.is_available():
+        host_watch.start(int(os.environ["RANK"]), None, _store_port())
+
+
+def _store_port() -> int | None:
     port = os.environ.get("MASTER_PORT", "")
-    host_watch.start(dist.get_rank(), job_hosts(), int(port) if port.isdigit() else None)
+    return int(port) if port.isdigit() else None
 
 
 def job_hosts() -> list[host_watch.Host]:

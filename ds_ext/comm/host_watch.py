@@ -83,13 +83,14 @@ class HostWatch(threading.Thread):
 
     Args:
         here: this host.
-        others: the other hosts of the job.
+        others: the other hosts of the job; None: not yet known, so connections to all addresses are watched.
         store_port: port of the rendezvous store, which may be on a host without ranks.
     """
 
-    def __init__(self, here: Host, others: Sequence[Host], store_port: int | None) -> None:
+    def __init__(self, here: Host, others: Sequence[Host] | None, store_port: int | None) -> None:
         super().__init__(name="ds_ext-hosts", daemon=True)
-        self._here, self._store_port = here, store_port
+        self._here, self._store_port, self.knows_hosts = here, store_port, others is not None
+        others = others or ()
         # An address that several hosts have (a container bridge) is not routed between hosts.
         uses = Counter(address for host in (here, *others) for address in host.addresses)
         self._hosts = {a: host for host in others for a in host.addresses if uses[a] == 1}
@@ -97,17 +98,26 @@ class HostWatch(threading.Thread):
         self._left_out: set[int] = set()
         self.silent: dict[str, Host] = {}  # by address
         self.store_is_silent = False
+        self._stopped = threading.Event()
 
     def run(self) -> None:
-        """Look at the connections every half second until the process exits."""
-        pause = threading.Event()
-        while not pause.wait(BEAT_S):
+        """Look at the connections every half second until :meth:`stop` or the exit of the process."""
+        while not self._stopped.wait(BEAT_S):
             with contextlib.suppress(OSError):  # too many open files
                 self.look()
+
+    def stop(self) -> None:
+        """Stop the thread."""
+        self._stopped.set()
+        self.join()
 
     def leave_out(self, connection: socket.socket) -> None:
         """Ignore a connection that has its own heartbeat."""
         self._left_out.add(os.fstat(connection.fileno()).st_ino)
+
+    def leave_out_current(self) -> None:
+        """Ignore the connections at the last look, which the script has opened before the job."""
+        self._left_out |= {connection.inode for connection in self._connections.values()}
 
     def addresses(self) -> set[str]:
         """Return the peers' addresses of the watched connections at the last look."""
@@ -171,7 +181,7 @@ class HostWatch(threading.Thread):
             address = plain_address(peer)
             foreign = address not in self._here.addresses and not ipaddress.ip_address(address).is_loopback
             to_store = port == self._store_port
-            if not foreign or not (address in self._hosts or to_store):
+            if not foreign or not (address in self._hosts or to_store or not self.knows_hosts):
                 return _Connection(inode)
             borrowed.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEPALIVE.items():
@@ -197,11 +207,11 @@ def store_is_silent() -> bool:
 
 
 def require_hosts() -> None:
-    """Raise PeerGone for a host that does not answer, or TransportError if it runs only the rendezvous store."""
+    """Raise PeerGone for a host that does not answer, or TransportError if its ranks are unknown or none."""
     for host in silent_hosts():
         if host.ranks:
             raise PeerGone(host.silence(), host.ranks[0])
-        raise TransportError(f"rendezvous store: {host.silence()}")
+        raise TransportError(f"{'rendezvous store' if store_is_silent() else 'start'}: {host.silence()}")
 
 
 def leave_out(connection: socket.socket) -> None:
@@ -223,15 +233,28 @@ def end_connections(store_port: int) -> None:
                     borrowed.shutdown(socket.SHUT_RDWR)
 
 
-def start(rank: int, hosts: Sequence[Host], store_port: int | None) -> None:
-    """Start the watch of this process, if there are connections to other hosts and they can be watched."""
-    here = next(host for host in hosts if rank in host.ranks)
-    if not can_watch() or running() is not None:
+def start(rank: int, hosts: Sequence[Host] | None, store_port: int | None) -> None:
+    """Start the watch of this process, if there are connections to other hosts and they can be watched.
+
+    Args:
+        rank: rank of this process.
+        hosts: all hosts of the job. None before they are known; call the function again then.
+        store_port: port of the rendezvous store.
+    """
+    earlier = running()
+    if not can_watch() or (earlier is not None and (earlier.knows_hosts or hosts is None)):
         return
-    others = [host for host in hosts if host is not here]
+    here, others = Host(socket.gethostname(), frozenset(own_addresses())), None
+    if hosts is not None:
+        here = next(host for host in hosts if rank in host.ranks)
+        others = [host for host in hosts if host is not here]
+    if earlier is not None:
+        earlier.stop()
     watch = HostWatch(here, others, store_port)
     watch.look()
-    if others or watch.addresses():
+    if others is None:
+        watch.leave_out_current()
+    if others is None or others or watch.addresses():
         watch.start()
 
 

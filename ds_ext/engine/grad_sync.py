@@ -463,5 +463,7 @@ def clip_grad_norm(
     dist.all_reduce(square, group=model_group)
     norm = square.sqrt()
     if max_norm > 0:
-        clip_grads_with_norm_(parameters, max_norm, norm.float())
+        # Tensor-parallel ranks count other parameters, but have the same ones.
+        exact = any(p.grad is not None and p.grad.dtype == torch.float64 for p in parameters)
+        clip_grads_with_norm_(parameters, max_norm, norm if exact else norm.float())
     return float(norm)

@@ -17,7 +17,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from ..comm.groups import end_after_threads, limit_waits, watch_hosts
+from ..comm.groups import end_after_threads, limit_waits, watch_hosts, watch_start
 from ..comm.spin import usable_cores
 from ..config.deepspeed_check import check_deepspeed, unknown_keys
 from ..config.deepspeed_json import (
@@ -102,6 +102,7 @@ def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> No
         torch.set_num_threads(threads_of_rank())
     select_device()
     if not dist.is_initialized():
+        watch_start()
         try:
             # Rank 0 may serve the store. Keep the roll call until the process group shares the store.
             call = meet(rank(), world_size(), timeout_s)

@@ -274,6 +274,8 @@ def ended_or_stopped(neighbours: dict[int, int]) -> str:
     """Return a report of exited and stopped ranks on this host; empty if all are running."""
     reports = []
     for other, process in sorted(neighbours.items()):
+        if other == rank():  # its entry is its wrapper, if it has one
+            continue
         state = process_state(process)[0]
         if state in ("Z", "X", ""):
             reports.append(f"rank {other} exited")

@@ -17,6 +17,7 @@ from datetime import timedelta
 from itertools import groupby
 from typing import Any, NoReturn
 
+from ..comm.host_watch import require_hosts, store_is_silent
 from ..errors import ConfigError, TransportError
 
 REFUSED, FAILED = "refused", "failed"  # verdicts: all ranks raise ConfigError or TransportError
@@ -117,6 +118,7 @@ class RollCall:
         try:
             self._store.wait([key], timedelta(seconds=timeout_s))
         except RuntimeError:
+            require_hosts()
             raise TransportError(
                 f"start: rank 0 did not answer within {timeout_s:g} s. Look for the first error in its output."
             ) from None
@@ -200,6 +202,7 @@ def _of_this_attempt(store: Any, rank: int, world_size: int, timeout_s: float) -
         try:
             store.wait([invitation], timedelta(seconds=timeout_s + _MARGIN_S))
         except RuntimeError:
+            require_hosts()
             raise TransportError(_no_answer([0], timeout_s)) from None
         prefix = f"ds_ext/start/{store.get(invitation).decode()}"
         store.set(f"{prefix}/here/{rank}", "1")
@@ -258,8 +261,11 @@ def _of_the_group() -> tuple[RollCall | None, float]:
 def stop_other_hosts(rank: int, world_size: int, text: str, kind: str) -> bool:
     """Stop the ranks on other hosts because of an error that this rank raised before it joined them.
 
-    Returns whether rank 0 reports the error; False if rank 0 cannot be reached within 15 s.
+    Returns whether rank 0 reports the error; False if rank 0 cannot be reached within 15 s, or its host is known to be
+    silent.
     """
+    if store_is_silent():
+        return False
     with contextlib.suppress(RuntimeError, OSError):
         call = meet(rank, world_size, RANK_0_S)
         return call is not None and call.fail(text, kind, RANK_0_S)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import ds_ext
 from ds_ext.engine import weight_decay_groups
+from ds_ext.engine.grad_sync import clip_grad_norm
 from ds_ext.errors import ConfigError, TransportError
 from tests.precisions import needs
 from tests.ranks import RankPool, Ranks
@@ -242,6 +243,20 @@ def train_doubles(rank: int) -> list[float]:
 def test_a_reduction_at_the_end_of_a_step_includes_fp64(ranks2: RankPool) -> None:
     expected = in_one_process(doubles(), plain_numbers, 4)
     assert ranks2.run(train_doubles)[0] == pytest.approx(expected, rel=1e-5)
+
+
+def clip_doubles(rank: int) -> float:
+    """Clip the gradient of a parameter on two ranks. Returns the largest relative error."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(100, dtype=torch.float64))
+    weight.grad = torch.randn_like(weight)
+    exact = weight.grad / (2**0.5 * weight.grad.norm() + 1e-6)  # torch adds 1e-6
+    clip_grad_norm([weight], 1.0, tensor_rank=0, model_group=None)
+    return float((weight.grad / exact - 1).abs().max())
+
+
+def test_gradients_of_fp64_are_clipped_in_fp64(ranks2: RankPool) -> None:
+    assert max(ranks2.run(clip_doubles)) < 1e-12
 
 
 class ToList(nn.Linear):

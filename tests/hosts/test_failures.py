@@ -106,3 +106,44 @@ def reports(job: HostsJob, since: float) -> list[str]:
 def last_step(folder: Path) -> int:
     """Return the step of the last complete checkpoint."""
     return int((folder / "saved" / "latest").read_text().strip().removeprefix("step_"))
+
+
+START = """
+import os, time
+from ds_ext import init_distributed
+from ds_ext.comm import groups
+from ds_ext.launch import process
+
+def wait():
+    print("waits", flush=True)
+    time.sleep(600)
+
+def main():
+    if os.environ["RANK"] == "0":  # the other rank waits for this one, in the meeting or for its addresses
+        if "{point}" == "meeting":
+            wait()
+        groups.host_watch.own_addresses = wait
+    init_distributed()
+
+process.run(main)
+"""
+
+
+@pytest.mark.parametrize("point", ["meeting", "addresses"])
+def test_a_cable_that_is_cut_while_the_ranks_join(
+    hosts: Callable[..., Cluster], tmp_path: Path, point: str
+) -> None:
+    """The rank on the other host ends within seconds, long before the kernel gives up its connection to the store."""
+    two, script = hosts(2), tmp_path / "start.py"
+    script.write_text(START.replace("{point}", point))
+    commands = torchrun(two.hosts, [1, 1], str(script), static=True)
+    with HostsJob(two, commands, tmp_path) as job:
+        job.wait_for("waits")
+        time.sleep(5)  # the other rank has reached its wait too
+        two.cut(1)
+        deadline = time.monotonic() + LIMIT_S
+        while not re.search("rank 1 (stopped|failed)", job.text):
+            assert time.monotonic() < deadline, job.text
+            time.sleep(0.1)
+    two.mend(1)
+    assert re.search("has not answered for 2 s", job.text), job.text

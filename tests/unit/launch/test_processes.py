@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ds_ext.launch.failure import ended_or_stopped
+
 ROOT = Path(__file__).parents[3]
 VARIABLES = {
     "torchrun": {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "MASTER_PORT": "1"},
@@ -145,3 +147,10 @@ def test_a_deepspeed_command_that_exits_while_ranks_import(tmp_path: Path) -> No
         process.kill()
         assert process.stdout is not None
         assert process.stdout.read() == "stopped: the launcher exited.\n"
+
+
+def test_a_rank_does_not_report_its_own_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert [report.split(" exited")[0] for report in ended_or_stopped({0: 2**22, 1: 2**22}).split(";")] == [
+        "rank 1"
+    ]
