@@ -112,7 +112,7 @@ def test_a_wrapper_that_exits_before_its_rank_and_the_launcher(tmp_path: Path) -
     assert printed == ["1", "stopped: the program that started this rank exited."]
 
 
-@pytest.mark.parametrize("first", [os.getpid(), 2**22])
+@pytest.mark.parametrize("first", [os.getpid(), 2**22], ids=["running", "exited"])
 def test_an_orphan_reports_in_place_of_a_rank_0_that_has_exited(first: int) -> None:
     ending = f"Ending(neighbours={{0: {first}}})"
     script = f"from ds_ext.launch.process import _end_orphan, Ending; _end_orphan({ending})"
