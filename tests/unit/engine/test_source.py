@@ -15,7 +15,7 @@ from ds_ext.engine.fbd.forward import ForwardEngine
 PARENTS = {
     "pipe_buffers", "device", "global_rank", "global_steps", "micro_batches", "micro_batch_size", "dp_world_size",
     "collate_fn", "module", "optimizer", "mpu", "monitor", "global_samples", "skipped_steps", "micro_steps",
-    "batch_fn", "grid", "timers", "_step_applied",
+    "batch_fn", "grid", "timers", "_step_applied", "gradient_average",
 }  # fmt: skip
 
 
