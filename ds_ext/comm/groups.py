@@ -148,7 +148,7 @@ def watch_hosts() -> None:
 def watch_start() -> None:
     """Start the heartbeat before the hosts of the job are known, while the ranks meet and connect."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and dist.is_available():
-        host_watch.start(int(os.environ["RANK"]), None, _store_port())
+        host_watch.start(int(os.environ.get("RANK", "0")), None, _store_port())
 
 
 def _store_port() -> int | None:

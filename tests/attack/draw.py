@@ -71,7 +71,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Deed:
-    """What happens: a signal to a process, a change of the folder, or "second job".
+    """Part of an event: a signal to a process, a change of the folder, or "second job".
 
     Attributes:
         what: name of a signal, one of IN_FOLDER or IN_HOSTS, or "second job".

@@ -134,7 +134,7 @@ class Scene:
 
 
 class Happened:
-    """What happened in a launch.
+    """Record of a launch.
 
     Attributes:
         deeds: those that took effect, with their moments and the last printed step, in their order.

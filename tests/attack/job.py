@@ -115,7 +115,7 @@ def hosts_words(
     lines = []
     for host, command in torchrun(cluster.hosts, slots, *words, static=True):
         command[1:1] = ["--max-restarts", str(launch.restarts)]
-        # In a session of its own: torchrun signals its process group, whose id must exist in the namespace.
+        # torchrun signals its process group, whose id must exist in the namespace, so it gets a new session.
         entered = shlex.join([*cluster[host].enter(folder.other), "setsid", "--wait", *command])
         again = f"rm {shlex.quote(str(control))}/replaced.{host} 2>/dev/null"
         lines.append(f"( while {entered}; code=$?; {again}; do :; done; exit $code ) & ended_{host}=$!")
@@ -279,6 +279,10 @@ class References:
         """Text of train_gpt.py."""
         self._folder.mkdir(parents=True, exist_ok=True)
         return prepare_corpus(self._folder)
+
+    def add(self, script: str, layout: str, reference: Reference) -> None:
+        """Use a run that exists already."""
+        self._runs[script, layout, SEED] = reference
 
     def __call__(self, script: str, layout: str, seed: int = SEED) -> Reference:
         """Return the run of a script with a layout."""

@@ -78,27 +78,27 @@ class Judge:
     def _check_steps(self, happened: Happened) -> None:
         """Every printed step follows the one before, or the step of a sentence."""
         launch, step, complete = happened.launch, 0, 0
-        told = not launch.load
+        reported = not launch.load
         for line in list(happened.job.lines):
             if match := _RECOVERED.match(line):
                 step, lost = int(match[1]), int(match[3])
-                told = True
+                reported = True
                 if abs(step + lost - complete) > 1:
                     self._add(f"{line[:80]}: but step {complete} was the last one printed")
             elif match := _RESUMED.match(line):
-                step, told = int(match[2]), True
+                step, reported = int(match[2]), True
                 if step > max(complete, self.last):
                     self._add(f"{line}: no launch has reached this step")
                 complete = step
                 self._check_named(Path(match[1]), step)
             elif match := _AGAIN.match(line):
-                step, told = int(match[1]), True
+                step, reported = int(match[1]), True
             elif _LOST.match(line):
-                step, told = 0, True
+                step, reported = 0, True
             elif match := _SAVED.match(line):
                 self.promised.add(Path(match[2]).name)
             elif (number := step_of(line)) is not None:
-                if number != step + 1 or not told:
+                if number != step + 1 or not reported:
                     self._add(f"step {number} follows step {step} without a sentence")
                 step = complete = number
                 self.last = max(self.last, step)

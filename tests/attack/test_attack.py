@@ -110,14 +110,15 @@ ENDED = "error: a reason"
         ((STEP_1, STEP_2), 1, 1),  # no reason
         ((STEP_1, STEP_2), 0, 2),  # not the last step, and no checkpoint
         ((STEP_1, "step 1: saved saved/step_1", STEP_2, ENDED), 1, 1),  # it is missing
-        ((STEP_1, "resumed from saved/step_2 at step 2", STEP_3, ENDED), 1, 1),  # which nobody has trained
+        ((STEP_1, "resumed from saved/step_2 at step 2", STEP_3, ENDED), 1, 1),  # no launch has trained it
         ((STEP_1, '  File "/x/ds_ext/engine.py", line 1, in f', ENDED), 1, 1),
     ],
 )
 def test_the_judge_finds_faults(tmp_path: Path, lines: tuple[str, ...], code: int, faults: int) -> None:
     launch = Launch("1f1b")
     attack = Attack(0, "ranks", GPT, 2, 2, False, (launch,))
-    references: Any = lambda *_: Reference([1.0] * 9, tmp_path)  # noqa: E731
+    references = References(tmp_path)
+    references.add(GPT, "1f1b", Reference([1.0] * 9, tmp_path))
     judge = Judge(attack, Scene(Folder(tmp_path / "attack"), lambda: tmp_path), references)
     job: Any = SimpleNamespace(lines=lines, control=tmp_path / "launch_0.points", cluster=None)
     happened = Happened(launch, job)

@@ -118,7 +118,7 @@ def test_a_host_lost_while_its_copies_are_late(
 def test_two_lost_hosts_with_each_others_copies(
     hosts: Callable[..., Cluster], corpus: Path, tmp_path: Path
 ) -> None:
-    """Of one of them no snapshot is left: the ranks continue from the last checkpoint, and say which steps are lost."""
+    """No snapshot of one host remains: the ranks continue from the last checkpoint, and report the lost steps."""
     three, steps = hosts(3), 60
     config = tiny_config(corpus, recovery={"every": 1})
     config["ds_ext"] |= {"schedule": "1f1b", "pipeline_parallel_size": 1}
