@@ -268,7 +268,7 @@ class Recovery:
     # --- recovery ---
 
     def recover(self, checkpoint: int) -> Recovered | None:
-        """Load the newest complete step that all ranks have; None at the first start, or without such a step.
+        """Load the newest step of which all ranks have snapshots; None at the first start, or if there is none.
 
         Args:
             checkpoint: step of the checkpoint from which the script continues if no snapshot is as new.
