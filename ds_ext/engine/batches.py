@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import ConfigError
 from ..launch.job_facts import checksum
-from ..pipe_schedules import Program, Timetable
+from ..pipe_schedules.bridge import TimetableSchedule
 from ..tensor_parallel import mix_key
 
 logger = logging.getLogger(__name__)
@@ -300,23 +300,14 @@ def _require_tensors(value: Any, part: str, source: Batches) -> None:
         )
 
 
-def _compared(timetable: Timetable, step: int) -> list[int]:
-    """Return one micro-batch of every pipe, another one in every step, whose samples the ranks compare."""
-    of_pipe: dict[int, list[int]] = {}
-    for micro_batch in range(timetable.micro_batches):
-        of_pipe.setdefault(timetable.pipe(micro_batch), []).append(micro_batch)
-    return [micro_batches[step % len(micro_batches)] for micro_batches in of_pipe.values()]
-
-
 class StepData:
     """Micro-batches of a pipeline group in one step. Each is fetched once, and dropped when its last stage has it.
 
     Args:
         source: source of the micro-batches of all pipeline groups.
         first_id: id of this group's first micro-batch in ``source``.
-        program: program of the step.
-        device: device of this rank.
-        step: number of the step, which selects the micro-batches whose samples ranks compare.
+        schedule: schedule of the step on this rank.
+        step: number of the step. It selects one micro-batch of every pipe, whose samples the ranks compare.
         batch_fn: function of a batch that returns (inputs, labels), as in DeepSpeed's ``set_batch_fn``; None: identity.
     """
 
@@ -324,22 +315,16 @@ class StepData:
         self,
         source: Batches,
         first_id: int,
-        program: Program,
-        device: int,
+        schedule: TimetableSchedule,
         step: int,
         batch_fn: Callable[[Any], Any] | None = None,
     ) -> None:
         self.source, self.first_id, self._batch_fn = source, first_id, batch_fn
-        #: (stage, micro-batch) that this rank loads.
-        self.loads = [
-            (stage, micro_batch)
-            for name, micro_batch, stage, *_ in program.instructions[device]
-            if name == "LoadMicroBatch" and stage is not None and micro_batch is not None
-        ]
-        self.last_stage = program.timetable.placement.stages - 1
+        self.loads, timetable = schedule.loads, schedule.program.timetable
+        self.last_stage = timetable.placement.stages - 1
         self._uses = Counter(micro_batch for _, micro_batch in self.loads)
         self._fetched: dict[int, tuple[Any, Any]] = {}
-        compared = _compared(program.timetable, step)
+        compared = (of_pipe[step % len(of_pipe)] for of_pipe in timetable.of_pipes)
         self._checksums: dict[int, tuple[float, float]] = dict.fromkeys(compared, (_NOT_READ, _NOT_READ))
 
     def get(self, micro_batch: int) -> tuple[Any, Any]:

@@ -309,7 +309,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         }
         self.gradients = Gradients(self.optimizer, self.mpu.get_data_parallel_group(), names)
         self._masters = MasterWeights(self.optimizer)
-        self._weights_set: Tensor | None = None  # number of elements that the script set before this step
+        self._weights_set: Tensor | int = 0  # number of elements that the script set before this step
         self._own_parameters = list(self.module.parameters())
         self.reduction = self._make_reduction() if self._reduces_eagerly() else None
         # DeepSpeed's default, 0, is a dynamic loss scale, which skips steps.
@@ -681,12 +681,11 @@ class PipelineEngine(DeepSpeedPipelineEngine):
 
     def _load_step(self, trains: bool) -> None:
         """Prepare the data of a step. Check it before the first training step and before the first evaluation."""
-        program, device = self.running.program, self.running.stage_id
         batches = NoBatches(self.batch_fn is not None) if self.batches is None else self.batches
         if isinstance(batches, MicroBatches) and self.plan.settings.keyed_random:
             batches.seed = self.random_seed
         first_id = self.module.data_index * self.running.micro_batches
-        self._data = StepData(batches, first_id, program, device, self.global_steps, self.batch_fn)
+        self._data = StepData(batches, first_id, self.running, self.global_steps, self.batch_fn)
         if trains not in self._checked_modes:
             total = self.running.micro_batches * self.layout.data_parallel_size
             check_first_batch(self._data, trains, total, self._abort)
@@ -877,24 +876,21 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         In training, this comes before the optimizer step, so that a step with other samples changes no weight.
         """
         self.transport.settle()
-        measured = [*self.busy.read(), float(peak_memory_bytes(self.device))]
-        weights_set, self._weights_set = self._weights_set, None
-        measured.append(0.0 if weights_set is None else float(weights_set))
+        weights_set, self._weights_set = self._weights_set, 0
+        measured = [*self.busy.read(), float(peak_memory_bytes(self.device)), float(weights_set)]
         samples = self._data.checksums()
-        table = self._gather_rows([*measured, *samples, *self._losses.numbers()])
-        measurements, samples, losses = table.tensor_split(
-            [len(measured), len(measured) + len(samples)], dim=1
-        )
-        require_same_samples(samples.tolist())
-        busy, spans, peaks, weights = measurements.unbind(1)
-        if self.global_rank == 0 and weights.any():
+        rows = self._gather_rows([*measured, *samples, *self._losses.numbers()])
+        first_loss = len(measured) + len(samples)
+        require_same_samples([row[len(measured) : first_loss] for row in rows])
+        busy, spans, peaks, weights, *_ = zip(*rows, strict=True)
+        if self.global_rank == 0 and any(weights):
             text = "step %d: the script set %d elements of the weights; the fp32 master weights have their values"
-            logger.warning(text, self.global_steps + 1, int(weights.sum()))
+            logger.warning(text, self.global_steps + 1, int(sum(weights)))
         self.peak_memory_of_ranks = [int(peak) for peak in peaks]
-        gathered = self._losses.result(losses)
+        gathered = self._losses.result([row[first_loss:] for row in rows])
         if self.running.program.timetable.trains:
             self.agg_additional_losses, self.tokens = gathered.parts, gathered.tokens
-            self.bubble_measured = 1 - float(busy.mean() / spans.max().clamp(min=1e-9))
+            self.bubble_measured = 1 - sum(busy) / len(busy) / max(*spans, 1e-9)
             if self.is_last_stage():
                 self.total_loss = gathered.loss * self.gradient_accumulation_steps()
         else:
@@ -908,14 +904,15 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         if self.recovery is not None:
             self.snapshot_s = self.recovery.snapshot()
         if self.recovery is not None or shared:
-            self._take_shared_numbers(self._gather_rows([float(self.global_steps), *shared])[:, 1:])
+            rows = self._gather_rows([float(self.global_steps), *shared])
+            self._take_shared_numbers([numbers for _, *numbers in rows])
 
-    def _gather_rows(self, numbers: list[float]) -> Tensor:
+    def _gather_rows(self, numbers: list[float]) -> list[list[float]]:
         """Return the numbers of all ranks, one row per rank. All ranks must call this together."""
         row = torch.tensor(numbers, dtype=torch.float64, device=self._collective_device)
-        rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, row)
-        return torch.stack(rows).to(self.device)
+        rows = row.new_empty(dist.get_world_size(), len(numbers))
+        dist.all_gather(list(rows), row)
+        return rows.tolist()
 
     @property
     def _collective_device(self) -> torch.device:
@@ -932,7 +929,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         """Return the numbers of this rank that other ranks need after a step. Every rank returns as many."""
         return []
 
-    def _take_shared_numbers(self, rows: Tensor) -> None:
+    def _take_shared_numbers(self, rows: Sequence[Sequence[float]]) -> None:
         """Store the shared numbers of all ranks, one row per rank."""
 
     # --- checkpoints ---

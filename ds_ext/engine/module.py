@@ -32,7 +32,7 @@ from ..parallel.fbd import FORWARD_ROLE
 from ..parallel.layout import ParallelLayout
 from ..pipe_schedules.ops import BACKWARD, FORWARD
 from ..planner.job_plan import JobPlan, StagePlan, make_stage_plan
-from ..tensor_parallel import keyed_layers
+from ..tensor_parallel import KeyedLayers
 from .deepspeed_api.device import select_device
 from .deepspeed_api.names import require_built, require_names
 from .deepspeed_api.recompute import CheckpointFunction, checkpoint_function, recomputed
@@ -296,36 +296,38 @@ class PipelineModule(DeepSpeedPipelineModule):
             self.activation_checkpoint_interval,
             self.parts[stage],
         )
-        device = torch.device(get_accelerator().current_device_name())
-        keyed = self.job.ds_ext.keyed_random and not _in_graph_capture(device)
-
-        def run(start: int, stop: int, x: Any) -> Any:
-            # Recomputation calls this in the backward, when the clock is set to a different micro-batch.
-            if self.clock is not None:
-                self.clock.set(step, micro_batch)
-            if not keyed:
-                for layer in layers[start:stop]:
-                    x = layer(x)
-                return x
-            with keyed_layers(self.random_seed, step, micro_batch, device) as start_layer:
-                for index, layer in enumerate(layers[start:stop], first + start):
-                    start_layer(index)
-                    x = layer(x)
-            return x
-
         if interval == 0 or not torch.is_grad_enabled():
-            return run(0, len(layers), inputs)
-        modules = self.stage_modules(stage)
+            return self._run(layers, first, step, micro_batch, inputs)
+        modules, keeps_random = self.stage_modules(stage), self._keyed_layers() is None
         for start in range(0, len(layers), interval):
-            stop = min(start + interval, len(layers))
-            if self._is_checkpointable(layers[start:stop]):
-                block = functools.partial(run, start, stop)
-                indices = range(first + start, first + stop)
-                of_block = [modules[index] for index in indices if index in modules]
-                inputs = recomputed(self.activation_checkpoint_func, of_block, block, inputs, not keyed)
+            block, index = layers[start : start + interval], first + start
+            run = functools.partial(self._run, block, index, step, micro_batch)
+            if self._is_checkpointable(block):
+                of_block = [modules[i] for i in range(index, index + len(block)) if i in modules]
+                inputs = recomputed(self.activation_checkpoint_func, of_block, run, inputs, keeps_random)
             else:
-                inputs = run(start, stop, inputs)
+                inputs = run(inputs)
         return inputs
+
+    def _run(self, layers: list[Callable[..., Any]], first: int, step: int, micro_batch: int, x: Any) -> Any:
+        """Return the output of consecutive layers; ``first`` is the index of the first one in the whole model."""
+        # Recomputation calls this in the backward, when the clock is set to a different micro-batch.
+        if self.clock is not None:
+            self.clock.set(step, micro_batch)
+        keyed = self._keyed_layers()
+        if keyed is not None:
+            return keyed.run(
+                layers, x, seed=self.random_seed, step=step, micro_batch=micro_batch, first=first
+            )
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    def _keyed_layers(self) -> KeyedLayers | None:
+        """Return what runs layers with keyed random numbers; None if they draw from the script's generators."""
+        if not self._plan.job.ds_ext.keyed_random or _in_graph_capture():
+            return None
+        return _keyed_layers()
 
     def forward(self, forward_input: Any) -> NoReturn:
         """Disabled: the engine runs one stage at a time. Raises ConfigError."""
@@ -444,9 +446,14 @@ def _description(layer: Any) -> str:
     return f"{name};"
 
 
-def _in_graph_capture(device: torch.device) -> bool:
+@functools.cache
+def _keyed_layers() -> KeyedLayers:
+    return KeyedLayers(torch.device(get_accelerator().current_device_name()))
+
+
+def _in_graph_capture() -> bool:
     """Return whether a CUDA graph is being captured, in which generators cannot be seeded."""
-    captures = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    captures = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     if captures:
         _log_capture()
     return captures

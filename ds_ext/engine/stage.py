@@ -127,7 +127,9 @@ class StageForward:
         """
         # Inputs are leaves, on which torch does not allow in-place operations. An identity hides the leaves.
         try:
-            return self._module.forward_stage(stage, unpack(map(_non_leaf, inputs)), step, micro_batch)
+            return self._module.forward_stage(
+                stage, unpack([_non_leaf(tensor) for tensor in inputs]), step, micro_batch
+            )
         except RuntimeError as error:
             self._check_input_dtypes(error, stage, inputs)
             raise

@@ -103,6 +103,9 @@ class TimetableSchedule(ds.PipeSchedule):
 
     Args:
         stage_id: device in the pipeline group, 0..D-1.
+
+    Attributes:
+        loads: (stage, micro-batch) of every instruction that loads a micro-batch.
     """
 
     lookahead = 8  # enough to post a receive before the preceding computation starts
@@ -111,6 +114,11 @@ class TimetableSchedule(ds.PipeSchedule):
         timetable = program.timetable
         super().__init__(timetable.micro_batches, timetable.placement.num_devices, stage_id)
         self.program = program
+        self.loads = [
+            (stage, micro_batch)
+            for name, micro_batch, stage, *_ in program.instructions[stage_id]
+            if name == "LoadMicroBatch" and stage is not None and micro_batch is not None
+        ]
         self._steps = _group([to_pipe_instruction(i) for i in program.instructions[stage_id]])
 
     def steps(self) -> Iterator[list[ds.PipeInstruction]]:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -38,6 +38,14 @@ class Timetable:
         return self.dependencies.pipes[micro_batch]
 
     @cached_property
+    def of_pipes(self) -> list[list[int]]:
+        """Micro-batches of each pipe that carries any."""
+        of_pipe: dict[int, list[int]] = {}
+        for micro_batch in range(self.micro_batches):
+            of_pipe.setdefault(self.pipe(micro_batch), []).append(micro_batch)
+        return [*of_pipe.values()]
+
+    @cached_property
     def trains(self) -> bool:
         """True if the timetable has backwards; an evaluation has forwards only."""
         return any(op.kind != FORWARD for order in self.orders for op in order)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,33 +71,45 @@ def keyed_rng(key: int, device: torch.device) -> Iterator[None]:
         generator.set_state(state)
 
 
-class keyed_layers:
-    """Context of a function to call before each layer with its index; arguments are the same as :func:`layer_key`'s.
+class KeyedLayers:
+    """Runs layers that draw from keyed default generators, those of the CPU and of ``device``.
 
-    It seeds the default generators of the CPU and of ``device`` with the layer's key. On exit, they have their states
-    again.
+    Before each layer, the generators are seeded with its key. Afterwards they have their states again.
     """
 
-    __slots__ = ("_generators", "_of_micro_batch", "_states")
-
-    def __init__(self, seed: int, step: int, micro_batch: int, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._generators = (torch.default_generator,)
         if device.type != "cpu":
             self._generators += (_default_generator(device),)
-        self._of_micro_batch = splitmix64(_step_key(seed, step) ^ micro_batch)
 
-    def __enter__(self) -> Callable[[int], None]:
-        self._states = [generator.get_state() for generator in self._generators]
-        return self._start_layer
+    def run(
+        self,
+        layers: Iterable[Callable[[Any], Any]],
+        x: Any,
+        *,
+        seed: int,
+        step: int,
+        micro_batch: int,
+        first: int,
+    ) -> Any:
+        """Return the output of consecutive layers for ``x``.
 
-    def __exit__(self, *_: object) -> None:
-        for generator, state in zip(self._generators, self._states, strict=True):
-            generator.set_state(state)
-
-    def _start_layer(self, layer: int) -> None:
-        key = splitmix64(self._of_micro_batch ^ layer)  # that of layer_key()
-        for generator in self._generators:
-            generator.manual_seed(key)
+        Args:
+            seed, step, micro_batch: as for :func:`layer_key`.
+            first: index of the first layer in the whole model.
+        """
+        of_micro_batch = splitmix64(_step_key(seed, step) ^ micro_batch)
+        states = [generator.get_state() for generator in self._generators]
+        try:
+            for index, layer in enumerate(layers, first):
+                key = splitmix64(of_micro_batch ^ index)  # that of layer_key()
+                for generator in self._generators:
+                    generator.manual_seed(key)
+                x = layer(x)
+            return x
+        finally:
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
 
 
 @functools.lru_cache(maxsize=1)

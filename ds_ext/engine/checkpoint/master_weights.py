@@ -48,13 +48,13 @@ class MasterWeights:
         ]
 
     @torch.no_grad()
-    def take_changes(self) -> Tensor:
+    def take_changes(self) -> Tensor | int:
         """Take over the weights that a script set. Returns the number of changed elements on this rank."""
         self._take_assigned()
-        changed = torch.zeros((), dtype=torch.int64)
+        changed: Tensor | int = 0
         for weights, master, differs in self._compared():
             number = differs.sum()
-            changed = changed.to(number.device) + number
+            changed = number + changed
             if number.device.type != "cpu" or number:  # on a GPU, reading it would wait
                 torch.where(differs, weights.to(master.dtype), master, out=master)
         return changed

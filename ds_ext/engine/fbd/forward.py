@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -143,7 +143,7 @@ class ForwardEngine(RoleEngine):
     def _shared_numbers(self) -> list[float]:
         return [0.0] * 4
 
-    def _take_shared_numbers(self, rows: Tensor) -> None:
+    def _take_shared_numbers(self, rows: Sequence[Sequence[float]]) -> None:
         super()._take_shared_numbers(rows)
         self.skipped_steps = int(self._optimizer_values["skipped_steps"])
         self._global_grad_norm = self._optimizer_values["grad_norm"]

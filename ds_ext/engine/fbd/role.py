@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...parallel.fbd import BACKWARD_ROLE, FORWARD_ROLE, DisaggregatedLayout
@@ -82,10 +82,10 @@ class RoleEngine(PipelineEngine):
             credits[backward, forward] = 2
         return credits
 
-    def _take_shared_numbers(self, rows: Tensor) -> None:
+    def _take_shared_numbers(self, rows: Sequence[Sequence[float]]) -> None:
         """Store the optimizer's values of the first backward rank."""
         names = ("lr", "grad_norm", "skipped_steps", "loss_scale")
-        self._optimizer_values = dict(zip(names, rows[self.first_in_checkpoints].tolist(), strict=True))
+        self._optimizer_values = dict(zip(names, rows[self.first_in_checkpoints], strict=True))
 
     # --- loss ---
 

@@ -211,7 +211,8 @@ class StepLosses:
             raise ConfigError(
                 f"loss_fn: must return losses of one form in a step (got means and pairs of {name or 'one term'!r})."
             )
-        value = value.detach() if isinstance(value, Tensor) else value
+        if isinstance(value, Tensor):
+            value = value.detach().reshape(()).to(self._device)
         self._terms.setdefault(name, []).append((value, count))
 
     def numbers(self) -> list[float]:
@@ -229,24 +230,16 @@ class StepLosses:
                 f"loss_fn, get_additional_losses: return new names or other forms after the first step (got "
                 f"{', '.join(unknown)}). Return the same in every step, with 0 for a loss that does not apply."
             )
-        parts: list[Tensor] = []
+        numbers: list[_Number] = []
         for name, kind in agreed.items():
             values, counts = zip(*self._terms.get(name, [(0.0, 0.0)]), strict=True)
             counts = [float(self._computed)] if kind == "additional" else counts
-            parts += [self._sum(values), self._sum(counts), self._sum([self._divisors.get(name, 0.0)])]
-        return torch.stack(parts).tolist() if parts else []
+            numbers += [_sum(values), _sum(counts), self._divisors.get(name, 0.0)]
+        tensors = [number.to(self._device) for number in numbers if isinstance(number, Tensor)]
+        read = iter(torch.stack(tensors).tolist() if tensors else ())  # one wait for a GPU
+        return [next(read) if isinstance(number, Tensor) else number for number in numbers]
 
-    def _sum(self, numbers: Sequence[_Number]) -> Tensor:
-        """Return the sum of numbers, float64."""
-        tensors = [number.reshape(()).to(self._device) for number in numbers if isinstance(number, Tensor)]
-        rest = torch.tensor(
-            sum(number for number in numbers if not isinstance(number, Tensor)),
-            dtype=torch.float64,
-            device=self._device,
-        )
-        return torch.stack(tensors).double().sum() + rest if tensors else rest
-
-    def result(self, table: Tensor) -> StepLoss:
+    def result(self, table: Sequence[Sequence[float]]) -> StepLoss:
         """Return the losses of all ranks.
 
         Args:
@@ -257,16 +250,16 @@ class StepLosses:
                 several terms without this method.
         """
         kinds = self._kinds.get(self._trains, {})
-        totals = dict(zip(kinds, table.view(len(table), -1, 3).unbind(1), strict=True))
-        means: dict[str, Tensor] = {}
+        columns = iter(zip(*table, strict=True))
+        means: dict[str, float] = {}
         counts: dict[str, float] = {}
         correction = 1.0
-        for name, rows in totals.items():
-            summed, counted = rows[:, :2].sum(0)
-            means[name] = summed / _positive(counted)
-            if kinds[name] == "count":
-                counts[name] = float(counted)
-                correction = self._correction(name, counts[name], float(rows[:, 2].max()), correction)
+        for name, kind in kinds.items():
+            sums, counted, divisors = next(columns), sum(next(columns)), next(columns)
+            means[name] = sum(sums) / (counted or 1.0)
+            if kind == "count":
+                counts[name] = counted
+                correction = self._correction(name, counted, max(divisors), correction)
         if not all(0 <= count < math.inf for count in counts.values()):
             raise _on_all_ranks(
                 f"loss_fn: counts must be finite and not negative (got {', '.join(map(str, counts.values()))})."
@@ -276,10 +269,12 @@ class StepLosses:
         if counts and not any(counts.values()) and "mean" not in kinds.values():
             correction = 0.0
         terms = [mean for name, mean in means.items() if kinds[name] != "additional"]
-        loss = torch.stack(terms).sum() if terms else table.new_zeros(())
-        parts = {name: mean.float() for name, mean in means.items() if name != _ONLY}
+        parts = {name: self._fp32(mean) for name, mean in means.items() if name != _ONLY}
         tokens = round(next(iter(counts.values()))) if counts else None
-        return StepLoss(loss.float(), parts or None, tokens, correction)
+        return StepLoss(self._fp32(sum(terms)), parts or None, tokens, correction)
+
+    def _fp32(self, number: float) -> Tensor:
+        return torch.tensor(number, dtype=torch.float64).to(self._device, torch.float32)
 
     def _correction(self, name: str, counted: float, divisor: float, correction: float) -> float:
         """Return the correction of the gradients after one more term: 1 if its divisor was the count."""
@@ -318,6 +313,13 @@ class _Reduced:
         if self._work is not None:
             self._work.wait()
         return dict(zip(self._names, self._tensor.unbind(), strict=True))
+
+
+def _sum(numbers: Sequence[_Number]) -> _Number:
+    """Return the sum of numbers, float64."""
+    tensors = [number for number in numbers if isinstance(number, Tensor)]
+    rest = float(sum(number for number in numbers if not isinstance(number, Tensor)))
+    return torch.stack(tensors).double().sum() + rest if tensors else rest
 
 
 def _positive(count: Tensor) -> Tensor:

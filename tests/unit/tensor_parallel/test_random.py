@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from ds_ext.tensor_parallel import (
     DropoutClock,
     KeyedDropout,
-    keyed_layers,
+    KeyedLayers,
     keyed_normal,
     keyed_rng,
     layer_key,
@@ -129,12 +129,22 @@ def test_the_clock_restores_its_step_and_micro_batch() -> None:
 
 
 def test_layers_draw_from_their_keys_and_the_generator_stays() -> None:
-    before, place = torch.get_rng_state(), (2**63 + 5, 3, 4)
-    with pytest.raises(ZeroDivisionError), keyed_layers(*place, CPU) as start_layer:
-        for layer in (0, 300):
-            start_layer(layer)
-            drawn = torch.rand(3)
-            with keyed_rng(layer_key(*place, layer), CPU):
-                assert torch.equal(torch.rand(3), drawn)
+    before, (seed, step, micro_batch) = torch.get_rng_state(), (2**63 + 5, 3, 4)
+    drawn: list[torch.Tensor] = []
+
+    def layer(x: int) -> int:
+        drawn.append(torch.rand(3))
+        return x + 1
+
+    def fail(x: int) -> int:
         raise ZeroDivisionError
+
+    keyed = KeyedLayers(CPU)
+    place = {"seed": seed, "step": step, "micro_batch": micro_batch, "first": 300}
+    assert keyed.run([layer, layer], 5, **place) == 7
+    with pytest.raises(ZeroDivisionError):
+        keyed.run([layer, fail], 5, **place)
+    for index, numbers in zip((300, 301, 300), drawn, strict=True):
+        with keyed_rng(layer_key(seed, step, micro_batch, index), CPU):
+            assert torch.equal(torch.rand(3), numbers)
     assert torch.equal(torch.get_rng_state(), before)
