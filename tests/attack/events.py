@@ -70,7 +70,14 @@ class Scene:
 
     def fill(self) -> None:
         """Put checkpoints of another run into the folder."""
-        shutil.copytree(self.foreign(), self.folder.saved)
+        copy = self.folder.saved.with_name(f"foreign_{time.monotonic_ns()}")
+        shutil.copytree(self.foreign(), copy)
+        while True:
+            try:
+                copy.rename(self.folder.saved)
+                return
+            except OSError:  # a job has made the folder again
+                self._away()
 
     def change(self, what: str) -> None:
         """Change the folder, or the file ``latest``."""
