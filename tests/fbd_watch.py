@@ -14,6 +14,7 @@ from deepspeed.runtime.pipe import schedule as ds
 from torch import Tensor
 
 from ds_ext.engine import PipelineEngine
+from ds_ext.engine.executor import Observer
 from ds_ext.engine.stage import Buffer
 from ds_ext.parallel.fbd import DisaggregatedLayout
 from ds_ext.pipe_schedules.bridge import RecomputeForward
@@ -59,7 +60,7 @@ class _Kept:
 def watch(engine: PipelineEngine, tp: TensorParallel) -> Iterator[Seen]:
     """Look on at every instruction of an engine."""
     seen, alive = Seen(), Counter[Any]()
-    layout, now, execute = engine.layout, [(-1, -1, -1)], engine.execute
+    layout, now = engine.layout, [(-1, -1, -1)]
     shards: dict[tuple[int, int, bool], str] = {}
     pairs = layout.groups()["hand-over"] if isinstance(layout, DisaggregatedLayout) else []
     givers = {forward for forward, backward in pairs if backward == engine.global_rank}
@@ -69,30 +70,33 @@ def watch(engine: PipelineEngine, tp: TensorParallel) -> Iterator[Seen]:
         seen.graphs = max(seen.graphs, len(alive))
         return kept
 
-    def watched(instruction: ds.PipeInstruction) -> None:
-        if isinstance(instruction, ds.ForwardPass | RecomputeForward):
-            now[0] = engine.global_steps, instruction.stage, instruction.micro_batch
-            key = engine.global_steps, instruction.stage, not engine.running.program.timetable.trains
-            if key not in shards:  # gathered once a step; within one no bit changes
-                shards[key] = digest(engine)
-                seen.weights[key].add(_hash(weights(engine, tp)))
-            elif shards[key] != digest(engine):
-                seen.weights[key].add(f"changed before micro-batch {instruction.micro_batch}")
-        arrived = Counter(peer for peer, _ in engine.transport.ready() if peer in givers)
-        seen.handed_over = max(seen.handed_over, *arrived.values(), 0)
-        execute(instruction)
-        filled = [
-            sum(getattr(buffer, kind.name) is not None for buffer in engine.pipe_buffers)
-            for kind in fields(Buffer)
-        ]
-        seen.buffers = max(seen.buffers, *filled)
+    class Watch(Observer):
+        def before(self, instruction: Any) -> None:
+            if isinstance(instruction, ds.ForwardPass | RecomputeForward):
+                now[0] = engine.global_steps, instruction.stage, instruction.micro_batch
+                key = engine.global_steps, instruction.stage, not engine.running.program.timetable.trains
+                if key not in shards:  # gathered once a step; within one no bit changes
+                    shards[key] = digest(engine)
+                    seen.weights[key].add(_hash(weights(engine, tp)))
+                elif shards[key] != digest(engine):
+                    seen.weights[key].add(f"changed before micro-batch {instruction.micro_batch}")
+            arrived = Counter(peer for peer, _ in engine.transport.ready() if peer in givers)
+            seen.handed_over = max(seen.handed_over, *arrived.values(), 0)
 
-    engine.execute = watched
+        def after(self, instruction: Any) -> None:
+            filled = [
+                sum(getattr(buffer, kind.name) is not None for buffer in engine.pipe_buffers)
+                for kind in fields(Buffer)
+            ]
+            seen.buffers = max(seen.buffers, *filled)
+
+    watch = Watch()
+    engine.executor.observers.append(watch)
     try:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.tensor):
             yield seen
     finally:
-        engine.execute = execute
+        engine.executor.observers.remove(watch)
         parameters = [*engine.module.parameters()]
         seen.gradients = sum(p.grad is not None or p.requires_grad for p in parameters)
         seen.optimizer = engine.optimizer is not None

@@ -4,16 +4,16 @@ It differs from DeepSpeed's PipelineEngine in four ways. Tensors, losses and gra
 instruction. Micro-batches are fetched by id. Messages carry their shapes and go to any peer without blocking.
 Checkpoints load with any schedule and sizes. Everything else (optimizer, ZeRO-1, learning rate, monitors) is inherited.
 
-Order of this file: construction, step loop, one handler per instruction, data, train_batch and eval_batch,
-checkpoints, failures.
+The :class:`.executor.Executor` runs the instructions. Order of this file: construction, schedules, handlers of the
+instructions for the weights, data, train_batch and eval_batch, checkpoints, failures.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -27,8 +27,6 @@ from deepspeed.runtime.pipe import schedule as ds
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from deepspeed.runtime.pipe.engine import PipelineEngine as DeepSpeedPipelineEngine
 from torch import Tensor
-from torch.autograd import profiler
-from torch.profiler import record_function
 
 from ..comm.groups import first_step_limit_s, limit_waits
 from ..comm.host_watch import require_hosts
@@ -37,19 +35,11 @@ from ..config.deepspeed_json import precision
 from ..config.schedulers import require_plain_step
 from ..errors import CheckpointError, ConfigError, CorruptionError
 from ..launch.failure import first_line, lost_peer
-from ..pipe_schedules.bridge import (
-    BackwardInput,
-    BackwardWeight,
-    CopyActivation,
-    CopyGrad,
-    RecomputeForward,
-    TimetableSchedule,
-)
+from ..pipe_schedules.bridge import TimetableSchedule
 from ..pipe_schedules.check.program import check
 from ..pipe_schedules.inference import forward_timetable
 from ..pipe_schedules.lower import lower
 from ..planner.job_plan import JobPlan
-from ..tensor_parallel import WeightGradients, deferrable, deferring
 from .batches import (
     Batches,
     IteratorBatches,
@@ -70,8 +60,11 @@ from .checkpoint.trial import try_folder
 from .deepspeed_api.device import peak_memory_bytes
 from .deepspeed_api.handlers import is_patch, with_patches
 from .deepspeed_api.names import loss_scaler, require_built
+from .deferral import DeferralReport
 from .dynamic import messages as dynamic
-from .dynamic.order import DynamicSchedule, decided_steps
+from .dynamic.order import DynamicSchedule
+from .evaluation import Evaluation
+from .executor import OWN_HANDLERS, Executor
 from .grad_sync import (
     EagerReduction,
     Gradients,
@@ -80,21 +73,29 @@ from .grad_sync import (
     let_parameters_differ,
     why_not_eager,
 )
-from .losses.step import Loss, StepLoss, StepLosses, mean_of
+from .losses.step import Loss, StepLoss, StepLosses
 from .losses.watch import LossWatch
-from .messages import Kind, StageMessages, link_credits, pack
+from .messages import StageMessages, link_credits
 from .module import PipelineModule
 from .recovery.audit import Audit
 from .recovery.recovery import Recovered, Recovery
-from .stage import Buffer, DeferralReport, StageForward, mean_over_ranks
+from .stage import StageForward, mean_over_ranks
 from .together import by_rank_0, together
 from .tracing.clock import BusyClock
 from .tracing.recorder import Tracer
 
 logger = logging.getLogger(__name__)
 
-_RECEIVES = {ds.RecvActivation: Kind.ACTIVATION, ds.RecvGrad: Kind.GRADIENT}
-_NO_CONTEXT = nullcontext()
+
+def _of_executor(name: str) -> Callable[..., None]:
+    def handler(engine: PipelineEngine, **arguments: Any) -> None:
+        getattr(engine.executor, name)(**arguments)
+
+    return handler
+
+
+# Handlers of the executor, as functions of an engine.
+_OF_EXECUTOR = {kind: _of_executor(name) for kind, name in OWN_HANDLERS.items()}
 
 
 class PipelineEngine(DeepSpeedPipelineEngine):
@@ -103,7 +104,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
     Attributes:
         plan: job plan, with timetable, program, simulation, reductions and rules.
         schedule: schedule of a training step.
-        running: schedule of the current or last step or evaluation.
+        executor: what runs the instructions.
         pipe_buffers: storage of the live (stage, micro-batch) pairs, by buffer id.
         transport: transport of the messages between stages.
         batches: source of the training micro-batches; None without data.
@@ -156,15 +157,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self.last_stage = self.num_stages - 1
         self.is_pipe_parallel = self.layout.placement.num_devices > 1
         self.grid.stage_to_global = self._rank_of_stage
-        self._handlers = with_patches(self._INSTRUCTION_MAP)
-        self.schedule = self.running = self._make_schedule()
         self._inference_schedules: dict[int, TimetableSchedule] = {}
-        self.pipe_buffers: list[Buffer] = []
-        self._forward = StageForward(self.module)
-        self._deferral: DeferralReport | None = None  # for the first step only
-        self.deferred_share: float | None = None
-        if self.plan.timetable.split_backwards:
-            self._deferral = DeferralReport(self.module, self.plan.timetable.schedule)
         # Modes with checked batches: training (True), evaluation (False).
         self._checked_modes: set[bool] = set()
         self._losses = StepLosses(
@@ -175,15 +168,23 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             in_fp16=precision(self.plan.job.deepspeed) == "fp16",
             device=self.device,
         )
+        self.executor = Executor(
+            StageForward(self.module), self._losses, self.last_stage, self.device, self._report_failure
+        )
+        self.pipe_buffers = self.executor.buffers
+        self.schedule = self.executor.schedule = self._make_schedule()
+        self._handlers: dict[Any, Any] = {}
+        self._take_handlers()
+        self._deferral: DeferralReport | None = None  # for the first step only
+        self.deferred_share: float | None = None
+        if self.plan.timetable.split_backwards:
+            schedule = self.plan.timetable.schedule
+            self._deferral = DeferralReport(self.module, schedule, self.pipe_buffers)
         self._step_loss: StepLoss | None = None  # gathered before the optimizer step
         self.tokens: int | None = None
         self._replica_buffers = ReplicaBuffers(
             self.module, self.mpu.get_data_parallel_group(), self._collective_device
         )
-        self._compute_loss = True
-        # Outputs and losses of an evaluation, by micro-batch; None: not requested.
-        self._kept_outputs: dict[int, Any] | None = None
-        self._kept_losses: dict[int, Any] | None = None
         self.eval_additional_losses: dict[str, Tensor] | None = None
         self.busy = BusyClock(self.device)
         self.step_s: float | None = None
@@ -231,6 +232,11 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self._recovered_from: int | None = None
         self.audit = None if settings.audit_interval == 0 else Audit(self, settings.audit_interval)
         self._auditing: Audit | None = None  # in an audited step
+
+    @property
+    def running(self) -> TimetableSchedule:
+        """Schedule of the current or last step or evaluation."""
+        return self.executor.schedule
 
     @property
     def peak_memory_bytes(self) -> int | None:
@@ -292,7 +298,6 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             self._dynamic_messages = dynamic.DynamicMessages(
                 transport, self.layout, self.global_rank, senders, count
             )
-        self._messages = self._static_messages
 
     def _use_optimizer(self) -> None:
         """Build what depends on the optimizer. A script may set ``engine.optimizer`` after the construction.
@@ -310,7 +315,8 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self.gradients = Gradients(self.optimizer, self.mpu.get_data_parallel_group(), names)
         self._masters = MasterWeights(self.optimizer)
         self._weights_set: Tensor | int = 0  # number of elements that the script set before this step
-        self._own_parameters = list(self.module.parameters())
+        self.executor.scale, self.executor.accumulating = self.scale, self.gradients.accumulating
+        self.executor.parameters = list(self.module.parameters())
         self.reduction = self._make_reduction() if self._reduces_eagerly() else None
         # DeepSpeed's default, 0, is a dynamic loss scale, which skips steps.
         deepspeed_json = self.plan.job.deepspeed
@@ -354,13 +360,26 @@ class PipelineEngine(DeepSpeedPipelineEngine):
     def _resized_plan(self, gradient_accumulation_steps: int) -> JobPlan:
         return self.plan.resized(gradient_accumulation_steps)
 
-    # --- the step loop ---
+    def _take_handlers(self) -> None:
+        """Give the executor the handlers of DeepSpeed's instruction map, in which a script may replace some.
+
+        Raises ConfigError for a handler that does not accept the arguments of its instruction.
+        """
+        handlers = with_patches(self._INSTRUCTION_MAP)
+        if handlers != self._handlers:
+            self._handlers = handlers
+            self.executor.handlers = {
+                kind: getattr(self.executor, OWN_HANDLERS[kind])
+                if handler is _OF_EXECUTOR.get(kind)
+                else functools.partial(handler, self)
+                for kind, handler in handlers.items()
+            }
 
     def _train_schedule(self) -> TimetableSchedule:
         return self.schedule
 
-    def _exec_schedule(self, pipe_schedule: TimetableSchedule) -> None:
-        """Run the instructions in order, and post receives several instructions ahead.
+    def _exec_schedule(self, pipe_schedule: TimetableSchedule, evaluation: Evaluation | None = None) -> None:
+        """Run the instructions of a step or an evaluation.
 
         Raises ConfigError for one of DeepSpeed's schedules.
         """
@@ -369,152 +388,25 @@ class PipelineEngine(DeepSpeedPipelineEngine):
                 f"schedule: the engine runs the timetable of its job plan (got {type(pipe_schedule).__name__}). Call "
                 f"train_batch() or eval_batch(), and write own schedules as in docs/add_a_schedule.md."
             )
-        self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
-        self.running = pipe_schedule
-        if isinstance(pipe_schedule, DynamicSchedule):
-            assert self._dynamic_messages is not None
-            self._messages = self._dynamic_messages
-            steps = decided_steps(pipe_schedule, self._dynamic_messages)
-        else:
-            self._messages, steps = self._static_messages, pipe_schedule.steps()
         trains = pipe_schedule.program.timetable.trains
-        self._load_step(trains)
+        is_dynamic = isinstance(pipe_schedule, DynamicSchedule)
+        messages = self._dynamic_messages if is_dynamic else self._static_messages
+        assert messages is not None
+        self.executor.messages = messages
+        data = self._load_step(pipe_schedule)
         self.busy.start_step()
-        self._auditing = (
-            self.audit if trains and self.audit and self.audit.is_due(self.global_steps + 1) else None
-        )
+        audited = trains and self.audit is not None and self.audit.is_due(self.global_steps + 1)
+        self._auditing = self.audit if audited else None
         if self._auditing is not None:
             self._auditing.start_step()
-        window: deque[ds.PipeInstruction] = deque()
-        for step in steps:
-            for instruction in step:
-                if type(instruction) in _RECEIVES:
-                    self._messages.post(
-                        _RECEIVES[type(instruction)],
-                        instruction.stage,
-                        instruction.micro_batch,
-                        instruction.peer,
-                    )
-                window.append(instruction)
-                if len(window) > pipe_schedule.lookahead:
-                    self.execute(window.popleft())
-        while window:
-            self.execute(window.popleft())
+        tracer = self.tracer if self.tracer and self.tracer.active else None
+        of_step = (self._deferral, self.reduction) if trains else ()
+        observers = [one for one in (self._auditing, tracer, *of_step, self.busy) if one is not None]
+        self.executor.run(pipe_schedule, data, self.global_steps, observers, evaluation)
         if self._deferral is not None and trains:
             self.deferred_share, self._deferral = self._deferral.finish(), None
 
-    def _reserve_pipe_buffers(self, num_buffers: int) -> None:
-        self.pipe_buffers += [Buffer() for _ in range(num_buffers - len(self.pipe_buffers))]
-
-    def execute(self, instruction: ds.PipeInstruction) -> None:
-        """Call the handler of an instruction. An exception gets a note with the position in the timetable."""
-        handler = self._handlers[type(instruction)]
-        tracer = self.tracer if self.tracer and self.tracer.active else None
-        if self._auditing is not None:
-            self._auditing.before(instruction)
-        begin = 0.0 if tracer is None else tracer.now()
-        try:
-            if profiler._is_profiler_enabled:  # creating the label takes as long as some handlers
-                with record_function(instruction.label):
-                    handler(self, **instruction.kwargs)
-            else:
-                handler(self, **instruction.kwargs)
-        except Exception as error:
-            if tracer is not None:
-                tracer.failed(instruction)
-            self.activity = f"{instruction.label}, {self.activity}"
-            error.add_note(self._where(instruction, "stopped" if lost_peer(error) else "failed"))
-            self._abort(f"{type(error).__name__}: {error}")
-            raise
-        if tracer is not None:
-            tracer.executed(instruction, begin)
-        if self._auditing is not None:
-            self._auditing.after(instruction)
-
-    # --- handlers, in the order of the table below ---
-
-    def _exec_load_micro_batch(self, buffer_id: int, stage: int, micro_batch: int) -> None:
-        inputs, labels = self._data.take(micro_batch)
-        buffer = self.pipe_buffers[buffer_id]
-        if stage == 0:
-            buffer.inputs = self._to_device(inputs)
-        if stage == self.last_stage:
-            buffer.labels = None if labels is None else self._to_device(labels)
-
-    def _exec_forward_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:
-        buffer, number = self.pipe_buffers[buffer_id], self._data.first_id + micro_batch
-        assert buffer.inputs is not None
-        splits = (stage, micro_batch) in self.running.program.timetable.split_backwards
-        with self.busy, deferrable() if splits else _NO_CONTEXT:
-            outputs = self._forward(stage, buffer.inputs, self.global_steps, number)
-            if stage == self.last_stage:
-                self._end_of_pipe(buffer, micro_batch, outputs)
-        buffer.outputs = pack(outputs, f"stage {stage}")
-        if not torch.is_grad_enabled():
-            buffer.inputs = None
-
-    def _end_of_pipe(self, buffer: Buffer, micro_batch: int, outputs: Any) -> None:
-        """Store the outputs and the loss of a micro-batch, as requested by the caller of the step."""
-        labels, buffer.labels = buffer.labels, None
-        if self._kept_outputs is not None:
-            self._kept_outputs[micro_batch] = outputs
-        if self._compute_loss:
-            loss = self._losses.of(outputs, labels)
-            self._losses.add(loss)
-            if self._kept_losses is not None:
-                self._kept_losses[micro_batch] = mean_of(loss)
-            if torch.is_grad_enabled():
-                buffer.loss = loss
-
-    def _exec_backward_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:
-        with self.busy, self.gradients.accumulating():
-            self._backward(buffer_id, stage)
-        self._count_backward(stage)
-
-    def _exec_backward_input(self, buffer_id: int, stage: int, micro_batch: int) -> None:
-        later = self.pipe_buffers[buffer_id].weights = WeightGradients()
-        with self.busy, self.gradients.accumulating(), deferring(later):
-            self._backward(buffer_id, stage)
-
-    def _exec_backward_weight(self, buffer_id: int, stage: int, micro_batch: int) -> None:
-        buffer = self.pipe_buffers[buffer_id]
-        later, buffer.weights = buffer.weights, None
-        assert later is not None
-        if self._deferral is not None:
-            self._deferral.add(later)
-        with self.busy, self.gradients.accumulating():
-            later.compute()
-        self._count_backward(stage)
-
-    def _backward(self, buffer_id: int, stage: int) -> None:
-        buffer = self.pipe_buffers[buffer_id]
-        buffer.backward(self.scale, self._own_parameters)
-        if stage == 0:
-            buffer.inputs = None
-
-    def _exec_send_activations(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
-        outputs = self.pipe_buffers[buffer_id].outputs
-        assert outputs is not None
-        self._messages.send(Kind.ACTIVATION, outputs, stage + 1, micro_batch, peer)
-
-    def _exec_recv_activations(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
-        tensors = self._messages.receive(Kind.ACTIVATION, stage, micro_batch)
-        self.pipe_buffers[buffer_id].set_inputs(tensors)
-
-    def _exec_send_grads(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
-        grads = self.pipe_buffers[buffer_id].take_input_grads()
-        self._messages.send(Kind.GRADIENT, grads, stage - 1, micro_batch, peer)
-
-    def _exec_recv_grads(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
-        self.pipe_buffers[buffer_id].grads = self._messages.receive(Kind.GRADIENT, stage, micro_batch)
-
-    def _exec_copy_activation(self, buffer_id: int, to_buffer: int, stage: int, micro_batch: int) -> None:
-        outputs = self.pipe_buffers[buffer_id].outputs
-        assert outputs is not None
-        self.pipe_buffers[to_buffer].set_inputs(tuple(t.detach() for t in outputs))
-
-    def _exec_copy_grad(self, buffer_id: int, to_buffer: int, stage: int, micro_batch: int) -> None:
-        self.pipe_buffers[to_buffer].grads = self.pipe_buffers[buffer_id].take_input_grads()
+    # --- handlers of the instructions for the weights ---
 
     def _exec_reduce_tied_grads(self) -> None:
         self.gradients.sum_tied(self.module.get_tied_weights_and_groups())
@@ -524,10 +416,10 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self.loss_watch.before_reduction(self.global_steps + 1)
         if self.module.placeholder is not None:
             # The bf16 optimizer needs at least one gradient.
-            with self.gradients.accumulating():
+            with (self.gradients.accumulating or nullcontext)():
                 (0 * self.module.placeholder).sum().backward()
         if self.reduction is None:
-            trained = [parameter for parameter in self._own_parameters if parameter.requires_grad]
+            trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
             used = self.gradients.fill_missing(trained)
             if self.gradients.needs_reduction:
                 super()._exec_reduce_grads()
@@ -576,26 +468,11 @@ class PipelineEngine(DeepSpeedPipelineEngine):
 
     _INSTRUCTION_MAP: ClassVar[dict[type[ds.PipeInstruction], Callable[..., None]]] = {
         **DeepSpeedPipelineEngine._INSTRUCTION_MAP,
-        ds.LoadMicroBatch: _exec_load_micro_batch,
-        ds.ForwardPass: _exec_forward_pass,
-        RecomputeForward: _exec_forward_pass,
-        ds.BackwardPass: _exec_backward_pass,
-        BackwardInput: _exec_backward_input,
-        BackwardWeight: _exec_backward_weight,
-        ds.SendActivation: _exec_send_activations,
-        ds.RecvActivation: _exec_recv_activations,
-        ds.SendGrad: _exec_send_grads,
-        ds.RecvGrad: _exec_recv_grads,
-        CopyActivation: _exec_copy_activation,
-        CopyGrad: _exec_copy_grad,
+        **_OF_EXECUTOR,
         ds.ReduceTiedGrads: _exec_reduce_tied_grads,
         ds.ReduceGrads: _exec_reduce_grads,
         ds.OptimizerStep: _exec_optimizer_step,
     }
-
-    def _count_backward(self, stage: int) -> None:
-        if self.reduction is not None:
-            self.reduction.after_backward(stage)
 
     def loss_of(self, outputs: Any, labels: tuple[Tensor, ...] | None) -> Loss:
         """Return the loss of a micro-batch of this step."""
@@ -620,11 +497,11 @@ class PipelineEngine(DeepSpeedPipelineEngine):
     @property
     def first_micro_batch(self) -> int:
         """Global number of this rank's first micro-batch of the step."""
-        return self._data.first_id
+        return self.executor.data.first_id
 
     def forward_again(self, stage: int, inputs: tuple[Tensor, ...], number: int) -> Any:
         """Return the outputs of a stage for a micro-batch of this step, by its global number."""
-        return self._forward(stage, inputs, self.global_steps, number)
+        return self.executor.forward_stage(stage, inputs, self.global_steps, number)
 
     # --- position in the pipeline ---
 
@@ -679,27 +556,26 @@ class PipelineEngine(DeepSpeedPipelineEngine):
             )
         return IteratorBatches(source, self.mpu.get_data_parallel_rank(), micro_batches)
 
-    def _load_step(self, trains: bool) -> None:
-        """Prepare the data of a step. Check it before the first training step and before the first evaluation."""
+    def _load_step(self, schedule: TimetableSchedule) -> StepData:
+        """Return the data of a step. Check it before the first training step and before the first evaluation."""
+        trains = schedule.program.timetable.trains
         batches = NoBatches(self.batch_fn is not None) if self.batches is None else self.batches
         if isinstance(batches, MicroBatches) and self.plan.settings.keyed_random:
             batches.seed = self.random_seed
-        first_id = self.module.data_index * self.running.micro_batches
-        self._data = StepData(batches, first_id, self.running, self.global_steps, self.batch_fn)
+        first_id = self.module.data_index * schedule.micro_batches
+        data = StepData(batches, first_id, schedule, self.global_steps, self.batch_fn)
         if trains not in self._checked_modes:
-            total = self.running.micro_batches * self.layout.data_parallel_size
-            check_first_batch(self._data, trains, total, self._abort)
+            total = schedule.micro_batches * self.layout.data_parallel_size
+            check_first_batch(data, trains, total, self._abort)
             self._checked_modes.add(trains)
         self._step_loss = None
         try:
-            self._losses.start_step(trains, self._data.labels() if trains else ())
+            self._losses.start_step(trains, data.labels() if trains else ())
         except Exception as error:
             self._abort(f"{type(error).__name__}: {error}")
             raise
         self._began = True
-
-    def _to_device(self, batch: Any) -> tuple[Tensor, ...]:
-        return tuple(t.to(self.device, non_blocking=True).detach() for t in pack(batch, "the data"))
+        return data
 
     # --- train_batch and eval_batch ---
 
@@ -763,7 +639,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
                 f"micro_batches: the timetable has {planned} per data-parallel rank (got {self.micro_batches}). Call "
                 f"engine.set_train_batch_size()."
             )
-        self._handlers = with_patches(self._INSTRUCTION_MAP)
+        self._take_handlers()
         if self._changeable() != self._used:
             if isinstance(self._used[0], DeepSpeedOptimizer) and not isinstance(
                 self.optimizer, DeepSpeedOptimizer
@@ -823,10 +699,12 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         train_batches, self.batches = self.batches, self._as_batches(source, num_micro_batches)
         outputs: dict[int, Any] = {}
         losses: dict[int, Any] = {}
-        self._compute_loss = compute_loss
-        self._kept_outputs = outputs if return_logits or not compute_loss else None
-        self._kept_losses = losses if reduce_output is None else None
-        self._handlers = with_patches(self._INSTRUCTION_MAP)
+        evaluation = Evaluation(
+            compute_loss,
+            outputs if return_logits or not compute_loss else None,
+            losses if reduce_output is None else None,
+        )
+        self._take_handlers()
         modes = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
         try:
@@ -838,16 +716,16 @@ class PipelineEngine(DeepSpeedPipelineEngine):
                 self._whole_step(),
             ):
                 self.average_buffers()
-                self._exec_schedule(self._inference_schedule(num_micro_batches))
+                self._exec_schedule(self._inference_schedule(num_micro_batches), evaluation)
                 loss = self._aggregate_total_loss() if compute_loss else None
                 by_id = losses if compute_loss else outputs
                 result: Any = [by_id[number] for number in sorted(by_id)] or None
                 if reduce_output == "avg":
                     group = self.mpu.get_data_parallel_group()
                     result = loss if compute_loss else result and mean_over_ranks(result, group)
-            self._data.source.advance(self.running.micro_batches * self.layout.data_parallel_size)
+            self.executor.data.source.advance(self.running.micro_batches * self.layout.data_parallel_size)
         finally:
-            self.batches, self._kept_outputs, self._kept_losses = train_batches, None, None
+            self.batches = train_batches
             for module, training in modes:  # the user may have put some in evaluation mode
                 module.training = training
         if loss is not None and self.global_rank == 0 and self.monitor.enabled:
@@ -866,7 +744,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
                     "Add a method counts(labels), or call the engine's handler."
                 )
         if trains:
-            self._data.source.advance(self.running.micro_batches * self.layout.data_parallel_size)
+            self.executor.data.source.advance(self.running.micro_batches * self.layout.data_parallel_size)
             self._end_step()
         return gathered.loss
 
@@ -878,7 +756,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         self.transport.settle()
         weights_set, self._weights_set = self._weights_set, 0
         measured = [*self.busy.read(), float(peak_memory_bytes(self.device)), float(weights_set)]
-        samples = self._data.checksums()
+        samples = self.executor.data.checksums()
         rows = self._gather_rows([*measured, *samples, *self._losses.numbers()])
         first_loss = len(measured) + len(samples)
         require_same_samples([row[len(measured) : first_loss] for row in rows])
@@ -1162,6 +1040,12 @@ class PipelineEngine(DeepSpeedPipelineEngine):
     def _describe_ranks(self, text: str) -> str:
         """Return the roles of the ranks named in an error; empty if ranks have no roles."""
         return ""
+
+    def _report_failure(self, instruction: ds.PipeInstruction, error: Exception) -> None:
+        """Add the position in the timetable to the exception of an instruction, and report it to the peers."""
+        self.activity = f"{instruction.label}, {self.activity}"
+        error.add_note(self._where(instruction, "stopped" if lost_peer(error) else "failed"))
+        self._abort(f"{type(error).__name__}: {error}")
 
     def _where(self, instruction: ds.PipeInstruction, verb: str) -> str:
         """Return the timetable with an arrow at the computation that ``instruction`` belongs to."""

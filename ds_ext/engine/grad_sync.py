@@ -7,10 +7,11 @@ averages are the same, so the rest of the step is DeepSpeed's.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe import schedule as ds
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
@@ -27,14 +29,14 @@ from torch.distributed import ProcessGroup, Work
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..errors import ConfigError
+from ..pipe_schedules.bridge import BackwardWeight
 from ..pipe_schedules.ops import BACKWARD, BACKWARD_WEIGHT, Op
 from .deepspeed_api.names import model_groups
+from .executor import Observer
 from .module import PipelineModule
 from .tracing.recorder import Tracer
 
 logger = logging.getLogger(__name__)
-
-_NO_CONTEXT = nullcontext()
 
 
 class Gradients:
@@ -145,9 +147,10 @@ class Gradients:
                     continue
             dist.all_reduce(gradient, group=group)
 
-    def accumulating(self) -> AbstractContextManager[None]:
-        """Context for a backward, in which ZeRO and bf16 optimizers move its gradients to their buffers."""
-        return _zero_backward(self.optimizer) if self._is_zero else _NO_CONTEXT
+    @property
+    def accumulating(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """Context of a backward, in which ZeRO and bf16 optimizers move its gradients to their buffers."""
+        return functools.partial(_zero_backward, self.optimizer) if self._is_zero else None
 
     @contextmanager
     def corrected(self, factor: float, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
@@ -256,7 +259,7 @@ def _copy_parts(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 # --- eager reduction ---
 
 
-class EagerReduction:
+class EagerReduction(Observer):
     """Reductions of one rank that overlap with later computations.
 
     The reduction of a stage starts when the device has run all backwards of the stage. All ranks of a collective start
@@ -270,6 +273,8 @@ class EagerReduction:
         dtype: dtype of the reduced gradients.
         tracer: records the reductions; None without tracing.
     """
+
+    kinds = (ds.BackwardPass, BackwardWeight)
 
     def __init__(
         self,
@@ -292,9 +297,9 @@ class EagerReduction:
     def _start_step(self) -> None:
         self._backwards_left, self._stages_left = Counter(self._backwards), deque(self._order)
 
-    def after_backward(self, stage: int) -> None:
-        """Count a backward of ``stage``, and start every reduction that no longer has to wait."""
-        self._backwards_left[stage] -= 1
+    def after(self, instruction: Any) -> None:
+        """Count a backward of a stage, and start every reduction that no longer has to wait."""
+        self._backwards_left[instruction.stage] -= 1
         # Free the buffers of finished reductions before the next one needs memory.
         while self._pending and self._pending[0][0].is_completed():
             self._take_first()

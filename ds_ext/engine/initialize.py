@@ -296,11 +296,15 @@ def _make_engine(model: PipelineModule, config: Mapping[str, Any], **kwargs: Any
 
 
 def _with_list(group: Any) -> Any:
-    """Return a parameter, or a parameter group whose iterator of parameters is replaced by a list."""
+    """Return a parameter, or a parameter group whose iterator of parameters is replaced by a list.
+
+    The list of a group is empty if no parameter has elements. DeepSpeed removes empty groups, and fails on such ones.
+    """
     if not isinstance(group, Mapping):
         return group
     parameters = group["params"]
-    return {**group, "params": [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)}
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    return {**group, "params": parameters if any(map(torch.numel, parameters)) else []}
 
 
 def _with_placeholder(model: PipelineModule, groups: list[Any]) -> list[Any]:

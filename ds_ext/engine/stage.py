@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
-import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,19 +13,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import ConfigError
-from ..tensor_parallel import Deferral, DeferralWatch, WeightGradients, address, backward, let_defer
+from ..tensor_parallel import WeightGradients, address, backward
 from .losses.step import Loss
 from .messages import is_marker, marker, unpack
 from .module import PipelineModule
-from .together import together
-
-logger = logging.getLogger(__name__)
 
 _DTYPE_ERROR = re.compile(
     r"dtype|scalar type|should be the same"
 )  # torch's errors for inputs with a wrong dtype
-_MIN_DEFERRED = 0.5  # share of the elements; log a warning if it is smaller
-_MAX_NAMES = 4  # parameters in a log line
 _alias = torch.ops.aten._unsafe_view.default
 
 
@@ -165,47 +157,3 @@ def mean_over_ranks(outputs: Sequence[Any], group: ProcessGroup | None) -> Any:
     mean = torch.stack(list(outputs)).sum(0) / len(outputs)
     dist.all_reduce(mean, group=group)
     return mean / dist.get_world_size(group)
-
-
-class DeferralReport:
-    """Log of the share of weight gradients that the split backwards of the first step deferred.
-
-    Only deferred gradients make a split backward faster. All others are computed with the input gradient.
-
-    Args:
-        module: module whose layers this object enables to defer.
-        schedule: name of the schedule, for the log.
-    """
-
-    def __init__(self, module: PipelineModule, schedule: str) -> None:
-        self._module, self._schedule = module, schedule
-        let_defer(module)
-        self._watch = DeferralWatch(module.parameters())
-
-    def add(self, later: WeightGradients) -> None:
-        """Record the gradients in ``later``. Call this before ``later.compute()``."""
-        self._watch.add(later)
-
-    def finish(self) -> float:
-        """Return the share of deferred elements, and log it on rank 0. All ranks must call this together."""
-        self._watch.close()
-        named = (
-            (f"{name} of layer {index} ({type(layer).__name__})", parameter)
-            for stage in self._module.stages
-            for index, layer in self._module.stage_modules(stage).items()
-            for name, parameter in layer.named_parameters()
-        )
-        total: Deferral = functools.reduce(operator.add, together(lambda: self._watch.deferral(named)))
-        if dist.get_rank() == 0:
-            self._log(total)
-        return total.share
-
-    def _log(self, total: Deferral) -> None:
-        line = "%s: deferred weight gradients: %.1f%% of the elements; not deferred: %s"
-        names = ", ".join(total.largest_at_once[:_MAX_NAMES]) or "none"
-        values = self._schedule, 100 * total.share, names
-        if total.share >= _MIN_DEFERRED:
-            logger.info(line, *values)
-        else:
-            fix = "Use nn.Linear, nn.Embedding or ds_ext.tensor_parallel.linear in these layers (docs/schedules.md)."
-            logger.warning(f"{line}. Splitting backwards gains little. {fix}", *values)

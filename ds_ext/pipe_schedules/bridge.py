@@ -220,7 +220,7 @@ def to_pipe_instruction(instruction: Instruction) -> ds.PipeInstruction:
     return converted
 
 
-_COMPUTATIONS = (ds.ForwardPass, ds.BackwardPass, BackwardInput, BackwardWeight, RecomputeForward)
+COMPUTATIONS = (ds.ForwardPass, ds.BackwardPass, BackwardInput, BackwardWeight, RecomputeForward)
 
 
 def _group(instructions: list[ds.PipeInstruction]) -> list[list[ds.PipeInstruction]]:
@@ -228,7 +228,7 @@ def _group(instructions: list[ds.PipeInstruction]) -> list[list[ds.PipeInstructi
     steps: list[list[ds.PipeInstruction]] = [[]]
     before = (ds.LoadMicroBatch, ds.RecvActivation, ds.RecvGrad)
     for instruction in instructions:
-        begins = isinstance(instruction, (*before, *_COMPUTATIONS))
+        begins = isinstance(instruction, (*before, *COMPUTATIONS))
         if begins and steps[-1] and not isinstance(steps[-1][-1], before):
             steps.append([])
         steps[-1].append(instruction)

@@ -66,18 +66,26 @@ def place(points: Points) -> None:
     """Have ds_ext's functions hold at the points."""
     from ds_ext.engine import PipelineEngine
     from ds_ext.engine.checkpoint import folder, save
+    from ds_ext.engine.executor import Executor, Observer
     from ds_ext.engine.recovery import recovery, slots
 
-    train, execute, sync = PipelineEngine.train_batch, PipelineEngine.execute, folder._sync
+    train, run, sync = PipelineEngine.train_batch, Executor.run, folder._sync
     crc32, synced = slots.zlib.crc32, [0]
 
     def train_batch(engine: Any, *args: Any) -> Any:
         points.step = engine.global_steps + 1
         return train(engine, *args)
 
-    def hold_and_execute(engine: Any, instruction: Any) -> None:
-        points.hold(INSTRUCTIONS.get(type(instruction).__name__, ""))
-        execute(engine, instruction)
+    class Hold(Observer):
+        def before(self, instruction: Any) -> None:
+            points.hold(INSTRUCTIONS.get(type(instruction).__name__, ""))
+
+    hold = Hold()
+
+    def hold_and_run(executor: Executor, *args: Any) -> None:
+        if hold not in executor.observers:
+            executor.observers.append(hold)
+        run(executor, *args)
 
     def hold_in_snapshot(data: Any) -> int:
         points.hold("snapshot")
@@ -89,7 +97,7 @@ def place(points: Points) -> None:
         synced[0] += 1
 
     PipelineEngine.train_batch = train_batch  # type: ignore[method-assign]
-    PipelineEngine.execute = hold_and_execute  # type: ignore[method-assign]
+    Executor.run = hold_and_run  # type: ignore[method-assign]
     slots.zlib = type("zlib", (), {"crc32": staticmethod(hold_in_snapshot)})  # type: ignore[assignment]
     folder._sync = sync_and_hold
     points.around(PipelineEngine, "recover", before="recover", after="recovered")

@@ -113,32 +113,32 @@ def flip_weight_between_steps(engine: Any, step: int) -> None:
 
 
 def flip_weight_in_the_step(engine: Any, step: int) -> None:
-    forward = engine._forward
+    forward = engine.executor.forward_stage
 
     def then_flip(*args: Any) -> Any:
         outputs = forward(*args)
-        engine._forward = forward
+        engine.executor.forward_stage = forward
         flip_weight_between_steps(engine, step)
         return outputs
 
-    engine._forward = then_flip
+    engine.executor.forward_stage = then_flip
 
 
 def flip_activation(engine: Any, step: int) -> None:
     """Of the forward that another rank repeats."""
-    audit, forward = engine.audit, engine._forward
+    audit, forward = engine.audit, engine.executor.forward_stage
 
     def then_flip(stage: int, inputs: Any, step: int, number: int) -> Any:
         outputs, op = forward(stage, inputs, step, number), audit._watched
         if op is None or (stage, number - engine.first_micro_batch) != (op.stage, op.micro_batch):
             return outputs
-        engine._forward = forward
+        engine.executor.forward_stage = forward
         FLIPPED_IN.append(step + 1)
         outputs = outputs.clone()
         flip(outputs)
         return outputs
 
-    engine._forward = then_flip
+    engine.executor.forward_stage = then_flip
 
 
 def flip_repeated_activation(engine: Any, step: int) -> None:

@@ -147,3 +147,42 @@ def train_in_bf16(rank: int) -> list[float]:
 def test_half_precision(ranks: Ranks) -> None:
     losses, _ = plain_run()
     assert ranks(4).run(train_in_bf16)[0] == pytest.approx(losses, rel=0.05)
+
+
+class Open(nn.Module):
+    """Layer with a gate and a weight without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.empty = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x.to(self.scale.dtype) + self.empty.sum()
+
+
+def train_with_a_group_without_elements(rank: int, section: dict[str, Any]) -> float:
+    """Return the gate of this rank after a step."""
+    config = {
+        "train_batch_size": 2,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "zero_allow_untested_optimizer": True,
+        "ds_ext": {"schedule": "1f1b", "pipeline_parallel_size": 2, "print_plan": False},
+        **section,
+    }
+    model = ds_ext.PipelineModule([LayerSpec(Open)] * 2, config, loss_fn=lambda y, _: y.float().mean())
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    gates = [p for p in model.parameters() if p.dim() == 0]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": gates, "weight_decay": 0.0}]
+    engine, *_ = ds_ext.initialize(model=model, config=config, model_parameters=groups)
+    engine.train_batch(iter([(torch.ones(2, 4), torch.zeros(2))]))
+    return float(gates[0])
+
+
+@pytest.mark.parametrize(
+    "section",
+    [{}, {"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 1}}],
+    ids=["fp32", "bf16", "zero1"],
+)
+def test_a_parameter_group_without_elements(ranks: Ranks, section: dict[str, Any]) -> None:
+    assert ranks(2).run(train_with_a_group_without_elements, section) == [0.0, 0.0]  # 0.5 - 1.0 * 0.5

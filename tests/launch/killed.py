@@ -23,23 +23,35 @@ def kill_at(rank: int, step: int, point: str) -> None:
     if int(os.environ["RANK"]) != rank:
         return
     from ds_ext.engine import PipelineEngine
+    from ds_ext.engine.executor import Executor, Observer
     from ds_ext.engine.recovery import recovery, slots
 
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    execute, crc32, load = PipelineEngine.execute, slots.zlib.crc32, recovery.load
-    save = PipelineEngine.save_checkpoint
+    run, crc32, load = Executor.run, slots.zlib.crc32, recovery.load
+    train, save = PipelineEngine.train_batch, PipelineEngine.save_checkpoint
     steps = [0]
 
-    def execute_or_die(engine: Any, instruction: Any) -> None:
+    def train_batch(engine: Any, *args: Any) -> Any:
         steps[0] = engine.global_steps + 1
-        name, due = type(instruction).__name__, steps[0] == step
-        if due and name == point:
-            die()
-        execute(engine, instruction)
-        if due and f"after {name}" == point:
-            die()
+        return train(engine, *args)
+
+    class Killer(Observer):
+        def before(self, instruction: Any) -> None:
+            if steps[0] == step and type(instruction).__name__ == point:
+                die()
+
+        def after(self, instruction: Any) -> None:
+            if steps[0] == step and f"after {type(instruction).__name__}" == point:
+                die()
+
+    killer = Killer()
+
+    def run_or_die(executor: Executor, *args: Any) -> None:
+        if killer not in executor.observers:
+            executor.observers.append(killer)
+        run(executor, *args)
 
     def crc32_or_die(data: Any) -> int:
         if point == "snapshot" and steps[0] == step:
@@ -57,7 +69,8 @@ def kill_at(rank: int, step: int, point: str) -> None:
         return save(engine, *args, **options)
 
     PipelineEngine.save_checkpoint = save_or_die  # type: ignore[method-assign]
-    PipelineEngine.execute = execute_or_die  # type: ignore[method-assign]
+    PipelineEngine.train_batch = train_batch  # type: ignore[method-assign]
+    Executor.run = run_or_die  # type: ignore[method-assign]
     slots.zlib = type("zlib", (), {"crc32": staticmethod(crc32_or_die)})  # type: ignore[assignment]
     recovery.load = load_or_die
 

@@ -49,7 +49,7 @@ class BackwardEngine(RoleEngine):
         self._weights.send(self._version)
 
     def _exec_recv_activations(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
-        super()._exec_recv_activations(buffer_id, stage, micro_batch, peer)
+        self.executor.receive_activations(buffer_id, stage, micro_batch, peer)
         (rank,) = self.layout.peers(self.global_rank, peer)
         credit = torch.zeros(1, dtype=torch.uint8, device=self.device)
         self.transport.send([credit], rank, make_tag(stage, micro_batch))

@@ -17,6 +17,7 @@ from ...pipe_schedules.methods.fbd import most_ahead
 from ...planner.job_plan import JobPlan
 from ..batches import Batches, IteratorBatches
 from ..engine import PipelineEngine
+from ..evaluation import Evaluation
 from .role import RoleEngine
 from .weights import WeightLink, weights_in_order
 
@@ -89,7 +90,7 @@ class ForwardEngine(RoleEngine):
 
     # --- running ---
 
-    def _exec_schedule(self, pipe_schedule: TimetableSchedule) -> None:
+    def _exec_schedule(self, pipe_schedule: TimetableSchedule, evaluation: Evaluation | None = None) -> None:
         assert self._weights is not None
         expected = self.global_steps - self.skipped_steps
         if self._weights.version != expected:
@@ -98,12 +99,12 @@ class ForwardEngine(RoleEngine):
                 f"{self._weights.version})."
             )
         with torch.no_grad():
-            super()._exec_schedule(pipe_schedule)
+            super()._exec_schedule(pipe_schedule, evaluation)
 
     def _exec_send_activations(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
         """Send outputs, once the backward device has received enough of the earlier ones."""
         if peer in self.layout.placement.forward_devices:
-            super()._exec_send_activations(buffer_id, stage, micro_batch, peer)
+            self.executor.send_activations(buffer_id, stage, micro_batch, peer)
             return
         limit = most_ahead(self.layout.placement.stages, stage)
         ranks = self.layout.peers(self.global_rank, peer)
@@ -111,7 +112,7 @@ class ForwardEngine(RoleEngine):
             tickets = self._credits.setdefault(rank, deque())
             while len(tickets) >= limit:
                 tickets.popleft().wait()
-        super()._exec_send_activations(buffer_id, stage, micro_batch, peer)
+        self.executor.send_activations(buffer_id, stage, micro_batch, peer)
         for rank in ranks:
             self._credits[rank].append(self.transport.recv(rank, make_tag(stage + 1, micro_batch)))
 

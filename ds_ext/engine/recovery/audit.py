@@ -30,6 +30,7 @@ from ...pipe_schedules.ops import FORWARD, Op
 from ...planner.job_plan import JobPlan
 from ...tensor_parallel import WeightGradients, deferrable, deferring
 from ..deepspeed_api.recompute import Values, buffers_of, kept_buffers
+from ..executor import Observer
 from ..losses.step import Loss
 from ..messages import pack
 from ..module import PipelineModule
@@ -147,7 +148,7 @@ class Finding:
     result: Result
 
 
-class Audit:
+class Audit(Observer):
     """Audits of this rank. Methods without a note are called in audited steps only.
 
     Args:
@@ -158,6 +159,8 @@ class Audit:
         clean: number of the last step whose audit found nothing; 0 before the first one.
         done: number of audits so far.
     """
+
+    kinds = (ds.ForwardPass, ds.BackwardPass, BackwardInput)
 
     def __init__(self, engine: Audited, interval: int) -> None:
         self._engine, self._interval = engine, interval
@@ -190,17 +193,17 @@ class Audit:
 
     # --- recording, around the instructions ---
 
-    def before(self, instruction: ds.PipeInstruction) -> None:
+    def before(self, instruction: Any) -> None:
         """Keep the inputs of the watched forward, and the gradients that its backward starts from."""
         if not self._watches(instruction):
             return
         buffer = self._engine.pipe_buffers[instruction.buffer_id]
         if isinstance(instruction, ds.ForwardPass):
             self._evidence = self._begin(buffer)
-        elif isinstance(instruction, ds.BackwardPass | BackwardInput) and self._evidence is not None:
+        elif self._evidence is not None:
             self._evidence = _with(self._evidence, grads=_copied(buffer.grads))
 
-    def after(self, instruction: ds.PipeInstruction) -> None:
+    def after(self, instruction: Any) -> None:
         """Take the checksums of what the watched forward or backward has computed."""
         if not self._watches(instruction) or self._evidence is None:
             return
@@ -208,15 +211,15 @@ class Audit:
         forward, backward = self._evidence.result
         if isinstance(instruction, ds.ForwardPass):
             forward = checksum(_outputs(buffer))
-        elif isinstance(instruction, ds.BackwardPass | BackwardInput):
+        else:
             backward = checksum(t.grad for t in buffer.inputs or () if t.grad is not None)
         self._evidence = _with(self._evidence, result=(forward, backward))
 
-    def _watches(self, instruction: ds.PipeInstruction) -> bool:
+    def _watches(self, instruction: Any) -> bool:
         watched = self._watched
-        return watched is not None and (
-            getattr(instruction, "stage", None) == watched.stage
-            and getattr(instruction, "micro_batch", None) == watched.micro_batch
+        return watched is not None and (instruction.stage, instruction.micro_batch) == (
+            watched.stage,
+            watched.micro_batch,
         )
 
     def _begin(self, buffer: Buffer) -> Evidence:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from torch.distributed import ProcessGroup
 
 from ...observe.trace.clock import Comparison, compare
 from ...observe.trace.file import CLOCK, metadata
+from ...pipe_schedules.bridge import COMPUTATIONS
+from ..executor import Observer
 
 _MIN_EXCHANGES, _MAX_EXCHANGES = 8, 64  # with each rank
 _MAX_ERROR_S = 40e-6  # if the error is larger, do more exchanges than the minimum
@@ -21,8 +24,8 @@ _MAX_SHARE = 0.005  # maximum share of the time spent on comparisons
 Reading = float | torch.cuda.Event  # seconds of the clock; on CUDA, an event on the current stream
 
 
-class BusyClock:
-    """Times of the computations in a step. ``with busy: ...`` times one computation.
+class BusyClock(Observer):
+    """Times of the computations in a step.
 
     On CUDA, the times are events on the current stream. They are read once after the step, so the host never waits
     during it.
@@ -36,6 +39,8 @@ class BusyClock:
         spans: (begin, end) readings of the computations in the step so far.
     """
 
+    kinds = COMPUTATIONS
+
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self.on_cuda, self.clock = device.type == "cuda", clock
         self.started: Reading = 0.0
@@ -46,10 +51,12 @@ class BusyClock:
         """Start a step."""
         self.started, self.spans = self.now(), []
 
-    def __enter__(self) -> None:
+    def before(self, instruction: Any) -> None:
+        """Begin a computation."""
         self._begin = self.now()
 
-    def __exit__(self, *_: object) -> None:
+    def after(self, instruction: Any) -> None:
+        """End a computation."""
         self.spans.append((self._begin, self.now()))
 
     def read(self) -> tuple[float, float]:

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe import schedule as ds
 from torch import Tensor
 from torch.distributed import Work
 
@@ -34,6 +33,7 @@ from ...observe.trace.file import TraceFile, write_timetable
 from ...parallel.layout import ParallelLayout
 from ...pipe_schedules import Instruction, Timetable
 from ...pipe_schedules.ops import COMPUTE
+from ..executor import Observer
 from .clock import BusyClock, Clocks, Reading, Times, clock_event
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class _Reduction:
     end: Reading | None = None
 
 
-class Tracer:
+class Tracer(Observer):
     """Recorder of the timeline of one rank. The first traced step creates the files.
 
     Args:
@@ -93,6 +93,7 @@ class Tracer:
         self._timetable: Timetable | None = None
         self._moved_bytes = 0  # of the last message
         self._step, self._flushed_s, self._ended = 0, 0.0, False
+        self._begin: Reading = 0.0
 
     # --- called by the engine ---
 
@@ -117,11 +118,15 @@ class Tracer:
         """Count the bytes of a message that the current instruction sends or receives."""
         self._moved_bytes = sum(tensor.nbytes for tensor in tensors)
 
-    def executed(self, instruction: ds.PipeInstruction, begin: Reading) -> None:
-        """Record ``instruction``, whose handler began at ``begin`` and has returned."""
+    def before(self, instruction: Any) -> None:
+        """Read the clock."""
+        self._begin = self.now()
+
+    def after(self, instruction: Any) -> None:
+        """Record an instruction whose handler has returned."""
         source: Instruction = instruction.source
         # Computations use the readings from which the bubble is measured.
-        span = self.busy.spans[-1] if source.name in COMPUTE else (begin, self.now())
+        span = self.busy.spans[-1] if source.name in COMPUTE else (self._begin, self.now())
         self._executed.append((source, *span, self._moved_bytes))
         self._moved_bytes = 0
         if not isinstance(span[1], torch.cuda.Event) and span[1] - self._flushed_s > _FLUSH_S:
@@ -167,7 +172,7 @@ class Tracer:
             times = self.times.us(begin), self.times.us(self.now(), settled=False)
             self._append([self._text.evaluation(*times)])
 
-    def failed(self, instruction: ds.PipeInstruction) -> None:
+    def failed(self, instruction: Any) -> None:
         """Write the incomplete step after ``instruction`` has failed, and close the file."""
         with contextlib.suppress(Exception):  # report only the instruction's error
             self._flush()

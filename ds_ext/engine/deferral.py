@@ -1,0 +1,72 @@
+"""Report of the weight gradients that split backwards defer."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from ..pipe_schedules.bridge import BackwardWeight
+from ..tensor_parallel import Deferral, DeferralWatch, let_defer
+from .executor import Observer
+from .module import PipelineModule
+from .stage import Buffer
+from .together import together
+
+logger = logging.getLogger(__name__)
+
+_MIN_DEFERRED = 0.5  # share of the elements; log a warning if it is smaller
+_MAX_NAMES = 4  # parameters in a log line
+
+
+class DeferralReport(Observer):
+    """Log of the share of weight gradients that the split backwards of the first step deferred.
+
+    Only deferred gradients make a split backward faster. All others are computed with the input gradient.
+
+    Args:
+        module: module whose layers this object enables to defer.
+        schedule: name of the schedule, for the log.
+        buffers: buffers of the executor.
+    """
+
+    kinds = (BackwardWeight,)
+
+    def __init__(self, module: PipelineModule, schedule: str, buffers: Sequence[Buffer]) -> None:
+        self._module, self._schedule, self._buffers = module, schedule, buffers
+        let_defer(module)
+        self._watch = DeferralWatch(module.parameters())
+
+    def before(self, instruction: Any) -> None:
+        """Record the gradients that were deferred."""
+        later = self._buffers[instruction.buffer_id].weights
+        assert later is not None
+        self._watch.add(later)
+
+    def finish(self) -> float:
+        """Return the share of deferred elements, and log it on rank 0. All ranks must call this together."""
+        self._watch.close()
+        named = (
+            (f"{name} of layer {index} ({type(layer).__name__})", parameter)
+            for stage in self._module.stages
+            for index, layer in self._module.stage_modules(stage).items()
+            for name, parameter in layer.named_parameters()
+        )
+        total: Deferral = functools.reduce(operator.add, together(lambda: self._watch.deferral(named)))
+        if dist.get_rank() == 0:
+            self._log(total)
+        return total.share
+
+    def _log(self, total: Deferral) -> None:
+        line = "%s: deferred weight gradients: %.1f%% of the elements; not deferred: %s"
+        names = ", ".join(total.largest_at_once[:_MAX_NAMES]) or "none"
+        values = self._schedule, 100 * total.share, names
+        if total.share >= _MIN_DEFERRED:
+            logger.info(line, *values)
+        else:
+            fix = "Use nn.Linear, nn.Embedding or ds_ext.tensor_parallel.linear in these layers (docs/schedules.md)."
+            logger.warning(f"{line}. Splitting backwards gains little. {fix}", *values)
