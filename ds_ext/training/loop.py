@@ -177,7 +177,9 @@ class Trainer:
         recovered = self.engine.recover(self.train, self.args.save)
         if recovered is not None:
             return recovered.step
-        return self.resume(self.args.save, step) if self.engine.run.continues else step
+        load, save = self.args.load, self.args.save
+        loaded = load and save and os.path.realpath(load) == os.path.realpath(save)
+        return self.resume(save, step) if self.engine.run.continues and not loaded else step
 
     def resume(self, folder: str | None, default: int | None = None) -> int:
         """Load the current checkpoint of a folder and return its step; 0 without a folder.

@@ -43,7 +43,7 @@ def test_a_restart_continues_only_from_checkpoints_of_its_run(
 ) -> None:
     config = one_rank(corpus, tmp_path)
 
-    def start(run: str, restart: int, iterations: int) -> tuple[list[int], str]:
+    def start(run: str, restart: int, iterations: int, *flags: str) -> tuple[list[int], str]:
         folder = tmp_path / run / f"attempt_{restart}" / "0"
         folder.mkdir(parents=True)
         env = {
@@ -51,13 +51,15 @@ def test_a_restart_continues_only_from_checkpoints_of_its_run(
             "TORCHELASTIC_ERROR_FILE": str(folder / "error.json"),
         }
         metrics = tmp_path / f"{run}_{restart}.jsonl"
-        command = words(config, iterations, "--metrics-file", str(metrics))
+        command = words(config, iterations, "--metrics-file", str(metrics), *flags)
         (result,) = run_forked([command], tmp_path, port=free_port(), env=env)
         assert result.returncode == 0, result
         return steps(metrics), result.stderr
 
     assert start("first", 0, 3)[0] == [1, 2, 3]
-    assert start("first", 1, 4)[0] == [4]
+    assert start("first", 1, 4, "--load", "saved")[0] == [4]
+    (loaded,) = read_starts(tmp_path / "first_1.run.json")
+    assert [event["step"] for event in loaded["checkpoints"] if event["event"] == "loaded"] == [3]
     # The first start of another run has ended in step 6, before it saved.
     (tmp_path / "second").mkdir()
     (tmp_path / "second" / "ds_ext_run.json").write_text('{"id": "second", "step": 5, "loaded": []}\n')
@@ -79,6 +81,7 @@ def test_a_second_job_may_not_save_to_the_folder_of_a_running_one(
         first.wait_for("step 2: saved")
         (second,) = run_forked([words(config, 2)], tmp_path, port=free_port())
         assert second.returncode == EXIT_CONFIG and f"process {first.pids[0]} " in second.stderr, second
+        assert second.stderr.count(str(tmp_path / "saved")) == 1, second
         saves = first.text.count(": saved ")
         first.wait_for(f"step {saves + 1}: saved")
     (second,) = run_forked([words(config, 2, "--load", "saved")], tmp_path, port=free_port())

@@ -8,6 +8,7 @@ written one after the other, and parts of a tensor can be read individually.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import math
@@ -44,6 +45,7 @@ _DTYPE_NAMES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 _TYPE = "ds_ext_type"
+_LEVELS = 100  # of lists and dictionaries; at most 4 calls each, of the 1,000 that Python allows
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
@@ -164,30 +166,26 @@ def read_plain(path: Path) -> dict[str, Any]:
 def pickled(value: Mapping[str, Any]) -> memoryview:
     """Return values as bytes that ``torch.load(weights_only=True)`` can read, from :func:`converted`.
 
-    Raises ConfigError for a value that is not plain, see :func:`is_plain`, or contains itself.
+    Raises ConfigError for a value that is not plain, see :func:`is_plain`, contains itself, or is nested too deep.
     """
     try:
-        plain = converted(value)
-    except RecursionError:
-        for key, entry in value.items():
-            _refuse_cycles(key, entry)
-        raise
-    try:
-        return _saved(plain)
+        return _saved(converted(value))
     except Exception:
-        for key, entry in plain.items():
-            _require_plain(key, entry)
+        for key, entry in value.items():
+            _require_plain(f"{key}", entry, (value,))
         raise
 
 
-def converted(value: Any) -> Any:
+def converted(value: Any, level: int = 0) -> Any:
     """Return a value with types that ``torch.load(weights_only=True)`` can read, if it has such types.
 
     NumPy scalars become numbers. NumPy arrays and Namespaces become dictionaries for :func:`restored`. Views of larger
     tensors become copies, because torch would save all elements of those.
     Raises ConfigError for a dictionary that looks like one of these, and RecursionError for a value that contains
-    itself.
+    itself or has too many levels; ``level`` is that of the value.
     """
+    if level > _LEVELS:
+        raise RecursionError
     if (
         type(value) is Tensor
         and value.layout == torch.strided
@@ -202,8 +200,8 @@ def converted(value: Any) -> Any:
     if isinstance(value, Mapping) and _TYPE in value:
         raise ConfigError(f"{_TYPE}: checkpoints use this key (got {value[_TYPE]!r}). Rename it.")
     if isinstance(value, Namespace):
-        return {_TYPE: "Namespace", "value": converted(vars(value))}
-    return _mapped(converted, value)
+        return {_TYPE: "Namespace", "value": converted(vars(value), level)}
+    return _mapped(functools.partial(converted, level=level + 1), value)
 
 
 def restored(value: Any) -> Any:
@@ -240,30 +238,34 @@ def is_plain(value: Any) -> bool:
     return True
 
 
-def _require_plain(key: str, entry: Any) -> None:
-    """Raise ConfigError with the path of the first value in an entry that is not plain."""
-    if is_plain(entry):
-        return
-    inner = entry["value"] if isinstance(entry, dict) and _TYPE in entry else entry
-    inner = dict(enumerate(inner)) if isinstance(inner, list | tuple) else inner
-    for name, value in inner.items() if isinstance(inner, dict) else ():
-        _require_plain(f"{key}[{name!r}]", value)
-    raise ConfigError(
-        f"{key}: a checkpoint contains only numbers, strings, tensors, NumPy arrays of numbers, Namespaces, and lists "
-        f"and dictionaries of them (got {type(entry).__name__}). Save its state_dict() or its numbers."
-    )
-
-
-def _refuse_cycles(path: str, value: Any, above: tuple[Any, ...] = ()) -> None:
-    """Raise ConfigError with the path of the first value that contains itself."""
+def _require_plain(path: str, value: Any, above: tuple[Any, ...]) -> None:
+    """Raise ConfigError with the path of the first value in a value that cannot be saved; ``above`` contain it."""
+    kind, shown = type(value).__name__, path if len(path) <= 100 else f"{path[:60]}...{path[-30:]}"
     if any(value is one for one in above):
         raise ConfigError(
-            f"{path}: contains itself (got a {type(value).__name__}). Remove this reference, or save numbers instead."
+            f"{shown}: contains itself (got a {kind}). Remove this reference, or save numbers instead."
         )
+    if len(above) > _LEVELS:
+        raise ConfigError(
+            f"{shown}: a checkpoint contains at most {_LEVELS} levels of lists and dictionaries (got {len(above)}). "
+            f"Save a flat list instead."
+        )
+    try:
+        _saved(converted(value, len(above)))
+        return
+    except Exception as error:
+        failure = error
     inner = vars(value) if isinstance(value, Namespace) else value
     inner = dict(enumerate(inner)) if isinstance(inner, list | tuple) else inner
     for name, entry in inner.items() if isinstance(inner, Mapping) else ():
-        _refuse_cycles(f"{path}[{name!r}]", entry, (*above, value))
+        _require_plain(f"{path}[{name!r}]", entry, (*above, value))
+    if isinstance(failure, ConfigError):
+        raise ConfigError(f"{shown}: {failure}")
+    dtype = f" of {value.dtype}" if isinstance(value, np.ndarray | np.generic | Tensor) else ""
+    raise ConfigError(
+        f"{shown}: a checkpoint contains only numbers, strings, tensors, NumPy arrays of numbers, Namespaces, and "
+        f"lists and dictionaries of them (got {kind}{dtype}). Save its state_dict() or its numbers."
+    )
 
 
 def _saved(value: Any) -> memoryview:

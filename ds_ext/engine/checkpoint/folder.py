@@ -122,9 +122,7 @@ def current_tag(folder: Path) -> str:
             f"{latest}: must be a file with the name of a checkpoint, or a link to one in the same folder (got {got}). "
             f"Remove it to load the newest complete checkpoint of the folder{there}."
         )
-    try:
-        tag = latest.read_text("utf-8").strip()
-    except FileNotFoundError:
+    if not latest.exists():  # also False for a link that leads to itself
         complete = good_checkpoints(folder)
         if complete:
             return complete[-1]
@@ -132,11 +130,13 @@ def current_tag(folder: Path) -> str:
             raise ConfigError(
                 f"{folder}: is a single checkpoint, not a folder of checkpoints. Use {folder.parent}, and write "
                 f"{folder.name!r} to {folder.parent / LATEST} unless it is the newest one."
-            ) from None
+            )
         raise ConfigError(
             f"{folder}: no checkpoint (the file {LATEST!r} is missing, or a broken link). Omit --load to start a "
             f"new run."
-        ) from None
+        )
+    try:
+        tag = latest.read_text("utf-8").strip()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{latest}: cannot be read (got {error}). {_alternatives(folder)}") from None
     if not _is_name(tag):

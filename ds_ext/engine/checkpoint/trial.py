@@ -48,7 +48,8 @@ def try_folder(engine: Checkpointed, folder: Path, tags: Sequence[str] | None) -
             if dist.get_rank() == 0:
                 shutil.rmtree(written, ignore_errors=True)
     except (CheckpointError, ConfigError) as error:
-        reported = ConfigError(f"checkpoints cannot be saved to {folder}: {error}")
+        place = "" if f"{folder}" in f"{error}" else f" to {folder}"
+        reported = ConfigError(f"checkpoints cannot be saved{place}: {error}")
         reported.reported_by = 0
         raise reported from None
 

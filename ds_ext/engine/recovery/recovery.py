@@ -310,12 +310,17 @@ class Recovery:
                 load_s=time.time() - begin,
             )
         self._begin(after=checkpoint)
-        run.reached = max(run.reached, complete)
+        run.reached, every = max(run.reached, complete), self._options.every
         if self._rank == 0 and steps and steps[0] < checkpoint:
             logger.warning(
                 "recovery: restart %d continues from the checkpoint of step %d, which is newer than the snapshots of "
                 "step %d",
                 *(self.restart, checkpoint, steps[0]),
+            )
+        elif self._rank == 0 and checkpoint // every == max(checkpoint, run.reached) // every:
+            logger.warning(
+                "recovery: restart %d continues from step %d, because no newer snapshot was due before step %d",
+                *(self.restart, checkpoint, (checkpoint // every + 1) * every),
             )
         elif self._rank == 0:
             held = {rank for snapshots in found for rank, one in snapshots.items() if one.steps}

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import random
-from collections import OrderedDict
+import re
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +84,47 @@ def test_values_of_scripts_have_the_same_types_after_loading(tmp_path: Path, key
     assert same(loaded, unpacked(packed({key: CLIENT_STATE[key], "other": 1})))
 
 
+class OwnTensor(torch.Tensor):
+    pass
+
+
 def test_an_error_has_the_path_of_the_value(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^args\['layers'\]\[1\]: .* \(got function\)"):
         write_plain(tmp_path / "state.pt", {"args": argparse.Namespace(layers=[1, same])})
-    refused = [np.array(["a", None]), np.ma.masked_equal([1, 2], 2), np.ones(1, np.longdouble)]
+    arrays = [np.array(["a", None]), np.ma.masked_equal([1, 2], 2), np.ones(1, np.longdouble)]
+    refused = [*arrays, np.datetime64(3, "s"), torch.ones(1).as_subclass(OwnTensor)]
     for value in refused:
-        with pytest.raises(ConfigError, match=rf"^names: .* \(got {type(value).__name__}\)"):
-            write_plain(tmp_path / "state.pt", {"names": value})
-    with pytest.raises(ConfigError):
-        write_plain(tmp_path / "state.pt", {"meta": {"ds_ext_type": "Namespace", "value": 3}})
+        got = re.escape(f"(got {type(value).__name__} of {value.dtype})")
+        with pytest.raises(ConfigError, match=rf"^7\[1\]: .* {got}"):
+            write_plain(tmp_path / "state.pt", {7: (0, value)})  # pyright: ignore[reportArgumentType]
+    reserved = {"ds_ext_type": "Namespace", "value": 3}
+    for inner in (reserved, argparse.Namespace(**reserved)):
+        with pytest.raises(ConfigError, match=r"^args\['a'\]\[0\]: .*ds_ext_type"):
+            write_plain(tmp_path / "state.pt", {"args": argparse.Namespace(a=[inner])})
+    with pytest.raises(ConfigError, match=r"^ds_ext_type: "):
+        write_plain(tmp_path / "state.pt", reserved)
+
+
+LEVELS: dict[str, Callable[[Any], Any]] = {
+    "lists": lambda value: [value],
+    "tuples": lambda value: (value,),
+    "dictionaries": lambda value: {"key": value},
+    "Namespaces": lambda value: argparse.Namespace(key=value),
+}
+
+
+@pytest.mark.parametrize("kind", LEVELS)
+def test_values_have_100_levels_at_most(tmp_path: Path, kind: str) -> None:
+    def nested(levels: int) -> dict[str, Any]:
+        return {"deep": functools.reduce(lambda value, _: LEVELS[kind](value), range(levels - 1), 1)}
+
+    write_plain(tmp_path / "state.pt", nested(100))
+    assert same(read_plain(tmp_path / "state.pt"), nested(100))
+    for levels in (101, 3_000):
+        with pytest.raises(ConfigError, match=r"^deep\[.{80,100}\]: ") as caught:
+            write_plain(tmp_path / "new.pt", nested(levels))
+        assert re.findall(r" \d+", str(caught.value)) == [" 100", " 101"]
+    assert not (tmp_path / "new.pt").exists()
 
 
 def test_a_view_of_a_large_tensor_is_saved_without_the_rest(tmp_path: Path) -> None:
@@ -121,3 +156,14 @@ def test_byte_orders_and_keys_of_numpy(tmp_path: Path) -> None:
     write_plain(tmp_path / "state.pt", {"big": np.array([1, 2], ">i4"), "keys": {np.int64(3): 1}})
     loaded = read_plain(tmp_path / "state.pt")
     assert same(loaded, {"big": np.array([1, 2], "=i4"), "keys": {3: 1}})
+
+
+def test_mappings_become_dictionaries_and_only_tensors_stay_shared(tmp_path: Path) -> None:
+    write_plain(tmp_path / "state.pt", {"one": defaultdict(int, a=1), "other": Counter("aa")})
+    assert same(read_plain(tmp_path / "state.pt"), {"one": {"a": 1}, "other": {"a": 2}})
+    tensor, array = torch.ones(4), np.ones(2)
+    write_plain(tmp_path / "state.pt", {"shared": [tensor, tensor, tensor[1:], array, array]})
+    one, same_one, part, first, second = read_plain(tmp_path / "state.pt")["shared"]
+    assert one is same_one and first is not second
+    one[1] = 2
+    assert part.tolist() == [1, 1, 1]

@@ -143,6 +143,7 @@ def test_latest_must_name_a_checkpoint(tmp_path: Path) -> None:
 LATEST = {
     "missing": lambda latest: latest.unlink(),
     "dangling link": lambda latest: (latest.unlink(), latest.symlink_to("gone")),
+    "link to itself": lambda latest: (latest.unlink(), latest.symlink_to("latest")),
     "link to the folder of a checkpoint": lambda latest: (latest.unlink(), latest.symlink_to("step_2")),
 }
 
