@@ -22,10 +22,8 @@ LOSS_TOLERANCE, WEIGHT_TOLERANCE = 2e-4, 2e-3  # after a resume with another lay
 _PRINTED_TOLERANCE = 6e-5
 _RECOVERED = re.compile(r"recovered at step (\d+) from host memory \(restart (\d+)\): (\d+) steps? lost")
 _RESUMED = re.compile(r"resumed from (.+) at step (\d+)")
-_AGAIN = re.compile(r"restart \d+: .*training from step (\d+)")
-_LOST = re.compile(
-    r".*(restart \d+ found no snapshots of all ranks; .*(lost|no step was complete)|: no checkpoint)"
-)
+_AGAIN = re.compile(r".*restart \d+ continues from step (\d+)")
+_LOST = re.compile(r".*(restart \d+ found no snapshots of all ranks|: no checkpoint)")
 _SAVED = re.compile(r"step (\d+): saved (.+)")
 _LOSS = re.compile(r"step +(\d+)/\d+ \| loss ([\d.]+)")
 _REASON = re.compile(r"error: |rank \d+ stopped|rank \d+ failed\.|stopped(:| by)")
@@ -183,7 +181,8 @@ class Judge:
             if self.last < launch.steps:
                 self._add(f"exit code 0 after step {self.last} of {launch.steps}")
             there = last in self._usable() and not self._is_foreign(last)
-            if not there and not (self.scene.gone and last in self.promised):
+            harmed = self.scene.gone or last in self.scene.spoiled  # by the attack, after the save
+            if not there and not (harmed and last in self.promised):
                 self._add(f"exit code 0 without the checkpoint {last}")
         elif self._must_succeed(happened):
             self._add(f"exit code {code}, although {self._survivable(happened)}")
