@@ -73,7 +73,7 @@ class Buffer:
         roots = self.roots(scale)
         without_grad = [parameter for parameter in parameters if parameter.grad is None]
         if roots:  # none if all layers up to here are frozen, or the loss does not depend on them
-            backward([output for output, _ in roots], [grad for _, grad in roots])
+            backward(*zip(*roots, strict=True))
         self.outputs = self.grads = self.loss = None
         read = set() if self.weights is None else self.weights.memory
         _separate_grads((*(self.inputs or ()), *without_grad), read)

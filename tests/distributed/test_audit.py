@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.pipe import schedule as ds
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_ext
 from ds_ext.config.job import load_config
 from ds_ext.engine.recovery.audit import checksum
-from ds_ext.engine.stage import Buffer
 from ds_ext.errors import ConfigError, CorruptionError
+from ds_ext.pipe_schedules.bridge import BackwardInput
 from ds_ext.planner.job_plan import make_job_plan
 from tests.ranks import Ranks
 from tests.selection import EVERYTHING, covering
@@ -158,18 +159,22 @@ def flip_repeated_activation(engine: Any, step: int) -> None:
 
 def flip_input_gradient(engine: Any, step: int) -> None:
     """Of the watched backward."""
-    audit, after = engine.audit, engine.audit.after
+    audit, executor = engine.audit, engine.executor
+    handlers = executor.handlers
 
-    def flip_before(instruction: Any) -> None:
-        buffer = engine.pipe_buffers[instruction.buffer_id] if "buffer_id" in instruction.kwargs else Buffer()
-        grads = [t.grad for t in buffer.inputs or () if t.grad is not None]
-        if audit._watches(instruction) and "Backward" in type(instruction).__name__ and grads:
-            flip(grads[0])
-            audit.after = after
-            FLIPPED_IN.append(engine.global_steps + 1)
-        after(instruction)
+    def flipping(kind: Any) -> Any:
+        def run(buffer_id: int, stage: int, micro_batch: int) -> None:
+            handlers[kind](buffer_id, stage, micro_batch)
+            grads = [t.grad for t in engine.pipe_buffers[buffer_id].inputs or () if t.grad is not None]
+            op = audit._watched
+            if op is not None and (stage, micro_batch) == (op.stage, op.micro_batch) and grads:
+                flip(grads[0])
+                executor.handlers = handlers
+                FLIPPED_IN.append(engine.global_steps + 1)
 
-    audit.after = flip_before
+        return run
+
+    executor.handlers = {**handlers, **{kind: flipping(kind) for kind in (ds.BackwardPass, BackwardInput)}}
 
 
 def change_reduced_gradient(engine: Any, step: int) -> None:

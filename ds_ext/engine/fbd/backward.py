@@ -48,7 +48,7 @@ class BackwardEngine(RoleEngine):
         assert self._weights is not None
         self._weights.send(self._version)
 
-    def _exec_recv_activations(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
+    def _receive_activations(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
         self.executor.receive_activations(buffer_id, stage, micro_batch, peer)
         (rank,) = self.layout.peers(self.global_rank, peer)
         credit = torch.zeros(1, dtype=torch.uint8, device=self.device)
@@ -66,6 +66,6 @@ class BackwardEngine(RoleEngine):
 
     _INSTRUCTION_MAP: ClassVar[dict[type[ds.PipeInstruction], Callable[..., None]]] = {
         **PipelineEngine._INSTRUCTION_MAP,
-        ds.RecvActivation: _exec_recv_activations,
+        ds.RecvActivation: _receive_activations,
         SyncWeights: _exec_sync_weights,
     }

@@ -101,7 +101,7 @@ class ForwardEngine(RoleEngine):
         with torch.no_grad():
             super()._exec_schedule(pipe_schedule, evaluation)
 
-    def _exec_send_activations(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
+    def _send_activations(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
         """Send outputs, once the backward device has received enough of the earlier ones."""
         if peer in self.layout.placement.forward_devices:
             self.executor.send_activations(buffer_id, stage, micro_batch, peer)
@@ -155,6 +155,6 @@ class ForwardEngine(RoleEngine):
 
     _INSTRUCTION_MAP: ClassVar[dict[type[ds.PipeInstruction], Callable[..., None]]] = {
         **PipelineEngine._INSTRUCTION_MAP,
-        ds.SendActivation: _exec_send_activations,
+        ds.SendActivation: _send_activations,
         SyncWeights: _exec_sync_weights,
     }
