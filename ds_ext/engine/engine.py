@@ -88,8 +88,8 @@ logger = logging.getLogger(__name__)
 
 
 def _of_executor(name: str) -> Callable[..., None]:
-    def handler(engine: PipelineEngine, **arguments: Any) -> None:
-        getattr(engine.executor, name)(**arguments)
+    def handler(engine: PipelineEngine, *arguments: Any, **named: Any) -> None:
+        getattr(engine.executor, name)(*arguments, **named)
 
     return handler
 
@@ -173,7 +173,7 @@ class PipelineEngine(DeepSpeedPipelineEngine):
         )
         self.pipe_buffers = self.executor.buffers
         self.schedule = self.executor.schedule = self._make_schedule()
-        self._handlers: dict[Any, Any] = {}
+        self._instruction_maps: Any = None  # of this class and its bases, as they were then
         self._take_handlers()
         self._deferral: DeferralReport | None = None  # for the first step only
         self.deferred_share: float | None = None
@@ -365,15 +365,17 @@ class PipelineEngine(DeepSpeedPipelineEngine):
 
         Raises ConfigError for a handler that does not accept the arguments of its instruction.
         """
-        handlers = with_patches(self._INSTRUCTION_MAP)
-        if handlers != self._handlers:
-            self._handlers = handlers
-            self.executor.handlers = {
-                kind: getattr(self.executor, OWN_HANDLERS[kind])
-                if handler is _OF_EXECUTOR.get(kind)
-                else functools.partial(handler, self)
-                for kind, handler in handlers.items()
-            }
+        maps = [{**of._INSTRUCTION_MAP} for of in (self, PipelineEngine, DeepSpeedPipelineEngine)]
+        if maps == self._instruction_maps:
+            return
+        self._handlers = with_patches(*maps)
+        self.executor.handlers = {
+            kind: getattr(self.executor, OWN_HANDLERS[kind])
+            if handler is _OF_EXECUTOR.get(kind)
+            else functools.partial(handler, self)
+            for kind, handler in self._handlers.items()
+        }
+        self._instruction_maps = maps
 
     def _train_schedule(self) -> TimetableSchedule:
         return self.schedule

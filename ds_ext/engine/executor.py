@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from deepspeed.runtime.pipe import schedule as ds
@@ -40,8 +41,8 @@ from .messages import Kind, StageMessages, pack
 from .stage import Buffer
 
 Kinds = tuple[type[ds.PipeInstruction], ...]
+Forward = Callable[[int, tuple[Tensor, ...], int, int], Any]  # such as :class:`.stage.StageForward`
 _RECEIVES = {ds.RecvActivation: Kind.ACTIVATION, ds.RecvGrad: Kind.GRADIENT}
-_MAX_BOUND = 8  # schedules with their observers
 
 
 class Observer:
@@ -75,14 +76,6 @@ class Losses(Protocol):
         ...
 
 
-class Forward(Protocol):
-    """Forward of a stage, such as :class:`.stage.StageForward`."""
-
-    def __call__(self, stage: int, inputs: tuple[Tensor, ...], step: int, micro_batch: int) -> Any:
-        """Return the outputs of a stage for a micro-batch, by its global number."""
-        ...
-
-
 class _Call(NamedTuple):
     """Call of a handler with its arguments, and of the observers before and after it."""
 
@@ -96,7 +89,7 @@ class Executor:
     """Executor of the instructions of one rank.
 
     Args:
-        forward: forward of a stage.
+        forward: returns the outputs of a stage for (stage, inputs, step, global number of the micro-batch).
         losses: losses of the micro-batches.
         last_stage: last stage of the model.
         device: device of the tensors.
@@ -139,8 +132,8 @@ class Executor:
         self._step = 0
         self._splits: frozenset[tuple[int, int]] = frozenset()
         self._evaluation = Evaluation()
-        self._bound: dict[Any, list[_Call]] = {}
-        self._bound_to: Any = None
+        # Schedule -> what its calls are bound to, and the calls.
+        self._bound: WeakKeyDictionary[TimetableSchedule, tuple[Any, list[_Call]]] = WeakKeyDictionary()
 
     # --- the step loop ---
 
@@ -186,19 +179,18 @@ class Executor:
                 for observe in after:
                     observe(instruction)
         except Exception as error:
+            self.on_failure(instruction, error)
             for observer in reversed(observers):
                 observer.failed(instruction)
-            self.on_failure(instruction, error)
             raise
 
     def _bind_all(self, schedule: TimetableSchedule, observers: list[Observer]) -> list[_Call]:
         """Return the calls of a static schedule, receives posted ahead included."""
-        if self._bound_to != (self.messages, self.handlers) or len(self._bound) > _MAX_BOUND:
-            self._bound_to, self._bound = (self.messages, self.handlers), {}
-        key = schedule, *observers
-        if key not in self._bound:
-            self._bound[key] = [*self._in_order(schedule, observers)]
-        return self._bound[key]
+        bound_to = self.messages, self.handlers, observers
+        of_schedule = self._bound.get(schedule)
+        if of_schedule is None or of_schedule[0] != bound_to:
+            of_schedule = self._bound[schedule] = bound_to, [*self._in_order(schedule, observers)]
+        return of_schedule[1]
 
     def _in_order(self, schedule: TimetableSchedule, observers: list[Observer]) -> Iterator[_Call]:
         waiting: deque[_Call] = deque()
@@ -348,12 +340,16 @@ OWN_HANDLERS: dict[type[ds.PipeInstruction], str] = {
 class _ProfilerLabels(Observer):
     """Labels of the instructions in a profile of torch."""
 
+    _range: record_function | None = None
+
     def before(self, instruction: Any) -> None:
         self._range = record_function(instruction.label)
         self._range.__enter__()
 
     def after(self, instruction: Any) -> None:
-        self._range.__exit__(None, None, None)
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
 
     def failed(self, instruction: Any) -> None:
         self.after(instruction)

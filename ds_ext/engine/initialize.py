@@ -227,7 +227,8 @@ def initialize(
     # The constructors below communicate.
     limit_waits(model.plan.settings.transport_options.timeout_s)
     if model_parameters is not None:
-        model_parameters = _with_placeholder(model, [_with_list(group) for group in model_parameters])
+        groups = _with_elements([_with_list(group) for group in model_parameters])
+        model_parameters = _with_placeholder(model, groups)
     data = data_facts(model, training_data)
     compare(
         {
@@ -296,28 +297,42 @@ def _make_engine(model: PipelineModule, config: Mapping[str, Any], **kwargs: Any
 
 
 def _with_list(group: Any) -> Any:
-    """Return a parameter, or a parameter group whose iterator of parameters is replaced by a list.
-
-    The list of a group is empty if no parameter has elements. DeepSpeed removes empty groups, and fails on such ones.
-    """
+    """Return a parameter, or a parameter group whose iterator of parameters is replaced by a list."""
     if not isinstance(group, Mapping):
         return group
     parameters = group["params"]
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    return {**group, "params": parameters if any(map(torch.numel, parameters)) else []}
+    return {**group, "params": [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)}
+
+
+def _with_elements(groups: list[Any]) -> list[Any]:
+    """Return parameters or groups, without groups whose parameters have no elements, on which DeepSpeed fails."""
+    kept = [
+        group
+        for group in groups
+        if not isinstance(group, Mapping) or not group["params"] or any(map(_numel, group["params"]))
+    ]
+    return kept or [{**group, "params": []} for group in groups]
+
+
+def _numel(parameter: Any) -> int:
+    """Return the number of elements of a parameter, or of a pair (name, parameter)."""
+    return (parameter[1] if isinstance(parameter, tuple) else parameter).numel()
 
 
 def _with_placeholder(model: PipelineModule, groups: list[Any]) -> list[Any]:
     """Return the parameters or groups, with the placeholder of a rank that trains nothing if they are empty."""
     if model.placeholder is None or not _are_empty(groups):
         return groups
-    first = {**groups[0], "params": [model.placeholder]} if groups else model.placeholder
-    return [first, *groups[1:]]
+    if groups and isinstance(groups[0], Mapping):
+        return [{**groups[0], "params": [model.placeholder]}, *groups[1:]]
+    return [model.placeholder]
 
 
 def _are_empty(groups: list[Any]) -> bool:
-    """Return whether parameters or parameter groups contain no parameter."""
-    return all(isinstance(group, Mapping) and not group["params"] for group in groups)
+    """Return whether no parameter has elements, in parameters or parameter groups."""
+    return not any(
+        any(map(_numel, group["params"])) if isinstance(group, Mapping) else _numel(group) for group in groups
+    )
 
 
 def _require_samples_by_index(training_data: Any) -> None:
@@ -349,7 +364,7 @@ def _require_parameters(model: PipelineModule, groups: list[Any] | None) -> None
 
     A rank whose layers are frozen when the module is built has a placeholder, because optimizers need a parameter.
     """
-    trains = any(model.stage_parameters(stage) for stage in model.stages)
+    trains = any(p.numel() for stage in model.stages for p in model.stage_parameters(stage))
     omitted = groups is not None and _are_empty(groups)
     facts = together(lambda: (trains, trains or model.placeholder is not None, omitted))
     if not any(trains for trains, _, _ in facts):

@@ -171,7 +171,7 @@ class PipelineModule(DeepSpeedPipelineModule):
             coordinate, "model", 0
         )
         self.placeholder: torch.nn.Parameter | None = None
-        if not any(parameter.requires_grad for parameter in self.parameters()):
+        if not any(parameter.requires_grad and parameter.numel() for parameter in self.parameters()):
             # Optimizers need a parameter. The gradient of this one is zero. It is in no stage and no checkpoint.
             self.placeholder = torch.nn.Parameter(torch.zeros(1))
 

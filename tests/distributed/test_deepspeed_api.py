@@ -359,6 +359,9 @@ def train_with_patches(rank: int) -> tuple[list[float], list[str], list[str]]:
         calls.append("step")
         own[OptimizerStep](engine)
 
+    def by_position(engine: PipelineEngine, buffer_id: int, stage: int, micro_batch: int) -> None:
+        PipelineEngine._INSTRUCTION_MAP[ForwardPass](engine, buffer_id, stage, micro_batch)
+
     def forward(engine: PipelineEngine, buffer_id: int) -> None:
         raise AssertionError("must not be called")
 
@@ -370,7 +373,7 @@ def train_with_patches(rank: int) -> tuple[list[float], list[str], list[str]]:
         patch.setattr(
             engine,
             "_INSTRUCTION_MAP",
-            {**PipelineEngine._INSTRUCTION_MAP, OptimizerStep: step},
+            {**PipelineEngine._INSTRUCTION_MAP, OptimizerStep: step, ForwardPass: by_position},
             raising=False,
         )
         losses = trained(engine)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.schedule import OptimizerStep
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_ext.comm import groups, torch_split, wire
@@ -20,8 +21,8 @@ from ds_ext.comm.gloo_cuda import needs_copy
 from ds_ext.comm.groups import first_step_limit_s, limit_waits, new_pair_groups, watchdog_s
 from ds_ext.comm.torch_split import HEADER_CHANNEL, SplitTransport
 from ds_ext.comm.transport import make_tag
+from ds_ext.engine.executor import Observer
 from ds_ext.errors import TransportError, TransportTimeout
-from ds_ext.pipe_schedules.bridge import TimetableSchedule
 from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build, train
 from tests.ranks import RankPool
 
@@ -191,13 +192,14 @@ def limits_while_compiling(rank: int, compiled: bool) -> list[float]:
     if compiled:
         engine.compile(backend="eager")
     limits: list[float] = []
-    execute = engine._exec_schedule
 
-    def record(pipe_schedule: TimetableSchedule) -> None:
-        limits.append(engine.transport.timeout_s)
-        execute(pipe_schedule)
+    class Record(Observer):
+        kinds = (OptimizerStep,)
 
-    engine._exec_schedule = record
+        def before(self, instruction: Any) -> None:
+            limits.append(engine.transport.timeout_s)
+
+    engine.executor.observers.append(Record())
     batches = StepBatches(batches_of(job))
     for _ in range(2):
         engine.train_batch(batches)

@@ -152,16 +152,19 @@ def test_half_precision(ranks: Ranks) -> None:
 class Open(nn.Module):
     """Layer with a gate and a weight without elements."""
 
-    def __init__(self) -> None:
+    def __init__(self, gated: bool = True) -> None:
         super().__init__()
-        self.scale, self.empty = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.zeros(0, 4))
+        self.scale = nn.Parameter(torch.tensor(0.5), requires_grad=gated)
+        self.empty = nn.Parameter(torch.zeros(0, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.scale * x.to(self.scale.dtype) + self.empty.sum()
 
 
-def train_with_a_group_without_elements(rank: int, section: dict[str, Any]) -> float:
-    """Return the gate of this rank after a step."""
+def train_without_elements(
+    rank: int, section: dict[str, Any], form: str, gated: bool, folder: str
+) -> tuple[float, float]:
+    """Return the gate of this rank after a step, and after loading and another one."""
     config = {
         "train_batch_size": 2,
         "train_micro_batch_size_per_gpu": 2,
@@ -170,19 +173,48 @@ def train_with_a_group_without_elements(rank: int, section: dict[str, Any]) -> f
         "ds_ext": {"schedule": "1f1b", "pipeline_parallel_size": 2, "print_plan": False},
         **section,
     }
-    model = ds_ext.PipelineModule([LayerSpec(Open)] * 2, config, loss_fn=lambda y, _: y.float().mean())
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    gates = [p for p in model.parameters() if p.dim() == 0]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": gates, "weight_decay": 0.0}]
+    layers = [LayerSpec(Open), LayerSpec(Open, gated)]
+    model = ds_ext.PipelineModule(layers, config, loss_fn=lambda y, _: y.float().mean())
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    matrices, gates = (
+        [one for one in named if (one[1].dim() > 1) == is_matrix] for is_matrix in (True, False)
+    )
+    groups: Any = [{"params": matrices, "weight_decay": 0.1}, {"params": gates, "weight_decay": 0.0}]
+    if form == "parameters":
+        groups = [p for _, p in named]
+    elif form == "groups":
+        groups = [{**group, "params": [p for _, p in group["params"]]} for group in groups]
     engine, *_ = ds_ext.initialize(model=model, config=config, model_parameters=groups)
-    engine.train_batch(iter([(torch.ones(2, 4), torch.zeros(2))]))
-    return float(gates[0])
+    batch = [(torch.ones(2, 4), torch.zeros(2))]
+    engine.train_batch(iter(batch))
+    gate = next(p for name, p in model.named_parameters() if "scale" in name)
+    after = float(gate)
+    engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder)
+    engine.train_batch(iter(batch))
+    return after, float(gate)
 
 
 @pytest.mark.parametrize(
-    "section",
-    [{}, {"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 1}}],
-    ids=["fp32", "bf16", "zero1"],
+    ("section", "form", "gated"),
+    [
+        ({}, "groups", True),
+        ({}, "named groups", True),
+        ({}, "groups", False),
+        ({"bf16": {"enabled": True}}, "groups", True),
+        ({"bf16": {"enabled": True}}, "groups", False),
+        ({"bf16": {"enabled": True}}, "parameters", False),
+        ({"zero_optimization": {"stage": 1}}, "groups", True),
+        ({"zero_optimization": {"stage": 1}}, "groups", False),
+    ],
+    ids=lambda value: "-".join(value) or "fp32" if isinstance(value, dict) else str(value),
 )
-def test_a_parameter_group_without_elements(ranks: Ranks, section: dict[str, Any]) -> None:
-    assert ranks(2).run(train_with_a_group_without_elements, section) == [0.0, 0.0]  # 0.5 - 1.0 * 0.5
+def test_parameters_without_elements(
+    ranks: Ranks, tmp_path: Path, section: dict[str, Any], form: str, gated: bool
+) -> None:
+    """The loss is the product of the gates, so the gradient of a gate is the other gate."""
+    first, second = ranks(2).run(train_without_elements, section, form, gated, str(tmp_path))
+    if gated:
+        assert (first, second) == ((0.0, 0.0), (0.0, 0.0))  # 0.5 - 1.0 * 0.5
+    else:
+        assert (first, second) == ((0.0, -0.5), (0.5, 0.5))

@@ -309,7 +309,8 @@ def _log_settings(before: Mapping[tuple[str, int], Any], after: Mapping[tuple[st
     for line in lines:
         owner = "lr_scheduler" if line.startswith("scheduler.") else "optimizer.param_groups"
         logger.warning(
-            "%s, from the checkpoint. To change it in your own script, set engine.%s after loading.",
+            "%s, from the checkpoint. To change it in your own script, set engine.%s after loading, on ranks that "
+            "have an optimizer.",
             line,
             owner,
         )

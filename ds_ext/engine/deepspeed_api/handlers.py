@@ -37,20 +37,22 @@ _ARGUMENTS: dict[type[ds.PipeInstruction], tuple[str, ...]] = {
 }
 
 
-def with_patches(handlers: Handlers) -> dict[type[ds.PipeInstruction], Handler]:
-    """Return the handlers of an engine, including those that a script put into DeepSpeed's map.
+def with_patches(handlers: Handlers, *bases: Handlers) -> dict[type[ds.PipeInstruction], Handler]:
+    """Return the handlers of an engine, including those that a script put into the maps of its base classes.
 
     Args:
         handlers: the engine's map.
+        bases: maps of its base classes.
 
     Raises:
         ConfigError: a script's handler does not accept the arguments of its instruction.
     """
     found = dict(handlers)
-    for instruction, handler in DeepSpeedPipelineEngine._INSTRUCTION_MAP.items():
-        patched = handler.__module__ != DeepSpeedPipelineEngine.__module__
-        if patched and instruction in found and not is_patch(found[instruction]):
-            found[instruction] = handler
+    for base in bases:
+        for instruction, handler in base.items():
+            patched = is_patch(handler) and handler.__module__ != DeepSpeedPipelineEngine.__module__
+            if patched and instruction in found and not is_patch(found[instruction]):
+                found[instruction] = handler
     for instruction, arguments in _ARGUMENTS.items():
         if is_patch(found[instruction]):
             _require_arguments(instruction, found[instruction], arguments)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -106,7 +108,7 @@ def test_a_step_of_one_rank(name: str) -> None:
     middles = [LINEAR[0](inputs).detach().requires_grad_() for inputs, _ in batches()]
     expected = [(LINEAR[1](x) - y).square().mean() for x, (_, y) in zip(middles, batches(), strict=True)]
     (torch.stack(expected).sum() / MICRO_BATCHES).backward()
-    assert losses.seen == pytest.approx([float(loss) for loss in expected])
+    assert losses.seen == pytest.approx([loss.item() for loss in expected])
     assert got is not None and LINEAR[1].weight.grad is not None
     torch.testing.assert_close(got, LINEAR[1].weight.grad)
     for number, x in enumerate(middles):
@@ -149,3 +151,34 @@ def test_observers_see_their_instructions_and_a_failure() -> None:
     end = ["before OptimizerStep"] * 2 + ["failed OptimizerStep"] * 2
     assert inner.seen == [*forwards, *end]
     assert failures == [("OptimizerStep", "ZeroDivisionError")]
+
+
+def test_an_observer_of_an_earlier_run_is_not_kept() -> None:
+    executor, _, _ = executor_of_the_last_stage()
+    executor.handlers = {**executor.handlers, **NOTHING}
+    schedule, data = schedule_and_data("1f1b")
+    observer = Record()
+    executor.run(schedule, data, 0, [observer])
+    seen, dead = list(observer.seen), weakref.ref(observer)
+    del observer
+    executor.run(*schedule_and_data("gpipe"), 0)
+    executor.run(schedule, schedule_and_data("1f1b")[1], 1)
+    gc.collect()
+    assert dead() is None and seen
+
+
+def test_a_failure_in_a_profile() -> None:
+    failures: list[str] = []
+    executor, _, messages = executor_of_the_last_stage(
+        on_failure=lambda instruction, error: failures.append(type(error).__name__)
+    )
+
+    class Broken(Loopback):
+        def post(self, kind: Kind, stage: int, micro_batch: int, device: int) -> None:
+            raise ZeroDivisionError
+
+    executor.handlers = {**executor.handlers, **NOTHING}
+    executor.messages = Broken(messages.inputs)  # pyright: ignore[reportAttributeAccessIssue]
+    with torch.profiler.profile(), pytest.raises(ZeroDivisionError):
+        executor.run(*schedule_and_data("1f1b"), 0)
+    assert failures == ["ZeroDivisionError"]
