@@ -1,4 +1,4 @@
-"""What a run of forwards computes and keeps."""
+"""Requests of an evaluation."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What the last stage of this rank computes and keeps, by micro-batch. The default is that of a training step.
+    """Requests of an evaluation to the last stage of this rank. The default is that of a training step.
 
     Attributes:
         computes_loss: compute the loss.
-        outputs: receives the outputs; None: not kept.
-        losses: receives the loss of every micro-batch; None: not kept.
+        outputs: receives the outputs by micro-batch; None: not kept.
+        losses: receives the losses by micro-batch; None: not kept.
     """
 
     computes_loss: bool = True
