@@ -108,6 +108,7 @@ class LateDevice(Device):
         self._folder, self._skip, self._reachable = folder, skip, reachable
         self._blocks: list[np.ndarray] = []
         self._kept: dict[int, set[Any]] = {}
+        self.dropped = threading.Event()  # memory was dropped, and the work of its next owner is queued
         self._files = 0
         self.main, self.outward, self.inward, self.releases = (
             self._stream(name, seed, 4 * late_s if name == slow else late_s)
@@ -261,6 +262,7 @@ class LateDevice(Device):
             self._record(event, other)
             self._wait(stream, event)
         stream.put(lambda: block.fill(GARBAGE))
+        self.dropped.set()
 
     def _raw(self, tensor: Tensor) -> np.ndarray:
         """Return the memory of a flat tensor, without keeping memory of this device."""

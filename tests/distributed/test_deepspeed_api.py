@@ -377,6 +377,7 @@ def train_with_patches(rank: int) -> tuple[list[float], list[str], list[str]]:
             raising=False,
         )
         losses = trained(engine)
+        patch.setitem(engine._INSTRUCTION_MAP, ForwardPass, PipelineEngine._INSTRUCTION_MAP[ForwardPass])
         patch.setitem(theirs, ForwardPass, forward)
         errors = [refused(lambda: engine.train_batch(Steps()))]
     errors.append(refused(lambda: engine._exec_schedule(TrainSchedule(8, 4, 0))))

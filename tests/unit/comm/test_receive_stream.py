@@ -58,6 +58,7 @@ def test_memory_is_kept_until_the_computations_have_used_it(tmp_path: Path, skip
     device.current().put(lambda: go_on.wait())
     read = device.read(body)
     del body, work
+    assert device.dropped.wait(LONG_S)  # another thread may still have had it
     reused = threading.Event()
     device.inward.put(reused.set)  # behind the next owner's work, if that did not wait
     assert reused.wait(SHORT_S if not skip else LONG_S) is bool(skip)
