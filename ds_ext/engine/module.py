@@ -296,25 +296,33 @@ class PipelineModule(DeepSpeedPipelineModule):
             self.activation_checkpoint_interval,
             self.parts[stage],
         )
+        keyed = self._keyed_layers()
         if interval == 0 or not torch.is_grad_enabled():
-            return self._run(layers, first, step, micro_batch, inputs)
-        modules, keeps_random = self.stage_modules(stage), self._keyed_layers() is None
+            return self._run(keyed, layers, first, step, micro_batch, inputs)
+        modules = self.stage_modules(stage)
         for start in range(0, len(layers), interval):
             block, index = layers[start : start + interval], first + start
-            run = functools.partial(self._run, block, index, step, micro_batch)
+            run = functools.partial(self._run, keyed, block, index, step, micro_batch)
             if self._is_checkpointable(block):
                 of_block = [modules[i] for i in range(index, index + len(block)) if i in modules]
-                inputs = recomputed(self.activation_checkpoint_func, of_block, run, inputs, keeps_random)
+                inputs = recomputed(self.activation_checkpoint_func, of_block, run, inputs, keyed is None)
             else:
                 inputs = run(inputs)
         return inputs
 
-    def _run(self, layers: list[Callable[..., Any]], first: int, step: int, micro_batch: int, x: Any) -> Any:
+    def _run(
+        self,
+        keyed: KeyedLayers | None,
+        layers: list[Callable[..., Any]],
+        first: int,
+        step: int,
+        micro_batch: int,
+        x: Any,
+    ) -> Any:
         """Return the output of consecutive layers; ``first`` is the index of the first one in the whole model."""
         # Recomputation calls this in the backward, when the clock is set to a different micro-batch.
         if self.clock is not None:
             self.clock.set(step, micro_batch)
-        keyed = self._keyed_layers()
         if keyed is not None:
             return keyed.run(
                 layers, x, seed=self.random_seed, step=step, micro_batch=micro_batch, first=first
