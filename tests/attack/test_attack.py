@@ -105,7 +105,17 @@ ENDED = "error: a reason"
             1,
             1,
         ),
-        ((STEP_1, STEP_2, "restart 1: no snapshots ...; training from step 0", STEP_1, ENDED), 1, 0),
+        (
+            (
+                STEP_1,
+                STEP_2,
+                "recovery: restart 1 found no snapshots of all ranks after 2 complete steps",
+                STEP_1,
+                ENDED,
+            ),
+            1,
+            0,
+        ),
         ((STEP_1, STEP_2.replace("1.0", "1.1"), ENDED), 1, 1),
         ((STEP_1, STEP_2), 1, 1),  # no reason
         ((STEP_1, STEP_2), 0, 2),  # not the last step, and no checkpoint
