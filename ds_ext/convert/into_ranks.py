@@ -34,7 +34,7 @@ def load_into_ranks(engine: PipelineEngine, model: HuggingFaceModel) -> None:
         ConfigError: the engine trains a different model.
     """
     parameters = {}
-    if engine.in_checkpoints:
+    if engine.role.in_checkpoints:
         parameters = parameters_of(engine.module, engine.layout.tensor_parallel_size)
     states = OptimizerStates(engine.optimizer)
     tensor_rank = engine.mpu.get_slice_parallel_rank()
@@ -42,7 +42,7 @@ def load_into_ranks(engine: PipelineEngine, model: HuggingFaceModel) -> None:
         for local, start, target in weight_targets(states, parameters):
             _fill(_counterpart(model, local), local.shape, tensor_rank, model, start, target.view(-1))
         states.weights_changed()
-    engine.weights_loaded()
+    engine.role.weights_loaded()
 
 
 def _counterpart(model: HuggingFaceModel, local: LocalParameter) -> Counterpart:

@@ -398,7 +398,9 @@ def _sampled_checksum(value: Any) -> float:
     return float(crc)
 
 
-def check_first_batch(data: StepData, trains: bool, micro_batches: int, abort: Callable[[str], None]) -> None:
+def check_first_batch(
+    data: StepData, trains: bool, micro_batches: int, abort: Callable[[Exception], None]
+) -> None:
     """Fetch and check the first micro-batch for every stage of this rank. All ranks must call this together.
 
     Logs a warning if the iterators of two data-parallel ranks begin with the same samples.
@@ -435,7 +437,7 @@ def check_first_batch(data: StepData, trains: bool, micro_batches: int, abort: C
     dist.all_gather_object(answers, own)
     first = next((problem for problem, _ in answers if problem is not None), None)
     if failure is not None:
-        abort(f"{type(failure).__name__}: {failure}")
+        abort(failure)
         raise failure
     if first is not None:
         error = ConfigError(first)

@@ -1,9 +1,18 @@
-"""Requests of an evaluation."""
+"""Requests and result of an evaluation."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ..errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -14,8 +23,71 @@ class Evaluation:
         computes_loss: compute the loss.
         outputs: receives the outputs by micro-batch; None: not kept.
         losses: receives the losses by micro-batch; None: not kept.
+        averages: whether the result is a mean over all micro-batches.
     """
 
     computes_loss: bool = True
     outputs: dict[int, Any] | None = None
     losses: dict[int, Any] | None = None
+    averages: bool = True
+
+    @classmethod
+    def requested(
+        cls, compute_loss: bool, return_logits: bool, reduce_output: str | None, bcast_loss: bool
+    ) -> Evaluation:
+        """Return the requests of DeepSpeed's arguments of ``eval_batch``.
+
+        Raises ConfigError if ``reduce_output`` is neither "avg" nor None, or None and ``bcast_loss`` is set.
+        """
+        if reduce_output not in ("avg", None):
+            raise ConfigError(
+                f'reduce_output: must be "avg" or None (got {reduce_output!r}). For the outputs of individual '
+                f"micro-batches, use return_logits=True."
+            )
+        if reduce_output is None and compute_loss and bcast_loss:
+            raise ConfigError(
+                "bcast_loss: the losses of individual micro-batches are not broadcast (got True with reduce_output "
+                "None). Pass bcast_loss=False."
+            )
+        outputs: dict[int, Any] | None = {} if return_logits or not compute_loss else None
+        losses: dict[int, Any] | None = {} if reduce_output is None else None
+        return cls(compute_loss, outputs, losses, reduce_output == "avg")
+
+    def result(self, loss: Tensor | None, group: ProcessGroup | None) -> Any:
+        """Return the result of the evaluation on this rank; None if it has no last stage and ``loss`` is None.
+
+        Args:
+            loss: mean loss over all ranks; None if no loss was computed.
+            group: process group of the data-parallel ranks. They call this together.
+        """
+        if self.averages and self.computes_loss:
+            return loss
+        by_id = self.losses if self.computes_loss else self.outputs
+        values = [by_id[number] for number in sorted(by_id)] if by_id else None
+        return mean_over_ranks(values, group) if values and self.averages else values
+
+
+def mean_over_ranks(outputs: Sequence[Any], group: ProcessGroup | None) -> Any:
+    """Return the mean of the outputs of several micro-batches, over all ranks of a group. They call this together.
+
+    Args:
+        outputs: a tensor or a tuple of tensors for each micro-batch of this rank, of equal shapes.
+        group: process group of the data-parallel ranks.
+    """
+    if isinstance(outputs[0], tuple | list):
+        return [mean_over_ranks(parts, group) for parts in zip(*outputs, strict=True)]
+    mean = torch.stack(list(outputs)).sum(0) / len(outputs)
+    dist.all_reduce(mean, group=group)
+    return mean / dist.get_world_size(group)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Context with every module in evaluation mode. Afterwards each has its own mode again, which users may set."""
+    modes = [(each, each.training) for each in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for each, training in modes:
+            each.training = training

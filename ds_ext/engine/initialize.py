@@ -44,8 +44,8 @@ from .deepspeed_api.device import select_device
 from .deepspeed_api.names import require_names
 from .engine import PipelineEngine
 from .facts import data_facts, optimizer_facts, run_facts, stage_facts
-from .fbd.backward import BackwardEngine
-from .fbd.forward import ForwardEngine
+from .fbd.backward import BackwardRole
+from .fbd.forward import ForwardRole
 from .module import PipelineModule
 from .together import by_rank_0, together
 
@@ -280,15 +280,22 @@ def _make_engine(model: PipelineModule, config: Mapping[str, Any], **kwargs: Any
     def make_config(role_config: Mapping[str, Any]) -> DeepSpeedConfig:
         return DeepSpeedConfig(dict(role_config), model.mpu())
 
-    layout = model.layout
+    layout, timeout_s = model.layout, model.plan.settings.transport_options.timeout_s
     if not isinstance(layout, DisaggregatedLayout):
         return PipelineEngine(model=model, config=config, config_class=make_config(config), **kwargs)
     if layout.role(dist.get_rank()) != FORWARD_ROLE:
-        return BackwardEngine(model=model, config=config, config_class=make_config(config), **kwargs)
+        role = BackwardRole(layout, timeout_s)
+        return PipelineEngine(
+            role=role, model=model, config=config, config_class=make_config(config), **kwargs
+        )
     forward_config = {key: value for key, value in config.items() if key not in _NOT_ON_FORWARD_RANKS}
     forward_config["gradient_accumulation_steps"] *= layout.placement.replicas
-    return ForwardEngine(
-        half=_HALF.get(precision(config)),
+    half = _HALF.get(precision(config))
+    for parameter in model.parameters():  # not buffers, as in DeepSpeed on backward ranks
+        if half is not None and parameter.is_floating_point():
+            parameter.data = parameter.data.to(half)
+    return PipelineEngine(
+        role=ForwardRole(layout, timeout_s),
         model=model,
         config=forward_config,
         config_class=make_config(forward_config),

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ..errors import ConfigError
 from ..tensor_parallel import WeightGradients, address, backward
@@ -143,17 +141,3 @@ class StageForward:
 def _non_leaf(tensor: Tensor) -> Tensor:
     """Return the same memory, not as a leaf and not as a view, on which torch forbids in-place operations too."""
     return _alias(tensor, tensor.shape) if tensor.requires_grad else tensor
-
-
-def mean_over_ranks(outputs: Sequence[Any], group: ProcessGroup | None) -> Any:
-    """Return the mean of the outputs of several micro-batches, over all ranks of a group. They call this together.
-
-    Args:
-        outputs: a tensor or a tuple of tensors for each micro-batch of this rank, of equal shapes.
-        group: process group of the data-parallel ranks.
-    """
-    if isinstance(outputs[0], tuple | list):
-        return [mean_over_ranks(parts, group) for parts in zip(*outputs, strict=True)]
-    mean = torch.stack(list(outputs)).sum(0) / len(outputs)
-    dist.all_reduce(mean, group=group)
-    return mean / dist.get_world_size(group)

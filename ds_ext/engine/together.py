@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError, DsExtError
@@ -48,3 +49,20 @@ def by_rank_0(function: Callable[[], Any], error_type: type[DsExtError] = DsExtE
 def error_text(error: OSError) -> str:
     """Return the rank, reason and file of an OSError."""
     return f"rank {dist.get_rank()}: {error.strerror}: {error.filename}"
+
+
+def rows_of_ranks(numbers: Sequence[float], device: torch.device) -> list[list[float]]:
+    """Return the numbers of all ranks, one row per rank. Every rank passes as many.
+
+    Args:
+        device: device of this rank's tensors.
+    """
+    row = torch.tensor(numbers, dtype=torch.float64, device=collective_device(device))
+    rows = row.new_empty(dist.get_world_size(), len(numbers))
+    dist.all_gather(list(rows), row)
+    return rows.tolist()
+
+
+def collective_device(device: torch.device) -> torch.device:
+    """Return the device of tensors in collectives of all ranks: the CPU with gloo, otherwise ``device``."""
+    return torch.device("cpu") if dist.get_backend() == "gloo" else device

@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,22 +36,10 @@ class MeasuredEngine(Protocol):
     global_rank: int
     global_steps: int
     global_samples: int
-    step_s: float | None
-    step_lr: float | None
-    bubble_measured: float | None
-    peak_memory_of_ranks: list[int]
+    report: Any
     run_facts: dict[str, Any]
-    checkpoint_events: list[dict[str, Any]]
-    on_checkpoint_event: Callable[[], None] | None
-    snapshot_s: float | None
-    recovered_from_step: int | None
+    checkpoint_events: Any
     agg_additional_losses: Mapping[str, torch.Tensor] | None
-    tokens: int | None
-
-    @property
-    def bubble_simulated(self) -> float:
-        """Bubble of the plan."""
-        ...
 
     def train_batch_size(self) -> int:
         """Return the samples of a step."""
@@ -153,8 +141,8 @@ class Metrics:
         if file is not None and engine.global_rank == 0:
             self._file = MetricsFile(file)
             facts = {"total_steps": total_steps, "model": dict(model or {}), **engine.run_facts}
-            self._record = RunRecord(Path(file), facts, engine.checkpoint_events)
-            engine.on_checkpoint_event = self._record.write
+            self._record = RunRecord(Path(file), facts, engine.checkpoint_events.all)
+            engine.checkpoint_events.on_event = self._record.write
         self._first = True
 
     def log(
@@ -175,7 +163,7 @@ class Metrics:
         if self._file is not None:
             self._file.write(metrics)
         if self._record is not None:
-            self._record.memory(self._engine.peak_memory_of_ranks)
+            self._record.memory(self._engine.report.of_ranks.peak_memory_of_ranks)
         if self._engine.global_rank == 0 and self._log_interval > 0:
             last = self._total_steps is not None and metrics.step >= self._total_steps
             due = self._first or last or metrics.step % self._log_interval == 0 or validation_loss is not None
@@ -189,10 +177,10 @@ class Metrics:
         validation_loss: torch.Tensor | float | None,
         validation_losses: Mapping[str, torch.Tensor | float] | None,
     ) -> StepMetrics:
-        engine = self._engine
-        if engine.step_s is None:
+        engine, report = self._engine, self._engine.report
+        if report is None:
             raise ConfigError("Metrics.log: no step to report (got a call before engine.train_batch()).")
-        norm, samples_per_s = engine.get_global_grad_norm(), engine.train_batch_size() / engine.step_s
+        norm, samples_per_s = engine.get_global_grad_norm(), engine.train_batch_size() / report.seconds
         tokens, flops, tflops = self._tokens_per_sample, self._flops_per_sample, None
         if flops is not None:
             tflops = samples_per_s * flops / dist.get_world_size() / 1e12
@@ -200,8 +188,8 @@ class Metrics:
             step=engine.global_steps,
             loss=loss,
             grad_norm=None if norm is None else float(norm),
-            lr=engine.step_lr or 0.0,
-            iter_time_s=engine.step_s,
+            lr=report.lr,
+            iter_time_s=report.seconds,
             samples_per_s=samples_per_s,
             tokens_per_s=None if tokens is None else samples_per_s * tokens,
             tflops_per_device=tflops,
@@ -209,15 +197,15 @@ class Metrics:
             consumed_samples=engine.global_samples,
             schedule=engine.plan.timetable.schedule,
             transport=engine.transport.name,
-            peak_memory_bytes=max(engine.peak_memory_of_ranks, default=0),
-            bubble_measured=engine.bubble_measured,
-            bubble_simulated=engine.bubble_simulated,
+            peak_memory_bytes=max(report.of_ranks.peak_memory_of_ranks),
+            bubble_measured=report.of_ranks.bubble,
+            bubble_simulated=engine.plan.simulation.bubble,
             losses=_floats(engine.agg_additional_losses),
             validation_loss=None if validation_loss is None else float(validation_loss),
             validation_losses=_floats(validation_losses),
-            snapshot_s=engine.snapshot_s,
-            recovered_from_step=engine.recovered_from_step,
-            tokens=engine.tokens,
+            snapshot_s=report.snapshot_s,
+            recovered_from_step=report.recovered_from,
+            tokens=report.of_ranks.losses.tokens,
         )
 
 

@@ -142,7 +142,7 @@ class Trainer:
 
         Raises CheckpointError with ``--stop-if-not-saved``.
         """
-        watch = self.engine.loss_watch
+        watch = self.engine.update.loss_watch
         if watch.in_a_row and not math.isfinite(loss):
             self.not_saved.append(step)
             say_error(f"step {step}: checkpoint not saved: loss {loss}. The previous one stays current.")

@@ -131,7 +131,7 @@ def flip_activation(engine: Any, step: int) -> None:
 
     def then_flip(stage: int, inputs: Any, step: int, number: int) -> Any:
         outputs, op = forward(stage, inputs, step, number), audit._watched
-        if op is None or (stage, number - engine.first_micro_batch) != (op.stage, op.micro_batch):
+        if op is None or (stage, number - engine.executor.data.first_id) != (op.stage, op.micro_batch):
             return outputs
         engine.executor.forward_stage = forward
         FLIPPED_IN.append(step + 1)
@@ -144,17 +144,21 @@ def flip_activation(engine: Any, step: int) -> None:
 
 def flip_repeated_activation(engine: Any, step: int) -> None:
     """Of this rank's repetition of another rank's forward."""
-    again, audit = engine.forward_again, engine.audit
+    audit, executor = engine.audit, engine.executor
+    finish, forward = audit.finish, executor.forward_stage
 
     def then_flip(*args: Any) -> Any:
-        outputs = again(*args).clone()
-        if audit._watched is None:
-            engine.forward_again = again
-            FLIPPED_IN.append(engine.global_steps + 1)
-            flip(outputs)
+        outputs = forward(*args).clone()
+        executor.forward_stage = forward
+        FLIPPED_IN.append(engine.global_steps + 1)
+        flip(outputs)
         return outputs
 
-    engine.forward_again = then_flip
+    def finish_with_flip() -> None:
+        audit.finish, executor.forward_stage = finish, then_flip
+        finish()
+
+    audit.finish = finish_with_flip
 
 
 def flip_input_gradient(engine: Any, step: int) -> None:
@@ -185,7 +189,7 @@ def change_reduced_gradient(engine: Any, step: int) -> None:
         finish()
         parameter = next(iter(engine.module.parameters()))
         # Adam's update may round a small change away.
-        engine.gradients.of(parameter).view(-1)[0].mul_(-3).add_(1)
+        engine.update.gradients.of(parameter).view(-1)[0].mul_(-3).add_(1)
         engine.audit.finish = finish
         FLIPPED_IN.append(step + 1)
 

@@ -369,7 +369,8 @@ def train_with_patches(rank: int) -> tuple[list[float], list[str], list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(theirs, ReduceGrads, reduce)
         engine = engine_of(schedule="bitpipe")
-        assert engine.reduction is None  # a reduction before the script's handler would not be the script's
+        # A reduction before the script's handler would not be the script's.
+        assert engine.update.reduction is None
         patch.setattr(
             engine,
             "_INSTRUCTION_MAP",

@@ -85,7 +85,8 @@ def halve(rank: int) -> list[float | None]:
     rates = []
     for _ in range(4):
         engine.train_batch()
-        rates.append(engine.step_lr)
+        assert engine.report is not None
+        rates.append(engine.report.lr)
     return rates
 
 
@@ -129,7 +130,8 @@ def resumed(
         logger.removeHandler(log)
     for _ in range(steps):
         engine.train_batch()
-        rates.append(engine.step_lr)
+        assert engine.report is not None
+        rates.append(engine.report.lr)
     if not load and steps == AT:
         engine.save_checkpoint(folder)
     return rates, log.lines

@@ -96,7 +96,7 @@ def step_with_a_branch(rank: int) -> tuple[list[list[float]], float]:
     }
     model = PipelineModule([LayerSpec(Branch)], config, num_stages=1, loss_fn=nn.functional.mse_loss)
     engine, *_ = initialize(model=model, config=config, model_parameters=model.parameters())
-    assert engine.reduction is not None
+    assert engine.update.reduction is not None
     sign = 1 - 2 * engine.mpu.get_data_parallel_rank()
     sample = torch.full((1, 2), float(sign), dtype=torch.bfloat16)
     engine.train_batch(iter([(sample, -sample)] * 2))

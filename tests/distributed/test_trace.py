@@ -63,7 +63,8 @@ def train_traced(rank: int, job: TracedJob) -> dict[str, Any]:
     for step in range(job.steps):
         with profiler if step == job.steps - 1 else nullcontext():
             engine.train_batch(batches)
-        bubbles.append(engine.bubble_measured)
+        assert engine.report is not None
+        bubbles.append(engine.report.of_ranks.bubble)
         if step == 0:
             engine.eval_batch(StepBatches(batches_of(job)))
     assert engine.tracer is not None and engine.tracer.times is not None

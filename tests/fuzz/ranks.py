@@ -57,7 +57,7 @@ def train_on_rank(rank: int, job: Job, part: int, folder: str) -> Result:
             engine.save_checkpoint(folder)
         else:
             engine.average_buffers()  # all ranks together, as before an evaluation or a save
-            if engine.in_checkpoints:
+            if engine.role.in_checkpoints:
                 result.state = _state(engine, tp)
     finally:
         engine.transport.close()

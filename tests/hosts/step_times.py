@@ -121,8 +121,8 @@ def run_rank(folder: Path, rows: list[Case], steps: int) -> None:
     for number, row in enumerate(rows):
         engine, device, step = _engine(row)
         finish = [0.0]
-        if engine.reduction is not None:
-            engine.reduction.finish = _timed(engine.reduction.finish, finish)
+        if engine.update.reduction is not None:
+            engine.update.reduction.finish = _timed(engine.update.reduction.finish, finish)
         if rank == 0:
             (folder / f"ready{number}").touch()
             deadline = time.monotonic() + 60

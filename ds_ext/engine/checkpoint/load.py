@@ -19,10 +19,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from ...errors import CheckpointError
 from ..batches import Resumable
 from ..deepspeed_api.names import loss_scaler
-from ..together import together
+from ..together import by_rank_0, together
 from .file import read_plain
 from .folder import check_contents, open_checkpoint
 from .reader import CheckpointReader
+from .run import Run
 from .save import (
     COUNTERS,
     DATA_POSITION,
@@ -45,6 +46,21 @@ from .states import (
 )
 
 logger = logging.getLogger(__name__)
+
+
+def choose(run: Run, folder: Path, tag: str | None) -> str | None:
+    """Return the checkpoint to load, the same on all ranks, even if another job writes to the folder; None without one.
+
+    Args:
+        run: this run. After a restart of its ranks, only what it has written or loaded counts.
+        tag: name of the checkpoint; None: the current one.
+    """
+    name = None if tag is None else str(tag)
+    chosen: str | None = by_rank_0(lambda: run.choose(folder, name), CheckpointError)
+    if chosen is None and dist.get_rank() == 0:
+        own = " that this run wrote or loaded before its restart" * run.continues
+        logger.warning("%s: no checkpoint%s", folder, own)
+    return chosen
 
 
 def load_checkpoint(
@@ -77,9 +93,9 @@ def load_checkpoint(
             the optimizer.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    with_optimizer = with_optimizer and engine.in_checkpoints
+    with_optimizer = with_optimizer and engine.role.in_checkpoints
     tensor_ranks = engine.layout.tensor_parallel_size
-    parameters = parameters_of(engine.module, tensor_ranks) if engine.in_checkpoints else {}
+    parameters = parameters_of(engine.module, tensor_ranks) if engine.role.in_checkpoints else {}
     states = OptimizerStates(engine.optimizer)
 
     def check() -> tuple[str, dict[str, Any], dict[str, Any]]:
@@ -94,7 +110,7 @@ def load_checkpoint(
     name, manifest, state = _checked(check, parameters, strict)
     settings = _settings(engine, states)
     reader = CheckpointReader(Path(name), manifest, engine.mpu.get_slice_parallel_rank())
-    if engine.in_checkpoints:
+    if engine.role.in_checkpoints:
         with torch.no_grad():
             _load_weights(engine, states, parameters, reader, manifest)
             if with_optimizer:
@@ -113,7 +129,7 @@ def load_checkpoint(
     if with_scheduler and scheduler is not None and state["lr_scheduler"] is None:
         _catch_up(scheduler, engine.global_steps - engine.skipped_steps)
     engine.run.loads(manifest)
-    if rank == engine.first_in_checkpoints:
+    if rank == engine.role.first_in_checkpoints:
         _log_settings(settings, _settings(engine, states))
         _log_changes(manifest["job"].get("settings", {}), settings_of(engine))
     dist.barrier()  # no rank may train, or fail, while another is still reading

@@ -146,9 +146,9 @@ def _write_part(
             f"share."
         )
     files: dict[str, dict[str, int]] = {}
-    if not engine.in_checkpoints:
+    if not engine.role.in_checkpoints:
         return {"files": files, "fragments": {}, "parameters": {}, "job": None}
-    if dist.get_rank() == engine.first_in_checkpoints:
+    if dist.get_rank() == engine.role.first_in_checkpoints:
         files[STATE_FILE] = write_plain(written / STATE_FILE, state_of(engine, client_state))
     require_plain_extra_states(engine.module)
     parameters = parameters_of(engine.module, engine.layout.tensor_parallel_size)

@@ -25,6 +25,7 @@ from ...tensor_parallel import shard_dim, unpadded_size
 from ..batches import Batches
 from ..deepspeed_api.names import model_groups
 from ..module import PipelineModule
+from ..role import Role
 from .run import Run
 
 MASTER = "fp32"  # DeepSpeed's name for master weights in universal checkpoints
@@ -46,21 +47,12 @@ class Checkpointed(Protocol):
     global_steps: int
     global_samples: int
     skipped_steps: int
+    role: Role
     run: Run
     run_facts: dict[str, Any]
 
     def gradient_clipping(self) -> float:
         """Return the largest gradient norm of a step; 0: no limit."""
-        ...
-
-    @property
-    def in_checkpoints(self) -> bool:
-        """True if this rank writes and reads checkpoints; False if another rank does so for its weights."""
-        ...
-
-    @property
-    def first_in_checkpoints(self) -> int:
-        """Rank that writes the counters and the other values that are the same on all ranks."""
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import socket
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ from .file import pickled
 from .folder import require_tag, start_writing
 from .save import require_plain_extra_states, state_of
 from .states import Checkpointed, OptimizerStates, parameters_of
+
+logger = logging.getLogger(__name__)
 
 _TAG = "trial"
 _MASTER_BYTES, _STATE_BYTES = 4, 4  # master weights and optimizer states are fp32
@@ -54,12 +57,25 @@ def try_folder(engine: Checkpointed, folder: Path, tags: Sequence[str] | None) -
         raise reported from None
 
 
+def require_states(optimizer: Any, recovers: bool) -> None:
+    """Check that the optimizer's states can be saved. All ranks must call this together.
+
+    Otherwise rank 0 logs a warning, or all ranks raise ConfigError if the job ``recovers`` from snapshots of them.
+    """
+    problems = together(OptimizerStates(optimizer).problem)
+    if problem := next(filter(None, problems), ""):
+        if recovers:
+            raise ConfigError(problem)
+        if dist.get_rank() == 0:
+            logger.warning("no checkpoint can be saved: %s", problem)
+
+
 def checkpoint_bytes(engine: Checkpointed) -> int:
     """Return the bytes of the weights and optimizer states that this rank counts toward a checkpoint.
 
     Replicas count once. The number of states follows from the optimizer: two for Adam, one for Lion and for momentum.
     """
-    if not engine.in_checkpoints or engine.mpu.get_data_parallel_rank() != 0:
+    if not engine.role.in_checkpoints or engine.mpu.get_data_parallel_rank() != 0:
         return 0
     states = OptimizerStates(engine.optimizer)
     groups = [
@@ -98,9 +114,9 @@ def _write(written: Path, engine: Checkpointed) -> int:
         )
     if problem := OptimizerStates(engine.optimizer).problem():
         raise ConfigError(problem)
-    if engine.in_checkpoints:
+    if engine.role.in_checkpoints:
         require_plain_extra_states(engine.module)
-    if rank == engine.first_in_checkpoints:
+    if rank == engine.role.first_in_checkpoints:
         pickled(state_of(engine, {}))
     (written / f"rank_{rank}").write_text(str(rank))
     return checkpoint_bytes(engine)

@@ -7,6 +7,7 @@ instruction. Handlers that read DeepSpeed's buffers do not, because those buffer
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from deepspeed.runtime.pipe import schedule as ds
 from deepspeed.runtime.pipe.engine import PipelineEngine as DeepSpeedPipelineEngine
 
 from ...errors import ConfigError
+from ..executor import OWN_HANDLERS
 
 Handler = Callable[..., None]
 Handlers = Mapping[type[ds.PipeInstruction], Handler]
@@ -37,6 +39,30 @@ _ARGUMENTS: dict[type[ds.PipeInstruction], tuple[str, ...]] = {
 }
 
 
+def _of_executor(name: str) -> Handler:
+    def handler(engine: Any, *arguments: Any, **named: Any) -> None:
+        getattr(engine.executor, name)(*arguments, **named)
+
+    return handler
+
+
+# Handlers of the executor, as functions of an engine.
+OF_EXECUTOR = {kind: _of_executor(name) for kind, name in OWN_HANDLERS.items()}
+
+
+def bound_to(engine: Any, handlers: Handlers) -> dict[type[ds.PipeInstruction], Handler]:
+    """Return the handlers as functions of the arguments of their instructions, with those of the engine's role."""
+    bound = dict(engine.role.handlers)
+    for kind, handler in handlers.items():
+        if kind in engine.role.handlers and not is_patch(handler):
+            continue
+        if handler is OF_EXECUTOR.get(kind):
+            bound[kind] = getattr(engine.executor, OWN_HANDLERS[kind])
+        else:
+            bound[kind] = functools.partial(handler, engine)
+    return bound
+
+
 def with_patches(handlers: Handlers, *bases: Handlers) -> dict[type[ds.PipeInstruction], Handler]:
     """Return the handlers of an engine, including those that a script put into the maps of its base classes.
 
@@ -47,16 +73,16 @@ def with_patches(handlers: Handlers, *bases: Handlers) -> dict[type[ds.PipeInstr
     Raises:
         ConfigError: a script's handler does not accept the arguments of its instruction.
     """
-    found = dict(handlers)
+    patched = dict(handlers)
     for base in bases:
         for instruction, handler in base.items():
-            patched = is_patch(handler) and handler.__module__ != DeepSpeedPipelineEngine.__module__
-            if patched and instruction in found and not is_patch(found[instruction]):
-                found[instruction] = handler
+            is_ours = not is_patch(handler) or handler.__module__ == DeepSpeedPipelineEngine.__module__
+            if not is_ours and instruction in patched and not is_patch(patched[instruction]):
+                patched[instruction] = handler
     for instruction, arguments in _ARGUMENTS.items():
-        if is_patch(found[instruction]):
-            _require_arguments(instruction, found[instruction], arguments)
-    return found
+        if is_patch(patched[instruction]):
+            _require_arguments(instruction, patched[instruction], arguments)
+    return patched
 
 
 def is_patch(handler: Any) -> bool:

@@ -92,9 +92,9 @@ def _parsed(table: str) -> tuple[PrivateName, ...]:
 
 # Methods that this package overrides: without them, DeepSpeed's code would run instead.
 OVERRIDDEN = _parsed(f"""
-    {_ENGINE} callable: train_batch eval_batch set_train_batch_size set_dataloader set_dataiterator scale get_lr
+    {_ENGINE} callable: train_batch eval_batch set_train_batch_size set_dataloader set_dataiterator get_lr
     {_ENGINE} callable: is_first_stage is_last_stage clip_fp32_gradients save_checkpoint load_checkpoint
-    {_ENGINE} callable: _broadcast_model _build_data_iter _train_schedule _inference_schedule _exec_schedule
+    {_ENGINE} callable: _broadcast_model _build_data_iter _train_schedule _exec_schedule
     {_ENGINE} callable: _exec_reduce_tied_grads _exec_reduce_grads _get_gradients_for_reduction
     {_ENGINE} callable: _exec_optimizer_step _take_model_step _aggregate_total_loss
     {_ENGINE} value: _INSTRUCTION_MAP

@@ -1,4 +1,4 @@
-"""Common base of the engines for forward and backward ranks (FBD).
+"""What forward and backward ranks (FBD) have in common.
 
 A backward rank has the optimizer, ZeRO-1, clipping and loss scale. Its grid contains only backward ranks, so DeepSpeed
 sees no others. A forward rank has no optimizer and no graphs, and its grid contains only forward ranks. Forward ranks
@@ -12,69 +12,41 @@ import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 from deepspeed import comm as dist
 from torch.distributed import ProcessGroup
 
 from ...parallel.fbd import BACKWARD_ROLE, FORWARD_ROLE, DisaggregatedLayout
+from ...pipe_schedules.bridge import TimetableSchedule
 from ..engine import PipelineEngine
-from ..losses.step import StepLoss
+from ..role import Role
+from ..together import rows_of_ranks
 from .weights import WeightLink
 
 _MAX_SHOWN = 16  # ranks per role in an error
 
 
-class RoleEngine(PipelineEngine):
-    """Engine of a forward or backward rank of FBD."""
+class DisaggregatedRole(Role):
+    """Role of a forward or backward rank.
 
-    layout: DisaggregatedLayout
+    Args:
+        layout: layout of the ranks.
+        timeout_s: time limit of a message, in seconds.
+    """
 
-    def __init__(self, **kwargs: Any) -> None:
-        self._optimizer_values: dict[str, float] = {}  # of the backward ranks
+    engine: PipelineEngine
+    link: WeightLink | None
+
+    def __init__(self, layout: DisaggregatedLayout, timeout_s: float) -> None:
+        self.layout, self._timeout_s = layout, timeout_s
+        self.first_in_checkpoints = min(layout.groups()["backward"][0])
+        self.optimizer_values: dict[str, float] = {}  # of the backward ranks
         self._step_group: ProcessGroup | None = None
-        super().__init__(**kwargs)
-        self._stage, self._pipe = self.layout.stage_and_pipe(self.module.device_index)
-        with self._in_activity("setting up"):
-            self._weights = self._make_weight_link()
-            self.sync_weights()
-            self._share_optimizer_values()
 
-    def _share_optimizer_values(self) -> None:
-        """Gather the optimizer's values on all ranks. All ranks must call this together."""
-        self._take_shared_numbers(self._gather_rows(self._shared_numbers()))
-
-    # --- checkpoints ---
-
-    @property
-    def in_checkpoints(self) -> bool:
-        """True on backward ranks, which write and read checkpoints."""
-        return self.module.role != FORWARD_ROLE
-
-    @property
-    def first_in_checkpoints(self) -> int:
-        """First backward rank."""
-        return min(self.layout.groups()["backward"][0])
-
-    def weights_loaded(self) -> None:
-        """Send the loaded weights to the forward ranks."""
-        self.sync_weights()
-        self._share_optimizer_values()
-
-    # --- messages between the roles ---
-
-    @abstractmethod
-    def sync_weights(self) -> None:
-        """Send the weights of the backward ranks to the forward ranks. All ranks must call this together."""
-
-    @abstractmethod
-    def _make_weight_link(self) -> WeightLink | None:
-        """Return this rank's end of the weight link; None for a backward rank that sends no weights."""
-
-    def _links(self) -> dict[tuple[int, int], int]:
-        """Return the links of PipelineEngine, and those for credits and weights from backward to forward ranks."""
-        credits = super()._links()
+    def links(self) -> dict[tuple[int, int], int]:
+        """Return the links for credits and weights from backward to forward ranks."""
+        credits: dict[tuple[int, int], int] = {}
         groups, stages = self.layout.groups(), self.layout.placement.stages
         for forward, backward in groups["hand-over"]:
             credits[backward, forward] = credits[forward, backward] = stages + 1
@@ -82,39 +54,55 @@ class RoleEngine(PipelineEngine):
             credits[backward, forward] = 2
         return credits
 
-    def _take_shared_numbers(self, rows: Sequence[Sequence[float]]) -> None:
+    def start(self, engine: PipelineEngine) -> None:
+        """Connect the weight link, and send the first weights."""
+        self.engine = engine
+        self.stage, self.pipe = self.layout.stage_and_pipe(engine.module.device_index)
+        self.link = self._make_link()
+        self.weights_loaded()
+
+    @abstractmethod
+    def _make_link(self) -> WeightLink | None:
+        """Return this rank's end of the weight link; None for a backward rank that sends no weights."""
+
+    @abstractmethod
+    def sync_weights(self) -> None:
+        """Send the weights of the backward ranks to the forward ranks. All ranks must call this together."""
+
+    def weights_loaded(self) -> None:
+        """Send the loaded weights to the forward ranks, and share the optimizer's values."""
+        self.sync_weights()
+        self.take_numbers(rows_of_ranks(self.numbers(), self.engine.device))
+
+    def take_numbers(self, rows: Sequence[Sequence[float]]) -> None:
         """Store the optimizer's values of the first backward rank."""
         names = ("lr", "grad_norm", "skipped_steps", "loss_scale")
-        self._optimizer_values = dict(zip(names, rows[self.first_in_checkpoints], strict=True))
+        self.optimizer_values = dict(zip(names, rows[self.first_in_checkpoints], strict=True))
 
-    # --- loss ---
-
-    def _gather_losses(self) -> StepLoss:
-        """Wait for all ranks, up to the limit for a step, before the gathering: some ranks have no work in the step."""
+    def wait_for_step(self, schedule: TimetableSchedule) -> None:
+        """Wait for all ranks, up to the limit for a step: some ranks have no work in it."""
         if self._step_group is None:
             self._step_group = dist.new_group(ranks=list(range(dist.get_world_size())))
-        limit = timedelta(seconds=self._step_limit_s)
+        limit = timedelta(seconds=self.step_limit_s(schedule))
         torch.distributed.distributed_c10d._set_pg_timeout(limit, self._step_group)
         dist.barrier(group=self._step_group)
-        return super()._gather_losses()
 
-    @property
-    def _step_limit_s(self) -> float:
-        """Limit on a wait for a whole step, in seconds: the limit of a message times the number of micro-batches."""
-        return self.plan.settings.transport_options.timeout_s * self.running.program.timetable.micro_batches
+    def step_limit_s(self, schedule: TimetableSchedule) -> float:
+        """Return the limit on a wait for a whole step: the limit of a message times the number of micro-batches."""
+        return self._timeout_s * schedule.program.timetable.micro_batches
 
     # --- failures ---
 
-    def _describe_ranks(self, text: str) -> str:
+    def describe_ranks(self, text: str) -> str:
         """Return the roles of the ranks named in an error, or of all ranks for a collective, which names no rank."""
         named = [rank for rank in _ranks_in(text) if rank < self.layout.world_size]
-        roles = [f"rank {rank} is {self.describe(rank)}" for rank in named] or [
+        roles = [f"rank {rank} is {self._describe(rank)}" for rank in named] or [
             f"{role} ranks {_shortly(self.layout.groups()[role][0])}"
             for role in (FORWARD_ROLE, BACKWARD_ROLE)
         ]
         return ", ".join(roles)
 
-    def describe(self, rank: int) -> str:
+    def _describe(self, rank: int) -> str:
         """Return the rank as ``the forward rank of stage 0``, with pipeline, group and tensor-parallel rank if any."""
         device, group, tensor = self.layout.coordinates(rank)
         stage, pipe = self.layout.stage_and_pipe(device)

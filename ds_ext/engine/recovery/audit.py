@@ -30,8 +30,7 @@ from ...pipe_schedules.ops import FORWARD, Op
 from ...planner.job_plan import JobPlan
 from ...tensor_parallel import WeightGradients, deferrable, deferring
 from ..deepspeed_api.recompute import Values, buffers_of, kept_buffers
-from ..executor import Observer
-from ..losses.step import Loss
+from ..executor import Executor, Observer
 from ..messages import pack
 from ..module import PipelineModule
 from ..stage import Buffer
@@ -54,29 +53,13 @@ class Audited(Protocol):
     plan: JobPlan
     module: PipelineModule
     layout: ParallelLayout
-    pipe_buffers: list[Buffer]
+    executor: Executor
+    recovery: Any
     mpu: Any
     device: Any
     global_rank: int
     global_steps: int
     last_stage: int
-
-    @property
-    def first_micro_batch(self) -> int:
-        """Global number of this rank's first micro-batch of the step."""
-        ...
-
-    def forward_again(self, stage: int, inputs: tuple[Tensor, ...], number: int) -> Any:
-        """Return the outputs of a stage for a micro-batch of this step."""
-        ...
-
-    def loss_of(self, outputs: Any, labels: tuple[Tensor, ...] | None) -> Loss:
-        """Return the loss of a micro-batch of this step."""
-        ...
-
-    def scale(self, loss: Loss) -> Tensor:
-        """Scale the loss of a micro-batch."""
-        ...
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
@@ -197,7 +180,7 @@ class Audit(Observer):
         """Keep the inputs of the watched forward, and the gradients that its backward starts from."""
         if not self._watches(instruction):
             return
-        buffer = self._engine.pipe_buffers[instruction.buffer_id]
+        buffer = self._engine.executor.buffers[instruction.buffer_id]
         if isinstance(instruction, ds.ForwardPass):
             self._evidence = self._begin(buffer)
         elif self._evidence is not None:
@@ -207,7 +190,7 @@ class Audit(Observer):
         """Take the checksums of what the watched forward or backward has computed."""
         if not self._watches(instruction) or self._evidence is None:
             return
-        buffer = self._engine.pipe_buffers[instruction.buffer_id]
+        buffer = self._engine.executor.buffers[instruction.buffer_id]
         forward, backward = self._evidence.result
         if isinstance(instruction, ds.ForwardPass):
             forward = checksum(_outputs(buffer))
@@ -228,7 +211,7 @@ class Audit(Observer):
         engine = self._engine
         return Evidence(
             self._watched,
-            engine.first_micro_batch + micro_batch,
+            engine.executor.data.first_id + micro_batch,
             (stage, micro_batch) in engine.plan.timetable.split_backwards,
             _copied(buffer.inputs) or (),
             tuple(t.requires_grad for t in buffer.inputs),
@@ -351,6 +334,8 @@ class Audit(Observer):
             lasting,
         )
         error.reported_by = 0
+        if lasting and self._engine.recovery is not None:
+            self._engine.recovery.stop(str(error))
         raise error
 
     def _weights(self) -> Weights:
@@ -382,14 +367,14 @@ class Audit(Observer):
         }
         with _restored(layers, values, evidence.random, engine.device):
             with deferrable() if evidence.splits else nullcontext():
-                outputs = engine.forward_again(stage, inputs, evidence.number)
+                outputs = engine.executor.forward_stage(stage, inputs, engine.global_steps, evidence.number)
                 if stage == engine.last_stage:
-                    buffer.loss = engine.loss_of(outputs, buffer.labels)
+                    buffer.loss = engine.executor.losses.of(outputs, buffer.labels)
             buffer.outputs = pack(outputs, f"stage {stage}")
             forward = checksum(_outputs(buffer))
             buffer.grads = _moved(evidence.grads, engine.device)
             try:
-                grads = _gradients(buffer.roots(engine.scale), inputs, evidence.splits)
+                grads = _gradients(buffer.roots(engine.executor.scale), inputs, evidence.splits)
             except RuntimeError as error:
                 if ".grad()" not in str(error):
                     raise

@@ -32,7 +32,7 @@ from ..deepspeed_api.names import loss_scaler
 
 def tensors_of(engine: Checkpointed) -> dict[str, Tensor]:
     """Return the trained weights (or master weights), optimizer states and buffers of this rank by name."""
-    if not engine.in_checkpoints:
+    if not engine.role.in_checkpoints:
         return {}
     parameters = _trained(engine)
     states = OptimizerStates(engine.optimizer)
@@ -50,7 +50,7 @@ def tensors_of(engine: Checkpointed) -> dict[str, Tensor]:
 def values_of(engine: Checkpointed) -> dict[str, Any]:
     """Return the other values: counters, settings of the optimizer, position in the data, random-number generators."""
     states = OptimizerStates(engine.optimizer)
-    parameters = _trained(engine) if engine.in_checkpoints else {}
+    parameters = _trained(engine) if engine.role.in_checkpoints else {}
     fragments = states.fragments()
     scheduler = engine.lr_scheduler
     return {
@@ -78,7 +78,7 @@ def values_of(engine: Checkpointed) -> dict[str, Any]:
 def load(engine: Checkpointed, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
     """Load a snapshot of this rank, of the same job. All ranks must call this together."""
     states = OptimizerStates(engine.optimizer)
-    if engine.in_checkpoints:
+    if engine.role.in_checkpoints:
         with torch.no_grad():
             parameters = _trained(engine)
             for local, _, target in weight_targets(states, parameters):

@@ -95,6 +95,20 @@ class Tracer(Observer):
         self._step, self._flushed_s, self._ended = 0, 0.0, False
         self._begin: Reading = 0.0
 
+    @classmethod
+    def of(cls, engine: Any, transport: str, eager: bool) -> Tracer:
+        """Return the tracer of an engine that is not complete yet, with the options of its job plan."""
+        settings = engine.plan.settings
+        return cls(
+            settings.trace,
+            engine.global_rank,
+            engine.layout,
+            engine.busy,
+            transport=transport,
+            eager=eager,
+            timeout_s=settings.transport_options.timeout_s,
+        )
+
     # --- called by the engine ---
 
     def now(self) -> Reading:

@@ -5,11 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 
-import pytest
-
 from ds_ext.engine import PipelineEngine
-from ds_ext.engine.fbd.backward import BackwardEngine
-from ds_ext.engine.fbd.forward import ForwardEngine
 
 # The constructors of DeepSpeed's engines set these.
 PARENTS = {
@@ -19,12 +15,11 @@ PARENTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("engine", [PipelineEngine, ForwardEngine, BackwardEngine])
-def test_every_attribute_exists(engine: type[PipelineEngine]) -> None:
-    ours = [each for each in engine.__mro__ if each.__module__.startswith("ds_ext.")]
+def test_every_attribute_exists() -> None:
+    ours = [each for each in PipelineEngine.__mro__ if each.__module__.startswith("ds_ext.")]
     used, assigned = set(), set()
     for node in (node for each in ours for node in ast.walk(ast.parse(inspect.getsource(each)))):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
             (assigned if isinstance(node.ctx, ast.Store) else used).add(node.attr)
-    unknown = {name for name in used - assigned - PARENTS if not hasattr(engine, name)}
+    unknown = {name for name in used - assigned - PARENTS if not hasattr(PipelineEngine, name)}
     assert unknown == set()

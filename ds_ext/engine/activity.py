@@ -1,0 +1,98 @@
+"""What a rank does now: its name in errors, the time limit of its waits, and the failure that ends its run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..comm.groups import first_step_limit_s, limit_waits
+from ..comm.host_watch import require_hosts
+from ..comm.transport import Transport
+from ..launch.failure import first_line, lost_peer
+
+
+class Activity:
+    """Activity of this rank.
+
+    Args:
+        limit_s: time limit of a wait, in seconds.
+        describe_ranks: function of the first line of an error; returns the roles of the ranks that it names, or "".
+        where: function of an instruction and a verb; returns the position in the timetable.
+
+    Attributes:
+        name: for example ``step 4``; a failed instruction adds its label.
+        transport: transport whose waits are limited; its owner sets it.
+        began: whether the current step has begun, so that it cannot be repeated.
+    """
+
+    transport: Transport
+
+    def __init__(
+        self,
+        limit_s: float,
+        describe_ranks: Callable[[str], str],
+        where: Callable[[Any, str], str],
+    ) -> None:
+        self.name = "setting up"
+        self.began = False
+        self._limit_s, self._describe_ranks, self._where = limit_s, describe_ranks, where
+        self._failure: str | None = None  # the first one of a step that had begun
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """Context that adds the activity ``name`` to the first line of an error about a lost or silent rank."""
+        self.name = name
+        try:
+            require_hosts()
+            yield
+        except Exception as error:
+            if lost_peer(error):
+                first, other_lines = first_line(error), str(error).splitlines()[1:]
+                context = "; ".join(filter(None, [self.name, self._describe_ranks(first)]))
+                error.args = ("\n".join([f"{first} ({context})", *other_lines]),)
+            raise
+
+    @contextmanager
+    def longer_limit(self) -> Iterator[None]:
+        """Context with a longer time limit of waits, for compilations and for disks of different speeds."""
+        self._limit_waits(first_step_limit_s(self._limit_s))
+        try:
+            yield
+        finally:
+            self._limit_waits(self._limit_s)
+
+    def _limit_waits(self, limit_s: float) -> None:
+        self.transport.timeout_s = limit_s
+        limit_waits(limit_s)
+
+    @contextmanager
+    def whole_step(self, on_failure: Callable[[], None]) -> Iterator[None]:
+        """Context of a step or an evaluation. If it fails after it began, no other one can follow.
+
+        Raises RuntimeError after an earlier failure: gradients, messages and the other ranks are in an unknown state.
+        """
+        if self._failure is not None:
+            raise RuntimeError(
+                f"engine: cannot continue after a failure within a step (got {self._failure}). Start the ranks again, "
+                f"and load a checkpoint."
+            )
+        self.began = False
+        try:
+            yield
+        except BaseException as error:
+            on_failure()
+            if self.began:
+                self._failure = f"{self.name}: {type(error).__name__}: {first_line(error)}"
+            raise
+
+    def abort(self, error: Exception) -> None:
+        """Send an error of this rank to its peers. The current step cannot be repeated."""
+        self.began = True
+        self.transport.abort(f"{type(error).__name__}: {error}")
+
+    def report_failure(self, instruction: Any, error: Exception) -> None:
+        """Add the position in the timetable to the exception of an instruction, and send it to the peers."""
+        self.name = f"{instruction.label}, {self.name}"
+        error.add_note(self._where(instruction, "stopped" if lost_peer(error) else "failed"))
+        self.abort(error)

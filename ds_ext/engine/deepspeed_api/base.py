@@ -1,0 +1,147 @@
+"""DeepSpeed's pipeline engine with what any timetable needs otherwise: its private methods that are replaced.
+
+In DeepSpeed, a rank holds one stage of one replica, and every optimizer reduces and clips what that rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from deepspeed.runtime.pipe import schedule as ds
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
+
+from ...comm.transport import Transport
+from ...errors import ConfigError
+from ..batches import Batches, MicroBatches
+from ..executor import Executor
+from ..module import PipelineModule
+from ..recovery.audit import Audit
+from ..step_report import Gathered
+from ..weight_update import WeightUpdate
+from .handlers import OF_EXECUTOR, Handlers, bound_to, with_patches
+
+
+class AdaptedEngine(PipelineEngine):
+    """DeepSpeed's engine for the stages of a timetable. See :class:`..engine.PipelineEngine` for the attributes."""
+
+    module: PipelineModule
+    transport: Transport
+    executor: Executor
+    handlers: Handlers
+    update: WeightUpdate
+    last_stage: int
+    batches: Batches | None = None  # the parent's constructor sets it
+    _auditing: Audit | None
+    _stages: Sequence[int] | None = None  # the parent's constructor reads it
+    _instruction_maps: Any = None  # of this class and its bases, as they were when the handlers were taken
+
+    def gather(self) -> Gathered:
+        """Gather the losses and measurements of all ranks."""
+        raise NotImplementedError
+
+    def _broadcast_model(self) -> None:
+        # DeepSpeed views every parameter as bytes, which tensors without dimensions do not allow.
+        scalars = [parameter for parameter in self.module.parameters() if parameter.dim() == 0]
+        for parameter in scalars:
+            parameter.data = parameter.data.view(1)
+        super()._broadcast_model()
+        for parameter in scalars:
+            parameter.data = parameter.data.view(())
+
+    def _build_data_iter(self, dataset: Any) -> None:
+        # The parent's constructor calls this if initialize() got training_data.
+        self.batches = MicroBatches(dataset, self.micro_batch_size, collate=self.collate_fn, repeat=True)
+
+    # --- position in the pipeline ---
+
+    def is_first_stage(self) -> bool:
+        """Return whether this rank loads inputs: it holds the first stage of a pipe, maybe beside other stages."""
+        # The parent's constructor sends a tensor to each stage before and behind, to connect them. Nothing uses these
+        # connections, and gloo cannot send a GPU tensor. So each rank is first and last until its stages are known.
+        return self._stages is None or 0 in self._stages
+
+    def is_last_stage(self) -> bool:
+        """Return whether this rank loads labels: it holds the last stage of a pipe, maybe beside other stages."""
+        return self._stages is None or self.last_stage in self._stages
+
+    def _rank_of_stage(self, stage_id: int, **kwargs: int) -> int:
+        """Return the rank that holds a stage, 0..num_stages-1, in this rank's copy of the model.
+
+        Args:
+            stage_id: stage.
+            **kwargs: other coordinates, as for DeepSpeed's ``grid.stage_to_global``.
+        """
+        coordinate = self.grid.topology().get_coord(self.global_rank)
+        place = coordinate._replace(pipe=self.module.pipe_coordinate(stage_id), **kwargs)
+        return self.grid.topology().get_rank(**place._asdict())
+
+    # --- handlers of the instructions for the weights ---
+
+    def _exec_reduce_tied_grads(self) -> None:
+        self.update.gradients.sum_tied(self.module.get_tied_weights_and_groups())
+
+    def _exec_reduce_grads(self) -> None:
+        self.transport.settle()  # the reduction and the optimizer may make the host wait for the GPU
+        self.update.begin_reduction(self.global_steps + 1, self.module)
+        if self.update.reduction is not None:
+            self.update.reduction.finish()
+            return
+        gradients = self.update.gradients
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        used = gradients.fill_missing(trained)
+        if gradients.needs_reduction:
+            super()._exec_reduce_grads()
+        gradients.drop_unused_by_all(trained, used)
+
+    def _get_gradients_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        gradients, expert_gradients = super()._get_gradients_for_reduction()
+        return self.update.without_fp64(gradients, self.gradient_average), expert_gradients
+
+    def _exec_optimizer_step(self) -> None:
+        if self.optimizer is None:
+            raise ConfigError(
+                "optimizer: missing (got None). Add it to the JSON, pass it to initialize(), or set engine.optimizer."
+            )
+        if self._auditing is not None:
+            self._auditing.finish()
+        correction = self.gather().losses.correction
+        with self.update.gradients.corrected(correction, self.module.parameters()):
+            if self.gradient_clipping() == 0 and not isinstance(self.optimizer, DeepSpeedOptimizer):
+                self.clip_fp32_gradients()  # without clipping, DeepSpeed does not measure the norm
+            super()._exec_optimizer_step()
+
+    def _take_model_step(self, lr_kwargs: Any) -> None:
+        # DeepSpeed takes a TypeError of the scheduler for a missing argument, and steps again with the batch size.
+        scheduler, self.lr_scheduler = self.lr_scheduler, None
+        try:
+            super()._take_model_step(lr_kwargs)
+        finally:
+            self.lr_scheduler = scheduler
+        if scheduler is not None and self._step_applied:
+            scheduler.step()
+
+    _INSTRUCTION_MAP: ClassVar[dict[type[ds.PipeInstruction], Callable[..., None]]] = {
+        **PipelineEngine._INSTRUCTION_MAP,
+        **OF_EXECUTOR,
+        ds.ReduceTiedGrads: _exec_reduce_tied_grads,
+        ds.ReduceGrads: _exec_reduce_grads,
+        ds.OptimizerStep: _exec_optimizer_step,
+    }
+
+    def _take_handlers(self) -> None:
+        """Give the executor the handlers of DeepSpeed's instruction map, in which a script may replace some.
+
+        Raises ConfigError for a handler that does not accept the arguments of its instruction.
+        """
+        maps = [{**of._INSTRUCTION_MAP} for of in (self, AdaptedEngine, PipelineEngine)]
+        if maps != self._instruction_maps:
+            self.handlers = with_patches(*maps)
+            self.executor.handlers = bound_to(self, self.handlers)
+            self._instruction_maps = maps
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip with a norm that counts every parameter of the model once; see grad_sync.py."""
+        self._global_grad_norm = self.update.clip_fp32()

@@ -1,0 +1,51 @@
+"""Schedules of a rank: of training steps, of evaluations, and the links that both need."""
+
+from __future__ import annotations
+
+import functools
+
+from ..parallel.layout import ParallelLayout
+from ..pipe_schedules.bridge import TimetableSchedule
+from ..pipe_schedules.check.program import check
+from ..pipe_schedules.inference import forward_timetable
+from ..pipe_schedules.lower import lower
+from ..planner.job_plan import JobPlan
+from .dynamic import messages as dynamic
+from .dynamic.order import DynamicSchedule
+from .messages import link_credits
+
+_MAX_SIZES = 16  # evaluation schedules kept, by number of micro-batches
+
+
+class Schedules:
+    """Schedules of this rank.
+
+    Args:
+        layout: layout of the ranks.
+        device: device of this rank in its pipeline group.
+    """
+
+    def __init__(self, layout: ParallelLayout, device: int) -> None:
+        self._layout, self._device = layout, device
+        self.inference = functools.lru_cache(_MAX_SIZES)(self._inference)
+
+    def training(self, plan: JobPlan) -> TimetableSchedule:
+        """Return the schedule of a training step."""
+        if plan.rules is None:
+            return TimetableSchedule(plan.program, self._device)
+        return DynamicSchedule(plan.program, self._device, plan.rules)
+
+    def _inference(self, micro_batches: int) -> TimetableSchedule:
+        """Return the schedule of an evaluation with ``micro_batches`` per data-parallel rank."""
+        placement = self._layout.placement
+        program = lower(forward_timetable(placement, micro_batches * placement.replicas))
+        check(program)
+        return TimetableSchedule(program, self._device)
+
+    def links(self, plan: JobPlan) -> dict[tuple[int, int], int]:
+        """Return the credits of every link, by (sender, receiver), for training and evaluation."""
+        credits = link_credits(self._layout, [plan.program, self.inference(1).program])
+        if plan.rules is not None:
+            for link, messages in dynamic.link_credits(self._layout, plan.rules).items():
+                credits[link] = max(messages, credits.get(link, 0))
+        return credits

@@ -1,0 +1,105 @@
+"""Numbers of a step: what the ranks gather in it, and the report of a training step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .batches import StepData, require_same_samples
+from .deepspeed_api.device import peak_memory_bytes
+from .losses.step import StepLoss, StepLosses
+from .recovery.recovery import Recovery
+from .together import rows_of_ranks
+from .tracing.clock import BusyClock
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Numbers of all ranks in a step or an evaluation.
+
+    Attributes:
+        losses: losses.
+        bubble: share of the time so far in which an average rank did not compute.
+        peak_memory_of_ranks: peak memory of every rank so far, in bytes.
+    """
+
+    losses: StepLoss
+    bubble: float
+    peak_memory_of_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Measurements of a training step.
+
+    Attributes:
+        seconds: duration on this rank.
+        lr: learning rate of the first parameter group.
+        of_ranks: numbers of all ranks.
+        snapshot_s: seconds for this rank's snapshot and for waiting for copies; None without one.
+        recovered_from: in the first step after a recovery, the step from which it continued; else None.
+    """
+
+    seconds: float
+    lr: float
+    of_ranks: Gathered
+    snapshot_s: float | None
+    recovered_from: int | None
+
+    def events(
+        self, grad_norm: Any, additional_losses: Mapping[str, torch.Tensor] | None
+    ) -> list[tuple[str, float]]:
+        """Return names and values that DeepSpeed does not write to its monitors."""
+        values = {"grad_norm": grad_norm, "bubble": self.of_ranks.bubble, **(additional_losses or {})}
+        return [(f"Train/Samples/{key}", float(value)) for key, value in values.items() if value is not None]
+
+
+def gather(
+    data: StepData, losses: StepLosses, busy: BusyClock, weights_set: int, step: int, device: torch.device
+) -> Gathered:
+    """Gather the losses and measurements of all ranks, and compare the samples that they read.
+
+    In training, this comes before the optimizer step, so that a step with other samples changes no weight. All ranks
+    call it together.
+
+    Args:
+        data: micro-batches of the step.
+        losses: losses of this rank.
+        busy: clock of this rank's computations.
+        weights_set: number of elements of the weights that the script set before the step.
+        step: number of the step, from 1, for the warning about them.
+        device: device of this rank's tensors.
+
+    Raises:
+        ConfigError: ranks read different samples, or the losses are not of one form.
+    """
+    measured = [*busy.read(), float(peak_memory_bytes(device)), float(weights_set)]
+    samples = data.checksums()
+    rows = rows_of_ranks([*measured, *samples, *losses.numbers()], device)
+    first_loss = len(measured) + len(samples)
+    require_same_samples([row[len(measured) : first_loss] for row in rows])
+    seconds, spans, peaks, weights, *_ = zip(*rows, strict=True)
+    if torch.distributed.get_rank() == 0 and any(weights):
+        text = "step %d: the script set %d elements of the weights; the fp32 master weights have their values"
+        logger.warning(text, step, int(sum(weights)))
+    bubble = 1 - sum(seconds) / len(seconds) / max(*spans, 1e-9)
+    return Gathered(losses.result([row[first_loss:] for row in rows]), bubble, tuple(map(int, peaks)))
+
+
+def vote(
+    recovery: Recovery | None, step: int, numbers: Sequence[float], device: torch.device
+) -> tuple[float | None, list[list[float]]]:
+    """Take a snapshot, and return its seconds on this rank and the ``numbers`` of all ranks, one row per rank.
+
+    All ranks have taken their snapshots of ``step`` when this returns: the vote of :mod:`.recovery.recovery`.
+    """
+    seconds = None if recovery is None else recovery.snapshot()
+    if recovery is None and not numbers:
+        return seconds, []
+    return seconds, [row[1:] for row in rows_of_ranks([float(step), *numbers], device)]

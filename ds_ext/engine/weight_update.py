@@ -1,0 +1,145 @@
+"""Update of a rank's weights: reduction of the gradients, loss scale, clipping, and master weights.
+
+DeepSpeed's or torch's optimizer takes the step itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from deepspeed.runtime.pipe import schedule as ds
+from torch import Tensor
+
+from ..config.deepspeed_json import precision
+from ..config.schedulers import require_plain_step
+from ..errors import ConfigError
+from .checkpoint.master_weights import MasterWeights
+from .checkpoint.states import parameters_of
+from .deepspeed_api.handlers import is_patch
+from .grad_sync import EagerReduction, Gradients, as_real, clip_grad_norm, why_not_eager
+from .losses.step import Loss
+from .losses.watch import LossWatch
+
+logger = logging.getLogger(__name__)
+
+
+class WeightUpdate:
+    """Update of the weights with the optimizer that the engine has now. A script may give it another one.
+
+    Args:
+        engine: :class:`.engine.PipelineEngine`.
+
+    Attributes:
+        gradients: gradients of this rank's parameters.
+        masters: fp32 master weights.
+        reduction: eager reduction of the gradients; None: they are reduced after the last backward.
+        loss_watch: counter of consecutive steps with a non-finite loss or gradient.
+
+    Raises:
+        ConfigError: the scheduler cannot be stepped without arguments.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._optimizer = engine, engine.optimizer
+        if engine.lr_scheduler is not None:
+            scheduler = type(engine.lr_scheduler).__name__
+            fix = "Give step() defaults, or step the scheduler in the script after train_batch()."
+            require_plain_step("lr_scheduler", scheduler, engine.lr_scheduler.step, fix)
+        parameters = parameters_of(engine.module, engine.layout.tensor_parallel_size).values()
+        names = {
+            local.parameter: f"{local.name} of {engine.module.layer_names[local.layer]}"
+            for local in parameters
+        }
+        self.gradients = Gradients(self._optimizer, engine.mpu.get_data_parallel_group(), names)
+        self.masters = MasterWeights(self._optimizer)
+        self.reduction = self._make_reduction() if self.reduces_eagerly(engine) else None
+        # DeepSpeed's default, 0, is a dynamic loss scale, which skips steps.
+        deepspeed_json = engine.plan.job.deepspeed
+        dynamic_scale = precision(deepspeed_json) == "fp16" and not deepspeed_json["fp16"].get("loss_scale")
+        limit = engine.plan.settings.max_nonfinite_losses
+        self.loss_watch = LossWatch(parameters, self.gradients, limit, dynamic_scale)
+        self._depends_on = _changeable(engine)
+
+    @staticmethod
+    def reduces_eagerly(engine: Any) -> bool:
+        """Return whether the JSON enables eager reductions and the engine supports them."""
+        if not engine.plan.settings.eager_gradient_sync or not engine.role.has_gradients:
+            return False
+        patched = any(is_patch(engine.handlers[kind]) for kind in (ds.ReduceGrads, ds.ReduceTiedGrads))
+        reason = "a script replaced the handler of the reduction" if patched else why_not_eager(engine)
+        if reason is not None:
+            logger.debug("eager_gradient_sync: no effect, because %s", reason)
+        return reason is None
+
+    def _make_reduction(self) -> EagerReduction:
+        engine, device = self._engine, self._engine.module.device_index
+        order = [stage for stages in engine.plan.reductions[device].values() for stage in stages]
+        ops, dtype = engine.plan.timetable.orders[device], engine.communication_data_type
+        return EagerReduction(self.gradients, engine.module, order, ops, dtype, engine.tracer)
+
+    def is_outdated(self) -> bool:
+        """Return whether a script has changed what this object depends on.
+
+        Raises ConfigError for an optimizer without the fp32 weights of DeepSpeed's.
+        """
+        engine = self._engine
+        if _changeable(engine) == self._depends_on:
+            return False
+        is_deepspeeds = isinstance(self._optimizer, DeepSpeedOptimizer)
+        if is_deepspeeds and not isinstance(engine.optimizer, DeepSpeedOptimizer):
+            raise ConfigError(
+                f"optimizer: ZeRO and half precision keep the fp32 weights and the shards in DeepSpeed's optimizer "
+                f"(got {type(engine.optimizer).__name__} after initialize). Pass it to initialize(optimizer=...)."
+            )
+        return True
+
+    def resize(self) -> None:
+        """Take over a timetable with another number of micro-batches."""
+        if self.reduction is not None:
+            self.reduction = self._make_reduction()
+
+    # --- in a step ---
+
+    def scale(self, loss: Loss) -> Tensor:
+        """Divide by the counts of the step and apply the fp16 loss scale. The reduction averages over ranks."""
+        scaled = self._engine.step_losses.scaled(loss, self._engine.gradient_accumulation_steps())
+        return (
+            self._optimizer.scale_if_loss(scaled)
+            if isinstance(self._optimizer, DeepSpeedOptimizer)
+            else scaled
+        )
+
+    def begin_reduction(self, step: int, module: Any) -> None:
+        """Check the gradients of a step before their reduction."""
+        self.loss_watch.before_reduction(step)
+        if module.placeholder is not None:
+            # The bf16 optimizer needs at least one gradient.
+            with (self.gradients.accumulating or nullcontext)():
+                (0 * module.placeholder).sum().backward()
+
+    def without_fp64(self, gradients: list[Tensor], average: bool) -> list[Tensor]:
+        """Reduce the fp64 gradients, which DeepSpeed does not, and return the others, complex ones as real views."""
+        real = [as_real(gradient) for gradient in gradients]
+        doubles = [gradient for gradient in real if gradient.dtype == torch.float64]
+        if doubles:
+            self.gradients.reduce(doubles, average=average)
+        return [gradient for gradient in real if gradient.dtype != torch.float64]
+
+    def clip_fp32(self) -> float:
+        """Clip with a norm that counts every parameter of the model once, and return the norm; see grad_sync.py."""
+        mpu = self._engine.mpu
+        return clip_grad_norm(
+            self._engine.module.parameters(),
+            self._engine.gradient_clipping(),
+            tensor_rank=mpu.get_slice_parallel_rank(),
+            model_group=mpu.get_model_parallel_group(),
+        )
+
+
+def _changeable(engine: Any) -> list[Any]:
+    """Return what a script may change between steps, and an update depends on."""
+    return [engine.optimizer, engine.lr_scheduler, engine.handlers, engine.communication_data_type]
