@@ -171,9 +171,8 @@ class PipelineEngine(AdaptedEngine):
         self._gathered: Gathered | None = None  # of the current step
         self.tokens: int | None = None
         self.eval_additional_losses: dict[str, Tensor] | None = None
-        self._checked_modes: set[bool] = (
-            set()
-        )  # modes with checked batches: training (True), evaluation (False)
+        # Modes with checked batches: training (True), evaluation (False).
+        self._checked_modes: set[bool] = set()
         self.run = this_run()
         self.run_facts: dict[str, Any] = {}
         self.checkpoint_events = CheckpointEvents()
@@ -231,10 +230,8 @@ class PipelineEngine(AdaptedEngine):
     def _use_optimizer(self) -> None:
         self.update = WeightUpdate(self)
         self._weights_set: Tensor | int = 0  # number of elements that the script set before this step
-        self.executor.scale, self.executor.accumulating = (
-            self.update.scale,
-            self.update.gradients.accumulating,
-        )
+        self.executor.scale = self.update.scale
+        self.executor.accumulating = self.update.gradients.accumulating
         self.executor.parameters = list(self.module.parameters())
 
     def set_train_batch_size(self, train_batch_size: int) -> None:

@@ -50,7 +50,9 @@ class StageMessages:
         self._count = count
         _, self._data, self._tensor = layout.coordinates(rank)
         self._tickets: dict[int, Ticket] = {}
+        # By device: the ranks that this rank sends to, and the one it receives from.
         self._peers: dict[int, tuple[int, ...]] = {}
+        self._sources: dict[int, int] = {}
 
     def post(self, kind: Kind, stage: int, micro_batch: int, device: int) -> None:
         """Post the receive of a message early, so that its transfer overlaps with computation."""
@@ -78,7 +80,9 @@ class StageMessages:
 
     def global_rank(self, device: int) -> int:
         """Return the rank on ``device`` that this rank exchanges messages with."""
-        return self.layout.rank(device, self._data, self._tensor)
+        if device not in self._sources:
+            self._sources[device] = self.layout.rank(device, self._data, self._tensor)
+        return self._sources[device]
 
 
 def _tag(kind: Kind, stage: int, micro_batch: int) -> int:

@@ -142,15 +142,20 @@ class deferring:
 
 
 def backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Run ``torch.autograd.backward``, without its checks if every gradient is given and has its tensor's shape.
+    """Run ``torch.autograd.backward``, without its checks if every gradient has its tensor's shape.
 
-    For a small graph the checks take as long as the backward, and this function runs for every micro-batch.
+    For a small graph the checks take as long as the backward, and this function runs for every micro-batch. A missing
+    gradient is that of a real scalar, 1.
     """
     run = _engine_run_backward
+    given = [
+        torch.ones_like(t) if g is None and not t.shape and t.is_floating_point() else g
+        for t, g in zip(tensors, gradients, strict=True)
+    ]
     if run is not None and all(
-        g is not None and g.shape == t.shape for t, g in zip(tensors, gradients, strict=True)
+        g is not None and g.shape == t.shape for t, g in zip(tensors, given, strict=True)
     ):
-        run(tuple(tensors), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        run(tuple(tensors), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True)
     else:
         torch.autograd.backward(list(tensors), list(gradients))
 

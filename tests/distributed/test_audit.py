@@ -149,14 +149,16 @@ def flip_repeated_activation(engine: Any, step: int) -> None:
 
     def then_flip(*args: Any) -> Any:
         outputs = forward(*args).clone()
-        executor.forward_stage = forward
+        audit.finish, executor.forward_stage = finish, forward
         FLIPPED_IN.append(engine.global_steps + 1)
         flip(outputs)
         return outputs
 
     def finish_with_flip() -> None:
-        audit.finish, executor.forward_stage = finish, then_flip
+        # The rank whose computation the others repeat repeats nothing in this audit.
+        executor.forward_stage = then_flip
         finish()
+        executor.forward_stage = forward
 
     audit.finish = finish_with_flip
 
