@@ -18,7 +18,8 @@ from ..data.tokenizer_base import Tokenizer
 from ..engine.checkpoint.file import layer_file, write_plain
 from ..engine.checkpoint.folder import has_checkpoint, publish, start_writing
 from ..engine.checkpoint.lock import FolderLock
-from ..engine.checkpoint.save import COUNTERS, STATE_FILE
+from ..engine.checkpoint.save import STATE_FILE
+from ..engine.state import COUNTERS
 from ..errors import ConfigError
 from ..models.bert import BertConfig
 from ..models.config import TransformerConfig

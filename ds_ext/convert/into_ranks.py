@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..engine import PipelineEngine
-from ..engine.checkpoint.load import weight_targets
-from ..engine.checkpoint.states import LocalParameter, OptimizerStates, Shape, parameters_of
+from ..engine.checkpoint.states import LocalParameter, Shape
+from ..engine.state import RankState
 from ..errors import ConfigError
 from ..models.hf import Counterpart
 from .hf_folder import shape_text
@@ -33,15 +33,12 @@ def load_into_ranks(engine: PipelineEngine, model: HuggingFaceModel) -> None:
     Raises:
         ConfigError: the engine trains a different model.
     """
-    parameters = {}
-    if engine.role.in_checkpoints:
-        parameters = parameters_of(engine.module, engine.layout.tensor_parallel_size)
-    states = OptimizerStates(engine.optimizer)
+    state = RankState(engine)
     tensor_rank = engine.mpu.get_slice_parallel_rank()
     with torch.no_grad():
-        for local, start, target in weight_targets(states, parameters):
+        for local, start, target in state.weights(state.parameters):
             _fill(_counterpart(model, local), local.shape, tensor_rank, model, start, target.view(-1))
-        states.weights_changed()
+        state.optimizer.weights_changed()
     engine.role.weights_loaded()
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
@@ -15,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_ext
-from ds_ext.engine.recovery import slots, state
+from ds_ext.engine.recovery import slots
+from ds_ext.engine.state import RankState
 from ds_ext.tensor_parallel import keyed_rng, layer_key
 from tests.engine_runs import StepBatches
 from tests.ranks import Ranks
@@ -191,18 +194,46 @@ def test_a_resumed_run_keeps_its_seed(ranks: Ranks, tmp_path: Path) -> None:
         assert seed == SEED + 1
 
 
+def drawn() -> list[float]:
+    """Numbers of the default generators, as a data loader of a script may draw them."""
+    return [float(torch.rand(())), random.random(), float(np.random.rand()), float(torch.randn(()))]
+
+
+def draw_before_and_after(rank: int, folder: str, pipeline: int, save: bool) -> list[float]:
+    """Numbers drawn after a save, or after its load with ``pipeline`` ranks."""
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(SEED + rank + 10 * (not save))
+    engine = build(("1f1b", pipeline, 0, {}), pipeline)
+    if save:
+        engine.train_batch(batches())
+        drawn()
+        engine.save_checkpoint(folder, "one")
+    else:
+        engine.load_checkpoint(folder, "one")
+    engine.transport.close()
+    return drawn()
+
+
+def test_a_resumed_rank_draws_the_numbers_that_follow(ranks: Ranks, tmp_path: Path) -> None:
+    first = ranks(2).run(draw_before_and_after, str(tmp_path), 2, True)
+    assert first[0] != first[1]
+    assert ranks(2).run(draw_before_and_after, str(tmp_path), 2, False) == first
+    (alone,) = ranks(1).run(draw_before_and_after, str(tmp_path), 1, False)
+    assert alone not in first  # of another number of ranks: new
+
+
 def recovered(rank: int) -> tuple[list[float], int, int]:
     """Losses of a run that continues from a snapshot with another seed, its seed, and the one before."""
     torch.manual_seed(SEED)
     engine, data = build(TWO_RANKS[0], 2), batches()
     engine.train_batch(data)
-    tensors = {name: tensor.clone() for name, tensor in state.tensors_of(engine).items()}
-    values = slots.unpacked(slots.packed(state.values_of(engine)))
+    tensors = {name: tensor.clone() for name, tensor in RankState(engine).tensors().items()}
+    values = slots.unpacked(slots.packed(RankState(engine).values()))
     engine.transport.close()
     torch.manual_seed(SEED + 1)
     engine = build(TWO_RANKS[0], 2)
     seed = engine.random_seed
-    state.load(engine, tensors, values)
+    RankState(engine).load(tensors, values)
     losses = run(engine, STEPS - 1, data)
     engine.transport.close()
     return losses, engine.random_seed, seed

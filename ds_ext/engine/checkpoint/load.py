@@ -6,42 +6,33 @@ import copy
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...errors import CheckpointError
-from ..batches import Resumable
-from ..deepspeed_api.names import loss_scaler
+from ..state import SCHEDULER, VALUES, RankState, set_random_states
 from ..together import by_rank_0, together
 from .file import read_plain
 from .folder import check_contents, open_checkpoint
 from .reader import CheckpointReader
 from .run import Run
 from .save import (
-    COUNTERS,
-    DATA_POSITION,
     DEEPSPEED_SCHEDULERS,
-    RANDOM_SEED,
     RESERVED_KEYS,
     STATE_FILE,
+    random_file,
     settings_of,
 )
 from .states import (
     Checkpointed,
     LocalParameter,
     OptimizerStates,
-    buffers_of,
-    extra_states_of,
-    layers_of,
     numbers_of,
-    parameters_of,
     set_numbers,
 )
 
@@ -94,9 +85,8 @@ def load_checkpoint(
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     with_optimizer = with_optimizer and engine.role.in_checkpoints
-    tensor_ranks = engine.layout.tensor_parallel_size
-    parameters = parameters_of(engine.module, tensor_ranks) if engine.role.in_checkpoints else {}
-    states = OptimizerStates(engine.optimizer)
+    rank_state = RankState(engine)
+    parameters, states = rank_state.parameters, rank_state.optimizer
 
     def check() -> tuple[str, dict[str, Any], dict[str, Any]]:
         checkpoint, manifest = open_checkpoint(folder, tag)
@@ -112,21 +102,22 @@ def load_checkpoint(
     reader = CheckpointReader(Path(name), manifest, engine.mpu.get_slice_parallel_rank())
     if engine.role.in_checkpoints:
         with torch.no_grad():
-            _load_weights(engine, states, parameters, reader, manifest)
+            _load_weights(engine, rank_state, reader, manifest)
             if with_optimizer:
-                _load_states(states, parameters, reader, manifest)
-    if with_counters:
-        _load_counters(engine, state)
+                _load_states(rank_state, reader, manifest)
     scheduler = engine.lr_scheduler
-    if with_scheduler and scheduler is not None and state["lr_scheduler"] is not None:
-        saved = dict(state["lr_scheduler"])
-        if with_optimizer and "base_lrs" in saved:  # of the groups of the rank that saved it
-            groups = scheduler.optimizer.param_groups
-            saved |= {"base_lrs": [group["initial_lr"] for group in groups]}
-            saved |= {"_last_lr": [group["lr"] for group in groups]}
-        scheduler.load_state_dict(saved)
+    saved = state[SCHEDULER]
+    if with_optimizer and scheduler is not None and "base_lrs" in (saved or {}):
+        groups = scheduler.optimizer.param_groups  # saved has those of the rank that saved it
+        rates = [group["initial_lr"] for group in groups], [group["lr"] for group in groups]
+        state = {**state, SCHEDULER: {**saved, "base_lrs": rates[0], "_last_lr": rates[1]}}
+    for value in VALUES:
+        if value.key in state and (with_scheduler if value.key == SCHEDULER else with_counters):
+            value.write(engine, state[value.key])
+    if with_counters:
+        _load_random_states(engine, Path(name), manifest["files"])
     _apply_rates(scheduler)
-    if with_scheduler and scheduler is not None and state["lr_scheduler"] is None:
+    if with_scheduler and scheduler is not None and state[SCHEDULER] is None:
         _catch_up(scheduler, engine.global_steps - engine.skipped_steps)
     engine.run.loads(manifest)
     if rank == engine.role.first_in_checkpoints:
@@ -209,68 +200,53 @@ def _check_scheduler(engine: Checkpointed, checkpoint: Path, state: Mapping[str,
 
 
 def _load_weights(
-    engine: Checkpointed,
-    states: OptimizerStates,
-    parameters: Mapping[str, LocalParameter],
-    reader: CheckpointReader,
-    manifest: Mapping[str, Any],
+    engine: Checkpointed, state: RankState, reader: CheckpointReader, manifest: Mapping[str, Any]
 ) -> None:
     """Load weights, master weights, buffers and extra states of this rank."""
-    known = {name: local for name, local in parameters.items() if name in manifest["parameters"]}
-    for local, start, target in weight_targets(states, known):
+    known = {name: local for name, local in state.parameters.items() if name in manifest["parameters"]}
+    for local, start, target in state.weights(known):
         target.copy_(reader.weight(local, start, target.numel()).view_as(target))
-    states.weights_changed()
+    state.optimizer.weights_changed()
     same_size = reader.tensor_ranks == engine.layout.tensor_parallel_size
-    for index, (_, layer) in layers_of(engine.module).items():
-        for key, buffer in buffers_of(layer):
-            saved = reader.other(index, key, same_size)
-            if saved is not None:
-                buffer.copy_(saved)
-        for key, owner in extra_states_of(layer).items():
-            saved = reader.other(index, key, same_size)
-            if saved is not None:
-                # Copy: tensors of the file are memory-mapped.
-                owner.set_extra_state(copy.deepcopy(saved))
+    for index, key, buffer in state.buffers():
+        saved = reader.other(index, key, same_size)
+        if saved is not None:
+            buffer.copy_(saved)
+    for index, key, owner in state.extra_states():
+        saved = reader.other(index, key, same_size)
+        if saved is not None:
+            # Copy: tensors of the file are memory-mapped.
+            owner.set_extra_state(copy.deepcopy(saved))
 
 
-def weight_targets(
-    states: OptimizerStates, parameters: Mapping[str, LocalParameter]
-) -> Iterator[tuple[LocalParameter, int, Tensor]]:
-    """Yield (parameter, start, tensor) for the weights that this rank sets: whole parameters, or its master weights.
-
-    ``start`` is the first element of the tensor in the flattened shard of the parameter. Afterwards, call
-    :meth:`OptimizerStates.weights_changed`.
-    """
-    fragments = states.fragments()
-    partitioned = {id(p) for _, members in states.groups() for p in members} if states.partitioned else set()
-    for local in parameters.values():
-        if id(local.parameter) not in partitioned:
-            yield local, 0, local.parameter
-        elif (fragment := fragments.get(id(local.parameter))) is not None:
-            assert fragment.master is not None
-            yield local, fragment.start, fragment.master
-
-
-def _load_states(
-    states: OptimizerStates,
-    parameters: Mapping[str, LocalParameter],
-    reader: CheckpointReader,
-    manifest: Mapping[str, Any],
-) -> None:
+def _load_states(state: RankState, reader: CheckpointReader, manifest: Mapping[str, Any]) -> None:
     """Load the states of the optimizer and the numeric settings of its parameter groups."""
-    saved, fragments = manifest["parameters"], states.fragments()
-    states.clear()
-    for name, local in parameters.items():
-        fragment = fragments.get(id(local.parameter))
-        if fragment is not None and name in saved:
+    saved = manifest["parameters"]
+    state.optimizer.clear()
+    for name, local, fragment in state.fragments(state.parameters):
+        if name in saved:
             tensors = reader.states(local, fragment.start, fragment.numel)
-            states.write(fragment, tensors, saved[name]["values"])
-    names = {id(local.parameter): name for name, local in parameters.items()}
-    for group, members in states.groups():
+            state.optimizer.write(fragment, tensors, saved[name]["values"])
+    names = {id(local.parameter): name for name, local in state.parameters.items()}
+    for group, members in state.optimizer.groups():
         saved_names = [names[id(p)] for p in members if names.get(id(p)) in saved]
         numbers = next((n for n in (saved[name]["group"] for name in saved_names) if n is not None), None)
         if numbers is not None:
             set_numbers(group, numbers)
+
+
+def _load_random_states(engine: Checkpointed, checkpoint: Path, files: Mapping[str, Any]) -> None:
+    """Load this rank's random states from a checkpoint of as many ranks; otherwise rank 0 says that they are new."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if random_file(world - 1) in files and random_file(world) not in files:
+        set_random_states(read_plain(checkpoint / random_file(rank)))
+    elif rank == 0 and engine.global_steps > 0:
+        saved = sum(random_file(number) in files for number in range(len(files)))
+        logger.warning(
+            "%s: the random states of torch, Python and NumPy are new (got those of %d ranks, now %d). The layers' "
+            "random numbers continue, because they depend on the seed and the step.",
+            *(checkpoint, saved, world),
+        )
 
 
 def _apply_rates(scheduler: Any) -> None:
@@ -337,18 +313,3 @@ def _log_changes(saved: Mapping[str, str], now: Mapping[str, str]) -> None:
     for key, value in now.items():
         if key in saved and saved[key] != value:
             logger.warning("%s = %s in this job (checkpoint: %s)", key, value, saved[key])
-
-
-def _load_counters(engine: Checkpointed, state: Mapping[str, Any]) -> None:
-    for key in COUNTERS:
-        setattr(engine, key, state[key])
-    engine.module.random_seed = state.get(RANDOM_SEED, engine.module.random_seed)
-    kind, position = state.get(DATA_POSITION) or (None, None)
-    # A different class of batches may define its position differently.
-    if isinstance(engine.batches, Resumable) and kind == type(engine.batches).__name__:
-        engine.batches.load_state_dict(position)
-    scaler = loss_scaler(engine.optimizer)
-    if isinstance(scaler, DynamicLossScaler):
-        # The JSON sets the window and the minimum.
-        for key, value in state["loss_scale"].items():
-            setattr(scaler, key, value)

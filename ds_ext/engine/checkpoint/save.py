@@ -5,6 +5,7 @@
       mp_rank_00_model_states.pt           counters, learning-rate scheduler, loss scale, client state
       layer_03-model_states.pt             DeepSpeed's format: a layer's weights in model precision, one file per shard
       optimizer_rank_02.safetensors        optimizer states and fp32 master weights of rank 2
+      random_rank_02.pt                    states of rank 2's random-number generators
 
 Each rank writes its own parameters and states. Of several replicas (BitPipe, data parallelism, tied and
 unsharded parameters), only one is written. Nothing is gathered. The manifest maps the elements of each parameter to
@@ -24,7 +25,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.constants import PIPE_REPLICATED
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from torch import Tensor
 
 from ...config.deepspeed_json import precision, zero_stage
@@ -32,9 +32,8 @@ from ...config.schedulers import MegatronLR
 from ...errors import CheckpointError, ConfigError
 from ...launch.job_facts import setting_facts
 from ...launch.roll_call import Facts
-from ..batches import Resumable
-from ..deepspeed_api.names import loss_scaler
 from ..module import PipelineModule
+from ..state import VALUES, RankState, random_states
 from ..together import by_rank_0, error_text, together
 from .file import is_plain, layer_file, write_plain, write_tensors
 from .folder import good_checkpoints, publish, start_writing
@@ -43,34 +42,18 @@ from .states import (
     Checkpointed,
     LocalParameter,
     OptimizerStates,
-    extra_states_of,
     layers_of,
     numbers_of,
-    parameters_of,
 )
 
 STATE_FILE = "mp_rank_00_model_states.pt"
-COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-RANDOM_SEED = "ds_ext_random_seed"
-DATA_POSITION = "data_position"
+# Keys of the file that a script's client state must not have.
 RESERVED_KEYS = (
-    *COUNTERS,
-    *(
-        "module",
-        "optimizer",
-        "lr_scheduler",
-        "lr_scheduler_class",
-        "loss_scale",
-        "dp_world_size",
-        "mp_world_size",
-        DATA_POSITION,
-        RANDOM_SEED,
-    ),
+    *(value.key for value in VALUES),
+    *("module", "optimizer", "lr_scheduler_class", "dp_world_size", "mp_world_size"),
 )
 # They load their step only: their settings are those of the JSON.
 DEEPSPEED_SCHEDULERS = tuple(getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES)
-_STATIC_SCALE = ("cur_scale",)
-_DYNAMIC_SCALE = (*_STATIC_SCALE, "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def save_checkpoint(
@@ -145,25 +128,24 @@ def _write_part(
             f"{written}: created by rank 0, but rank {dist.get_rank()} cannot see it. Use a file system that all hosts "
             f"share."
         )
-    files: dict[str, dict[str, int]] = {}
+    name = random_file(dist.get_rank())
+    files = {name: write_plain(written / name, random_states())}
     if not engine.role.in_checkpoints:
         return {"files": files, "fragments": {}, "parameters": {}, "job": None}
     if dist.get_rank() == engine.role.first_in_checkpoints:
         files[STATE_FILE] = write_plain(written / STATE_FILE, state_of(engine, client_state))
-    require_plain_extra_states(engine.module)
-    parameters = parameters_of(engine.module, engine.layout.tensor_parallel_size)
-    if not with_frozen:
-        parameters = {name: local for name, local in parameters.items() if local.parameter.requires_grad}
+    state = RankState(engine)
+    require_plain_extra_states(state)
+    parameters = state.parameters if with_frozen else state.trained
     if engine.mpu.get_data_parallel_rank() == 0:
         files |= _write_layers(engine, written, parameters)
-    states = OptimizerStates(engine.optimizer)
-    tensors, fragments = _optimizer_part(engine, states, parameters)
+    tensors, fragments = _optimizer_part(engine, state, parameters)
     if tensors:
         name = f"optimizer_rank_{dist.get_rank():02d}.safetensors"
         files[name] = write_tensors(written / name, tensors)
         for fragment in fragments.values():
             fragment["file"] = name
-    groups = [(numbers_of(group), {id(p) for p in members}) for group, members in states.groups()]
+    groups = [(numbers_of(group), {id(p) for p in members}) for group, members in state.optimizer.groups()]
     described = {
         name: {
             "shape": list(local.shape.full),
@@ -205,17 +187,16 @@ def _write_layers(
     return files
 
 
-def require_plain_extra_states(module: PipelineModule) -> None:
+def require_plain_extra_states(state: RankState) -> None:
     """Raise CheckpointError for a layer of this rank whose extra state cannot be saved."""
-    for index, (_, layer) in layers_of(module).items():
-        for key, owner in extra_states_of(layer).items():
-            state = owner.get_extra_state()
-            if not is_plain(state):
-                raise CheckpointError(
-                    f"{type(owner).__name__}.get_extra_state() of layer {index} ({key}): must return numbers, strings, "
-                    f"tensors, or lists and dictionaries of them, because loading other values can run code (got "
-                    f"{type(state).__name__}). Return these, or a uint8 tensor."
-                )
+    for index, key, owner in state.extra_states():
+        value = owner.get_extra_state()
+        if not is_plain(value):
+            raise CheckpointError(
+                f"{type(owner).__name__}.get_extra_state() of layer {index} ({key}): must return numbers, strings, "
+                f"tensors, or lists and dictionaries of them, because loading other values can run code (got "
+                f"{type(value).__name__}). Return these, or a uint8 tensor."
+            )
 
 
 def _first_holder(module: PipelineModule, index: int) -> bool:
@@ -224,21 +205,19 @@ def _first_holder(module: PipelineModule, index: int) -> bool:
 
 
 def _optimizer_part(
-    engine: Checkpointed, states: OptimizerStates, parameters: Mapping[str, LocalParameter]
+    engine: Checkpointed, state: RankState, parameters: Mapping[str, LocalParameter]
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     """Return the tensors of the optimizer that this rank writes, by "parameter/state", and their fragments."""
     tensors: dict[str, Tensor] = {}
     described: dict[str, dict[str, Any]] = {}
-    if not states.partitioned and engine.mpu.get_data_parallel_rank() != 0:
+    if not state.optimizer.partitioned and engine.mpu.get_data_parallel_rank() != 0:
         return tensors, described
-    fragments, tensor_rank = states.fragments(), engine.mpu.get_slice_parallel_rank()
-    for name, local in parameters.items():
+    tensor_rank = engine.mpu.get_slice_parallel_rank()
+    for name, local, fragment in state.fragments(parameters):
         parameter, sharded = local.parameter, local.shape.dim is not None
-        fragment = fragments.get(id(parameter))
-        is_replica = getattr(parameter, PIPE_REPLICATED, False) or (tensor_rank > 0 and not sharded)
-        if fragment is None or is_replica:
+        if getattr(parameter, PIPE_REPLICATED, False) or (tensor_rank > 0 and not sharded):
             continue
-        state_tensors, values = states.read(fragment)
+        state_tensors, values = state.optimizer.read(fragment)
         if fragment.master is not None and parameter.dtype != fragment.master.dtype:
             state_tensors[MASTER] = fragment.master
         tensors |= {f"{name}/{key}": tensor for key, tensor in state_tensors.items()}
@@ -298,13 +277,6 @@ def settings_of(engine: Checkpointed) -> Facts:
     return {**facts.get("data", {}), **setting_facts(settings)}
 
 
-def loss_scale_of(optimizer: Any) -> dict[str, Any]:
-    """Return the state of an optimizer's loss scaler; empty if it has none."""
-    scaler = loss_scaler(optimizer)
-    keys = _DYNAMIC_SCALE if isinstance(scaler, DynamicLossScaler) else _STATIC_SCALE
-    return {} if scaler is None else {key: getattr(scaler, key) for key in keys}
-
-
 def state_of(engine: Checkpointed, client_state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that are the same on all ranks, under DeepSpeed's keys if it has them.
 
@@ -320,18 +292,17 @@ def state_of(engine: Checkpointed, client_state: Mapping[str, Any]) -> dict[str,
             f"client_state: the engine uses these keys (got {', '.join(reserved)}). Rename them."
         )
     scheduler = engine.lr_scheduler
-    batches = engine.batches
-    position = (type(batches).__name__, batches.state_dict()) if isinstance(batches, Resumable) else None
     return {
-        **{key: getattr(engine, key) for key in COUNTERS},
+        **{value.key: value.read(engine) for value in VALUES},
         "module": None,
         "optimizer": None,
-        "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
         "lr_scheduler_class": None if scheduler is None else type(scheduler).__name__,
-        "loss_scale": loss_scale_of(engine.optimizer),
-        DATA_POSITION: position,
-        RANDOM_SEED: engine.module.random_seed,
         "dp_world_size": engine.dp_world_size,
         "mp_world_size": 1,  # for DeepSpeed's loader: number of these files
         **client_state,
     }
+
+
+def random_file(rank: int) -> str:
+    """Return the name of the file with a rank's random states."""
+    return f"random_rank_{rank:02d}.pt"

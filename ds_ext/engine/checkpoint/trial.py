@@ -13,6 +13,7 @@ import torch.distributed as dist
 from deepspeed.runtime.constants import PIPE_REPLICATED
 
 from ...errors import CheckpointError, ConfigError
+from ..state import RankState
 from ..together import by_rank_0, together
 from .file import pickled
 from .folder import require_tag, start_writing
@@ -114,8 +115,7 @@ def _write(written: Path, engine: Checkpointed) -> int:
         )
     if problem := OptimizerStates(engine.optimizer).problem():
         raise ConfigError(problem)
-    if engine.role.in_checkpoints:
-        require_plain_extra_states(engine.module)
+    require_plain_extra_states(RankState(engine))
     if rank == engine.role.first_in_checkpoints:
         pickled(state_of(engine, {}))
     (written / f"rank_{rank}").write_text(str(rank))

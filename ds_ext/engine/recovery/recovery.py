@@ -29,12 +29,14 @@ from ...config.sections import RecoveryOptions
 from ...errors import CheckpointError, ConfigError
 from ...launch.processes import find_launcher
 from ...parallel.copies import copy_hosts
+from ..batches import IteratorBatches
+from ..checkpoint.save import describe_job
 from ..checkpoint.states import Checkpointed
+from ..state import RankState
 from ..together import together
 from .keeper import Exits, Keeper, KeeperError, Snapshots
 from .keeper_process import RUNS
 from .slots import Slots, packed, unpacked
-from .state import load, require_position, require_same_job, tensors_of, values_of
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +173,7 @@ class Recovery:
         self._taken = step
         if not self._is_due(step):
             return None
-        require_position(self._engine)
+        self._require_position()
         lost = not self._keeper.is_running()
         lost_hosts = lost
         if any(target is not None for target in self._targets):
@@ -183,13 +185,33 @@ class Recovery:
                 self._start_again(step)
             if lost_hosts and self._addresses is not None:
                 self._addresses = self._with_keepers(self._listen)
-            self._slots.write(step, tensors_of(self._engine), packed(values_of(self._engine)))
+            state = RankState(self._engine)
+            values = {"job": describe_job(self._engine), **state.values()}
+            self._slots.write(step, state.tensors(), packed(values))
         except KeeperError as error:
             raise ConfigError(
                 f"ds_ext.recovery: no snapshot of step {step} on host {socket.gethostname()} (got {error}). Use fewer "
                 f"ranks per host, or remove the section."
             ) from None
         return waited_s + time.perf_counter() - begin
+
+    def _require_position(self) -> None:
+        """Raise ConfigError for data whose position cannot be restored."""
+        if isinstance(self._engine.batches, IteratorBatches):
+            raise ConfigError(
+                "ds_ext.recovery: the position in the data must be known (got an iterator). Pass training_data to "
+                "initialize(), or train_batch() an object with get, advance, state_dict and load_state_dict."
+            )
+
+    def _require_same_job(self, job: Mapping[str, Any]) -> None:
+        """Raise CheckpointError for a snapshot of a job with other sizes or settings."""
+        now = describe_job(self._engine)
+        changed = sorted(key for key in now if now[key] != job.get(key))
+        if changed:
+            raise CheckpointError(
+                f"snapshot: of a job with another {changed[0]} (got {job.get(changed[0])!r}, now "
+                f"{now[changed[0]]!r})."
+            )
 
     def _start_again(self, step: int) -> None:
         """Start the keeper of this host after its end. The snapshots of earlier steps are lost with it."""
@@ -293,7 +315,7 @@ class Recovery:
             parts = self._read(step)
             if parts is None:
                 continue
-            load(self._engine, *parts)
+            RankState(self._engine).load(*parts)
             self._begin(after=step)
             run.reached = step  # the result has the lost steps
             if not self._is_copied(step, found):
@@ -381,7 +403,7 @@ class Recovery:
         def read() -> None:
             tensors, state = self._slots.read(step)
             values = unpacked(state)
-            require_same_job(self._engine, values["job"])
+            self._require_same_job(values["job"])
             parts.append((tensors, values))
 
         try:

@@ -1,0 +1,250 @@
+"""What a rank must keep to continue: the list that checkpoints, snapshots, recovery and the check before a save use.
+
+- tensors: weights or master weights, optimizer states, and buffers, by parameter and layer;
+- extra states of layers, and the numeric settings of the optimizer's groups;
+- values that are the same on all ranks (:data:`VALUES`): counters, learning-rate scheduler, loss scale, position in the
+  data, and the seed of the layers' random numbers;
+- random states of this rank: torch's, Python's and NumPy's generators.
+
+A checkpoint has each tensor once and loads with any schedule and sizes; its random states load at the same number of
+ranks. A snapshot has all tensors of its rank, and loads on a rank of the same job.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from torch import Tensor, nn
+
+from .batches import Resumable
+from .checkpoint.states import (
+    Checkpointed,
+    Fragment,
+    LocalParameter,
+    OptimizerStates,
+    buffers_of,
+    extra_states_of,
+    layers_of,
+    numbers_of,
+    parameters_of,
+    set_numbers,
+)
+from .deepspeed_api.names import loss_scaler
+
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+SCHEDULER = "lr_scheduler"
+RANDOM = "random"  # key of the random states in a snapshot
+_STATIC_SCALE = ("cur_scale",)
+_DYNAMIC_SCALE = (*_STATIC_SCALE, "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+@dataclass(frozen=True)
+class Value:
+    """Value that is the same on all ranks.
+
+    Attributes:
+        key: its key, which is DeepSpeed's if DeepSpeed saves it.
+        read: returns it for an engine.
+        write: sets it in an engine.
+    """
+
+    key: str
+    read: Callable[[Checkpointed], Any]
+    write: Callable[[Checkpointed, Any], None]
+
+
+def _counter(key: str) -> Value:
+    return Value(key, lambda engine: getattr(engine, key), lambda engine, value: setattr(engine, key, value))
+
+
+def _scheduler(engine: Checkpointed) -> Any:
+    return None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
+
+
+def _set_scheduler(engine: Checkpointed, state: Any) -> None:
+    if engine.lr_scheduler is not None and state is not None:
+        engine.lr_scheduler.load_state_dict(state)
+
+
+def _loss_scale(engine: Checkpointed) -> dict[str, Any]:
+    """Return the state of the optimizer's loss scaler; empty if it has none."""
+    scaler = loss_scaler(engine.optimizer)
+    keys = _DYNAMIC_SCALE if isinstance(scaler, DynamicLossScaler) else _STATIC_SCALE
+    return {} if scaler is None else {key: getattr(scaler, key) for key in keys}
+
+
+def _set_loss_scale(engine: Checkpointed, state: Mapping[str, Any]) -> None:
+    scaler = loss_scaler(engine.optimizer)
+    if isinstance(scaler, DynamicLossScaler):  # the JSON sets the window, the minimum and a static scale
+        for key, value in state.items():
+            setattr(scaler, key, value)
+
+
+def _position(engine: Checkpointed) -> tuple[str, Any] | None:
+    batches = engine.batches
+    return (type(batches).__name__, batches.state_dict()) if isinstance(batches, Resumable) else None
+
+
+def _set_position(engine: Checkpointed, saved: tuple[str, Any] | None) -> None:
+    kind, position = saved or (None, None)
+    # A different class of batches may define its position differently.
+    if isinstance(engine.batches, Resumable) and kind == type(engine.batches).__name__:
+        engine.batches.load_state_dict(position)
+
+
+VALUES = (
+    *map(_counter, COUNTERS),
+    Value(SCHEDULER, _scheduler, _set_scheduler),
+    Value("loss_scale", _loss_scale, _set_loss_scale),
+    Value("data_position", _position, _set_position),
+    Value(
+        "ds_ext_random_seed",
+        lambda engine: engine.module.random_seed,
+        lambda engine, seed: setattr(engine.module, "random_seed", seed),
+    ),
+)
+
+
+class RankState:
+    """State of this rank; it is read and written in place.
+
+    Args:
+        engine: initialized engine.
+
+    Attributes:
+        parameters: parameters that this rank keeps, by name, with frozen ones; none on a rank whose weights another one
+            keeps.
+        optimizer: states of the optimizer.
+    """
+
+    def __init__(self, engine: Checkpointed) -> None:
+        self._engine = engine
+        self.optimizer = OptimizerStates(engine.optimizer)
+        self.parameters: dict[str, LocalParameter] = {}
+        if engine.role.in_checkpoints:
+            self.parameters = parameters_of(engine.module, engine.layout.tensor_parallel_size)
+
+    @functools.cached_property
+    def trained(self) -> dict[str, LocalParameter]:
+        """Trained parameters by name. Frozen ones have their values again when the script starts again."""
+        return {name: local for name, local in self.parameters.items() if local.parameter.requires_grad}
+
+    # --- what there is ---
+
+    def weights(
+        self, parameters: Mapping[str, LocalParameter]
+    ) -> Iterator[tuple[LocalParameter, int, Tensor]]:
+        """Yield (parameter, start, tensor) for the weights that this rank sets: whole parameters, or master weights.
+
+        ``start`` is the first element of the tensor in the flattened shard of the parameter. Afterwards, call
+        :meth:`OptimizerStates.weights_changed`.
+        """
+        states, fragments = self.optimizer, self.optimizer.fragments()
+        partitioned = {id(p) for _, members in states.groups() for p in members} if states.partitioned else ()
+        for local in parameters.values():
+            if id(local.parameter) not in partitioned:
+                yield local, 0, local.parameter
+            elif (fragment := fragments.get(id(local.parameter))) is not None:
+                assert fragment.master is not None
+                yield local, fragment.start, fragment.master
+
+    def fragments(
+        self, parameters: Mapping[str, LocalParameter]
+    ) -> Iterator[tuple[str, LocalParameter, Fragment]]:
+        """Yield name, parameter and fragment of the parameters whose optimizer states this rank holds."""
+        fragments = self.optimizer.fragments()
+        for name, local in parameters.items():
+            if (fragment := fragments.get(id(local.parameter))) is not None:
+                yield name, local, fragment
+
+    def buffers(self) -> Iterator[tuple[int, str, Tensor]]:
+        """Yield layer, key and tensor of the persistent buffers."""
+        for index, layer in self._layers():
+            for key, buffer in buffers_of(layer):
+                yield index, key, buffer
+
+    def extra_states(self) -> Iterator[tuple[int, str, nn.Module]]:
+        """Yield layer, key and owner of the extra states."""
+        for index, layer in self._layers():
+            for key, owner in extra_states_of(layer).items():
+                yield index, key, owner
+
+    def _layers(self) -> list[tuple[int, nn.Module]]:
+        layers = layers_of(self._engine.module) if self._engine.role.in_checkpoints else {}
+        return [(index, layer) for index, (_, layer) in layers.items()]
+
+    # --- a whole copy, for snapshots ---
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the trained weights (or master weights), optimizer states and buffers by name."""
+        tensors = {f"weight/{local.name}": tensor for local, _, tensor in self.weights(self.trained)}
+        for name, _, fragment in self.fragments(self.trained):
+            states, _ = self.optimizer.read(fragment)
+            tensors |= {f"state/{name}/{key}": state for key, state in states.items()}
+        return tensors | {f"buffer/{index}/{key}": buffer for index, key, buffer in self.buffers()}
+
+    def values(self) -> dict[str, Any]:
+        """Return the other values."""
+        return {
+            **{value.key: value.read(self._engine) for value in VALUES},
+            "values": {
+                name: self.optimizer.read(fragment)[1] for name, _, fragment in self.fragments(self.trained)
+            },
+            "groups": [numbers_of(group) for group, _ in self.optimizer.groups()],
+            "extra": {f"{index}/{key}": owner.get_extra_state() for index, key, owner in self.extra_states()},
+            RANDOM: random_states(),
+        }
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Load :meth:`tensors` and :meth:`values` of this rank, of the same job. All ranks must call this together."""
+        for local, _, target in self.weights(self.trained):
+            target.copy_(tensors[f"weight/{local.name}"].view_as(target))
+        if self._engine.role.in_checkpoints:
+            self.optimizer.weights_changed()
+            self.optimizer.clear()
+        for name, _, fragment in self.fragments(self.trained):
+            start = f"state/{name}/"
+            states = {key.removeprefix(start): t for key, t in tensors.items() if key.startswith(start)}
+            self.optimizer.write(fragment, states, values["values"].get(name, {}))
+        for index, key, buffer in self.buffers():
+            buffer.copy_(tensors[f"buffer/{index}/{key}"])
+        for index, key, owner in self.extra_states():
+            owner.set_extra_state(values["extra"][f"{index}/{key}"])
+        for (group, _), numbers in zip(self.optimizer.groups(), values["groups"], strict=True):
+            set_numbers(group, numbers)
+        for value in VALUES:
+            value.write(self._engine, values[value.key])
+        set_random_states(values[RANDOM])
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of this rank's default generators: torch's, Python's and NumPy's."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    version, internal, gauss = random.getstate()
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": [version, torch.tensor(internal), gauss],
+        "numpy": [kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest],
+    }
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Set the states that :func:`random_states` returned. A GPU keeps its state if they were read without one."""
+    torch.set_rng_state(states["torch"])
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal.tolist()), gauss))
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
