@@ -18,6 +18,7 @@ PAGES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     "configs/README.md": "configs.md",
     "examples/README.md": "examples.md",
     "kernels/README.md": "kernels.md",
