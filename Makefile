@@ -17,7 +17,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup data docs train test test-all test-rdma test-hosts test-gpu test-sanitizers fuzz attack wheel check clean
+.PHONY: help setup data docs train test test-all test-rdma test-hosts test-gpu test-sanitizers fuzz attack wheel release check clean
 
 bin := $(abspath $(VENV))/bin
 stamp := $(VENV)/.ds_ext-installed
@@ -93,6 +93,9 @@ wheel: $(stamp)  ## sdist and manylinux wheel in dist/, installed and tested in 
 	$(bin)/python -m auditwheel repair -w dist build/wheel/*.whl
 	mv build/wheel/*.tar.gz dist
 	PYTHON=$(bin)/python tests/wheel.sh dist/*.whl
+
+release: $(stamp)  ## tests the wheel in fresh environments and tags the version; refuses a tree with changes
+	PYTHON=$(bin)/python .ci/release
 
 # The thread sanitizer sees one process only, so both ends of a link are threads there; gcc has no libFuzzer.
 sanitized := build/sanitizers

@@ -18,6 +18,7 @@ PAGES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     "configs/README.md": "configs.md",
     "examples/README.md": "examples.md",
     "kernels/README.md": "kernels.md",
@@ -46,7 +47,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         path = posixpath.normpath(posixpath.join(folder, target))
         site = PAGES.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
         if site is not None and files.get_file_from_path(site) is not None and not site.endswith(".py"):
-            return f"{image}[{text}]({site}{anchor})"
+            relative = posixpath.relpath(site, posixpath.dirname(page.file.src_uri) or ".")
+            return f"{image}[{text}]({relative}{anchor})"
         if not (ROOT / path).exists():
             return link[0]  # mkdocs reports it
         return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{path})" if config.repo_url else text

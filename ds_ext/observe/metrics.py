@@ -52,7 +52,7 @@ class MeasuredEngine(Protocol):
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Metrics of one step, with the keys of the metrics file (docs/architecture.md, "Metrics")."""
+    """Metrics of one step, with the keys of the metrics file (docs/reference.md, "Metrics")."""
 
     step: int
     loss: float

@@ -1,7 +1,7 @@
 """Record of a run, written beside its metrics file: what ran, where, and which checkpoints it saved and loaded.
 
 ``metrics.jsonl`` has the record ``metrics.run.json``: ``{"version": 1, "starts": [...]}``, with one object for every
-start of the job (docs/architecture.md, "Run record"). ``python -m ds_ext report`` reads it. Imports no torch.
+start of the job (docs/reference.md, "Run record"). ``python -m ds_ext report`` reads it. Imports no torch.
 """
 
 from __future__ import annotations

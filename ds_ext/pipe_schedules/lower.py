@@ -161,7 +161,7 @@ class _Buffers:
 
 
 def dump(program: Program) -> dict[str, object]:
-    """Return the program as data for JSON, with the keys of "Timetable dump" in docs/architecture.md."""
+    """Return the program as data for JSON, with the keys of "Timetable dump" in docs/reference.md."""
     timetable, placement = program.timetable, program.timetable.placement
     return {
         "schedule": timetable.schedule,

@@ -1,4 +1,4 @@
-"""Which sizes change the losses when dropout is on: documented in docs/architecture.md, "Sample order and dropout"."""
+"""Which sizes change the losses when dropout is on: documented in docs/reference.md, "Sample order and dropout"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The measurement behind the table in docs/scale.md, at one small size."""
+"""The measurement behind the table in CONTRIBUTING.md, at one small size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces of a run: format, merge, summary and page. See docs/traces.md.
+"""Traces of a run: format, merge, summary and page. See docs/report.md.
 
 This package does not import torch. ``ds_ext/engine/tracing/recorder.py`` records the events.
 """
