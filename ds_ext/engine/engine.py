@@ -59,7 +59,7 @@ from .recovery.recovery import Recovered, Recovery
 from .role import Role
 from .schedules import Schedules
 from .stage import StageForward
-from .step_report import Gathered, StepReport, gather, vote
+from .step_report import Gathered, StepReport, gather, measurement, vote
 from .together import by_rank_0, collective_device
 from .tracing.clock import BusyClock
 from .tracing.recorder import Tracer
@@ -89,6 +89,8 @@ class PipelineEngine(AdaptedEngine):
         tracer: recorder of the timeline; None without tracing.
         activity: current activity, its time limit, and the failure of a step.
         report: measurements of the last training step; None before the first one.
+        step_s, step_lr, bubble_measured, peak_memory_of_ranks, peak_memory_bytes: values of the report; the last one is
+            that of the rank that needs the most.
         agg_additional_losses: means of the loss's terms and of the module's additional losses in the last training
             step, by name.
         eval_additional_losses: the same, of the last evaluation.
@@ -104,6 +106,11 @@ class PipelineEngine(AdaptedEngine):
 
     module: PipelineModule
     role = Role()  # the parent's constructor reads it
+    step_s = measurement(lambda report: report.seconds)
+    step_lr = measurement(lambda report: report.lr)
+    bubble_measured = measurement(lambda report: report.of_ranks.bubble)
+    peak_memory_of_ranks = measurement(lambda report: report.of_ranks.peak_memory_of_ranks, ())
+    peak_memory_bytes = measurement(lambda report: max(report.of_ranks.peak_memory_of_ranks))
 
     # --- construction ---
 
@@ -203,6 +210,11 @@ class PipelineEngine(AdaptedEngine):
     def running(self) -> TimetableSchedule:
         """Schedule of the current or last step or evaluation."""
         return self.executor.schedule
+
+    @property
+    def bubble_simulated(self) -> float:
+        """Share of the simulated step in which an average device does not compute."""
+        return self.plan.simulation.bubble
 
     @property
     def random_seed(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,11 @@ class StepReport:
         """Return names and values that DeepSpeed does not write to its monitors."""
         values = {"grad_norm": grad_norm, "bubble": self.of_ranks.bubble, **(additional_losses or {})}
         return [(f"Train/Samples/{key}", float(value)) for key, value in values.items() if value is not None]
+
+
+def measurement(read: Callable[[StepReport], Any], before_the_first: Any = None) -> property:
+    """Return a property of an engine that reads the report of its last training step."""
+    return property(lambda engine: before_the_first if engine.report is None else read(engine.report))
 
 
 def gather(

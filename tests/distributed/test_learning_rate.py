@@ -85,8 +85,7 @@ def halve(rank: int) -> list[float | None]:
     rates = []
     for _ in range(4):
         engine.train_batch()
-        assert engine.report is not None
-        rates.append(engine.report.lr)
+        rates.append(engine.step_lr)
     return rates
 
 
@@ -130,8 +129,7 @@ def resumed(
         logger.removeHandler(log)
     for _ in range(steps):
         engine.train_batch()
-        assert engine.report is not None
-        rates.append(engine.report.lr)
+        rates.append(engine.step_lr)
     if not load and steps == AT:
         engine.save_checkpoint(folder)
     return rates, log.lines

@@ -63,8 +63,7 @@ def train_traced(rank: int, job: TracedJob) -> dict[str, Any]:
     for step in range(job.steps):
         with profiler if step == job.steps - 1 else nullcontext():
             engine.train_batch(batches)
-        assert engine.report is not None
-        bubbles.append(engine.report.of_ranks.bubble)
+        bubbles.append(engine.bubble_measured)
         if step == 0:
             engine.eval_batch(StepBatches(batches_of(job)))
     assert engine.tracer is not None and engine.tracer.times is not None
