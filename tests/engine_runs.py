@@ -189,7 +189,6 @@ def train(rank: int, job: Job, evaluate: bool = False, watch: Watch | None = Non
         "weights": weights(engine, tp),
         "digests": digests,
         "bubble": engine.bubble_measured,
-        "memory": (engine.peak_memory_bytes, engine.peak_memory_of_ranks),
         "eager": engine.update.reduction is not None,
         "skipped": engine.skipped_steps,
         "lr": engine.get_lr()[0],

@@ -26,6 +26,33 @@ from tests.ranks import RankPool, Ranks
 from tests.reference import Chain, random_batches
 from tests.selection import select
 
+# --- measurements ---
+
+
+def measured(rank: int) -> tuple[list[Any], list[Any]]:
+    """Documented measurements of the engine before and after a step."""
+    job = Job("1f1b", 2, 1, 1, micro_batches=4, model=MODEL)
+    engine, _ = build(job)
+
+    def values() -> list[Any]:
+        names = ("step_s", "step_lr", "bubble_measured", "peak_memory_bytes", "peak_memory_of_ranks")
+        return [getattr(engine, name) for name in names]
+
+    before = values()
+    engine.train_batch(StepBatches(random_batches(job.model, 1, job.micro_batches)))
+    engine.transport.close()
+    return before, values()
+
+
+def test_measurements_of_a_step(ranks: Ranks) -> None:
+    results = ranks(2).run(measured)
+    assert [before[:4] for before, _ in results] == [[None] * 4] * 2
+    for before, (step_s, lr, bubble, peak, peaks) in results:
+        assert not before[4] and step_s > 0 and lr > 0 and 0 <= bubble < 1
+        assert peak == max(peaks) and len(peaks) == 2
+    assert len({(bubble, *peaks) for _, (_, _, bubble, _, peaks) in results}) == 1
+
+
 # --- DeepSpeed's own engine ---
 
 
