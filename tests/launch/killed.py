@@ -24,12 +24,13 @@ def kill_at(rank: int, step: int, point: str) -> None:
         return
     from ds_ext.engine import PipelineEngine
     from ds_ext.engine.executor import Executor, Observer
-    from ds_ext.engine.recovery import recovery, slots
+    from ds_ext.engine.recovery import slots
+    from ds_ext.engine.state import RankState
 
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    run, crc32, load = Executor.run, slots.zlib.crc32, recovery.load
+    run, crc32, load = Executor.run, slots.zlib.crc32, RankState.load
     train, save = PipelineEngine.train_batch, PipelineEngine.save_checkpoint
     steps = [0]
 
@@ -72,7 +73,7 @@ def kill_at(rank: int, step: int, point: str) -> None:
     PipelineEngine.train_batch = train_batch  # type: ignore[method-assign]
     Executor.run = run_or_die  # type: ignore[method-assign]
     slots.zlib = type("zlib", (), {"crc32": staticmethod(crc32_or_die)})  # type: ignore[assignment]
-    recovery.load = load_or_die
+    RankState.load = load_or_die  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
