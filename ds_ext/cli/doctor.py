@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ..comm.rdma import devices as rdma_devices
 from ..comm.spin import usable_cores
+from ..environment import ipv6_addresses
 from ..errors import TransportError
 
 SHARED_FILES = Path("/dev/shm")
@@ -119,20 +120,14 @@ def _addresses() -> Iterator[Finding]:
 
 def addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
     """Return (interface, address) of this host, without link-local addresses."""
-    found: list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]] = []
+    interfaces: list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 request = struct.pack("256s", name.encode()[:15])
                 reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                found.append((name, ipaddress.IPv4Address(reply[20:24])))
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, *_, name = line.split()
-            address = ipaddress.IPv6Address(bytes.fromhex(digits))
-            if not address.is_link_local:
-                found.append((name, address))
-    return found
+                interfaces.append((name, ipaddress.IPv4Address(reply[20:24])))
+    return [*interfaces, *((name, ip) for name, ip in ipv6_addresses() if not ip.is_link_local)]
 
 
 def _rdma() -> Iterator[Finding]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
-import os
 import socket
 import threading
 import time
@@ -16,9 +14,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_ext.comm import host_watch
-from ds_ext.comm.rounds import Link
-from ds_ext.errors import TransportError
+from .. import environment
+from ..errors import TransportError
+from . import host_watch
+from .rounds import Link
 
 FIRST_STEP_FACTOR = 5  # the first step also compiles, loads kernels and connects NCCL
 _WATCHDOG_MARGIN_S = 60.0
@@ -123,13 +122,10 @@ def _wait_for_threads() -> None:
 
 
 def _native_threads_sleep() -> bool:
-    of_python = {str(thread.native_id) for thread in threading.enumerate()}
-    for task in os.listdir("/proc/self/task"):
-        if task not in of_python:
-            with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/stat", encoding="utf-8") as file:
-                if file.read().rpartition(")")[2].split()[0] == "R":
-                    return False
-    return True
+    of_python = {thread.native_id for thread in threading.enumerate()}
+    return not any(
+        state == "R" for thread, state in environment.thread_states().items() if thread not in of_python
+    )
 
 
 def watch_hosts() -> None:
@@ -142,18 +138,13 @@ def watch_hosts() -> None:
         return
     store: Any = dist.distributed_c10d._get_default_store()
     store.set(_host_key(dist.get_rank()), json.dumps([socket.gethostname(), host_watch.own_addresses()]))
-    host_watch.start(dist.get_rank(), job_hosts(), _store_port())
+    host_watch.start(dist.get_rank(), job_hosts(), environment.master_port())
 
 
 def watch_start() -> None:
     """Start the heartbeat before the hosts of the job are known, while the ranks meet and connect."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and dist.is_available():
-        host_watch.start(int(os.environ.get("RANK", "0")), None, _store_port())
-
-
-def _store_port() -> int | None:
-    port = os.environ.get("MASTER_PORT", "")
-    return int(port) if port.isdigit() else None
+    if environment.world_size() > 1 and dist.is_available():
+        host_watch.start(environment.rank(), None, environment.master_port())
 
 
 def job_hosts() -> list[host_watch.Host]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from ds_ext.comm.endpoints import Pairs
+from .endpoints import Pairs
 
 Incompatibility = Callable[[Any, Any, bool], str | None]  # LinkSetup.incompatibility
 

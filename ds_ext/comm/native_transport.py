@@ -20,12 +20,12 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from ds_ext.comm import _native
-from ds_ext.comm.endpoints import Endpoints
-from ds_ext.comm.failure_state import FailureState
-from ds_ext.comm.transport import ITEM_BITS, TAG_LIMIT, check_address, describe_tag
-from ds_ext.comm.wire import copies, pieces_of, views
-from ds_ext.errors import ProtocolError, TransportError
+from ..errors import ProtocolError, TransportError
+from . import _native
+from .endpoints import Endpoints
+from .failure_state import FailureState
+from .transport import ITEM_BITS, TAG_LIMIT, check_address, describe_tag
+from .wire import copies, pieces_of, views
 
 SLICE_S = 0.035  # maximum sleep, so that signals and a peer's exit are noticed
 COPIED_BYTES = 4096  # up to this size, a copy costs less than holding a slot

@@ -15,9 +15,9 @@ import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from ds_ext.errors import TransportError
+from ..environment import namespace, proc_text
+from ..errors import TransportError
 
 TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")  # token of the receiving rank, sender's rank
@@ -61,10 +61,7 @@ def host_id() -> str:
     """Return the identity of this host. Processes that can reach each other's unix sockets have the same one."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
-        parts = [
-            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-            os.readlink("/proc/self/ns/net"),
-        ]
+        parts = [proc_text("sys/kernel/random/boot_id").strip(), namespace("net")]
     return " ".join(parts)
 
 

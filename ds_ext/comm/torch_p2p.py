@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_ext.comm import wire
-from ds_ext.comm.endpoints import SEND_WINDOW_BYTES
-from ds_ext.comm.failure_state import FailureState
-from ds_ext.comm.groups import explain, new_group, wait_time
-from ds_ext.comm.transport import ITEM_BITS, check_address, describe_tag
-from ds_ext.errors import TransportError
+from ..errors import TransportError
+from . import wire
+from .endpoints import SEND_WINDOW_BYTES
+from .failure_state import FailureState
+from .groups import explain, new_group, wait_time
+from .transport import ITEM_BITS, check_address, describe_tag
 
 
 @dataclass(eq=False)

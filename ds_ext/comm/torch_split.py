@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_ext.comm import wire
-from ds_ext.comm.failure_state import FailureState
-from ds_ext.comm.groups import new_pair_groups
-from ds_ext.comm.rounds import Link, queue_shortage, rounds
-from ds_ext.comm.torch_p2p import TorchTransport
-from ds_ext.comm.transfers import Transfer, Transfers
-from ds_ext.comm.transport import ITEM_BITS, Ticket, Transport, check_address, describe_tag, make_tag
-from ds_ext.errors import TransportError
+from ..errors import TransportError
+from . import wire
+from .failure_state import FailureState
+from .groups import new_pair_groups
+from .rounds import Link, queue_shortage, rounds
+from .torch_p2p import TorchTransport
+from .transfers import Transfer, Transfers
+from .transport import ITEM_BITS, Ticket, Transport, check_address, describe_tag, make_tag
 
 logger = logging.getLogger(__name__)
 

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_ext.comm.cuda.device import Device
-from ds_ext.comm.failure_state import FailureState
-from ds_ext.comm.groups import explain
-from ds_ext.comm.receive_stream import HostReceives, Receives, StreamReceives
-from ds_ext.comm.transport import describe_tag
-from ds_ext.errors import TransportError
+from ..errors import TransportError
+from .cuda.device import Device
+from .failure_state import FailureState
+from .groups import explain
+from .receive_stream import HostReceives, Receives, StreamReceives
+from .transport import describe_tag
 
 _SEND, _RECV = "send to", "recv from"
 _POLL_S = 0.001

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
-from ds_ext.errors import TransportError
+from ..errors import TransportError
 
 if TYPE_CHECKING:
     from torch import Tensor, device

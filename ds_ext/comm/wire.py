@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ds_ext.comm import _native
-from ds_ext.errors import TransportError
+from ..errors import TransportError
+from . import _native
 
 SEAL_BYTES = _native.DESCRIPTOR_BYTES
 Descriptor = _native.Descriptor

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ds_ext.data.blend import parse_data_path
-from ds_ext.data.datasets import BlendedDataset, build_datasets
-from ds_ext.data.indexed import IndexedTokens
-from ds_ext.data.megatron_bert import (
+from ..errors import ConfigError
+from .blend import parse_data_path
+from .datasets import BlendedDataset, build_datasets
+from .indexed import IndexedTokens
+from .megatron_bert import (
     FRAME_TOKENS,
     MEGATRON_MAX_SENTENCE_TOKENS,
     BertOptions,
@@ -26,10 +27,9 @@ from ds_ext.data.megatron_bert import (
     masked_dataset,
     require_megatron,
 )
-from ds_ext.data.meta import check_tokenizer, check_vocab_size, read_meta
-from ds_ext.data.tokenizer import load_tokenizer
-from ds_ext.data.wordpiece import WordPieceTokenizer
-from ds_ext.errors import ConfigError
+from .meta import check_tokenizer, check_vocab_size, read_meta
+from .tokenizer import load_tokenizer
+from .wordpiece import WordPieceTokenizer
 
 __all__ = ["BertDataset", "BertOptions", "bert_tokenizer", "build_bert_datasets"]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ds_ext.data.layout import DATA_NAME
-from ds_ext.errors import ConfigError
+from ..errors import ConfigError
+from .layout import DATA_NAME
 
 
 def parse_data_path(data_path: str | Sequence[str]) -> tuple[list[Fraction], list[Path]]:

@@ -7,9 +7,9 @@ from typing import TypeVar
 import numpy as np
 from torch.utils.data import Dataset
 
-from ds_ext.data.blend import BlendTable, parse_data_path
-from ds_ext.data.indexed import IndexedTokens
-from ds_ext.errors import ConfigError
+from ..errors import ConfigError
+from .blend import BlendTable, parse_data_path
+from .indexed import IndexedTokens
 
 SPLIT_NAMES = ("train", "valid", "test")
 

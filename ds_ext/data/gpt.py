@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from ds_ext.data.chat.dataset import ChatDataset
-from ds_ext.data.datasets import BlendedDataset, build_datasets
-from ds_ext.data.indexed import IndexedTokens
-from ds_ext.data.meta import loss_mask_prefix
-from ds_ext.data.packing import DocumentOptions, Sample
-from ds_ext.errors import ConfigError
+from ..errors import ConfigError
+from .chat.dataset import ChatDataset
+from .datasets import BlendedDataset, build_datasets
+from .indexed import IndexedTokens
+from .meta import loss_mask_prefix
+from .packing import DocumentOptions, Sample
 
 EPOCHS_KEPT = 2
 

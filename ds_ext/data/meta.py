@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_ext.data.blend import parse_data_path
-from ds_ext.data.indexed import IndexedTokens, require_files
-from ds_ext.data.layout import DATA_NAME, META_NAME
-from ds_ext.data.tokenizer_base import Tokenizer
-from ds_ext.errors import ConfigError
+from ..errors import ConfigError
+from .blend import parse_data_path
+from .indexed import IndexedTokens, require_files
+from .layout import DATA_NAME, META_NAME
+from .tokenizer_base import Tokenizer
 
 PROBED_BLOCKS = 256
 PROBED_BLOCK_TOKENS = 4096

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ds_ext.data.indexed import IndexedTokens
-from ds_ext.errors import ConfigError
+from ..errors import ConfigError
+from .indexed import IndexedTokens
 
 IGNORE_INDEX = -100  # label that does not count, as in torch's cross_entropy
 OPEN_SAMPLES = 64

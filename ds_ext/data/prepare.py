@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -21,15 +20,16 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_ext.data.layout import DATA_NAME, LOSS_MASK_NAME, META_NAME, TOKENIZER_NAMES
-from ds_ext.data.sources import JSONL_SUFFIXES, Source, open_source, source_details
-from ds_ext.data.tokenizer import load_gpt2_files, load_tokenizer, train_bpe, train_sentencepiece
-from ds_ext.data.tokenizer_base import Tokenizer
-from ds_ext.data.wordpiece import VOCAB_NAME, WordPieceTokenizer, train_wordpiece
-from ds_ext.errors import ConfigError
+from ..environment import package_version
+from ..errors import ConfigError
+from .layout import DATA_NAME, LOSS_MASK_NAME, META_NAME, TOKENIZER_NAMES
+from .sources import JSONL_SUFFIXES, Source, open_source, source_details
+from .tokenizer import load_gpt2_files, load_tokenizer, train_bpe, train_sentencepiece
+from .tokenizer_base import Tokenizer
+from .wordpiece import VOCAB_NAME, WordPieceTokenizer, train_wordpiece
 
 if TYPE_CHECKING:
-    from ds_ext.data.chat.template import ChatTemplate  # imports numpy
+    from .chat.template import ChatTemplate  # imports numpy
 
 FORMAT = 1
 ENCODE_BATCH_CHARACTERS = 2_000_000
@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"{output} is already prepared (--force prepares it again)")
     if template is not None:
-        from ds_ext.data.chat.files import summary
+        from .chat.files import summary
 
         print(summary(meta))
     else:
@@ -222,7 +222,7 @@ def _load_template(args: argparse.Namespace, tokenizer: Tokenizer | None) -> Cha
             f"--format chat: BERT's WordPiece tokenizer has no end-of-document token (got {args.tokenizer}). Use the "
             "folder of a chat model."
         )
-    from ds_ext.data.chat.template import ChatTemplate
+    from .chat.template import ChatTemplate
 
     return ChatTemplate(args.tokenizer, tokenizer.eod_id)
 
@@ -299,7 +299,7 @@ def _prepare(
             counts = _write_tokens(source, tokenizer, partial / DATA_NAME)
             source_meta = {"name": source.name, **source.details}
         else:
-            from ds_ext.data.chat.files import read_conversations, write_conversations
+            from .chat.files import read_conversations, write_conversations
 
             assert tokenizer is not None and template is not None
             path = Path(args.source)
@@ -434,8 +434,5 @@ def _first_texts(texts: Iterable[str], max_characters: int) -> Iterator[str]:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in VERSIONED_PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
+    versions = {package: package_version(package) for package in VERSIONED_PACKAGES}
+    return {"python": platform.python_version(), **{name: v for name, v in versions.items() if v is not None}}

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ds_ext.data.stdlib import compiled_docs, library_modules
-from ds_ext.errors import ConfigError
+from ..errors import ConfigError
+from .stdlib import compiled_docs, library_modules
 
 STDLIB = "stdlib"
 STDLIB_BYTES = 10_000_000

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_ext.data.tokenizer_base import HuggingFaceTokenizer, Tokenizer, fingerprint_of
-from ds_ext.data.wordpiece import VOCAB_NAME, WordPieceTokenizer, is_word_piece, load_vocab_txt
-from ds_ext.errors import ConfigError
+from ..errors import ConfigError
+from .tokenizer_base import HuggingFaceTokenizer, Tokenizer, fingerprint_of
+from .wordpiece import VOCAB_NAME, WordPieceTokenizer, is_word_piece, load_vocab_txt
 
 END_OF_DOCUMENT = "<|endoftext|>"
 END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eod|>", "[EOD]")

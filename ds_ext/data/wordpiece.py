@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_ext.data.tokenizer_base import HuggingFaceTokenizer, fingerprint_of
-from ds_ext.errors import ConfigError
+from ..errors import ConfigError
+from .tokenizer_base import HuggingFaceTokenizer, fingerprint_of
 
 PAD, UNKNOWN, CLS, SEP, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PIECE_PREFIX = "##"

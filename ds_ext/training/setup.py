@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.deepspeed_json import precision
 from ..config.job import require_section
+from ..environment import rank, world_size
 from ..errors import ConfigError
 from ..launch.job_facts import checksum, setting_facts
 from ..launch.launcher import require_restarts
-from ..launch.process import rank, world_size
 from ..launch.roll_call import Facts
 from ..models.config import RopeScaling
 from ..parallel.crossing import require_slots

@@ -24,6 +24,7 @@ from typing import Any
 
 from ...comm.rdma.devices import ACTIVE, device_ports
 from ...comm.tcp.address import own_address
+from ...environment import file_system_of, proc_text
 from ...errors import DsExtError
 from ...launch.job_facts import code_facts
 from .. import doctor
@@ -33,8 +34,6 @@ from .ssh import MARK
 
 _IDLE_S = 180
 _RESOLVE_S = 5.0
-_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_MOUNTS = Path("/proc/self/mountinfo")
 
 
 class Agent:
@@ -54,7 +53,7 @@ class Agent:
             "addresses": [str(address) for _, address in doctor.addresses()],
             "interfaces": {name: str(address) for name, address in reversed(doctor.addresses())},
             "gloo_interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
-            "port_range": _PORT_RANGE.read_text().split() if _PORT_RANGE.exists() else [],
+            "port_range": proc_text("sys/net/ipv4/ip_local_port_range").split(),
             "rdma": any(port.state == ACTIVE for port in device_ports()),
         }
 
@@ -138,7 +137,7 @@ class Agent:
             "is": "folder" if path.is_dir() else "file" if path.is_file() else "missing",
             "bytes": path.stat().st_size if path.is_file() else 0,
             "writable": path.is_dir() and os.access(path, os.W_OK | os.X_OK),
-            "file_system": _file_system(path),
+            "file_system": file_system_of(path),
             "free_bytes": shutil.disk_usage(path).free if path.exists() else 0,
         }
 
@@ -177,20 +176,6 @@ def _native_checksum() -> str:
     except ImportError:
         return "missing"
     return f"{zlib.crc32(Path(str(_native.__file__)).read_bytes()):08x}"
-
-
-def _file_system(path: Path) -> str:
-    """Return the type of the file system of a path, such as ``nfs4``; empty if unknown."""
-    found, longest = "", -1
-    try:
-        for line in _MOUNTS.read_text().splitlines():
-            before, _, after = line.partition(" - ")
-            mounted = before.split()[4]
-            if path.absolute().is_relative_to(mounted) and len(mounted) >= longest:
-                found, longest = after.split()[0], len(mounted)
-    except (OSError, IndexError):
-        return ""
-    return found
 
 
 def main() -> int:

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_ext.comm import _native, wire
-from ds_ext.comm.cuda.device import Device
-from ds_ext.comm.cuda.direct import Control, DirectReceiver, DirectSender
-from ds_ext.comm.cuda.header import Header, Route, packed, unpack
-from ds_ext.comm.endpoints import Pairs
-from ds_ext.comm.native_transport import SENT, NativeTransport, RecvTicket, Sent
-from ds_ext.comm.transport import GPU_CONTROL, ITEM_BITS, describe_tag, make_tag
-from ds_ext.errors import ProtocolError, TransportError
+from ...errors import ProtocolError, TransportError
+from .. import _native, wire
+from ..endpoints import Pairs
+from ..native_transport import SENT, NativeTransport, RecvTicket, Sent
+from ..transport import GPU_CONTROL, ITEM_BITS, describe_tag, make_tag
+from .device import Device
+from .direct import Control, DirectReceiver, DirectSender
+from .header import Header, Route, packed, unpack
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ds_ext.comm.tcp.address import listening
-from ds_ext.comm.tcp.handshake import Handshake, initiate, respond
-from ds_ext.errors import TransportError
+from ...errors import TransportError
+from .address import listening
+from .handshake import Handshake, initiate, respond
 
 TOKEN_BYTES = 16
 _HANDSHAKE_S = 5.0  # limit on the handshake with an unauthenticated process

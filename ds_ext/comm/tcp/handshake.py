@@ -20,7 +20,7 @@ import socket
 import struct
 from collections.abc import Callable, Generator
 
-from ds_ext.errors import ProtocolError
+from ...errors import ProtocolError
 
 NONCE_BYTES, PROOF_BYTES = 16, 32
 MAX_NOTE_BYTES = 4096

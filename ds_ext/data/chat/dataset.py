@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from ds_ext.data.indexed import IndexedTokens
-from ds_ext.data.packing import IGNORE_INDEX, Sample, pack_best_fit
-from ds_ext.errors import ConfigError
+from ...errors import ConfigError
+from ..indexed import IndexedTokens
+from ..packing import IGNORE_INDEX, Sample, pack_best_fit
 
 EPOCHS_KEPT = 2
 PADDING_TOKEN = 0  # any token of the vocabulary; the loss ignores padding

@@ -6,9 +6,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ds_ext.data.chat.template import ChatTemplate, Conversation
-from ds_ext.data.layout import DATA_NAME, LOSS_MASK_NAME
-from ds_ext.errors import ConfigError
+from ...errors import ConfigError
+from ..layout import DATA_NAME, LOSS_MASK_NAME
+from .template import ChatTemplate, Conversation
 
 BATCH_CONVERSATIONS = 1000
 COMMON_LENGTHS = tuple(2**power for power in range(9, 18))

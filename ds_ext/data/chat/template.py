@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_ext.errors import ConfigError
+from ...errors import ConfigError
 
 ASSISTANT = "assistant"
 CONTENT_KEYS = {"role", "content"}

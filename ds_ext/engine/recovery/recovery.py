@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +25,8 @@ from torch import Tensor
 
 from ...comm.tcp.address import own_address
 from ...config.sections import RecoveryOptions
+from ...environment import find_launcher, restart_count, started_s
 from ...errors import CheckpointError, ConfigError
-from ...launch.processes import find_launcher
 from ...parallel.copies import copy_hosts
 from ..checkpoint.states import Checkpointed
 from ..together import together
@@ -86,7 +85,7 @@ def restarts() -> int:
 
     The launcher of a new host has not restarted its ranks, so the largest number counts.
     """
-    return max(together(lambda: int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))))
+    return max(together(restart_count))
 
 
 class Recovery:
@@ -430,12 +429,3 @@ def first_exits(times: Mapping[int, int], ranks: int) -> tuple[tuple[int, ...], 
         return (lost if times else ()), None
     noticed_s = (order[1][0] - order[0][0]) / 1e9 if len(order) > 1 else None
     return (order[0][1],), noticed_s
-
-
-def started_s() -> float:
-    """Return the start of this process in seconds since 1970."""
-    with open("/proc/self/stat", encoding="utf-8") as file:
-        ticks = int(file.read().rpartition(")")[2].split()[19])
-    with open("/proc/uptime", encoding="ascii") as file:
-        up_s = float(file.read().split()[0])
-    return time.time() - up_s + ticks / os.sysconf("SC_CLK_TCK")
