@@ -9,7 +9,7 @@ import pytest
 from ds_ext.pipe_schedules import Op, Timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.events import Workload
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.simulation import simulate
 
 
 def with_order(made: Timetable, rank: int, order: list[Op]) -> Timetable:

@@ -11,7 +11,7 @@ from ds_ext.pipe_schedules import Instruction
 from ds_ext.pipe_schedules import timetable as generate
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.ops import COMPUTE_NAME, Op
-from ds_ext.pipe_schedules.simulate import Simulation, simulate
+from ds_ext.pipe_schedules.simulation import Simulation, simulate
 
 UNIT_US = 10_000.0  # per unit of simulated time
 SEND_US = 10.0

@@ -15,12 +15,12 @@ from dataclasses import asdict
 
 from ..errors import ScheduleError
 from ..pipe_schedules import Timetable
-from ..pipe_schedules.check.program import Report, check
+from ..pipe_schedules.checks.program import Report, check
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.draw.grid import time_grid
 from ..pipe_schedules.draw.svg import heading
-from ..pipe_schedules.lower import dump, lower
-from ..pipe_schedules.simulate import Simulation
+from ..pipe_schedules.lowering import dump, lower
+from ..pipe_schedules.simulation import Simulation
 from ..planner.fbd import comparison_note
 from ..planner.memory import ModelSizes, memory
 from ..planner.stage_costs import message_bytes, repeated_share, split_layers

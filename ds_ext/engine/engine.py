@@ -36,9 +36,9 @@ from ..config.schedulers import require_plain_step
 from ..errors import CheckpointError, ConfigError, CorruptionError
 from ..launch.failure import first_line, lost_peer
 from ..pipe_schedules.bridge import TimetableSchedule
-from ..pipe_schedules.check.program import check
+from ..pipe_schedules.checks.program import check
 from ..pipe_schedules.inference import forward_timetable
-from ..pipe_schedules.lower import lower
+from ..pipe_schedules.lowering import lower
 from ..planner.job_plan import JobPlan
 from .batches import (
     Batches,

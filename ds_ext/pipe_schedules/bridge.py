@@ -8,15 +8,12 @@ execute one.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
 
 from deepspeed.runtime.pipe import schedule as ds
 
 from ..errors import ScheduleError
 from .draw.order import order_grid
-from .lower import lower
 from .ops import Instruction
-from .registry import get_schedule
 from .timetables import Program
 
 
@@ -138,69 +135,6 @@ class TimetableSchedule(ds.PipeSchedule):
         timetable = self.program.timetable
         step = timetable.orders[self.stage_id].index(upcoming[0]) if upcoming else None
         return order_grid(timetable, device=self.stage_id, step=step)
-
-
-class NamedSchedule(TimetableSchedule):
-    """Schedule with DeepSpeed's constructor signature: ``BitPipeSchedule(micro_batches=8, stages=4, stage_id=0)``."""
-
-    name: ClassVar[str]
-
-    def __init__(self, micro_batches: int, stages: int, stage_id: int, **options: Any) -> None:
-        super().__init__(lower(get_schedule(self.name).timetable(stages, micro_batches, options)), stage_id)
-
-
-class GPipeSchedule(NamedSchedule):
-    """All forwards, then all backwards."""
-
-    name = "gpipe"
-
-
-class OneFOneBSchedule(NamedSchedule):
-    """DeepSpeed's order of 1F1B."""
-
-    name = "1f1b"
-
-
-class InterleavedSchedule(NamedSchedule):
-    """1F1B with several chunks per device; option ``chunks``."""
-
-    name = "interleaved"
-
-
-class ChimeraSchedule(NamedSchedule):
-    """Two opposing linear pipes."""
-
-    name = "chimera"
-
-
-class BitPipeSchedule(NamedSchedule):
-    """Two opposing V-shaped pipes."""
-
-    name = "bitpipe"
-
-
-class ZeroBubbleH1Schedule(NamedSchedule):
-    """1F1B with split backwards."""
-
-    name = "zb_h1"
-
-
-class ZeroBubbleVSchedule(NamedSchedule):
-    """A V-shaped pipe with split backwards."""
-
-    name = "zb_v"
-
-
-class ForwardBackwardDisaggregation(NamedSchedule):
-    """Forwards and backwards on separate devices; ``stage_id`` numbers the devices of both roles."""
-
-    name = "fbd"
-
-
-class ZeroBubbleBitPipeSchedule(NamedSchedule):
-    """BitPipe with split backwards; options ``waves`` and ``max_activations``."""
-
-    name = "bitpipe_zb"
 
 
 def to_pipe_instruction(instruction: Instruction) -> ds.PipeInstruction:

@@ -9,9 +9,9 @@ from typing import Any
 
 from ..errors import ScheduleError
 from .costs import Costs
+from .definition import Orders, Schedule, check_size
 from .ops import COMPUTE, Op
 from .placement import Placement
-from .schedule import Orders, Schedule, check_size
 from .text import loads
 from .timetables import Timetable
 

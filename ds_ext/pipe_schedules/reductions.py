@@ -7,7 +7,7 @@ must start the reductions in a common order: by the time at which the last repli
 from __future__ import annotations
 
 from .ops import BACKWARD, BACKWARD_WEIGHT, Op
-from .simulate import Simulation
+from .simulation import Simulation
 
 
 def eager_reductions(simulation: Simulation) -> tuple[dict[Op, tuple[int, ...]], ...]:

@@ -21,8 +21,7 @@ from importlib import import_module
 from types import MappingProxyType
 
 from ..errors import ScheduleError
-from .placement import Placement
-from .schedule import (
+from .definition import (
     COSTS,
     Dynamic,
     Generator,
@@ -33,6 +32,7 @@ from .schedule import (
     defaults_only,
     did_you_mean,
 )
+from .placement import Placement
 from .timetables import Timetable
 
 _SCHEDULES: dict[str, Schedule] = {}

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 from ..errors import ScheduleError
 from .costs import Costs
+from .definition import check_size
 from .events import Workload
 from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
 from .placement import ForwardPipe, Placement
-from .schedule import check_size
-from .simulate import run_orders, simulate
+from .simulation import run_orders, simulate
 from .timetables import Timetable
 
 _HEADER = "# timetable"

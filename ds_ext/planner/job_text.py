@@ -13,7 +13,7 @@ from ..parallel.layout import ParallelLayout
 from ..parallel.links import links_of
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.draw.grid import LEGEND, REPEATED_LEGEND, SPLIT_LEGEND, time_grid
-from ..pipe_schedules.simulate import Simulation, simulate
+from ..pipe_schedules.simulation import Simulation, simulate
 from .auto import vocabulary
 from .job_plan import JobPlan
 from .memory import DeviceMemory

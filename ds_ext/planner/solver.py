@@ -19,7 +19,7 @@ from ..pipe_schedules import Op, Timetable
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.events import Workload
 from ..pipe_schedules.list_scheduling.search import lower_bound
-from ..pipe_schedules.simulate import Simulation, simulate
+from ..pipe_schedules.simulation import Simulation, simulate
 
 _MOST_TICKS = 10_000_000  # per step: the solver computes with integers
 

@@ -22,7 +22,7 @@ from ..parallel.partition import end_weights
 from ..pipe_schedules import Placement, Timetable
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.ops import Op
-from ..pipe_schedules.simulate import Simulation, simulate
+from ..pipe_schedules.simulation import Simulation, simulate
 from .memory import ModelSizes
 from .stage_costs import message_bytes
 

@@ -23,7 +23,7 @@ from ...pipe_schedules.costs import Costs
 from ...pipe_schedules.draw.page import Mark, html
 from ...pipe_schedules.draw.svg import svg
 from ...pipe_schedules.ops import ALL_KINDS
-from ...pipe_schedules.simulate import Simulation, peak_stages, simulate
+from ...pipe_schedules.simulation import Simulation, peak_stages, simulate
 from .read import Event, Traces
 from .summary import Summary, summarize
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ...errors import ScheduleError
 from ..ops import Op
-from ..simulate import Simulation
+from ..simulation import Simulation
 from .svg import DARK, DRAWN, LATER, LIGHT, Theme, axis_title, heading, kinds_of, legend, numbers, paints, svg
 
 __all__ = ["html", "svg"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE
-from ..simulate import Simulation
+from ..simulation import Simulation
 
 _CATEGORY = {
     FORWARD: "forward",

@@ -7,7 +7,7 @@ from html import escape
 from typing import NamedTuple
 
 from ..ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
-from ..simulate import Simulation
+from ..simulation import Simulation
 from ..timetables import Timetable
 
 WORDS = {

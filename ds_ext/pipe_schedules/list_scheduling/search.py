@@ -13,11 +13,11 @@ from random import Random
 
 from ...errors import ScheduleError
 from ..costs import Costs
+from ..definition import Orders
 from ..events import Run, Workload
 from ..ops import BACKWARD, FORWARD
 from ..placement import Placement
-from ..schedule import Orders
-from ..simulate import peak_stages, run_orders
+from ..simulation import peak_stages, run_orders
 from ..tick_rule import ticks
 from .dispatch import by_due_date, fill_idle_time
 

@@ -32,13 +32,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..costs import Costs
+from ..definition import Option, Orders
 from ..events import Workload
 from ..list_scheduling.dispatch import fill_idle_time
 from ..list_scheduling.search import less_sensitive, plan, with_slow_links
 from ..ops import Op
 from ..placement import Placement, bidirectional_v, linear, v
 from ..registry import planned_schedule, schedule
-from ..schedule import Option, Orders
 from ..tick_rule import split_order
 
 _MAX_ACTIVATIONS = Option(

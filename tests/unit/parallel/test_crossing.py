@@ -15,7 +15,7 @@ from ds_ext.parallel.fbd import make_layout
 from ds_ext.parallel.hosts import Hosts, parse_hosts
 from ds_ext.parallel.layout import ParallelLayout
 from ds_ext.parallel.rank_order import parse_rank_order
-from ds_ext.pipe_schedules.lower import lower
+from ds_ext.pipe_schedules.lowering import lower
 from ds_ext.pipe_schedules.placement import Placement, bidirectional_linear, bidirectional_v, linear, v
 
 BITPIPE = bidirectional_v(2)

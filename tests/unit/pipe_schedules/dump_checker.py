@@ -49,7 +49,15 @@ class DumpChecker:
         self.check_ends(link_credits)
 
     def check_shape(self) -> None:
-        assert list(self.dump) == ["schedule", "stages", "micro_batches", "model_stages", "chunks", "ranks"]
+        assert list(self.dump) == [
+            "schedule",
+            "stages",
+            "devices",
+            "micro_batches",
+            "model_stages",
+            "chunks",
+            "ranks",
+        ]
         assert len(self.dump["ranks"]) == self.dump["stages"]
         for chunk in self.dump["chunks"]:
             assert list(chunk) == ["rank", "chunk", "stage", "pipe"]

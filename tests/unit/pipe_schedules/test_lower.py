@@ -12,9 +12,9 @@ import pytest
 
 from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import Instruction, Op, Program, Timetable, timetable
-from ds_ext.pipe_schedules.check.program import check
+from ds_ext.pipe_schedules.checks.program import check
 from ds_ext.pipe_schedules.inference import forward_timetable
-from ds_ext.pipe_schedules.lower import dump, lower
+from ds_ext.pipe_schedules.lowering import dump, lower
 from ds_ext.pipe_schedules.placement import (
     Placement,
     bidirectional_linear,
@@ -23,7 +23,7 @@ from ds_ext.pipe_schedules.placement import (
     looped,
     v,
 )
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.simulation import simulate
 from tests.selection import EVERYTHING, select
 from tests.unit.pipe_schedules.dump_checker import DumpChecker
 

@@ -12,7 +12,7 @@ from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.dependencies import Dependencies
 from ds_ext.pipe_schedules.inference import forward_timetable
 from ds_ext.pipe_schedules.placement import linear
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.simulation import simulate
 from tests.timetables import assert_keeps_time
 
 

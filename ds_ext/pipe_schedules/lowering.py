@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from .check.timetable import check_timetable
+from .checks.timetable import check_timetable
 from .ops import BACKWARD, BACKWARD_INPUT, COMPUTE_NAME, FORWARD, RECOMPUTE, Instruction, Op
 from .placement import Placement
 from .timetables import Program, Timetable
@@ -166,11 +166,13 @@ def dump(program: Program) -> dict[str, object]:
     return {
         "schedule": timetable.schedule,
         "stages": placement.devices_per_pipe,
+        "devices": placement.num_devices,
         "micro_batches": timetable.micro_batches,
         "model_stages": placement.stages,
         "chunks": [
             {
                 "rank": device,
+                "device": device,
                 "chunk": index,
                 "stage": chunk.stage,
                 "pipe": chunk.pipe,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .check.timetable import check_timetable, error_at
+from .checks.timetable import check_timetable, error_at
 from .costs import Costs
 from .events import FixedOrder, NoAdmission, Run, Workload, run
 from .ops import BACKWARD_INPUT, FORWARD, RECOMPUTE, Op
