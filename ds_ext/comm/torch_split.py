@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..errors import TransportError
 from . import wire
+from .channels import SPLIT_HEADERS
 from .failure_state import FailureState
 from .groups import new_pair_groups
 from .rounds import Link, queue_shortage, rounds
@@ -28,8 +29,6 @@ from .transfers import Transfer, Transfers
 from .transport import ITEM_BITS, Ticket, Transport, check_address, describe_tag, make_tag
 
 logger = logging.getLogger(__name__)
-
-HEADER_CHANNEL = 0
 
 
 @dataclass(eq=False)
@@ -138,7 +137,7 @@ class SplitTransport:
         descriptors = wire.describe(
             tensors, tag=tag, seq=self._seqs[sequence], link_seq=self._sent[peer], acknowledged=0
         )
-        header_tag = make_tag(HEADER_CHANNEL, self._sent[peer])
+        header_tag = make_tag(SPLIT_HEADERS, self._sent[peer])
         header = self._headers.send([wire.pack_all(descriptors)], peer, header_tag)
         self._seqs[sequence] += 1
         self._sent[peer] += 1
@@ -152,7 +151,7 @@ class SplitTransport:
     def recv(self, peer: int, tag: int) -> _RecvTicket:
         """Receive one more message from the peer; see Transport.recv."""
         self._group(peer, self._headers.rank, peer, tag)
-        header_tag = make_tag(HEADER_CHANNEL, self._requested[peer])
+        header_tag = make_tag(SPLIT_HEADERS, self._requested[peer])
         self._awaited_headers[peer].append(self._headers.recv(peer, header_tag))
         self._requested[peer] += 1
         ticket = _RecvTicket(self, peer, tag)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 ITEM_BITS = 16
 TAG_LIMIT = 1 << 31
-GPU_CONTROL = (1 << 14) - 1  # channel reserved by the transport between GPUs
 DEFAULT_MAX_HELD = 16  # messages per link that a receiver may hold if no timetable sets the number
 
 # Name -> "module:function". The function takes the keyword arguments of create_transport.

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from ...errors import ProtocolError, TransportError
 from .. import _native, wire
+from ..channels import GPU_CONTROL
 from ..endpoints import Pairs
 from ..native_transport import SENT, NativeTransport, RecvTicket, Sent
-from ..transport import GPU_CONTROL, ITEM_BITS, describe_tag, make_tag
+from ..transport import ITEM_BITS, describe_tag, make_tag
 from .device import Device
 from .direct import Control, DirectReceiver, DirectSender
 from .header import Header, Route, packed, unpack

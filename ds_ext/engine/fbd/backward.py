@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from deepspeed.runtime.pipe import schedule as ds
 
+from ...comm.channels import FBD_CREDITS, of_stage
 from ...comm.transport import make_tag
 from ...pipe_schedules.bridge import SyncWeights
 from ...pipe_schedules.ops import FORWARD
@@ -52,7 +53,7 @@ class BackwardEngine(RoleEngine):
         self.executor.receive_activations(buffer_id, stage, micro_batch, peer)
         (rank,) = self.layout.peers(self.global_rank, peer)
         credit = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        self.transport.send([credit], rank, make_tag(stage, micro_batch))
+        self.transport.send([credit], rank, make_tag(of_stage(FBD_CREDITS, stage), micro_batch))
 
     def _shared_numbers(self) -> list[float]:
         norm = self.get_global_grad_norm()

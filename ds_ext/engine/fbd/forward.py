@@ -10,6 +10,7 @@ import torch
 from deepspeed.runtime.pipe import schedule as ds
 from torch import Tensor
 
+from ...comm.channels import FBD_CREDITS, of_stage
 from ...comm.transport import Ticket, make_tag
 from ...errors import ScheduleError
 from ...pipe_schedules.bridge import SyncWeights, TimetableSchedule
@@ -114,7 +115,8 @@ class ForwardEngine(RoleEngine):
                 tickets.popleft().wait()
         self.executor.send_activations(buffer_id, stage, micro_batch, peer)
         for rank in ranks:
-            self._credits[rank].append(self.transport.recv(rank, make_tag(stage + 1, micro_batch)))
+            tag = make_tag(of_stage(FBD_CREDITS, stage + 1), micro_batch)
+            self._credits[rank].append(self.transport.recv(rank, tag))
 
     def _resized_plan(self, gradient_accumulation_steps: int) -> JobPlan:
         return super()._resized_plan(gradient_accumulation_steps // self.layout.placement.replicas)
