@@ -66,11 +66,12 @@ ALLOWED: dict[str, set[str]] = {
         *("numpy:", "torch:", "deepspeed:"),
     },
     "decoders": {
-        *("errors", "engine", "tensor_parallel", "torch:", "deepspeed.pipe:"),
+        *("errors", "engine", "convert/hf_folder", "tensor_parallel", "torch:", "deepspeed.pipe:"),
         *("transformers:", "safetensors:", "peft:"),
     },
+    "convert/hf_folder": {"errors", "engine", "data", "torch:", "safetensors:"},
     "convert": {
-        *("errors", "engine", "engine/checkpoint/folder", "models", "data"),
+        *("errors", "engine", "engine/checkpoint/folder", "models", "data", "convert/hf_folder"),
         *("torch:", "safetensors:"),
     },
     "training": {

@@ -121,7 +121,9 @@ class HostWatch(threading.Thread):
 
     def addresses(self) -> set[str]:
         """Return the peers' addresses of the watched connections at the last look."""
-        return {found.address for found in self._connections.values() if found.address is not None}
+        return {
+            connection.address for connection in self._connections.values() if connection.address is not None
+        }
 
     def look(self) -> None:
         """Find new connections, and shut down all connections to addresses that have not answered for 2 s.

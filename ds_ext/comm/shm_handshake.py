@@ -118,10 +118,10 @@ def exchange_files(
                 peer,
             )
         for peer, connection in open_sockets.items():
-            token, _, given = _receive(connection, deadline, f"rank {rank}: rank {peer}", peer)
-            received[peer] = PeerFiles(given, -1)
+            token, _, sent_files = _receive(connection, deadline, f"rank {rank}: rank {peer}", peer)
+            received[peer] = PeerFiles(sent_files, -1)
             received[peer].watch = _watch(connection)
-            if token != listener.token or len(given) != expected[peer]:
+            if token != listener.token or len(sent_files) != expected[peer]:
                 raise TransportError(
                     f"rank {rank}: wrong token from the process at rank {peer}'s address.", peer
                 )

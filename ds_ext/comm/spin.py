@@ -21,13 +21,13 @@ def spin_us(ranks_here: int) -> float:
     Raises:
         TransportError: DS_EXT_SPIN_US is not a number.
     """
-    given = os.environ.get(SPIN_VARIABLE)
-    if given is not None:
+    setting = os.environ.get(SPIN_VARIABLE)
+    if setting is not None:
         try:
-            return max(0.0, float(given))
+            return max(0.0, float(setting))
         except ValueError:
             raise TransportError(
-                f"{SPIN_VARIABLE}: must be a number of microseconds (got {given!r})."
+                f"{SPIN_VARIABLE}: must be a number of microseconds (got {setting!r})."
             ) from None
     return MAX_SPIN_US if ranks_here <= usable_cores() else 0.0
 

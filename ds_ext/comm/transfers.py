@@ -109,10 +109,10 @@ class Transfers:
 
         self._await(left)
 
-    def _await(self, left: Callable[[], Sequence[Transfer]]) -> None:
+    def _await(self, unfinished: Callable[[], Sequence[Transfer]]) -> None:
         """Wait until ``left()``, some of the transfers, is empty."""
         start, count = time.monotonic(), len(self._unfinished)
-        while transfers := left():
+        while transfers := unfinished():
             if not self._on_cuda:
                 self.finish(transfers[0])
             self._unfinished = deque(each for each in self._unfinished if not self._is_over(each))

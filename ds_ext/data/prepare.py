@@ -179,8 +179,8 @@ def _take_megatrons_flags(args: argparse.Namespace) -> None:
         return
     if args.tokenizer_type.startswith("Bert") and args.vocab_file and args.merge_file is None:
         args.tokenizer, args.vocab_file = args.vocab_file, None
-    given = args.vocab_file and args.merge_file if "--merge-file" in needed else args.tokenizer
-    if not given:
+    complete = args.vocab_file and args.merge_file if "--merge-file" in needed else args.tokenizer
+    if not complete:
         raise ConfigError(
             f"--tokenizer-type: {args.tokenizer_type} needs {needed} (got none). Add the files."
         )

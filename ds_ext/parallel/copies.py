@@ -45,5 +45,5 @@ def fatal_pairs(hosts: Sequence[int], copies: Sequence[int]) -> list[tuple[int, 
         hosts: number of every rank's host.
         copies: from :func:`copy_hosts`.
     """
-    held = {frozenset(pair) for pair in zip(hosts, copies, strict=True)}
-    return [pair for pair in combinations(sorted(set(hosts)), 2) if frozenset(pair) in held]
+    both_copies = {frozenset(pair) for pair in zip(hosts, copies, strict=True)}
+    return [pair for pair in combinations(sorted(set(hosts)), 2) if frozenset(pair) in both_copies]

@@ -127,7 +127,7 @@ class Inputs:
 
     def deliver(self, op: Op) -> bool:
         """Count one more input of ``op``; return True if it was the last one."""
-        left = self._missing.pop(op, 0) or self._dependencies.count(op)
-        if left > 1:
-            self._missing[op] = left - 1
-        return left == 1
+        missing = self._missing.pop(op, 0) or self._dependencies.count(op)
+        if missing > 1:
+            self._missing[op] = missing - 1
+        return missing == 1

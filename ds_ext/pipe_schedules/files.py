@@ -71,14 +71,14 @@ def read_dump(text: str, source: str) -> Timetable:
     The timetable is not checked. Raises ScheduleError with ``source`` if ``text`` is not a dump.
     """
     try:
-        found = json.loads(text)
-        name, micro_batches = found["schedule"], found["micro_batches"]
+        dump = json.loads(text)
+        name, micro_batches = dump["schedule"], dump["micro_batches"]
         valid = type(micro_batches) is int and 0 < micro_batches <= _MAX_MICRO_BATCHES
         if not isinstance(name, str) or not valid:
             raise ValueError(f"schedule {name!r}, micro_batches {micro_batches!r}")
-        placement = _placement(found["chunks"], found["stages"])
+        placement = _placement(dump["chunks"], dump["stages"])
         check_size(name, placement, micro_batches)
-        orders = tuple(tuple(_ops(instructions)) for instructions in found["ranks"])
+        orders = tuple(tuple(_ops(instructions)) for instructions in dump["ranks"])
     except RecursionError:
         raise ScheduleError(f"{source}: nested too deeply.") from None
     except ScheduleError as error:

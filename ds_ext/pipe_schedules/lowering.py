@@ -43,13 +43,13 @@ def _messages_by_link(timetable: Timetable) -> list[dict[int, list[Op]]]:
 
     A message is represented by the op that receives it. Activations and gradients share a link.
     """
-    found: list[dict[int, list[Op]]] = [{} for _ in timetable.orders]
+    messages: list[dict[int, list[Op]]] = [{} for _ in timetable.orders]
     for device, order in enumerate(timetable.orders):
         for op in order:
             for consumer, to in timetable.dependencies.consumers(op):
                 if to != device:
-                    found[to].setdefault(device, []).append(consumer)
-    return found
+                    messages[to].setdefault(device, []).append(consumer)
+    return messages
 
 
 def _end_of_step(placement: Placement, device: int) -> Iterator[Instruction]:

@@ -115,13 +115,13 @@ def _register(new: Schedule) -> None:
 
 def get_schedule(name: str) -> Schedule:
     """Return the schedule called ``name``, which is case-insensitive. Raises ScheduleError for an unknown name."""
-    found = _SCHEDULES.get(name.lower())
-    if found is None:
+    schedule = _SCHEDULES.get(name.lower())
+    if schedule is None:
         raise ScheduleError(
             f"schedule: unknown name {name!r}{did_you_mean(name, _SCHEDULES)}. "
             f"Schedules: {', '.join(sorted(_SCHEDULES))}."
         )
-    return found
+    return schedule
 
 
 def import_modules(names: Sequence[str], given_by: str, folder: str | os.PathLike[str] = ".") -> None:

@@ -51,16 +51,16 @@ def ticks(
     """
     stages, replicas = placement.stages, placement.replicas
     n = placement.num_devices // replicas
-    pipes, found = placement.pipes_of(micro_batches), []
+    pipes, timed_ops = placement.pipes_of(micro_batches), []
     for pipe, devices in enumerate(placement.pipes):
         stages_here = [stage for stage, at in enumerate(devices) if at == device]
         in_pipe = (m for m, its_pipe in enumerate(pipes) if its_pipe == pipe)
         for k, m in enumerate(in_pipe):
             entry = 2 * stages * (k // n) + 2 * (k % n)
             for stage in stages_here:
-                found.append((entry + stage, Op(FORWARD, m, stage)))
-                found.append((entry + 2 * stages - 1 - stage, Op(backward, m, stage)))
-    return sorted(found, key=_sort_key)
+                timed_ops.append((entry + stage, Op(FORWARD, m, stage)))
+                timed_ops.append((entry + 2 * stages - 1 - stage, Op(backward, m, stage)))
+    return sorted(timed_ops, key=_sort_key)
 
 
 def _sort_key(entry: tuple[int, Op]) -> tuple[int, str, int, int]:

@@ -63,14 +63,14 @@ class Agent:
 
     def resolve(self, names: list[str]) -> dict[str, list[str]]:
         """Return the addresses of host names; empty for a name that is unknown after 5 s."""
-        found: dict[str, list[str]] = {name: [] for name in names}
+        addresses: dict[str, list[str]] = {name: [] for name in names}
 
         def look_up(name: str) -> None:
             try:
                 entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
             except OSError:
                 return
-            found[name] = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
+            addresses[name] = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
         threads = [threading.Thread(target=look_up, args=(name,), daemon=True) for name in names]
         deadline = time.monotonic() + _RESOLVE_S
@@ -78,7 +78,7 @@ class Agent:
             thread.start()
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return dict(found)
+        return dict(addresses)
 
     def own_address(self, master: str, rank: int, world_size: int, node_ips: list[str] | None) -> str:
         """Return the address on which a rank of this host would listen."""

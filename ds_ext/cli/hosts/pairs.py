@@ -82,7 +82,7 @@ def measure_tcp(session: Session) -> None:
     session.on_each(listen)
 
     def measure(pair: list[Host]) -> list[Pair]:
-        found = []
+        results = []
         for (source, target), action in ((pair, "measure"), (pair[::-1], "reach")):
             result = Pair(source.name, target.name, target.address)
             try:
@@ -92,12 +92,12 @@ def measure_tcp(session: Session) -> None:
                     result.round_trip_us, result.tcp_gbit_s = speed["round_trip_us"], speed["gbit_s"]
             except DsExtError as error:
                 result.error = str(error)
-            found.append(result)
-        return found
+            results.append(result)
+        return results
 
     for turn in round_robin([host for host in hosts if host.name in ports]):
-        for found in session.pool.map(measure, [sorted(pair, key=hosts.index) for pair in turn]):
-            session.report.pairs += found
+        for results in session.pool.map(measure, [sorted(pair, key=hosts.index) for pair in turn]):
+            session.report.pairs += results
 
 
 def reach_gloo(session: Session) -> None:
@@ -110,8 +110,8 @@ def reach_gloo(session: Session) -> None:
             port = target.agent.ask("listen", address=target.gloo_address, port=0, token=token)
         except DsExtError as error:
             remedy = "set GLOO_SOCKET_IFNAME in .deepspeed_env"
-            found = f"cannot listen on {target.gloo_address}: {error}"
-            session.report.hosts[target.name].append(Finding("gloo", FAIL, found, remedy))
+            problem = f"cannot listen on {target.gloo_address}: {error}"
+            session.report.hosts[target.name].append(Finding("gloo", FAIL, problem, remedy))
             continue
 
         def reach(source: Host, target: Host = target, port: int = port) -> None:
@@ -169,8 +169,8 @@ def _ready(session: Session) -> list[Host]:
 def ports(session: Session) -> Iterator[Finding]:
     """Yield the ports that firewalls must allow."""
     ranges = {host.name: "-".join(host.facts["port_range"]) or "unknown" for host in session.hosts}
-    found = f"TCP {session.options.master_port} to {session.hosts[0].name}; TCP {by_value(ranges)} between all hosts"
-    yield Finding("ports", "ok", found)
+    allowed = f"TCP {session.options.master_port} to {session.hosts[0].name}; TCP {by_value(ranges)} between all hosts"
+    yield Finding("ports", "ok", allowed)
 
 
 def round_robin(items: Sequence[T]) -> Iterator[list[tuple[T, T]]]:

@@ -38,8 +38,8 @@ _REMEDIES = (
 class HostError(DsExtError):
     """Failure of one host: what was found, and the remedy."""
 
-    def __init__(self, found: str, remedy: str) -> None:
-        super().__init__(found)
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(problem)
         self.remedy = remedy
 
 
@@ -137,8 +137,8 @@ class RemoteAgent:
                 next(remedies, "try `ssh {host} true`").format(host=self.host),
             )
         if code == _NO_FOLDER:
-            found = f"working directory {os.getcwd()} is missing"
-            return HostError(found, "use the same path on every host: a shared file system, or a copy")
+            problem = f"working directory {os.getcwd()} is missing"
+            return HostError(problem, "use the same path on every host: a shared file system, or a copy")
         if code in (126, 127) or "No such file" in last:
             return HostError(last, f"install the same environment as here: {sys.executable}")
         if "No module named" in last:
@@ -176,10 +176,10 @@ def agent_command() -> str:
 
 def exported(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables that `deepspeed --hostfile` sets on every host."""
-    found = {name: value for name, value in environ.items() if name.startswith(_EXPORTED)}
+    variables = {name: value for name, value in environ.items() if name.startswith(_EXPORTED)}
     for folder in (Path.home(), Path()):
         path = folder / environ.get("DS_ENV_FILE", ".deepspeed_env")
         if path.is_file():
             lines = (line.strip().partition("=") for line in path.read_text().splitlines())
-            found |= {name: value for name, sign, value in lines if sign}
-    return found
+            variables |= {name: value for name, sign, value in lines if sign}
+    return variables

@@ -103,8 +103,8 @@ class GpuTransport:
         cls, host: NativeTransport, device: Device, pairs: Pairs, kinds: Mapping[tuple[int, int], str]
     ) -> GpuTransport:
         """Create the transport over links in both directions; ``kinds`` maps each link to its kind."""
-        mine = {peer: held for (rank, peer), held in pairs.items() if rank == host.rank}
-        direct = {peer: held for peer, held in mine.items() if kinds[host.rank, peer] == "shm"}
+        mine = {peer: credits for (rank, peer), credits in pairs.items() if rank == host.rank}
+        direct = {peer: credits for peer, credits in mine.items() if kinds[host.rank, peer] == "shm"}
         return cls(host, device, list(mine), direct)
 
     @property

@@ -128,8 +128,8 @@ class _Connecting:
             connection = self._connect(peer)
             self._start(connection, self._initiate(connection, peer), peer, self._deadline)
         self._selector.register(self._listener.socket, selectors.EVENT_READ)
-        while self.missing and (left := self._deadline - time.monotonic()) > 0:
-            for key, _ in self._selector.select(min(left, 0.5)):
+        while self.missing and (remaining_s := self._deadline - time.monotonic()) > 0:
+            for key, _ in self._selector.select(min(remaining_s, 0.5)):
                 if key.data is None:
                     self._accept()
                 else:

@@ -29,9 +29,9 @@ def _conversation(line: str, position: str) -> Conversation:
         raise ConfigError(f"{position}: not JSON ({error}). Write one JSON object per line.") from error
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
-        given = f"the keys {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
+        content = f"the keys {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
         raise ConfigError(
-            f"{position}: no list of messages under 'messages' (got {given}). Write "
+            f"{position}: no list of messages under 'messages' (got {content}). Write "
             '{"messages": [{"role": "user", "content": ...}, ...]}.'
         )
     for message in messages:

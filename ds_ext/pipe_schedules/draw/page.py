@@ -233,20 +233,20 @@ def _plot(simulation: Simulation, axis: str | None) -> Plot:
 
 def _words(spans: Sequence[tuple[Op, float, float]]) -> list[Word]:
     """Return the waits and ops of a device as words."""
-    found: list[Word] = []
+    words: list[Word] = []
     last = {kind: (0, 0) for kind in DRAWN}
     at = 0.0
     for (kind, m, stage), start, end in spans:
         # The script adds up the words, so rounding errors must not accumulate, and must not appear as waits.
         wait = start - at
         if abs(wait) > _ROUNDING * start:
-            found.append(_number(wait))
+            words.append(_number(wait))
             at += _number(wait)
         before, duration = last[kind], _number(end - start)
-        found.append((DRAWN.index(kind), stage - before[0], m - before[1], duration))
+        words.append((DRAWN.index(kind), stage - before[0], m - before[1], duration))
         last[kind] = (stage, m)
         at += duration
-    return found
+    return words
 
 
 def _packed(number: int) -> str:

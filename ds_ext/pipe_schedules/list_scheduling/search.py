@@ -199,17 +199,19 @@ def lower_bound(workload: Workload) -> float:
     ]
     bound = max(last_starts) + workload.times[BACKWARD][0]
     for device in range(placement.num_devices):
-        held = [
+        chunks = [
             (pipe, stage)
             for pipe, devices in enumerate(placement.pipes)
             for stage, at in enumerate(devices)
             if at == device and counts[pipe]
         ]
-        if not held:
+        if not chunks:
             continue
-        busy = sum(counts[pipe] * workload.times[kind][stage] for pipe, stage in held for kind in kinds)
-        start = min(workload.earliest_starts[pipe][FORWARD][stage] for pipe, stage in held)
-        end = 0.0 if workload.split else min(_time_to_stage_0(workload, pipe, stage) for pipe, stage in held)
+        busy = sum(counts[pipe] * workload.times[kind][stage] for pipe, stage in chunks for kind in kinds)
+        start = min(workload.earliest_starts[pipe][FORWARD][stage] for pipe, stage in chunks)
+        end = (
+            0.0 if workload.split else min(_time_to_stage_0(workload, pipe, stage) for pipe, stage in chunks)
+        )
         bound = max(bound, start + busy + end)
     return bound
 

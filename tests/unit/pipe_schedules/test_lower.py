@@ -91,11 +91,12 @@ def test_the_dump_of_two_ranks_in_full() -> None:
     assert dumped(lower(timetable("1f1b", 2, 1))) == {
         "schedule": "1f1b",
         "stages": 2,
+        "devices": 2,
         "micro_batches": 1,
         "model_stages": 2,
         "chunks": [
-            {"rank": 0, "chunk": 0, "stage": 0, "pipe": 0},
-            {"rank": 1, "chunk": 0, "stage": 1, "pipe": 0},
+            {"rank": 0, "device": 0, "chunk": 0, "stage": 0, "pipe": 0},
+            {"rank": 1, "device": 1, "chunk": 0, "stage": 1, "pipe": 0},
         ],
         "ranks": [
             [
