@@ -37,10 +37,9 @@ _RESOLVE_S = 5.0
 
 
 class Agent:
-    """State of the process between requests: listeners and RDMA probes."""
+    """Answers to requests, by the name of the method, and RDMA probes between requests."""
 
     def __init__(self) -> None:
-        self._listeners: dict[int, probe.Listener] = {}
         self._rdma: dict[str, RdmaProbe] = {}
 
     def facts(self) -> dict[str, Any]:
@@ -56,10 +55,6 @@ class Agent:
             "port_range": proc_text("sys/net/ipv4/ip_local_port_range").split(),
             "rdma": any(port.state == ACTIVE for port in device_ports()),
         }
-
-    def clock(self) -> float:
-        """Return the time in seconds since 1970."""
-        return time.time()
 
     def resolve(self, names: list[str]) -> dict[str, list[str]]:
         """Return the addresses of host names; empty for a name that is unknown after 5 s."""
@@ -84,24 +79,6 @@ class Agent:
         """Return the address on which a rank of this host would listen."""
         os.environ.update(MASTER_ADDR=master, WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE="1")
         return own_address(rank, world_size, node_ips)
-
-    def listen(self, address: str, port: int, token: str) -> int:
-        """Answer probes at an address. Returns the port."""
-        listener = probe.Listener(address, port, bytes.fromhex(token))
-        self._listeners[listener.port] = listener
-        return listener.port
-
-    def close(self, port: int) -> None:
-        """Stop answering probes at a port."""
-        self._listeners.pop(port).close()
-
-    def reach(self, address: str, port: int, token: str) -> None:
-        """Connect to another host."""
-        probe.reach(address, port, bytes.fromhex(token))
-
-    def measure(self, address: str, port: int, token: str) -> dict[str, float]:
-        """Return the speed of a connection to another host."""
-        return asdict(probe.measure(address, port, bytes.fromhex(token)))
 
     def rdma_open(self, key: str, address: str, sends: bool, job: str) -> dict[str, str]:
         """Open one side of a link. Returns its port and what the other side needs."""
@@ -145,14 +122,6 @@ class Agent:
         """Create an empty file."""
         Path(name).touch(exist_ok=False)
 
-    def exists(self, name: str) -> bool:
-        """Return whether a file exists."""
-        return Path(name).exists()
-
-    def remove(self, name: str) -> None:
-        """Remove a file."""
-        Path(name).unlink(missing_ok=True)
-
 
 def _listed_addresses() -> list[str]:
     """Return the addresses in the order of ``hostname -I``. DeepSpeed takes the first one of the first host."""
@@ -184,7 +153,9 @@ def main() -> int:
     os.dup2(2, 1)  # libraries that print must not disturb the answers
     agent = Agent()
     actions: dict[str, Callable[..., Any]] = {
-        name: getattr(agent, name) for name in vars(Agent) if not name.startswith("_")
+        **{name: getattr(agent, name) for name in vars(Agent) if not name.startswith("_")},
+        **{"clock": time.time, "exists": os.path.exists, "remove": os.remove},
+        **{"listen": probe.listen, "reach": probe.reach, "measure": probe.measure},
     }
     answers.write(f"{MARK}{json.dumps({'value': 'ready'})}\n")
     while True:

@@ -144,12 +144,12 @@ def _see(session: Session, path: str, writer: Host) -> dict[str, bool] | None:
     name = f"{path}/.ds_ext-doctor-{secrets.token_hex(8)}"
     try:
         writer.agent.ask("create", name=name)
-        return session.ask_all("exists", name=name)
+        return session.ask_all("exists", path=name)
     except DsExtError:
         return None
     finally:
         with contextlib.suppress(DsExtError):
-            writer.agent.ask("remove", name=name)
+            writer.agent.ask("remove", path=name)
 
 
 def _check_names(session: Session) -> None:

@@ -44,7 +44,7 @@ def find_addresses(session: Session) -> str:
 
 def rendezvous(session: Session, master: str) -> Iterator[Finding]:
     """Connect from all hosts to the rendezvous port of the first one."""
-    first, port, token = session.hosts[0], session.options.master_port, new_token().hex()
+    first, port, token = session.hosts[0], session.options.master_port, new_token()
     where = f"{master}:{port} on {first.name}"
     try:
         first.agent.ask("listen", address=master, port=port, token=token)
@@ -63,8 +63,6 @@ def rendezvous(session: Session, master: str) -> Iterator[Finding]:
             failed[host.name] = str(error)
 
     session.on_each(reach)
-    with contextlib.suppress(DsExtError):
-        first.agent.ask("close", port=port)
     if failed:
         yield Finding("rendezvous", FAIL, f"{where}: {by_value(failed)}", _OPEN_PORTS)
     else:
@@ -74,7 +72,7 @@ def rendezvous(session: Session, master: str) -> Iterator[Finding]:
 def measure_tcp(session: Session) -> None:
     """Connect every host to every other one, both ways. Pairs that run at the same time share no host."""
     hosts, ports = _ready(session), {}
-    token = new_token().hex()
+    token = new_token()
 
     def listen(host: Host) -> None:
         ports[host.name] = host.agent.ask("listen", address=host.address, port=0, token=token)
@@ -102,7 +100,7 @@ def measure_tcp(session: Session) -> None:
 
 def reach_gloo(session: Session) -> None:
     """Connect to the address of gloo on each host where it is not the address of the ranks' links."""
-    token = new_token().hex()
+    token = new_token()
     for target in _ready(session):
         if target.gloo_address in ("", target.address) or is_loopback(target.gloo_address):
             continue
@@ -137,7 +135,7 @@ def measure_rdma(session: Session) -> None:
 
 
 def _write(pair: Pair, source: Host, target: Host) -> None:
-    key, job = f"{source.name} {target.name}", new_token().hex()
+    key, job = f"{source.name} {target.name}", new_token()
     sides = ((source, True), (target, False))
     try:
         opened = [
