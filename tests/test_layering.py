@@ -76,7 +76,16 @@ ALLOWED: dict[str, set[str]] = {
     },
     "training": {
         *("__init__", "errors", "pipe_schedules", "config", "parallel", "planner", "launch", "engine"),
-        *("environment", "convert", "engine/checkpoint/folder", "models", "data", "observe", "torch:"),
+        *(
+            "environment",
+            "convert",
+            "convert/hf_folder",
+            "engine/checkpoint/folder",
+            "models",
+            "data",
+            "observe",
+            "torch:",
+        ),
     },
     "cli": {
         "environment",
