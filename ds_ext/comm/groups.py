@@ -57,7 +57,7 @@ def backend_limit(backend: str, timeout_s: float) -> timedelta:
 
 
 def new_group(ranks: list[int] | None, backend: str, timeout_s: float) -> dist.ProcessGroup | None:
-    """Create a process group of `ranks` (None: all ranks). Returns None on other ranks.
+    """Create a process group of ``ranks`` (None: all ranks). Returns None on other ranks.
 
     A collective call of all ranks of the world.
     """
@@ -167,13 +167,13 @@ def _host_key(rank: int) -> str:
 
 
 def wait_time(deadline: float) -> timedelta:
-    """Return the time left until `deadline` (of time.monotonic), for torch's Work.wait."""
+    """Return the time left until ``deadline`` (of time.monotonic), for torch's Work.wait."""
     # For gloo, zero means no limit.
     return timedelta(seconds=max(0.001, deadline - time.monotonic()))
 
 
 def explain(error: BaseException, peer: int, waited_s: float, limit_s: float) -> str:
-    """Return why a transfer with rank `peer` failed and what to do, from the text of torch's error."""
+    """Return why a transfer with rank ``peer`` failed and what to do, from the text of torch's error."""
     text = str(error).lower()
     if any(peer in host.ranks for host in host_watch.silent_hosts()):
         return f"rank {peer} or its host has not answered for {host_watch.SILENCE_S:g} s"

@@ -149,7 +149,7 @@ class NativeTransport:
         """Do nothing: the contents are in host memory."""
 
     def close(self) -> None:
-        """Wait up to `timeout_s` until the peers have taken all messages, except after a failure, and close."""
+        """Wait up to ``timeout_s`` until the peers have taken all messages, except after a failure, and close."""
         deadline = time.monotonic() + self.timeout_s
         try:
             if self._state.reason is None:
@@ -182,7 +182,7 @@ class NativeTransport:
         return self._state.failure(what, kind)
 
     def timed_out(self, op: str, peer: int, tag: int) -> TransportError:
-        """Record a wait of the caller that reached `timeout_s`, and return its error; see fail()."""
+        """Record a wait of the caller that reached ``timeout_s``, and return its error; see fail()."""
         return self._state.timeout(op, peer, tag, self.timeout_s)
 
     # --- receiving ---
@@ -291,7 +291,7 @@ class NativeTransport:
         attempt: Callable[[], bool],
         limit_s: float | None = None,
     ) -> None:
-        """Wait until `attempt` succeeds. Take messages meanwhile, so that two ranks that both send make progress."""
+        """Wait until ``attempt`` succeeds. Take messages meanwhile, so that two ranks that both send make progress."""
         limit_s = self.timeout_s if limit_s is None else limit_s
         start = asked = time.monotonic()
         ended: tuple[int, str] | None = None

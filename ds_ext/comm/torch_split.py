@@ -81,7 +81,7 @@ class SplitTransport:
     def __init__(
         self, headers: TorchTransport, groups: dict[Link, dist.ProcessGroup], device: torch.device
     ) -> None:
-        """Use `headers` for descriptors, and `groups` (one per directed pair of this rank) for contents."""
+        """Use ``headers`` for descriptors, and ``groups`` (one per directed pair of this rank) for contents."""
         self._headers = headers
         self._groups = groups
         self._device = device
@@ -99,7 +99,7 @@ class SplitTransport:
     def create(
         cls, timeout_s: float, device: torch.device, pairs: Iterable[Link], backend: str = "nccl"
     ) -> SplitTransport:
-        """Create the groups and do a first transfer on each; a collective call, with the same `pairs` on all ranks.
+        """Create the groups and do a first transfer on each; a collective call, with the same ``pairs`` on all ranks.
 
         NCCL connects two ranks at their first transfer, which blocks both. In a schedule, two ranks that both send
         first would deadlock. In a round, every rank connects to at most one other rank.
@@ -268,7 +268,7 @@ def create(
     pairs: Sequence[Link] = (),
     node_ips: Sequence[str] | None = None,
 ) -> Transport:
-    """Create the transport "torch"; see create_transport(). torch.distributed ignores `node_ips`."""
+    """Create the transport "torch"; see create_transport(). torch.distributed ignores ``node_ips``."""
     if device.type == "cpu":
         return TorchTransport.create(timeout_s)
     return SplitTransport.create(timeout_s, device, pairs)

@@ -71,7 +71,7 @@ class Transfers:
         """Wait for a transfer, or on CUDA let the current stream wait for it.
 
         Raises:
-            TransportTimeout: `timeout_s` (None: the limit) expired.
+            TransportTimeout: ``timeout_s`` (None: the limit) expired.
             TransportError: the transfer failed.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s

@@ -122,7 +122,7 @@ class EpochIndex:
 
 
 def masked_dataset(split: BertSplit) -> Any:
-    """Return megatron-core's dataset for the documents of `split`, with :class:`EpochIndex` as sample index."""
+    """Return megatron-core's dataset for the documents of ``split``, with :class:`EpochIndex` as sample index."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
         from megatron.core.datasets.bert_dataset import (

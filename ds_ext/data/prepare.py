@@ -1,8 +1,8 @@
-"""`python -m ds_ext prepare`: convert text to `text_document.bin/.idx`, a tokenizer and `meta.json` in one folder.
+"""``python -m ds_ext prepare``: convert text to a folder: ``text_document.bin/.idx``, a tokenizer and ``meta.json``.
 
 megatron-core writes the pair of files in its indexed format. For GPT every document is one sequence that ends with an
-end-of-document token (Megatron's `--append-eod`). For BERT, selected by a WordPiece tokenizer, every sentence is one
-sequence (`--split-sentences`). Chat data also has a loss mask; see chat/.
+end-of-document token (Megatron's ``--append-eod``). For BERT, selected by a WordPiece tokenizer, every sentence is one
+sequence (``--split-sentences``). Chat data also has a loss mask; see chat/.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ VERSIONED_PACKAGES = ("ds_ext", "tokenizers", "sentencepiece", "megatron-core", 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the subcommand `prepare`."""
+    """Add the flags of the subcommand ``prepare``."""
     parser.add_argument(
         "--source",
         "--input",
@@ -203,7 +203,7 @@ def _load_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
 
 
 def _load_template(args: argparse.Namespace, tokenizer: Tokenizer | None) -> ChatTemplate | None:
-    """Load the chat template of `--format chat`; None for text. Raises ConfigError."""
+    """Load the chat template of ``--format chat``; None for text. Raises ConfigError."""
     if args.format != "chat":
         return None
     path = Path(args.source)
@@ -280,7 +280,7 @@ def _prepare(
     output: Path,
     arguments: dict[str, Any],
 ) -> dict[str, Any]:
-    """Write all files to a temporary folder and move them to `output` when they are complete, meta.json last."""
+    """Write all files to a temporary folder and move them to ``output`` when they are complete, meta.json last."""
     print(f"reading {args.source}", flush=True)
     source = None if template is not None else open_source(args.source, args.json_key)
     builder = _import_builder()
@@ -346,7 +346,7 @@ def _train_tokenizer(args: argparse.Namespace, source: Source) -> Tokenizer:
 
 
 def _write_tokens(source: Source, tokenizer: Tokenizer, prefix: Path) -> dict[str, Any]:
-    """Write the tokens of all documents to `prefix.bin/.idx`. Return the counts for meta.json."""
+    """Write the tokens of all documents to ``prefix.bin/.idx``. Return the counts for meta.json."""
     import numpy as np
 
     # Megatron uses two bytes per token for vocabularies below this size.

@@ -13,8 +13,7 @@ from torch import Tensor
 from ..comm.channels import ACTIVATIONS, GRADIENTS, MAX_STAGES, of_stage
 from ..comm.transport import Ticket, Transport, make_tag
 from ..errors import ConfigError
-from ..parallel.layout import ParallelLayout
-from ..parallel.links import links_of
+from ..parallel.layout import ParallelLayout, links_of
 from ..pipe_schedules import Program
 
 _MARKER = torch.Size([0] * 8)  # a shape that no layer returns

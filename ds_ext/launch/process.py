@@ -108,7 +108,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     """Run ``main`` as the main function of a rank and exit: 0 for success, 2 for a ConfigError, 1 for a failure.
 
     SIGINT, SIGTERM and SIGHUP end the rank immediately, even in a blocked collective, unless ``main`` installs other
-    handlers. SIGUSR1 prints the stacks of all threads, unless the script handles it. Under Slurm's `srun`, the rank
+    handlers. SIGUSR1 prints the stacks of all threads, unless the script handles it. Under Slurm's ``srun``, the rank
     comes from Slurm (``launch/slurm.py``). Call this function in the main thread.
     """
     # Stop torch from printing pages of C++ frames for a lost connection. Our report names the lost rank.

@@ -51,7 +51,7 @@ class GroupTraffic:
     Attributes:
         name: "tensor", "neighbors" (links between devices), "tied" (first and last stage, if they share a weight),
             "mirror", "data", "gradients" (the groups that average gradients, if a device has both replicas and
-            data-parallel ranks) or "weights" (`fbd`).
+            data-parallel ranks) or "weights" (``fbd``).
         size: number of ranks in a group; 2 for links.
         groups: number of groups, or of directed links.
         crossing: number of groups with ranks on several hosts.

@@ -45,7 +45,7 @@ class Dependencies:
     def forward_kinds(self, stage: int) -> tuple[str, ...]:
         """Return the kinds of forwards that every micro-batch has at ``stage``.
 
-        With forward devices (`fbd`), training omits the forward of the last stage: only its repetition is used.
+        With forward devices (``fbd``), training omits the forward of the last stage: only its repetition is used.
         """
         if self.placement.graph_kind == FORWARD or not self.trains:
             return (FORWARD,)

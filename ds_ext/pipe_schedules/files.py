@@ -1,4 +1,4 @@
-"""Timetable files: output of `show -o FILE.txt`, `optimise -o FILE` and `dump`, torch's CSV, or handwritten text."""
+"""Timetable files: output of ``show -o FILE.txt``, ``optimise -o FILE`` or ``dump``, torch's CSV, handwritten text."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def dump(program: Program) -> dict[str, object]:
 
 
 def _role(placement: Placement, device: int) -> dict[str, str]:
-    """Return the role of a device of `fbd`."""
+    """Return the role of a device of ``fbd``."""
     if not placement.forward_devices:
         return {}
     return {"role": "forward" if device in placement.forward_devices else "backward"}

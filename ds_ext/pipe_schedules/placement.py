@@ -23,7 +23,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class ForwardPipe:
-    """Devices that compute only forwards, for all pipes of a placement (`fbd`). Each holds one stage.
+    """Devices that compute only forwards, for all pipes of a placement (``fbd``). Each holds one stage.
 
     Args:
         devices: ``devices[stage]`` computes the forwards of that stage.
@@ -74,7 +74,7 @@ class Placement:
 
     @cached_property
     def forward_devices(self) -> tuple[int, ...]:
-        """Devices that compute only forwards, by stage; empty for every schedule except `fbd`."""
+        """Devices that compute only forwards, by stage; empty for every schedule except ``fbd``."""
         return () if self.forward is None else self.forward.devices
 
     @property

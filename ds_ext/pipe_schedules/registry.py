@@ -7,7 +7,7 @@ A method is one file with one decorated generator::
         ...
         yield Op(FORWARD, micro_batch, stage)
 
-:func:`timetable` runs it for every device and returns a :class:`.Timetable`. If the order depends on costs, decorate
+:func:`timetable`` runs it for every device and returns a :class:``.Timetable`. If the order depends on costs, decorate
 one function for all devices with :func:`planned_schedule`.
 """
 

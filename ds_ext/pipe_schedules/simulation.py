@@ -120,7 +120,7 @@ def _check_complete(timetable: Timetable, done: Run) -> None:
 def peak_stages(order: Sequence[Op], trains: bool = True) -> int:
     """Return the largest number of live activations, in stages: from a forward to the end of its backward.
 
-    A forward device of `fbd` keeps none in training.
+    A forward device of ``fbd`` keeps none in training.
     """
     if not trains:
         return min(len(order), 1)

@@ -6,8 +6,8 @@ separated by commas or spaces. An empty cell or ``.`` is a wait and does not aff
     # timetable schedule=bitpipe micro_batches=4 pipes=0,1,1,0;1,0,0,1
 
 contains the device of every stage of every pipe. Without it there is one pipe, and a stage is on the device that
-computes its ops. ``forward=0,2:1:1.0`` in the header lists the forward devices of `fbd`, the tensor-parallel ranks that
-one forward rank replaces, and the slowdown. Other lines that start with ``#`` are comments.
+computes its ops. ``forward=0,2:1:1.0`` in the header lists the forward devices of ``fbd``, the tensor-parallel ranks
+that one forward rank replaces, and the slowdown. Other lines that start with ``#`` are comments.
 """
 
 from __future__ import annotations

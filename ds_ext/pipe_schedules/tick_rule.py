@@ -4,8 +4,8 @@
 ``e = 2S (k div n) + 2 (k mod n)``, with S stages and n = D / replicas, and never waits: its forward at stage s has
 tick ``e + s``, its backward tick ``e + 2S-1 - s``. A device computes its ops in the order of their ticks.
 
-The rule applies to placements whose pipes cross all devices back and forth: `linear` once, `v` twice, `bidirectional_v`
-2 x waves times. Two pipes start at opposite ends, and then D is even.
+The rule applies to placements whose pipes cross all devices back and forth: ``linear`` once, ``v`` twice,
+``bidirectional_v`` 2 x waves times. Two pipes start at opposite ends, and then D is even.
 
 **No two ops of a device share a tick.** The forwards and backwards of a micro-batch are 2S consecutive steps, which
 form 2S/D crossings of D steps. Crossing j runs to the right if j is even, else to the left; in the opposite pipe it is

@@ -1,4 +1,4 @@
-"""Process that `doctor --hostfile` starts on every host: ``python -m ds_ext.cli.hosts.agent``.
+"""Process that ``doctor --hostfile`` starts on every host: ``python -m ds_ext.cli.hosts.agent``.
 
 It reads one JSON object per line from standard input, ``{"do": name, ...}``, and answers each with one marked line,
 ``{"value": ...}`` or ``{"error": text}``. It ends with its input, or after 3 minutes without a request.

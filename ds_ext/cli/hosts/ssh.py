@@ -163,7 +163,7 @@ def agent_command() -> str:
 
 
 def exported(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that `deepspeed --hostfile` sets on every host."""
+    """Return the variables that ``deepspeed --hostfile`` sets on every host."""
     variables = {name: value for name, value in environ.items() if name.startswith(_EXPORTED)}
     for folder in (Path.home(), Path()):
         path = folder / environ.get("DS_ENV_FILE", ".deepspeed_env")

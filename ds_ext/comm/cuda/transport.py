@@ -157,7 +157,7 @@ class GpuTransport:
         self._host.abort(cause)
 
     def close(self) -> None:
-        """Wait up to `timeout_s` until the peers have taken all messages, and close."""
+        """Wait up to ``timeout_s`` until the peers have taken all messages, and close."""
         self._host.close()
 
     # --- beyond the interface ---

@@ -1,4 +1,4 @@
-"""Chat files: jsonl lines with `messages`, and the prepared tokens with their loss mask."""
+"""Chat files: jsonl lines with ``messages``, and the prepared tokens with their loss mask."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -126,7 +126,7 @@ def write_conversations(
 
 
 def summary(meta: dict[str, Any]) -> str:
-    """Return the lines that `prepare` prints for chat data."""
+    """Return the lines that ``prepare`` prints for chat data."""
     longer = ", ".join(f"{limit}: {count}" for limit, count in meta["longer_than"].items())
     return (
         f"conversations {meta['documents']}, without assistant (dropped) {meta['without_assistant']}, tokens "

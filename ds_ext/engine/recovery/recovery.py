@@ -5,7 +5,7 @@ ranks have snapshots of the step. The step is complete when rank 0 begins the ne
 does after it: evaluation, a checkpoint, a line in a log. A step that was not complete runs again with all of this, and
 a rank that dies in the optimizer step never leaves ranks one step apart: they load the last complete step.
 
-When a step is complete, the keepers copy its snapshots to other hosts (:mod:`ds_ext.parallel.copies`), beside the next
+When a step is complete, the keepers copy its snapshots to other hosts (:mod:`ds_ext.parallel.hosts`), beside the next
 step. No rank writes its next snapshot before all copies have arrived. So whenever a host is lost, there is a step of
 which its copies exist and which no rank on the other hosts has overwritten: the last complete one or the one before.
 """
@@ -27,7 +27,7 @@ from ...comm.tcp.address import own_address
 from ...config.sections import RecoveryOptions
 from ...environment import find_launcher, restart_count, started_s
 from ...errors import CheckpointError, ConfigError
-from ...parallel.copies import copy_hosts
+from ...parallel.hosts import copy_hosts
 from ..checkpoint.states import Checkpointed
 from ..together import together
 from .keeper import Exits, Keeper, KeeperError, Snapshots

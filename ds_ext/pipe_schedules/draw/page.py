@@ -127,7 +127,7 @@ def plots(
     marks: Sequence[Sequence[Sequence[Mark]]] = (),
     rows: Sequence[Sequence[str]] = (),
 ) -> list[Plot]:
-    """Return the data of the timetables that page.js reads; see :func:`_plot`. Arguments as for :func:`html`."""
+    """Return the data of the timetables that page.js reads; see :func:`_plot``. Arguments as for :func:``html`."""
     drawn = [_plot(simulation, axis) for simulation in simulations]
     for plot, listed in zip(drawn, marks, strict=False):
         plot["marks"] = [[(_number(m.start), _number(m.end), m.below, m.text) for m in row] for row in listed]
