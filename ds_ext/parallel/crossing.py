@@ -214,7 +214,7 @@ def _all_reduce(ranks: int, size: float) -> float:
 def _rings(name: str, rings: Iterable[tuple[list[int], float]], hosts: Hosts) -> GroupTraffic:
     """Return the traffic of collectives, given as (ranks, bytes per connection of the ring)."""
     rings = list(rings)
-    spans = [len({hosts.of(rank) for rank in ranks}) for ranks, _ in rings]
+    spans = [len({hosts.host(rank) for rank in ranks}) for ranks, _ in rings]
     total = sum(span * size for span, (_, size) in zip(spans, rings, strict=True) if span > 1)
     return GroupTraffic(
         name, max((len(r) for r, _ in rings), default=0), len(rings), sum(s > 1 for s in spans), total

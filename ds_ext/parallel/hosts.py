@@ -51,7 +51,7 @@ class Hosts:
         """Rank after the last rank of each host."""
         return tuple(accumulate(self.slots))
 
-    def of(self, rank: int) -> int:
+    def host(self, rank: int) -> int:
         """Return the index of a rank's host. Raises ConfigError if no host has the rank."""
         if not 0 <= rank < self.world_size:
             raise ConfigError(
@@ -61,7 +61,7 @@ class Hosts:
 
     def cross(self, ranks: Iterable[int]) -> bool:
         """Return True if the ranks are on more than one host."""
-        return len({self.of(rank) for rank in ranks}) > 1
+        return len({self.host(rank) for rank in ranks}) > 1
 
     def __str__(self) -> str:
         if len(set(self.slots)) == 1:

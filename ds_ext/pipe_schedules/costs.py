@@ -70,7 +70,7 @@ class Costs:
         """True if no message takes time."""
         return not self.comm and not any(self.links.values())
 
-    def of(self, kind: str) -> float:
+    def time(self, kind: str) -> float:
         """Return the time of a computation of ``kind`` for 1/D of the model."""
         return {
             FORWARD: self.forward,
@@ -89,7 +89,7 @@ class Costs:
         share = placement.devices_per_pipe / placement.stages
         factors = self.stages or (1.0,) * placement.stages
         return {
-            kind: tuple(self.of(kind) * share * factor * placement.slowdown(kind) for factor in factors)
+            kind: tuple(self.time(kind) * share * factor * placement.slowdown(kind) for factor in factors)
             for kind in placement.kinds
         }
 

@@ -55,7 +55,7 @@ class Dependencies:
         """Return the ops of ``micro_batch`` that depend on no other op."""
         return [Op(kind, micro_batch, 0) for kind in self.forward_kinds(0)]
 
-    def of(self, op: Op) -> list[tuple[Op, int]]:
+    def needs(self, op: Op) -> list[tuple[Op, int]]:
         """Return the ops that must end before ``op`` starts, each with its device."""
         return self._ops(self._needs_of(op), op.micro_batch)
 

@@ -89,7 +89,7 @@ class Lowering:
         if op.kind in (FORWARD, RECOMPUTE) and op.stage in (0, placement.stages - 1):
             # The first stage loads the inputs, the last one the labels.
             self._instruct("LoadMicroBatch", op)
-        for _, sender in dependencies.of(op):
+        for _, sender in dependencies.needs(op):
             if sender != self.device:
                 self._receive(op, sender)
         chunk = placement.chunk_index(self.device, op.stage, self.timetable.pipe(op.micro_batch))
@@ -99,7 +99,7 @@ class Lowering:
             if device != self.device:
                 self._instruct(f"Send{_message(consumer)}", op, peer=device)
             elif consumer.stage != op.stage:
-                self._instruct(f"Copy{_message(consumer)}", op, to_buffer=self.buffers.of(consumer))
+                self._instruct(f"Copy{_message(consumer)}", op, to_buffer=self.buffers.buffer(consumer))
             else:
                 still_needed = True
         if not still_needed:
@@ -126,7 +126,7 @@ class Lowering:
         peer: int | None = None,
         to_buffer: int | None = None,
     ) -> None:
-        pipe, buffer = self.timetable.pipe(op.micro_batch), self.buffers.of(op)
+        pipe, buffer = self.timetable.pipe(op.micro_batch), self.buffers.buffer(op)
         self._program.append(
             Instruction(name, op.micro_batch, op.stage, pipe, chunk, peer, buffer, to_buffer)
         )
@@ -145,7 +145,7 @@ class _Buffers:
         self._live: dict[tuple[int, int], int] = {}
         self._free: list[int] = []
 
-    def of(self, op: Op) -> int:
+    def buffer(self, op: Op) -> int:
         pair = op.stage, op.micro_batch
         buffer = self._live.get(pair)
         if buffer is None:

@@ -109,7 +109,7 @@ def _check_complete(timetable: Timetable, done: Run) -> None:
     waits = []
     for device in stuck[:_MAX_LISTED]:
         op = timetable.orders[device][at[device]]
-        missing = [str(need) for need, _ in timetable.dependencies.of(op) if need not in ended]
+        missing = [str(need) for need, _ in timetable.dependencies.needs(op) if need not in ended]
         waits.append(f"device {device}: {op} waits for {' and '.join(missing)}")
     if len(stuck) > _MAX_LISTED:
         waits.append(f"{len(stuck) - _MAX_LISTED} more")

@@ -118,7 +118,7 @@ class _Problem:
             self._one_at_a_time(order)
             for op in order:
                 self.model.add(makespan >= self.start[op] + self.length[op])
-                for need, owner in timetable.dependencies.of(op):
+                for need, owner in timetable.dependencies.needs(op):
                     delay = self.ticks(costs.delay(owner, device))
                     self.model.add(self.start[op] >= self.start[need] + self.length[need] + delay)
         for m in range(1, timetable.micro_batches):

@@ -50,7 +50,7 @@ def layout_on(layout: ParallelLayout, hosts: Hosts, forward_hosts: list[str] | N
     """Return the layout with the forward ranks of `fbd` on their hosts. Raises ConfigError if they do not fit."""
     if forward_hosts is None or not isinstance(layout, DisaggregatedLayout):
         return layout
-    names = [hosts.names[hosts.of(rank)] for rank in range(hosts.world_size)]
+    names = [hosts.names[hosts.host(rank)] for rank in range(hosts.world_size)]
     return place_by_hosts(layout, names, forward_hosts)
 
 

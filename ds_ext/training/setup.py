@@ -303,7 +303,7 @@ def describe_job(
         with_head=ends is not None,
         grid=grid,
         defers=args.transformer_impl == "local",
-        hosts=None if hosts is None else [hosts.of(rank) for rank in range(hosts.world_size)],
+        hosts=None if hosts is None else [hosts.host(rank) for rank in range(hosts.world_size)],
     )
     return "\n".join([text, *lines])
 

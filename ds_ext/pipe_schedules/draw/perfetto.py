@@ -70,7 +70,7 @@ def _arrows(simulation: Simulation) -> Iterator[Event]:
     number = 0
     for device, spans in enumerate(simulation.spans):
         for op, start, _ in spans:
-            for need, owner in simulation.timetable.dependencies.of(op):
+            for need, owner in simulation.timetable.dependencies.needs(op):
                 if owner == device:
                     continue
                 number += 1

@@ -160,7 +160,7 @@ def _tick_rule_run(workload: Workload, capacity: int) -> Run | None:
 
 def _one_micro_batch(workload: Workload) -> float:
     """Return the time of a forward and a backward of 1/D of the model."""
-    return sum(workload.costs.of(kind) for kind in (FORWARD, BACKWARD))
+    return sum(workload.costs.time(kind) for kind in (FORWARD, BACKWARD))
 
 
 def _even_guesses(workload: Workload, limits: list[int]) -> Iterator[_Guess]:

@@ -27,7 +27,7 @@ TRAFFIC = Traffic(
 def connections(ranks: list[int], hosts: Hosts) -> int:
     """Connections between hosts of a ring through ``ranks``."""
     ring = sorted(ranks)
-    return sum(hosts.of(a) != hosts.of(b) for a, b in pairwise([*ring, ring[0]])) if len(ring) > 1 else 0
+    return sum(hosts.host(a) != hosts.host(b) for a, b in pairwise([*ring, ring[0]])) if len(ring) > 1 else 0
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_the_simulation_is_the_run_of_the_policies(placement: str) -> None:
     assert live is not None and live.orders == made.orders
     assert simulate(made, costs).makespan == pytest.approx(live.makespan)
     spans = {op: (start, end) for row in simulate(made, costs).spans for op, start, end in row}
-    assert all(spans[need][1] <= spans[op][0] for op in spans for need, _ in made.dependencies.of(op))
+    assert all(spans[need][1] <= spans[op][0] for op in spans for need, _ in made.dependencies.needs(op))
 
 
 @pytest.mark.parametrize(
