@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ds_ext.launch.processes import process_state
+from ds_ext.environment import process_state
 
 
 @dataclass

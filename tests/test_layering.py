@@ -19,6 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": {"decoders", "engine", "observe"},
     "__main__": EVERYTHING,
     "errors": set(),
+    "environment": set(),
     "pipe_schedules": {"errors"},
     "pipe_schedules/bridge": {"errors", "pipe_schedules", "deepspeed:"},
     "config": {"errors", "pipe_schedules", "parallel", "hjson:", "pydantic:"},
@@ -29,11 +30,11 @@ ALLOWED: dict[str, set[str]] = {
     "parallel": {"errors", "pipe_schedules"},
     "planner": {"errors", "pipe_schedules", "config", "parallel", "comm/rounds", "data/layout"},
     "planner/solver": {"errors", "pipe_schedules", "planner", "ortools:"},
-    "comm/host_watch": {"errors"},
+    "comm/host_watch": {"environment", "errors"},
     "comm/rounds": set(),
     "comm/gloo_cuda": {"torch:"},
-    "comm": {"errors", "comm/host_watch", "comm/rounds", "torch:"},
-    "launch": {"errors", "comm/host_watch", "torch:"},
+    "comm": {"environment", "errors", "comm/host_watch", "comm/rounds", "torch:"},
+    "launch": {"environment", "errors", "comm/host_watch", "torch:"},
     "tensor_parallel": {"errors", "comm/gloo_cuda", "torch:"},
     "models": {
         *("errors", "parallel", "tensor_parallel", "torch:"),
@@ -42,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "data/layout": set(),
     "data/chat/template": {"errors", "numpy:", "transformers:"},
     "data": {
+        "environment",
         "errors",
         "data/layout",
         "data/chat/template",
@@ -59,23 +61,34 @@ ALLOWED: dict[str, set[str]] = {
     "engine/checkpoint/folder": {"errors"},
     "engine": {
         *("errors", "pipe_schedules", "pipe_schedules/bridge", "config", "parallel", "planner", "comm"),
-        *("config/deepspeed_check", "config/schedulers"),
+        *("environment", "config/deepspeed_check", "config/schedulers"),
         *("comm/host_watch", "launch", "tensor_parallel", "observe/trace", "engine/checkpoint/folder"),
         *("numpy:", "torch:", "deepspeed:"),
     },
     "decoders": {
-        *("errors", "engine", "tensor_parallel", "torch:", "deepspeed.pipe:"),
+        *("errors", "engine", "convert/hf_folder", "tensor_parallel", "torch:", "deepspeed.pipe:"),
         *("transformers:", "safetensors:", "peft:"),
     },
+    "convert/hf_folder": {"errors", "engine", "data", "torch:", "safetensors:"},
     "convert": {
-        *("errors", "engine", "engine/checkpoint/folder", "models", "data"),
+        *("errors", "engine", "engine/checkpoint/folder", "models", "data", "convert/hf_folder"),
         *("torch:", "safetensors:"),
     },
     "training": {
         *("__init__", "errors", "pipe_schedules", "config", "parallel", "planner", "launch", "engine"),
-        *("convert", "engine/checkpoint/folder", "models", "data", "observe", "torch:"),
+        *(
+            "environment",
+            "convert",
+            "convert/hf_folder",
+            "engine/checkpoint/folder",
+            "models",
+            "data",
+            "observe",
+            "torch:",
+        ),
     },
     "cli": {
+        "environment",
         "errors",
         "pipe_schedules",
         "planner",
@@ -231,3 +244,36 @@ def test_pure_imports_do_not_load_torch(module: str) -> None:
 def test_reading_a_json_loads_no_planner() -> None:
     loaded = loaded_after("from ds_ext.config.job import load_config; load_config('configs/bitpipe.json')")
     assert not {name for name in loaded if name.startswith(("ds_ext.planner", "torch"))}
+
+
+# Variables of launchers, which ds_ext.environment reads. launch/slurm.py, launch/launcher.py and an agent of `doctor`
+# set some of them.
+LAUNCHER_VARIABLES = (
+    "WORLD_SIZE",
+    "LOCAL_SIZE",
+    "LOCAL_RANK",
+    "CROSS_SIZE",
+    "GROUP_RANK",
+    "TORCHELASTIC_",
+    "MASTER_PORT",
+)
+SETS_VARIABLES = ("launch/slurm.py", "launch/launcher.py", "cli/hosts/agent.py", "engine/initialize.py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_the_environment_reads_proc_and_the_variables_of_launchers(path: Path) -> None:
+    name = str(path.relative_to(ROOT / "ds_ext"))
+    if name.startswith("bench") or name == "environment.py":
+        return
+    tree = ast.parse(path.read_text())
+    texts = {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    names = {text for text in texts if "\n" not in text and " " not in text}
+    assert not {text for text in names if text.startswith("/proc")}
+    if name not in SETS_VARIABLES:
+        assert not {
+            text for text in names if text.startswith(LAUNCHER_VARIABLES) or text.endswith("WORLD_SIZE")
+        }

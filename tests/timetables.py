@@ -9,7 +9,7 @@ import pytest
 from ds_ext.pipe_schedules import Op, Timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.events import Workload
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.simulation import simulate
 
 
 def with_order(made: Timetable, rank: int, order: list[Op]) -> Timetable:
@@ -19,7 +19,7 @@ def with_order(made: Timetable, rank: int, order: list[Op]) -> Timetable:
 def followers(work: Workload, op: Op) -> list[tuple[Op, int]]:
     """Return the ops whose last input is the result of ``op``, each with its device."""
     dependencies = work.dependencies
-    return [(other, at) for other, at in dependencies.consumers(op) if dependencies.of(other)[-1][0] == op]
+    return [(other, at) for other, at in dependencies.consumers(op) if dependencies.needs(other)[-1][0] == op]
 
 
 def assert_keeps_time(made: Timetable, costs: Costs) -> None:
@@ -34,7 +34,7 @@ def assert_keeps_time(made: Timetable, costs: Costs) -> None:
         for op, start, end in spans:
             arrivals = [
                 ends[need] + costs.delay(owner, rank) * costs.factor(op, message=True)
-                for need, owner in made.dependencies.of(op)
+                for need, owner in made.dependencies.needs(op)
             ]
             assert start == pytest.approx(max([free, *arrivals]))
             assert end - start == pytest.approx(times[op.kind][op.stage] * costs.factor(op))

@@ -11,7 +11,7 @@ from ds_ext.pipe_schedules import Instruction
 from ds_ext.pipe_schedules import timetable as generate
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.ops import COMPUTE_NAME, Op
-from ds_ext.pipe_schedules.simulate import Simulation, simulate
+from ds_ext.pipe_schedules.simulation import Simulation, simulate
 
 UNIT_US = 10_000.0  # per unit of simulated time
 SEND_US = 10.0
@@ -56,7 +56,7 @@ def _step(simulation: Simulation, rank: int, step: int) -> list[str]:
     zero = (step - 1) * (simulation.makespan * UNIT_US + GAP_US) - offset_us(rank)
     lines, free = [], 0.0
     for op, start, end in simulation.spans[rank]:
-        for need, owner in simulation.timetable.dependencies.of(op):
+        for need, owner in simulation.timetable.dependencies.needs(op):
             if owner != rank:
                 lines.append(
                     _received(
@@ -98,7 +98,7 @@ def _sent(text: EventText, simulation: Simulation, op: Op, rank: int, at: float,
     lines = []
     for device, spans in enumerate(simulation.spans):
         for other, _, _ in spans:
-            if device != rank and (op, rank) in simulation.timetable.dependencies.of(other):
+            if device != rank and (op, rank) in simulation.timetable.dependencies.needs(other):
                 name = "SendActivation" if op.kind == "F" else "SendGrad"
                 pipe = simulation.timetable.pipe(op.micro_batch)
                 sent = Instruction(name, op.micro_batch, op.stage, pipe, peer=device)

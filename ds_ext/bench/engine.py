@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ..comm.transport import TRANSPORTS
 from ..errors import ConfigError
 from ..pipe_schedules import Timetable, get_schedule
-from ..pipe_schedules.lower import lower
+from ..pipe_schedules.lowering import lower
 from ..pipe_schedules.ops import FORWARD
 from .command import Report, add_number, add_size_flags, check_at_least, json_item, names_in, table
 from .job import Job

@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..pipe_schedules import Timetable, get_schedule
 from ..pipe_schedules.costs import Costs
-from ..pipe_schedules.simulate import simulate
+from ..pipe_schedules.simulation import simulate
 from .command import Report, add_number, check_at_least, json_item, names_in, table
 from .job import Job
 from .ranks import processors_awake, take_turns

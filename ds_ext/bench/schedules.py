@@ -20,7 +20,7 @@ from ..cli.schedule_flags import add_import_flag
 from ..errors import ConfigError, ScheduleError
 from ..pipe_schedules import SCHEDULES, Timetable
 from ..pipe_schedules.costs import Costs
-from ..pipe_schedules.simulate import Simulation, simulate
+from ..pipe_schedules.simulation import Simulation, simulate
 from .command import (
     Report,
     add_device_flag,

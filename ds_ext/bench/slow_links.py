@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.channels import MAX_STAGES
 from ..comm.transport import ITEM_BITS, Ticket
 from ..engine.dynamic.messages import is_numbered
-from ..engine.messages import MAX_STAGES, Kind
+from ..engine.messages import Kind
 from ..pipe_schedules.ops import BACKWARD, FORWARD, Op
 from .emulated import sleep_until
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ..comm.rdma import devices as rdma_devices
 from ..comm.spin import usable_cores
+from ..environment import ipv6_addresses
 from ..errors import TransportError
 
 SHARED_FILES = Path("/dev/shm")
@@ -42,12 +43,12 @@ def examine() -> list[Finding]:
     return [finding for check in checks for finding in check()]
 
 
-def _ok(subject: str, found: str) -> Finding:
-    return Finding(subject, "ok", found)
+def _ok(subject: str, result: str) -> Finding:
+    return Finding(subject, "ok", result)
 
 
-def _warn(subject: str, found: str, remedy: str) -> Finding:
-    return Finding(subject, "warn", found, remedy)
+def _warn(subject: str, result: str, remedy: str) -> Finding:
+    return Finding(subject, "warn", result, remedy)
 
 
 def _cores() -> Iterator[Finding]:
@@ -68,22 +69,22 @@ def _shared_memory() -> Iterator[Finding]:
         os.close(os.memfd_create("ds_ext-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         yield _ok("shared memory", "memfd with seals, for the transport shm")
     except OSError as error:
-        found = f"memfd_create fails ({error.strerror}); files in /dev/shm are used instead"
-        yield _warn("shared memory", found, "allow memfd_create in the container's seccomp profile")
+        result = f"memfd_create fails ({error.strerror}); files in /dev/shm are used instead"
+        yield _warn("shared memory", result, "allow memfd_create in the container's seccomp profile")
     try:
         space = os.statvfs("/dev/shm")
     except OSError as error:
         yield _warn("/dev/shm", str(error.strerror), "mount a tmpfs there")
         return
     size, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
-    found = f"{size / _MIB:.0f} MiB, {free / _MIB:.0f} MiB free"
+    result = f"{size / _MIB:.0f} MiB, {free / _MIB:.0f} MiB free"
     if size < _LEAST_SHARED:
         remedy = (
             "data loaders and DeepSpeed's CPU collectives need more: `docker run --shm-size 8g` or --ipc=host"
         )
-        yield _warn("/dev/shm", found, remedy)
+        yield _warn("/dev/shm", result, remedy)
     else:
-        yield _ok("/dev/shm", found)
+        yield _ok("/dev/shm", result)
 
 
 def _left_files() -> Iterator[Finding]:
@@ -94,18 +95,18 @@ def _left_files() -> Iterator[Finding]:
         with contextlib.suppress(OSError):
             total += file.stat().st_size
     if files:
-        found = f"{len(files)} file{'s' * (len(files) > 1)} from DeepSpeed jobs, {total / _MIB:.0f} MiB"
+        result = f"{len(files)} file{'s' * (len(files) > 1)} from DeepSpeed jobs, {total / _MIB:.0f} MiB"
         remedy = "if no DeepSpeed job is running: rm /dev/shm/deepspeed_allreduce_buffer_*"
-        yield _warn("stale files", found, remedy)
+        yield _warn("stale files", result, remedy)
 
 
 def _locked_memory() -> Iterator[Finding]:
     limit, needed = rdma_devices.lockable_bytes(), bool(rdma_devices.device_ports())
-    found = "unlimited" if limit == float("inf") else f"{limit / _MIB:.0f} MiB"
+    result = "unlimited" if limit == float("inf") else f"{limit / _MIB:.0f} MiB"
     if limit < _LEAST_LOCKED and needed:
-        yield _warn("locked memory", found, rdma_devices.MEMLOCK_REMEDY)
+        yield _warn("locked memory", result, rdma_devices.MEMLOCK_REMEDY)
     else:
-        yield _ok("locked memory", found + ("" if needed else " (only RDMA needs it)"))
+        yield _ok("locked memory", result + ("" if needed else " (only RDMA needs it)"))
 
 
 def _addresses() -> Iterator[Finding]:
@@ -119,20 +120,14 @@ def _addresses() -> Iterator[Finding]:
 
 def addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
     """Return (interface, address) of this host, without link-local addresses."""
-    found: list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]] = []
+    interfaces: list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 request = struct.pack("256s", name.encode()[:15])
                 reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                found.append((name, ipaddress.IPv4Address(reply[20:24])))
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, *_, name = line.split()
-            address = ipaddress.IPv6Address(bytes.fromhex(digits))
-            if not address.is_link_local:
-                found.append((name, address))
-    return found
+                interfaces.append((name, ipaddress.IPv4Address(reply[20:24])))
+    return [*interfaces, *((name, ip) for name, ip in ipv6_addresses() if not ip.is_link_local)]
 
 
 def _rdma() -> Iterator[Finding]:
@@ -143,13 +138,13 @@ def _rdma() -> Iterator[Finding]:
     for port in ports:
         gids = ", ".join(f"{gid.index}: {gid.ip} {gid.kind}" for gid in port.gids)
         lid = f", LID {port.lid}" if port.lid else ""
-        found = f"{port.link_layer}, {port.state}{lid}; GIDs {gids or 'none'}"
+        result = f"{port.link_layer}, {port.state}{lid}; GIDs {gids or 'none'}"
         if port.state == "ACTIVE":
-            yield _ok(port.name, found)
+            yield _ok(port.name, result)
         else:
             yield _warn(
                 port.name,
-                found,
+                result,
                 "check the cable, the link (`rdma link`, `ibstat`) and, for InfiniBand, the subnet manager",
             )
     try:
@@ -205,7 +200,7 @@ def _cuda() -> Iterator[Finding]:
         yield _ok("CUDA", f"torch {torch.__version__}, {count} device{'s' * (count > 1)}: {names}")
         from ..comm.cuda.device import findings
 
-        for subject, found, remedy in findings():
-            yield _warn(subject, found, remedy) if remedy else _ok(subject, found)
+        for subject, result, remedy in findings():
+            yield _warn(subject, result, remedy) if remedy else _ok(subject, result)
     else:
         yield _ok("CUDA", f"torch {torch.__version__}, no device; jobs train on the CPU")

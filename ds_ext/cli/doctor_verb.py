@@ -99,11 +99,11 @@ def describe(report: Report) -> str:
     """Return the text of a report: problems of each host, comparisons, pairs."""
     width = max(map(len, report.hosts))
     findings = []
-    for host, found in report.hosts.items():
-        problems = [finding for finding in found if finding.state != "ok"]
+    for host, of_host in report.hosts.items():
+        problems = [finding for finding in of_host if finding.state != "ok"]
         findings += [Finding(f"{host:{width}}  {p.subject}", p.state, p.found, p.remedy) for p in problems]
         if not problems:
-            addresses = next((finding.found for finding in found if finding.subject == "addresses"), "")
+            addresses = next((finding.found for finding in of_host if finding.subject == "addresses"), "")
             findings.append(Finding(host, "ok", addresses.partition(";")[0]))
     parts = ["hosts", table(findings)]
     if report.job:
@@ -114,12 +114,12 @@ def describe(report: Report) -> str:
 
 
 def _pair_findings(pairs: Sequence[Pair]) -> list[Finding]:
-    found = []
+    findings = []
     for pair in pairs:
         if pair.error:
             name = f"{pair.source} -> {pair.target}"
             remedy = f"allow TCP from {pair.source} to {pair.target}, or use other addresses with --node-ips"
-            found.append(Finding(name, FAIL, f"{pair.address}: {pair.error}", remedy))
+            findings.append(Finding(name, FAIL, f"{pair.address}: {pair.error}", remedy))
     measured = [pair for pair in pairs if pair.tcp_gbit_s is not None]
     shown = sorted(measured, key=lambda pair: pair.tcp_gbit_s or 0.0)[:_MOST_PAIRS]
     for pair in measured if len(measured) <= _MOST_PAIRS else shown:
@@ -128,16 +128,16 @@ def _pair_findings(pairs: Sequence[Pair]) -> list[Finding]:
             speed += f"; rdma {pair.rdma}: {pair.rdma_gbit_s:.1f} Gbit/s"
         name = f"{pair.source} - {pair.target}"
         if pair.rdma and pair.rdma_gbit_s is None:
-            found.append(
+            findings.append(
                 Finding(name, "warn", f"{speed}; rdma {pair.rdma}", "tcp is used between these hosts")
             )
         else:
-            found.append(Finding(name, "ok", speed))
+            findings.append(Finding(name, "ok", speed))
     if len(measured) > _MOST_PAIRS:
-        found.append(
+        findings.append(
             Finding("", "ok", f"the slowest {_MOST_PAIRS} of {len(measured)} pairs; --json lists all")
         )
-    return found
+    return findings
 
 
 def _names(hostfile: str | None, hosts: str | None) -> list[str]:

@@ -14,7 +14,7 @@ from ..parallel.network import Network
 from ..parallel.rank_order import RankOrder, parse_rank_order
 from ..pipe_schedules.placement import Placement
 from ..pipe_schedules.reductions import eager_reductions
-from ..pipe_schedules.simulate import Simulation
+from ..pipe_schedules.simulation import Simulation
 from ..planner.memory import ModelSizes
 from ..planner.stage_costs import forward_flops, split_layers
 from ..planner.step_time import StepTime, step_bytes, step_time, with_tensor_parallel

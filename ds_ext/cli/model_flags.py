@@ -36,7 +36,7 @@ _TRAINING = {
 
 
 def add_model_flags(verb: argparse.ArgumentParser, *, parallel: bool = True) -> None:
-    """Add the flags; ``parallel`` includes the settings that `plan` chooses itself."""
+    """Add the flags; ``parallel`` includes the settings that ``plan`` chooses itself."""
     group = verb.add_argument_group("model, for memory and message sizes")
     group.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
     for dest in _SIZES:

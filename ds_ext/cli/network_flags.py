@@ -18,7 +18,7 @@ _ONLY_WITH_HOSTS = ("inside", "between", "ports", "collectives", "rank_order")
 
 
 def add_network_flags(verb: argparse.ArgumentParser, *, sizes: bool) -> None:
-    """Add the flags; ``sizes`` includes the rank order, which `plan` chooses, and the rate, which `plan` also has."""
+    """Add the flags; ``sizes`` includes the rank order, which ``plan`` chooses, and the rate, which it also has."""
     group = verb.add_argument_group("hosts, for the step time with reductions")
     group.add_argument(
         "--hosts", metavar="4x8", help="hosts x ranks per host; or slots, such as 8,8,4; or a hostfile"

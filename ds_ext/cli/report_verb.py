@@ -22,17 +22,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page. Raises ConfigError for a folder without a run, or if the page cannot be written."""
-    found = read_run(args.folder)
+    run_of_folder = read_run(args.folder)
     if args.output.suffix != ".html":
         raise ConfigError(f"-o: must end in .html (got {args.output}).")
-    text = report(found)
+    text = report(run_of_folder)
     try:
         args.output.write_text(text, "utf-8")
     except OSError as error:
         raise ConfigError(
             f"-o: cannot write (got {args.output}, {error.strerror}). Use another path."
         ) from None
-    for note in found.notes:
+    for note in run_of_folder.notes:
         print(f"note: {note}")
     print(f"wrote {args.output} ({os.path.getsize(args.output):,} bytes)")
     return 0

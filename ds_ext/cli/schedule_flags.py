@@ -12,12 +12,12 @@ from typing import Any
 
 from ..errors import ScheduleError
 from ..pipe_schedules import SCHEDULES, Placement, Timetable, get_schedule
-from ..pipe_schedules.check.timetable import check_timetable
+from ..pipe_schedules.checks.timetable import check_timetable
 from ..pipe_schedules.costs import Costs, read_costs
+from ..pipe_schedules.definition import COSTS
 from ..pipe_schedules.files import is_timetable_file, read_timetable
 from ..pipe_schedules.inference import forward_timetable
-from ..pipe_schedules.schedule import COSTS
-from ..pipe_schedules.simulate import Simulation, simulate
+from ..pipe_schedules.simulation import Simulation, simulate
 from ..planner.stage_costs import split_layers, stage_costs
 from .model_flags import model_of
 

@@ -15,12 +15,12 @@ from dataclasses import asdict
 
 from ..errors import ScheduleError
 from ..pipe_schedules import Timetable
-from ..pipe_schedules.check.program import Report, check
+from ..pipe_schedules.checks.program import Report, check
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.draw.grid import time_grid
 from ..pipe_schedules.draw.svg import heading
-from ..pipe_schedules.lower import dump, lower
-from ..pipe_schedules.simulate import Simulation
+from ..pipe_schedules.lowering import dump, lower
+from ..pipe_schedules.simulation import Simulation
 from ..planner.fbd import comparison_note
 from ..planner.memory import ModelSizes, memory
 from ..planner.stage_costs import message_bytes, repeated_share, split_layers
@@ -286,18 +286,20 @@ def run_optimise(args: argparse.Namespace) -> int:
     """
     from ..planner.solver import optimise
 
-    given = simulation_of(args)
-    kept = max(given.peak_activations)
+    original = simulation_of(args)
+    kept = max(original.peak_activations)
     limit = kept if args.max_activations is None else args.max_activations
     if not args.time_limit > 0:
         raise ScheduleError(f"--time-limit: must be greater than 0 seconds (got {args.time_limit:g}).")
-    optimum = optimise(given.timetable, given.costs, max_activations=limit, time_limit_s=args.time_limit)
+    optimum = optimise(
+        original.timetable, original.costs, max_activations=limit, time_limit_s=args.time_limit
+    )
     more = f"  ({kept:g} activations, above the limit)" if kept > limit + 1e-9 else ""
-    print(f"{describe_sizes(given.timetable)}, at most {limit:g} activations per device")
+    print(f"{describe_sizes(original.timetable)}, at most {limit:g} activations per device")
     print(f"  original order  {optimum.given:g}{more}")
     print(f"  best order      {optimum.makespan:g}")
     print(f"  proven bound    {optimum.bound:g}{'  (optimal)' if optimum.proven else ''}")
-    if given.costs.jitter:
+    if original.costs.jitter:
         print("  jitter          ignored")
     if args.output is not None:
         from ..pipe_schedules.text import dumps

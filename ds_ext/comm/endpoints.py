@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ds_ext.comm import _native
+from . import _native
 
 # send() waits above this number of unreceived bytes per link, far more than a pipeline keeps in flight.
 SEND_WINDOW_BYTES = 256 << 20

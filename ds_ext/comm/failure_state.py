@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from ds_ext.comm.endpoints import FAILED
-from ds_ext.comm.transport import describe_tag
-from ds_ext.errors import PeerGone, TransportError, TransportTimeout
+from ..errors import PeerGone, TransportError, TransportTimeout
+from .endpoints import FAILED
+from .transport import describe_tag
 
 _Error = TypeVar("_Error", bound=TransportError)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
-import os
 import socket
 import threading
 import time
@@ -16,9 +14,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_ext.comm import host_watch
-from ds_ext.comm.rounds import Link
-from ds_ext.errors import TransportError
+from .. import environment
+from ..errors import TransportError
+from . import host_watch
+from .rounds import Link
 
 FIRST_STEP_FACTOR = 5  # the first step also compiles, loads kernels and connects NCCL
 _WATCHDOG_MARGIN_S = 60.0
@@ -58,7 +57,7 @@ def backend_limit(backend: str, timeout_s: float) -> timedelta:
 
 
 def new_group(ranks: list[int] | None, backend: str, timeout_s: float) -> dist.ProcessGroup | None:
-    """Create a process group of `ranks` (None: all ranks). Returns None on other ranks.
+    """Create a process group of ``ranks`` (None: all ranks). Returns None on other ranks.
 
     A collective call of all ranks of the world.
     """
@@ -123,13 +122,10 @@ def _wait_for_threads() -> None:
 
 
 def _native_threads_sleep() -> bool:
-    of_python = {str(thread.native_id) for thread in threading.enumerate()}
-    for task in os.listdir("/proc/self/task"):
-        if task not in of_python:
-            with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/stat", encoding="utf-8") as file:
-                if file.read().rpartition(")")[2].split()[0] == "R":
-                    return False
-    return True
+    of_python = {thread.native_id for thread in threading.enumerate()}
+    return not any(
+        state == "R" for thread, state in environment.thread_states().items() if thread not in of_python
+    )
 
 
 def watch_hosts() -> None:
@@ -142,18 +138,13 @@ def watch_hosts() -> None:
         return
     store: Any = dist.distributed_c10d._get_default_store()
     store.set(_host_key(dist.get_rank()), json.dumps([socket.gethostname(), host_watch.own_addresses()]))
-    host_watch.start(dist.get_rank(), job_hosts(), _store_port())
+    host_watch.start(dist.get_rank(), job_hosts(), environment.master_port())
 
 
 def watch_start() -> None:
     """Start the heartbeat before the hosts of the job are known, while the ranks meet and connect."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and dist.is_available():
-        host_watch.start(int(os.environ.get("RANK", "0")), None, _store_port())
-
-
-def _store_port() -> int | None:
-    port = os.environ.get("MASTER_PORT", "")
-    return int(port) if port.isdigit() else None
+    if environment.world_size() > 1 and dist.is_available():
+        host_watch.start(environment.rank(), None, environment.master_port())
 
 
 def job_hosts() -> list[host_watch.Host]:
@@ -176,13 +167,13 @@ def _host_key(rank: int) -> str:
 
 
 def wait_time(deadline: float) -> timedelta:
-    """Return the time left until `deadline` (of time.monotonic), for torch's Work.wait."""
+    """Return the time left until ``deadline`` (of time.monotonic), for torch's Work.wait."""
     # For gloo, zero means no limit.
     return timedelta(seconds=max(0.001, deadline - time.monotonic()))
 
 
 def explain(error: BaseException, peer: int, waited_s: float, limit_s: float) -> str:
-    """Return why a transfer with rank `peer` failed and what to do, from the text of torch's error."""
+    """Return why a transfer with rank ``peer`` failed and what to do, from the text of torch's error."""
     text = str(error).lower()
     if any(peer in host.ranks for host in host_watch.silent_hosts()):
         return f"rank {peer} or its host has not answered for {host_watch.SILENCE_S:g} s"

@@ -27,9 +27,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from ds_ext.errors import PeerGone, TransportError
+from ..environment import has_proc, ipv6_addresses, open_files, proc_text
+from ..errors import PeerGone, TransportError
 
 BEAT_S, SILENCE_S = 0.5, 2.0
 # The kernel's limit for an idle connection, in case the thread is delayed: 1 + 4 s.
@@ -121,7 +121,9 @@ class HostWatch(threading.Thread):
 
     def addresses(self) -> set[str]:
         """Return the peers' addresses of the watched connections at the last look."""
-        return {found.address for found in self._connections.values() if found.address is not None}
+        return {
+            connection.address for connection in self._connections.values() if connection.address is not None
+        }
 
     def look(self) -> None:
         """Find new connections, and shut down all connections to addresses that have not answered for 2 s.
@@ -157,8 +159,7 @@ class HostWatch(threading.Thread):
                         borrowed.shutdown(socket.SHUT_RDWR)
 
     def _find(self) -> Iterator[tuple[int, _Connection]]:
-        for name in os.listdir("/proc/self/fd"):
-            number = int(name)
+        for number in open_files():
             with contextlib.suppress(OSError):  # already closed, or not yet connected
                 status = os.fstat(number)
                 if not stat.S_ISSOCK(status.st_mode):
@@ -221,12 +222,12 @@ def leave_out(connection: socket.socket) -> None:
         watch.leave_out(connection)
 
 
-def end_connections(store_port: int) -> None:
+def end_connections(store_port: int | None) -> None:
     """Shut down all TCP connections of this process except those of the rendezvous store, so that peers notice."""
     if not can_watch():
         return
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError, ValueError), _borrowed(int(name)) as borrowed:
+    for number in open_files():
+        with contextlib.suppress(OSError, ValueError), _borrowed(number) as borrowed:
             if borrowed.getsockopt(socket.SOL_SOCKET, socket.SO_PROTOCOL) == socket.IPPROTO_TCP:
                 ports = borrowed.getpeername()[1], borrowed.getsockname()[1]
                 if store_port not in ports:
@@ -261,22 +262,14 @@ def start(rank: int, hosts: Sequence[Host] | None, store_port: int | None) -> No
 def can_watch() -> bool:
     """Return whether this is Linux with /proc and the socket options that the watch needs."""
     options = ("TCP_INFO", "SO_DOMAIN", "SO_PROTOCOL", *_KEEPALIVE)
-    return (
-        sys.platform == "linux"
-        and os.path.isdir("/proc/self/fd")
-        and all(hasattr(socket, o) for o in options)
-    )
+    return sys.platform == "linux" and has_proc() and all(hasattr(socket, option) for option in options)
 
 
 def own_addresses() -> list[str]:
     """Return the addresses of this host's network interfaces, without loopback; empty if unknown."""
-    found: list[str] = []
-    with contextlib.suppress(OSError):
-        found += _LOCAL_ADDRESS.findall(Path("/proc/thread-self/net/fib_trie").read_text())
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/thread-self/net/if_inet6").read_text().splitlines()
-        found += [str(ipaddress.IPv6Address(int(line.split()[0], 16))) for line in lines]
-    return sorted({address for address in found if not ipaddress.ip_address(address).is_loopback})
+    addresses = set(_LOCAL_ADDRESS.findall(proc_text("thread-self/net/fib_trie")))
+    addresses |= {str(address) for _, address in ipv6_addresses()}
+    return sorted(address for address in addresses if not ipaddress.ip_address(address).is_loopback)
 
 
 def plain_address(address: str) -> str:

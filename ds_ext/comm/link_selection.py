@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from ds_ext.comm.endpoints import Pairs
+from .endpoints import Pairs
 
 Incompatibility = Callable[[Any, Any, bool], str | None]  # LinkSetup.incompatibility
 
@@ -59,7 +59,7 @@ class LinkSelection:
 
     def pairs(self, kind: str, pairs: Pairs) -> Pairs:
         """Return the pairs that use the kind."""
-        return {pair: held for pair, held in pairs.items() if self.kinds[pair] == kind}
+        return {pair: credits for pair, credits in pairs.items() if self.kinds[pair] == kind}
 
 
 def select_links(

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_ext.comm import _native, torch_split
-from ds_ext.comm.endpoints import HANDSHAKE_S, Endpoints, LinkSetup, Pairs, both_ways
-from ds_ext.comm.groups import require_initialized
-from ds_ext.comm.link_selection import (
+from ..errors import TransportError
+from . import _native, torch_split
+from .endpoints import HANDSHAKE_S, Endpoints, LinkSetup, Pairs, both_ways
+from .groups import require_initialized
+from .link_selection import (
     KINDS,
     LinkSelection,
     NoLinkError,
@@ -23,11 +24,10 @@ from ds_ext.comm.link_selection import (
     kind_class,
     select_links,
 )
-from ds_ext.comm.native_transport import NativeTransport
-from ds_ext.comm.shm_handshake import host_id
-from ds_ext.comm.spin import spin_us
-from ds_ext.comm.transport import DEFAULT_MAX_HELD, Transport
-from ds_ext.errors import TransportError
+from .native_transport import NativeTransport
+from .shm_handshake import host_id
+from .spin import spin_us
+from .transport import DEFAULT_MAX_HELD, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -132,8 +132,8 @@ def _link(
 def _for_gpu(
     transport: NativeTransport, device: torch.device, pairs: Pairs, kinds: Mapping[tuple[int, int], str]
 ) -> Transport:
-    from ds_ext.comm.cuda.device import Device
-    from ds_ext.comm.cuda.transport import GpuTransport
+    from .cuda.device import Device
+    from .cuda.transport import GpuTransport
 
     return GpuTransport.over(transport, Device(device), pairs, kinds)
 

@@ -20,12 +20,12 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from ds_ext.comm import _native
-from ds_ext.comm.endpoints import Endpoints
-from ds_ext.comm.failure_state import FailureState
-from ds_ext.comm.transport import ITEM_BITS, TAG_LIMIT, check_address, describe_tag
-from ds_ext.comm.wire import copies, pieces_of, views
-from ds_ext.errors import ProtocolError, TransportError
+from ..errors import ProtocolError, TransportError
+from . import _native
+from .endpoints import Endpoints
+from .failure_state import FailureState
+from .transport import ITEM_BITS, TAG_LIMIT, check_address, describe_tag
+from .wire import copies, pieces_of, views
 
 SLICE_S = 0.035  # maximum sleep, so that signals and a peer's exit are noticed
 COPIED_BYTES = 4096  # up to this size, a copy costs less than holding a slot
@@ -149,7 +149,7 @@ class NativeTransport:
         """Do nothing: the contents are in host memory."""
 
     def close(self) -> None:
-        """Wait up to `timeout_s` until the peers have taken all messages, except after a failure, and close."""
+        """Wait up to ``timeout_s`` until the peers have taken all messages, except after a failure, and close."""
         deadline = time.monotonic() + self.timeout_s
         try:
             if self._state.reason is None:
@@ -182,7 +182,7 @@ class NativeTransport:
         return self._state.failure(what, kind)
 
     def timed_out(self, op: str, peer: int, tag: int) -> TransportError:
-        """Record a wait of the caller that reached `timeout_s`, and return its error; see fail()."""
+        """Record a wait of the caller that reached ``timeout_s``, and return its error; see fail()."""
         return self._state.timeout(op, peer, tag, self.timeout_s)
 
     # --- receiving ---
@@ -291,7 +291,7 @@ class NativeTransport:
         attempt: Callable[[], bool],
         limit_s: float | None = None,
     ) -> None:
-        """Wait until `attempt` succeeds. Take messages meanwhile, so that two ranks that both send make progress."""
+        """Wait until ``attempt`` succeeds. Take messages meanwhile, so that two ranks that both send make progress."""
         limit_s = self.timeout_s if limit_s is None else limit_s
         start = asked = time.monotonic()
         ended: tuple[int, str] | None = None

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_ext.comm.cuda.device import Device
+from .cuda.device import Device
 
 Post = Callable[[Tensor], dist.Work]  # starts a receive into memory
 

@@ -15,9 +15,9 @@ import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from ds_ext.errors import TransportError
+from ..environment import namespace, proc_text
+from ..errors import TransportError
 
 TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")  # token of the receiving rank, sender's rank
@@ -61,10 +61,7 @@ def host_id() -> str:
     """Return the identity of this host. Processes that can reach each other's unix sockets have the same one."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
-        parts = [
-            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-            os.readlink("/proc/self/ns/net"),
-        ]
+        parts = [proc_text("sys/kernel/random/boot_id").strip(), namespace("net")]
     return " ".join(parts)
 
 
@@ -121,10 +118,10 @@ def exchange_files(
                 peer,
             )
         for peer, connection in open_sockets.items():
-            token, _, given = _receive(connection, deadline, f"rank {rank}: rank {peer}", peer)
-            received[peer] = PeerFiles(given, -1)
+            token, _, sent_files = _receive(connection, deadline, f"rank {rank}: rank {peer}", peer)
+            received[peer] = PeerFiles(sent_files, -1)
             received[peer].watch = _watch(connection)
-            if token != listener.token or len(given) != expected[peer]:
+            if token != listener.token or len(sent_files) != expected[peer]:
                 raise TransportError(
                     f"rank {rank}: wrong token from the process at rank {peer}'s address.", peer
                 )

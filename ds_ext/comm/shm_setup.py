@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from ds_ext.comm import _native
-from ds_ext.comm.endpoints import SEND_WINDOW_BYTES, Endpoints, Pairs, peers_of
-from ds_ext.comm.shm_handshake import PeerFiles, ShmOffer, UnixListener, exchange_files
+from . import _native
+from .endpoints import SEND_WINDOW_BYTES, Endpoints, Pairs, peers_of
+from .shm_handshake import PeerFiles, ShmOffer, UnixListener, exchange_files
 
 
 class ShmSetup:

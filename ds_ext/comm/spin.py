@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from ds_ext.errors import TransportError
+from ..environment import control_groups
+from ..errors import TransportError
 
 MAX_SPIN_US = 300.0
 SPIN_VARIABLE = "DS_EXT_SPIN_US"
@@ -20,13 +21,13 @@ def spin_us(ranks_here: int) -> float:
     Raises:
         TransportError: DS_EXT_SPIN_US is not a number.
     """
-    given = os.environ.get(SPIN_VARIABLE)
-    if given is not None:
+    setting = os.environ.get(SPIN_VARIABLE)
+    if setting is not None:
         try:
-            return max(0.0, float(given))
+            return max(0.0, float(setting))
         except ValueError:
             raise TransportError(
-                f"{SPIN_VARIABLE}: must be a number of microseconds (got {given!r})."
+                f"{SPIN_VARIABLE}: must be a number of microseconds (got {setting!r})."
             ) from None
     return MAX_SPIN_US if ranks_here <= usable_cores() else 0.0
 
@@ -34,18 +35,14 @@ def spin_us(ranks_here: int) -> float:
 def usable_cores() -> float:
     """Return the number of cores that this process may use, from its affinity and the quotas of its control groups."""
     cores = float(len(os.sched_getaffinity(0)))
-    try:
-        groups = Path("/proc/self/cgroup").read_text()
-    except OSError:
-        groups = "0::/"
-    return min([cores, *cpu_quotas(groups, Path("/sys/fs/cgroup"))])
+    return min([cores, *cpu_quotas(control_groups(), Path("/sys/fs/cgroup"))])
 
 
 def cpu_quotas(groups: str, root: Path) -> Iterator[float]:
     """Yield the CPU quotas, in cores, of control groups and all groups above them.
 
     Args:
-        groups: contents of /proc/self/cgroup; versions 1 and 2.
+        groups: lines of :func:`ds_ext.environment.control_groups`; versions 1 and 2.
         root: mount point of the control groups. Missing folders are skipped, because a container may see only the
             end of a path.
     """

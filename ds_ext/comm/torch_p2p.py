@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_ext.comm import wire
-from ds_ext.comm.endpoints import SEND_WINDOW_BYTES
-from ds_ext.comm.failure_state import FailureState
-from ds_ext.comm.groups import explain, new_group, wait_time
-from ds_ext.comm.transport import ITEM_BITS, check_address, describe_tag
-from ds_ext.errors import TransportError
+from ..errors import TransportError
+from . import wire
+from .endpoints import SEND_WINDOW_BYTES
+from .failure_state import FailureState
+from .groups import explain, new_group, wait_time
+from .transport import ITEM_BITS, check_address, describe_tag
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class _Outgoing:
 
 @dataclass(eq=False)
 class _Incoming:
-    """Receiving endpoint of a channel; `transfer` is the frame requested from gloo."""
+    """Receiving endpoint of a channel; ``transfer`` is the frame requested from gloo."""
 
     peer: int
     number: int
@@ -97,7 +97,7 @@ class TorchTransport:
     name = "torch"
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        """Use `group`, a gloo group of all ranks for this transport only."""
+        """Use ``group``, a gloo group of all ranks for this transport only."""
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.timeout_s = timeout_s
@@ -170,7 +170,7 @@ class TorchTransport:
         """Do nothing: torch.distributed cannot send a cause."""
 
     def close(self) -> None:
-        """Wait up to `timeout_s` for unfinished sends, except after a failure, and close."""
+        """Wait up to ``timeout_s`` for unfinished sends, except after a failure, and close."""
         deadline = time.monotonic() + self.timeout_s
         if self._state.reason is None:
             for link in self._links.values():

@@ -18,18 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_ext.comm import wire
-from ds_ext.comm.failure_state import FailureState
-from ds_ext.comm.groups import new_pair_groups
-from ds_ext.comm.rounds import Link, queue_shortage, rounds
-from ds_ext.comm.torch_p2p import TorchTransport
-from ds_ext.comm.transfers import Transfer, Transfers
-from ds_ext.comm.transport import ITEM_BITS, Ticket, Transport, check_address, describe_tag, make_tag
-from ds_ext.errors import TransportError
+from ..errors import TransportError
+from . import wire
+from .channels import SPLIT_HEADERS
+from .failure_state import FailureState
+from .groups import new_pair_groups
+from .rounds import Link, queue_shortage, rounds
+from .torch_p2p import TorchTransport
+from .transfers import Transfer, Transfers
+from .transport import ITEM_BITS, Ticket, Transport, check_address, describe_tag, make_tag
 
 logger = logging.getLogger(__name__)
-
-HEADER_CHANNEL = 0
 
 
 @dataclass(eq=False)
@@ -82,7 +81,7 @@ class SplitTransport:
     def __init__(
         self, headers: TorchTransport, groups: dict[Link, dist.ProcessGroup], device: torch.device
     ) -> None:
-        """Use `headers` for descriptors, and `groups` (one per directed pair of this rank) for contents."""
+        """Use ``headers`` for descriptors, and ``groups`` (one per directed pair of this rank) for contents."""
         self._headers = headers
         self._groups = groups
         self._device = device
@@ -100,7 +99,7 @@ class SplitTransport:
     def create(
         cls, timeout_s: float, device: torch.device, pairs: Iterable[Link], backend: str = "nccl"
     ) -> SplitTransport:
-        """Create the groups and do a first transfer on each; a collective call, with the same `pairs` on all ranks.
+        """Create the groups and do a first transfer on each; a collective call, with the same ``pairs`` on all ranks.
 
         NCCL connects two ranks at their first transfer, which blocks both. In a schedule, two ranks that both send
         first would deadlock. In a round, every rank connects to at most one other rank.
@@ -138,7 +137,7 @@ class SplitTransport:
         descriptors = wire.describe(
             tensors, tag=tag, seq=self._seqs[sequence], link_seq=self._sent[peer], acknowledged=0
         )
-        header_tag = make_tag(HEADER_CHANNEL, self._sent[peer])
+        header_tag = make_tag(SPLIT_HEADERS, self._sent[peer])
         header = self._headers.send([wire.pack_all(descriptors)], peer, header_tag)
         self._seqs[sequence] += 1
         self._sent[peer] += 1
@@ -152,7 +151,7 @@ class SplitTransport:
     def recv(self, peer: int, tag: int) -> _RecvTicket:
         """Receive one more message from the peer; see Transport.recv."""
         self._group(peer, self._headers.rank, peer, tag)
-        header_tag = make_tag(HEADER_CHANNEL, self._requested[peer])
+        header_tag = make_tag(SPLIT_HEADERS, self._requested[peer])
         self._awaited_headers[peer].append(self._headers.recv(peer, header_tag))
         self._requested[peer] += 1
         ticket = _RecvTicket(self, peer, tag)
@@ -269,7 +268,7 @@ def create(
     pairs: Sequence[Link] = (),
     node_ips: Sequence[str] | None = None,
 ) -> Transport:
-    """Create the transport "torch"; see create_transport(). torch.distributed ignores `node_ips`."""
+    """Create the transport "torch"; see create_transport(). torch.distributed ignores ``node_ips``."""
     if device.type == "cpu":
         return TorchTransport.create(timeout_s)
     return SplitTransport.create(timeout_s, device, pairs)

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_ext.comm.cuda.device import Device
-from ds_ext.comm.failure_state import FailureState
-from ds_ext.comm.groups import explain
-from ds_ext.comm.receive_stream import HostReceives, Receives, StreamReceives
-from ds_ext.comm.transport import describe_tag
-from ds_ext.errors import TransportError
+from ..errors import TransportError
+from .cuda.device import Device
+from .failure_state import FailureState
+from .groups import explain
+from .receive_stream import HostReceives, Receives, StreamReceives
+from .transport import describe_tag
 
 _SEND, _RECV = "send to", "recv from"
 _POLL_S = 0.001
@@ -71,7 +71,7 @@ class Transfers:
         """Wait for a transfer, or on CUDA let the current stream wait for it.
 
         Raises:
-            TransportTimeout: `timeout_s` (None: the limit) expired.
+            TransportTimeout: ``timeout_s`` (None: the limit) expired.
             TransportError: the transfer failed.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
@@ -109,10 +109,10 @@ class Transfers:
 
         self._await(left)
 
-    def _await(self, left: Callable[[], Sequence[Transfer]]) -> None:
+    def _await(self, unfinished: Callable[[], Sequence[Transfer]]) -> None:
         """Wait until ``left()``, some of the transfers, is empty."""
         start, count = time.monotonic(), len(self._unfinished)
-        while transfers := left():
+        while transfers := unfinished():
             if not self._on_cuda:
                 self.finish(transfers[0])
             self._unfinished = deque(each for each in self._unfinished if not self._is_over(each))

@@ -11,14 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
-from ds_ext.errors import TransportError
+from ..errors import TransportError
 
 if TYPE_CHECKING:
     from torch import Tensor, device
 
 ITEM_BITS = 16
 TAG_LIMIT = 1 << 31
-GPU_CONTROL = (1 << 14) - 1  # channel reserved by the transport between GPUs
 DEFAULT_MAX_HELD = 16  # messages per link that a receiver may hold if no timetable sets the number
 
 # Name -> "module:function". The function takes the keyword arguments of create_transport.
@@ -44,8 +43,8 @@ class Ticket(Protocol):
         """Block until the transfer ends and return the received tensors; empty for a send.
 
         Received tensors own their memory, so no later message changes it. TransportError names rank, peer, tag,
-        seconds and cause if `timeout_s` expires (None: the transport's limit) or the peer dies. The transport is
-        unusable afterwards, except after a receive over native links with an explicit `timeout_s`: that ticket may
+        seconds and cause if ``timeout_s`` expires (None: the transport's limit) or the peer dies. The transport is
+        unusable afterwards, except after a receive over native links with an explicit ``timeout_s``: that ticket may
         be waited for again.
         """
         ...
@@ -54,7 +53,7 @@ class Ticket(Protocol):
 class Transport(Protocol):
     """Point-to-point messages of one rank. Not thread-safe.
 
-    A tag is an int below 2**31: `tag >> 16` is the channel, and the lower 16 bits are the item. Within a channel,
+    A tag is an int below 2**31: ``tag >> 16`` is the channel, and the lower 16 bits are the item. Within a channel,
     for each peer and direction, both sides must use the items in the same order. Between channels any order is allowed.
     """
 
@@ -80,7 +79,7 @@ class Transport(Protocol):
         ...
 
     def recv(self, peer: int, tag: int) -> Ticket:
-        """Receive the next message of the tag's channel. Its tag must be `tag`."""
+        """Receive the next message of the tag's channel. Its tag must be ``tag``."""
         ...
 
     def ready(self) -> list[tuple[int, int]]:
@@ -107,7 +106,7 @@ class Transport(Protocol):
 
 
 def make_tag(channel: int, item: int) -> int:
-    """Return the tag of an item on a channel: `channel` below 2**15, `item` modulo 2**16.
+    """Return the tag of an item on a channel: ``channel`` below 2**15, ``item`` modulo 2**16.
 
     Raises:
         TransportError: the channel is out of range.
@@ -142,7 +141,7 @@ def create_transport(
     node_ips: Sequence[str] | None = None,
     polled: bool = False,
 ) -> Transport:
-    """Create the transport `name`; a collective call of all ranks.
+    """Create the transport ``name``; a collective call of all ranks.
 
     Args:
         name: a key of TRANSPORTS.

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ds_ext.comm import _native
-from ds_ext.errors import TransportError
+from ..errors import TransportError
+from . import _native
 
 SEAL_BYTES = _native.DESCRIPTOR_BYTES
 Descriptor = _native.Descriptor
@@ -128,7 +128,7 @@ def frame_bytes(first: Descriptor) -> int:
 
 
 def write(tensors: Sequence[Tensor], descriptors: Sequence[Descriptor], frame: Tensor) -> None:
-    """Write a message into `frame`: uint8 [at least frame_bytes] on the CPU."""
+    """Write a message into ``frame``: uint8 [at least frame_bytes] on the CPU."""
     fill(tensors, descriptors, frame)
     table = frame.data_ptr() + descriptors[0].body_bytes
     for descriptor in descriptors[1:]:
@@ -137,13 +137,13 @@ def write(tensors: Sequence[Tensor], descriptors: Sequence[Descriptor], frame: T
 
 
 def fill(tensors: Sequence[Tensor], descriptors: Sequence[Descriptor], body: Tensor) -> None:
-    """Copy the contents of the tensors to `body`: uint8 [at least body_bytes], on any device."""
+    """Copy the contents of the tensors to ``body``: uint8 [at least body_bytes], on any device."""
     for tensor, descriptor in zip(tensors, descriptors, strict=True):
         _alias(body, descriptor).copy_(tensor.detach())
 
 
 def seal(first: Descriptor, frame: Tensor) -> None:
-    """Write the first descriptor at the end of `frame`."""
+    """Write the first descriptor at the end of ``frame``."""
     _native.pack_at(first, _seal_address(frame))
 
 
@@ -160,12 +160,12 @@ def is_sealed(frame: Tensor) -> bool:
 
 
 def read_seal(frame: Tensor) -> Descriptor:
-    """Return the first descriptor of the message in `frame`; DescriptorError if it is damaged."""
+    """Return the first descriptor of the message in ``frame``; DescriptorError if it is damaged."""
     return _native.unpack_at(_seal_address(frame))
 
 
 def read(first: Descriptor, frame: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors of the message in `frame`, in its memory; DescriptorError if a descriptor is damaged."""
+    """Return the tensors of the message in ``frame``, in its memory; DescriptorError if a descriptor is damaged."""
     table = frame.data_ptr() + first.body_bytes
     rest = [_native.unpack_at(table + position * SEAL_BYTES) for position in range(first.count - 1)]
     return view((first, *rest), frame)
@@ -187,10 +187,10 @@ def unpack_all(packed: Tensor) -> tuple[Descriptor, ...]:
 
 
 def view(descriptors: Sequence[Descriptor], body: Tensor) -> tuple[Tensor, ...]:
-    """Return the described tensors in the memory of `body`: uint8 [at least body_bytes], on any device.
+    """Return the described tensors in the memory of ``body``: uint8 [at least body_bytes], on any device.
 
     Raises:
-        DescriptorError: the descriptors belong to different messages, or `body` is too short.
+        DescriptorError: the descriptors belong to different messages, or ``body`` is too short.
     """
     first = descriptors[0]
     for index, descriptor in enumerate(descriptors):
@@ -210,7 +210,7 @@ def _seal_address(frame: Tensor) -> int:
 
 
 def _alias(body: Tensor, descriptor: Descriptor) -> Tensor:
-    """Return a tensor in the memory of `body` that is not a view to autograd: it has a separate version counter."""
+    """Return a tensor in the memory of ``body`` that is not a view to autograd: it has a separate version counter."""
     dtype = dtype_of(descriptor.dtype)
     start = (body.storage_offset() + descriptor.offset) // dtype.itemsize
     shape = descriptor.shape

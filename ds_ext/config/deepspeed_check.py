@@ -97,17 +97,17 @@ def unknown_keys(config: Mapping[str, Any]) -> list[str]:
 
 
 def _made(
-    make: Make, given: Mapping[str, Any], section: str = "", flags: Mapping[str, str] | None = None
+    make: Make, values: Mapping[str, Any], section: str = "", flags: Mapping[str, str] | None = None
 ) -> Any:
     """Return ``make(given)``. An error becomes a ConfigError with the key that causes it by itself."""
-    result, error = _attempt(make, given)
+    result, error = _attempt(make, values)
     if error is None:
         return result
     without_keys = str(_attempt(make, {})[1]) == str(error)
-    causes = (key for key in given if str(_attempt(make, {key: given[key]})[1]) == str(error))
+    causes = (key for key in values if str(_attempt(make, {key: values[key]})[1]) == str(error))
     key = "" if without_keys else next(causes, "")
     path, problem, fix = [section, key], str(error).strip(" ."), "Correct or remove it."
-    got = given.get(key, given)
+    got = values.get(key, values)
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         problem, got = first["msg"].removeprefix("Value error, "), first["input"]
@@ -123,13 +123,13 @@ def _made(
     raise ConfigError(f"{name}: {problem} (got {reprlib.repr(got)}). {fix}")
 
 
-def _attempt(make: Make, given: Mapping[str, Any]) -> tuple[Any, Exception | None]:
+def _attempt(make: Make, values: Mapping[str, Any]) -> tuple[Any, Exception | None]:
     """Return the result or the error of ``make(given)``, without warnings, because the engine repeats them."""
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings(action="ignore"):
-            return make(given), None
+            return make(values), None
     except Exception as error:
         return None, error
     finally:
@@ -143,7 +143,7 @@ def _read(config: Mapping[str, Any]) -> Any:
 
 
 def _models(base: type[Any]) -> list[type[Any]]:
-    return [model for made in base.__subclasses__() for model in (made, *_models(made))]
+    return [model for model_class in base.__subclasses__() for model in (model_class, *_models(model_class))]
 
 
 def _suggestion(key: str, known: Iterable[str]) -> str:
@@ -176,13 +176,13 @@ def _top_level_keys() -> set[str]:
 
 
 def _classes(module: ModuleType, base: type) -> dict[str, type[Any]]:
-    found = {name: made for name, made in vars(module).items() if isinstance(made, type) and name[0] != "_"}
-    return {name: made for name, made in found.items() if issubclass(made, base) and made is not base}
+    classes = {name: item for name, item in vars(module).items() if isinstance(item, type) and name[0] != "_"}
+    return {name: item for name, item in classes.items() if issubclass(item, base) and item is not base}
 
 
-def _arguments(made: type[Any]) -> dict[str, Any]:
+def _arguments(class_: type[Any]) -> dict[str, Any]:
     """Return the arguments that a JSON may set, except the first, with their defaults."""
-    later = [*inspect.signature(made.__init__).parameters.values()][2:]
+    later = [*inspect.signature(class_.__init__).parameters.values()][2:]
     return {one.name: one.default for one in later if one.name not in _NOT_OF_THE_JSON}
 
 
@@ -192,30 +192,30 @@ def _check_optimizer(parsed: Any, section: Mapping[str, Any], flags: Mapping[str
     adam = name in ("adam", "adamw")
     if adam and params.get("torch_adam"):
         decoupled = name == "adamw" or params.get("adam_w_mode", True)
-        made = torch.optim.AdamW if decoupled else torch.optim.Adam
+        optimizer_class = torch.optim.AdamW if decoupled else torch.optim.Adam
     elif name in _CLASSES:
-        made = _CLASSES[name][offload is not None and offload.device in ("cpu", "nvme")]
+        optimizer_class = _CLASSES[name][offload is not None and offload.device in ("cpu", "nvme")]
     elif name in classes and name not in _NOT_IN_A_PIPELINE:
-        made = classes[name]
+        optimizer_class = classes[name]
     elif name == "muon" or (name in DEEPSPEED_OPTIMIZERS and importlib.util.find_spec("mup")):
         return  # their parameters depend on tags in the model
     else:
         known = [one for one in [*_CLASSES, "muon", *classes] if one not in _NOT_IN_A_PIPELINE]
         fix = "Install the package mup." if name in DEEPSPEED_OPTIMIZERS else _suggestion(name, known)
         raise ConfigError(f"optimizer.type: cannot be used (got {name!r}). {fix}")
-    tested = made in ZERO_SUPPORTED_OPTIMIZERS or parsed.zero_allow_untested_optimizer
+    tested = optimizer_class in ZERO_SUPPORTED_OPTIMIZERS or parsed.zero_allow_untested_optimizer
     if parsed.zero_enabled and not tested:
         raise ConfigError(
             f"optimizer.type: not tested with ZeRO by DeepSpeed (got {section['type']!r}). Add "
             f'"zero_allow_untested_optimizer": true, or use AdamW.'
         )
-    if params.get("amsgrad") and made in _WITHOUT_AMSGRAD:
+    if params.get("amsgrad") and optimizer_class in _WITHOUT_AMSGRAD:
         fix = 'Remove it, or add "torch_adam": true.' if adam else "Remove it."
         raise ConfigError(
-            f"optimizer.params.amsgrad: not supported by {made.__name__} (got {params['amsgrad']!r}). {fix}"
+            f"optimizer.params.amsgrad: not supported by {optimizer_class.__name__} (got {params['amsgrad']!r}). {fix}"
         )
     # DeepSpeed's classes do not check values, so AdamW's rules apply.
-    rules = made if made in classes.values() else torch.optim.AdamW
+    rules = optimizer_class if optimizer_class in classes.values() else torch.optim.AdamW
     defaults = _arguments(rules)
 
     def check(params: Mapping[str, Any]) -> None:
@@ -229,7 +229,9 @@ def _check_optimizer(parsed: Any, section: Mapping[str, Any], flags: Mapping[str
             if "empty parameter list" not in str(error):  # torch checks the values first
                 raise
 
-    _check_params("optimizer", section, {*_arguments(made), *(_ADAM_SWITCHES if adam else ())}, check, flags)
+    _check_params(
+        "optimizer", section, {*_arguments(optimizer_class), *(_ADAM_SWITCHES if adam else ())}, check, flags
+    )
 
 
 def _check_scheduler(parsed: Any, section: Mapping[str, Any]) -> None:
@@ -250,18 +252,21 @@ def _check_scheduler(parsed: Any, section: Mapping[str, Any]) -> None:
     if section.get("params") is None:
         raise ConfigError('scheduler.params: missing (got null). Add "params": {...}.')
 
-    def step(params: Mapping[str, Any]) -> None:
-        # Skip __init__, which takes a second to import torch's compiler.
-        optimizer = torch.optim.AdamW.__new__(torch.optim.AdamW)
-        rate = (parsed.optimizer_params or {}).get("lr")
-        optimizer.defaults = {"lr": rate if isinstance(rate, int | float) else 1e-3, "betas": (0.9, 0.999)}
-        groups = max([1, *(len(value) for value in params.values() if isinstance(value, list))])
-        optimizer.param_groups = [optimizer.defaults | {"params": []} for _ in range(groups)]
-        classes[name](optimizer, **params).step(1)
-        if not all(group["lr"] >= 0 for group in optimizer.param_groups):
-            raise ValueError("the learning rate becomes negative")
+    rate = (parsed.optimizer_params or {}).get("lr")
+    try_step = functools.partial(_try_step, classes[name], rate if isinstance(rate, int | float) else 1e-3)
+    _check_params("scheduler", section, _arguments(classes[name]), try_step, {})
 
-    _check_params("scheduler", section, _arguments(classes[name]), step, {})
+
+def _try_step(scheduler_class: type[Any], rate: float, params: Mapping[str, Any]) -> None:
+    """Do one step with a scheduler. Raises what it raises, or ValueError for a negative learning rate."""
+    # Skip the optimizer's __init__, which takes a second to import torch's compiler.
+    optimizer = torch.optim.AdamW.__new__(torch.optim.AdamW)
+    optimizer.defaults = {"lr": rate, "betas": (0.9, 0.999)}
+    num_groups = max([1, *(len(value) for value in params.values() if isinstance(value, list))])
+    optimizer.param_groups = [optimizer.defaults | {"params": []} for _ in range(num_groups)]
+    scheduler_class(optimizer, **params).step(1)
+    if not all(group["lr"] >= 0 for group in optimizer.param_groups):
+        raise ValueError("the learning rate becomes negative")
 
 
 def _check_params(

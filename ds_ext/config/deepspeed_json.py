@@ -163,8 +163,8 @@ def require_monitors(config: Mapping[str, Any]) -> None:
     for section, (package, requirement) in _MONITORS.items():
         if not _is_enabled(config, section):
             continue
-        found = importlib.util.find_spec(package)
-        if found is None or found.origin is None:  # a folder such as ./wandb is a namespace package
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:  # a folder such as ./wandb is a namespace package
             raise ConfigError(
                 f'{section}: the package {package!r} is not installed on the host of rank 0 (got "enabled": true). '
                 f"Install it with `pip install {requirement}`, or remove the section."
@@ -194,18 +194,18 @@ def fp32_sums_of_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
     DeepSpeed's default is bf16. Over 1,000 micro-batches, most of the sum would be lost to rounding, and results would
     depend on the sizes of the job.
     """
-    made, types, zero = dict(config), config.get("data_types") or {}, config.get("zero_optimization")
+    settings, types, zero = dict(config), config.get("data_types") or {}, config.get("zero_optimization")
     if precision(config) != "bf16":
-        return made
-    if made.get("communication_data_type") is None:
-        made["communication_data_type"] = "fp32"
-    given = not isinstance(types, Mapping) or types.get("grad_accum_dtype") is not None
+        return settings
+    if settings.get("communication_data_type") is None:
+        settings["communication_data_type"] = "fp32"
+    is_set = not isinstance(types, Mapping) or types.get("grad_accum_dtype") is not None
     refused = isinstance(zero, Mapping) and (
         zero.get("offload_optimizer") or zero.get("cpu_offload") or zero.get("compute_grad_norm") is False
     )
-    if zero_stage(config) == 1 and not (given or refused):
-        made["data_types"] = {**types, "grad_accum_dtype": "fp32"}
-    return made
+    if zero_stage(config) == 1 and not (is_set or refused):
+        settings["data_types"] = {**types, "grad_accum_dtype": "fp32"}
+    return settings
 
 
 def zero_stage(config: Mapping[str, Any]) -> int:

@@ -63,17 +63,17 @@ def with_arguments(job: JobConfig, arguments: Iterable[tuple[str, str, Any]]) ->
     return replace(job, deepspeed={**job.deepspeed, "ds_ext": section}, ds_ext=parse_section(section))
 
 
-def merge(module: JobConfig, given: JobConfig) -> JobConfig:
+def merge(module: JobConfig, job: JobConfig) -> JobConfig:
     """Return the job of a module and of the JSON of initialize().
 
     Args:
         module: job of the PipelineModule, whose stages are built.
-        given: job of the JSON; its section may be missing.
+        job: job of the JSON; its section may be missing.
 
     Raises:
         ConfigError: the two set a key to different values, or the JSON sets a key that the module's stages depend on.
     """
-    ours, theirs = dict(module.deepspeed.get("ds_ext", {})), dict(given.deepspeed.get("ds_ext", {}))
+    ours, theirs = dict(module.deepspeed.get("ds_ext", {})), dict(job.deepspeed.get("ds_ext", {}))
     names = {field.alias or name: name for name, field in DsExtConfig.model_fields.items()}
     for key, value in theirs.items():
         if key == "train":
@@ -81,19 +81,19 @@ def merge(module: JobConfig, given: JobConfig) -> JobConfig:
         if key in ours and ours[key] != value:
             raise _contradiction(f"ds_ext.{key}", ours[key], value)
         built = getattr(module.ds_ext, names[key])
-        if key in _OF_STAGES and getattr(given.ds_ext, names[key]) != built:
+        if key in _OF_STAGES and getattr(job.ds_ext, names[key]) != built:
             raise ConfigError(
                 f"ds_ext.{key}: PipelineModule built its stages for {built!r}, the default (got {value!r} in the JSON "
                 f"of initialize()). Pass this JSON to PipelineModule too: PipelineModule(layers, config, ...), or "
                 f"start the script with {_FLAG}."
             )
-    top = {key: value for key, value in given.deepspeed.items() if key != "ds_ext"}
+    top = {key: value for key, value in job.deepspeed.items() if key != "ds_ext"}
     for key, value in top.items():
         if key in module.deepspeed and module.deepspeed[key] != value:
             raise _contradiction(key, module.deepspeed[key], value)
     section: Mapping[str, Any] = {**theirs, **ours}
     merged = {**top, **module.deepspeed, "ds_ext": section}
-    return replace(module, deepspeed=merged, ds_ext=parse_section(section), path=module.path or given.path)
+    return replace(module, deepspeed=merged, ds_ext=parse_section(section), path=module.path or job.path)
 
 
 def _contradiction(key: str, ours: Any, theirs: Any) -> ConfigError:

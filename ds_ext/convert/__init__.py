@@ -18,7 +18,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the subcommand `convert`."""
+    """Add the flags of the subcommand ``convert``."""
     parser.epilog, parser.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "source",

@@ -1,1 +1,1 @@
-"""Training data: tokenizers, Megatron's `.bin/.idx` files, and samples for GPT and BERT."""
+"""Training data: tokenizers, Megatron's ``.bin/.idx`` files, and samples for GPT and BERT."""

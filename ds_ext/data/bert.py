@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ds_ext.data.blend import parse_data_path
-from ds_ext.data.datasets import BlendedDataset, build_datasets
-from ds_ext.data.indexed import IndexedTokens
-from ds_ext.data.megatron_bert import (
+from ..errors import ConfigError
+from .blend import parse_data_path
+from .datasets import BlendedDataset, build_datasets
+from .indexed import IndexedTokens
+from .megatron_bert import (
     FRAME_TOKENS,
     MEGATRON_MAX_SENTENCE_TOKENS,
     BertOptions,
@@ -26,10 +27,9 @@ from ds_ext.data.megatron_bert import (
     masked_dataset,
     require_megatron,
 )
-from ds_ext.data.meta import check_tokenizer, check_vocab_size, read_meta
-from ds_ext.data.tokenizer import load_tokenizer
-from ds_ext.data.wordpiece import WordPieceTokenizer
-from ds_ext.errors import ConfigError
+from .meta import check_tokenizer, check_vocab_size, read_meta
+from .tokenizer import load_tokenizer
+from .wordpiece import WordPieceTokenizer
 
 __all__ = ["BertDataset", "BertOptions", "bert_tokenizer", "build_bert_datasets"]
 
@@ -46,10 +46,10 @@ class BertDataset(Dataset[Sample]):
         self._split = split
 
     def __getitem__(self, index: int) -> Sample:
-        """Return ((tokens_S, types_S, mask_S), (labels_S, swapped)) of sample `index`.
+        """Return ((tokens_S, types_S, mask_S), (labels_S, swapped)) of sample ``index``.
 
         mask_S is bool and False for padding; the other tensors are int64. labels_S contains the original token at
-        positions to predict and `NO_LABEL` elsewhere. swapped is 1 if the segments are swapped; without the binary
+        positions to predict and ``NO_LABEL`` elsewhere. swapped is 1 if the segments are swapped; without the binary
         head it is omitted.
         """
         item = self._masked[index]
@@ -72,11 +72,11 @@ def build_bert_datasets(
     tokenizer: WordPieceTokenizer,
     options: BertOptions,
 ) -> tuple[BlendedDataset[Sample], BlendedDataset[Sample], BlendedDataset[Sample]]:
-    """Build train, valid and test datasets with `num_samples` samples each.
+    """Build train, valid and test datasets with ``num_samples`` samples each.
 
     Args:
-        data_path: folder from `python -m ds_ext prepare`, prefix of `.bin/.idx` files with one sequence per sentence,
-            or a blend such as "0.3 a 0.7 b". A list of these words is accepted too.
+        data_path: folder from ``python -m ds_ext prepare``, prefix of ``.bin/.idx`` files with one sequence per
+            sentence, or a blend such as "0.3 a 0.7 b". A list of these words is accepted too.
         split: shares of the documents in file order, e.g. "969,30,1"; missing shares are 0.
         seq_length: tokens per sample.
         num_samples: number of samples of each split; 0 gives an empty dataset.
@@ -107,7 +107,7 @@ def build_bert_datasets(
 
 
 def bert_tokenizer(data_path: str | Sequence[str], path: str | None = None) -> WordPieceTokenizer:
-    """Load the WordPiece tokenizer of the data from `path`, by default from the data folder.
+    """Load the WordPiece tokenizer of the data from ``path``, by default from the data folder.
 
     Raises:
         ConfigError: there is no tokenizer, it is not WordPiece or does not match the data, or the data is not split

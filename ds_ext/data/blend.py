@@ -1,4 +1,4 @@
-"""Parsing of `--data-path`: one dataset, or a blend of several with weights and a fixed sample order."""
+"""Parsing of ``--data-path``: one dataset, or a blend of several with weights and a fixed sample order."""
 
 import math
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ds_ext.data.layout import DATA_NAME
-from ds_ext.errors import ConfigError
+from ..errors import ConfigError
+from .layout import DATA_NAME
 
 
 def parse_data_path(data_path: str | Sequence[str]) -> tuple[list[Fraction], list[Path]]:
@@ -58,7 +58,7 @@ class BlendTable:
         self.counts = self._counts(num_samples)
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Return (dataset, index in the dataset) of sample `index` of the blend."""
+        """Return (dataset, index in the dataset) of sample ``index`` of the blend."""
         periods, rest = divmod(index, self._period)
         source = int(self._sources[rest])
         return source, periods * self._shares[source] + int(self._indices[rest])
@@ -70,7 +70,7 @@ class BlendTable:
 
 
 def _chairman_assignment(shares: Sequence[int], length: int) -> list[int]:
-    """Return the dataset of each of the first `length` samples.
+    """Return the dataset of each of the first ``length`` samples.
 
     Every step picks the dataset with the earliest deadline among those with a large enough deficit. All quantities
     are Tijdeman's times period * (2k - 2) for k datasets, which makes them integers.
@@ -93,7 +93,7 @@ def _chairman_assignment(shares: Sequence[int], length: int) -> list[int]:
 
 
 def _prefix(path: str) -> Path:
-    """Return the prefix of a `.bin/.idx` pair, given as a prefix, one of the two files, or a prepared folder."""
+    """Return the prefix of a ``.bin/.idx`` pair, given as a prefix, one of the two files, or a prepared folder."""
     prefix = Path(path)
     if prefix.suffix in (".bin", ".idx"):
         return prefix.with_suffix("")
@@ -106,7 +106,7 @@ def _prefix(path: str) -> Path:
 
 
 def _is_path(word: str) -> bool:
-    """Return whether `word` is an existing path, which may contain spaces."""
+    """Return whether ``word`` is an existing path, which may contain spaces."""
     return bool(word) and (Path(word).exists() or Path(f"{word}.idx").exists())
 
 

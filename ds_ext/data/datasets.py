@@ -7,9 +7,9 @@ from typing import TypeVar
 import numpy as np
 from torch.utils.data import Dataset
 
-from ds_ext.data.blend import BlendTable, parse_data_path
-from ds_ext.data.indexed import IndexedTokens
-from ds_ext.errors import ConfigError
+from ..errors import ConfigError
+from .blend import BlendTable, parse_data_path
+from .indexed import IndexedTokens
 
 SPLIT_NAMES = ("train", "valid", "test")
 
@@ -17,14 +17,14 @@ Sample_co = TypeVar("Sample_co", covariant=True)
 
 
 class BlendedDataset(Dataset[Sample_co]):
-    """Samples of one split, interleaved from one or several files in the fixed order of `BlendTable`.
+    """Samples of one split, interleaved from one or several files in the fixed order of ``BlendTable``.
 
     Attributes:
         parts: dataset of every file.
     """
 
     def __init__(self, parts: Sequence[Dataset[Sample_co]], table: BlendTable, num_samples: int) -> None:
-        """Combine one dataset per file; each has at least the samples in `table.counts`."""
+        """Combine one dataset per file; each has at least the samples in ``table.counts``."""
         self.parts = parts
         self._table = table
         self._num_samples = num_samples
@@ -45,11 +45,11 @@ def build_datasets(
     num_samples: tuple[int, int, int],
     build_part: Callable[[IndexedTokens, range, str, int], Dataset[Sample_co]],
 ) -> tuple[BlendedDataset[Sample_co], BlendedDataset[Sample_co], BlendedDataset[Sample_co]]:
-    """Build train, valid and test datasets with `num_samples` samples each.
+    """Build train, valid and test datasets with ``num_samples`` samples each.
 
     Args:
-        data_path: value of `--data-path`.
-        split: value of `--split`.
+        data_path: value of ``--data-path``.
+        split: value of ``--split``.
         num_samples: number of samples of each split.
         build_part: function that builds the dataset of one split of one file, from (file, documents, split name,
             number of samples).
@@ -74,7 +74,7 @@ def build_datasets(
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """Return the shares of train, valid and test, which sum to 1. Raises ConfigError for an invalid `split`."""
+    """Return the shares of train, valid and test, which sum to 1. Raises ConfigError for an invalid ``split``."""
     try:
         shares = [float(word) for word in split.replace("/", ",").split(",")]
     except ValueError:

@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from ds_ext.data.chat.dataset import ChatDataset
-from ds_ext.data.datasets import BlendedDataset, build_datasets
-from ds_ext.data.indexed import IndexedTokens
-from ds_ext.data.meta import loss_mask_prefix
-from ds_ext.data.packing import DocumentOptions, Sample
-from ds_ext.errors import ConfigError
+from ..errors import ConfigError
+from .chat.dataset import ChatDataset
+from .datasets import BlendedDataset, build_datasets
+from .indexed import IndexedTokens
+from .meta import loss_mask_prefix
+from .packing import DocumentOptions, Sample
 
 EPOCHS_KEPT = 2
 
@@ -45,7 +45,7 @@ class GPTDataset(Dataset[Sample]):
 
     Each epoch concatenates the documents of the split in a new order, cuts the result into windows that overlap by one
     token, and shuffles the windows. The documents contain their end-of-document tokens. A token is a label at most
-    once per epoch. Sample i does not depend on `num_samples`: a longer run starts with the samples of a shorter one.
+    once per epoch. Sample i does not depend on ``num_samples``: a longer run starts with the samples of a shorter one.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class GPTDataset(Dataset[Sample]):
         name: str = "train",
         options: DocumentOptions = WINDOWS_ONLY,
     ) -> None:
-        """Use consecutive `documents` of a file as the split `name`; `num_samples` may exceed one epoch.
+        """Use consecutive ``documents`` of a file as the split ``name``; ``num_samples`` may exceed one epoch.
 
         Raises:
-            ConfigError: a number is out of range, the split has too few tokens for one sample, or `options` do not
+            ConfigError: a number is out of range, the split has too few tokens for one sample, or ``options`` do not
                 match the documents.
         """
         if seq_length < 1 or seed < 0:
@@ -91,7 +91,7 @@ class GPTDataset(Dataset[Sample]):
         return self._num_samples
 
     def __getitem__(self, index: int) -> Sample:
-        """Return (tokens_S, labels_S) or ((tokens_S, starts_S), labels_S), int64, of sample `index`.
+        """Return (tokens_S, labels_S) or ((tokens_S, starts_S), labels_S), int64, of sample ``index``.
 
         Raises IndexError outside 0..num_samples-1.
         """
@@ -134,20 +134,20 @@ def build_gpt_datasets(
     seed: int,
     options: DocumentOptions = WINDOWS_ONLY,
 ) -> tuple[BlendedDataset[Sample], BlendedDataset[Sample], BlendedDataset[Sample]]:
-    """Build train, valid and test datasets with `num_samples` samples each.
+    """Build train, valid and test datasets with ``num_samples`` samples each.
 
     Args:
-        data_path: folder from `python -m ds_ext prepare`, prefix of `.bin/.idx` files, or a blend such as
+        data_path: folder from ``python -m ds_ext prepare``, prefix of ``.bin/.idx`` files, or a blend such as
             "0.3 a 0.7 b". A list of these words is accepted too.
         split: shares of the documents in file order, e.g. "969,30,1"; missing shares are 0.
         seq_length: tokens per sample.
         num_samples: number of samples of each split; 0 gives an empty dataset.
         seed: seed of the order of documents and samples.
-        options: treatment of samples with several documents; chat data needs `starts`.
+        options: treatment of samples with several documents; chat data needs ``starts``.
 
     Raises:
         ConfigError: a file is missing or damaged, a weight or share is invalid, a split is too small for one sample,
-            or `options` do not match the data.
+            or ``options`` do not match the data.
     """
 
     def build_part(

@@ -1,7 +1,8 @@
-"""Reader of Megatron's `.bin/.idx` files, which contain concatenated tokens and the document boundaries.
+"""Reader of Megatron's ``.bin/.idx`` files, which contain concatenated tokens and the document boundaries.
 
-Layout of the `.idx` file: magic `MMIDIDX`, version 1, dtype code, number of sequences, number of document boundaries,
-then sequence lengths (int32), byte offsets of the sequences (int64) and document boundaries (int64, in sequences).
+Layout of the ``.idx`` file: magic ``MMIDIDX``, version 1, dtype code, number of sequences, number of document
+boundaries, then sequence lengths (int32), byte offsets of the sequences (int64) and document boundaries (int64, in
+sequences).
 Importing megatron-core takes seconds; this reader saves them in every training process.
 """
 
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_ext.errors import ConfigError
+from ..errors import ConfigError
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -21,17 +22,17 @@ PREPARE_COMMAND = "python -m ds_ext prepare --source stdlib --output"
 
 
 class IndexedTokens:
-    """Documents of one `.bin/.idx` pair, memory-mapped.
+    """Documents of one ``.bin/.idx`` pair, memory-mapped.
 
     Attributes:
         tokens: all tokens in the dtype of the file, document after document.
-        document_starts: int64, `num_documents + 1` offsets into `tokens`.
+        document_starts: int64, ``num_documents + 1`` offsets into ``tokens``.
         sequence_lengths: int32, number of tokens of every sequence.
         document_borders: int64, first sequence of every document, and the number of sequences.
     """
 
     def __init__(self, prefix: str | Path) -> None:
-        """Open `prefix.bin` and `prefix.idx`.
+        """Open ``prefix.bin`` and ``prefix.idx``.
 
         Raises:
             ConfigError: a file is missing, incomplete or in a different format.
@@ -60,7 +61,7 @@ class IndexedTokens:
         return len(self.document_starts) - 1
 
     def document(self, index: int) -> NDArray[Any]:
-        """Return the tokens of document `index` as a view of the file."""
+        """Return the tokens of document ``index`` as a view of the file."""
         return self.tokens[self.document_starts[index] : self.document_starts[index + 1]]
 
 
@@ -72,7 +73,7 @@ def require_files(prefix: Path) -> None:
 
 
 def _read_index(path: Path) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64]]:
-    """Return token dtype, sequence lengths and document boundaries of an `.idx` file. Raises ConfigError."""
+    """Return token dtype, sequence lengths and document boundaries of an ``.idx`` file. Raises ConfigError."""
     num_bytes = path.stat().st_size
     if num_bytes < HEADER.size:
         raise ConfigError(

@@ -6,7 +6,6 @@ with megatron-core's compiled helper. Importing megatron-core takes seconds, so 
 sample.
 """
 
-import importlib.metadata
 import warnings
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -16,9 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_ext.data.indexed import IndexedTokens
-from ds_ext.data.wordpiece import CLS, MASK, PAD, SEP, WordPieceTokenizer
-from ds_ext.errors import ConfigError
+from ..environment import package_version
+from ..errors import ConfigError
+from .indexed import IndexedTokens
+from .wordpiece import CLS, MASK, PAD, SEP, WordPieceTokenizer
 
 MEGATRON_VERSION = "0.16"
 MEGATRON_MAX_SENTENCE_TOKENS = 512  # megatron-core skips documents with a longer sentence
@@ -122,7 +122,7 @@ class EpochIndex:
 
 
 def masked_dataset(split: BertSplit) -> Any:
-    """Return megatron-core's dataset for the documents of `split`, with :class:`EpochIndex` as sample index."""
+    """Return megatron-core's dataset for the documents of ``split``, with :class:`EpochIndex` as sample index."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
         from megatron.core.datasets.bert_dataset import (
@@ -157,10 +157,7 @@ def masked_dataset(split: BertSplit) -> Any:
 
 def require_megatron() -> None:
     """Raise ConfigError unless a supported megatron-core is installed, without importing it (that takes seconds)."""
-    try:
-        version = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        version = "none"
+    version = package_version("megatron-core") or "none"
     if not version.startswith(MEGATRON_VERSION):
         raise ConfigError(
             f"megatron-core: BERT samples need version {MEGATRON_VERSION} (got {version}). Run `pip install "

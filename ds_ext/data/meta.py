@@ -1,4 +1,4 @@
-"""`meta.json` of prepared data, and checks of the data against the tokenizer and the model."""
+"""``meta.json`` of prepared data, and checks of the data against the tokenizer and the model."""
 
 import json
 import zlib
@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_ext.data.blend import parse_data_path
-from ds_ext.data.indexed import IndexedTokens, require_files
-from ds_ext.data.layout import DATA_NAME, META_NAME
-from ds_ext.data.tokenizer_base import Tokenizer
-from ds_ext.errors import ConfigError
+from ..errors import ConfigError
+from .blend import parse_data_path
+from .indexed import IndexedTokens, require_files
+from .layout import DATA_NAME, META_NAME
+from .tokenizer_base import Tokenizer
 
 PROBED_BLOCKS = 256
 PROBED_BLOCK_TOKENS = 4096
@@ -19,14 +19,14 @@ COMPARED_BLOCK_BYTES = 4096
 
 
 def read_meta(data_path: str | Sequence[str]) -> dict[str, Any] | None:
-    """Return `meta.json` of the data; for a blend, the entries common to all parts. None if a part has no such file.
+    """Return ``meta.json`` of the data; for a blend, the entries common to all parts. None if a part has no such file.
 
     Keys: format, arguments, source, documents, sentences (BERT only), tokens, bytes, max_token_id,
     unigram_entropy_nats, vocab_size, eod_id, tokenizer (file name), tokenizer_fingerprint, versions; for chat also
     without_assistant, assistant_tokens, longer_than, loss_mask (file name).
 
     Raises:
-        ConfigError: a data file is missing, or `meta.json` is damaged.
+        ConfigError: a data file is missing, or ``meta.json`` is damaged.
     """
     _, prefixes = parse_data_path(data_path)
     for prefix in prefixes:
@@ -50,7 +50,7 @@ def has_chat(data_path: str | Sequence[str]) -> bool:
 
 
 def check_tokenizer(data_path: str | Sequence[str], tokenizer: Tokenizer) -> None:
-    """Raise ConfigError unless the data was made with `tokenizer`. Without `meta.json`, only token ids are compared."""
+    """Raise ConfigError unless the data was made with ``tokenizer``. Without ``meta.json``, compare token ids only."""
     _, prefixes = parse_data_path(data_path)
     for prefix in prefixes:
         meta = _read_one(prefix)
@@ -79,7 +79,7 @@ def check_one_tokenizer(data_path: str | Sequence[str]) -> None:
 
 
 def check_vocab_size(data_path: str | Sequence[str], vocab_size: int) -> None:
-    """Raise ConfigError if the data contains a token id outside a vocabulary of `vocab_size` tokens."""
+    """Raise ConfigError if the data contains a token id outside a vocabulary of ``vocab_size`` tokens."""
     _, prefixes = parse_data_path(data_path)
     for prefix in prefixes:
         meta = _read_one(prefix)

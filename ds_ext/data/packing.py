@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ds_ext.data.indexed import IndexedTokens
-from ds_ext.errors import ConfigError
+from ..errors import ConfigError
+from .indexed import IndexedTokens
 
 IGNORE_INDEX = -100  # label that does not count, as in torch's cross_entropy
 OPEN_SAMPLES = 64
@@ -24,8 +24,8 @@ class DocumentOptions:
     """Treatment of samples that contain several documents, as in Megatron.
 
     Attributes:
-        starts: return the start of every token's document (`--reset-position-ids`, `--reset-attention-mask`).
-        eod_mask_loss: ignore the label of every end-of-document token (`--eod-mask-loss`).
+        starts: return the start of every token's document (``--reset-position-ids``, ``--reset-attention-mask``).
+        eod_mask_loss: ignore the label of every end-of-document token (``--eod-mask-loss``).
         eod_id: id of the end-of-document token; required by the other two.
     """
 
@@ -34,7 +34,7 @@ class DocumentOptions:
     eod_id: int | None = None
 
     def sample(self, tokens_S: torch.Tensor, labels_S: torch.Tensor) -> Sample:
-        """Return (tokens_S, labels_S), or ((tokens_S, starts_S), labels_S) with `starts`."""
+        """Return (tokens_S, labels_S), or ((tokens_S, starts_S), labels_S) with ``starts``."""
         if self.eod_id is None:
             return tokens_S, labels_S
         if self.eod_mask_loss:
@@ -44,7 +44,7 @@ class DocumentOptions:
     def check(self, indexed: IndexedTokens, documents: range) -> None:
         """Raise ConfigError unless documents end with the end-of-document token.
 
-        Up to `PROBED_DOCUMENTS` evenly spaced documents are read.
+        Up to ``PROBED_DOCUMENTS`` evenly spaced documents are read.
         """
         if not self.starts and not self.eod_mask_loss:
             return
@@ -68,7 +68,7 @@ class DocumentOptions:
 def document_starts(tokens_S: torch.Tensor, eod_id: int) -> torch.Tensor:
     """Return the index within the sample of the first token of every token's document, int64.
 
-    A document ends with its end-of-document token, as in Megatron's `_get_ltor_masks_and_position_ids`. The document
+    A document ends with its end-of-document token, as in Megatron's ``_get_ltor_masks_and_position_ids``. The document
     that the sample's begin cuts starts at 0.
     """
     after_S = torch.arange(1, len(tokens_S) + 1)
@@ -81,10 +81,10 @@ def pack_best_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64
     """Return the sample, 0.., of every document.
 
     A document goes into the open sample with the least sufficient space, or else into a new one. At most
-    `OPEN_SAMPLES` samples are open; beyond that, the fullest is closed.
+    ``OPEN_SAMPLES`` samples are open; beyond that, the fullest is closed.
 
     Args:
-        lengths: length of every document, at most `capacity`.
+        lengths: length of every document, at most ``capacity``.
         capacity: length of a sample.
     """
     samples = np.empty(len(lengths), dtype=np.int64)

@@ -1,15 +1,14 @@
-"""`python -m ds_ext prepare`: convert text to `text_document.bin/.idx`, a tokenizer and `meta.json` in one folder.
+"""``python -m ds_ext prepare``: convert text to a folder: ``text_document.bin/.idx``, a tokenizer and ``meta.json``.
 
 megatron-core writes the pair of files in its indexed format. For GPT every document is one sequence that ends with an
-end-of-document token (Megatron's `--append-eod`). For BERT, selected by a WordPiece tokenizer, every sentence is one
-sequence (`--split-sentences`). Chat data also has a loss mask; see chat/.
+end-of-document token (Megatron's ``--append-eod``). For BERT, selected by a WordPiece tokenizer, every sentence is one
+sequence (``--split-sentences``). Chat data also has a loss mask; see chat/.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -21,15 +20,16 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_ext.data.layout import DATA_NAME, LOSS_MASK_NAME, META_NAME, TOKENIZER_NAMES
-from ds_ext.data.sources import JSONL_SUFFIXES, Source, open_source, source_details
-from ds_ext.data.tokenizer import load_gpt2_files, load_tokenizer, train_bpe, train_sentencepiece
-from ds_ext.data.tokenizer_base import Tokenizer
-from ds_ext.data.wordpiece import VOCAB_NAME, WordPieceTokenizer, train_wordpiece
-from ds_ext.errors import ConfigError
+from ..environment import package_version
+from ..errors import ConfigError
+from .layout import DATA_NAME, LOSS_MASK_NAME, META_NAME, TOKENIZER_NAMES
+from .sources import JSONL_SUFFIXES, Source, open_source, source_details
+from .tokenizer import load_gpt2_files, load_tokenizer, train_bpe, train_sentencepiece
+from .tokenizer_base import Tokenizer
+from .wordpiece import VOCAB_NAME, WordPieceTokenizer, train_wordpiece
 
 if TYPE_CHECKING:
-    from ds_ext.data.chat.template import ChatTemplate  # imports numpy
+    from .chat.template import ChatTemplate  # imports numpy
 
 FORMAT = 1
 ENCODE_BATCH_CHARACTERS = 2_000_000
@@ -53,7 +53,7 @@ VERSIONED_PACKAGES = ("ds_ext", "tokenizers", "sentencepiece", "megatron-core", 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the subcommand `prepare`."""
+    """Add the flags of the subcommand ``prepare``."""
     parser.add_argument(
         "--source",
         "--input",
@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"{output} is already prepared (--force prepares it again)")
     if template is not None:
-        from ds_ext.data.chat.files import summary
+        from .chat.files import summary
 
         print(summary(meta))
     else:
@@ -179,8 +179,8 @@ def _take_megatrons_flags(args: argparse.Namespace) -> None:
         return
     if args.tokenizer_type.startswith("Bert") and args.vocab_file and args.merge_file is None:
         args.tokenizer, args.vocab_file = args.vocab_file, None
-    given = args.vocab_file and args.merge_file if "--merge-file" in needed else args.tokenizer
-    if not given:
+    complete = args.vocab_file and args.merge_file if "--merge-file" in needed else args.tokenizer
+    if not complete:
         raise ConfigError(
             f"--tokenizer-type: {args.tokenizer_type} needs {needed} (got none). Add the files."
         )
@@ -203,7 +203,7 @@ def _load_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
 
 
 def _load_template(args: argparse.Namespace, tokenizer: Tokenizer | None) -> ChatTemplate | None:
-    """Load the chat template of `--format chat`; None for text. Raises ConfigError."""
+    """Load the chat template of ``--format chat``; None for text. Raises ConfigError."""
     if args.format != "chat":
         return None
     path = Path(args.source)
@@ -222,7 +222,7 @@ def _load_template(args: argparse.Namespace, tokenizer: Tokenizer | None) -> Cha
             f"--format chat: BERT's WordPiece tokenizer has no end-of-document token (got {args.tokenizer}). Use the "
             "folder of a chat model."
         )
-    from ds_ext.data.chat.template import ChatTemplate
+    from .chat.template import ChatTemplate
 
     return ChatTemplate(args.tokenizer, tokenizer.eod_id)
 
@@ -280,7 +280,7 @@ def _prepare(
     output: Path,
     arguments: dict[str, Any],
 ) -> dict[str, Any]:
-    """Write all files to a temporary folder and move them to `output` when they are complete, meta.json last."""
+    """Write all files to a temporary folder and move them to ``output`` when they are complete, meta.json last."""
     print(f"reading {args.source}", flush=True)
     source = None if template is not None else open_source(args.source, args.json_key)
     builder = _import_builder()
@@ -299,7 +299,7 @@ def _prepare(
             counts = _write_tokens(source, tokenizer, partial / DATA_NAME)
             source_meta = {"name": source.name, **source.details}
         else:
-            from ds_ext.data.chat.files import read_conversations, write_conversations
+            from .chat.files import read_conversations, write_conversations
 
             assert tokenizer is not None and template is not None
             path = Path(args.source)
@@ -346,7 +346,7 @@ def _train_tokenizer(args: argparse.Namespace, source: Source) -> Tokenizer:
 
 
 def _write_tokens(source: Source, tokenizer: Tokenizer, prefix: Path) -> dict[str, Any]:
-    """Write the tokens of all documents to `prefix.bin/.idx`. Return the counts for meta.json."""
+    """Write the tokens of all documents to ``prefix.bin/.idx``. Return the counts for meta.json."""
     import numpy as np
 
     # Megatron uses two bytes per token for vocabularies below this size.
@@ -434,8 +434,5 @@ def _first_texts(texts: Iterable[str], max_characters: int) -> Iterator[str]:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in VERSIONED_PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
+    versions = {package: package_version(package) for package in VERSIONED_PACKAGES}
+    return {"python": platform.python_version(), **{name: v for name, v in versions.items() if v is not None}}

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ds_ext.data.stdlib import compiled_docs, library_modules
-from ds_ext.errors import ConfigError
+from ..errors import ConfigError
+from .stdlib import compiled_docs, library_modules
 
 STDLIB = "stdlib"
 STDLIB_BYTES = 10_000_000
@@ -35,7 +35,7 @@ class Source:
     """Documents that can be read several times.
 
     Attributes:
-        name: value of `--source`.
+        name: value of ``--source``.
         documents: function that starts a new pass over the documents.
         num_bytes: size of the text, or of the whole jsonl file; used for progress.
         details: JSON values that identify the current content: sizes, dates, versions.
@@ -77,7 +77,7 @@ def source_details(name: str) -> dict[str, Any]:
 
 
 def hash_order(items: Iterable[T], name: Callable[[T], str]) -> list[T]:
-    """Return `items` sorted by the sha256 of their names: shuffled, and the same on every machine."""
+    """Return ``items`` sorted by the sha256 of their names: shuffled, and the same on every machine."""
     return sorted(items, key=lambda item: hashlib.sha256(name(item).encode()).digest())
 
 
@@ -93,7 +93,7 @@ def read_text(path: Path) -> str | None:
 
 
 def _standard_library() -> Source:
-    """Return the standard library of the running Python. Tests and codec tables only fill up to `STDLIB_BYTES`."""
+    """Return the standard library of the running Python. Tests and codec tables only fill up to ``STDLIB_BYTES``."""
     root = Path(sysconfig.get_path("stdlib"))
     documents = hash_order([*library_modules(root), *compiled_docs(root)], lambda document: document[0])
     num_bytes = sum(len(text.encode()) for _, text in documents)
@@ -114,7 +114,7 @@ def _standard_library() -> Source:
 
 
 def _text_file(path: Path) -> Source:
-    """Return a text file, split at blank lines into documents of at least `MIN_DOCUMENT_CHARACTERS` characters."""
+    """Return a text file, split at blank lines into documents of at least ``MIN_DOCUMENT_CHARACTERS`` characters."""
     text = read_text(path)
     if text is None or not text.strip():
         problem = "the file is empty" if text is not None else "the file is not UTF-8 text"
@@ -133,7 +133,7 @@ def _divided(text: str) -> Iterator[str]:
 
 
 def _folder(folder: Path) -> Source:
-    """Return the text files under `folder`, one document per file, excluding hidden and binary files."""
+    """Return the text files under ``folder``, one document per file, excluding hidden and binary files."""
     files = hash_order(_files_below(folder), lambda path: path.relative_to(folder).as_posix())
 
     def documents() -> Iterator[str]:
@@ -160,7 +160,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 def _jsonl(path: Path, key: str) -> Source:
-    """Return the texts under `key` in a file with one JSON object per line, in file order."""
+    """Return the texts under ``key`` in a file with one JSON object per line, in file order."""
 
     def documents() -> Iterator[str]:
         with path.open(encoding="utf-8") as lines:

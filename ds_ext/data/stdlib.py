@@ -17,7 +17,7 @@ SKIPPED_MODULES = ("readline", "_test", "_xx", "xx")
 
 
 def library_modules(root: Path, filler: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of the library modules under `root`, or, with `filler`, of its tests and codec tables."""
+    """Yield (name, text) of the library modules under ``root``, or, with ``filler``, of its tests and codec tables."""
     for path in root.rglob("*.py"):
         parts = path.relative_to(root).parts
         if FOREIGN_FOLDERS.intersection(parts) or bool(FILLER_FOLDERS.intersection(parts)) != filler:

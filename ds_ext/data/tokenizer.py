@@ -1,6 +1,6 @@
 """Tokenizers trained on the user's text or loaded from files; nothing is downloaded.
 
-The default is byte-level BPE (Radford et al. 2019, section 2.2) from the `tokenizers` library; the alternative is a
+The default is byte-level BPE (Radford et al. 2019, section 2.2) from the ``tokenizers`` library; the alternative is a
 sentencepiece unigram model (Kudo 2018). Both are lossless. BERT's WordPiece is in wordpiece.py.
 """
 
@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_ext.data.tokenizer_base import HuggingFaceTokenizer, Tokenizer, fingerprint_of
-from ds_ext.data.wordpiece import VOCAB_NAME, WordPieceTokenizer, is_word_piece, load_vocab_txt
-from ds_ext.errors import ConfigError
+from ..errors import ConfigError
+from .tokenizer_base import HuggingFaceTokenizer, Tokenizer, fingerprint_of
+from .wordpiece import VOCAB_NAME, WordPieceTokenizer, is_word_piece, load_vocab_txt
 
 END_OF_DOCUMENT = "<|endoftext|>"
 END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eod|>", "[EOD]")
@@ -24,7 +24,7 @@ class BpeTokenizer(HuggingFaceTokenizer):
     """Tokenizer with an end-of-document token; byte-level BPE if trained here."""
 
     def __init__(self, backend: Any, origin: str, folder: Path | None = None) -> None:
-        """Wrap a `tokenizers.Tokenizer`.
+        """Wrap a ``tokenizers.Tokenizer``.
 
         Args:
             backend: tokenizer of the library.
@@ -48,7 +48,7 @@ class BpeTokenizer(HuggingFaceTokenizer):
         self.fingerprint = fingerprint_of([sorted(self.vocab.items()), pairs])
 
     def save(self, folder: Path) -> list[str]:
-        """Write `tokenizer.json` and the files of the model into `folder`. Return their names."""
+        """Write ``tokenizer.json`` and the files of the model into ``folder``. Return their names."""
         self._backend.save(str(folder / "tokenizer.json"))
         self._backend.model.save(str(folder))
         if self._declared is not None:
@@ -62,7 +62,7 @@ class SentencePieceTokenizer(Tokenizer):
     """Tokenizer with a sentencepiece model, as used by Llama."""
 
     def __init__(self, model_proto: bytes, origin: str) -> None:
-        """Load the content of a `.model` file. `origin` is its name in errors.
+        """Load the content of a ``.model`` file. ``origin`` is its name in errors.
 
         Raises:
             ConfigError: sentencepiece is not installed, or the model is damaged or has no end-of-document token.
@@ -85,22 +85,22 @@ class SentencePieceTokenizer(Tokenizer):
         return self._backend.encode(list(texts))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids` without control tokens."""
+        """Return the text of ``ids`` without control tokens."""
         return self._backend.decode([i for i in ids if not self._backend.is_control(i)])
 
     def save(self, folder: Path) -> list[str]:
-        """Write `tokenizer.model` into `folder`. Return its name."""
+        """Write ``tokenizer.model`` into ``folder``. Return its name."""
         (folder / "tokenizer.model").write_bytes(self._model_proto)
         return ["tokenizer.model"]
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int = 4096) -> BpeTokenizer:
-    """Train byte-level BPE with `vocab_size` tokens, including all 256 bytes and the end-of-document token.
+    """Train byte-level BPE with ``vocab_size`` tokens, including all 256 bytes and the end-of-document token.
 
-    A text with too few distinct words gives a smaller vocabulary; see `vocab_size` of the result.
+    A text with too few distinct words gives a smaller vocabulary; see ``vocab_size`` of the result.
 
     Raises:
-        ConfigError: `vocab_size` is below 257.
+        ConfigError: ``vocab_size`` is below 257.
     """
     if vocab_size < BYTE_VALUES + 1:
         raise ConfigError(
@@ -124,7 +124,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int = 4096) -> Sentenc
     """Train a lossless sentencepiece unigram model with byte fallback.
 
     Raises:
-        ConfigError: sentencepiece is not installed, or the text is too small for `vocab_size`.
+        ConfigError: sentencepiece is not installed, or the text is too small for ``vocab_size``.
     """
     library = _sentencepiece()
     model = io.BytesIO()
@@ -150,7 +150,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int = 4096) -> Sentenc
 
 
 def load_gpt2_files(vocab_file: str | Path, merge_file: str | Path) -> BpeTokenizer:
-    """Load GPT-2's vocabulary and merges (Megatron's `--vocab-file` and `--merge-file`).
+    """Load GPT-2's vocabulary and merges (Megatron's ``--vocab-file`` and ``--merge-file``).
 
     Raises:
         ConfigError: a file is missing or cannot be read.
@@ -173,8 +173,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a tokenizer from a file or folder.
 
     Args:
-        path: a `tokenizer.json`, a sentencepiece `.model`, BERT's `vocab.txt`, or a folder that contains a
-            `tokenizer.json`, a `tokenizer.model` or GPT-2's pair of files.
+        path: a ``tokenizer.json``, a sentencepiece ``.model``, BERT's ``vocab.txt``, or a folder that contains a
+            ``tokenizer.json``, a ``tokenizer.model`` or GPT-2's pair of files.
 
     Raises:
         ConfigError: there is no tokenizer, or it cannot be read.

@@ -1,4 +1,4 @@
-"""Interface of all tokenizers, and the code shared by those based on the `tokenizers` library."""
+"""Interface of all tokenizers, and the code shared by those based on the ``tokenizers`` library."""
 
 import hashlib
 import json
@@ -22,12 +22,12 @@ class Tokenizer(ABC):
     fingerprint: str
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, without an end-of-document token. Special tokens count as plain text."""
+        """Return the token ids of ``text``, without an end-of-document token. Special tokens count as plain text."""
         return self.encode_batch([text])[0]
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return `encode` of every text, computed on all cores."""
+        """Return ``encode`` of every text, computed on all cores."""
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[list[int]]]:
         """Return the sequences of each document: one per document, with an end-of-document token."""
@@ -35,22 +35,22 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids` without special tokens."""
+        """Return the text of ``ids`` without special tokens."""
 
     @abstractmethod
     def save(self, folder: Path) -> list[str]:
-        """Write the files of the tokenizer into `folder`. Return their names; the first is the one to load."""
+        """Write the files of the tokenizer into ``folder``. Return their names; the first is the one to load."""
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Tokenizer based on the `tokenizers` library.
+    """Tokenizer based on the ``tokenizers`` library.
 
     Attributes:
         vocab: token -> id, including special tokens.
     """
 
     def __init__(self, backend: Any) -> None:
-        """Wrap a `tokenizers.Tokenizer`."""
+        """Wrap a ``tokenizers.Tokenizer``."""
         backend.encode_special_tokens = True
         self._backend = backend
         self.vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
@@ -62,7 +62,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids` without special tokens."""
+        """Return the text of ``ids`` without special tokens."""
         return self._backend.decode(list(ids), skip_special_tokens=True)
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_ext.data.tokenizer_base import HuggingFaceTokenizer, fingerprint_of
-from ds_ext.errors import ConfigError
+from ..errors import ConfigError
+from .tokenizer_base import HuggingFaceTokenizer, fingerprint_of
 
 PAD, UNKNOWN, CLS, SEP, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PIECE_PREFIX = "##"
@@ -27,11 +27,11 @@ class WordPieceTokenizer(HuggingFaceTokenizer):
     """Tokenizer with a WordPiece model. Decoding restores words, but not whitespace or case.
 
     Attributes:
-        special_ids: token -> id for the `SPECIAL_TOKENS`.
+        special_ids: token -> id for the ``SPECIAL_TOKENS``.
     """
 
     def __init__(self, backend: Any, origin: str) -> None:
-        """Wrap a `tokenizers.Tokenizer`. `origin` is its name in errors.
+        """Wrap a ``tokenizers.Tokenizer``. ``origin`` is its name in errors.
 
         Raises:
             ConfigError: a special token is missing, or [PAD] is not token 0.
@@ -53,7 +53,7 @@ class WordPieceTokenizer(HuggingFaceTokenizer):
         self.fingerprint = fingerprint_of(sorted(self.vocab.items()))
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[list[int]]]:
-        """Return the non-empty sentences of each text; those longer than `MAX_SENTENCE_TOKENS` tokens are split."""
+        """Return the non-empty sentences of each text; those longer than ``MAX_SENTENCE_TOKENS`` tokens are split."""
         sentences = [split_sentences(text) for text in texts]
         encoded = iter(self.encode_batch([sentence for document in sentences for sentence in document]))
         return [
@@ -66,7 +66,7 @@ class WordPieceTokenizer(HuggingFaceTokenizer):
         ]
 
     def save(self, folder: Path) -> list[str]:
-        """Write `tokenizer.json` and `vocab.txt` into `folder`. Return their names."""
+        """Write ``tokenizer.json`` and ``vocab.txt`` into ``folder``. Return their names."""
         self._backend.save(str(folder / "tokenizer.json"))
         tokens = sorted(self.vocab, key=self.vocab.__getitem__)
         (folder / VOCAB_NAME).write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
@@ -74,12 +74,12 @@ class WordPieceTokenizer(HuggingFaceTokenizer):
 
 
 def train_wordpiece(texts: Iterable[str], vocab_size: int = 4096) -> WordPieceTokenizer:
-    """Train a lower-casing WordPiece tokenizer with `vocab_size` tokens, including BERT's five special tokens.
+    """Train a lower-casing WordPiece tokenizer with ``vocab_size`` tokens, including BERT's five special tokens.
 
-    A text with too few distinct words gives a smaller vocabulary; see `vocab_size` of the result.
+    A text with too few distinct words gives a smaller vocabulary; see ``vocab_size`` of the result.
 
     Raises:
-        ConfigError: `vocab_size` is 5 or less.
+        ConfigError: ``vocab_size`` is 5 or less.
     """
     if vocab_size <= len(SPECIAL_TOKENS):
         raise ConfigError(
@@ -102,7 +102,7 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int = 4096) -> WordPieceTo
 
 
 def load_vocab_txt(path: Path) -> WordPieceTokenizer:
-    """Load BERT's `vocab.txt`, one token per line. The tokenizer is lower-casing unless a token contains capitals.
+    """Load BERT's ``vocab.txt``, one token per line. The tokenizer is lower-casing unless a token contains capitals.
 
     Raises:
         ConfigError: a special token is missing, or [PAD] is not token 0.
@@ -120,16 +120,16 @@ def load_vocab_txt(path: Path) -> WordPieceTokenizer:
 
 
 def is_word_piece(backend: Any) -> bool:
-    """Return whether a `tokenizers.Tokenizer` has a WordPiece model."""
+    """Return whether a ``tokenizers.Tokenizer`` has a WordPiece model."""
     return json.loads(backend.to_str())["model"]["type"] == "WordPiece"
 
 
 def split_sentences(text: str) -> list[str]:
     """Split a document into sentences without surrounding whitespace, by rules that need no model or language.
 
-    A paragraph ends at a blank line. A sentence ends at `.`, `!` or `?` (and closing brackets or quotes) before
-    whitespace and a capital letter. A sentence of more than `MAX_SENTENCE_WORDS` words, such as a listing, is split at
-    line breaks.
+    A paragraph ends at a blank line. A sentence ends at ``.``, ``!`` or ``?`` (and closing brackets or quotes) before
+    whitespace and a capital letter. A sentence of more than ``MAX_SENTENCE_WORDS`` words, such as a listing, is split
+    at line breaks.
     """
     return [sentence for sentence in _sentences(text) if sentence]
 
@@ -144,7 +144,7 @@ def _sentences(text: str) -> Iterator[str]:
 
 
 def _limited(sentence: str) -> Iterator[str]:
-    """Yield groups of whole lines with at most `MAX_SENTENCE_WORDS` words. A single line may have more."""
+    """Yield groups of whole lines with at most ``MAX_SENTENCE_WORDS`` words. A single line may have more."""
     if len(sentence.split()) <= MAX_SENTENCE_WORDS:
         yield sentence
         return

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -188,13 +189,16 @@ class TiedHead:
 
     def __init__(self, source: Source, cut: Cut) -> None:
         self._source, self._cut = source, cut
-        self._head: Head | None = None
+
+    @cached_property
+    def _head(self) -> Head:
+        # Only the last stage needs it.
+        return Head(self._source, self._cut, None)
 
     def __call__(self, embedding: Embedding, hidden_BSD: Tensor) -> Tensor:
-        if self._head is None:
-            self._head = Head(self._source, self._cut, None)
+        """Return the logits. The weight is looked up each time, because the engine may replace it."""
         table: Any = embedding.module
-        weight = table.weight
+        weight: Tensor = table.weight
         self._head.project_with(weight, lambda x_BSD: linear(x_BSD, weight))
         return self._head(hidden_BSD)
 

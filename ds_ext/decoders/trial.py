@@ -105,24 +105,24 @@ class Trial:
         """Return the hidden states of a layer, and check that the model passes on exactly those of the last layer."""
         leaves, _ = leaves_of(record)
         hidden = leaves[place_of_hidden(record)]
+        self._check_arguments(index, hidden, leaves)
+        # NaN shows whatever depends on the hidden states and not only on the inputs.
+        value = 1.0 if index == len(self.layers) - 1 else float("nan")
+        output = torch.full_like(hidden, value, requires_grad=False)
+        self._hidden.append(output)
+        # The other values of a tuple must not reach the next layer. _State shows them.
+        return (output, *[_State()] * (self.tuple_size - 1)) if self.tuple_size else output
+
+    def _check_arguments(self, index: int, hidden: Tensor, leaves: Sequence[Any]) -> None:
+        """Raise Uncuttable if a layer gets more from earlier layers than the hidden states of the last one."""
         if index and hidden is not self._hidden[-1]:
             raise Uncuttable("it changes the hidden states between decoder layers")
         if any(isinstance(leaf, _State) for leaf in leaves):
             raise Uncuttable("its decoder layers pass a state to each other")
-        for leaf in leaves if self._checks_arguments else ():
-            if (
-                isinstance(leaf, Tensor)
-                and leaf is not hidden
-                and leaf.is_floating_point()
-                and leaf.isnan().any()
-            ):
-                raise Uncuttable(f"decoder layer {index} gets the results of several earlier layers")
-        # NaN shows whatever depends on the hidden states and not only on the inputs.
-        value = 1.0 if index == len(self.layers) - 1 else float("nan")
-        self._hidden.append(torch.full_like(hidden, value, requires_grad=False))
-        # The other values of a tuple must not reach the next layer. _State shows them.
-        others = [_State()] * (self.tuple_size - 1)
-        return (self._hidden[-1], *others) if self.tuple_size else self._hidden[-1]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf is not hidden]
+        depends = any(tensor.is_floating_point() and tensor.isnan().any() for tensor in tensors)
+        if self._checks_arguments and depends:
+            raise Uncuttable(f"decoder layer {index} gets the results of several earlier layers")
 
     def _note(self, path: str, module: nn.Module, args: Any) -> None:
         done = len(self._recorder.records)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from ..convert.hf_folder import CONFIG, ModelFolder
 from ..engine.deepspeed_api.names import require_names
 from ..errors import ConfigError
 
 _NEEDS = "Install them with: pip install 'transformers>=5,<5.24' safetensors"
 _ROWS = 4096  # that are read at once to compare two tables
-_SHARDS, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class Source(Protocol):
@@ -121,9 +120,9 @@ class FolderSource:
         import transformers
 
         self.folder = folder
-        if not (folder / "config.json").is_file():
+        if not (folder / CONFIG).is_file():
             raise ConfigError(
-                f"model_or_folder: needs a folder with config.json (got {folder}). Download it first: huggingface-cli "
+                f"model_or_folder: needs a folder with {CONFIG} (got {folder}). Download it first: huggingface-cli "
                 f"download NAME --local-dir {folder}"
             )
         self._config = transformers.AutoConfig.from_pretrained(folder)
@@ -139,10 +138,12 @@ class FolderSource:
                 f"decoder-only model."
             )
         self._class = mapping[type(self._config)]
-        self._files = _files_by_key(folder)
+        self._weights = ModelFolder(folder)
         saved = self._config.dtype
         saved = getattr(torch, saved) if isinstance(saved, str) else saved
-        self._dtype: torch.dtype = dtype or saved or _dtype_of(self._files)
+        self._dtype: torch.dtype = (
+            dtype or saved or self._weights.read_rows(self._weights.names[0], 0, 0).dtype
+        )
         if getattr(self._config, "tie_word_embeddings", False) and not self._heads_agree():
             self._config.tie_word_embeddings = False  # as from_pretrained does
 
@@ -176,7 +177,7 @@ class FolderSource:
         wanted = {tied[id(p)] for p in module.parameters()}
         wanted |= {f"{path}.{name}" for name in module.state_dict()}
         keys = [key for key, targets in self._targets(model, mapping).items() if wanted & targets]
-        tensors = self._read(keys)
+        tensors = {key: self._weights.read(key) for key in keys}
         settings = LoadStateDictConfig(dtype=self._dtype, weight_mapping=mapping, device_map={"": "cpu"})
         with _quiet():
             info, _ = convert_and_load_state_dict_in_model(model, tensors, settings)
@@ -198,19 +199,16 @@ class FolderSource:
 
     def _heads_agree(self) -> bool:
         """Return False if the files have a head that differs from the word embedding. Rows are compared in blocks."""
-        from safetensors import safe_open
-
         model = self.skeleton()
         ends = [model.get_input_embeddings(), model.get_output_embeddings()]
         names = {f"{path}.weight" for path, m in model.named_modules() if any(m is end for end in ends)}
-        keys = [key for key, found in self._targets(model, _conversions(model)).items() if names & found]
+        keys = [key for key, targets in self._targets(model, _conversions(model)).items() if names & targets]
         if len(keys) != 2:
             return True
-        first, second = (safe_open(self._files[key], framework="pt").get_slice(key) for key in keys)
-        rows = first.get_shape()[0]
-        return first.get_shape() == second.get_shape() and all(
-            torch.equal(first[start : start + _ROWS], second[start : start + _ROWS])
-            for start in range(0, rows, _ROWS)
+        (rows, *_), other_shape = self._weights.shape(keys[0]), self._weights.shape(keys[1])
+        blocks = [(start, min(start + _ROWS, rows)) for start in range(0, rows, _ROWS)]
+        return self._weights.shape(keys[0]) == other_shape and all(
+            torch.equal(*(self._weights.read_rows(key, *block) for key in keys)) for block in blocks
         )
 
     def _targets(self, model: Any, mapping: list[Any]) -> dict[str, set[str]]:
@@ -221,65 +219,22 @@ class FolderSource:
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
         names = model.state_dict(keep_vars=True)
-        found: dict[str, set[str]] = {}
-        for key in self._files:
+        targets: dict[str, set[str]] = {}
+        for key in self._weights.names:
             renamed, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
             if renamed not in names and key in names:
                 renamed, pattern = key, None
-            found[key] = {renamed}
+            targets[key] = {renamed}
             if pattern is not None:  # one tensor may become several, such as q, k and v
                 first, *others = by_pattern[pattern].target_patterns
-                found[key] |= {renamed.replace(first, other) for other in others}
-        return found
-
-    def _read(self, keys: list[str]) -> dict[str, Tensor]:
-        from safetensors import safe_open
-
-        tensors: dict[str, Tensor] = {}
-        for file in sorted({self._files[key] for key in keys}):
-            with safe_open(file, framework="pt", device="cpu") as opened:
-                for key in keys:
-                    if self._files[key] == file:
-                        # The original is a view of the mapped file.
-                        tensors[key] = opened.get_tensor(key).clone()
-        return tensors
+                targets[key] |= {renamed.replace(first, other) for other in others}
+        return targets
 
 
 def _conversions(model: Any) -> list[Any]:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return get_model_conversion_mapping(model)
-
-
-def _files_by_key(folder: Path) -> dict[str, Path]:
-    """Return a dict of key -> safetensors file of a folder."""
-    try:
-        from safetensors import safe_open
-    except ImportError:
-        raise ConfigError(f"{folder}: needs safetensors (got none). {_NEEDS}") from None
-    if (folder / _SHARDS).is_file():
-        index = json.loads((folder / _SHARDS).read_text())["weight_map"]
-        for file in index.values():
-            if Path(file).name != file:
-                raise ConfigError(
-                    f"{folder / _SHARDS}: must name files of its folder (got {file!r}). Save it again."
-                )
-        return {key: folder / file for key, file in index.items()}
-    if not (folder / _SINGLE).is_file():
-        raise ConfigError(
-            f"{folder}: needs {_SINGLE} or {_SHARDS} (got neither). Save the model with save_pretrained(), which "
-            f"writes safetensors."
-        )
-    with safe_open(folder / _SINGLE, framework="pt") as opened:
-        return dict.fromkeys(opened.keys(), folder / _SINGLE)
-
-
-def _dtype_of(files: dict[str, Path]) -> torch.dtype:
-    from safetensors import safe_open
-
-    key, file = next(iter(files.items()))
-    with safe_open(file, framework="pt") as opened:
-        return opened.get_slice(key)[:0].dtype
 
 
 def empty_model(model_class: Any, config: Any, dtype: torch.dtype) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
 import platform
 import random
@@ -16,6 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from torch.utils._pytree import tree_leaves
 
 from ..config.deepspeed_json import precision, zero_stage
+from ..environment import package_version
 from ..launch.job_facts import as_text, checksum, setting_facts
 from ..launch.roll_call import Facts
 from ..planner.job_text import GRID_MICRO_BATCHES, describe
@@ -139,7 +139,10 @@ def run_facts(model: PipelineModule, data: Facts) -> dict[str, Any]:
         "dropout": sorted({float(p) for _, of_rank, _ in gathered for p in of_rank}),
         "data": {key: fact for _, _, of_rank in gathered for key, fact in of_rank.items()},
         "ranks": ranks,
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: package_version(name) or "not installed" for name in _PACKAGES},
+        },
         "trace_dir": trace and os.path.abspath(trace),
         "plan": plan_text(model, ranks) if model.global_rank == 0 else "",
         "config": plan.job.deepspeed,
@@ -160,10 +163,3 @@ def plan_text(model: PipelineModule, ranks: list[dict[str, Any]]) -> str:
         grid=plan.sizes.micro_batches <= GRID_MICRO_BATCHES,
         hosts=[hosts.index(host) for host in hosts],
     )
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

@@ -31,14 +31,21 @@ from ..config.deepspeed_json import (
 from ..config.job import JobConfig, load_config
 from ..config.merge import merge
 from ..config.schedulers import MegatronLR
+from ..environment import (
+    agent_serves_store,
+    find_launcher,
+    local_rank,
+    local_world_size,
+    master_port,
+    rank,
+    world_size,
+)
 from ..errors import ConfigError
 from ..launch import slurm
-from ..launch.failure import rank, world_size
 from ..launch.job_facts import code_facts, setting_facts
 from ..launch.launcher import require_restarts, set_single_rank
 from ..launch.process import has_logging, print_stacks_on_signal, set_up_logging
-from ..launch.processes import find_launcher
-from ..launch.roll_call import Facts, RollCall, agent_serves_store, compare, meet, one_refusal
+from ..launch.roll_call import Facts, RollCall, compare, meet, one_refusal
 from ..parallel.fbd import FORWARD_ROLE, DisaggregatedLayout
 from .deepspeed_api.device import select_device
 from .deepspeed_api.names import require_names
@@ -120,7 +127,7 @@ def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> No
             if "EADDRINUSE" not in str(error):
                 raise
             raise ConfigError(
-                f"MASTER_PORT: already in use on this host (got {os.environ.get('MASTER_PORT')}). Stop the other job, "
+                f"MASTER_PORT: already in use on this host (got {master_port()}). Stop the other job, "
                 f"or pass the launcher another --master_port (with srun: export MASTER_PORT)."
             ) from None
     end_after_threads()
@@ -133,9 +140,7 @@ def _join(call: RollCall, timeout: timedelta) -> None:
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
     accelerator = get_accelerator()
-    device = (
-        accelerator.device(int(os.environ["LOCAL_RANK"])) if accelerator.device_name() == "cuda" else None
-    )
+    device = accelerator.device(local_rank()) if accelerator.device_name() == "cuda" else None
     torch.distributed.init_process_group(
         accelerator.communication_backend_name(),
         store=PrefixStore("process_group", call.store),
@@ -148,7 +153,7 @@ def _join(call: RollCall, timeout: timedelta) -> None:
 
 def threads_of_rank() -> int:
     """Return the number of torch's CPU threads: the usable cores divided by the ranks that share them."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    ranks = local_world_size()
     launched = find_launcher()
     with contextlib.suppress(OSError):  # the launcher may have exited
         if launched is not None and os.sched_getaffinity(0) != os.sched_getaffinity(launched[1]):

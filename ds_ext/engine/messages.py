@@ -10,22 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.transport import GPU_CONTROL, ITEM_BITS, Ticket, Transport
+from ..comm.channels import ACTIVATIONS, GRADIENTS, MAX_STAGES, of_stage
+from ..comm.transport import Ticket, Transport, make_tag
 from ..errors import ConfigError
-from ..parallel.layout import ParallelLayout
-from ..parallel.links import links_of
+from ..parallel.layout import ParallelLayout, links_of
 from ..pipe_schedules import Program
 
 _MARKER = torch.Size([0] * 8)  # a shape that no layer returns
-MAX_STAGES = 1 << 14  # a tag has 15 bits for the channel, one of them for the kind
 _SPARE = 1  # a message may arrive before the tensors of the previous one are freed
 
 
 class Kind(IntEnum):
     """Kind of a message. Kind and receiving stage form the transport's channel."""
 
-    ACTIVATION = 0
-    GRADIENT = 1
+    ACTIVATION = ACTIVATIONS
+    GRADIENT = GRADIENTS
 
 
 class StageMessages:
@@ -45,7 +44,7 @@ class StageMessages:
         rank: int,
         count: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> None:
-        assert layout.placement.stages <= GPU_CONTROL
+        assert layout.placement.stages <= MAX_STAGES
         self.transport, self.layout, self.rank = transport, layout, rank
         self._count = count
         _, self._data, self._tensor = layout.coordinates(rank)
@@ -86,7 +85,7 @@ class StageMessages:
 
 
 def _tag(kind: Kind, stage: int, micro_batch: int) -> int:
-    return kind * MAX_STAGES + stage << ITEM_BITS | micro_batch & (1 << ITEM_BITS) - 1
+    return make_tag(of_stage(kind, stage), micro_batch)
 
 
 # --- links ---

@@ -6,9 +6,9 @@ import functools
 
 from ..parallel.layout import ParallelLayout
 from ..pipe_schedules.bridge import TimetableSchedule
-from ..pipe_schedules.check.program import check
+from ..pipe_schedules.checks.program import check
 from ..pipe_schedules.inference import forward_timetable
-from ..pipe_schedules.lower import lower
+from ..pipe_schedules.lowering import lower
 from ..planner.job_plan import JobPlan
 from .dynamic import messages as dynamic
 from .dynamic.order import DynamicSchedule

@@ -19,13 +19,22 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ..comm.host_watch import end_connections, silent_hosts, store_is_silent
+from ..environment import (
+    error_file,
+    local_rank,
+    local_world_size,
+    master_port,
+    process_state,
+    rank,
+    spans_hosts,
+    store_address,
+    world_size,
+)
 from ..errors import ConfigError, DsExtError, TransportError, TransportTimeout
-from .processes import process_state
-from .roll_call import FAILED, FIRST_FAILURE, RANK_0_S, REFUSED, spans_hosts, stop_other_hosts
+from .roll_call import FAILED, FIRST_FAILURE, RANK_0_S, REFUSED, stop_other_hosts
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +94,7 @@ class Ending:
         election = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             # Abstract address (unix(7)): it needs no file, and ends with the process.
-            election.bind(f"\0ds_ext/{os.environ.get('MASTER_PORT')}/{self.launcher}")
+            election.bind(f"\0ds_ext/{master_port()}/{self.launcher}")
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 election.close()
@@ -98,16 +107,6 @@ class Ending:
         One rank per host is enough if it can name the lost rank or host; without a name, every report may help.
         """
         return self.election is not None or not self.find_lost()
-
-
-def rank() -> int:
-    """Return this process's rank from the launcher; 0 without a launcher."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def world_size() -> int:
-    """Return the number of ranks from the launcher; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def report(error: BaseException, ending: Ending) -> None:
@@ -148,14 +147,14 @@ def _report_refusal(error: ConfigError) -> None:
 
 def _alone_before_joining(error: BaseException) -> bool:
     """Return whether this rank has not joined yet, so that ranks on other hosts may be waiting for it."""
-    return getattr(error, "reported_by", None) is None and not _joined() and spans_hosts(world_size())
+    return getattr(error, "reported_by", None) is None and not _joined() and spans_hosts()
 
 
 def _report_own(error: BaseException) -> None:
     if _alone_before_joining(error):
         # Ranks on a host usually have the same error: the first one reports it, and the launcher ends the others.
         stop_other_hosts(rank(), world_size(), _headline(error), FAILED)
-        if os.environ.get("LOCAL_RANK", "0") != "0":
+        if local_rank() != 0:
             time.sleep(REPORTER_S)
         _report_cause(f"rank {rank()} failed.\n{_text(error)}")
         return
@@ -222,7 +221,7 @@ def report_loss_at_once(ending: Ending, lost: str) -> None:
             return
         line = f"rank {rank()} stopped: {lost}Then it received SIGTERM."
     _report_loss(line, [], _claim(line), ending)
-    if spans_hosts(world_size()):
+    if spans_hosts():
         _serve_store()
 
 
@@ -243,7 +242,7 @@ def _report_loss(line: str, notes: list[str], first: str | None, ending: Ending)
 def _say_loss(line: str, notes: list[str], first: str | None, ending: Ending) -> None:
     if first == "" or (first is None and ending.reports_alone()):
         _report_cause("\n".join([line, *notes]))
-    elif first and os.environ.get("LOCAL_RANK", "0") == "0":
+    elif first and local_rank() == 0:
         reported = _wait_for_first_report()
         if not (reported and _is_of_this_host(first)):
             say(f"rank {rank()} stopped, because {first}")
@@ -252,16 +251,15 @@ def _say_loss(line: str, notes: list[str], first: str | None, ending: Ending) ->
 def _is_of_this_host(report: str) -> bool:
     """Return whether a rank of this host wrote a report."""
     writer = re.match(r"rank (\d+)", report)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "0")
-    return writer is not None and 0 <= int(writer[1]) - rank() < local
+    return writer is not None and 0 <= int(writer[1]) - rank() < local_world_size()
 
 
 def _serve_store() -> None:
     """Keep rank 0 alive for a while, because it may serve the store that other ranks ask for the first failure."""
     if _joined() and rank() == 0:
-        with contextlib.suppress(OSError, KeyError, ValueError):
-            # Ranks that wait for this one must notice its end before the store stops.
-            end_connections(int(os.environ["MASTER_PORT"]))
+        # Ranks that wait for this one must notice its end before the store stops.
+        with contextlib.suppress(OSError):
+            end_connections(master_port())
         time.sleep(LINGER_S)
 
 
@@ -322,7 +320,8 @@ def _claim(text: str) -> str | None:
 
 
 def _ask_store(question: Callable[[Any], Any]) -> Any:
-    if not _joined() or store_is_silent():
+    address = store_address()
+    if address is None or not _joined() or store_is_silent():
         return _NO_ANSWER
     from torch.distributed import distributed_c10d
 
@@ -331,17 +330,13 @@ def _ask_store(question: Callable[[Any], Any]) -> Any:
     def ask() -> None:
         with contextlib.suppress(Exception):
             # Test the connection first: torch prints pages of C++ frames if the store is gone.
-            socket.create_connection(_store_address(), timeout=STORE_S).close()
+            socket.create_connection(address, timeout=STORE_S).close()
             answers.append(question(distributed_c10d._get_default_store()))
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(STORE_S)
     return answers[0] if answers else _NO_ANSWER
-
-
-def _store_address() -> tuple[str, int]:
-    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
 def _joined() -> bool:
@@ -354,7 +349,7 @@ def _joined() -> bool:
 def _wait_for_rank_0() -> None:
     """Wait until rank 0 reports the same error and the launcher ends this rank, or until a time limit."""
     if rank() != 0:
-        time.sleep(RANK_0_S + (0 if os.environ.get("LOCAL_RANK") == "0" else 3))
+        time.sleep(RANK_0_S + (0 if local_rank() == 0 else 3))
 
 
 def _wait_for_first_report(limit_s: float = FIRST_REPORT_S) -> bool:
@@ -410,9 +405,9 @@ def _report_cause(text: str) -> None:
     """Print the cause of the failure, and write it for torchrun's final report."""
     say(text)
     _ask_store(lambda store: store.set(_REPORTED, "1"))
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
+    path = error_file()
+    if path is not None:
         # torchrun treats the earliest second as the root cause: use one before the failures that this one causes.
         details = {"py_callstack": text, "timestamp": str(int(time.time()) - 1)}
         with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
+            path.write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))

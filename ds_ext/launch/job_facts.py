@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..environment import package_version
 from .roll_call import Facts
 
 _PACKAGES = ("ds_ext", "torch", "deepspeed")
@@ -23,10 +23,7 @@ def code_facts() -> Facts:
     """Return the versions of packages, and checksums of the source of ds_ext and of the running script."""
     facts = {}
     for package in _PACKAGES:
-        try:
-            facts[f"version of {package}"] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            facts[f"version of {package}"] = "not installed"
+        facts[f"version of {package}"] = package_version(package) or "not installed"
     facts["source of ds_ext"] = checksum(path.read_bytes() for path in sorted(_SOURCE.rglob("*.py")))
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script is not None and os.path.isfile(script):

@@ -21,11 +21,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..environment import (
+    children_of,
+    find_launcher,
+    group_of,
+    is_running,
+    local_world_size,
+    parent_of,
+    rank,
+    variables_of,
+    words_of,
+    world_size,
+)
 from ..errors import ConfigError
 from . import slurm
-from .failure import Ending, rank, report, report_loss_at_once, say, world_size
+from .failure import Ending, report, report_loss_at_once, say
 from .launcher import DEEPSPEED, NODE_LAUNCHER
-from .processes import find_launcher, group_of, is_running, parent_of, words_of
 
 __all__ = [
     "EXIT_CONFIG",
@@ -97,7 +108,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     """Run ``main`` as the main function of a rank and exit: 0 for success, 2 for a ConfigError, 1 for a failure.
 
     SIGINT, SIGTERM and SIGHUP end the rank immediately, even in a blocked collective, unless ``main`` installs other
-    handlers. SIGUSR1 prints the stacks of all threads, unless the script handles it. Under Slurm's `srun`, the rank
+    handlers. SIGUSR1 prints the stacks of all threads, unless the script handles it. Under Slurm's ``srun``, the rank
     comes from Slurm (``launch/slurm.py``). Call this function in the main thread.
     """
     # Stop torch from printing pages of C++ frames for a lost connection. Our report names the lost rank.
@@ -179,7 +190,7 @@ def _watch(ending: Ending) -> None:
                     _end_orphan(ending, launcher_runs)
                 if signal.SIGTERM in received:
                     _end_by_sigterm(ending, lost)
-                if len(ending.neighbours) < int(os.environ.get("LOCAL_WORLD_SIZE", world_size())):
+                if len(ending.neighbours) < local_world_size():
                     ending.neighbours.update(_neighbours(ending.launcher))
 
     threading.Thread(target=watch, name="ds_ext-watch", daemon=True).start()
@@ -251,11 +262,9 @@ def _launchers() -> list[tuple[int, int]]:
 
 def _neighbours(launcher: int) -> dict[int, int]:
     """Return a dict of rank -> process id for the ranks that a launcher started on this host; empty without /proc."""
-    neighbours, name = {}, b"SLURM_PROCID=" if slurm.launched_by() else b"RANK="
-    with contextlib.suppress(OSError, ValueError):
-        for process in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-            words = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-            ranks = [word.removeprefix(name) for word in words if word.startswith(name)]
-            if ranks:
-                neighbours[int(ranks[0])] = int(process)
+    neighbours, name = {}, "SLURM_PROCID=" if slurm.launched_by() else "RANK="
+    for process in children_of(launcher):
+        ranks = [word.removeprefix(name) for word in variables_of(process) if word.startswith(name)]
+        if ranks and ranks[0].isdecimal():
+            neighbours[int(ranks[0])] = process
     return neighbours

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
 import socket
 import time
@@ -18,6 +17,7 @@ from itertools import groupby
 from typing import Any, NoReturn
 
 from ..comm.host_watch import require_hosts, store_is_silent
+from ..environment import agent_serves_store, store_address
 from ..errors import ConfigError, TransportError
 
 REFUSED, FAILED = "refused", "failed"  # verdicts: all ranks raise ConfigError or TransportError
@@ -145,9 +145,10 @@ def meet(rank: int, world_size: int, timeout_s: float) -> RollCall | None:
     Raises:
         TransportError: if rank 0 cannot be reached within ``timeout_s``.
     """
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if world_size == 1 or not address or not port:
+    where = store_address()
+    if world_size == 1 or where is None:
         return None
+    address, port = where
     from torch.distributed import (
         DistNetworkError,
         DistStoreError,
@@ -159,7 +160,7 @@ def meet(rank: int, world_size: int, timeout_s: float) -> RollCall | None:
     try:
         store = TCPStore(
             address,
-            int(port),
+            port,
             world_size,
             serves,
             timedelta(seconds=timeout_s),
@@ -174,11 +175,6 @@ def meet(rank: int, world_size: int, timeout_s: float) -> RollCall | None:
             "its output, and check that this host can connect to that port."
         ) from None
     return RollCall(_of_this_attempt(store, rank, world_size, timeout_s), rank, world_size)
-
-
-def agent_serves_store() -> bool:
-    """Return whether torchrun's agent serves the store, which then keeps its keys when torchrun restarts the ranks."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _of_this_attempt(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
@@ -270,12 +266,6 @@ def stop_other_hosts(rank: int, world_size: int, text: str, kind: str) -> bool:
         call = meet(rank, world_size, RANK_0_S)
         return call is not None and call.fail(text, kind, RANK_0_S)
     return False
-
-
-def spans_hosts(world_size: int) -> bool:
-    """Return whether the launcher started ranks on other hosts."""
-    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world_size
-    return int(local) < world_size
 
 
 def differences(answers: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,7 +1,7 @@
-"""Ranks started by Slurm's `srun`, one process per task.
+"""Ranks started by Slurm's ``srun``, one process per task.
 
-`srun` describes the job step in variables (srun(1), OUTPUT ENVIRONMENT VARIABLES). A process outside a step, such as
-the batch script or a shell of `salloc`, has no SLURM_STEP_ID, even where SLURM_PROCID is set.
+``srun`` describes the job step in variables (srun(1), OUTPUT ENVIRONMENT VARIABLES). A process outside a step, such as
+the batch script or a shell of ``salloc``, has no SLURM_STEP_ID, even where SLURM_PROCID is set.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _START = "Start the script with `srun python SCRIPT` inside an allocation"
 
 @dataclass(frozen=True)
 class Step:
-    """Job step of `srun`, as one of its tasks describes it.
+    """Job step of ``srun``, as one of its tasks describes it.
 
     Args:
         rank: number of this task in the step.
@@ -48,7 +48,7 @@ class Step:
         return self.rank == sum(self.tasks[: self.host]) + self.local_rank
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that `torchrun` would set for this rank."""
+        """Return the variables that ``torchrun`` would set for this rank."""
         numbers = {
             "RANK": self.rank,
             "WORLD_SIZE": sum(self.tasks),
@@ -64,7 +64,7 @@ _launched_by: Step | None = None  # the step, after set_rank() has read it
 
 
 def set_rank() -> None:
-    """Set RANK, WORLD_SIZE, MASTER_ADDR and the other variables of a launcher if `srun` started this process.
+    """Set RANK, WORLD_SIZE, MASTER_ADDR and the other variables of a launcher if ``srun`` started this process.
 
     Does nothing outside a step and under another launcher. MASTER_ADDR and MASTER_PORT keep their values if set.
 
@@ -97,7 +97,7 @@ def launched_by() -> Step | None:
 
 
 def launcher_words() -> list[str] | None:
-    """Return the `srun` command up to the script that starts the ranks of this job again; None without Slurm."""
+    """Return the ``srun`` command up to the script that starts the ranks of this job again; None without Slurm."""
     if _launched_by is None:
         return None
     tasks = _launched_by.tasks

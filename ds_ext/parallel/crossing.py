@@ -51,7 +51,7 @@ class GroupTraffic:
     Attributes:
         name: "tensor", "neighbors" (links between devices), "tied" (first and last stage, if they share a weight),
             "mirror", "data", "gradients" (the groups that average gradients, if a device has both replicas and
-            data-parallel ranks) or "weights" (`fbd`).
+            data-parallel ranks) or "weights" (``fbd``).
         size: number of ranks in a group; 2 for links.
         groups: number of groups, or of directed links.
         crossing: number of groups with ranks on several hosts.
@@ -126,12 +126,12 @@ def rank_orders(layout: ParallelLayout) -> list[RankOrder]:
     axes = [(DATA, PIPELINE)]
     axes += [(MIRROR, DATA, PIPELINE)] if layout.placement.replicas > 1 else []
     orders = [RankOrder((TENSOR, *order)) for words in axes for order in permutations(words)]
-    found: dict[tuple[int, ...], RankOrder] = {}
+    orders_by_ranks: dict[tuple[int, ...], RankOrder] = {}
     for order in (DEEPSPEED_ORDER, *orders):
         ordered = replace(layout, rank_order=order)
         devices, groups = range(layout.placement.num_devices), range(layout.data_parallel_size)
-        found.setdefault(tuple(ordered.rank(d, g, 0) for d in devices for g in groups), order)
-    return list(found.values())
+        orders_by_ranks.setdefault(tuple(ordered.rank(d, g, 0) for d in devices for g in groups), order)
+    return list(orders_by_ranks.values())
 
 
 def ranked_orders(
@@ -142,11 +142,11 @@ def ranked_orders(
     Tensor-parallel groups have consecutive ranks in every order. They cross hosts only if the tensor-parallel size
     does not divide the slots of every host. The arguments and errors are those of :func:`crossing`.
     """
-    found = [
+    crossings = [
         crossing(replace(layout, rank_order=order), hosts, traffic, micro_batches)
         for order in rank_orders(layout)
     ]
-    return sorted(found, key=lambda one: one.bytes)
+    return sorted(crossings, key=lambda one: one.bytes)
 
 
 def require_slots(layout: ParallelLayout, hosts: Hosts) -> None:
@@ -162,7 +162,7 @@ def messages_between(placement: Placement, micro_batches: int) -> Counter[tuple[
     """Return the number of messages of a training step, by (sending device, receiving device)."""
     pipes = Counter(placement.pipes_of(micro_batches))
     dependencies = Dependencies(placement, placement.replicas)  # one micro-batch per pipe
-    found: Counter[tuple[int, int]] = Counter()
+    counts: Counter[tuple[int, int]] = Counter()
     for pipe in range(placement.replicas):
         for stage in range(placement.stages):
             for kind in (*dependencies.forward_kinds(stage), dependencies.gradient_kind(stage, pipe)):
@@ -170,8 +170,8 @@ def messages_between(placement: Placement, micro_batches: int) -> Counter[tuple[
                 sender = dependencies.device(op)
                 for _, receiver in dependencies.consumers(op):
                     if receiver != sender:
-                        found[sender, receiver] += pipes[pipe]
-    return found
+                        counts[sender, receiver] += pipes[pipe]
+    return counts
 
 
 def _messages(layout: ParallelLayout, traffic: Traffic, micro_batches: int) -> dict[tuple[int, int], float]:
@@ -214,7 +214,7 @@ def _all_reduce(ranks: int, size: float) -> float:
 def _rings(name: str, rings: Iterable[tuple[list[int], float]], hosts: Hosts) -> GroupTraffic:
     """Return the traffic of collectives, given as (ranks, bytes per connection of the ring)."""
     rings = list(rings)
-    spans = [len({hosts.of(rank) for rank in ranks}) for ranks, _ in rings]
+    spans = [len({hosts.host(rank) for rank in ranks}) for ranks, _ in rings]
     total = sum(span * size for span, (_, size) in zip(spans, rings, strict=True) if span > 1)
     return GroupTraffic(
         name, max((len(r) for r, _ in rings), default=0), len(rings), sum(s > 1 for s in spans), total

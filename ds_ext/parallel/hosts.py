@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, combinations
 from pathlib import Path
 
 from ..errors import ConfigError
+from .layout import ParallelLayout
 
 _MOST_HOSTS = 100_000
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """Hosts of a job. Ranks are numbered host by host, as `deepspeed`, `torchrun` and Slurm number them.
+    """Hosts of a job. Ranks are numbered host by host, as ``deepspeed``, ``torchrun`` and Slurm number them.
 
     Args:
         slots: number of ranks on each host.
@@ -50,7 +51,7 @@ class Hosts:
         """Rank after the last rank of each host."""
         return tuple(accumulate(self.slots))
 
-    def of(self, rank: int) -> int:
+    def host(self, rank: int) -> int:
         """Return the index of a rank's host. Raises ConfigError if no host has the rank."""
         if not 0 <= rank < self.world_size:
             raise ConfigError(
@@ -60,7 +61,7 @@ class Hosts:
 
     def cross(self, ranks: Iterable[int]) -> bool:
         """Return True if the ranks are on more than one host."""
-        return len({self.of(rank) for rank in ranks}) > 1
+        return len({self.host(rank) for rank in ranks}) > 1
 
     def __str__(self) -> str:
         if len(set(self.slots)) == 1:
@@ -71,7 +72,7 @@ class Hosts:
 def parse_hosts(text: str) -> Hosts:
     """Return the hosts in ``"4x8"`` (4 hosts with 8 ranks each), ``"8,8,4"`` (slots), or a hostfile's path.
 
-    A hostfile has lines ``worker-0 slots=8``, as for `deepspeed`. Raises ConfigError.
+    A hostfile has lines ``worker-0 slots=8``, as for ``deepspeed``. Raises ConfigError.
     """
     if Path(text).is_file():
         return _read_hostfile(Path(text))
@@ -121,3 +122,47 @@ def _read_hostfile(path: Path) -> Hosts:
     if not slots:
         raise ConfigError(f'{path}: no host. Add lines such as "worker-0 slots=8".')
     return Hosts(tuple(slots.values()), tuple(slots))
+
+
+# --- second copies of snapshots ---------------------------------------------------------------------------------------
+
+
+def copy_hosts(layout: ParallelLayout, hosts: Sequence[int]) -> list[int] | None:
+    """Return the host that keeps the second copy of every rank's snapshot; None if all ranks are on one host.
+
+    It is the host of the rank's mirror, which trains the same stages in BitPipe, if that is another host; else of the
+    next data-parallel rank on another host; else the next host.
+
+    Args:
+        layout: layout of the ranks.
+        hosts: number of every rank's host.
+    """
+    order = sorted(set(hosts))
+    if len(order) == 1:
+        return None
+    table = layout.groups()
+    groups = {
+        kind: {rank: group for group in table.get(kind, []) for rank in group} for kind in ("mirror", "data")
+    }
+
+    def host_of(rank: int) -> int:
+        for kind in ("mirror", "data"):
+            group = groups[kind].get(rank, [rank])
+            first = group.index(rank)
+            for other in (*group[first + 1 :], *group[:first]):
+                if hosts[other] != hosts[rank]:
+                    return hosts[other]
+        return order[(order.index(hosts[rank]) + 1) % len(order)]
+
+    return [host_of(rank) for rank in range(len(hosts))]
+
+
+def fatal_pairs(hosts: Sequence[int], copies: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the pairs of hosts whose loss at the same time takes both copies of some snapshot.
+
+    Args:
+        hosts: number of every rank's host.
+        copies: from :func:`copy_hosts`.
+    """
+    both_copies = {frozenset(pair) for pair in zip(hosts, copies, strict=True)}
+    return [pair for pair in combinations(sorted(set(hosts)), 2) if frozenset(pair) in both_copies]

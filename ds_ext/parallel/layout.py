@@ -6,11 +6,12 @@ By default, ranks are numbered as in DeepSpeed: the tensor-parallel index varies
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from ..errors import ConfigError
-from ..pipe_schedules import Placement
+from ..pipe_schedules import Placement, Program
 from .rank_order import DATA, DEEPSPEED_ORDER, MIRROR, PIPELINE, TENSOR, RankOrder
 
 
@@ -118,3 +119,21 @@ def data_parallel_size(world_size: int, placement: Placement, tensor_parallel_si
         f"--num_gpus {below or above} ..., or torchrun --nproc_per_node {below or above} ...), or change the two sizes "
         'in the "ds_ext" section.'
     )
+
+
+def links_of(layout: ParallelLayout, programs: Iterable[Program]) -> list[tuple[int, int]]:
+    """Return the (sender, receiver) global ranks of every link, each once; the same on all ranks."""
+    links = {
+        (device, instruction.peer)
+        for program in programs
+        for device, instructions in enumerate(program.instructions)
+        for instruction in instructions
+        if instruction.peer is not None and instruction.name.startswith("Send")
+    }
+    pairs = [
+        (layout.rank(source, data, tensor), layout.rank(target, data, tensor))
+        for source, target in sorted(links)
+        for data in range(layout.data_parallel_size)
+        for tensor in range(layout.tensor_parallel_size)
+    ]
+    return list(dict.fromkeys(pairs))  # a merged forward rank appears once per tensor-parallel index

@@ -77,7 +77,7 @@ class Network:
 
     def port_time(self, size: float, ranks: Sequence[int]) -> float:
         """Return the seconds for which an all-reduce of ``size`` bytes in a ring occupies the busiest host's port."""
-        hosts = [self.hosts.of(rank) for rank in sorted(ranks)]
+        hosts = [self.hosts.host(rank) for rank in sorted(ranks)]
         leaving = Counter(a for a, b in pairwise([*hosts, hosts[0]]) if a != b)
         block = size * (len(hosts) - 1) / len(hosts)
         return 2 * block * max(leaving.values(), default=0) / self.between.bandwidth
@@ -114,7 +114,7 @@ class Network:
         if not steps:
             return 0.0
         block = size / len(ring)
-        hosts = [self.hosts.of(rank) for rank in ring]
+        hosts = [self.hosts.host(rank) for rank in ring]
         port = self.between.bandwidth * self._rings(hosts)
         latencies, slowest = [], 0.0
         for a, b in pairwise([*hosts, hosts[0]]):
@@ -130,7 +130,7 @@ class Network:
         passes each level twice (Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast,
         reduction and scan", 2009; used by NCCL 2.4).
         """
-        hosts = [self.hosts.of(rank) for rank in ranks]
+        hosts = [self.hosts.host(rank) for rank in ranks]
         members = Counter(hosts)
         levels, chain = math.ceil(math.log2(len(members))), max(members.values()) - 1
         seconds = 2 * (levels * self.between.latency + chain * self.inside.latency)

@@ -9,10 +9,11 @@ from pkgutil import iter_modules
 
 from ..errors import ScheduleError
 from . import methods
-from .check.program import check
+from .checks.program import check
 from .costs import Costs
+from .definition import Option, Orders, Schedule
 from .draw.grid import time_grid
-from .lower import lower
+from .lowering import lower
 from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Instruction, Op
 from .placement import (
     Chunk,
@@ -25,8 +26,7 @@ from .placement import (
     v,
 )
 from .registry import SCHEDULES, get_schedule, planned_schedule, schedule, timetable
-from .schedule import Option, Orders, Schedule
-from .simulate import Simulation, simulate
+from .simulation import Simulation, simulate
 from .timetables import Program, Timetable
 
 __all__ = [

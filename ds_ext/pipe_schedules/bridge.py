@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe import schedule as ds
 
 from ..errors import ScheduleError
 from .draw.order import order_grid
-from .lower import lower
+from .lowering import lower
 from .ops import Instruction
 from .registry import get_schedule
 from .timetables import Program
@@ -49,14 +49,14 @@ class BackwardWeight(ds.BufferOpInstruction):
 
 
 class RecomputeForward(ds.BufferOpInstruction):
-    """Repeat, with an autograd graph, a forward that a forward device computed without one (`fbd`).
+    """Repeat, with an autograd graph, a forward that a forward device computed without one (``fbd``).
 
     Effect: ``buffers["outputs"][buffer_id] = forward(buffers["inputs"][buffer_id])``
     """
 
 
 class SyncWeights(ds.PipeInstruction):
-    """Send the new weights of ``stage`` from a backward device to a forward device (`fbd`).
+    """Send the new weights of ``stage`` from a backward device to a forward device (``fbd``).
 
     Effect: ``send(weights, peer)`` on one device, ``weights.copy_(recv(peer))`` on the other.
     """

@@ -70,7 +70,7 @@ class Costs:
         """True if no message takes time."""
         return not self.comm and not any(self.links.values())
 
-    def of(self, kind: str) -> float:
+    def time(self, kind: str) -> float:
         """Return the time of a computation of ``kind`` for 1/D of the model."""
         return {
             FORWARD: self.forward,
@@ -89,7 +89,7 @@ class Costs:
         share = placement.devices_per_pipe / placement.stages
         factors = self.stages or (1.0,) * placement.stages
         return {
-            kind: tuple(self.of(kind) * share * factor * placement.slowdown(kind) for factor in factors)
+            kind: tuple(self.time(kind) * share * factor * placement.slowdown(kind) for factor in factors)
             for kind in placement.kinds
         }
 
@@ -129,11 +129,11 @@ def _mix(x: int) -> int:
     return x ^ x >> 31
 
 
-def read_costs(given: str) -> Costs:
+def read_costs(text: str) -> Costs:
     """Return the costs in a string such as ``"f=1,b=1,w=1,comm=0"`` or in a JSON file. Raises ScheduleError."""
-    if os.path.isfile(given) or given.endswith(".json"):
-        return load_costs(given)
-    return parse_costs(given)
+    if os.path.isfile(text) or text.endswith(".json"):
+        return load_costs(text)
+    return parse_costs(text)
 
 
 def parse_costs(text: str) -> Costs:
@@ -212,11 +212,11 @@ def load_costs(path: str) -> Costs:
 
 def _read_json(path: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        values = dict(pairs)
+        if len(values) < len(pairs):
             keys = [key for key, _ in pairs]
             raise ScheduleError(f"costs {path}: {next(k for k in keys if keys.count(k) > 1)!r} is repeated.")
-        return found
+        return values
 
     try:
         with open(path, encoding="utf-8-sig") as file:
@@ -231,11 +231,11 @@ def _read_json(path: str) -> Any:
         raise ScheduleError(f"costs {path}: not JSON: {error}.") from None
 
 
-def _links(given: object, path: str) -> dict[tuple[int, int], float]:
+def _links(links: object, path: str) -> dict[tuple[int, int], float]:
     """Return ``{(0, 1): 0.3}`` for ``{"0>1": 0.3}``."""
     pairs: dict[tuple[int, int], float] = {}
-    for name, time in given.items() if isinstance(given, dict) else [(given, 0.0)]:
-        devices = name.split(">") if isinstance(name, str) and isinstance(given, dict) else []
+    for name, time in links.items() if isinstance(links, dict) else [(links, 0.0)]:
+        devices = name.split(">") if isinstance(name, str) and isinstance(links, dict) else []
         if len(devices) != 2 or not all(re.fullmatch(r" *[0-9]{1,9} *", device) for device in devices):
             raise ScheduleError(
                 f'costs {path}: a link must be "sender>receiver" (got {_short(name)}). Example: "0>1".'

@@ -45,7 +45,7 @@ class Dependencies:
     def forward_kinds(self, stage: int) -> tuple[str, ...]:
         """Return the kinds of forwards that every micro-batch has at ``stage``.
 
-        With forward devices (`fbd`), training omits the forward of the last stage: only its repetition is used.
+        With forward devices (``fbd``), training omits the forward of the last stage: only its repetition is used.
         """
         if self.placement.graph_kind == FORWARD or not self.trains:
             return (FORWARD,)
@@ -55,7 +55,7 @@ class Dependencies:
         """Return the ops of ``micro_batch`` that depend on no other op."""
         return [Op(kind, micro_batch, 0) for kind in self.forward_kinds(0)]
 
-    def of(self, op: Op) -> list[tuple[Op, int]]:
+    def needs(self, op: Op) -> list[tuple[Op, int]]:
         """Return the ops that must end before ``op`` starts, each with its device."""
         return self._ops(self._needs_of(op), op.micro_batch)
 
@@ -127,7 +127,7 @@ class Inputs:
 
     def deliver(self, op: Op) -> bool:
         """Count one more input of ``op``; return True if it was the last one."""
-        left = self._missing.pop(op, 0) or self._dependencies.count(op)
-        if left > 1:
-            self._missing[op] = left - 1
-        return left == 1
+        missing = self._missing.pop(op, 0) or self._dependencies.count(op)
+        if missing > 1:
+            self._missing[op] = missing - 1
+        return missing == 1

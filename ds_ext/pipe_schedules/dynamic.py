@@ -129,18 +129,18 @@ class Greedy:
 
     def _forward(self) -> Op | None:
         """Return the first ready forward whose activations fit."""
-        skipped, found = [], None
-        while self._forwards and found is None:
+        skipped, op = [], None
+        while self._forwards and op is None:
             entry = heappop(self._forwards)
             if not self._fits(self._stage(entry[1])):
                 skipped.append(entry)
                 continue
-            found = entry[1]
-            self._count(self._stage(found), 1)
+            op = entry[1]
+            self._count(self._stage(op), 1)
             self._last_was_forward = True
         for entry in skipped:
             heappush(self._forwards, entry)
-        return found
+        return op
 
     def _fits(self, stage: tuple[int, int]) -> bool:
         """Return True if another activation of (stage, pipe) fits. The first one always does."""

@@ -1,6 +1,6 @@
 """Event loop: devices compute the ops that their policies choose; results arrive after a message delay.
 
-Simulation (:mod:`.simulate`), list scheduling (:mod:`.list_scheduling`) and dynamic schedules (:mod:`.methods.dpp`)
+Simulation (:mod:`.simulate``), list scheduling (:mod:``.list_scheduling``) and dynamic schedules (:mod:``.methods.dpp`)
 share this loop and differ in their policies.
 """
 

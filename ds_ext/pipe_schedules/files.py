@@ -1,4 +1,4 @@
-"""Timetable files: output of `show -o FILE.txt`, `optimise -o FILE` and `dump`, torch's CSV, or handwritten text."""
+"""Timetable files: output of ``show -o FILE.txt``, ``optimise -o FILE`` or ``dump``, torch's CSV, handwritten text."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from ..errors import ScheduleError
 from .costs import Costs
+from .definition import Orders, Schedule, check_size
 from .ops import COMPUTE, Op
 from .placement import Placement
-from .schedule import Orders, Schedule, check_size
 from .text import loads
 from .timetables import Timetable
 
@@ -71,14 +71,14 @@ def read_dump(text: str, source: str) -> Timetable:
     The timetable is not checked. Raises ScheduleError with ``source`` if ``text`` is not a dump.
     """
     try:
-        found = json.loads(text)
-        name, micro_batches = found["schedule"], found["micro_batches"]
+        dump = json.loads(text)
+        name, micro_batches = dump["schedule"], dump["micro_batches"]
         valid = type(micro_batches) is int and 0 < micro_batches <= _MAX_MICRO_BATCHES
         if not isinstance(name, str) or not valid:
             raise ValueError(f"schedule {name!r}, micro_batches {micro_batches!r}")
-        placement = _placement(found["chunks"], found["stages"])
+        placement = _placement(dump["chunks"], dump["stages"])
         check_size(name, placement, micro_batches)
-        orders = tuple(tuple(_ops(instructions)) for instructions in found["ranks"])
+        orders = tuple(tuple(_ops(instructions)) for instructions in dump["ranks"])
     except RecursionError:
         raise ScheduleError(f"{source}: nested too deeply.") from None
     except ScheduleError as error:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import heapq
 
+from .definition import check_size
 from .ops import FORWARD, Op
 from .placement import Placement
-from .schedule import check_size
 from .timetables import Timetable
 
 

@@ -23,7 +23,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class ForwardPipe:
-    """Devices that compute only forwards, for all pipes of a placement (`fbd`). Each holds one stage.
+    """Devices that compute only forwards, for all pipes of a placement (``fbd``). Each holds one stage.
 
     Args:
         devices: ``devices[stage]`` computes the forwards of that stage.
@@ -74,7 +74,7 @@ class Placement:
 
     @cached_property
     def forward_devices(self) -> tuple[int, ...]:
-        """Devices that compute only forwards, by stage; empty for every schedule except `fbd`."""
+        """Devices that compute only forwards, by stage; empty for every schedule except ``fbd``."""
         return () if self.forward is None else self.forward.devices
 
     @property
@@ -122,13 +122,13 @@ class Placement:
     @cached_property
     def visits(self) -> dict[tuple[int, int], int]:
         """(stage, pipe) -> number of earlier stages of the pipe on the same device."""
-        found: dict[tuple[int, int], int] = {}
+        visits: dict[tuple[int, int], int] = {}
         for pipe, devices in enumerate(self.pipes):
             seen = [0] * self.num_devices
             for stage, device in enumerate(devices):
-                found[stage, pipe] = seen[device]
+                visits[stage, pipe] = seen[device]
                 seen[device] += 1
-        return found
+        return visits
 
     @cached_property
     def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
@@ -136,12 +136,12 @@ class Placement:
 
         Device d of BitPipe: down stage d, up stage D-1-d, down stage 2D-1-d, up stage D+d.
         """
-        held: list[list[tuple[int, int, int]]] = [[] for _ in range(self.num_devices)]
+        by_device: list[list[tuple[int, int, int]]] = [[] for _ in range(self.num_devices)]
         for (stage, pipe), visit in self.visits.items():
-            held[self.pipes[pipe][stage]].append((visit, pipe, stage))
+            by_device[self.pipes[pipe][stage]].append((visit, pipe, stage))
         for stage, device in enumerate(self.forward_devices):
-            held[device].append((0, 0, stage))
-        return tuple(tuple(Chunk(stage, pipe) for _, pipe, stage in sorted(chunks)) for chunks in held)
+            by_device[device].append((0, 0, stage))
+        return tuple(tuple(Chunk(stage, pipe) for _, pipe, stage in sorted(chunks)) for chunks in by_device)
 
     @cached_property
     def _chunk_index(self) -> tuple[dict[tuple[int, int], int], ...]:

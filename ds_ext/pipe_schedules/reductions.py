@@ -7,7 +7,7 @@ must start the reductions in a common order: by the time at which the last repli
 from __future__ import annotations
 
 from .ops import BACKWARD, BACKWARD_WEIGHT, Op
-from .simulate import Simulation
+from .simulation import Simulation
 
 
 def eager_reductions(simulation: Simulation) -> tuple[dict[Op, tuple[int, ...]], ...]:
@@ -21,7 +21,7 @@ def eager_reductions(simulation: Simulation) -> tuple[dict[Op, tuple[int, ...]],
         for spans in simulation.spans
     ]
     timetable = simulation.timetable
-    found: list[dict[Op, tuple[int, ...]]] = [{} for _ in timetable.orders]
+    reductions: list[dict[Op, tuple[int, ...]]] = [{} for _ in timetable.orders]
     for group in timetable.placement.replica_groups:
         stages = set().union(*(finished[device] for device in group))
         latest = {
@@ -30,8 +30,8 @@ def eager_reductions(simulation: Simulation) -> tuple[dict[Op, tuple[int, ...]],
         }
         order = sorted(stages, key=lambda stage: (latest[stage], stage))
         for device in group:
-            found[device] = _starts(timetable.orders[device], finished[device], order)
-    return tuple(found)
+            reductions[device] = _starts(timetable.orders[device], finished[device], order)
+    return tuple(reductions)
 
 
 def _starts(

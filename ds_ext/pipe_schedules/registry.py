@@ -7,7 +7,7 @@ A method is one file with one decorated generator::
         ...
         yield Op(FORWARD, micro_batch, stage)
 
-:func:`timetable` runs it for every device and returns a :class:`.Timetable`. If the order depends on costs, decorate
+:func:`timetable`` runs it for every device and returns a :class:``.Timetable`. If the order depends on costs, decorate
 one function for all devices with :func:`planned_schedule`.
 """
 
@@ -21,8 +21,7 @@ from importlib import import_module
 from types import MappingProxyType
 
 from ..errors import ScheduleError
-from .placement import Placement
-from .schedule import (
+from .definition import (
     COSTS,
     Dynamic,
     Generator,
@@ -33,6 +32,7 @@ from .schedule import (
     defaults_only,
     did_you_mean,
 )
+from .placement import Placement
 from .timetables import Timetable
 
 _SCHEDULES: dict[str, Schedule] = {}
@@ -115,13 +115,13 @@ def _register(new: Schedule) -> None:
 
 def get_schedule(name: str) -> Schedule:
     """Return the schedule called ``name``, which is case-insensitive. Raises ScheduleError for an unknown name."""
-    found = _SCHEDULES.get(name.lower())
-    if found is None:
+    schedule = _SCHEDULES.get(name.lower())
+    if schedule is None:
         raise ScheduleError(
             f"schedule: unknown name {name!r}{did_you_mean(name, _SCHEDULES)}. "
             f"Schedules: {', '.join(sorted(_SCHEDULES))}."
         )
-    return found
+    return schedule
 
 
 def import_modules(names: Sequence[str], given_by: str, folder: str | os.PathLike[str] = ".") -> None:

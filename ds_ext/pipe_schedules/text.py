@@ -6,8 +6,8 @@ separated by commas or spaces. An empty cell or ``.`` is a wait and does not aff
     # timetable schedule=bitpipe micro_batches=4 pipes=0,1,1,0;1,0,0,1
 
 contains the device of every stage of every pipe. Without it there is one pipe, and a stage is on the device that
-computes its ops. ``forward=0,2:1:1.0`` in the header lists the forward devices of `fbd`, the tensor-parallel ranks that
-one forward rank replaces, and the slowdown. Other lines that start with ``#`` are comments.
+computes its ops. ``forward=0,2:1:1.0`` in the header lists the forward devices of ``fbd``, the tensor-parallel ranks
+that one forward rank replaces, and the slowdown. Other lines that start with ``#`` are comments.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 from ..errors import ScheduleError
 from .costs import Costs
+from .definition import check_size
 from .events import Workload
 from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
 from .placement import ForwardPipe, Placement
-from .schedule import check_size
-from .simulate import run_orders, simulate
+from .simulation import run_orders, simulate
 from .timetables import Timetable
 
 _HEADER = "# timetable"
@@ -134,13 +134,13 @@ def loads(text: str, name: str = "timetable", source: str = "timetable") -> Time
         if "pipes" in header
         else _infer_placement(orders, positions)
     )
-    found = 1 + max(op.micro_batch for order in orders for op in order)
+    highest = 1 + max(op.micro_batch for order in orders for op in order)
     micro_batches = (
-        _read_count(header["micro_batches"], header_position) if "micro_batches" in header else found
+        _read_count(header["micro_batches"], header_position) if "micro_batches" in header else highest
     )
-    if max(found, micro_batches) > _MAX_MICRO_BATCHES:
+    if max(highest, micro_batches) > _MAX_MICRO_BATCHES:
         raise header_position.error(
-            f"too many micro-batches (got {max(found, micro_batches)}). Use at most {_MAX_MICRO_BATCHES}."
+            f"too many micro-batches (got {max(highest, micro_batches)}). Use at most {_MAX_MICRO_BATCHES}."
         )
     schedule = header.get("schedule", name)
     check_size(schedule, placement, micro_batches)
@@ -172,14 +172,14 @@ def _read_forward(value: str | None, position: _Position) -> ForwardPipe | None:
     """Return the forward devices described by ``0,2:1:1.0``: device of every stage, merged ranks, slowdown."""
     if value is None:
         return None
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"(\d{1,9}(?:,\d{1,9})*):(\d{1,9}):(\d{1,9}(?:\.\d{1,17})?(?:e[-+]?\d{1,3})?)", value
     )
-    if found is None or int(found[2]) < 1 or not 0 <= float(found[3]) < math.inf:
+    if match is None or int(match[2]) < 1 or not 0 <= float(match[3]) < math.inf:
         raise position.error(
             f"forward must be devices, merged ranks and slowdown (got {value}). Example: 0,2:1:1.0."
         )
-    return ForwardPipe(tuple(map(int, found[1].split(","))), int(found[2]), float(found[3]))
+    return ForwardPipe(tuple(map(int, match[1].split(","))), int(match[2]), float(match[3]))
 
 
 def _read_pipes(value: str, lines: int, position: _Position, forward: ForwardPipe | None) -> Placement:

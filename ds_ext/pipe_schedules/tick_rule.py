@@ -4,8 +4,8 @@
 ``e = 2S (k div n) + 2 (k mod n)``, with S stages and n = D / replicas, and never waits: its forward at stage s has
 tick ``e + s``, its backward tick ``e + 2S-1 - s``. A device computes its ops in the order of their ticks.
 
-The rule applies to placements whose pipes cross all devices back and forth: `linear` once, `v` twice, `bidirectional_v`
-2 x waves times. Two pipes start at opposite ends, and then D is even.
+The rule applies to placements whose pipes cross all devices back and forth: ``linear`` once, ``v`` twice,
+``bidirectional_v`` 2 x waves times. Two pipes start at opposite ends, and then D is even.
 
 **No two ops of a device share a tick.** The forwards and backwards of a micro-batch are 2S consecutive steps, which
 form 2S/D crossings of D steps. Crossing j runs to the right if j is even, else to the left; in the opposite pipe it is
@@ -51,16 +51,16 @@ def ticks(
     """
     stages, replicas = placement.stages, placement.replicas
     n = placement.num_devices // replicas
-    pipes, found = placement.pipes_of(micro_batches), []
+    pipes, timed_ops = placement.pipes_of(micro_batches), []
     for pipe, devices in enumerate(placement.pipes):
         stages_here = [stage for stage, at in enumerate(devices) if at == device]
         in_pipe = (m for m, its_pipe in enumerate(pipes) if its_pipe == pipe)
         for k, m in enumerate(in_pipe):
             entry = 2 * stages * (k // n) + 2 * (k % n)
             for stage in stages_here:
-                found.append((entry + stage, Op(FORWARD, m, stage)))
-                found.append((entry + 2 * stages - 1 - stage, Op(backward, m, stage)))
-    return sorted(found, key=_sort_key)
+                timed_ops.append((entry + stage, Op(FORWARD, m, stage)))
+                timed_ops.append((entry + 2 * stages - 1 - stage, Op(backward, m, stage)))
+    return sorted(timed_ops, key=_sort_key)
 
 
 def _sort_key(entry: tuple[int, Op]) -> tuple[int, str, int, int]:

@@ -1,6 +1,6 @@
 """Timetable: the order of ops on every device for given sizes. Program: the timetable after lowering.
 
-A timetable contains computations only. :mod:`ds_ext.pipe_schedules.lower` adds messages, loads, reductions and buffers.
+A timetable contains computations only. :mod:`.lowering` adds messages, loads, reductions and buffers.
 """
 
 from __future__ import annotations

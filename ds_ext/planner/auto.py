@@ -25,8 +25,8 @@ from ..parallel.layout import data_parallel_size
 from ..parallel.partition import BALANCED
 from ..pipe_schedules import Placement, Schedule, get_schedule
 from ..pipe_schedules.costs import Costs, read_costs
+from ..pipe_schedules.definition import Option, Orders
 from ..pipe_schedules.placement import linear
-from ..pipe_schedules.schedule import Option, Orders
 from .memory import RECOMPUTATIONS, ModelSizes
 from .search import Candidates, Request, choose
 from .text import join_words, parse_bytes

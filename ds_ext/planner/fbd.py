@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import ScheduleError
 from ..pipe_schedules import Timetable, get_schedule, timetable
 from ..pipe_schedules.costs import Costs
-from ..pipe_schedules.simulate import Simulation, simulate
+from ..pipe_schedules.simulation import Simulation, simulate
 from .memory import ModelSizes, memory
 from .parallel_sizes import MOST_TENSOR_PARALLEL, TRAINED, Cluster, ClusterPlan, plan_cluster, unit_costs
 from .stage_costs import split_layers, stage_costs

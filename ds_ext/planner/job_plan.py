@@ -20,14 +20,14 @@ from ..parallel.fbd import make_layout
 from ..parallel.layout import ParallelLayout, data_parallel_size
 from ..parallel.rank_order import parse_rank_order
 from ..pipe_schedules import Placement, Program, Schedule, Timetable
-from ..pipe_schedules.check.program import Report, check
+from ..pipe_schedules.checks.program import Report, check
 from ..pipe_schedules.costs import Costs, read_costs
 from ..pipe_schedules.dynamic import DynamicRules
-from ..pipe_schedules.lower import lower
+from ..pipe_schedules.lowering import lower
 from ..pipe_schedules.methods.fbd import most_ahead
 from ..pipe_schedules.ops import Op
 from ..pipe_schedules.reductions import eager_reductions
-from ..pipe_schedules.simulate import Simulation, simulate
+from ..pipe_schedules.simulation import Simulation, simulate
 from .auto import best_schedule, choose_for_job
 from .search import Candidates
 

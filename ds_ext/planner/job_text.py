@@ -8,12 +8,11 @@ from dataclasses import asdict, replace
 from ..comm.rounds import links_per_rank, rounds
 from ..config.batch_sizes import counted
 from ..config.deepspeed_json import precision, zero_stage
-from ..parallel.copies import copy_hosts, fatal_pairs
-from ..parallel.layout import ParallelLayout
-from ..parallel.links import links_of
+from ..parallel.hosts import copy_hosts, fatal_pairs
+from ..parallel.layout import ParallelLayout, links_of
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.draw.grid import LEGEND, REPEATED_LEGEND, SPLIT_LEGEND, time_grid
-from ..pipe_schedules.simulate import Simulation, simulate
+from ..pipe_schedules.simulation import Simulation, simulate
 from .auto import vocabulary
 from .job_plan import JobPlan
 from .memory import DeviceMemory

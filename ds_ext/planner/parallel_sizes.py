@@ -22,7 +22,7 @@ from ..parallel.network import Network
 from ..parallel.rank_order import RankOrder
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.reductions import eager_reductions
-from ..pipe_schedules.simulate import simulate
+from ..pipe_schedules.simulation import simulate
 from .memory import ModelSizes
 from .search import Candidate, Candidates, Request, choose
 from .stage_costs import forward_flops, message_bytes

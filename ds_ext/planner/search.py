@@ -20,7 +20,7 @@ from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.events import Workload
 from ..pipe_schedules.list_scheduling.search import lower_bound
 from ..pipe_schedules.ops import BACKWARD, FORWARD, KINDS
-from ..pipe_schedules.simulate import simulate
+from ..pipe_schedules.simulation import simulate
 from .memory import RECOMPUTATIONS, ModelSizes, memory
 from .stage_costs import split_layers, stage_costs
 from .text import costs_text, format_bytes, format_number, join_reasons

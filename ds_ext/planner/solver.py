@@ -19,7 +19,7 @@ from ..pipe_schedules import Op, Timetable
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.events import Workload
 from ..pipe_schedules.list_scheduling.search import lower_bound
-from ..pipe_schedules.simulate import Simulation, simulate
+from ..pipe_schedules.simulation import Simulation, simulate
 
 _MOST_TICKS = 10_000_000  # per step: the solver computes with integers
 
@@ -118,7 +118,7 @@ class _Problem:
             self._one_at_a_time(order)
             for op in order:
                 self.model.add(makespan >= self.start[op] + self.length[op])
-                for need, owner in timetable.dependencies.of(op):
+                for need, owner in timetable.dependencies.needs(op):
                     delay = self.ticks(costs.delay(owner, device))
                     self.model.add(self.start[op] >= self.start[need] + self.length[need] + delay)
         for m in range(1, timetable.micro_batches):

@@ -22,7 +22,7 @@ from ..parallel.partition import end_weights
 from ..pipe_schedules import Placement, Timetable
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.ops import Op
-from ..pipe_schedules.simulate import Simulation, simulate
+from ..pipe_schedules.simulation import Simulation, simulate
 from .memory import ModelSizes
 from .stage_costs import message_bytes
 
@@ -124,7 +124,7 @@ def _tensor_groups(size: int, network: Network) -> list[range]:
     found: dict[tuple[int, ...], range] = {}
     for first in range(0, network.hosts.world_size, size):
         group = range(first, min(first + size, network.hosts.world_size))
-        hosts = [network.hosts.of(rank) for rank in group]
+        hosts = [network.hosts.host(rank) for rank in group]
         found.setdefault(tuple(host - hosts[0] for host in hosts), group)
     return list(found.values())
 
@@ -147,10 +147,10 @@ def message_links(
             [(layout.rank(pair[0], data, t), layout.rank(pair[1], data, t)) for t in tensor]
             for data in range(len(found))
         ]
-        sending = Counter(hosts.of(a) for group in ranks for a, b in group if hosts.cross((a, b)))
+        sending = Counter(hosts.host(a) for group in ranks for a, b in group if hosts.cross((a, b)))
         for links, group in zip(found, ranks, strict=True):
             links[pair] = max(
-                network.shared(sending[hosts.of(a)]).message_time(message, a, b) for a, b in group
+                network.shared(sending[hosts.host(a)]).message_time(message, a, b) for a, b in group
             )
     return found
 
@@ -319,7 +319,7 @@ def _queue(
                 for data in range(layout.data_parallel_size)
                 for device in devices
             ]
-            hosts = frozenset(map(network.hosts.of, ranks))
+            hosts = frozenset(map(network.hosts.host, ranks))
             transfer = min(whole, network.shared(layout.tensor_parallel_size).port_time(size, ranks))
         found.append((start, whole - transfer, transfer, hosts))
     return found

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 from typing import Any, Literal, NoReturn
 
 from .. import __version__
+from ..environment import package_version
 from ..errors import ConfigError
 from .megatron_flags import TOKENIZER_TYPES
 
@@ -96,10 +96,7 @@ def _versions() -> str:
     """Return the versions of ds_ext, DeepSpeed and torch without importing them."""
     words = [f"ds_ext {__version__}"]
     for package in ("deepspeed", "torch"):
-        try:
-            words.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            words.append(f"{package} is not installed")
+        words.append(f"{package} {package_version(package) or 'is not installed'}")
     return ", ".join(words)
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 
+from ..environment import local_world_size, num_hosts, world_size
 from ..errors import ConfigError
-from ..launch.process import world_size
 from ..parallel.crossing import Crossing, GroupTraffic, Traffic, crossing, ranked_orders
 from ..parallel.fbd import DisaggregatedLayout, place_by_hosts
 from ..parallel.hosts import Hosts, parse_hosts
@@ -38,9 +37,7 @@ def hosts_of_flags(args: argparse.Namespace) -> Hosts | None:
                 "slots). Change the hosts, or start the dry run without a launcher."
             )
         return hosts
-    environ = os.environ
-    local = int(environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or world)
-    count = int(environ.get("GROUP_WORLD_SIZE") or environ.get("CROSS_SIZE") or 1)
+    local, count = local_world_size(), num_hosts()
     return Hosts((local,) * count) if count > 1 and local * count == world else None
 
 
@@ -53,7 +50,7 @@ def layout_on(layout: ParallelLayout, hosts: Hosts, forward_hosts: list[str] | N
     """Return the layout with the forward ranks of `fbd` on their hosts. Raises ConfigError if they do not fit."""
     if forward_hosts is None or not isinstance(layout, DisaggregatedLayout):
         return layout
-    names = [hosts.names[hosts.of(rank)] for rank in range(hosts.world_size)]
+    names = [hosts.names[hosts.host(rank)] for rank in range(hosts.world_size)]
     return place_by_hosts(layout, names, forward_hosts)
 
 

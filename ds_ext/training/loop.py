@@ -20,9 +20,10 @@ from ..data.blend import parse_data_path
 from ..data.datasets import parse_split
 from ..engine import PipelineEngine
 from ..engine.batches import MicroBatches
+from ..environment import rank
 from ..errors import CheckpointError
 from ..launch.launcher import launch_again
-from ..launch.process import EXIT_FAILED, rank
+from ..launch.process import EXIT_FAILED
 from ..models.bert import MASKED_WORDS
 from ..models.config import TransformerConfig
 from ..models.hf_config import unseen_in_weights
@@ -323,7 +324,7 @@ def resume_command(argv: Sequence[str], args: argparse.Namespace) -> tuple[str, 
         elif word.partition("=")[0] not in dropped:
             kept.append(word)
     again = [*kept, "--load", args.save, "--train-iters", str(2 * args.train_iters)]
-    return launch_again(argv, again)
+    return launch_again(again)
 
 
 def shut_down(engine: PipelineEngine) -> None:

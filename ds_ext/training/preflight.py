@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config.deepspeed_json import require_monitors
+from ..environment import local_world_size, rank
 from ..errors import CheckpointError, ConfigError
-from ..launch.failure import rank
 from ..parallel.fbd import DisaggregatedLayout, place_by_hosts
 from ..parallel.layout import ParallelLayout
 from .megatron_flags import TOKENIZER_FILES, TOKENIZER_TYPES
@@ -56,11 +56,10 @@ def check_forward_hosts(layout: ParallelLayout, forward_hosts: Sequence[str] | N
 
     Ranks on several hosts check them in ``PipelineModule``, after the exchange of their names and addresses.
     """
-    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
     if (
         forward_hosts is not None
         and isinstance(layout, DisaggregatedLayout)
-        and local == str(layout.world_size)
+        and local_world_size() == layout.world_size
     ):
         place_by_hosts(layout, [socket.gethostname()] * layout.world_size, forward_hosts)
 

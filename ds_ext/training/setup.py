@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.deepspeed_json import precision
 from ..config.job import require_section
+from ..environment import rank, world_size
 from ..errors import ConfigError
 from ..launch.job_facts import checksum, setting_facts
 from ..launch.launcher import require_restarts
-from ..launch.process import rank, world_size
 from ..launch.roll_call import Facts
 from ..models.config import RopeScaling
 from ..parallel.crossing import require_slots
@@ -303,7 +303,7 @@ def describe_job(
         with_head=ends is not None,
         grid=grid,
         defers=args.transformer_impl == "local",
-        hosts=None if hosts is None else [hosts.of(rank) for rank in range(hosts.world_size)],
+        hosts=None if hosts is None else [hosts.host(rank) for rank in range(hosts.world_size)],
     )
     return "\n".join([text, *lines])
 

@@ -14,7 +14,7 @@ from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.draw.page import html
 from ds_ext.pipe_schedules.draw.svg import DARK, KINDS, LIGHT, WORDS, Theme
 from ds_ext.pipe_schedules.placement import linear
-from ds_ext.pipe_schedules.simulate import Simulation, simulate
+from ds_ext.pipe_schedules.simulation import Simulation, simulate
 from ds_ext.planner.named_models import MODELS
 
 from .window import Window, browser, missing

@@ -13,7 +13,7 @@ from ds_ext.observe.trace.view import page
 from ds_ext.pipe_schedules import timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.draw.svg import KINDS, LIGHT
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.simulation import simulate
 from tests.trace_folders import UNIT_US, write_traces
 
 from .window import Window, browser, missing

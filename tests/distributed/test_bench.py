@@ -30,8 +30,8 @@ from ds_ext.bench.torch_rivals import TORCH_SCHEDULES
 from ds_ext.observe.flops import peak_tflops
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs
-from ds_ext.pipe_schedules.lower import lower
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.lowering import lower
+from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.tensor_parallel import WeightGradients, deferrable, deferring, let_defer
 
 ROOT = Path(__file__).parents[2]

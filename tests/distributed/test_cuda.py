@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_ext.comm import native, wire
+from ds_ext.comm.channels import GPU_CONTROL
 from ds_ext.comm.cuda.header import Header, Route, packed
 from ds_ext.comm.cuda.transport import GpuTransport
 from ds_ext.comm.endpoints import both_ways
 from ds_ext.comm.native_transport import NativeTransport
-from ds_ext.comm.transport import GPU_CONTROL, create_transport, make_tag
+from ds_ext.comm.transport import create_transport, make_tag
 from ds_ext.errors import PeerGone, ProtocolError, TransportError, TransportTimeout
 from tests.distributed.test_torch_p2p import catch
 from tests.engine_runs import MODEL, Job, train

@@ -17,9 +17,10 @@ from deepspeed.runtime.pipe.schedule import OptimizerStep
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_ext.comm import groups, torch_split, wire
+from ds_ext.comm.channels import SPLIT_HEADERS
 from ds_ext.comm.gloo_cuda import needs_copy
 from ds_ext.comm.groups import first_step_limit_s, limit_waits, new_pair_groups, watchdog_s
-from ds_ext.comm.torch_split import HEADER_CHANNEL, SplitTransport
+from ds_ext.comm.torch_split import SplitTransport
 from ds_ext.comm.transport import make_tag
 from ds_ext.engine.executor import Observer
 from ds_ext.errors import TransportError, TransportTimeout
@@ -136,7 +137,7 @@ def lost_contents(
     tag, found = make_tag(3, 5), None
     if rank == 0:
         descriptors = wire.describe([torch.ones(9)], tag=tag, seq=0, link_seq=0, acknowledged=0)
-        transport._headers.send([wire.pack_all(descriptors)], 1, make_tag(HEADER_CHANNEL, 0))
+        transport._headers.send([wire.pack_all(descriptors)], 1, make_tag(SPLIT_HEADERS, 0))
     else:
         transport.timeout_s = 0.5
         begin = time.monotonic()

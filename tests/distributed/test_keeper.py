@@ -20,7 +20,7 @@ from torch import nn
 import ds_ext
 from ds_ext.engine import PipelineEngine
 from ds_ext.engine.checkpoint.run import this_run
-from ds_ext.launch.processes import find_launcher
+from ds_ext.environment import find_launcher
 from tests.ranks import Ranks
 
 

@@ -16,7 +16,7 @@ from ds_ext.comm.transport import create_transport
 from ds_ext.engine.messages import link_credits
 from ds_ext.parallel.layout import ParallelLayout
 from ds_ext.pipe_schedules import get_schedule
-from ds_ext.pipe_schedules.lower import lower
+from ds_ext.pipe_schedules.lowering import lower
 from tests.distributed.test_torch_p2p import CPU, catch
 from tests.ranks import RankPool
 

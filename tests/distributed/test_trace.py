@@ -25,7 +25,7 @@ from ds_ext.observe.trace.summary import summarize
 from ds_ext.observe.trace.view import page
 from ds_ext.pipe_schedules import Program, timetable
 from ds_ext.pipe_schedules.files import read_timetable
-from ds_ext.pipe_schedules.lower import lower
+from ds_ext.pipe_schedules.lowering import lower
 from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build
 from tests.ranks import RankError, RankPool
 from tests.selection import select

@@ -27,7 +27,7 @@ from ds_ext.parallel.rank_order import parse_rank_order
 from ds_ext.pipe_schedules import Timetable, get_schedule
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.reductions import eager_reductions
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.step_time import StepBytes, step_time
 
 RANKS = 8

@@ -13,10 +13,10 @@ from types import FrameType
 
 ROOT = Path(__file__).parents[2]
 WATCHED = {
-    ("ds_ext/pipe_schedules/schedule.py", "timetable"): "generated",
-    ("ds_ext/pipe_schedules/lower.py", "lower"): "lowered",
-    ("ds_ext/pipe_schedules/check/program.py", "check"): "checked",
-    ("ds_ext/pipe_schedules/simulate.py", "simulate"): "simulated",
+    ("ds_ext/pipe_schedules/definition.py", "timetable"): "generated",
+    ("ds_ext/pipe_schedules/lowering.py", "lower"): "lowered",
+    ("ds_ext/pipe_schedules/checks/program.py", "check"): "checked",
+    ("ds_ext/pipe_schedules/simulation.py", "simulate"): "simulated",
 }
 counts: Counter[str] = Counter()
 

@@ -253,7 +253,7 @@ def keepers_of(launcher: int) -> list[str]:
 OWN = """
 import os, sys, torch, ds_ext
 from ds_ext.launch import process
-from ds_ext.launch.processes import find_launcher
+from ds_ext.environment import find_launcher
 
 class Layer(torch.nn.Linear):
     def __init__(self):

@@ -1,4 +1,4 @@
-"""Process that `doctor --hostfile` starts on every host: ``python -m ds_ext.cli.hosts.agent``.
+"""Process that ``doctor --hostfile`` starts on every host: ``python -m ds_ext.cli.hosts.agent``.
 
 It reads one JSON object per line from standard input, ``{"do": name, ...}``, and answers each with one marked line,
 ``{"value": ...}`` or ``{"error": text}``. It ends with its input, or after 3 minutes without a request.
@@ -24,6 +24,7 @@ from typing import Any
 
 from ...comm.rdma.devices import ACTIVE, device_ports
 from ...comm.tcp.address import own_address
+from ...environment import file_system_of, proc_text
 from ...errors import DsExtError
 from ...launch.job_facts import code_facts
 from .. import doctor
@@ -33,15 +34,12 @@ from .ssh import MARK
 
 _IDLE_S = 180
 _RESOLVE_S = 5.0
-_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_MOUNTS = Path("/proc/self/mountinfo")
 
 
 class Agent:
-    """State of the process between requests: listeners and RDMA probes."""
+    """Answers to requests, by the name of the method, and RDMA probes between requests."""
 
     def __init__(self) -> None:
-        self._listeners: dict[int, probe.Listener] = {}
         self._rdma: dict[str, RdmaProbe] = {}
 
     def facts(self) -> dict[str, Any]:
@@ -54,24 +52,20 @@ class Agent:
             "addresses": [str(address) for _, address in doctor.addresses()],
             "interfaces": {name: str(address) for name, address in reversed(doctor.addresses())},
             "gloo_interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
-            "port_range": _PORT_RANGE.read_text().split() if _PORT_RANGE.exists() else [],
+            "port_range": proc_text("sys/net/ipv4/ip_local_port_range").split(),
             "rdma": any(port.state == ACTIVE for port in device_ports()),
         }
 
-    def clock(self) -> float:
-        """Return the time in seconds since 1970."""
-        return time.time()
-
     def resolve(self, names: list[str]) -> dict[str, list[str]]:
         """Return the addresses of host names; empty for a name that is unknown after 5 s."""
-        found: dict[str, list[str]] = {name: [] for name in names}
+        addresses: dict[str, list[str]] = {name: [] for name in names}
 
         def look_up(name: str) -> None:
             try:
                 entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
             except OSError:
                 return
-            found[name] = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
+            addresses[name] = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
         threads = [threading.Thread(target=look_up, args=(name,), daemon=True) for name in names]
         deadline = time.monotonic() + _RESOLVE_S
@@ -79,30 +73,12 @@ class Agent:
             thread.start()
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return dict(found)
+        return dict(addresses)
 
     def own_address(self, master: str, rank: int, world_size: int, node_ips: list[str] | None) -> str:
         """Return the address on which a rank of this host would listen."""
         os.environ.update(MASTER_ADDR=master, WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE="1")
         return own_address(rank, world_size, node_ips)
-
-    def listen(self, address: str, port: int, token: str) -> int:
-        """Answer probes at an address. Returns the port."""
-        listener = probe.Listener(address, port, bytes.fromhex(token))
-        self._listeners[listener.port] = listener
-        return listener.port
-
-    def close(self, port: int) -> None:
-        """Stop answering probes at a port."""
-        self._listeners.pop(port).close()
-
-    def reach(self, address: str, port: int, token: str) -> None:
-        """Connect to another host."""
-        probe.reach(address, port, bytes.fromhex(token))
-
-    def measure(self, address: str, port: int, token: str) -> dict[str, float]:
-        """Return the speed of a connection to another host."""
-        return asdict(probe.measure(address, port, bytes.fromhex(token)))
 
     def rdma_open(self, key: str, address: str, sends: bool, job: str) -> dict[str, str]:
         """Open one side of a link. Returns its port and what the other side needs."""
@@ -138,21 +114,13 @@ class Agent:
             "is": "folder" if path.is_dir() else "file" if path.is_file() else "missing",
             "bytes": path.stat().st_size if path.is_file() else 0,
             "writable": path.is_dir() and os.access(path, os.W_OK | os.X_OK),
-            "file_system": _file_system(path),
+            "file_system": file_system_of(path),
             "free_bytes": shutil.disk_usage(path).free if path.exists() else 0,
         }
 
     def create(self, name: str) -> None:
         """Create an empty file."""
         Path(name).touch(exist_ok=False)
-
-    def exists(self, name: str) -> bool:
-        """Return whether a file exists."""
-        return Path(name).exists()
-
-    def remove(self, name: str) -> None:
-        """Remove a file."""
-        Path(name).unlink(missing_ok=True)
 
 
 def _listed_addresses() -> list[str]:
@@ -179,27 +147,15 @@ def _native_checksum() -> str:
     return f"{zlib.crc32(Path(str(_native.__file__)).read_bytes()):08x}"
 
 
-def _file_system(path: Path) -> str:
-    """Return the type of the file system of a path, such as ``nfs4``; empty if unknown."""
-    found, longest = "", -1
-    try:
-        for line in _MOUNTS.read_text().splitlines():
-            before, _, after = line.partition(" - ")
-            mounted = before.split()[4]
-            if path.absolute().is_relative_to(mounted) and len(mounted) >= longest:
-                found, longest = after.split()[0], len(mounted)
-    except (OSError, IndexError):
-        return ""
-    return found
-
-
 def main() -> int:
     """Answer requests until the input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries that print must not disturb the answers
     agent = Agent()
     actions: dict[str, Callable[..., Any]] = {
-        name: getattr(agent, name) for name in vars(Agent) if not name.startswith("_")
+        **{name: getattr(agent, name) for name in vars(Agent) if not name.startswith("_")},
+        **{"clock": time.time, "exists": os.path.exists, "remove": os.remove},
+        **{"listen": probe.listen, "reach": probe.reach, "measure": probe.measure},
     }
     answers.write(f"{MARK}{json.dumps({'value': 'ready'})}\n")
     while True:

@@ -62,15 +62,15 @@ def _versions(session: Session) -> Iterator[Finding]:
     """Compare what the roll call of a job compares, and the native code."""
     shown = []
     for key in session.hosts[0].facts["versions"]:
-        found = {host.name: host.facts["versions"].get(key, "missing") for host in session.hosts}
+        versions = {host.name: host.facts["versions"].get(key, "missing") for host in session.hosts}
         name = key.removeprefix("version of ")
-        if len(set(found.values())) == 1:
-            shown.append(f"{name} {next(iter(found.values()))}")
+        if len(set(versions.values())) == 1:
+            shown.append(f"{name} {next(iter(versions.values()))}")
         elif key == "native code":
             remedy = "if links are refused, build it from the same sources on every host"
-            yield Finding(name, "warn", f"built separately: {by_value(found)}", remedy)
+            yield Finding(name, "warn", f"built separately: {by_value(versions)}", remedy)
         else:
-            yield Finding(name, FAIL, f"hosts differ: {by_value(found)}", "install the same on every host")
+            yield Finding(name, FAIL, f"hosts differ: {by_value(versions)}", "install the same on every host")
     yield Finding("versions", "ok", ", ".join(shown))
 
 
@@ -102,19 +102,19 @@ def _paths(session: Session) -> Iterator[Finding]:
 
 def _path(session: Session, path: str) -> Finding:
     subject = f"path {path}"
-    found = session.ask_all("path", name=path)
-    kinds = {name: answer["is"] for name, answer in found.items()}
+    answers = session.ask_all("path", name=path)
+    kinds = {name: answer["is"] for name, answer in answers.items()}
     if "missing" in kinds.values() or len(set(kinds.values())) > 1:
         return Finding(subject, FAIL, by_value(kinds), "create it, with the same path on every host")
-    systems = by_value({name: answer["file_system"] or "unknown" for name, answer in found.items()})
+    systems = by_value({name: answer["file_system"] or "unknown" for name, answer in answers.items()})
     if "file" in kinds.values():
-        sizes = {name: f"{answer['bytes']:,} bytes" for name, answer in found.items()}
+        sizes = {name: f"{answer['bytes']:,} bytes" for name, answer in answers.items()}
         if len(set(sizes.values())) > 1:
             return Finding(
                 subject, FAIL, f"hosts differ: {by_value(sizes)}", "copy the same file to every host"
             )
         return Finding(subject, "ok", f"the same size on all hosts ({systems})")
-    writers = [name for name, answer in found.items() if answer["writable"]]
+    writers = [name for name, answer in answers.items() if answer["writable"]]
     if not writers:
         return Finding(subject, "ok", f"on all hosts, read-only ({systems})")
     seen = _see(session, path, next(host for host in session.hosts if host.name == writers[0]))
@@ -123,11 +123,11 @@ def _path(session: Session, path: str) -> Finding:
             subject, "warn", f"{writers[0]} cannot create a file there", "check quota and free space"
         )
     without = [name for name, sees in seen.items() if not sees]
-    read_only = [name for name in found if name not in writers]
+    read_only = [name for name in answers if name not in writers]
     if read_only:
         remedy = "if ranks write there, make it writable on every host"
         return Finding(subject, "warn", f"read-only on {', '.join(read_only)} ({systems})", remedy)
-    if len(found) == 1:
+    if len(answers) == 1:
         return Finding(subject, "ok", f"on {writers[0]} ({systems}); the other hosts failed")
     if not without:
         return Finding(subject, "ok", f"shared by all hosts ({systems})")
@@ -144,12 +144,12 @@ def _see(session: Session, path: str, writer: Host) -> dict[str, bool] | None:
     name = f"{path}/.ds_ext-doctor-{secrets.token_hex(8)}"
     try:
         writer.agent.ask("create", name=name)
-        return session.ask_all("exists", name=name)
+        return session.ask_all("exists", path=name)
     except DsExtError:
         return None
     finally:
         with contextlib.suppress(DsExtError):
-            writer.agent.ask("remove", name=name)
+            writer.agent.ask("remove", path=name)
 
 
 def _check_names(session: Session) -> None:
@@ -158,9 +158,9 @@ def _check_names(session: Session) -> None:
 
     def check(host: Host) -> None:
         findings, own = session.report.hosts[host.name], host.facts["hostname"]
-        found = host.agent.ask("resolve", names=[own, first])
+        addresses = host.agent.ask("resolve", names=[own, first])
         interfaces, chosen = host.facts["interfaces"], host.facts["gloo_interface"].partition(",")[0]
-        host.gloo_address = interfaces.get(chosen, "") if chosen else next(iter(found[own]), "")
+        host.gloo_address = interfaces.get(chosen, "") if chosen else next(iter(addresses[own]), "")
         if chosen and not host.gloo_address:
             remedy = "correct it in .deepspeed_env; `ip -brief address` lists the interfaces"
             findings.append(Finding("GLOO_SOCKET_IFNAME", FAIL, f"no such interface (got {chosen})", remedy))
@@ -172,7 +172,7 @@ def _check_names(session: Session) -> None:
                 f"`{host.address} {own}` to /etc/hosts there"
             )
             findings.append(Finding("own name", FAIL, f"{own} {problem}", remedy))
-        if not found[first]:
+        if not addresses[first]:
             remedy = "use addresses in the hostfile, or add the name to DNS or /etc/hosts"
             findings.append(Finding("names", "warn", f"{first} does not resolve", remedy))
 

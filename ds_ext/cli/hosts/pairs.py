@@ -44,7 +44,7 @@ def find_addresses(session: Session) -> str:
 
 def rendezvous(session: Session, master: str) -> Iterator[Finding]:
     """Connect from all hosts to the rendezvous port of the first one."""
-    first, port, token = session.hosts[0], session.options.master_port, new_token().hex()
+    first, port, token = session.hosts[0], session.options.master_port, new_token()
     where = f"{master}:{port} on {first.name}"
     try:
         first.agent.ask("listen", address=master, port=port, token=token)
@@ -63,8 +63,6 @@ def rendezvous(session: Session, master: str) -> Iterator[Finding]:
             failed[host.name] = str(error)
 
     session.on_each(reach)
-    with contextlib.suppress(DsExtError):
-        first.agent.ask("close", port=port)
     if failed:
         yield Finding("rendezvous", FAIL, f"{where}: {by_value(failed)}", _OPEN_PORTS)
     else:
@@ -74,7 +72,7 @@ def rendezvous(session: Session, master: str) -> Iterator[Finding]:
 def measure_tcp(session: Session) -> None:
     """Connect every host to every other one, both ways. Pairs that run at the same time share no host."""
     hosts, ports = _ready(session), {}
-    token = new_token().hex()
+    token = new_token()
 
     def listen(host: Host) -> None:
         ports[host.name] = host.agent.ask("listen", address=host.address, port=0, token=token)
@@ -82,7 +80,7 @@ def measure_tcp(session: Session) -> None:
     session.on_each(listen)
 
     def measure(pair: list[Host]) -> list[Pair]:
-        found = []
+        results = []
         for (source, target), action in ((pair, "measure"), (pair[::-1], "reach")):
             result = Pair(source.name, target.name, target.address)
             try:
@@ -92,17 +90,17 @@ def measure_tcp(session: Session) -> None:
                     result.round_trip_us, result.tcp_gbit_s = speed["round_trip_us"], speed["gbit_s"]
             except DsExtError as error:
                 result.error = str(error)
-            found.append(result)
-        return found
+            results.append(result)
+        return results
 
     for turn in round_robin([host for host in hosts if host.name in ports]):
-        for found in session.pool.map(measure, [sorted(pair, key=hosts.index) for pair in turn]):
-            session.report.pairs += found
+        for results in session.pool.map(measure, [sorted(pair, key=hosts.index) for pair in turn]):
+            session.report.pairs += results
 
 
 def reach_gloo(session: Session) -> None:
     """Connect to the address of gloo on each host where it is not the address of the ranks' links."""
-    token = new_token().hex()
+    token = new_token()
     for target in _ready(session):
         if target.gloo_address in ("", target.address) or is_loopback(target.gloo_address):
             continue
@@ -110,8 +108,8 @@ def reach_gloo(session: Session) -> None:
             port = target.agent.ask("listen", address=target.gloo_address, port=0, token=token)
         except DsExtError as error:
             remedy = "set GLOO_SOCKET_IFNAME in .deepspeed_env"
-            found = f"cannot listen on {target.gloo_address}: {error}"
-            session.report.hosts[target.name].append(Finding("gloo", FAIL, found, remedy))
+            problem = f"cannot listen on {target.gloo_address}: {error}"
+            session.report.hosts[target.name].append(Finding("gloo", FAIL, problem, remedy))
             continue
 
         def reach(source: Host, target: Host = target, port: int = port) -> None:
@@ -137,7 +135,7 @@ def measure_rdma(session: Session) -> None:
 
 
 def _write(pair: Pair, source: Host, target: Host) -> None:
-    key, job = f"{source.name} {target.name}", new_token().hex()
+    key, job = f"{source.name} {target.name}", new_token()
     sides = ((source, True), (target, False))
     try:
         opened = [
@@ -169,8 +167,8 @@ def _ready(session: Session) -> list[Host]:
 def ports(session: Session) -> Iterator[Finding]:
     """Yield the ports that firewalls must allow."""
     ranges = {host.name: "-".join(host.facts["port_range"]) or "unknown" for host in session.hosts}
-    found = f"TCP {session.options.master_port} to {session.hosts[0].name}; TCP {by_value(ranges)} between all hosts"
-    yield Finding("ports", "ok", found)
+    allowed = f"TCP {session.options.master_port} to {session.hosts[0].name}; TCP {by_value(ranges)} between all hosts"
+    yield Finding("ports", "ok", allowed)
 
 
 def round_robin(items: Sequence[T]) -> Iterator[list[tuple[T, T]]]:

@@ -10,9 +10,7 @@ import socket
 import statistics
 import threading
 import time
-from dataclasses import dataclass
 
-TOKEN_BYTES = 16
 CONNECT_S = 3.0
 _IO_S = 10.0
 _PINGS, _PING_BYTES = 50, 64
@@ -29,81 +27,62 @@ class Unreachable(OSError):
     """Reason why a host did not accept a connection."""
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Measured speed of one TCP connection: round trip in microseconds, bandwidth in Gbit/s."""
-
-    round_trip_us: float
-    gbit_s: float
-
-
-class Listener:
-    """Listening socket that answers probes with the right token until it is closed.
+def listen(address: str, port: int, token: str) -> int:
+    """Answer probes that start with the token, until this process ends. Returns the port. Raises OSError.
 
     Args:
         address: address to listen on.
         port: port number; 0: a free port.
-        token: bytes that every probe starts with.
+        token: from :func:`new_token`.
     """
-
-    def __init__(self, address: str, port: int, token: bytes) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket, self._token = socket.socket(family, socket.SOCK_STREAM), token
-        try:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind((address, port))
-            self._socket.listen(64)
-        except OSError:
-            self._socket.close()
-            raise
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    @property
-    def port(self) -> int:
-        """Port on which the socket listens."""
-        return self._socket.getsockname()[1]
-
-    def close(self) -> None:
-        """Stop listening."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                connection, _ = self._socket.accept()
-                threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
-
-    def _answer(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError), connection:
-            connection.settimeout(_IO_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            words = _read(connection, TOKEN_BYTES + 1)
-            if not hmac.compare_digest(words[:TOKEN_BYTES], self._token):
-                return
-            connection.sendall(self._token)
-            if words[TOKEN_BYTES:] == _MEASURE:
-                for _ in range(_PINGS):
-                    connection.sendall(_read(connection, _PING_BYTES))
-                room, count = bytearray(len(_BLOCK)), 0
-                while received := connection.recv_into(room):
-                    count += received
-                connection.sendall(count.to_bytes(8, "big"))
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(64)
+    except OSError:
+        listener.close()
+        raise
+    threading.Thread(target=_accept, args=(listener, token.encode()), daemon=True).start()
+    return listener.getsockname()[1]
 
 
-def new_token() -> bytes:
-    """Return a random token for a :class:`Listener`."""
-    return secrets.token_bytes(TOKEN_BYTES)
+def _accept(listener: socket.socket, token: bytes) -> None:
+    while True:
+        connection, _ = listener.accept()
+        threading.Thread(target=_answer, args=(connection, token), daemon=True).start()
 
 
-def reach(address: str, port: int, token: bytes) -> None:
-    """Connect to a :class:`Listener`. Raises Unreachable."""
+def _answer(connection: socket.socket, token: bytes) -> None:
+    with contextlib.suppress(OSError), connection:
+        connection.settimeout(_IO_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        received, mode = _read(connection, len(token)), _read(connection, len(_MEASURE))
+        if not hmac.compare_digest(received, token):
+            return
+        connection.sendall(token)
+        if mode == _MEASURE:
+            for _ in range(_PINGS):
+                connection.sendall(_read(connection, _PING_BYTES))
+            room, count = bytearray(len(_BLOCK)), 0
+            while received_bytes := connection.recv_into(room):
+                count += received_bytes
+            connection.sendall(count.to_bytes(8, "big"))
+
+
+def new_token() -> str:
+    """Return a random token for :func:`listen`."""
+    return secrets.token_hex(16)
+
+
+def reach(address: str, port: int, token: str) -> None:
+    """Connect to the port of :func:`listen` on another host. Raises Unreachable."""
     _connect(address, port, token, _REACH).close()
 
 
-def measure(address: str, port: int, token: bytes) -> Speed:
-    """Return the speed of one connection to a :class:`Listener`. Raises Unreachable."""
+def measure(address: str, port: int, token: str) -> dict[str, float]:
+    """Return round trip and bandwidth of one connection to the port of :func:`listen`. Raises Unreachable."""
     with _connect(address, port, token, _MEASURE) as connection:
         try:
             trips = []
@@ -120,10 +99,10 @@ def measure(address: str, port: int, token: bytes) -> Speed:
             seconds = time.perf_counter() - started
         except OSError as error:
             raise Unreachable(f"connection lost during the measurement ({error})") from None
-    return Speed(1e6 * statistics.median(trips), 8e-9 * sent / seconds)
+    return {"round_trip_us": 1e6 * statistics.median(trips), "gbit_s": 8e-9 * sent / seconds}
 
 
-def _connect(address: str, port: int, token: bytes, mode: bytes) -> socket.socket:
+def _connect(address: str, port: int, token: str, mode: bytes) -> socket.socket:
     try:
         connection = socket.create_connection((address, port), timeout=CONNECT_S)
     except TimeoutError:
@@ -133,8 +112,8 @@ def _connect(address: str, port: int, token: bytes, mode: bytes) -> socket.socke
     try:
         connection.settimeout(_IO_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(token + mode)
-        if _read(connection, TOKEN_BYTES) != token:
+        connection.sendall(token.encode() + mode)
+        if _read(connection, len(token)) != token.encode():
             raise OSError("another program answered")
     except OSError as error:
         connection.close()

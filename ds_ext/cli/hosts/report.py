@@ -67,7 +67,7 @@ class Report:
     @property
     def failed(self) -> bool:
         """True if jobs on these hosts will fail."""
-        findings = [finding for found in self.hosts.values() for finding in found] + self.job
+        findings = [finding for of_host in self.hosts.values() for finding in of_host] + self.job
         return any(finding.state == FAIL for finding in findings) or any(pair.error for pair in self.pairs)
 
 

@@ -1,14 +1,20 @@
-"""Agents on other hosts, started over ssh with the command line that `deepspeed --hostfile` uses."""
+"""Agents on other hosts, started over ssh with the command line that ``deepspeed --hostfile`` uses.
+
+The launcher of the job cannot start them. An agent has to be asked, and ``deepspeed`` and pdsh pass no standard input
+on. Ranks under a launcher could only exchange findings through its rendezvous, so a host without the folder, the
+environment, pdsh or a route to the first host would end the run with the launcher's error, in place of the findings
+with their remedies. ``torchrun`` starts nothing on other hosts.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import queue
 import shlex
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -38,8 +44,8 @@ _REMEDIES = (
 class HostError(DsExtError):
     """Failure of one host: what was found, and the remedy."""
 
-    def __init__(self, found: str, remedy: str) -> None:
-        super().__init__(found)
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(problem)
         self.remedy = remedy
 
 
@@ -54,21 +60,15 @@ class RemoteAgent:
 
     def __init__(self, host: str, ssh: Sequence[str], command: str) -> None:
         self.host, self._lock = host, threading.Lock()
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        self._errors: list[str] = []
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (open for every error)
         self._process = subprocess.Popen(
             [*ssh, host, command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._errors,
             text=True,
             errors="replace",
         )
-        self._readers = [
-            threading.Thread(target=read, daemon=True) for read in (self._read, self._read_errors)
-        ]
-        for reader in self._readers:
-            reader.start()
 
     def start(self) -> None:
         """Wait until the agent is ready. Raises HostError."""
@@ -94,31 +94,31 @@ class RemoteAgent:
         """End the agent and the ssh connection."""
         self._process.kill()
         self._process.wait()
-        for reader in self._readers:
-            reader.join(5)
-        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+        for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
 
     def _answer(self, limit_s: float) -> Any:
+        """Return the next answer. Ends the agent after ``limit_s`` without one."""
+        assert self._process.stdout is not None
         deadline = time.monotonic() + limit_s
-        while True:
-            try:
-                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                self._process.kill()
-                raise HostError(
-                    f"no answer within {limit_s:g} s",
-                    f"try `ssh {self.host} hostname`, and look at the load there",
-                ) from None
-            if line is None:
-                raise self._ended()
-            if line.startswith(MARK):
-                answer = json.loads(line.removeprefix(MARK))
-                if "error" in answer:
-                    raise DsExtError(answer["error"])
-                return answer["value"]
+        watchdog = threading.Timer(limit_s, self._process.kill)
+        watchdog.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith(MARK):
+                    answer = json.loads(line.removeprefix(MARK))
+                    if "error" in answer:
+                        raise DsExtError(answer["error"])
+                    return answer["value"]
+        finally:
+            watchdog.cancel()
+        if time.monotonic() < deadline:
+            raise self._ended()
+        raise HostError(
+            f"no answer within {limit_s:g} s", f"try `ssh {self.host} hostname`, and look at the load there"
+        )
 
     def _ended(self) -> HostError:
         """Return the reason why ssh or the agent ended."""
@@ -127,9 +127,9 @@ class RemoteAgent:
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
-        self._readers[1].join(1)
-        text = "\n".join(self._errors)
-        last = next((line.strip() for line in reversed(self._errors) if line.strip()), f"exit status {code}")
+        self._errors.seek(0)
+        text = self._errors.read().strip()
+        last = text.rpartition("\n")[2].strip() or f"exit status {code}"
         if code == _SSH_FAILED:
             remedies = (remedy for sign, remedy in _REMEDIES if sign in text)
             return HostError(
@@ -137,25 +137,13 @@ class RemoteAgent:
                 next(remedies, "try `ssh {host} true`").format(host=self.host),
             )
         if code == _NO_FOLDER:
-            found = f"working directory {os.getcwd()} is missing"
-            return HostError(found, "use the same path on every host: a shared file system, or a copy")
+            problem = f"working directory {os.getcwd()} is missing"
+            return HostError(problem, "use the same path on every host: a shared file system, or a copy")
         if code in (126, 127) or "No such file" in last:
             return HostError(last, f"install the same environment as here: {sys.executable}")
         if "No module named" in last:
             return HostError(last, f"install ds_ext there into the environment of {sys.executable}")
         return HostError(last, "run `python -m ds_ext doctor` on that host")
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line)
-        self._lines.put(None)
-
-    def _read_errors(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._errors.append(line)
-            del self._errors[:-50]
 
 
 def ssh_words(port: int | None) -> list[str]:
@@ -175,11 +163,11 @@ def agent_command() -> str:
 
 
 def exported(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that `deepspeed --hostfile` sets on every host."""
-    found = {name: value for name, value in environ.items() if name.startswith(_EXPORTED)}
+    """Return the variables that ``deepspeed --hostfile`` sets on every host."""
+    variables = {name: value for name, value in environ.items() if name.startswith(_EXPORTED)}
     for folder in (Path.home(), Path()):
         path = folder / environ.get("DS_ENV_FILE", ".deepspeed_env")
         if path.is_file():
             lines = (line.strip().partition("=") for line in path.read_text().splitlines())
-            found |= {name: value for name, sign, value in lines if sign}
-    return found
+            variables |= {name: value for name, sign, value in lines if sign}
+    return variables

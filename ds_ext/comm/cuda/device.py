@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_ext.comm import wire
-from ds_ext.errors import TransportError
+from ...errors import TransportError
+from .. import wire
 
 DeviceIdentity = Mapping[str, Any]  # of a GPU, for other ranks; JSON
 Stream = Any  # torch.cuda.Stream

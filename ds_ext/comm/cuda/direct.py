@@ -20,9 +20,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ds_ext.comm import _native
-from ds_ext.comm.cuda.device import Device, Event, Stream
-from ds_ext.errors import TransportError
+from ...errors import TransportError
+from .. import _native
+from .device import Device, Event, Stream
 
 _ALIGNMENT = 512
 _SPARE = 2  # extra slots: one being filled, one being released

@@ -16,7 +16,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from ds_ext.comm import _native, wire
+from .. import _native, wire
 
 _HEADER = struct.Struct("<Bq")
 

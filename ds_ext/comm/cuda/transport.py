@@ -16,14 +16,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_ext.comm import _native, wire
-from ds_ext.comm.cuda.device import Device
-from ds_ext.comm.cuda.direct import Control, DirectReceiver, DirectSender
-from ds_ext.comm.cuda.header import Header, Route, packed, unpack
-from ds_ext.comm.endpoints import Pairs
-from ds_ext.comm.native_transport import SENT, NativeTransport, RecvTicket, Sent
-from ds_ext.comm.transport import GPU_CONTROL, ITEM_BITS, describe_tag, make_tag
-from ds_ext.errors import ProtocolError, TransportError
+from ...errors import ProtocolError, TransportError
+from .. import _native, wire
+from ..channels import GPU_CONTROL
+from ..endpoints import Pairs
+from ..native_transport import SENT, NativeTransport, RecvTicket, Sent
+from ..transport import ITEM_BITS, describe_tag, make_tag
+from .device import Device
+from .direct import Control, DirectReceiver, DirectSender
+from .header import Header, Route, packed, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +103,8 @@ class GpuTransport:
         cls, host: NativeTransport, device: Device, pairs: Pairs, kinds: Mapping[tuple[int, int], str]
     ) -> GpuTransport:
         """Create the transport over links in both directions; ``kinds`` maps each link to its kind."""
-        mine = {peer: held for (rank, peer), held in pairs.items() if rank == host.rank}
-        direct = {peer: held for peer, held in mine.items() if kinds[host.rank, peer] == "shm"}
+        mine = {peer: credits for (rank, peer), credits in pairs.items() if rank == host.rank}
+        direct = {peer: credits for peer, credits in mine.items() if kinds[host.rank, peer] == "shm"}
         return cls(host, device, list(mine), direct)
 
     @property
@@ -156,7 +157,7 @@ class GpuTransport:
         self._host.abort(cause)
 
     def close(self) -> None:
-        """Wait up to `timeout_s` until the peers have taken all messages, and close."""
+        """Wait up to ``timeout_s`` until the peers have taken all messages, and close."""
         self._host.close()
 
     # --- beyond the interface ---

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_ext.errors import TransportError
+from ...environment import has_capability
+from ...errors import TransportError
 
 INFINIBAND, ETHERNET = "InfiniBand", "Ethernet"
 ROCE_V2 = "RoCE v2"
@@ -194,7 +195,7 @@ def _text(file: Path | str) -> str:
 
 def lockable_bytes() -> float:
     """Raise the soft limit on locked memory to the hard limit, and return it in bytes."""
-    if _has_capability(_CAP_IPC_LOCK):
+    if has_capability(_CAP_IPC_LOCK):
         return float("inf")
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft != hard:
@@ -216,11 +217,3 @@ MEMLOCK_REMEDY = (
     "Raise the limit with `ulimit -l unlimited` in the shell that starts the job, memlock in "
     "/etc/security/limits.conf, LimitMEMLOCK=infinity in a systemd unit, or `docker run --ulimit memlock=-1`"
 )
-
-
-def _has_capability(number: int) -> bool:
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("CapEff:"):
-                return bool(int(line.split()[1], 16) >> number & 1)
-    return False

@@ -6,17 +6,17 @@ report failures, which a broken queue pair cannot do.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_ext.comm import _native, host_watch
-from ds_ext.comm.endpoints import SEND_WINDOW_BYTES, Endpoints, Pairs, peers_of
-from ds_ext.comm.rdma.devices import PortChoice, choose_port, device_ports, require_lockable
-from ds_ext.comm.tcp.address import own_address
-from ds_ext.comm.tcp.connect import PeerConnection, TcpListener, TcpOffer, connect_peers
-from ds_ext.errors import TransportError
+from ...environment import world_size
+from ...errors import TransportError
+from .. import _native, host_watch
+from ..endpoints import SEND_WINDOW_BYTES, Endpoints, Pairs, peers_of
+from ..tcp.address import own_address
+from ..tcp.connect import PeerConnection, TcpListener, TcpOffer, connect_peers
+from .devices import PortChoice, choose_port, device_ports, require_lockable
 
 SLAB_BYTES = 8 << 20  # initial size at both endpoints of a link; it grows with the messages
 CONTROL_WINDOW_BYTES = 1 << 20  # unused, because the control connection transfers no messages
@@ -60,7 +60,7 @@ class RdmaSetup:
 
     def offer(self) -> RdmaOffer:
         """Open the device, start listening and return the address."""
-        address = own_address(self._rank, int(os.environ.get("WORLD_SIZE", "1")), self._node_ips)
+        address = own_address(self._rank, world_size(), self._node_ips)
         choice = self._open(address)
         self._listener = TcpListener(address)
         return RdmaOffer(self._listener.offer(), choice.link_layer, self._slab_bytes)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import os
 import socket
 from collections.abc import Sequence
 
-from ds_ext.errors import ConfigError, TransportError
+from ...environment import host_number, master_address, num_hosts
+from ...errors import ConfigError, TransportError
 
 _OUTSIDE = ("192.0.2.1", "2001:db8::1")  # unassigned (RFC 5737, 3849), routed via the default interface
 
@@ -25,7 +25,7 @@ def own_address(rank: int, world_size: int, node_ips: Sequence[str] | None) -> s
     """
     if node_ips is None:
         return _address_towards_master()
-    hosts, host = _hosts(world_size), _host_of(rank, world_size)
+    hosts, host = num_hosts(world_size), host_number(rank, world_size)
     if len(node_ips) not in (world_size, hosts):
         raise ConfigError(
             f"ds_ext.transport_options.node_ips: needs one address for each of the {world_size} ranks or {hosts} hosts "
@@ -62,13 +62,12 @@ def is_loopback(address: str) -> bool:
 
 
 def _address_towards_master() -> str:
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    found = _address_towards(master) or "127.0.0.1"
+    towards_master = _address_towards(master_address()) or "127.0.0.1"
     # A host's name often resolves to 127.0.1.1 on the host itself, which other hosts cannot reach.
-    if is_loopback(found) and _hosts(int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+    if is_loopback(towards_master) and num_hosts() > 1:
         outside = (_address_towards(address) for address in _OUTSIDE)
-        found = next((address for address in outside if address), found)
-    return found
+        return next((address for address in outside if address), towards_master)
+    return towards_master
 
 
 def _address_towards(name: str) -> str | None:
@@ -79,24 +78,3 @@ def _address_towards(name: str) -> str | None:
                 probe.connect(address)
                 return probe.getsockname()[0]
     return None
-
-
-def _ranks_here(world_size: int) -> int:
-    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
-        with contextlib.suppress(KeyError, ValueError):
-            return max(1, int(os.environ[name]))
-    return world_size
-
-
-def _hosts(world_size: int) -> int:
-    for name in ("GROUP_WORLD_SIZE", "CROSS_SIZE"):  # hosts may have different numbers of ranks
-        with contextlib.suppress(KeyError, ValueError):
-            return max(1, int(os.environ[name]))
-    return max(1, -(-world_size // _ranks_here(world_size)))
-
-
-def _host_of(rank: int, world_size: int) -> int:
-    for name in ("GROUP_RANK", "CROSS_RANK"):
-        with contextlib.suppress(KeyError, ValueError):
-            return min(max(0, int(os.environ[name])), _hosts(world_size) - 1)
-    return rank // _ranks_here(world_size)

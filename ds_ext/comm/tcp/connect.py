@@ -9,9 +9,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ds_ext.comm.tcp.address import listening
-from ds_ext.comm.tcp.handshake import Handshake, initiate, respond
-from ds_ext.errors import TransportError
+from ...errors import TransportError
+from .address import listening
+from .handshake import Handshake, initiate, respond
 
 TOKEN_BYTES = 16
 _HANDSHAKE_S = 5.0  # limit on the handshake with an unauthenticated process
@@ -128,8 +128,8 @@ class _Connecting:
             connection = self._connect(peer)
             self._start(connection, self._initiate(connection, peer), peer, self._deadline)
         self._selector.register(self._listener.socket, selectors.EVENT_READ)
-        while self.missing and (left := self._deadline - time.monotonic()) > 0:
-            for key, _ in self._selector.select(min(left, 0.5)):
+        while self.missing and (remaining_s := self._deadline - time.monotonic()) > 0:
+            for key, _ in self._selector.select(min(remaining_s, 0.5)):
                 if key.data is None:
                     self._accept()
                 else:

@@ -20,7 +20,7 @@ import socket
 import struct
 from collections.abc import Callable, Generator
 
-from ds_ext.errors import ProtocolError
+from ...errors import ProtocolError
 
 NONCE_BYTES, PROOF_BYTES = 16, 32
 MAX_NOTE_BYTES = 4096
@@ -105,12 +105,12 @@ def _send(connection: socket.socket, kind: int, body: bytes) -> None:
 
 def _receive(kind: int) -> Generator[int, bytes, bytes]:
     """Return the body of the next message, which must be of this kind."""
-    found, size = read_header((yield _HEADER.size))
+    received, size = read_header((yield _HEADER.size))
     body = (yield size) if size else b""
-    if found == _KIND_REFUSED:
+    if received == _KIND_REFUSED:
         raise ProtocolError(f"refused by the peer: {body.decode(errors='replace')[:500]}")
-    if found != kind:
-        raise ProtocolError(f"expected a message of kind {kind} (got {found})")
+    if received != kind:
+        raise ProtocolError(f"expected a message of kind {kind} (got {received})")
     return body
 
 

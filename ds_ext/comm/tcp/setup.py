@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 
-from ds_ext.comm import _native, host_watch
-from ds_ext.comm.endpoints import SEND_WINDOW_BYTES, Endpoints, Pairs, peers_of
-from ds_ext.comm.tcp.address import is_loopback, own_address
-from ds_ext.comm.tcp.connect import PeerConnection, TcpListener, TcpOffer, connect_peers
+from ... import environment
+from .. import _native, host_watch
+from ..endpoints import SEND_WINDOW_BYTES, Endpoints, Pairs, peers_of
+from .address import is_loopback, own_address
+from .connect import PeerConnection, TcpListener, TcpOffer, connect_peers
 
 
 class TcpSetup:
@@ -22,7 +22,7 @@ class TcpSetup:
 
     def offer(self) -> TcpOffer:
         """Start listening and return the address."""
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        world_size = environment.world_size()
         self._listener = TcpListener(own_address(self._rank, world_size, self._node_ips))
         return self._listener.offer()
 

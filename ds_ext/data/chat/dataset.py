@@ -1,7 +1,7 @@
 """Samples of chat data: whole conversations, packed into seq_length tokens.
 
 A sample is ((tokens_S, starts_S), labels_S) with S = seq_length. A conversation of n tokens takes n - 1 positions: its
-last token is only a label. Labels that are not the assistant's are `IGNORE_INDEX`. Samples depend only on (seed,
+last token is only a label. Labels that are not the assistant's are ``IGNORE_INDEX``. Samples depend only on (seed,
 seq_length, split, files), so all ranks and all resumed runs get the same ones.
 """
 
@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from ds_ext.data.indexed import IndexedTokens
-from ds_ext.data.packing import IGNORE_INDEX, Sample, pack_best_fit
-from ds_ext.errors import ConfigError
+from ...errors import ConfigError
+from ..indexed import IndexedTokens
+from ..packing import IGNORE_INDEX, Sample, pack_best_fit
 
 EPOCHS_KEPT = 2
 PADDING_TOKEN = 0  # any token of the vocabulary; the loss ignores padding
@@ -27,7 +27,7 @@ class _Epoch(NamedTuple):
 
     Attributes:
         conversations: conversation numbers, sample after sample.
-        borders: offset of every sample in `conversations`, and their number.
+        borders: offset of every sample in ``conversations``, and their number.
         order: number of the sample that each index takes.
     """
 
@@ -41,7 +41,7 @@ class ChatDataset(Dataset[Sample]):
 
     Each epoch shuffles the conversations, packs them with :func:`pack_best_fit`, pads every sample, and shuffles the
     samples. Epochs may have different numbers of samples. A conversation of more than seq_length + 1 tokens is
-    truncated at its end, or dropped if no token of the assistant remains. Sample i does not depend on `num_samples`.
+    truncated at its end, or dropped if no token of the assistant remains. Sample i does not depend on ``num_samples``.
 
     Attributes:
         num_conversations: conversations of an epoch.
@@ -59,7 +59,7 @@ class ChatDataset(Dataset[Sample]):
         seed: int,
         name: str = "train",
     ) -> None:
-        """Use consecutive `documents` of a file as the split `name`.
+        """Use consecutive ``documents`` of a file as the split ``name``.
 
         Args:
             indexed: tokens, one conversation per document.
@@ -111,7 +111,7 @@ class ChatDataset(Dataset[Sample]):
         return self._num_samples
 
     def __getitem__(self, index: int) -> Sample:
-        """Return ((tokens_S, starts_S), labels_S), int64, of sample `index`.
+        """Return ((tokens_S, starts_S), labels_S), int64, of sample ``index``.
 
         starts_S is the index of the first token of every token's conversation, or of the padding. Raises IndexError
         outside 0..num_samples-1.

@@ -1,4 +1,4 @@
-"""Chat files: jsonl lines with `messages`, and the prepared tokens with their loss mask."""
+"""Chat files: jsonl lines with ``messages``, and the prepared tokens with their loss mask."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -6,9 +6,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ds_ext.data.chat.template import ChatTemplate, Conversation
-from ds_ext.data.layout import DATA_NAME, LOSS_MASK_NAME
-from ds_ext.errors import ConfigError
+from ...errors import ConfigError
+from ..layout import DATA_NAME, LOSS_MASK_NAME
+from .template import ChatTemplate, Conversation
 
 BATCH_CONVERSATIONS = 1000
 COMMON_LENGTHS = tuple(2**power for power in range(9, 18))
@@ -29,9 +29,9 @@ def _conversation(line: str, position: str) -> Conversation:
         raise ConfigError(f"{position}: not JSON ({error}). Write one JSON object per line.") from error
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
-        given = f"the keys {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
+        content = f"the keys {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
         raise ConfigError(
-            f"{position}: no list of messages under 'messages' (got {given}). Write "
+            f"{position}: no list of messages under 'messages' (got {content}). Write "
             '{"messages": [{"role": "user", "content": ...}, ...]}.'
         )
     for message in messages:
@@ -126,7 +126,7 @@ def write_conversations(
 
 
 def summary(meta: dict[str, Any]) -> str:
-    """Return the lines that `prepare` prints for chat data."""
+    """Return the lines that ``prepare`` prints for chat data."""
     longer = ", ".join(f"{limit}: {count}" for limit, count in meta["longer_than"].items())
     return (
         f"conversations {meta['documents']}, without assistant (dropped) {meta['without_assistant']}, tokens "

@@ -1,7 +1,7 @@
 """Chat template of a Hugging Face tokenizer, and the tokens of the rendered text that are the assistant's.
 
-The template itself marks the assistant's text with `{% generation %}`, or the text of message i is found between the
-prompt for it (messages 0..i-1 with `add_generation_prompt`) and messages 0..i. Some templates render a message
+The template itself marks the assistant's text with ``{% generation %}``, or the text of message i is found between the
+prompt for it (messages 0..i-1 with ``add_generation_prompt``) and messages 0..i. Some templates render a message
 differently once others follow: Qwen3 removes the reasoning of earlier turns. The prompts of others contain text that
 the rendered turns lack: DeepSeek-R1 opens the reasoning. Then message i is replaced by a marker, which shows where the
 message and the following ones begin. A conversation for which this fails too is an error.
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_ext.errors import ConfigError
+from ...errors import ConfigError
 
 ASSISTANT = "assistant"
 CONTENT_KEYS = {"role", "content"}
@@ -73,8 +73,8 @@ class ChatTemplate:
         """Load a tokenizer folder of transformers.
 
         Args:
-            folder: folder with `tokenizer.json`, and a chat template in `tokenizer_config.json` or
-                `chat_template.jinja`.
+            folder: folder with ``tokenizer.json``, and a chat template in ``tokenizer_config.json`` or
+                ``chat_template.jinja``.
             eod_id: token at the end of conversations whose text does not end with a special token, if the tokenizer
                 has no end-of-sequence token.
 
@@ -149,7 +149,7 @@ class ChatTemplate:
         return text, spans
 
     def _render_marked(self, conversation: Conversation, template: str) -> tuple[str, list[Span]]:
-        """Return text and spans of a template with `{% generation %}`, whose blocks become calls of a macro."""
+        """Return text and spans of a template with ``{% generation %}``, whose blocks become calls of a macro."""
         for tag, call in (("generation", f"call {MACRO}()"), ("endgeneration", "endcall")):
             template = re.sub(rf"(\{{%-?\s*){tag}(\s*-?%\}})", rf"\g<1>{call}\g<2>", template)
         marked = self._text(conversation, conversation.messages, chat_template=DEFINITION + template)
@@ -166,7 +166,7 @@ class ChatTemplate:
         return text, spans
 
     def _span(self, conversation: Conversation, text: str, index: int) -> Span:
-        """Return start and end in `text` of message `index`."""
+        """Return start and end in ``text`` of message ``index``."""
         before = conversation.messages[:index]
         if not before:
             raise ConfigError(
@@ -183,7 +183,7 @@ class ChatTemplate:
         return start, start + len(content) if content.endswith(self._special_tokens) else stop
 
     def _span_by_marker(self, conversation: Conversation, text: str, prompt: str, index: int) -> Span:
-        """Return start and end in `text` of message `index`, found with a marker in its place."""
+        """Return start and end in ``text`` of message ``index``, found with a marker in its place."""
         messages = conversation.messages
         message = messages[index]
         marked = [*messages[:index], {**message, "content": MARKER}]

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ...environment import error_file, local_rank
 from ...errors import ConfigError
 from ..together import together
 from .folder import LATEST, current_tag, good_checkpoints, has_checkpoint, open_checkpoint, read_manifest
@@ -142,8 +143,8 @@ def this_run() -> Run:
 def _open_memory() -> int | None:
     """Return a descriptor of the file in torchrun's folder on one rank of a host, and None on the others."""
     # FOLDER/attempt_0/0/error.json
-    path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
-    if os.environ.get("LOCAL_RANK") != "0" or not path.parent.parent.name.startswith("attempt_"):
+    path = error_file()
+    if path is None or local_rank() != 0 or not path.parent.parent.name.startswith("attempt_"):
         return None
     return os.open(path.parents[2] / "ds_ext_run.json", os.O_RDWR | os.O_CREAT, 0o600)
 

@@ -9,6 +9,8 @@ import sys
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from ...environment import local_rank
+
 # Hardware queues of a CUDA process, at most 32. By default there are 8, and streams that share one wait for each other.
 # A rank has a stream per communicator, and a blocked receive must not hold up a send in the same queue.
 _CUDA_QUEUES = "32"
@@ -23,7 +25,7 @@ def select_device() -> None:
     accelerator = get_accelerator()
     if accelerator.device_name() == "cuda":
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _CUDA_QUEUES)  # read when CUDA starts
-    accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    accelerator.set_device(local_rank())
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -13,16 +13,13 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ...comm.channels import DYNAMIC_CHOICES, DYNAMIC_MESSAGES
 from ...comm.transport import ITEM_BITS, Ticket, Transport, make_tag
 from ...errors import ConfigError
 from ...parallel.layout import ParallelLayout
 from ...pipe_schedules import Op
 from ...pipe_schedules.dynamic import DynamicRules
-from ..messages import MAX_STAGES, Kind, StageMessages
-
-# No static message uses these channels: stage 0 receives no activation, and the last stage no gradient.
-_CHOICES = 0
-_NUMBERED = 2 * MAX_STAGES - 1
+from ..messages import Kind, StageMessages
 
 
 @runtime_checkable
@@ -92,7 +89,7 @@ class DynamicMessages(StageMessages):
         number = self._num_sent.get(device, 0)
         self._num_sent[device] = number + 1
         tensors = [tensor.detach() for tensor in tensors]
-        self.transport.send((head, *tensors), self.global_rank(device), make_tag(_NUMBERED, number))
+        self.transport.send((head, *tensors), self.global_rank(device), make_tag(DYNAMIC_MESSAGES, number))
 
     def poll(self) -> list[Arrival]:
         """Return the messages that have arrived since the last call, without waiting."""
@@ -129,7 +126,7 @@ class DynamicMessages(StageMessages):
         return self._next_tickets
 
     def _post_next(self, device: int) -> Ticket:
-        tag = make_tag(_NUMBERED, self._num_received[device])
+        tag = make_tag(DYNAMIC_MESSAGES, self._num_received[device])
         return self.transport.recv(self.global_rank(device), tag)
 
 
@@ -159,12 +156,12 @@ class Choices:
         return Op(chr(kind), micro_batch, stage)
 
     def _tag(self) -> int:
-        return make_tag(_CHOICES, self._count)
+        return make_tag(DYNAMIC_CHOICES, self._count)
 
 
 def is_numbered(tag: int) -> bool:
     """Return whether a message with this tag begins with its kind, stage and micro-batch."""
-    return tag >> ITEM_BITS == _NUMBERED
+    return tag >> ITEM_BITS == DYNAMIC_MESSAGES
 
 
 def senders(rules: DynamicRules, device: int) -> list[int]:

@@ -10,7 +10,7 @@ from ...pipe_schedules import Instruction, Op, Program
 from ...pipe_schedules.bridge import TimetableSchedule, to_pipe_instruction
 from ...pipe_schedules.dependencies import Inputs
 from ...pipe_schedules.dynamic import DynamicRules
-from ...pipe_schedules.lower import AFTER_BACKWARDS, Lowering
+from ...pipe_schedules.lowering import AFTER_BACKWARDS, Lowering
 from ...pipe_schedules.ops import FORWARD
 from ..messages import Kind
 from .messages import Arrival, DynamicMessages

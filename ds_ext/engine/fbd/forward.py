@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from deepspeed.runtime.pipe import schedule as ds
 
+from ...comm.channels import FBD_CREDITS, of_stage
 from ...comm.transport import Ticket, make_tag
 from ...errors import ScheduleError
 from ...parallel.fbd import DisaggregatedLayout
@@ -112,7 +113,8 @@ class ForwardRole(DisaggregatedRole):
                 tickets.popleft().wait()
         engine.executor.send_activations(buffer_id, stage, micro_batch, peer)
         for rank in ranks:
-            self._credits[rank].append(engine.transport.recv(rank, make_tag(stage + 1, micro_batch)))
+            tag = make_tag(of_stage(FBD_CREDITS, stage + 1), micro_batch)
+            self._credits[rank].append(engine.transport.recv(rank, tag))
 
     # --- values of the optimizer ---
 

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ds_ext.comm.tcp.handshake import Handshake, initiate, respond
+from ds_ext.environment import available_bytes, control_groups, namespace, stat_fields
 from ds_ext.errors import ProtocolError
 
 MAX_BYTES = 1 << 20  # of a question or an answer
@@ -61,14 +62,12 @@ def address(launcher: int) -> str:
     Raises:
         KeeperError: the launcher has exited.
     """
-    try:
-        with open(f"/proc/{launcher}/stat", encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        raise KeeperError(f"the launcher {launcher} has exited") from None
+    fields = stat_fields(launcher)
+    if not fields:
+        raise KeeperError(f"the launcher {launcher} has exited")
     start, code, stack, heap = fields[19], fields[23], fields[25], fields[44]
     secret = hashlib.sha256(" ".join((start, code, stack, heap)).encode()).hexdigest()
-    return f"\0ds_ext/keeper/{os.getuid()}/{os.stat('/proc/self/ns/pid').st_ino}/{launcher}/{secret[:32]}"
+    return f"\0ds_ext/keeper/{os.getuid()}/{namespace('pid')}/{launcher}/{secret[:32]}"
 
 
 def user_of(connection: socket.socket) -> int:
@@ -79,12 +78,9 @@ def user_of(connection: socket.socket) -> int:
 
 def free_bytes() -> int:
     """Return the memory that this process can still allocate: that of the host, or of its control group (cgroup v2)."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        available = next(line for line in file if line.startswith("MemAvailable:"))
-    free = int(available.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):
-        with open("/proc/self/cgroup", encoding="ascii") as file:
-            group = next(line for line in file if line.startswith("0::"))[3:].strip()
+    free = available_bytes()
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        group = next(line for line in control_groups().splitlines() if line.startswith("0::"))[3:]
         numbers = []
         for name in ("max", "current"):
             with open(f"/sys/fs/cgroup{group}/memory.{name}", encoding="ascii") as file:

@@ -5,7 +5,7 @@ ranks have snapshots of the step. The step is complete when rank 0 begins the ne
 does after it: evaluation, a checkpoint, a line in a log. A step that was not complete runs again with all of this, and
 a rank that dies in the optimizer step never leaves ranks one step apart: they load the last complete step.
 
-When a step is complete, the keepers copy its snapshots to other hosts (:mod:`ds_ext.parallel.copies`), beside the next
+When a step is complete, the keepers copy its snapshots to other hosts (:mod:`ds_ext.parallel.hosts`), beside the next
 step. No rank writes its next snapshot before all copies have arrived. So whenever a host is lost, there is a step of
 which its copies exist and which no rank on the other hosts has overwritten: the last complete one or the one before.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +25,9 @@ from torch import Tensor
 
 from ...comm.tcp.address import own_address
 from ...config.sections import RecoveryOptions
+from ...environment import find_launcher, restart_count, started_s
 from ...errors import CheckpointError, ConfigError
-from ...launch.processes import find_launcher
-from ...parallel.copies import copy_hosts
+from ...parallel.hosts import copy_hosts
 from ..batches import IteratorBatches
 from ..checkpoint.save import describe_job
 from ..checkpoint.states import Checkpointed
@@ -88,7 +87,7 @@ def restarts() -> int:
 
     The launcher of a new host has not restarted its ranks, so the largest number counts.
     """
-    return max(together(lambda: int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))))
+    return max(together(restart_count))
 
 
 class Recovery:
@@ -452,12 +451,3 @@ def first_exits(times: Mapping[int, int], ranks: int) -> tuple[tuple[int, ...], 
         return (lost if times else ()), None
     noticed_s = (order[1][0] - order[0][0]) / 1e9 if len(order) > 1 else None
     return (order[0][1],), noticed_s
-
-
-def started_s() -> float:
-    """Return the start of this process in seconds since 1970."""
-    with open("/proc/self/stat", encoding="utf-8") as file:
-        ticks = int(file.read().rpartition(")")[2].split()[19])
-    with open("/proc/uptime", encoding="ascii") as file:
-        up_s = float(file.read().split()[0])
-    return time.time() - up_s + ticks / os.sysconf("SC_CLK_TCK")

@@ -19,13 +19,13 @@ import os
 import time
 import zlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...environment import path_of
 from ...errors import CheckpointError
 from ..checkpoint.file import TensorFile, converted, header_of, restored
 from .keeper import Keeper, KeeperError
@@ -136,7 +136,7 @@ class Slots:
                     f"rank {self._rank}: the snapshot of step {step} is damaged (got checksum {checksum:08x} instead "
                     f"of {int(record[CHECKSUM]):08x})."
                 )
-            file = TensorFile(Path(f"/proc/self/fd/{descriptor}"))
+            file = TensorFile(path_of(descriptor))
             tensors = {name: file.whole(name) for name in file.names}
         finally:
             os.close(descriptor)

@@ -92,11 +92,11 @@ def _metrics_file(path: Path) -> Path | None:
     """Return the metrics file; None if a folder has none. Raises ConfigError for several."""
     if not path.is_dir():
         return path.with_name(path.name.removesuffix(SUFFIX) + ".jsonl") if SUFFIX in path.name else path
-    found = sorted(file for file in path.glob("*.jsonl") if any(_lines(file)))
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found)
-        raise ConfigError(f"{path}: has {len(found)} metrics files (got {names}). Name one: {found[0]}.")
-    return found[0] if found else None
+    files = sorted(file for file in path.glob("*.jsonl") if any(_lines(file)))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ConfigError(f"{path}: has {len(files)} metrics files (got {names}). Name one: {files[0]}.")
+    return files[0] if files else None
 
 
 def _starts(metrics: Path, notes: list[str]) -> list[Start]:
@@ -146,17 +146,17 @@ def _row(line: bytes) -> Row | None:
 
 def _traces(folder: Path, recorded: str | None, notes: list[str]) -> Traces | None:
     """Return the traces in the folder, in one of its subfolders, or in the folder that the run record names."""
-    found = [place for place in (folder, *sorted(folder.iterdir())) if (place / "rank0.json").is_file()]
+    folders = [place for place in (folder, *sorted(folder.iterdir())) if (place / "rank0.json").is_file()]
     if recorded is not None:
-        named = [place for place in found if place.name == Path(recorded).name]
-        found = named or found or [place for place in [Path(recorded)] if place.is_dir()]
-    for place in found:
+        named = [place for place in folders if place.name == Path(recorded).name]
+        folders = named or folders or [place for place in [Path(recorded)] if place.is_dir()]
+    for place in folders:
         try:
             traces = read_traces(place)
         except ConfigError as error:
             notes.append(str(error))
             continue
-        others = [str(other) for other in found if other != place]
+        others = [str(other) for other in folders if other != place]
         if others:
             notes.append(f"Traces of {place}; others are not shown: {', '.join(others)}.")
         return traces

@@ -37,12 +37,12 @@ Cells = list[tuple[str, ...]]
 
 def report(run: Run) -> str:
     """Return the page."""
-    rows, found = run.rows, list(run.notes)
+    rows, notes = run.rows, list(run.notes)
     summary = None if run.traces is None else summarize(run.traces)
     steps: dict[int, DrawnStep] = {}
     if run.traces is not None and summary is not None:
-        found += _contradictions(rows, summary)
-        steps = _draw(run.traces, summary, found)
+        notes += _contradictions(rows, summary)
+        steps = _draw(run.traces, summary, notes)
     title = _title(run, summary)
     body = [
         f"<header><h1>{escape(title)}</h1></header><p>{escape(_subtitle(run))}</p>",
@@ -56,7 +56,7 @@ def report(run: Run) -> str:
         *_recoveries(run.starts),
         *_checkpoints(run.starts),
         *_timetables(steps, run.traces, summary),
-        *_listed("Notes", found),
+        *_listed("Notes", notes),
         *_details(run.facts),
         "</main>",
     ]
@@ -97,7 +97,7 @@ def _figures(rows: Sequence[Row]) -> Iterator[str]:
     if not rows:
         return
     last = rows[-1]
-    found = [
+    figures = [
         ("last step", f"{last['step']:,}", ""),
         ("loss", _last(rows, "loss", digits=5), ""),
         ("validation loss", _last(rows, "validation_loss", digits=5), ""),
@@ -111,7 +111,7 @@ def _figures(rows: Sequence[Row]) -> Iterator[str]:
         ("memory of the worst rank", _last(rows, "peak_memory_bytes", 1 / _MIB), "MiB"),
     ]
     yield '<dl class="figures">'
-    for name, value, unit in found:
+    for name, value, unit in figures:
         if value:
             yield f"<div><dt>{name}</dt><dd>{value}{f'<small>{unit}</small>' if unit else ''}</dd></div>"
     yield "</dl>"
@@ -157,7 +157,7 @@ def _facts(facts: dict[str, Any]) -> Iterator[str]:
     if commit:
         changed = ", with uncommitted changes" if commit.endswith("+") else ""
         commit = f"{commit.rstrip('+')[:_HASH_DIGITS]}{changed}"
-    found = {
+    lines = {
         "schedule": facts.get("schedule"),
         "ranks": f"{facts.get('world_size', '?')} = {' × '.join(sizes)}",
         "batch": batch,
@@ -171,7 +171,7 @@ def _facts(facts: dict[str, Any]) -> Iterator[str]:
         "command": facts.get("command"),
     }
     yield '<section aria-labelledby="ran"><h2 id="ran">What ran</h2><table class="facts"><tbody>'
-    for name, text in found.items():
+    for name, text in lines.items():
         if text:
             yield f'<tr><th scope="row">{name}</th><td>{escape(str(text))}</td></tr>'
     yield "</tbody></table></section>"
@@ -215,7 +215,7 @@ def _curves(rows: Sequence[Row]) -> Iterator[str]:
         Curve("ideal devices", _values(rows, "bubble_simulated", 100)),
     ]
     memory = [Curve("worst rank", _values(rows, "peak_memory_bytes", 1 / _MIB))]
-    found = [
+    curves = [
         chart("Loss", loss, ends, from_zero=False),
         chart("Learning rate", [Curve("", _values(rows, "lr"))], ends),
         chart("Gradient norm", [Curve("", _values(rows, "grad_norm"))], ends),
@@ -226,7 +226,7 @@ def _curves(rows: Sequence[Row]) -> Iterator[str]:
         chart("Peak memory of the worst rank", memory, ends, unit=" MiB"),
     ]
     yield '<section aria-labelledby="steps"><h2 id="steps">Steps</h2><div class="charts">'
-    yield from found
+    yield from curves
     yield "</div></section>"
 
 
@@ -343,7 +343,7 @@ def _time(seconds: float | None) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _draw(traces: Traces, summary: Summary, found: list[str]) -> dict[int, DrawnStep]:
+def _draw(traces: Traces, summary: Summary, notes: list[str]) -> dict[int, DrawnStep]:
     """Return the drawings of the steps that the page embeds, and add notes on those that it does not."""
     steps = sorted(summary.bubble_by_step)
     if not steps:
@@ -355,13 +355,13 @@ def _draw(traces: Traces, summary: Summary, found: list[str]) -> dict[int, Drawn
         size += sum(len(row) for marks in of_median.marks for row in marks)
         chosen = _chosen(summary, max(1, min(_MOST_STEPS, _MOST_INTERVALS // max(size, 1))))
         if len(chosen) < len(steps):
-            found.append(
+            notes.append(
                 f"The page has the timetables of {len(chosen)} of {len(steps)} traced steps, the slowest among them. "
                 f"`trace view --step K` draws any step."
             )
         return draw_steps(traces, summary, chosen)
     except ConfigError as error:
-        found.append(str(error))
+        notes.append(str(error))
         return {}
 
 
@@ -372,8 +372,8 @@ def _chosen(summary: Summary, count: int) -> list[int]:
         return steps
     first = [median_step(summary), max(steps, key=summary.makespan_by_step.__getitem__)][:count]
     others = [step for step in steps if step not in first]
-    left = count - len(set(first))
-    even = [others[i * len(others) // left] for i in range(left)]
+    remaining = count - len(set(first))
+    even = [others[i * len(others) // remaining] for i in range(remaining)]
     return sorted({*first, *even})
 
 

@@ -38,40 +38,30 @@ class EventText:
 
     def __init__(self, rank: int, peers: Callable[[int], Sequence[int]], *, eager: bool) -> None:
         self.rank, self._peers, self._eager = rank, peers, eager
-        self._cache: dict[Instruction, tuple[str, str]] = {}
+        self._cache: dict[Instruction, tuple[str, str, str, dict[str, Any]]] = {}
 
     def instruction(
         self, instruction: Instruction, begin_us: float, end_us: float, message_bytes: int, step: int
     ) -> str:
         """Return the event of an executed instruction; ``message_bytes`` is 0 without a message."""
-        parts = self._cache.get(instruction)
-        if parts is None:
+        fixed = self._cache.get(instruction)
+        if fixed is None:
             if len(self._cache) >= _CACHE_LIMIT:
                 self._cache.clear()
-            parts = self._cache[instruction] = self._parts(instruction)
-        head, tail = parts
-        size = f', "bytes": {message_bytes}' if message_bytes else ""
-        return f'{head}{begin_us:.3f}, "dur": {end_us - begin_us:.3f}, "args": {{"step": {step}{size}{tail}'
+            fixed = self._cache[instruction] = self._fixed(instruction)
+        name, thread, category, arguments = fixed
+        values = {"step": step, **({"bytes": message_bytes} if message_bytes else {}), **arguments}
+        return _span(name, category, self.rank, thread, begin_us, end_us, values)
 
-    def _parts(self, instruction: Instruction) -> tuple[str, str]:
-        """Return the text before the times and the text after the step."""
-        thread, category = self._thread_and_category(instruction)
-        values: dict[str, Any] = {
-            "micro_batch": instruction.micro_batch,
-            "stage": instruction.stage,
-            "pipe": instruction.pipe,
-        }
+    def _fixed(self, instruction: Instruction) -> tuple[str, str, str, dict[str, Any]]:
+        """Return the parts of an event that do not change: name, thread, category, arguments."""
+        keys = ("micro_batch", "stage", "pipe")
+        arguments = {key: value for key in keys if (value := getattr(instruction, key)) is not None}
         if instruction.peer is not None:
-            first, *others = self._peers(instruction.peer)
-            values["peer"] = first
+            arguments["peer"], *others = self._peers(instruction.peer)
             if others:
-                values["more_peers"] = others
-        present = {key: value for key, value in values.items() if value is not None}
-        head = json.dumps(
-            {"name": str(instruction), "cat": category, "ph": "X", "pid": self.rank, "tid": thread}
-        )
-        tail = json.dumps(present)[1:]
-        return f'{head[:-1]}, "ts": ', f"{', ' if present else ''}{tail}}}"
+                arguments["more_peers"] = others
+        return (str(instruction), *self._thread_and_category(instruction), arguments)
 
     def _thread_and_category(self, instruction: Instruction) -> tuple[str, str]:
         name = instruction.name

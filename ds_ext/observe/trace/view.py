@@ -23,7 +23,7 @@ from ...pipe_schedules.costs import Costs
 from ...pipe_schedules.draw.page import Mark, html
 from ...pipe_schedules.draw.svg import svg
 from ...pipe_schedules.ops import ALL_KINDS
-from ...pipe_schedules.simulate import Simulation, peak_stages, simulate
+from ...pipe_schedules.simulation import Simulation, peak_stages, simulate
 from .read import Event, Traces
 from .summary import Summary, summarize
 
@@ -159,7 +159,7 @@ def _events(traces: Traces, steps: Collection[int]) -> dict[int, StepEvents]:
 
     With tensor parallelism these are the events of the first rank of the device that has a trace.
     """
-    found: dict[int, StepEvents] = {}
+    events: dict[int, StepEvents] = {}
     seen = set()
     for trace in traces.ranks.values():
         row = trace.run["data_parallel_rank"], trace.run["device"]
@@ -169,8 +169,8 @@ def _events(traces: Traces, steps: Collection[int]) -> dict[int, StepEvents]:
         for event in trace.spans():
             step = event["args"].get("step")
             if step in steps:
-                found.setdefault(step, {}).setdefault(row, []).append(trace.aligned(event))
-    return found
+                events.setdefault(step, {}).setdefault(row, []).append(trace.aligned(event))
+    return events
 
 
 def _timetable(traces: Traces, events_of: StepEvents) -> Timetable:

@@ -6,7 +6,7 @@ import itertools
 import math
 
 from ..ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
-from ..simulate import Simulation
+from ..simulation import Simulation
 from ..timetables import Timetable
 from .order import order_grid
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ...errors import ScheduleError
 from ..ops import Op
-from ..simulate import Simulation
+from ..simulation import Simulation
 from .svg import DARK, DRAWN, LATER, LIGHT, Theme, axis_title, heading, kinds_of, legend, numbers, paints, svg
 
 __all__ = ["html", "svg"]
@@ -127,7 +127,7 @@ def plots(
     marks: Sequence[Sequence[Sequence[Mark]]] = (),
     rows: Sequence[Sequence[str]] = (),
 ) -> list[Plot]:
-    """Return the data of the timetables that page.js reads; see :func:`_plot`. Arguments as for :func:`html`."""
+    """Return the data of the timetables that page.js reads; see :func:`_plot``. Arguments as for :func:``html`."""
     drawn = [_plot(simulation, axis) for simulation in simulations]
     for plot, listed in zip(drawn, marks, strict=False):
         plot["marks"] = [[(_number(m.start), _number(m.end), m.below, m.text) for m in row] for row in listed]
@@ -233,20 +233,20 @@ def _plot(simulation: Simulation, axis: str | None) -> Plot:
 
 def _words(spans: Sequence[tuple[Op, float, float]]) -> list[Word]:
     """Return the waits and ops of a device as words."""
-    found: list[Word] = []
+    words: list[Word] = []
     last = {kind: (0, 0) for kind in DRAWN}
     at = 0.0
     for (kind, m, stage), start, end in spans:
         # The script adds up the words, so rounding errors must not accumulate, and must not appear as waits.
         wait = start - at
         if abs(wait) > _ROUNDING * start:
-            found.append(_number(wait))
+            words.append(_number(wait))
             at += _number(wait)
         before, duration = last[kind], _number(end - start)
-        found.append((DRAWN.index(kind), stage - before[0], m - before[1], duration))
+        words.append((DRAWN.index(kind), stage - before[0], m - before[1], duration))
         last[kind] = (stage, m)
         at += duration
-    return found
+    return words
 
 
 def _packed(number: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE
-from ..simulate import Simulation
+from ..simulation import Simulation
 
 _CATEGORY = {
     FORWARD: "forward",
@@ -70,7 +70,7 @@ def _arrows(simulation: Simulation) -> Iterator[Event]:
     number = 0
     for device, spans in enumerate(simulation.spans):
         for op, start, _ in spans:
-            for need, owner in simulation.timetable.dependencies.of(op):
+            for need, owner in simulation.timetable.dependencies.needs(op):
                 if owner == device:
                     continue
                 number += 1

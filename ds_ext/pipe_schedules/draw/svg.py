@@ -7,7 +7,7 @@ from html import escape
 from typing import NamedTuple
 
 from ..ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
-from ..simulate import Simulation
+from ..simulation import Simulation
 from ..timetables import Timetable
 
 WORDS = {
@@ -119,8 +119,8 @@ def axis_title(simulation: Simulation) -> str:
 
 def kinds_of(timetable: Timetable) -> list[str]:
     """Return the kinds of ops in the timetable, in the order of the palette."""
-    found = {op.kind for order in timetable.orders for op in order}
-    return [kind for kind in DRAWN if kind in found]
+    kinds = {op.kind for order in timetable.orders for op in order}
+    return [kind for kind in DRAWN if kind in kinds]
 
 
 def legend(kind: str) -> str:
@@ -187,22 +187,28 @@ def svg(*simulations: Simulation, axis: str | None = None, unit: str = "") -> st
 
 
 def _style() -> str:
-    def rules(theme: Theme) -> str:
-        fills = "".join(
-            f".{kind}{pipe}{{fill:{color}}}"
-            for pipe, colors in enumerate(theme.kinds)
-            for kind, color in paints(colors)
-        )
-        return (
-            f".paper{{fill:{theme.paper}}}text,.dark{{fill:{theme.text}}}.bright{{fill:{theme.inverse}}}"
-            f".muted{{fill:{theme.muted}}}.bar{{fill:{theme.bar}}}.hatch,.grid{{stroke:{theme.hatch}}}.mark{{stroke:{theme.muted}}}{fills}"
-        )
-
+    """Return the style sheet: fonts, then the colors of both themes."""
     return (
         f"<style>text{{font:11px {_FONT}}}.name{{font-size:17px;font-weight:600}}.sizes{{font-size:13px;"
         f"font-weight:400}}.c{{text-anchor:middle}}.e{{text-anchor:end}}.hatch,.grid,.mark{{fill:none}}"
-        f"{rules(LIGHT)}@media(prefers-color-scheme:dark){{{rules(DARK)}}}</style>"
+        f"{_colors(LIGHT)}@media(prefers-color-scheme:dark){{{_colors(DARK)}}}</style>"
     )
+
+
+def _colors(theme: Theme) -> str:
+    """Return the rules of a theme: selector -> property and color."""
+    rules = {
+        ".paper": f"fill:{theme.paper}",
+        "text,.dark": f"fill:{theme.text}",
+        ".bright": f"fill:{theme.inverse}",
+        ".muted": f"fill:{theme.muted}",
+        ".bar": f"fill:{theme.bar}",
+        ".hatch,.grid": f"stroke:{theme.hatch}",
+        ".mark": f"stroke:{theme.muted}",
+    }
+    for pipe, colors in enumerate(theme.kinds):
+        rules |= {f".{kind}{pipe}": f"fill:{color}" for kind, color in paints(colors)}
+    return "".join(f"{selector}{{{rule}}}" for selector, rule in rules.items())
 
 
 def _rows(simulation: Simulation, scale: float) -> Iterator[str]:

@@ -13,11 +13,11 @@ from random import Random
 
 from ...errors import ScheduleError
 from ..costs import Costs
+from ..definition import Orders
 from ..events import Run, Workload
 from ..ops import BACKWARD, FORWARD
 from ..placement import Placement
-from ..schedule import Orders
-from ..simulate import peak_stages, run_orders
+from ..simulation import peak_stages, run_orders
 from ..tick_rule import ticks
 from .dispatch import by_due_date, fill_idle_time
 
@@ -160,7 +160,7 @@ def _tick_rule_run(workload: Workload, capacity: int) -> Run | None:
 
 def _one_micro_batch(workload: Workload) -> float:
     """Return the time of a forward and a backward of 1/D of the model."""
-    return sum(workload.costs.of(kind) for kind in (FORWARD, BACKWARD))
+    return sum(workload.costs.time(kind) for kind in (FORWARD, BACKWARD))
 
 
 def _even_guesses(workload: Workload, limits: list[int]) -> Iterator[_Guess]:
@@ -199,17 +199,19 @@ def lower_bound(workload: Workload) -> float:
     ]
     bound = max(last_starts) + workload.times[BACKWARD][0]
     for device in range(placement.num_devices):
-        held = [
+        chunks = [
             (pipe, stage)
             for pipe, devices in enumerate(placement.pipes)
             for stage, at in enumerate(devices)
             if at == device and counts[pipe]
         ]
-        if not held:
+        if not chunks:
             continue
-        busy = sum(counts[pipe] * workload.times[kind][stage] for pipe, stage in held for kind in kinds)
-        start = min(workload.earliest_starts[pipe][FORWARD][stage] for pipe, stage in held)
-        end = 0.0 if workload.split else min(_time_to_stage_0(workload, pipe, stage) for pipe, stage in held)
+        busy = sum(counts[pipe] * workload.times[kind][stage] for pipe, stage in chunks for kind in kinds)
+        start = min(workload.earliest_starts[pipe][FORWARD][stage] for pipe, stage in chunks)
+        end = (
+            0.0 if workload.split else min(_time_to_stage_0(workload, pipe, stage) for pipe, stage in chunks)
+        )
         bound = max(bound, start + busy + end)
     return bound
 

@@ -22,11 +22,11 @@ from collections.abc import Iterator
 
 from ...errors import ScheduleError
 from ..costs import Costs
+from ..definition import Option, Orders, check_multiple, every_device
 from ..list_scheduling.search import plan
 from ..ops import BACKWARD, FORWARD, Op
 from ..placement import Placement, bidirectional_v
 from ..registry import planned_schedule
-from ..schedule import Option, Orders, check_multiple, every_device
 
 
 @planned_schedule(

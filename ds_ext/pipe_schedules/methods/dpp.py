@@ -22,12 +22,12 @@ from typing import Any
 
 from ...errors import ScheduleError
 from ..costs import Costs
+from ..definition import Option, Orders, needs_even_devices
 from ..dynamic import POLICIES, DynamicRules
 from ..events import NoAdmission, Policy, Workload
 from ..list_scheduling.dispatch import dispatch
 from ..placement import Placement, bidirectional_v, linear, looped, v
 from ..registry import planned_schedule
-from ..schedule import Option, Orders, needs_even_devices
 
 _PLACES: Mapping[str, Callable[[int, int], Placement]] = {
     "linear": lambda num_devices, chunks: linear(num_devices),

@@ -23,10 +23,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...errors import ScheduleError
+from ..definition import Option
 from ..ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
 from ..placement import ForwardPipe, Placement
 from ..registry import schedule
-from ..schedule import Option
 
 _WHOLE, _SPLIT = "whole", "split"
 _OPTIONS = {

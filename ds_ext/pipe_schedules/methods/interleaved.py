@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..definition import Option
 from ..ops import BACKWARD, FORWARD, Op
 from ..placement import looped
 from ..registry import schedule
-from ..schedule import Option
 
 
 @schedule(

@@ -5,21 +5,21 @@
 most D activations per device. Weight gradients move earlier where that does not lengthen the step; this reduces the
 sensitivity to message latency.
 
-`zb_h1`, one linear pipe (2401.10241, section 2.2)::
+``zb_h1``, one linear pipe (2401.10241, section 2.2)::
 
     device 0  0  1  2  3  .  .  .  0' 0" 1' 1" 2' 2" 3' 3"
     device 1  .  0  1  2  .  .  0' 3  1' 0" 2' 1" 3' 2" 3"
     device 2  .  .  0  1  .  0' 2  1' 3  2' 0" 3' 1" 2" 3"
     device 3  .  .  .  0  0' 1  1' 2  2' 3  3' 0" 1" 2" 3"
 
-`zb_v`, one V-shaped pipe, with the loss on device 0 and balanced activations (2405.15362, section 3)::
+``zb_v``, one V-shaped pipe, with the loss on device 0 and balanced activations (2405.15362, section 3)::
 
     device 0  0  1  2  3  .  .  .  0  0' 1  1' 0" 2  2' 1" 3  3' 2" 0' 3" 1' 0" 1" 2' 2" 3' 3"
     device 1  .  0  1  2  .  .  0  3  1  0' 2  1' 0" 3  2' 1" 0' 3' 1' 2" 0" 2' 3" 1" 3' 2" 3"
     device 2  .  .  0  1  .  0  2  1  3  2  0' 3  1' 0" 0' 2' 1' 1" 3' 2' 0" 2" 3' 1" 3" 2" 3"
     device 3  .  .  .  0  0  1  1  2  2  3  3  0' 0' 1' 1' 0" 2' 2' 0" 3' 3' 1" 1" 2" 2" 3" 3"
 
-`bitpipe_zb`, BitPipe's two V-shaped pipes::
+``bitpipe_zb``, BitPipe's two V-shaped pipes::
 
     device 0  0  1  .  2  2  3  3  0  0' 0" 1  1' 1" 2' 2' 2" 3' 3' 2" 0' 3" 3" 1' 0" 1"
     device 1  .  0  2  1  3  2  0  3  1  0' 0" 2' 1' 2" 3' 2' 1" 0' 3' 3" 1' 2" 0" 3" 1"
@@ -32,13 +32,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..costs import Costs
+from ..definition import Option, Orders
 from ..events import Workload
 from ..list_scheduling.dispatch import fill_idle_time
 from ..list_scheduling.search import less_sensitive, plan, with_slow_links
 from ..ops import Op
 from ..placement import Placement, bidirectional_v, linear, v
 from ..registry import planned_schedule, schedule
-from ..schedule import Option, Orders
 from ..tick_rule import split_order
 
 _MAX_ACTIVATIONS = Option(

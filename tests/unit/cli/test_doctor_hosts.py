@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations
@@ -37,20 +38,22 @@ def test_a_name_from_a_hostfile_is_no_option(tmp_path: Path, port: int | None) -
 
 
 def test_requests_and_answers(agent: ssh.RemoteAgent, tmp_path: Path) -> None:
-    token = probe.new_token().hex()
+    token = probe.new_token()
     port = agent.ask("listen", address="127.0.0.1", port=0, token=token)
     agent.ask("reach", address="127.0.0.1", port=port, token=token)
     speed = agent.ask("measure", address="127.0.0.1", port=port, token=token)
     assert speed["round_trip_us"] > 0 and speed["gbit_s"] > 0
     with pytest.raises(DsExtError):  # another token
-        agent.ask("reach", address="127.0.0.1", port=port, token=probe.new_token().hex())
+        agent.ask("reach", address="127.0.0.1", port=port, token=probe.new_token())
     with pytest.raises(DsExtError):
         agent.ask("listen", address="203.0.113.9", port=0, token=token)
-    agent.ask("close", port=port)
-    with pytest.raises(DsExtError):
-        agent.ask("reach", address="127.0.0.1", port=port, token=token)
     agent.ask("create", name=str(tmp_path / "file"))
-    assert agent.ask("exists", name=str(tmp_path / "file")) is True
+    assert agent.ask("exists", path=str(tmp_path / "file")) is True
+    agent.ask("remove", path=str(tmp_path / "file"))
+    assert agent.ask("exists", path=str(tmp_path / "file")) is False
+    with pytest.raises(DsExtError):
+        agent.ask("remove", path=str(tmp_path / "file"))
+    assert abs(agent.ask("clock") - time.time()) < 60
     assert agent.ask("path", name=str(tmp_path))["is"] == "folder"
     assert agent.ask("resolve", names=["localhost", "no such host"])["no such host"] == []
     agent.close()

@@ -14,7 +14,7 @@ from ds_ext.__main__ import main
 from ds_ext.cli.schedule_verbs import title
 from ds_ext.pipe_schedules import get_schedule, timetable
 from ds_ext.pipe_schedules.costs import Costs
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.simulation import simulate
 from tests.selection import select
 
 ROOT = Path(__file__).parents[3]

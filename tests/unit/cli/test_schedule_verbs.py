@@ -18,8 +18,8 @@ from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.draw.grid import order_grid, time_grid
 from ds_ext.pipe_schedules.files import schedule_of_file
 from ds_ext.pipe_schedules.inference import forward_timetable
-from ds_ext.pipe_schedules.lower import dump, lower
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.lowering import dump, lower
+from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.memory import ModelSizes, memory
 from ds_ext.planner.named_models import MODELS
 from ds_ext.planner.stage_costs import split_layers, stage_costs

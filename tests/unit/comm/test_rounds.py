@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ext.comm.rounds import links_per_rank, queue_shortage, rounds
-from ds_ext.parallel.layout import ParallelLayout
-from ds_ext.parallel.links import links_of
+from ds_ext.parallel.layout import ParallelLayout, links_of
 from ds_ext.pipe_schedules import SCHEDULES, timetable
-from ds_ext.pipe_schedules.lower import lower
+from ds_ext.pipe_schedules.lowering import lower
 
 RANKS = st.integers(0, 11)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 import ds_ext
-from ds_ext.decoders import weights
+from ds_ext.convert.hf_folder import ModelFolder
 from ds_ext.errors import ConfigError
 from tests.decoder_models import GROUPED, SIZES, WORDS, micro_batch, random_decoder, save_decoder
 from tests.losses import mean
@@ -68,13 +69,13 @@ def test_two_builds_from_a_folder_share_nothing(tmp_path: Path) -> None:
 def test_a_layer_reads_only_its_own_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layers, _ = ds_ext.from_transformers(save_decoder("Mixtral", tmp_path))
     read: list[str] = []
-    original = weights.FolderSource._read
+    original = ModelFolder.read
 
-    def reading(self: Any, keys: list[str]) -> Any:
-        read.extend(keys)
-        return original(self, keys)
+    def reading(self: ModelFolder, name: str) -> Any:
+        read.append(name)
+        return original(self, name)
 
-    monkeypatch.setattr(weights.FolderSource, "_read", reading)
+    monkeypatch.setattr(ModelFolder, "read", reading)
     for spec in layers:
         spec.num_parameters  # counted without reading  # noqa: B018
     assert not read
@@ -189,7 +190,13 @@ def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
     folder = Path(save_decoder("Llama", tmp_path / "model"))
     layers, _ = ds_ext.from_transformers(folder)
     index = folder / "model.safetensors.index.json"
-    index.write_text(index.read_text().replace("layers.1.self_attn.q_proj", "layers.1.self_attn.none"))
+    table = json.loads(index.read_text())
+    key = "model.layers.1.self_attn.q_proj.weight"
+    weight_map = {name: file for name, file in table["weight_map"].items() if name != key}
+    index.write_text(json.dumps(table | {"weight_map": weight_map | {"none": table["weight_map"][key]}}))
+    with pytest.raises(ConfigError):
+        ds_ext.from_transformers(folder)
+    index.write_text(json.dumps(table | {"weight_map": weight_map}))
     layers, _ = ds_ext.from_transformers(folder)
     layers[2].build()
     with pytest.raises(ConfigError):

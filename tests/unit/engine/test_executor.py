@@ -21,7 +21,7 @@ from ds_ext.engine.messages import Kind
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.bridge import TimetableSchedule
 from ds_ext.pipe_schedules.inference import forward_timetable
-from ds_ext.pipe_schedules.lower import lower
+from ds_ext.pipe_schedules.lowering import lower
 
 MICRO_BATCHES, STAGES = 4, 2
 # Handlers of the instructions for the weights.

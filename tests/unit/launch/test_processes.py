@@ -26,11 +26,11 @@ with open(sys.argv[1] + "/libtorch.so", "w+b") as file:
 print(os.getpid(), flush=True)
 subprocess.run(sys.argv[3:], env=os.environ | dict(word.split("=") for word in sys.argv[2].split(",")))
 """
-FIND = "from ds_ext.launch.processes import find_launcher; print(*find_launcher() or ['none'], flush=True)"
+FIND = "from ds_ext.environment import find_launcher; print(*find_launcher() or ['none'], flush=True)"
 RUN = "from ds_ext.launch import process; process.run(lambda: print('trained', flush=True))"
 LINE = """
 import os, sys
-from ds_ext.launch.processes import parent_of
+from ds_ext.environment import parent_of
 def ancestors():
     process, found = os.getpid(), []
     while process:

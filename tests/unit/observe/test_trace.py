@@ -21,7 +21,7 @@ from ds_ext.observe.trace.summary import summarize
 from ds_ext.observe.trace.view import AXIS, page, picture
 from ds_ext.pipe_schedules import timetable
 from ds_ext.pipe_schedules.costs import Costs
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.simulation import simulate
 from tests.trace_folders import BYTES, PRICED, SEND_US, UNIT_US, write_traces
 
 # --- merge ---

@@ -17,7 +17,7 @@ from ds_ext.observe.trace.read import read_traces
 from ds_ext.observe.trace.summary import summarize
 from ds_ext.observe.trace.view import page
 from ds_ext.pipe_schedules import timetable
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.simulation import simulate
 from tests.trace_folders import PRICED, write_traces
 
 

@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from ds_ext.parallel.copies import copy_hosts, fatal_pairs
+from ds_ext.parallel.hosts import copy_hosts, fatal_pairs
 from ds_ext.parallel.layout import ParallelLayout
 from ds_ext.pipe_schedules.placement import Placement, bidirectional_v, linear
 

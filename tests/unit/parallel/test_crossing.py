@@ -15,7 +15,7 @@ from ds_ext.parallel.fbd import make_layout
 from ds_ext.parallel.hosts import Hosts, parse_hosts
 from ds_ext.parallel.layout import ParallelLayout
 from ds_ext.parallel.rank_order import parse_rank_order
-from ds_ext.pipe_schedules.lower import lower
+from ds_ext.pipe_schedules.lowering import lower
 from ds_ext.pipe_schedules.placement import Placement, bidirectional_linear, bidirectional_v, linear, v
 
 BITPIPE = bidirectional_v(2)
@@ -27,7 +27,7 @@ TRAFFIC = Traffic(
 def connections(ranks: list[int], hosts: Hosts) -> int:
     """Connections between hosts of a ring through ``ranks``."""
     ring = sorted(ranks)
-    return sum(hosts.of(a) != hosts.of(b) for a, b in pairwise([*ring, ring[0]])) if len(ring) > 1 else 0
+    return sum(hosts.host(a) != hosts.host(b) for a, b in pairwise([*ring, ring[0]])) if len(ring) > 1 else 0
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,10 @@ def test_sizes(text: str, slots: tuple[int, ...]) -> None:
 def test_ranks_are_numbered_host_by_host() -> None:
     hosts = parse_hosts("3,1,2")
     assert hosts.world_size == 6
-    assert [hosts.of(rank) for rank in range(6)] == [0, 0, 0, 1, 2, 2]
+    assert [hosts.host(rank) for rank in range(6)] == [0, 0, 0, 1, 2, 2]
     assert hosts.cross([2, 3]) and not hosts.cross([0, 2])
     with pytest.raises(ConfigError, match="6"):
-        hosts.of(6)
+        hosts.host(6)
 
 
 def test_hostfile(tmp_path: Path) -> None:

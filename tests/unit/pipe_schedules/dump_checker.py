@@ -49,10 +49,12 @@ class DumpChecker:
         self.check_ends(link_credits)
 
     def check_shape(self) -> None:
-        assert list(self.dump) == ["schedule", "stages", "micro_batches", "model_stages", "chunks", "ranks"]
-        assert len(self.dump["ranks"]) == self.dump["stages"]
+        keys = ("schedule", "stages", "devices", "micro_batches", "model_stages", "chunks", "ranks")
+        assert tuple(self.dump) == keys
+        assert len(self.dump["ranks"]) == self.dump["stages"] == self.dump["devices"]
         for chunk in self.dump["chunks"]:
-            assert list(chunk) == ["rank", "chunk", "stage", "pipe"]
+            assert list(chunk) == ["rank", "device", "chunk", "stage", "pipe"]
+            assert chunk["rank"] == chunk["device"]
         for _, x in self.steps:
             assert set(x) == KEYS[x["op"]], x
 

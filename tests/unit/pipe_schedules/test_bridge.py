@@ -19,7 +19,7 @@ from ds_ext.pipe_schedules.bridge import (
     TimetableSchedule,
     to_pipe_instruction,
 )
-from ds_ext.pipe_schedules.lower import lower
+from ds_ext.pipe_schedules.lowering import lower
 
 
 def flat(schedule: ds.PipeSchedule) -> list[ds.PipeInstruction]:

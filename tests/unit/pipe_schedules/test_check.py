@@ -8,9 +8,9 @@ import pytest
 
 from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import Instruction, Op, Program, Timetable, timetable
-from ds_ext.pipe_schedules.check.program import Report, check
-from ds_ext.pipe_schedules.check.timetable import check_timetable
-from ds_ext.pipe_schedules.lower import lower
+from ds_ext.pipe_schedules.checks.program import Report, check
+from ds_ext.pipe_schedules.checks.timetable import check_timetable
+from ds_ext.pipe_schedules.lowering import lower
 from ds_ext.pipe_schedules.placement import linear
 from tests.timetables import with_order
 

@@ -9,14 +9,14 @@ import pytest
 
 from ds_ext.errors import ConfigError, ScheduleError
 from ds_ext.pipe_schedules import Op, Timetable, get_schedule, timetable
-from ds_ext.pipe_schedules.check.program import check
+from ds_ext.pipe_schedules.checks.program import check
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.dynamic import DynamicRules
 from ds_ext.pipe_schedules.events import NoAdmission, Workload
 from ds_ext.pipe_schedules.list_scheduling.dispatch import dispatch
-from ds_ext.pipe_schedules.lower import lower
+from ds_ext.pipe_schedules.lowering import lower
 from ds_ext.pipe_schedules.methods.dpp import run
-from ds_ext.pipe_schedules.simulate import peak_stages, simulate
+from ds_ext.pipe_schedules.simulation import peak_stages, simulate
 from tests.plans import placement_of
 from tests.selection import select
 from tests.timetables import followers
@@ -139,7 +139,7 @@ def test_the_simulation_is_the_run_of_the_policies(placement: str) -> None:
     assert live is not None and live.orders == made.orders
     assert simulate(made, costs).makespan == pytest.approx(live.makespan)
     spans = {op: (start, end) for row in simulate(made, costs).spans for op, start, end in row}
-    assert all(spans[need][1] <= spans[op][0] for op in spans for need, _ in made.dependencies.of(op))
+    assert all(spans[need][1] <= spans[op][0] for op in spans for need, _ in made.dependencies.needs(op))
 
 
 @pytest.mark.parametrize(

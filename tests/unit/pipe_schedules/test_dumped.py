@@ -12,7 +12,7 @@ from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import get_schedule, timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.files import read_timetable, schedule_of_file
-from ds_ext.pipe_schedules.lower import dump, lower
+from ds_ext.pipe_schedules.lowering import dump, lower
 
 PLACEMENTS = ["linear", "interleaved", "v", "bidirectional_v"]
 
@@ -26,6 +26,13 @@ def test_a_dump_is_a_timetable_file(placement: str, tmp_path: Path) -> None:
     assert schedule_of_file(path).rules(4, 8) is None
     with pytest.raises(ScheduleError, match=r"options .*policy"):
         schedule_of_file(path).timetable(4, 8, {"policy": "depth"})
+
+
+def test_a_dump_numbers_its_devices() -> None:
+    dumped: Any = dump(lower(timetable("fbd", 4, 8)))
+    assert (dumped["stages"], dumped["devices"]) == (4, 8)
+    assert [chunk["device"] for chunk in dumped["chunks"]] == [chunk["rank"] for chunk in dumped["chunks"]]
+    assert {chunk["device"] for chunk in dumped["chunks"]} == set(range(8))
 
 
 @pytest.mark.parametrize(

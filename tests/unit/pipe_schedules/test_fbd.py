@@ -13,14 +13,14 @@ from ds_ext.errors import ConfigError, ScheduleError
 from ds_ext.parallel.fbd import DisaggregatedLayout, make_layout, place_by_hosts
 from ds_ext.parallel.layout import data_parallel_size
 from ds_ext.pipe_schedules import Op, get_schedule, timetable
-from ds_ext.pipe_schedules.check.program import check
+from ds_ext.pipe_schedules.checks.program import check
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.draw.page import html
 from ds_ext.pipe_schedules.inference import forward_timetable
-from ds_ext.pipe_schedules.lower import lower
+from ds_ext.pipe_schedules.lowering import lower
 from ds_ext.pipe_schedules.methods.fbd import most_ahead
 from ds_ext.pipe_schedules.ops import Instruction
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.fbd import comparison_note
 from ds_ext.planner.memory import ModelSizes, memory
 from tests.plans import placement_of

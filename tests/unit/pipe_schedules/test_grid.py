@@ -10,7 +10,7 @@ from ds_ext.pipe_schedules import Op, Timetable, timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.draw.grid import order_grid, time_grid
 from ds_ext.pipe_schedules.placement import linear
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.simulation import simulate
 
 
 def test_labels_in_full() -> None:

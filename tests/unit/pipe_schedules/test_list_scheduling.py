@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import Placement, Timetable, get_schedule
-from ds_ext.pipe_schedules.check.program import check
+from ds_ext.pipe_schedules.checks.program import check
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.events import Workload
 from ds_ext.pipe_schedules.list_scheduling import search as planning
 from ds_ext.pipe_schedules.list_scheduling.dispatch import by_due_date
 from ds_ext.pipe_schedules.list_scheduling.search import lower_bound, plan
-from ds_ext.pipe_schedules.lower import lower
+from ds_ext.pipe_schedules.lowering import lower
 from ds_ext.pipe_schedules.placement import bidirectional_v, linear, looped, v
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.simulation import simulate
 from tests.selection import EVERYTHING, select
 
 RATIOS = [(1, 1.2, 0.8), (1, 0.8, 1.2), (1, 1.1, 0.9), (1, 1.5, 0.8), (1, 1, 1.5), (2, 1, 1)]

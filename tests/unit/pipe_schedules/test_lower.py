@@ -12,9 +12,9 @@ import pytest
 
 from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import Instruction, Op, Program, Timetable, timetable
-from ds_ext.pipe_schedules.check.program import check
+from ds_ext.pipe_schedules.checks.program import check
 from ds_ext.pipe_schedules.inference import forward_timetable
-from ds_ext.pipe_schedules.lower import dump, lower
+from ds_ext.pipe_schedules.lowering import dump, lower
 from ds_ext.pipe_schedules.placement import (
     Placement,
     bidirectional_linear,
@@ -23,7 +23,7 @@ from ds_ext.pipe_schedules.placement import (
     looped,
     v,
 )
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.simulation import simulate
 from tests.selection import EVERYTHING, select
 from tests.unit.pipe_schedules.dump_checker import DumpChecker
 
@@ -91,11 +91,12 @@ def test_the_dump_of_two_ranks_in_full() -> None:
     assert dumped(lower(timetable("1f1b", 2, 1))) == {
         "schedule": "1f1b",
         "stages": 2,
+        "devices": 2,
         "micro_batches": 1,
         "model_stages": 2,
         "chunks": [
-            {"rank": 0, "chunk": 0, "stage": 0, "pipe": 0},
-            {"rank": 1, "chunk": 0, "stage": 1, "pipe": 0},
+            {"rank": 0, "device": 0, "chunk": 0, "stage": 0, "pipe": 0},
+            {"rank": 1, "device": 1, "chunk": 0, "stage": 1, "pipe": 0},
         ],
         "ranks": [
             [

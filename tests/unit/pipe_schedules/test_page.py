@@ -27,7 +27,7 @@ from ds_ext.pipe_schedules.draw.svg import (
     nice_step,
 )
 from ds_ext.pipe_schedules.placement import linear
-from ds_ext.pipe_schedules.simulate import Simulation, simulate
+from ds_ext.pipe_schedules.simulation import Simulation, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 SPLIT = Timetable("split", linear(1), 1, ((Op("F", 0, 0), Op("I", 0, 0), Op("W", 0, 0)),))

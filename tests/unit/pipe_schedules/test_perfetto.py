@@ -10,7 +10,7 @@ import pytest
 from ds_ext.pipe_schedules import timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.draw.perfetto import chrome_trace
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.simulation import simulate
 
 
 def events(trace: dict[str, Any], phase: str) -> list[dict[str, Any]]:

@@ -6,11 +6,11 @@ import pytest
 
 from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import Op, Placement, Timetable
-from ds_ext.pipe_schedules.check.program import check
-from ds_ext.pipe_schedules.lower import lower
+from ds_ext.pipe_schedules.checks.program import check
+from ds_ext.pipe_schedules.definition import Schedule
+from ds_ext.pipe_schedules.lowering import lower
 from ds_ext.pipe_schedules.methods.one_f_one_b import one_f_one_b
 from ds_ext.pipe_schedules.placement import bidirectional_v, linear, looped
-from ds_ext.pipe_schedules.schedule import Schedule
 
 PARALLEL = Placement(((0, 1), (0, 1)))
 REASON = r"mine: .* 2 devices.*\(got stages \[0\] on 1: 0\)"

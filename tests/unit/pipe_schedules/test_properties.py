@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import SCHEDULES, Program, Schedule, Timetable, get_schedule
-from ds_ext.pipe_schedules.check.program import check
+from ds_ext.pipe_schedules.checks.program import check
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.inference import forward_timetable
-from ds_ext.pipe_schedules.lower import dump, lower
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.lowering import dump, lower
+from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.memory import ModelSizes, memory
 from tests.selection import EVERYTHING
 from tests.timetables import assert_keeps_time, with_order

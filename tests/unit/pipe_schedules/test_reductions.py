@@ -6,7 +6,7 @@ import pytest
 
 from ds_ext.pipe_schedules import SCHEDULES, get_schedule
 from ds_ext.pipe_schedules.reductions import eager_reductions
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.simulation import simulate
 
 SIZES = [(2, 4), (4, 8), (4, 16), (6, 12), (8, 16)]
 

@@ -17,7 +17,7 @@ from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.draw.grid import time_grid
 from ds_ext.pipe_schedules.placement import bidirectional_v, linear, looped
 from ds_ext.pipe_schedules.registry import schedule
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.simulation import simulate
 
 # BitPipe at D = 4, N = 4: F or B, pipe (down, up), index in the pipe, half (a first, b second visit). A column is one
 # chunk forward; a backward takes two, and "=" is its second where the header has a column for it.

@@ -12,7 +12,7 @@ from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.dependencies import Dependencies
 from ds_ext.pipe_schedules.inference import forward_timetable
 from ds_ext.pipe_schedules.placement import linear
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.simulation import simulate
 from tests.timetables import assert_keeps_time
 
 
@@ -52,10 +52,10 @@ def test_a_copy_on_one_device_takes_no_time() -> None:
 
 def test_dependencies_name_the_device() -> None:
     made = timetable("bitpipe", 2, 2)
-    assert made.dependencies.of(Op("F", 0, 0)) == []
-    assert made.dependencies.of(Op("F", 1, 1)) == [(Op("F", 1, 0), 1)]
-    assert made.dependencies.of(Op("B", 0, 1)) == [(Op("F", 0, 1), 1), (Op("B", 0, 2), 1)]
-    assert made.dependencies.of(Op("W", 0, 1)) == [(Op("I", 0, 1), 1)]
+    assert made.dependencies.needs(Op("F", 0, 0)) == []
+    assert made.dependencies.needs(Op("F", 1, 1)) == [(Op("F", 1, 0), 1)]
+    assert made.dependencies.needs(Op("B", 0, 1)) == [(Op("F", 0, 1), 1), (Op("B", 0, 2), 1)]
+    assert made.dependencies.needs(Op("W", 0, 1)) == [(Op("I", 0, 1), 1)]
 
 
 def test_ranks_that_wait_for_each_other() -> None:
@@ -136,19 +136,19 @@ def test_consumers_are_the_inverse_of_dependencies(name: str, evaluation: bool) 
     if evaluation:
         made = forward_timetable(made.placement, 8)
     devices = {op: device for device, order in enumerate(made.orders) for op in order}
-    needs = {(need, op) for op in devices for need, _ in made.dependencies.of(op)}
+    needs = {(need, op) for op in devices for need, _ in made.dependencies.needs(op)}
     assert needs == {(op, other) for op in devices for other, _ in made.dependencies.consumers(op)}
-    assert all(devices[other] == device for op in devices for other, device in made.dependencies.of(op))
+    assert all(devices[other] == device for op in devices for other, device in made.dependencies.needs(op))
     assert all(
         devices[other] == device for op in devices for other, device in made.dependencies.consumers(op)
     )
     first = {op for m in range(8) for op in made.dependencies.entries(m)}
-    assert first == {op for op in devices if not made.dependencies.of(op)}
+    assert first == {op for op in devices if not made.dependencies.needs(op)}
 
 
 def test_whole_and_split_backwards_depend_on_each_other() -> None:
     split = frozenset({(1, 0)})
     dependencies = Dependencies(linear(3), 1, split=split)
-    assert dependencies.of(Op("B", 0, 0)) == [(Op("F", 0, 0), 0), (Op("I", 0, 1), 1)]
+    assert dependencies.needs(Op("B", 0, 0)) == [(Op("F", 0, 0), 0), (Op("I", 0, 1), 1)]
     assert dependencies.consumers(Op("I", 0, 1)) == [(Op("W", 0, 1), 1), (Op("B", 0, 0), 0)]
     assert dependencies.consumers(Op("B", 0, 2)) == [(Op("I", 0, 1), 1)]

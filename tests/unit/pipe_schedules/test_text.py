@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from ds_ext.errors import ConfigError, ScheduleError
 from ds_ext.pipe_schedules import SCHEDULES, Op, Placement, Timetable, timetable
-from ds_ext.pipe_schedules.check.program import check, check_timetable
+from ds_ext.pipe_schedules.checks.program import check, check_timetable
 from ds_ext.pipe_schedules.files import read_timetable
-from ds_ext.pipe_schedules.lower import lower
+from ds_ext.pipe_schedules.lowering import lower
 from ds_ext.pipe_schedules.placement import bidirectional_linear, bidirectional_v, linear, looped
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.pipe_schedules.text import dumps, loads, torch_csv
 from tests.plans import placement_of, timetable_of
 

@@ -7,7 +7,7 @@ import pytest
 from ds_ext.pipe_schedules import Op, Placement, timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.placement import bidirectional_linear, bidirectional_v, linear, v
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.pipe_schedules.tick_rule import ticks, whole_order
 
 FAMILY = [

@@ -13,7 +13,7 @@ from ds_ext.config.job import JobConfig, load_config
 from ds_ext.errors import ConfigError
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.auto import model_of_job, vocabulary
 from ds_ext.planner.job_plan import make_job_plan
 from ds_ext.planner.memory import ModelSizes

@@ -13,7 +13,7 @@ from ds_ext.config.job import parse_section
 from ds_ext.parallel.fbd import DisaggregatedLayout, make_layout
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.fbd import compare_with_fbd, fbd_candidates, step_seconds
 from ds_ext.planner.memory import ModelSizes
 from ds_ext.planner.named_models import model_sizes

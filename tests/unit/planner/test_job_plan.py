@@ -14,7 +14,7 @@ from ds_ext.config.job import load_config
 from ds_ext.errors import ConfigError
 from ds_ext.pipe_schedules.costs import read_costs
 from ds_ext.pipe_schedules.draw.grid import time_grid
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.job_plan import JobPlan, make_job_plan, make_stage_plan
 from ds_ext.planner.job_text import describe
 

@@ -11,7 +11,7 @@ from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import timetable
 from ds_ext.pipe_schedules.inference import forward_timetable
 from ds_ext.pipe_schedules.placement import linear
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.memory import DeviceMemory, ModelSizes, memory
 from ds_ext.planner.named_models import MODELS, model_sizes
 

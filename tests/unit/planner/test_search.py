@@ -12,7 +12,7 @@ from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import SCHEDULES, Schedule, get_schedule
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.placement import linear
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.memory import ModelSizes, memory
 from ds_ext.planner.search import SAME, Candidates, Request, choose
 from tests.selection import select

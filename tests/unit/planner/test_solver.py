@@ -10,13 +10,13 @@ import pytest
 from ds_ext.__main__ import main
 from ds_ext.errors import ConfigError, ScheduleError
 from ds_ext.pipe_schedules import SCHEDULES, Op, Timetable, get_schedule
-from ds_ext.pipe_schedules.check.program import check
+from ds_ext.pipe_schedules.checks.program import check
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.events import Workload
 from ds_ext.pipe_schedules.list_scheduling.search import lower_bound
-from ds_ext.pipe_schedules.lower import lower
+from ds_ext.pipe_schedules.lowering import lower
 from ds_ext.pipe_schedules.placement import linear
-from ds_ext.pipe_schedules.simulate import simulate
+from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.solver import optimise
 
 ODD = Costs(1, 1.2, 0.8, 0.1)

@@ -111,8 +111,8 @@ class Schedule:
 
     def resolve_options(self, options: Mapping[str, object] | None) -> dict[str, Any]:
         """Return all options with defaults filled in. Raises ScheduleError for unknown names and invalid values."""
-        given = dict(options or {})
-        unknown = sorted(set(given) - set(self.options))
+        requested = dict(options or {})
+        unknown = sorted(set(requested) - set(self.options))
         if unknown and self.file:
             raise ScheduleError(
                 f"schedule_options: the timetable file {self.file} takes no options (got {', '.join(unknown)}). "
@@ -125,7 +125,7 @@ class Schedule:
                 f"Options: {known}."
             )
         values = {
-            name: option.convert(given.get(name, option.default)) for name, option in self.options.items()
+            name: option.convert(requested.get(name, option.default)) for name, option in self.options.items()
         }
         for name, option in self.options.items():
             expected = option.expected(values[name])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from .check.timetable import check_timetable
+from .checks.timetable import check_timetable
 from .ops import BACKWARD, BACKWARD_INPUT, COMPUTE_NAME, FORWARD, RECOMPUTE, Instruction, Op
 from .placement import Placement
 from .timetables import Program, Timetable
@@ -43,13 +43,13 @@ def _messages_by_link(timetable: Timetable) -> list[dict[int, list[Op]]]:
 
     A message is represented by the op that receives it. Activations and gradients share a link.
     """
-    found: list[dict[int, list[Op]]] = [{} for _ in timetable.orders]
+    messages: list[dict[int, list[Op]]] = [{} for _ in timetable.orders]
     for device, order in enumerate(timetable.orders):
         for op in order:
             for consumer, to in timetable.dependencies.consumers(op):
                 if to != device:
-                    found[to].setdefault(device, []).append(consumer)
-    return found
+                    messages[to].setdefault(device, []).append(consumer)
+    return messages
 
 
 def _end_of_step(placement: Placement, device: int) -> Iterator[Instruction]:
@@ -89,7 +89,7 @@ class Lowering:
         if op.kind in (FORWARD, RECOMPUTE) and op.stage in (0, placement.stages - 1):
             # The first stage loads the inputs, the last one the labels.
             self._instruct("LoadMicroBatch", op)
-        for _, sender in dependencies.of(op):
+        for _, sender in dependencies.needs(op):
             if sender != self.device:
                 self._receive(op, sender)
         chunk = placement.chunk_index(self.device, op.stage, self.timetable.pipe(op.micro_batch))
@@ -99,7 +99,7 @@ class Lowering:
             if device != self.device:
                 self._instruct(f"Send{_message(consumer)}", op, peer=device)
             elif consumer.stage != op.stage:
-                self._instruct(f"Copy{_message(consumer)}", op, to_buffer=self.buffers.of(consumer))
+                self._instruct(f"Copy{_message(consumer)}", op, to_buffer=self.buffers.buffer(consumer))
             else:
                 still_needed = True
         if not still_needed:
@@ -126,7 +126,7 @@ class Lowering:
         peer: int | None = None,
         to_buffer: int | None = None,
     ) -> None:
-        pipe, buffer = self.timetable.pipe(op.micro_batch), self.buffers.of(op)
+        pipe, buffer = self.timetable.pipe(op.micro_batch), self.buffers.buffer(op)
         self._program.append(
             Instruction(name, op.micro_batch, op.stage, pipe, chunk, peer, buffer, to_buffer)
         )
@@ -145,7 +145,7 @@ class _Buffers:
         self._live: dict[tuple[int, int], int] = {}
         self._free: list[int] = []
 
-    def of(self, op: Op) -> int:
+    def buffer(self, op: Op) -> int:
         pair = op.stage, op.micro_batch
         buffer = self._live.get(pair)
         if buffer is None:
@@ -166,11 +166,13 @@ def dump(program: Program) -> dict[str, object]:
     return {
         "schedule": timetable.schedule,
         "stages": placement.devices_per_pipe,
+        "devices": placement.num_devices,
         "micro_batches": timetable.micro_batches,
         "model_stages": placement.stages,
         "chunks": [
             {
                 "rank": device,
+                "device": device,
                 "chunk": index,
                 "stage": chunk.stage,
                 "pipe": chunk.pipe,
@@ -184,7 +186,7 @@ def dump(program: Program) -> dict[str, object]:
 
 
 def _role(placement: Placement, device: int) -> dict[str, str]:
-    """Return the role of a device of `fbd`."""
+    """Return the role of a device of ``fbd``."""
     if not placement.forward_devices:
         return {}
     return {"role": "forward" if device in placement.forward_devices else "backward"}

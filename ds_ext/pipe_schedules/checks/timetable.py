@@ -89,7 +89,7 @@ def _swap_hint(timetable: Timetable) -> str:
 
 
 def _incomplete(timetable: Timetable, stage: int, m: int, seen: int) -> ScheduleError:
-    found = ", ".join(kind for kind, bit in _BIT.items() if seen & bit) or "none"
+    present = ", ".join(kind for kind, bit in _BIT.items() if seen & bit) or "none"
     needed = ", ".join(timetable.dependencies.forward_kinds(stage))
     backward = " and either B, or I and W" if timetable.trains else ""
     device = timetable.placement.device(BACKWARD, stage, timetable.pipe(m))
@@ -98,5 +98,5 @@ def _incomplete(timetable: Timetable, stage: int, m: int, seen: int) -> Schedule
         (op for op in reversed(timetable.orders[device]) if (op.stage, op.micro_batch) == (stage, m)), None
     )
     pair = f"micro-batch {m} at stage {stage} (device {device})"
-    sentence = f"{pair} is incomplete: needs {needed}{backward} (got {found})."
+    sentence = f"{pair} is incomplete: needs {needed}{backward} (got {present})."
     return error_at(timetable, sentence, device, near)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .check.timetable import check_timetable, error_at
+from .checks.timetable import check_timetable, error_at
 from .costs import Costs
 from .events import FixedOrder, NoAdmission, Run, Workload, run
 from .ops import BACKWARD_INPUT, FORWARD, RECOMPUTE, Op
@@ -109,7 +109,7 @@ def _check_complete(timetable: Timetable, done: Run) -> None:
     waits = []
     for device in stuck[:_MAX_LISTED]:
         op = timetable.orders[device][at[device]]
-        missing = [str(need) for need, _ in timetable.dependencies.of(op) if need not in ended]
+        missing = [str(need) for need, _ in timetable.dependencies.needs(op) if need not in ended]
         waits.append(f"device {device}: {op} waits for {' and '.join(missing)}")
     if len(stuck) > _MAX_LISTED:
         waits.append(f"{len(stuck) - _MAX_LISTED} more")
@@ -120,7 +120,7 @@ def _check_complete(timetable: Timetable, done: Run) -> None:
 def peak_stages(order: Sequence[Op], trains: bool = True) -> int:
     """Return the largest number of live activations, in stages: from a forward to the end of its backward.
 
-    A forward device of `fbd` keeps none in training.
+    A forward device of ``fbd`` keeps none in training.
     """
     if not trains:
         return min(len(order), 1)

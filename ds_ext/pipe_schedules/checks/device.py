@@ -62,7 +62,7 @@ class Item(NamedTuple):
 
 
 @dataclass
-class Traffic:
+class DeviceMessages:
     """Sends and receives of one device, in order. If its program has an error, the list ends there."""
 
     instructions: list[Instruction] = field(default_factory=list)
@@ -84,10 +84,10 @@ class DeviceCheck:
 
     program: Program
 
-    def traffic(self, device: int) -> Traffic:
+    def traffic(self, device: int) -> DeviceMessages:
         """Return the sends and receives of ``device``. Raises ScheduleError if its ops differ from the timetable."""
         self._check_order(device)
-        traffic = Traffic()
+        traffic = DeviceMessages()
         try:
             self._check_data(device, traffic.instructions)
             self._check_buffers(device)
@@ -124,7 +124,7 @@ class DeviceCheck:
         if kind in (FORWARD, RECOMPUTE):
             last = self.program.timetable.placement.stages - 1
             needs = (0 if stage else ACTIVATION) | (LABELS if stage == last > 0 else 0)
-        for need, _ in self.program.timetable.dependencies.of(Op(kind, 0, stage)):
+        for need, _ in self.program.timetable.dependencies.needs(Op(kind, 0, stage)):
             output = _OUTPUT_OF[need.kind]
             needs |= output if need.stage == stage else _RECEIVED_AS[output]
         return needs

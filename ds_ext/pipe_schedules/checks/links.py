@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ...errors import ScheduleError
 from ..ops import Instruction
 from ..timetables import Program
-from .device import ACTIVATION, GRADIENT, Item, Traffic, op_of
+from .device import ACTIVATION, GRADIENT, DeviceMessages, Item, op_of
 from .timetable import error_at
 
 _UNLIMITED = 1 << 60
@@ -26,7 +26,7 @@ class Links:
         traffic: sends and receives of every device.
     """
 
-    def __init__(self, program: Program, traffic: Sequence[Traffic]) -> None:
+    def __init__(self, program: Program, traffic: Sequence[DeviceMessages]) -> None:
         self.program, self.traffic = program, traffic
         self.devices: list[tuple[int, int]] = []  # sender and receiver of every link
         self.sent: list[list[Item]] = []

@@ -1,0 +1,25 @@
+"""Numbers of all channels, in one table, so that no two uses share a channel.
+
+A tag has 15 bits for the channel: 3 for the use and 12 for the stage. The last use has channels without a stage.
+"""
+
+from __future__ import annotations
+
+MAX_STAGES = 1 << 12
+
+# Uses with one channel per stage.
+ACTIVATIONS, GRADIENTS = 0, 1  # messages between stages, by the receiving stage
+FBD_CREDITS = 2  # from a backward device that has received an activation of a stage
+FBD_WEIGHT_HEADERS, FBD_WEIGHT_PIECES = 3, 4
+_WITHOUT_STAGE = 7
+
+
+def of_stage(use: int, stage: int) -> int:
+    """Return the channel of a stage."""
+    return use * MAX_STAGES + stage
+
+
+DYNAMIC_CHOICES = of_stage(_WITHOUT_STAGE, 0)  # ops that the first rank of a tensor-parallel group has chosen
+DYNAMIC_MESSAGES = of_stage(_WITHOUT_STAGE, 1)  # messages between stages in the order of the sends
+GPU_CONTROL = of_stage(_WITHOUT_STAGE, 2)  # reserved by the transport between GPUs
+SPLIT_HEADERS = of_stage(_WITHOUT_STAGE, 3)  # headers of the transport "torch" between GPUs
