@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 
 from ..errors import ScheduleError
-from ..planner.memory import ModelSizes
-from ..planner.named_models import MODELS, model_sizes
+from ..models.config import PLANNED, SIZES, TransformerConfig
+from ..models.flags import add_flags, flag_name
+from ..planner.memory import TrainingSizes
+from ..planner.named_models import LLAMA, MODELS, named_model
 from ..planner.parameter_bytes import PRECISIONS
 
-_SIZES = {
-    "num_layers": "layers",
-    "hidden_size": "hidden",
-    "num_attention_heads": "heads",
-    "vocab_size": "vocab",
-    "seq_length": "seq",
-}
-_OPTIONS = {
-    "ffn_hidden_size": "ffn",
-    "num_query_groups": "query_groups",
-    "kv_channels": "kv_channels",
-}
-_SWITCHES = {"swiglu": "swiglu", "untie_embeddings_and_output_weights": "untied", "rope": "rope"}
+# Flags of the job -> settings of TrainingSizes.
 _TRAINING = {
     "micro_batch_size": "micro_batch",
     "tensor_parallel": "tensor_parallel",
@@ -39,18 +28,14 @@ def add_model_flags(verb: argparse.ArgumentParser, *, parallel: bool = True) -> 
     """Add the flags; ``parallel`` includes the settings that `plan` chooses itself."""
     group = verb.add_argument_group("model, for memory and message sizes")
     group.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
-    for dest in _SIZES:
-        group.add_argument(_flag(dest), type=int, metavar="SIZE", help="overrides the model's value")
-    for dest in _OPTIONS:
-        group.add_argument(
-            _flag(dest), type=int, metavar="SIZE", help="overrides the model's value (GPT-2's)"
-        )
-    for dest, text in (
-        ("swiglu", "gated MLP"),
-        ("untie_embeddings_and_output_weights", "separate weight for the head"),
-        ("rope", "rotary positions: no table"),
-    ):
-        group.add_argument(_flag(dest), action="store_true", default=None, help=text)
+    add_flags(group, TransformerConfig, PLANNED, default=None)
+    group.add_argument(
+        "--rope",
+        dest="position_embedding_type",
+        action="store_const",
+        const="rope",
+        help="--position-embedding-type rope",
+    )
     group.add_argument("--micro-batch-size", type=int, metavar="B", help="samples per micro-batch (1)")
     default = "0" if parallel else "1 with several copies of the weights"
     zero = f"ZeRO stage in fp32 ({default}); half precision always uses 1"
@@ -67,30 +52,22 @@ def add_model_flags(verb: argparse.ArgumentParser, *, parallel: bool = True) -> 
         group.add_argument("--attention-scores", **switch, help=scores)
 
 
-def model_of(args: argparse.Namespace) -> ModelSizes | None:
+def model_of(args: argparse.Namespace) -> TrainingSizes | None:
     """Return the model that the flags describe, or None if there are no model flags. Raises ScheduleError."""
-    sizes = {
-        field: value for dest, field in _SIZES.items() if (value := getattr(args, dest, None)) is not None
-    }
-    options = {
-        field: value
-        for dest, field in (_OPTIONS | _SWITCHES).items()
-        if (value := getattr(args, dest, None)) is not None
-    }
+    model = {key: value for key in PLANNED if (value := getattr(args, key, None)) is not None}
     training = {dest: value for dest in _TRAINING if (value := getattr(args, dest, None)) is not None}
-    if args.model is None and not sizes:
-        if training or options:
-            dest, value = next(iter((training | options).items()))
-            raise ScheduleError(f"{_flag(dest)}: needs a model (got {value}, no model). Add --model gpt-10b.")
-        return None
-    changes = options | {_TRAINING[dest]: value for dest, value in training.items()}
+    settings = {_TRAINING[dest]: value for dest, value in training.items()}
+    family = LLAMA if model.get("swiglu") and model.get("position_embedding_type") == "rope" else {}
     if args.model is not None:
-        return replace(model_sizes(args.model), **sizes, **changes)
-    missing = [_flag(dest) for dest, field in _SIZES.items() if field not in sizes]
+        return TrainingSizes.of_model(named_model(args.model), **{**family, **model, **settings})
+    if not model.keys() & {*SIZES, "vocab_size"}:
+        if training or model:
+            dest, value = next(iter((training | model).items()))
+            raise ScheduleError(
+                f"{flag_name(dest)}: needs a model (got {value}, no model). Add --model gpt-10b."
+            )
+        return None
+    missing = [flag_name(name) for name in (*SIZES, "vocab_size") if name not in model]
     if missing:
         raise ScheduleError(f"model: sizes are missing. Add {', '.join(missing)}, or --model NAME.")
-    return ModelSizes(**sizes, **changes)
-
-
-def _flag(dest: str) -> str:
-    return "--" + dest.replace("_", "-")
+    return TrainingSizes(**{**family, **model, **settings})

@@ -18,12 +18,11 @@ from dataclasses import dataclass, replace
 from ..parallel.crossing import messages_between, require_slots
 from ..parallel.layout import ParallelLayout
 from ..parallel.network import HOST_PORTS, Network
-from ..parallel.partition import end_weights
 from ..pipe_schedules import Placement, Timetable
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.ops import Op
 from ..pipe_schedules.simulate import Simulation, simulate
-from .memory import ModelSizes
+from .memory import TrainingSizes
 from .stage_costs import message_bytes
 
 Reductions = tuple[dict[Op, tuple[int, ...]], ...]
@@ -70,13 +69,16 @@ class StepTime:
         return self.makespan_s + self.reductions_s + self.gather_s
 
 
-def step_bytes(sizes: ModelSizes, placement: Placement) -> StepBytes:
+def step_bytes(sizes: TrainingSizes, placement: Placement) -> StepBytes:
     """Return the bytes that a rank communicates for a GPT.
 
     Args:
         sizes: model with the layers of each stage, from :func:`.stage_costs.split_layers`.
     """
-    each, tied_across = sizes.bytes, not sizes.untied and bool(placement.split_ends)
+    each, tied_across = (
+        sizes.bytes,
+        not sizes.untie_embeddings_and_output_weights and bool(placement.split_ends),
+    )
     return StepBytes(
         message=message_bytes(sizes),
         gradients=tuple(count * each.reduced for count in sizes.stage_parameters(placement)),
@@ -90,7 +92,7 @@ def step_bytes(sizes: ModelSizes, placement: Placement) -> StepBytes:
 
 
 def with_tensor_parallel(
-    costs: Costs, sizes: ModelSizes, network: Network, devices: int, unit_s: float
+    costs: Costs, sizes: TrainingSizes, network: Network, devices: int, unit_s: float
 ) -> Costs:
     """Return stage costs with the all-reduces of the layers over the tensor-parallel group.
 
@@ -106,13 +108,11 @@ def with_tensor_parallel(
     """
     if sizes.tensor_parallel == 1:
         return costs
-    assert not isinstance(sizes.layers, int), "split_layers() comes first"
-    _, head = end_weights(sizes.hidden, sizes.vocab, sizes.work)
     size = message_bytes(replace(sizes, sequence_parallel=False))
     one = max(
         network.all_reduce_time(size, group) for group in _tensor_groups(sizes.tensor_parallel, network)
     )
-    added = 2 * one * (sum(sizes.layers) + head) / devices / unit_s
+    added = 2 * one * (sizes.num_layers + sizes.head_work()) / devices / unit_s
     repeated = 2 if sizes.recompute == "full" else 1
     return replace(
         costs, forward=costs.forward + added, backward_input=costs.backward_input + repeated * added
