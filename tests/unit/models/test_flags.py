@@ -102,10 +102,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", flags_of(TransformerConfig))
 def test_a_field_survives_flags_and_train(name: str) -> None:
     default = getattr(TransformerConfig(**SIZES), name)
-    if name in CHANGES:
-        changes = CHANGES[name]
-    else:
-        changes = {name: True if default is False else type(default)(default / 2)}
+    changes = CHANGES.get(name) or {name: type(default)(default / 2) if default else True}
     config = TransformerConfig(**{**SIZES, **changes})
     assert getattr(config, name) != default
     train = keys_of(TransformerConfig, config)
