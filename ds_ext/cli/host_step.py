@@ -17,7 +17,7 @@ from ..pipe_schedules.reductions import eager_reductions
 from ..pipe_schedules.simulate import Simulation
 from ..planner.memory import TrainingSizes
 from ..planner.stage_costs import split_layers
-from ..planner.step_time import StepTime, step_bytes, step_time, with_tensor_parallel
+from ..planner.step_time import StepTime, step_time, with_tensor_parallel
 from ..planner.text import format_bytes
 from ..planner.traffic import traffic
 from .network_flags import describe_network, flops_of, network_of
@@ -96,16 +96,16 @@ def step_on_hosts(
     unit_s = (
         sizes.micro_batch * sizes.forward_flops / devices / (model.tensor_parallel * flops) / costs.forward
     )
+    volumes = traffic(sizes, placement, timetable.micro_batches)
     step = step_time(
         timetable,
         with_tensor_parallel(costs, sizes, network, devices, unit_s),
         layout,
         network,
-        step_bytes(sizes, placement),
+        volumes,
         unit_s,
         eager_reductions(simulation),
     )
-    volumes = traffic(sizes, placement, timetable.micro_batches)
     between = crossing(layout, network.hosts, volumes, timetable.micro_batches).bytes
     return HostStep(network, layout, step, between)
 

@@ -24,6 +24,7 @@ class Flag:
         planned: the planner needs the field, so the verbs of ``python -m ds_ext`` have the flag too.
         read: function that returns the field for the value of the flag and all keys; None: they are equal.
         write: function that returns the keys for a field; None: the field is the value of the flag.
+        choices: values of the flag; empty: those of a Literal, or any.
         help: help; "": description of the field.
         metavar: name of the value in the help; "": that of the flag.
     """
@@ -34,6 +35,7 @@ class Flag:
     planned: bool = False
     read: Callable[[Any, Mapping[str, Any]], Any] | None = None
     write: Callable[[Any], Mapping[str, Any]] | None = None
+    choices: tuple[Any, ...] = ()
     help: str = ""
     metavar: str = ""
 
@@ -43,10 +45,9 @@ class Flag:
         common = {"default": self.default, "help": self.help}
         if self.kind is bool:
             return {"action": "store_true", **common}
-        if get_origin(self.kind) is Literal:
-            return {"choices": list(get_args(self.kind)), **common}
         kind = {} if self.kind is str else {"type": self.kind}
-        return {**kind, **common, **({"metavar": self.metavar} if self.metavar else {})}
+        choices = {"choices": list(self.choices)} if self.choices else {}
+        return {**kind, **choices, **common, **({"metavar": self.metavar} if self.metavar else {})}
 
 
 NO_FLAG: Mapping[str, Flag | None] = {"flag": None}  # metadata of a field without a flag
@@ -70,13 +71,16 @@ def flags_of(config: type) -> Mapping[str, Flag]:
         own = one.metadata.get("flag", Flag())
         if own is None:
             continue
-        hint = kinds[one.name]
-        inner = hint if get_origin(hint) is Literal else next(iter(get_args(hint)), hint)  # without "| None"
+        hint, choices = kinds[one.name], own.choices
+        if get_origin(hint) is Literal:
+            choices = get_args(hint)
+            hint = type(choices[0])
         default = one.default if own.default is ... else own.default
         flags[one.name] = replace(
             own,
             key=own.key or one.name,
-            kind=own.kind or inner,
+            kind=own.kind or next(iter(get_args(hint)), hint),  # without "| None"
+            choices=choices,
             default=None if default is MISSING else default,
             help=own.help or descriptions.get(one.name, ""),
         )

@@ -20,15 +20,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from ..errors import ScheduleError
 from ..models.config import TransformerConfig
+from ..models.flags import NO_FLAG, flag
 from ..pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE
 from ..pipe_schedules.placement import Placement
 from ..pipe_schedules.timetables import Timetable
-from .parameter_bytes import BUCKET, ParameterBytes, parameter_bytes
+from .parameter_bytes import BUCKET, PRECISIONS, ParameterBytes, parameter_bytes
 
 RECOMPUTATIONS = ("none", "selective", "full")
 
@@ -41,7 +42,7 @@ class TrainingSizes(TransformerConfig):
         stage_layers: transformer layers of every stage; None: the same number, so that ``num_layers`` is a multiple of
             the stages.
         micro_batch: b, samples of one micro-batch.
-        precision: "bf16", "fp16" or "fp32".
+        precision: of weights and activations: "bf16", "fp16" or "fp32".
         optimizer: implementation of Adam: "fused", "foreach" or "for-loop"; see :mod:`.parameter_bytes`.
         reduced_bytes: bytes of a gradient in a reduction; None: those of the precision.
         bucket: elements of a bucket of ZeRO, reduce_bucket_size.
@@ -49,22 +50,22 @@ class TrainingSizes(TransformerConfig):
         data_parallel: number of pipeline groups.
         zero_stage: 0, or 1 to shard the optimizer states over replicas x data-parallel ranks. Half precision always
             shards them.
-        attention_scores: True if the attention stores its s x s scores.
+        attention_scores: the attention stores its s x s scores; selective recomputation drops them.
 
     Raises:
         ConfigError: sizes of the model are wrong.
         ScheduleError: a setting is not positive, or does not fit the model.
     """
 
-    stage_layers: tuple[int, ...] | None = None
-    micro_batch: int = 1
-    precision: str = "bf16"
-    optimizer: str = "fused"
-    reduced_bytes: int | None = None
-    bucket: int = BUCKET
-    tensor_parallel: int = 1
-    data_parallel: int = 1
-    zero_stage: int = 0
+    stage_layers: tuple[int, ...] | None = field(default=None, metadata=NO_FLAG)
+    micro_batch: int = field(default=1, metadata=flag("micro_batch_size", metavar="B"))
+    precision: str = field(default="bf16", metadata=flag(choices=PRECISIONS))
+    optimizer: str = field(default="fused", metadata=NO_FLAG)
+    reduced_bytes: int | None = field(default=None, metadata=NO_FLAG)
+    bucket: int = field(default=BUCKET, metadata=NO_FLAG)
+    tensor_parallel: int = field(default=1, metadata=flag(metavar="T"))
+    data_parallel: int = field(default=1, metadata=flag(metavar="DP"))
+    zero_stage: int = field(default=0, metadata=flag("zero", choices=(0, 1)))
     attention_scores: bool = False
 
     _unchecked = (*TransformerConfig._unchecked, "zero_stage")

@@ -28,8 +28,9 @@ from ..pipe_schedules.simulate import simulate
 from .memory import TrainingSizes
 from .search import Candidate, Candidates, Request, choose
 from .stage_costs import message_bytes
-from .step_time import StepTime, step_bytes, step_times, with_tensor_parallel
+from .step_time import StepTime, step_times, with_tensor_parallel
 from .text import join_reasons, join_words
+from .traffic import traffic
 
 MOST_TENSOR_PARALLEL = 8
 TRAINED = ("none", "full")  # kinds of recomputation that `plan` considers
@@ -254,7 +255,7 @@ def _best_order(
     layout = ParallelLayout(placement, found.tensor, found.data)
     costs = with_tensor_parallel(candidate.costs, sizes, network, found.pipeline, found.forward_s)
     reductions = eager_reductions(simulate(timetable, candidate.costs))
-    volumes = step_bytes(sizes, placement)
+    volumes = traffic(sizes, placement, timetable.micro_batches)
     orders = rank_orders(layout)
     layouts = [replace(layout, rank_order=order) for order in orders]
     steps = step_times(timetable, costs, layouts, network, volumes, found.forward_s, reductions)

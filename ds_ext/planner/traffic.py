@@ -49,4 +49,5 @@ def traffic(sizes: TrainingSizes, placement: Placement, micro_batches: int) -> T
         tensor=tuple(map(float, tensor)),
         tied=0.0 if sizes.untie_embeddings_and_output_weights else sizes.embedding_parameters * each.reduced,
         zero_stage=int(each.sharded),
+        stages=tuple(count * each.reduced for count in sizes.stage_parameters(placement)),
     )

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from ds_ext.__main__ import main
+from ds_ext.parallel.crossing import Traffic
 from ds_ext.parallel.hosts import Hosts
 from ds_ext.parallel.layout import ParallelLayout
 from ds_ext.parallel.network import HOST_PORTS, RANK_PORTS, Link, Network
@@ -17,7 +18,7 @@ from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.reductions import eager_reductions
 from ds_ext.pipe_schedules.simulate import simulate
 from ds_ext.planner.memory import TrainingSizes
-from ds_ext.planner.step_time import StepBytes, StepTime, step_time, with_tensor_parallel
+from ds_ext.planner.step_time import StepTime, step_time, with_tensor_parallel
 
 FREE = Link(1e14, 0.0)
 
@@ -27,7 +28,7 @@ def on_hosts(
 ) -> StepTime:
     timetable = get_schedule("1f1b").timetable(4, 8)
     layout = ParallelLayout(timetable.placement, 1, 2, parse_rank_order(order))
-    volumes = StepBytes(1.0, (gradient,) * 4, tied, (0.0,) * 4)
+    volumes = Traffic(1.0, (), (0.0,) * 4, tied=tied, stages=(gradient,) * 4)
     return step_time(
         timetable,
         Costs(),
