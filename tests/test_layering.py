@@ -230,7 +230,9 @@ def loaded_after(statement: str) -> set[str]:
     return set(result.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["ds_ext", "ds_ext.config.job", "ds_ext.pipe_schedules"])
+@pytest.mark.parametrize(
+    "module", ["ds_ext", "ds_ext.config.job", "ds_ext.pipe_schedules", "ds_ext.models.config"]
+)
 def test_pure_imports_do_not_load_torch(module: str) -> None:
     roots = {name.split(".")[0] for name in loaded_after(f"import {module}")}
     assert not roots & {"torch", "deepspeed", "numpy"}

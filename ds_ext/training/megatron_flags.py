@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from ..models.flags import Flag
+
 # --tokenizer-type -> kind of its file: GPT-2's two files, a tokenizer.json, or a sentencepiece model.
 TOKENIZER_TYPES: Mapping[str, str] = MappingProxyType(
     {
@@ -54,13 +56,14 @@ class JsonKey:
     @property
     def arguments(self) -> dict[str, Any]:
         """Arguments of ``add_argument``."""
-        if self.kind is None:
-            value = "" if self.value is True else f": {json.dumps(self.value)}"
-            return {"action": "store_true", "help": f"{self.path}{value}{self.note}"}
-        kind = {} if self.kind is str else {"type": self.kind}
-        metavar = {"metavar": self.metavar} if self.metavar else {}
-        choices = {"choices": self.choices} if self.choices else {}
-        return {**kind, **metavar, **choices, "help": f"{self.path}{self.note}"}
+        value = "" if self.kind or self.value is True else f": {json.dumps(self.value)}"
+        return Flag(
+            kind=self.kind or bool,
+            default=None if self.kind else False,
+            choices=self.choices,
+            metavar=self.metavar,
+            help=f"{self.path}{value}{self.note}",
+        ).arguments
 
 
 @dataclass(frozen=True)
