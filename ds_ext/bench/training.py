@@ -203,7 +203,8 @@ def _tokens_per_s(run: Run, job: TrainingJob) -> list[float]:
 
 
 def _model(job: TrainingJob) -> TransformerConfig:
-    return TransformerConfig(job.layers, job.hidden, job.heads, job.seq, VOCAB)
+    sizes = job.layers, job.hidden, job.heads, job.seq, VOCAB
+    return TransformerConfig(*sizes, hidden_dropout=0.0, attention_dropout=0.0)
 
 
 def _simulated_bytes(timetable: Timetable, job: TrainingJob) -> int:
@@ -258,15 +259,7 @@ def build(name: str, job: TrainingJob) -> TrainingEngine:
     from .rivals import Workload
 
     # By default a small model, so that the engine's share of a step shows: 0.8 million parameters per layer.
-    config = GPTConfig(
-        num_layers=job.layers,
-        hidden_size=job.hidden,
-        num_attention_heads=job.heads,
-        seq_length=job.seq,
-        vocab_size=VOCAB,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    )
+    config = GPTConfig(**vars(_model(job)))
     shape = (job.micro_batches, job.samples, job.seq + 1)
     ids = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     clock, tp = DropoutClock(), TensorParallel()

@@ -13,6 +13,8 @@ from ..models.flags import add_flags, flag_name, flags_of
 from .megatron_flags import JSON_KEYS, TOKENIZER_TYPES
 
 Model = Literal["gpt", "bert"]
+# Fields whose flags only train_gpt.py has.
+_OF_GPT = ("vocab_size", "layernorm_epsilon", *GPT_FIELDS)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -106,7 +108,7 @@ def _add_model(group: Any) -> None:
         metavar="A,B,..",
         help="transformer layers of every stage; balanced: take the work of the head into account (evenly)",
     )
-    common = [name for name in flags_of(TransformerConfig) if name not in (*GPT_FIELDS, "vocab_size")]
+    common = [name for name in flags_of(TransformerConfig) if name not in _OF_GPT]
     add_flags(group, TransformerConfig, common)
 
 
@@ -116,7 +118,7 @@ def _add_gpt_options(group: Any) -> None:
         metavar="FOLDER",
         help="Hugging Face model: sizes, tokenizer and, without --load, initial weights",
     )
-    add_flags(group, TransformerConfig, (*GPT_FIELDS, "vocab_size"))
+    add_flags(group, TransformerConfig, _OF_GPT)
     group.add_argument(
         "--rope-scaling-factor", type=float, default=8.0, help="factor of --use-rope-scaling (%(default)s)"
     )
