@@ -19,7 +19,7 @@ from ds_ext.training.setup import (
     describe_job,
     job_facts,
     micro_batches,
-    model_sizes,
+    model_fields,
     plan_job,
     stage_boundaries,
 )
@@ -41,17 +41,15 @@ def main() -> int:
     options = BertOptions(args.mask_prob, args.short_seq_prob, not args.bert_no_binary_head)
     tokenizer = bert_tokenizer(args.data_path, args.tokenizer)
     classes = 2 if options.binary_head else None
-    config = BertConfig(**model_sizes(args, plan), vocab_size=tokenizer.vocab_size, order_classes=classes)
+    config = BertConfig(**model_fields(args, plan), vocab_size=tokenizer.vocab_size, order_classes=classes)
     config.check_tensor_parallel(plan.layout.tensor_parallel_size)
     check_load(args, config)
-    boundaries = stage_boundaries(args, plan, BEFORE, AFTER, config.vocab_size)
+    boundaries = stage_boundaries(args, plan, BEFORE, AFTER, config)
     datasets = functools.partial(build_bert_datasets, args.data_path, args.split, args.seq_length)
     train, valid = micro_batches(args, plan, lambda samples: datasets(samples, args.seed, tokenizer, options))
 
     def describe(plan: JobPlan, hosts: Hosts | None) -> str:
-        return describe_job(
-            args, plan, boundaries, BEFORE, AFTER, config.vocab_size, PADDING_MASK_BYTES, hosts
-        )
+        return describe_job(args, plan, boundaries, BEFORE, AFTER, config, PADDING_MASK_BYTES, hosts)
 
     if args.dry_run:
         return show(describe(plan, hosts_of_flags(args)))

@@ -22,7 +22,7 @@ from ds_ext.training.setup import (
     describe_job,
     job_facts,
     micro_batches,
-    model_sizes,
+    model_fields,
     plan_job,
     stage_boundaries,
 )
@@ -46,11 +46,11 @@ def main() -> int:
     process.set_up_logging()
     options = document_options(args)
     folder = HuggingFaceModel(Path(args.hf_model)) if args.hf_model else None
-    sizes = {**model_sizes(args, plan), **(folder_sizes(folder.config) if folder else {})}
-    config = GPTConfig(**sizes, vocab_size=vocab_size(args))
+    sizes = {**model_fields(args, plan), **(folder_sizes(folder.config) if folder else {})}
+    config = GPTConfig(**{**sizes, "vocab_size": vocab_size(args)})
     config.check_tensor_parallel(plan.layout.tensor_parallel_size)
     check_load(args, config)
-    boundaries = stage_boundaries(args, plan, BEFORE, AFTER, config.vocab_size)
+    boundaries = stage_boundaries(args, plan, BEFORE, AFTER, config)
     datasets = functools.partial(build_gpt_datasets, args.data_path, args.split, args.seq_length)
     train, valid = micro_batches(args, plan, lambda samples: datasets(samples, args.seed, options))
     token_bytes = START_BYTES if config.packed else 0
@@ -58,7 +58,7 @@ def main() -> int:
     lines += describe_chat(train.dataset)
 
     def describe(plan: JobPlan, hosts: Hosts | None) -> str:
-        text = describe_job(args, plan, boundaries, BEFORE, AFTER, config.vocab_size, token_bytes, hosts)
+        text = describe_job(args, plan, boundaries, BEFORE, AFTER, config, token_bytes, hosts)
         return "\n".join([*lines, text])
 
     if args.dry_run:

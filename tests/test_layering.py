@@ -28,7 +28,10 @@ ALLOWED: dict[str, set[str]] = {
         *("errors", "config", "config/schedulers", "pydantic:", "torch:", "deepspeed:"),
     },
     "parallel": {"errors", "pipe_schedules"},
-    "planner": {"errors", "pipe_schedules", "config", "parallel", "comm/rounds", "data/layout"},
+    "planner": {
+        *("errors", "pipe_schedules", "config", "parallel", "comm/rounds", "data/layout"),
+        *("models/config", "models/flags"),
+    },
     "planner/solver": {"errors", "pipe_schedules", "planner", "ortools:"},
     "comm/host_watch": {"environment", "errors"},
     "comm/rounds": set(),
@@ -36,8 +39,10 @@ ALLOWED: dict[str, set[str]] = {
     "comm": {"environment", "errors", "comm/host_watch", "comm/rounds", "torch:"},
     "launch": {"environment", "errors", "comm/host_watch", "torch:"},
     "tensor_parallel": {"errors", "comm/gloo_cuda", "torch:"},
+    "models/flags": set(),
+    "models/config": {"errors", "parallel", "models/flags"},
     "models": {
-        *("errors", "parallel", "tensor_parallel", "torch:"),
+        *("errors", "parallel", "models/config", "models/flags", "tensor_parallel", "torch:"),
         *("deepspeed.pipe:", "deepspeed.runtime.pipe.module:"),
     },
     "data/layout": set(),
@@ -71,21 +76,14 @@ ALLOWED: dict[str, set[str]] = {
     },
     "convert/hf_folder": {"errors", "engine", "data", "torch:", "safetensors:"},
     "convert": {
-        *("errors", "engine", "engine/checkpoint/folder", "models", "data", "convert/hf_folder"),
+        *("errors", "engine", "engine/checkpoint/folder", "models", "models/config", "data"),
+        "convert/hf_folder",
         *("torch:", "safetensors:"),
     },
     "training": {
         *("__init__", "errors", "pipe_schedules", "config", "parallel", "planner", "launch", "engine"),
-        *(
-            "environment",
-            "convert",
-            "convert/hf_folder",
-            "engine/checkpoint/folder",
-            "models",
-            "data",
-            "observe",
-            "torch:",
-        ),
+        *("convert", "convert/hf_folder", "engine/checkpoint/folder", "models", "models/config"),
+        *("models/flags", "data", "environment", "observe", "torch:"),
     },
     "cli": {
         "environment",
@@ -93,6 +91,8 @@ ALLOWED: dict[str, set[str]] = {
         "pipe_schedules",
         "planner",
         "planner/solver",
+        "models/config",
+        "models/flags",
         "parallel",
         "comm",
         "launch",
@@ -235,7 +235,9 @@ def loaded_after(statement: str) -> set[str]:
     return set(result.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["ds_ext", "ds_ext.config.job", "ds_ext.pipe_schedules"])
+@pytest.mark.parametrize(
+    "module", ["ds_ext", "ds_ext.config.job", "ds_ext.pipe_schedules", "ds_ext.models.config"]
+)
 def test_pure_imports_do_not_load_torch(module: str) -> None:
     roots = {name.split(".")[0] for name in loaded_after(f"import {module}")}
     assert not roots & {"torch", "deepspeed", "numpy"}

@@ -17,9 +17,10 @@ from typing import Any
 
 from ..comm.spin import usable_cores
 from ..errors import ConfigError
-from ..observe.flops import flops_per_token, peak_tflops
+from ..models.config import TransformerConfig
+from ..observe.flops import peak_tflops
 from ..pipe_schedules import Timetable, get_schedule
-from ..planner.memory import ModelSizes, memory
+from ..planner.memory import TrainingSizes, memory
 from ..planner.text import format_bytes
 from .command import (
     Report,
@@ -97,7 +98,7 @@ def measure(args: argparse.Namespace) -> Report:
     runs = take_turns([*ours, *rivals], job, _WARM_UP + args.steps, keep_going=tolerant)
     _compare_losses(runs, _LOSS_TOLERANCE[job.device])
     speeds = {name: _tokens_per_s(run, job) for name, run in runs.items()}
-    flops = flops_per_token(job.layers, job.hidden, job.seq, VOCAB)
+    flops = _model(job).flops_per_sample / job.seq  # per token
     of_rival = statistics.median(speeds[RIVAL]) if speeds.get(RIVAL) else None
     items: list[dict[str, Any]] = []
     errors: list[str] = []
@@ -201,15 +202,17 @@ def _tokens_per_s(run: Run, job: TrainingJob) -> list[float]:
     return [job.tokens / (max(ends) - min(starts)) for starts, ends, *_ in times]
 
 
+def _model(job: TrainingJob) -> TransformerConfig:
+    sizes = job.layers, job.hidden, job.heads, job.seq, VOCAB
+    return TransformerConfig(*sizes, hidden_dropout=0.0, attention_dropout=0.0)
+
+
 def _simulated_bytes(timetable: Timetable, job: TrainingJob) -> int:
     """Return the memory of the device that needs the most, as ``simulate`` estimates it."""
     on_gpu = job.device == "cuda"
-    sizes = ModelSizes(
-        _split(job.layers, timetable.placement.stages),
-        job.hidden,
-        job.heads,
-        VOCAB,
-        job.seq,
+    sizes = TrainingSizes.of_model(
+        _model(job),
+        stage_layers=_split(job.layers, timetable.placement.stages),
         micro_batch=job.samples,
         precision="bf16" if on_gpu else "fp32",
         optimizer="foreach" if on_gpu else "for-loop",  # torch's default
@@ -256,15 +259,7 @@ def build(name: str, job: TrainingJob) -> TrainingEngine:
     from .rivals import Workload
 
     # By default a small model, so that the engine's share of a step shows: 0.8 million parameters per layer.
-    config = GPTConfig(
-        num_layers=job.layers,
-        hidden_size=job.hidden,
-        num_attention_heads=job.heads,
-        seq_length=job.seq,
-        vocab_size=VOCAB,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    )
+    config = GPTConfig(**vars(_model(job)))
     shape = (job.micro_batches, job.samples, job.seq + 1)
     ids = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     clock, tp = DropoutClock(), TensorParallel()

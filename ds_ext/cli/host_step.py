@@ -15,9 +15,9 @@ from ..parallel.rank_order import RankOrder, parse_rank_order
 from ..pipe_schedules.placement import Placement
 from ..pipe_schedules.reductions import eager_reductions
 from ..pipe_schedules.simulation import Simulation
-from ..planner.memory import ModelSizes
-from ..planner.stage_costs import forward_flops, split_layers
-from ..planner.step_time import StepTime, step_bytes, step_time, with_tensor_parallel
+from ..planner.memory import TrainingSizes
+from ..planner.stage_costs import split_layers
+from ..planner.step_time import StepTime, step_time, with_tensor_parallel
 from ..planner.text import format_bytes
 from ..planner.traffic import traffic
 from .network_flags import describe_network, flops_of, network_of
@@ -60,7 +60,7 @@ class HostStep:
 
 
 def step_on_hosts(
-    args: argparse.Namespace, simulation: Simulation, model: ModelSizes | None
+    args: argparse.Namespace, simulation: Simulation, model: TrainingSizes | None
 ) -> HostStep | None:
     """Return the step time on the hosts of the flags; None without ``--hosts``.
 
@@ -93,17 +93,19 @@ def step_on_hosts(
     layout = ParallelLayout(placement, model.tensor_parallel, data, order)
     sizes = split_layers(replace(model, data_parallel=data), placement, timetable.schedule)
     flops, devices = flops_of(args), placement.devices_per_pipe
-    unit_s = forward_flops(sizes) / devices / (model.tensor_parallel * flops) / costs.forward
+    unit_s = (
+        sizes.micro_batch * sizes.forward_flops / devices / (model.tensor_parallel * flops) / costs.forward
+    )
+    volumes = traffic(sizes, placement, timetable.micro_batches)
     step = step_time(
         timetable,
         with_tensor_parallel(costs, sizes, network, devices, unit_s),
         layout,
         network,
-        step_bytes(sizes, placement),
+        volumes,
         unit_s,
         eager_reductions(simulation),
     )
-    volumes = traffic(sizes, placement, timetable.micro_batches)
     between = crossing(layout, network.hosts, volumes, timetable.micro_batches).bytes
     return HostStep(network, layout, step, between)
 

@@ -3,94 +3,66 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 
 from ..errors import ScheduleError
-from ..planner.memory import ModelSizes
-from ..planner.named_models import MODELS, model_sizes
-from ..planner.parameter_bytes import PRECISIONS
+from ..models.config import PLANNED, SIZES, TransformerConfig
+from ..models.flags import add_flags, fields_of, flag_name, flags_of
+from ..planner.memory import TrainingSizes
+from ..planner.named_models import LLAMA, MODELS, named_model
 
-_SIZES = {
-    "num_layers": "layers",
-    "hidden_size": "hidden",
-    "num_attention_heads": "heads",
-    "vocab_size": "vocab",
-    "seq_length": "seq",
-}
-_OPTIONS = {
-    "ffn_hidden_size": "ffn",
-    "num_query_groups": "query_groups",
-    "kv_channels": "kv_channels",
-}
-_SWITCHES = {"swiglu": "swiglu", "untie_embeddings_and_output_weights": "untied", "rope": "rope"}
-_TRAINING = {
-    "micro_batch_size": "micro_batch",
-    "tensor_parallel": "tensor_parallel",
-    "data_parallel": "data_parallel",
-    "zero": "zero_stage",
-    "precision": "precision",
-    "recompute": "recompute",
-    "sequence_parallel": "sequence_parallel",
-    "attention_scores": "attention_scores",
-}
+# Settings of the job with a flag, and those of them that `plan` chooses itself.
+_CHOSEN = ("tensor_parallel", "data_parallel", "attention_scores")
+_SETTINGS = ("micro_batch", "precision", "zero_stage", *_CHOSEN)
 
 
 def add_model_flags(verb: argparse.ArgumentParser, *, parallel: bool = True) -> None:
     """Add the flags; ``parallel`` includes the settings that ``plan`` chooses itself."""
     group = verb.add_argument_group("model, for memory and message sizes")
-    group.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
-    for dest in _SIZES:
-        group.add_argument(_flag(dest), type=int, metavar="SIZE", help="overrides the model's value")
-    for dest in _OPTIONS:
-        group.add_argument(
-            _flag(dest), type=int, metavar="SIZE", help="overrides the model's value (GPT-2's)"
-        )
-    for dest, text in (
-        ("swiglu", "gated MLP"),
-        ("untie_embeddings_and_output_weights", "separate weight for the head"),
-        ("rope", "rotary positions: no table"),
-    ):
-        group.add_argument(_flag(dest), action="store_true", default=None, help=text)
-    group.add_argument("--micro-batch-size", type=int, metavar="B", help="samples per micro-batch (1)")
-    default = "0" if parallel else "1 with several copies of the weights"
-    zero = f"ZeRO stage in fp32 ({default}); half precision always uses 1"
-    group.add_argument("--zero", type=int, choices=[0, 1], help=zero)
-    group.add_argument("--precision", choices=PRECISIONS, help="of weights and activations (bf16)")
+    group.add_argument(
+        "--model", metavar="NAME", help=f"one of {', '.join(MODELS)}; the flags override its sizes"
+    )
+    add_flags(group, TransformerConfig, PLANNED, default=None)
+    group.add_argument(
+        "--rope",
+        dest="position_embedding_type",
+        action="store_const",
+        const="rope",
+        help="--position-embedding-type rope",
+    )
+    for name, one in flags_of(TrainingSizes).items():
+        if name in _SETTINGS and (parallel or name not in _CHOSEN):
+            default = (
+                one.default if parallel or name != "zero_stage" else "1 with several copies of the weights"
+            )
+            changes = {"default": None, "help": f"{one.help} ({default})"}
+            group.add_argument(flag_name(one.key), **{**one.arguments, **changes})
     if parallel:
-        group.add_argument("--tensor-parallel", type=int, metavar="T", help="tensor-parallel size (1)")
-        group.add_argument("--data-parallel", type=int, metavar="DP", help="number of pipeline groups (1)")
         recompute = ["none", "selective", "full"]
         group.add_argument("--recompute", choices=recompute, help="recomputation in the backward (none)")
-        switch = {"action": "store_true", "default": None}
-        group.add_argument("--sequence-parallel", **switch, help="same as a job's sequence_parallel key")
-        scores = "the attention stores its s x s scores; selective recomputation drops them"
-        group.add_argument("--attention-scores", **switch, help=scores)
+        key = "same as a job's sequence_parallel key"
+        group.add_argument("--sequence-parallel", action="store_true", default=None, help=key)
 
 
-def model_of(args: argparse.Namespace) -> ModelSizes | None:
+def model_of(args: argparse.Namespace) -> TrainingSizes | None:
     """Return the model that the flags describe, or None if there are no model flags. Raises ScheduleError."""
-    sizes = {
-        field: value for dest, field in _SIZES.items() if (value := getattr(args, dest, None)) is not None
-    }
-    options = {
-        field: value
-        for dest, field in (_OPTIONS | _SWITCHES).items()
-        if (value := getattr(args, dest, None)) is not None
-    }
-    training = {dest: value for dest in _TRAINING if (value := getattr(args, dest, None)) is not None}
-    if args.model is None and not sizes:
-        if training or options:
-            dest, value = next(iter((training | options).items()))
-            raise ScheduleError(f"{_flag(dest)}: needs a model (got {value}, no model). Add --model gpt-10b.")
-        return None
-    changes = options | {_TRAINING[dest]: value for dest, value in training.items()}
+    values = vars(args)
+    sizes = fields_of(TrainingSizes, values, (*PLANNED, *_SETTINGS))
+    for name in ("recompute", "sequence_parallel"):
+        if values.get(name) is not None:
+            sizes[name] = values[name]
+    llama = sizes.get("swiglu") and sizes.get("position_embedding_type") == "rope"
+    family = LLAMA if llama else {}
     if args.model is not None:
-        return replace(model_sizes(args.model), **sizes, **changes)
-    missing = [_flag(dest) for dest, field in _SIZES.items() if field not in sizes]
+        return TrainingSizes.of_model(named_model(args.model), **{**family, **sizes})
+    if not sizes.keys() & {*SIZES, "vocab_size"}:
+        if sizes:
+            name, value = next(iter(sizes.items()))
+            key = flags_of(TrainingSizes)[name].key if name in _SETTINGS else name
+            raise ScheduleError(
+                f"{flag_name(key)}: needs a model (got {value}, no model). Add --model gpt-10b."
+            )
+        return None
+    missing = [flag_name(name) for name in (*SIZES, "vocab_size") if name not in sizes]
     if missing:
         raise ScheduleError(f"model: sizes are missing. Add {', '.join(missing)}, or --model NAME.")
-    return ModelSizes(**sizes, **changes)
-
-
-def _flag(dest: str) -> str:
-    return "--" + dest.replace("_", "-")
+    return TrainingSizes(**{**family, **sizes})

@@ -15,7 +15,7 @@ from ..errors import ScheduleError
 from ..pipe_schedules.costs import read_costs
 from ..pipe_schedules.placement import linear
 from ..planner.fbd import compare_with_fbd
-from ..planner.memory import ModelSizes
+from ..planner.memory import TrainingSizes
 from ..planner.parallel_sizes import Cluster, ClusterPlan, ParallelSizes, plan_cluster
 from ..planner.text import aligned, format_bytes, join_reasons, join_words, parse_bytes
 from .model_flags import add_model_flags, model_of
@@ -113,9 +113,8 @@ def run_plan(args: argparse.Namespace) -> int:
         if fbd:
             print(fbd["reason"])
         if config is not None and plan.best.fits:
-            print(
-                f"JSON for {cluster.devices} devices (vocabulary {model.vocab:,}; add --data-path):\n\n{_text(config)}"
-            )
+            vocabulary = f"vocabulary {model.vocab_size:,}"
+            print(f"JSON for {cluster.devices} devices ({vocabulary}; add --data-path):\n\n{_text(config)}")
     return EXIT_OK if plan.best.fits else EXIT_INVALID
 
 
@@ -158,7 +157,7 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 # --- text ------------------------------------------------------------------------------------------------------------
 
 
-def _header(args: argparse.Namespace, cluster: Cluster, model: ModelSizes) -> list[str]:
+def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes) -> list[str]:
     parameters = model.device_parameters(linear(1), 0) / 1e9
     zero = "1 with several copies of the weights" if model.bytes.sharded else "0"
     if cluster.network is None:
@@ -223,7 +222,7 @@ def _reason(plan: ClusterPlan) -> str:
     return f"{first}\n  {best.candidates.reason()}{order}"
 
 
-def _remedies(model: ModelSizes) -> str:
+def _remedies(model: TrainingSizes) -> str:
     """Return settings outside the search that reduce the memory of a device."""
     remedies = ["more devices", "devices with more memory"]
     if model.micro_batch > 1:
@@ -235,7 +234,7 @@ def _remedies(model: ModelSizes) -> str:
     return join_words(remedies)
 
 
-def _config(sizes: ParallelSizes, cluster: Cluster, model: ModelSizes) -> dict[str, Any]:
+def _config(sizes: ParallelSizes, cluster: Cluster, model: TrainingSizes) -> dict[str, Any]:
     """Return the keys of a DeepSpeed JSON that the plan decides."""
     copies = sizes.data * (1 if sizes.candidate is None else sizes.candidate.replicas)
     return {

@@ -22,8 +22,8 @@ from ..pipe_schedules.draw.svg import heading
 from ..pipe_schedules.lowering import dump, lower
 from ..pipe_schedules.simulation import Simulation
 from ..planner.fbd import comparison_note
-from ..planner.memory import ModelSizes, memory
-from ..planner.stage_costs import message_bytes, repeated_share, split_layers
+from ..planner.memory import TrainingSizes, memory
+from ..planner.stage_costs import message_bytes, split_layers
 from ..planner.text import aligned, format_bytes
 from .host_step import step_on_hosts
 from .model_flags import model_of
@@ -124,7 +124,7 @@ def run_compare(args: argparse.Namespace) -> int:
 
 def comparison(
     simulations: Sequence[Simulation],
-    model: ModelSizes | None = None,
+    model: TrainingSizes | None = None,
     refused: Mapping[int, tuple[str, str]] | None = None,
 ) -> list[tuple[str, ...]]:
     """Return a table with its header: makespan, bubble, peak activations, messages, copies of the weights.
@@ -167,7 +167,7 @@ def comparison(
     return [tuple(row[i] for i in columns) for row in (header, *rows)]
 
 
-def _worst(timetable: Timetable, model: ModelSizes) -> int:
+def _worst(timetable: Timetable, model: TrainingSizes) -> int:
     """Return the bytes of the device that needs the most memory."""
     sizes = split_layers(model, timetable.placement, timetable.schedule)
     return max(device.total for device in memory(timetable, sizes))
@@ -229,7 +229,7 @@ def run_simulate(args: argparse.Namespace) -> int:
             "busy": list(simulation.busy),
             "memory": devices,
             "message_bytes": message,
-            "layers": None if model is None else model.layers,
+            "layers": None if model is None else model.stage_layers,
             "stage_bytes": None if model is None else _stage_bytes(model),
             **({} if on_hosts is None else on_hosts.as_dict()),
         }
@@ -254,22 +254,21 @@ def run_simulate(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _stage_bytes(model: ModelSizes) -> list[int]:
+def _stage_bytes(model: TrainingSizes) -> list[int]:
     """Return the bytes of a micro-batch's activations at every stage."""
-    assert not isinstance(model.layers, int), "split_layers() comes first"
-    return list(map(math.ceil, model.stage_activations(len(model.layers))))
+    assert model.stage_layers is not None, "split_layers() comes first"
+    return list(map(math.ceil, model.stage_activations(len(model.stage_layers))))
 
 
-def _stage_lines(model: ModelSizes, costs: Costs) -> Iterator[str]:
+def _stage_lines(model: TrainingSizes, costs: Costs) -> Iterator[str]:
     """Yield the layers and costs of the stages, and the share of a forward that recomputation repeats."""
-    assert not isinstance(model.layers, int), "split_layers() comes first"
-    yield f"  layers            {' '.join(map(str, model.layers))}  (per stage)"
+    assert model.stage_layers is not None, "split_layers() comes first"
+    yield f"  layers            {' '.join(map(str, model.stage_layers))}  (per stage)"
     if costs.stages is not None:
         factors = " ".join(f"{factor:.3g}" for factor in costs.stages)
         yield f"  costs             {factors}  (factor per stage, including the head)"
-    repeated = repeated_share(model.recompute, model.work)
-    if repeated:
-        yield f"  recompute         {repeated:.0%} of a layer's forward  ({model.recompute})"
+    if model.repeated_share:
+        yield f"  recompute         {model.repeated_share:.0%} of a layer's forward  ({model.recompute})"
 
 
 def _memory_lines(devices: Sequence[dict[str, int]]) -> list[str]:

@@ -19,7 +19,7 @@ BertForPreTraining.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ds_ext.errors import ConfigError
 from ds_ext.models.bert_layers import BertHeads, BertLayer
-from ds_ext.models.config import TransformerConfig
+from ds_ext.models.config import GPT_FIELDS, TransformerConfig
 from ds_ext.models.gpt import GPTEmbedding, check_positions
 from ds_ext.models.layers import BEFORE_THE_FIRST_LAYER, LayerNorm, embedding_table, hidden_dropout
 from ds_ext.tensor_parallel import (
@@ -68,8 +68,7 @@ class BertConfig(TransformerConfig):
         super().__post_init__()
         if self.transformer_impl != "local":
             raise ConfigError(f"--transformer-impl: must be local for BERT (got {self.transformer_impl}).")
-        names = [field.name for field in fields(TransformerConfig)]
-        for name in names[names.index("position_embedding_type") :]:
+        for name in GPT_FIELDS:
             value, default = getattr(self, name), getattr(TransformerConfig, name)
             if value != default:
                 raise ConfigError(f"{name}: BERT supports only the default {default} (got {value}).")

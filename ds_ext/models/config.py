@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal, Self
 
-from ds_ext.errors import ConfigError
-from ds_ext.parallel.partition import layer_work
+from ..errors import ConfigError
+from ..parallel.partition import LayerWork
+from .flags import NO_FLAG, flag, flags_of
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,74 @@ class RopeScaling:
             )
 
 
+def _llama3(use: bool, keys: Mapping[str, Any]) -> RopeScaling | None:
+    """Return Llama 3.1's scaling for ``--use-rope-scaling``, with Megatron's constants."""
+    factor = keys.get("rope_scaling_factor", 8.0)
+    return RopeScaling("llama3", factor, 1.0, 4.0, original_max_position_embeddings=8192) if use else None
+
+
+def _llama3_keys(scaling: RopeScaling | None) -> Mapping[str, Any]:
+    """Return the keys of a scaling; flags exist only for that of Llama 3.1."""
+    if scaling is None or scaling.rope_type != "llama3":
+        return {"use_rope_scaling": False}
+    return {"use_rope_scaling": True, "rope_scaling_factor": scaling.factor}
+
+
+def _window(text: str, _: object) -> int:
+    """Return the number of tokens of Megatron's window ``"L,R"``, the token itself included. Raises ConfigError."""
+    match = re.fullmatch(r"\(?\s*(\d+)\s*,\s*0\s*\)?", text)
+    if match is None:
+        raise ConfigError(
+            f"--window-size: must be the number of previous tokens and 0 for following tokens (got {text!r}). Use for "
+            f"example 4095,0 for a window of 4096 tokens."
+        )
+    return int(match[1]) + 1
+
+
+Recompute = Literal["none", "selective", "full"]
+Positions = Literal["learned_absolute", "rope"]
+# Flags whose values are not those of their fields.
+_ROPE_SCALING = flag(
+    "use_rope_scaling",
+    default=False,
+    kind=bool,
+    read=_llama3,
+    write=_llama3_keys,
+    help="scale the rotary frequencies as in Llama 3.1",
+)
+_VOCABULARY = flag(
+    planned=True,
+    metavar="N",
+    help="rows of the word embeddings without padding, if the model has more than its tokenizer",
+)
+_QUERY_GROUPS = flag(
+    planned=True,
+    write=lambda groups: {"group_query_attention": groups is not None, "num_query_groups": groups},
+)
+_BIASES = flag(
+    "disable_bias_linear",
+    default=False,
+    read=lambda disabled, _: not disabled,
+    write=lambda biases: {"disable_bias_linear": not biases},
+    help="no biases in linear layers",
+)
+_WINDOW = flag(
+    "window_size",
+    kind=str,
+    metavar="L,0",
+    read=_window,
+    write=lambda window: {"window_size": None if window is None else f"{window - 1},0"},
+    help="attend to L previous tokens and the token itself (all previous tokens)",
+)
+
+
 @dataclass(frozen=True)
 class TransformerConfig:
     """Sizes and initialization of a transformer language model, the same on all ranks.
 
-    The defaults are those of GPT-2. BERT does not support the fields from ``position_embedding_type`` on.
+    The defaults are those of GPT-2. The flags of the training scripts, the keys of "train" and the sizes that the
+    planner needs are generated from the fields; see :mod:`.flags`.
+    BERT does not support the fields from ``position_embedding_type`` on.
 
     Args:
         num_layers: number of transformer layers.
@@ -80,7 +145,8 @@ class TransformerConfig:
         num_attention_heads: number of heads over all tensor-parallel ranks.
         seq_length: tokens per sample.
         vocab_size: size of the tokenizer's vocabulary, without padding.
-        ffn_hidden_size: inner width of the MLP; None: 4 * hidden_size.
+        ffn_hidden_size: inner width of the MLP; None: 4 * hidden_size (in the training scripts two thirds of it with
+            swiglu).
         max_position_embeddings: largest number of tokens of a sample, rows of a learned position table; None:
             seq_length.
         hidden_dropout: probability of zeroing a hidden activation, in [0, 1).
@@ -116,39 +182,41 @@ class TransformerConfig:
         ConfigError: if a size is not positive, or if sizes contradict each other.
     """
 
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    seq_length: int
-    vocab_size: int
-    ffn_hidden_size: int | None = None
-    max_position_embeddings: int | None = None
+    num_layers: int = field(metadata=flag(planned=True, default=8))
+    hidden_size: int = field(metadata=flag(planned=True, default=128))
+    num_attention_heads: int = field(metadata=flag(planned=True, default=4))
+    seq_length: int = field(metadata=flag(planned=True, default=128))
+    vocab_size: int = field(metadata=_VOCABULARY)
+    ffn_hidden_size: int | None = field(default=None, metadata=flag(planned=True))
+    max_position_embeddings: int | None = field(default=None, metadata=flag(planned=True))
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
-    init_std: float = 0.02
-    layernorm_epsilon: float = 1e-5
+    init_std: float = field(default=0.02, metadata=flag("init_method_std"))
+    layernorm_epsilon: float = field(default=1e-5, metadata=flag("norm_epsilon", default=None))
     make_vocab_size_divisible_by: int = 128
-    recompute: Literal["none", "selective", "full"] = "none"
-    recompute_interval: int = 1
-    sequence_parallel: bool = False
+    recompute: Recompute = field(default="none", metadata=flag("recompute_granularity", default=None))
+    recompute_interval: int = field(default=1, metadata=flag(metavar="K"))
+    sequence_parallel: bool = field(default=False, metadata=NO_FLAG)  # a key of the JSON
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     seed: int = 1234
-    position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
+    position_embedding_type: Positions = field(default="learned_absolute", metadata=flag(planned=True))
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | None = field(default=None, metadata=_ROPE_SCALING)
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
-    swiglu: bool = False
-    num_query_groups: int | None = None
-    kv_channels: int | None = None
-    add_bias_linear: bool = True
+    swiglu: bool = field(default=False, metadata=flag(planned=True))
+    num_query_groups: int | None = field(default=None, metadata=_QUERY_GROUPS)
+    kv_channels: int | None = field(default=None, metadata=flag(planned=True))
+    add_bias_linear: bool = field(default=True, metadata=_BIASES)
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
-    untie_embeddings_and_output_weights: bool = False
-    sliding_window: int | None = None
-    sliding_window_layers: tuple[int, ...] | None = None
+    untie_embeddings_and_output_weights: bool = field(default=False, metadata=flag(planned=True))
+    sliding_window: int | None = field(default=None, metadata=_WINDOW)
+    sliding_window_layers: tuple[int, ...] | None = field(default=None, metadata=NO_FLAG)
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
+
+    _unchecked: ClassVar[tuple[str, ...]] = ("seed",)  # fields with any number
 
     def __post_init__(self) -> None:
         self._check_ranges()
@@ -168,23 +236,40 @@ class TransformerConfig:
             )
 
     @property
-    def flops_per_sample(self) -> float:
-        """Model FLOPs of a forward and a backward for one sample, without recomputation (arXiv 2104.04473, 5.1).
+    def layer_work(self) -> LayerWork:
+        """Work of a transformer layer; with GPT-2's layers 12h² + 2sh (arXiv 2104.04473, appendix)."""
+        queries, keys = self.num_attention_heads * self.head_size, self.query_groups * self.head_size
+        matrices = 2 * queries + 2 * keys + (3 if self.swiglu else 2) * self.ffn_size
+        return LayerWork(self.hidden_size * matrices, 2 * self.seq_length * queries)
 
-        A multiplication and an addition count as two, and a backward as two forwards. Attention counts in full, also
-        with causal masks and windows.
+    @property
+    def repeated_share(self) -> float:
+        """Share of a layer's forward that ``recompute`` repeats in the backward."""
+        if self.recompute == "selective":
+            return self.layer_work.attention / self.layer_work.total
+        return 1.0 if self.recompute == "full" else 0.0
+
+    def head_work(self, repeated: float = 0.0) -> float:
+        """Return the work of the head, in transformer layers. A backward takes twice as many operations as a forward.
+
+        Args:
+            repeated: share of a layer's forward that its backward recomputes; 1 for full recomputation.
         """
-        layer = layer_work(
-            self.hidden_size,
-            self.seq_length,
-            heads=self.num_attention_heads,
-            ffn=self.ffn_size,
-            query_groups=self.num_query_groups,
-            kv_channels=self.kv_channels,
-            swiglu=self.swiglu,
-        )
-        per_token = self.num_layers * layer.total + self.hidden_size * self.vocab_size
-        return 3.0 * 2 * self.seq_length * per_token
+        return self.vocab_size * self.hidden_size / self.layer_work.total * 3 / (3 + repeated)
+
+    @property
+    def forward_flops(self) -> int:
+        """Model FLOPs of a forward for one sample (arXiv 2104.04473, section 5.1).
+
+        A multiplication and an addition count as two. Attention counts in full, also with causal masks and windows.
+        """
+        per_token = self.num_layers * self.layer_work.total + self.hidden_size * self.vocab_size
+        return 2 * self.seq_length * per_token
+
+    @property
+    def flops_per_sample(self) -> float:
+        """Model FLOPs of a forward and a backward, which counts as two forwards, without recomputation."""
+        return 3.0 * self.forward_flops
 
     @property
     def ffn_size(self) -> int:
@@ -216,6 +301,20 @@ class TransformerConfig:
         """True if the model takes the start of every token's document as a second input."""
         return self.reset_position_ids or self.reset_attention_mask
 
+    def resolved(self) -> Self:
+        """Return the config with the values of all fields whose default follows from other fields."""
+        return replace(
+            self,
+            ffn_hidden_size=self.ffn_size,
+            max_position_embeddings=self.positions,
+            num_query_groups=self.query_groups,
+            kv_channels=self.head_size,
+        )
+
+    def shares_groups(self, tp_size: int) -> bool:
+        """Return whether each tensor-parallel rank has whole query groups, or several ranks share one."""
+        return self.query_groups % tp_size == 0 or tp_size % self.query_groups == 0
+
     def padded_vocab_size(self, tp_size: int = 1) -> int:
         """Round the vocabulary up to a multiple of make_vocab_size_divisible_by * tp_size, as Megatron does."""
         multiple = self.make_vocab_size_divisible_by * tp_size
@@ -228,17 +327,13 @@ class TransformerConfig:
             ConfigError: if it does not.
         """
         heads, groups, ffn = self.num_attention_heads, self.query_groups, self.ffn_size
-
-        def shares(size: int) -> bool:
-            return groups % size == 0 or size % groups == 0
-
-        common = [n for n in range(1, heads + 1) if heads % n == 0 and ffn % n == 0 and shares(n)]
+        common = [n for n in range(1, heads + 1) if heads % n == 0 and ffn % n == 0 and self.shares_groups(n)]
         for name, total in (("num_attention_heads", heads), ("ffn_hidden_size", ffn)):
             if tp_size < 1 or total % tp_size:
                 raise ConfigError(
                     f"tensor_parallel_size: must divide {name} {total} (got {tp_size}). Use {_either(common)}."
                 )
-        if not shares(tp_size):
+        if not self.shares_groups(tp_size):
             raise ConfigError(
                 f"tensor_parallel_size: must divide num_query_groups {groups}, or be a multiple of it (got {tp_size}). "
                 f"Use {_either(common)}."
@@ -264,17 +359,12 @@ class TransformerConfig:
             if name in ("hidden_dropout", "attention_dropout"):
                 if not 0.0 <= value < 1.0:
                     raise ConfigError(f"{name}: must be at least 0 and below 1 (got {value}).")
-            elif type(value) in (int, float) and name != "seed" and value <= 0:
+            elif type(value) in (int, float) and name not in self._unchecked and value <= 0:
                 raise ConfigError(f"{name}: must be positive (got {value}).")
 
     def _check_choices(self) -> None:
-        choices = {
-            "recompute": ("none", "selective", "full"),
-            "position_embedding_type": ("learned_absolute", "rope"),
-            "normalization": ("LayerNorm", "RMSNorm"),
-        }
-        for name, known in choices.items():
-            value = getattr(self, name)
+        for name in ("recompute", "position_embedding_type", "normalization"):
+            value, known = getattr(self, name), flags_of(TransformerConfig)[name].arguments["choices"]
             if value not in known:
                 raise ConfigError(
                     f"{name}: must be {_either([json.dumps(choice) for choice in known])} (got {value!r})."
@@ -309,3 +399,21 @@ class TransformerConfig:
 def _either(choices: Sequence[int | str]) -> str:
     *rest, last = map(str, choices)
     return f"{', '.join(rest)} or {last}" if rest else last
+
+
+_NAMES = tuple(one.name for one in fields(TransformerConfig))
+# Fields that BERT does not support.
+GPT_FIELDS = _NAMES[_NAMES.index("position_embedding_type") :]
+# Fields that decide neither the weights nor what they compute, and those that matter only in training.
+RUN_FIELDS = (
+    *("seq_length", "make_vocab_size_divisible_by", "recompute", "recompute_interval", "sequence_parallel"),
+    *("transformer_impl", "seed", "reset_position_ids", "reset_attention_mask"),
+)
+TRAINED_FIELDS = ("hidden_dropout", "attention_dropout", "init_std")
+# Fields that decide the weights and what they compute.
+WEIGHT_FIELDS = tuple(name for name in _NAMES if name not in (*RUN_FIELDS, *TRAINED_FIELDS))
+# Fields that the planner needs, and those that have no default, except for the vocabulary.
+PLANNED = tuple(name for name, one in flags_of(TransformerConfig).items() if one.planned)
+SIZES = tuple(
+    one.name for one in fields(TransformerConfig) if one.default is MISSING and one.name != "vocab_size"
+)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ds_ext.errors import ConfigError
 from ds_ext.models.bert import TOKEN_TYPES, BertConfig
-from ds_ext.models.config import RopeScaling, TransformerConfig
+from ds_ext.models.config import TRAINED_FIELDS, WEIGHT_FIELDS, RopeScaling, TransformerConfig
 from ds_ext.models.gpt import GPTConfig
 from ds_ext.models.hf_llama import LLAMA_KINDS, llama_fields, llama_json
 from ds_ext.models.hf_values import integer, number, require_supported
@@ -36,40 +36,20 @@ _BERT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 SENTENCE_HEAD = "cls.seq_relationship.weight"
 # Fields that decide what the weights compute, but do not all follow from their shapes. A checkpoint stores them.
-COMPUTED = (
-    "num_attention_heads",
-    "layernorm_epsilon",
-    "position_embedding_type",
-    "rotary_base",
-    "rotary_percent",
-    "rope_scaling",
-    "normalization",
-    "swiglu",
-    "num_query_groups",
-    "kv_channels",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "untie_embeddings_and_output_weights",
-    "sliding_window",
-    "sliding_window_layers",
-)
-_TRAINED = ("hidden_dropout", "attention_dropout", "init_std")
-_BERT_UNSEEN = ("num_attention_heads", "layernorm_epsilon", *_TRAINED)
-UNSEEN = (*COMPUTED, "max_position_embeddings", *_TRAINED)
+_SEEN = ("num_layers", "hidden_size", "vocab_size", "ffn_hidden_size", "max_position_embeddings")
+COMPUTED = tuple(name for name in WEIGHT_FIELDS if name not in _SEEN)
+_BERT_UNSEEN = ("num_attention_heads", "layernorm_epsilon", *TRAINED_FIELDS)
+UNSEEN = (*COMPUTED, "max_position_embeddings", *TRAINED_FIELDS)
 
 
 def unseen_in_weights(config: TransformerConfig) -> dict[str, Any]:
     """Return the fields of a config that do not follow from the shapes of its weights, as plain values."""
     if isinstance(config, BertConfig):
         return {key: getattr(config, key) for key in _BERT_UNSEEN}
-    values = {key: getattr(config, key) for key in UNSEEN}
+    values = {key: getattr(config.resolved(), key) for key in UNSEEN}
     scaling, layers = config.rope_scaling, config.sliding_window_layers
     return {
         **values,
-        "num_query_groups": config.query_groups,
-        "kv_channels": config.head_size,
-        "max_position_embeddings": config.positions,
         "rope_scaling": None if scaling is None else asdict(scaling),
         "sliding_window_layers": None if layers is None else list(layers),
     }

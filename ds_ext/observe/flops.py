@@ -1,8 +1,6 @@
-"""Model FLOPs of a GPT, and peak FLOP/s of GPUs, for the MFU (PaLM, arXiv 2204.02311, appendix B)."""
+"""Peak FLOP/s of GPUs, for the MFU (PaLM, arXiv 2204.02311, appendix B)."""
 
 from __future__ import annotations
-
-from ..parallel.partition import layer_work
 
 # Dense 16-bit tensor-core TFLOP/s from NVIDIA's data sheets. The first name that the device's name contains counts.
 _PEAK_TFLOPS = (
@@ -27,11 +25,3 @@ def peak_tflops(device_name: str) -> float | None:
         if set(name.split()) <= set(words):
             return peak
     return None
-
-
-def flops_per_token(layers: int, hidden: int, seq: int, vocab: int) -> float:
-    """Return the FLOPs of a forward and a backward for one token, without recomputation.
-
-    A multiplication and an addition count as two, and a backward as two forwards.
-    """
-    return 3 * 2 * (layers * layer_work(hidden, seq).total + hidden * vocab)

@@ -34,6 +34,7 @@ class Traffic:
         tensor: for each device, the tensors that one rank all-reduces over its tensor-parallel group; empty: 0.
         tied: gradient of a weight that the first and the last stage share.
         zero_stage: 1 if the ranks that average gradients also gather the weights after the step.
+        stages: for each stage, the gradients of one rank, without weights tied to other devices; empty: unknown.
     """
 
     message: float
@@ -42,6 +43,7 @@ class Traffic:
     tensor: tuple[float, ...] = ()
     tied: float = 0.0
     zero_stage: int = 0
+    stages: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

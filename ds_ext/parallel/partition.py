@@ -33,47 +33,6 @@ class LayerWork:
         return self.matrices + self.attention
 
 
-def layer_work(
-    hidden: int,
-    seq: int,
-    *,
-    heads: int = 1,
-    ffn: int | None = None,
-    query_groups: int | None = None,
-    kv_channels: int | None = None,
-    swiglu: bool = False,
-) -> LayerWork:
-    """Return the work of a layer; with the defaults 12h² + 2sh (arXiv 2104.04473, appendix).
-
-    Args:
-        hidden: h, hidden size.
-        seq: s, sequence length, in tokens.
-        heads: attention heads.
-        ffn: inner width of the MLP; None: 4h.
-        query_groups: key and value heads; None: one for each head.
-        kv_channels: width of a head; None: h / heads.
-        swiglu: the MLP has three matrices.
-    """
-    size = kv_channels or hidden // heads
-    queries, keys = heads * size, (query_groups or heads) * size
-    mlp = (3 if swiglu else 2) * (ffn or 4 * hidden)
-    return LayerWork(hidden * (2 * queries + 2 * keys + mlp), 2 * seq * queries)
-
-
-def end_weights(hidden: int, vocab: int, layer: LayerWork, again: float = 0.0) -> tuple[float, float]:
-    """Return the work of the embedding and of the head, in transformer layers.
-
-    An embedding lookup counts as 0. A backward takes twice as many operations as a forward.
-
-    Args:
-        hidden: hidden size.
-        vocab: vocabulary size.
-        layer: work of one transformer layer.
-        again: share of a layer's forward that its backward recomputes; 1 for full recomputation.
-    """
-    return 0.0, vocab * hidden / layer.total * 3 / (3 + again)
-
-
 def layer_boundaries(
     num_layers: int,
     before: int,
@@ -96,7 +55,7 @@ def layer_boundaries(
         placement: device of every stage.
         schedule: name of the schedule, for errors.
         stage_layers: transformer layers of every stage, as ``"3,2,2,1"``; None or ``BALANCED``: even.
-        weights: work of the other layers at both ends, in transformer layers, from :func:`end_weights`; the stages at
+        weights: work of the other layers at both ends, in transformer layers; the stages at
             the ends then hold fewer transformer layers. None: only surplus layers avoid the ends.
 
     Returns:

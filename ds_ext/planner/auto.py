@@ -21,13 +21,15 @@ from ..config.deepspeed_json import (
 from ..config.job import AUTO
 from ..data.layout import DATA_NAME, META_NAME
 from ..errors import ConfigError, ScheduleError
+from ..models.config import PLANNED, SIZES, TransformerConfig
+from ..models.flags import fields_of
 from ..parallel.layout import data_parallel_size
 from ..parallel.partition import BALANCED
 from ..pipe_schedules import Placement, Schedule, get_schedule
 from ..pipe_schedules.costs import Costs, read_costs
 from ..pipe_schedules.definition import Option, Orders
 from ..pipe_schedules.placement import linear
-from .memory import RECOMPUTATIONS, ModelSizes
+from .memory import RECOMPUTATIONS, TrainingSizes
 from .search import Candidates, Request, choose
 from .text import join_words, parse_bytes
 
@@ -36,20 +38,6 @@ _OPTIONS = {
     "costs": Option("f=1,b=1,w=1,comm=0", None, "costs to choose for, in the format of --costs"),
     "memory": Option("", None, 'memory of a device, such as "16GB"; "": no limit'),
     "vocab_size": Option(0, 0, "vocabulary size; 0: that of the data, or else GPT-2's"),
-}
-MODEL_SIZES = {
-    "num_layers": "layers",
-    "hidden_size": "hidden",
-    "num_attention_heads": "heads",
-    "seq_length": "seq",
-}
-# Optional flags of the model.
-MODEL_OPTIONS = {
-    "ffn_hidden_size": "ffn",
-    "num_query_groups": "query_groups",
-    "kv_channels": "kv_channels",
-    "swiglu": "swiglu",
-    "untie_embeddings_and_output_weights": "untied",
 }
 
 
@@ -82,12 +70,13 @@ def choose_for_job(
     try:
         values = _AUTO.resolve_options(options)
         entries, _ = vocabulary(values["vocab_size"], train)
-        sizes = model_of_job(config, train, entries, micro_batch, tensor_parallel, data)
+        model = model_of_train(train, entries)
+        sizes = model and training_sizes(config, model, micro_batch, tensor_parallel, data)
         limit = parse_bytes(values["memory"], "schedule_options.memory") if values["memory"] else None
         if limit is not None and sizes is None:
             raise ConfigError(
                 f'schedule_options.memory: "auto" needs the sizes of the model (got {values["memory"]!r}). Add '
-                f'{", ".join(MODEL_SIZES)} to "train", or remove "memory".'
+                f'{", ".join(SIZES)} to "train", or remove "memory".'
             )
         kinds = (sizes.recompute,) if sizes is not None else ("none",)
         if train.get("recompute_granularity") == AUTO and train.get("recompute_interval", 1) == 1:
@@ -159,12 +148,12 @@ def vocabulary(vocab_size: int, train: Mapping[str, Any]) -> tuple[int, str]:
 def _require_layers(request: Request) -> None:
     """Raise ScheduleError for fewer layers than devices, because every schedule has a stage on every device."""
     sizes, devices = request.sizes, request.devices
-    if sizes is None or not isinstance(sizes.layers, int) or request.stage_layers not in (None, BALANCED):
+    if sizes is None or request.stage_layers not in (None, BALANCED):
         return
-    if sizes.layers < devices:
+    if sizes.num_layers < devices:
         raise ScheduleError(
-            f"num_layers: fewer than pipeline_parallel_size {devices} (got {sizes.layers}). Use at least {devices} "
-            f"layers, or a pipeline_parallel_size of at most {sizes.layers}."
+            f"num_layers: fewer than pipeline_parallel_size {devices} (got {sizes.num_layers}). Use at least {devices} "
+            f"layers, or a pipeline_parallel_size of at most {sizes.num_layers}."
         )
 
 
@@ -207,24 +196,34 @@ def _micro_batches(config: Mapping[str, Any], data: int) -> tuple[int, int]:
     return micro_batch, train // unit
 
 
-def model_of_job(
-    config: Mapping[str, Any],
-    train: Mapping[str, Any],
-    vocab: int,
-    micro_batch: int,
-    tensor_parallel: int,
-    data: int,
-) -> ModelSizes | None:
-    """Return the sizes in "train", or in the flags of a script; None if one is missing. Raises ScheduleError."""
-    if not all(isinstance(train.get(key), int) for key in MODEL_SIZES):
+def model_of_train(train: Mapping[str, Any], vocab_size: int) -> TransformerConfig | None:
+    """Return the model that "train" describes; None if a size is missing. Raises ConfigError."""
+    if not all(isinstance(train.get(key), int) for key in SIZES):
         return None
+    names = [*PLANNED]
+    if train.get("recompute_granularity") in RECOMPUTATIONS:  # not "auto"
+        names += ["recompute", "recompute_interval"]
+    return TransformerConfig(**{**fields_of(TransformerConfig, train, names), "vocab_size": vocab_size})
+
+
+def training_sizes(
+    config: Mapping[str, Any], model: TransformerConfig, micro_batch: int, tensor_parallel: int, data: int
+) -> TrainingSizes:
+    """Return the sizes of a model that a job trains. Raises ScheduleError.
+
+    Args:
+        config: the whole DeepSpeed JSON.
+        model: the model.
+        micro_batch: samples of a micro-batch.
+        tensor_parallel: TP.
+        data: number of pipeline groups.
+    """
     reduced = fp32_sums_of_bf16(config).get("communication_data_type") or precision(config)
-    # With an interval, only some layers recompute. The estimate assumes that none do, so it is too high.
-    recompute = train.get("recompute_granularity") if train.get("recompute_interval", 1) == 1 else None
-    return ModelSizes(
-        **{name: train[key] for key, name in (MODEL_SIZES | MODEL_OPTIONS).items() if train.get(key)},
-        rope=train.get("position_embedding_type") == "rope",
-        vocab=vocab,
+    return TrainingSizes.of_model(
+        model,
+        sequence_parallel=bool(config.get("ds_ext", {}).get("sequence_parallel")),
+        # With an interval, only some layers recompute. The estimate assumes that none do, so it is too high.
+        recompute=model.recompute if model.recompute_interval == 1 else "none",
         micro_batch=micro_batch,
         precision=precision(config),
         optimizer=adam_implementation(config),
@@ -233,8 +232,6 @@ def model_of_job(
         tensor_parallel=tensor_parallel,
         data_parallel=data,
         zero_stage=min(zero_stage(config), 1),
-        sequence_parallel=bool(config.get("ds_ext", {}).get("sequence_parallel")),
-        recompute=recompute if recompute in RECOMPUTATIONS else "none",
     )
 
 

@@ -17,7 +17,7 @@ from ..errors import ScheduleError
 from ..pipe_schedules import Timetable, get_schedule, timetable
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.simulation import Simulation, simulate
-from .memory import ModelSizes, memory
+from .memory import TrainingSizes, memory
 from .parallel_sizes import MOST_TENSOR_PARALLEL, TRAINED, Cluster, ClusterPlan, plan_cluster, unit_costs
 from .stage_costs import split_layers, stage_costs
 from .text import format_bytes
@@ -37,7 +37,7 @@ class FbdCandidate:
         micro_batches: micro-batches per forward pipeline and step.
     """
 
-    sizes: ModelSizes
+    sizes: TrainingSizes
     pipeline: int
     backward_per_forward: int
     merged: bool
@@ -87,14 +87,14 @@ class FbdCandidate:
         }
 
 
-def fbd_candidates(cluster: Cluster, forward: Cluster, sizes: ModelSizes) -> Iterator[FbdCandidate]:
+def fbd_candidates(cluster: Cluster, forward: Cluster, sizes: TrainingSizes) -> Iterator[FbdCandidate]:
     """Yield the sizes that use all devices of ``cluster`` for backwards and all of ``forward`` for forwards."""
-    assert isinstance(sizes.layers, int), "layers per stage would fix the number of stages"
+    assert sizes.stage_layers is None, "layers per stage would fix the number of stages"
     fixed = cluster.tensor_parallel
     for tensor in [fixed] if fixed else range(1, MOST_TENSOR_PARALLEL + 1):
-        for pipeline in range(2, min(sizes.layers, cluster.devices // tensor) + 1):
+        for pipeline in range(2, min(sizes.num_layers, cluster.devices // tensor) + 1):
             pipes, rest = divmod(cluster.devices, tensor * pipeline)
-            if rest or sizes.heads % tensor or cluster.batch % (pipes * sizes.micro_batch):
+            if rest or sizes.num_attention_heads % tensor or cluster.batch % (pipes * sizes.micro_batch):
                 continue
             for forward_tensor in sorted({1, tensor}):
                 groups, rest = divmod(forward.devices, forward_tensor * pipeline)
@@ -116,7 +116,7 @@ def step_seconds(candidate: FbdCandidate, cluster: Cluster, forward: Cluster, ra
 
 
 def compare_with_fbd(
-    cluster: Cluster, forward: Cluster, sizes: ModelSizes, ratios: Costs, alone: ClusterPlan
+    cluster: Cluster, forward: Cluster, sizes: TrainingSizes, ratios: Costs, alone: ClusterPlan
 ) -> dict[str, Any]:
     """Compare ``fbd`` on ``cluster`` and ``forward`` with the best plans without forward devices.
 
@@ -187,7 +187,7 @@ def _memory_text(need: int, forward_need: int) -> str:
 
 
 def _rivals(
-    cluster: Cluster, forward: Cluster, sizes: ModelSizes, ratios: Costs, alone: ClusterPlan
+    cluster: Cluster, forward: Cluster, sizes: TrainingSizes, ratios: Costs, alone: ClusterPlan
 ) -> list[tuple[float, str]]:
     """Return (seconds, text) of the plans without forward devices that fit."""
     plans = {f"{cluster.devices} devices": alone.best}

@@ -20,100 +20,75 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
 
 from ..errors import ScheduleError
-from ..parallel.partition import LayerWork, layer_work
+from ..models.config import TransformerConfig
+from ..models.flags import NO_FLAG, flag
 from ..pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE
 from ..pipe_schedules.placement import Placement
 from ..pipe_schedules.timetables import Timetable
-from .parameter_bytes import BUCKET, ParameterBytes, parameter_bytes
+from .parameter_bytes import BUCKET, PRECISIONS, ParameterBytes, parameter_bytes
 
 RECOMPUTATIONS = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
-class ModelSizes:
-    """Sizes of a GPT and its training settings.
+class TrainingSizes(TransformerConfig):
+    """Sizes of a model and settings of the job that trains it. See TransformerConfig for the other fields.
 
     Args:
-        layers: transformer layers of the whole model (a multiple of the stages), or of every stage.
-        hidden: h, hidden size.
-        heads: a, attention heads.
-        vocab: vocabulary size.
-        seq: s, sequence length.
+        stage_layers: transformer layers of every stage; None: the same number, so that ``num_layers`` is a multiple of
+            the stages.
         micro_batch: b, samples of one micro-batch.
-        precision: "bf16", "fp16" or "fp32".
+        precision: of weights and activations: "bf16", "fp16" or "fp32".
         optimizer: implementation of Adam: "fused", "foreach" or "for-loop"; see :mod:`.parameter_bytes`.
         reduced_bytes: bytes of a gradient in a reduction; None: those of the precision.
         bucket: elements of a bucket of ZeRO, reduce_bucket_size.
         tensor_parallel: t, tensor-parallel size.
         data_parallel: number of pipeline groups.
-        sequence_parallel: in the regions between tensor-parallel layers, split the activations along the sequence.
         zero_stage: 0, or 1 to shard the optimizer states over replicas x data-parallel ranks. Half precision always
             shards them.
-        recompute: "none", "selective" (only the core attention) or "full" (whole layers).
-        attention_scores: True if the attention stores its s x s scores.
-        ffn: inner width of the MLP; None: 4h.
-        query_groups: key and value heads; None: one for each head.
-        kv_channels: width of a head; None: h / a.
-        swiglu: the MLP has three matrices.
-        untied: the head has a separate weight.
-        rope: there is no table of positions.
+        attention_scores: the attention stores its s x s scores; selective recomputation drops them.
 
     Raises:
-        ScheduleError: a size is not positive, or two sizes are incompatible.
+        ConfigError: sizes of the model are wrong.
+        ScheduleError: a setting is not positive, or does not fit the model.
     """
 
-    layers: int | tuple[int, ...]
-    hidden: int
-    heads: int
-    vocab: int
-    seq: int
-    micro_batch: int = 1
-    precision: str = "bf16"
-    optimizer: str = "fused"
-    reduced_bytes: int | None = None
-    bucket: int = BUCKET
-    tensor_parallel: int = 1
-    data_parallel: int = 1
-    sequence_parallel: bool = False
-    zero_stage: int = 0
-    recompute: str = "none"
+    stage_layers: tuple[int, ...] | None = field(default=None, metadata=NO_FLAG)
+    micro_batch: int = field(default=1, metadata=flag("micro_batch_size", metavar="B"))
+    precision: str = field(default="bf16", metadata=flag(choices=PRECISIONS))
+    optimizer: str = field(default="fused", metadata=NO_FLAG)
+    reduced_bytes: int | None = field(default=None, metadata=NO_FLAG)
+    bucket: int = field(default=BUCKET, metadata=NO_FLAG)
+    tensor_parallel: int = field(default=1, metadata=flag(metavar="T"))
+    data_parallel: int = field(default=1, metadata=flag(metavar="DP"))
+    zero_stage: int = field(default=0, metadata=flag("zero", choices=(0, 1)))
     attention_scores: bool = False
-    ffn: int | None = None
-    query_groups: int | None = None
-    kv_channels: int | None = None
-    swiglu: bool = False
-    untied: bool = False
-    rope: bool = False
+
+    _unchecked = (*TransformerConfig._unchecked, "zero_stage")
 
     def __post_init__(self) -> None:
-        for name in (f.name for f in fields(self)):
-            value = getattr(self, name)
-            least = 0 if name == "zero_stage" or isinstance(value, tuple) else 1
-            for number in value if isinstance(value, tuple) else (value,):
-                if isinstance(number, int) and not isinstance(number, bool) and number < least:
-                    raise ScheduleError(f"{name}: must be at least {least} (got {number}).")
-        if self.recompute not in RECOMPUTATIONS:
-            raise ScheduleError(
-                f"recompute: unknown kind (got {self.recompute!r}). Use {', '.join(RECOMPUTATIONS)}."
-            )
+        super().__post_init__()
         parameter_bytes(self.precision, self.zero_stage, self.optimizer)
-        if self.kv_channels is None and self.hidden % self.heads:
-            raise ScheduleError(f"heads: must divide hidden {self.hidden} (got {self.heads}).")
-        if self.heads % self.tensor_parallel:
+        heads = self.num_attention_heads
+        if heads % self.tensor_parallel:
             raise ScheduleError(
-                f"tensor_parallel: must divide heads {self.heads} (got {self.tensor_parallel})."
+                f"tensor_parallel: must divide num_attention_heads {heads} (got {self.tensor_parallel})."
             )
-        groups = self.query_groups or self.heads
-        if self.heads % groups:
-            raise ScheduleError(f"query_groups: must divide heads {self.heads} (got {groups}).")
         if not self.shares_groups(self.tensor_parallel):
             raise ScheduleError(
-                f"tensor_parallel: must divide query_groups {groups}, or be a multiple of it (got "
+                f"tensor_parallel: must divide num_query_groups {self.query_groups}, or be a multiple of it (got "
                 f"{self.tensor_parallel})."
             )
+
+    @classmethod
+    def of_model(cls, model: TransformerConfig, **settings: Any) -> Self:
+        """Return the sizes of a model with the settings of a job. Raises ConfigError and ScheduleError."""
+        values = {one.name: getattr(model, one.name) for one in fields(TransformerConfig)}
+        return cls(**{**values, **settings})
 
     @property
     def bytes(self) -> ParameterBytes:
@@ -124,56 +99,40 @@ class ModelSizes:
     @property
     def tokens_of_16_bits(self) -> int:
         """Tokens of a micro-batch. In fp32, a token counts as two."""
-        return self.seq * self.micro_batch * (2 if self.precision == "fp32" else 1)
-
-    @property
-    def work(self) -> LayerWork:
-        """Work of one transformer layer."""
-        return layer_work(
-            self.hidden,
-            self.seq,
-            heads=self.heads,
-            ffn=self.ffn,
-            query_groups=self.query_groups,
-            kv_channels=self.kv_channels,
-            swiglu=self.swiglu,
-        )
+        return self.seq_length * self.micro_batch * (2 if self.precision == "fp32" else 1)
 
     @property
     def _widths(self) -> tuple[int, int, int]:
         """Widths of the queries, of the keys, and of the MLP's column-parallel layers."""
-        size = self.kv_channels or self.hidden // self.heads
-        inner = (self.ffn or 4 * self.hidden) * (2 if self.swiglu else 1)
-        return self.heads * size, (self.query_groups or self.heads) * size, inner
-
-    def shares_groups(self, tensor_parallel: int) -> bool:
-        """Return whether each rank has whole query groups, or several ranks share one."""
-        groups = self.query_groups or self.heads
-        return groups % tensor_parallel == 0 or tensor_parallel % groups == 0
+        inner = self.ffn_size * (2 if self.swiglu else 1)
+        return self.num_attention_heads * self.head_size, self.query_groups * self.head_size, inner
 
     def layer_activations(self) -> float:
         """Return the bytes that a rank keeps for one transformer layer and one micro-batch."""
-        sb, h, a, t = self.tokens_of_16_bits, self.hidden, self.heads, self.tensor_parallel
+        sb, h, t = self.tokens_of_16_bits, self.hidden_size, self.tensor_parallel
         if self.recompute == "full":
             return 2 * sb * h
-        scores = 5 * a * self.seq / t if self.recompute == "none" and self.attention_scores else 0
+        stored = self.recompute == "none" and self.attention_scores
+        scores = 5 * self.num_attention_heads * self.seq_length / t if stored else 0
         between, inside = 10 * h, 4 * sum(self._widths)
         kept = (between + inside) / t if self.sequence_parallel else between + inside / t
         return sb * (kept + scores)
 
     def layers_of(self, stages: int) -> tuple[int, ...]:
         """Return the layers of every stage. Raises ScheduleError if they do not fit ``stages``."""
-        if isinstance(self.layers, int):
-            if self.layers % stages:
-                below = self.layers // stages * stages
+        if self.stage_layers is None:
+            if self.num_layers % stages:
+                below = self.num_layers // stages * stages
                 near = " or ".join(str(n) for n in (below, below + stages) if n)
                 raise ScheduleError(
-                    f"layers: must be a multiple of {stages} stages (got {self.layers}). Use {near}."
+                    f"num_layers: must be a multiple of {stages} stages (got {self.num_layers}). Use {near}."
                 )
-            return (self.layers // stages,) * stages
-        if len(self.layers) != stages:
-            raise ScheduleError(f"layers: needs {stages} numbers, one per stage (got {len(self.layers)}).")
-        return self.layers
+            return (self.num_layers // stages,) * stages
+        if len(self.stage_layers) != stages:
+            raise ScheduleError(
+                f"stage_layers: needs {stages} numbers, one per stage (got {len(self.stage_layers)})."
+            )
+        return self.stage_layers
 
     def stage_activations(self, stages: int) -> tuple[float, ...]:
         """Return the bytes that a rank keeps at every stage for one micro-batch.
@@ -182,26 +141,31 @@ class ModelSizes:
         norm and head, 4sbh, and the 32-bit logits, 4sb * vocab / t (section 4.3 of the paper).
         """
         kept = [layers * self.layer_activations() for layers in self.layers_of(stages)]
-        t, sbh = self.tensor_parallel, self.tokens_of_16_bits * self.hidden
+        t, sbh = self.tensor_parallel, self.tokens_of_16_bits * self.hidden_size
         between = sbh / t if self.sequence_parallel else sbh
         kept[0] += between
-        kept[-1] += 4 * between + 4 * self.tokens_of_16_bits * self.vocab / t
+        kept[-1] += 4 * between + 4 * self.tokens_of_16_bits * self.vocab_size / t
         return tuple(kept)
 
     @property
     def layer_parameters(self) -> float:
         """Number of parameters of one transformer layer on a rank."""
-        h, t = self.hidden, self.tensor_parallel
+        h, t = self.hidden_size, self.tensor_parallel
         queries, keys, inner = self._widths
         # Tensor parallelism splits matrices and the biases of column-parallel layers, not other biases and norms.
-        layer = (self.work.matrices + queries + 2 * keys + inner) / t + 6 * h
+        layer = (self.layer_work.matrices + queries + 2 * keys + inner) / t + 6 * h
         # Ranks that share a query group have the keys and values of all groups.
-        return layer + (2 * keys * (h + 1) * (1 - 1 / t) if t > (self.query_groups or self.heads) else 0)
+        return layer + (2 * keys * (h + 1) * (1 - 1 / t) if t > self.query_groups else 0)
 
     @property
     def embedding_parameters(self) -> float:
         """Number of parameters of the embedding of tokens on a rank."""
-        return self.vocab * self.hidden / self.tensor_parallel
+        return self.vocab_size * self.hidden_size / self.tensor_parallel
+
+    @property
+    def position_parameters(self) -> int:
+        """Number of parameters of the table of positions."""
+        return 0 if self.position_embedding_type == "rope" else self.positions * self.hidden_size
 
     def stage_parameters(self, placement: Placement) -> tuple[float, ...]:
         """Return the parameters that a rank reduces with every stage, without weights tied to other devices.
@@ -209,27 +173,28 @@ class ModelSizes:
         A weight of two stages on one device is reduced with the later one, which is the first stage of the model.
         """
         found = [layers * self.layer_parameters for layers in self.layers_of(placement.stages)]
-        found[0] += 0 if self.rope else self.seq * self.hidden
-        found[-1] += 2 * self.hidden
-        found[0] += self.embedding_parameters if self.untied or not placement.split_ends else 0
-        found[-1] += self.embedding_parameters if self.untied else 0
+        untied = self.untie_embeddings_and_output_weights
+        found[0] += self.position_parameters
+        found[-1] += 2 * self.hidden_size
+        found[0] += self.embedding_parameters if untied or not placement.split_ends else 0
+        found[-1] += self.embedding_parameters if untied else 0
         return tuple(found)
 
     def device_parameters(self, placement: Placement, device: int) -> float:
         """Return the number of parameters on a rank of ``device``. Raises ScheduleError if the layers do not fit."""
         chunks, stages = placement.chunks[device], placement.stages
-        h, layers = self.hidden, self.layers_of(stages)
+        layers, untied = self.layers_of(stages), self.untie_embeddings_and_output_weights
         embedding = self.embedding_parameters
         total = sum(layers[chunk.stage] for chunk in chunks) * self.layer_parameters
         for pipe in range(placement.replicas):
             first, last = (0, pipe) in chunks, (stages - 1, pipe) in chunks
-            total += first * (embedding + (0 if self.rope else self.seq * h))
+            total += first * (embedding + self.position_parameters)
             # A tied head is the embedding: one tensor.
-            total += last * (2 * h + (0 if first and not self.untied else embedding))
+            total += last * (2 * self.hidden_size + (0 if first and not untied else embedding))
         return total
 
 
-def rank_parameters(sizes: ModelSizes, placement: Placement) -> list[float]:
+def rank_parameters(sizes: TrainingSizes, placement: Placement) -> list[float]:
     """Return the parameters on each rank of every device. A merged forward rank holds the weights unsharded."""
     unsharded = replace(sizes, tensor_parallel=1)
     return [
@@ -263,7 +228,7 @@ class DeviceMemory:
         return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
 
 
-def memory(timetable: Timetable, sizes: ModelSizes) -> tuple[DeviceMemory, ...]:
+def memory(timetable: Timetable, sizes: TrainingSizes) -> tuple[DeviceMemory, ...]:
     """Return the memory of every device; an evaluation needs weights only.
 
     A device holds its stages of all pipes, so BitPipe doubles the weights. ZeRO-1 shards the
@@ -285,7 +250,11 @@ def memory(timetable: Timetable, sizes: ModelSizes) -> tuple[DeviceMemory, ...]:
         if device in placement.forward_devices or not timetable.trains:
             found.append(DeviceMemory(math.ceil(count * each.weights), 0, 0, 0))
             continue
-        tied = copies > 1 and not sizes.untied and any(device in pair for pair in placement.split_ends)
+        tied = (
+            copies > 1
+            and not sizes.untie_embeddings_and_output_weights
+            and any(device in pair for pair in placement.split_ends)
+        )
         late = sizes.embedding_parameters * each.reduced if tied else 0.0
         activations, with_copies = _peaks(timetable, device, kept, reduced, late)
         if each.bucketed:
@@ -332,7 +301,7 @@ def _peaks(
     return peak, max(both, live + sum(sorted([*started, late])[-2:]))
 
 
-def _reduction_bytes(sizes: ModelSizes, count: float, shards: int, copies: int) -> float:
+def _reduction_bytes(sizes: TrainingSizes, count: float, shards: int, copies: int) -> float:
     """Return the bytes of reductions after the last backward, beside the gradients of ``count`` parameters."""
     each = sizes.bytes
     if each.bucketed:

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from ..errors import ScheduleError
-from .memory import ModelSizes
+from ..models.config import TransformerConfig
+
+# Fields that the models of the Llama family have in common.
+LLAMA: Mapping[str, Any] = MappingProxyType(
+    {
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "add_bias_linear": False,
+    }
+)
 
 
-def _gpt(layers: int, hidden: int, heads: int, vocab: int = 50257, seq: int = 2048) -> ModelSizes:
-    return ModelSizes(layers, hidden, heads, vocab, seq)
+def _gpt(layers: int, hidden: int, heads: int, vocab: int = 50257, seq: int = 2048) -> TransformerConfig:
+    return TransformerConfig(layers, hidden, heads, seq, vocab)
 
 
 def _llama(
@@ -18,30 +31,29 @@ def _llama(
     hidden: int,
     heads: int,
     ffn: int,
-    groups: int,
+    groups: int | None,
     vocab: int,
     seq: int,
     channels: int | None = None,
-) -> ModelSizes:
-    return ModelSizes(
+) -> TransformerConfig:
+    return TransformerConfig(
         layers,
         hidden,
         heads,
-        vocab,
         seq,
-        ffn=ffn,
-        query_groups=groups,
+        vocab,
+        ffn_hidden_size=ffn,
+        num_query_groups=groups,
         kv_channels=channels,
-        swiglu=True,
-        untied=True,
-        rope=True,
+        untie_embeddings_and_output_weights=True,
+        **LLAMA,
     )
 
 
 # GPT-2: Radford et al. 2019. GPT-3: arXiv 2005.14165, table 2.1, with the usual 16 heads for 1.3b and hidden size 5120
 # for 13b. 10b: ZeRO-Offload (arXiv 2101.06840, table 2). 22b to 1t: arXiv 2205.05198, table 3. Llama 2: arXiv
 # 2307.09288. Llama 3: arXiv 2407.21783, table 3. Mistral: arXiv 2310.06825, table 1. Qwen3: arXiv 2505.09388, table 1.
-MODELS: Mapping[str, ModelSizes] = MappingProxyType(
+MODELS: Mapping[str, TransformerConfig] = MappingProxyType(
     {
         "gpt-124m": _gpt(12, 768, 12, seq=1024),
         "gpt-355m": _gpt(24, 1024, 16, seq=1024),
@@ -56,7 +68,7 @@ MODELS: Mapping[str, ModelSizes] = MappingProxyType(
         "gpt-175b": _gpt(96, 12288, 96, vocab=51200),
         "gpt-530b": _gpt(105, 20480, 128, vocab=51200),
         "gpt-1t": _gpt(128, 25600, 160, vocab=51200),
-        "llama-2-7b": _llama(32, 4096, 32, 11008, 32, 32000, 4096),
+        "llama-2-7b": _llama(32, 4096, 32, 11008, None, 32000, 4096),
         "llama-2-70b": _llama(80, 8192, 64, 28672, 8, 32000, 4096),
         "llama-3-8b": _llama(32, 4096, 32, 14336, 8, 128256, 8192),
         "llama-3-70b": _llama(80, 8192, 64, 28672, 8, 128256, 8192),
@@ -67,9 +79,9 @@ MODELS: Mapping[str, ModelSizes] = MappingProxyType(
 )
 
 
-def model_sizes(name: str) -> ModelSizes:
-    """Return the sizes of a model in ``MODELS``. Raises ScheduleError for an unknown name."""
-    sizes = MODELS.get(name.lower())
-    if sizes is None:
+def named_model(name: str) -> TransformerConfig:
+    """Return a model in ``MODELS``. Raises ScheduleError for an unknown name."""
+    model = MODELS.get(name.lower())
+    if model is None:
         raise ScheduleError(f"model: unknown name (got {name!r}). Use one of {', '.join(MODELS)}.")
-    return sizes
+    return model

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ScheduleError
+from ..models.config import TransformerConfig
+from ..models.flags import keys_of
 from ..parallel.crossing import rank_orders
 from ..parallel.layout import ParallelLayout
 from ..parallel.network import Network
@@ -23,11 +25,12 @@ from ..parallel.rank_order import RankOrder
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.reductions import eager_reductions
 from ..pipe_schedules.simulation import simulate
-from .memory import ModelSizes
+from .memory import TrainingSizes
 from .search import Candidate, Candidates, Request, choose
-from .stage_costs import forward_flops, message_bytes
-from .step_time import StepTime, step_bytes, step_times, with_tensor_parallel
+from .stage_costs import message_bytes
+from .step_time import StepTime, step_times, with_tensor_parallel
 from .text import join_reasons, join_words
+from .traffic import traffic
 
 MOST_TENSOR_PARALLEL = 8
 TRAINED = ("none", "full")  # kinds of recomputation that `plan` considers
@@ -113,19 +116,16 @@ class ParallelSizes:
     def __str__(self) -> str:
         return f"TP {self.tensor} x PP {self.pipeline} x DP {self.data}"
 
-    def section(self, sizes: ModelSizes) -> dict[str, Any]:
+    def section(self, sizes: TrainingSizes) -> dict[str, Any]:
         """Return the ``"ds_ext"`` section of the job. Raises ScheduleError if no schedule is possible."""
         candidate = self.candidate
         if candidate is None:
             raise ScheduleError(self.candidates.reason())
-        train: dict[str, Any] = {
-            "num_layers": sizes.layers,
-            "hidden_size": sizes.hidden,
-            "num_attention_heads": sizes.heads,
-            "seq_length": sizes.seq,
+        train = {
+            **keys_of(TransformerConfig, sizes),
             "recompute_granularity": candidate.recompute,
-            **_options(sizes),
         }
+        del train["vocab_size"]  # that of the data
         if candidate.layers is not None and len(set(candidate.layers)) > 1:
             train["stage_layers"] = ",".join(map(str, candidate.layers))
         return {
@@ -136,24 +136,6 @@ class ParallelSizes:
             "schedule_options": candidate.settings,
             "train": train,
         }
-
-
-def _options(sizes: ModelSizes) -> dict[str, Any]:
-    """Return the flags of the model that differ from GPT-2's, for "train"."""
-    llama = sizes.swiglu and sizes.rope
-    options = {
-        "normalization": "RMSNorm" if llama else None,
-        "disable_bias_linear": llama,
-        "ffn_hidden_size": sizes.ffn,
-        "group_query_attention": sizes.query_groups not in (None, sizes.heads),
-        "num_query_groups": None if sizes.query_groups == sizes.heads else sizes.query_groups,
-        "kv_channels": sizes.kv_channels,
-        "swiglu": sizes.swiglu,
-        "untie_embeddings_and_output_weights": sizes.untied,
-        "position_embedding_type": "rope" if sizes.rope else None,
-    }
-    without_dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0} if llama else {}
-    return {key: value for key, value in options.items() if value} | without_dropout
 
 
 @dataclass(frozen=True)
@@ -171,7 +153,7 @@ class ClusterPlan:
 
 def plan_cluster(
     cluster: Cluster,
-    sizes: ModelSizes,
+    sizes: TrainingSizes,
     ratios: Costs | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ClusterPlan:
@@ -214,9 +196,9 @@ def plan_cluster(
     return ClusterPlan(tuple(sorted(ranked, key=_order)), tuple(refused))
 
 
-def unit_costs(cluster: Cluster, sizes: ModelSizes, ratios: Costs, pipeline: int) -> tuple[Costs, float]:
+def unit_costs(cluster: Cluster, sizes: TrainingSizes, ratios: Costs, pipeline: int) -> tuple[Costs, float]:
     """Return costs in units of the forward of 1/D of the model, and this unit in seconds."""
-    forward_s = forward_flops(sizes) / pipeline / (sizes.tensor_parallel * cluster.flops)
+    forward_s = sizes.micro_batch * sizes.forward_flops / pipeline / (sizes.tensor_parallel * cluster.flops)
     costs = replace(
         ratios,
         forward=1.0,
@@ -229,7 +211,7 @@ def unit_costs(cluster: Cluster, sizes: ModelSizes, ratios: Costs, pipeline: int
 
 
 def _price(
-    cluster: Cluster, sizes: ModelSizes, ratios: Costs, tensor: int, pipeline: int, data: int
+    cluster: Cluster, sizes: TrainingSizes, ratios: Costs, tensor: int, pipeline: int, data: int
 ) -> ParallelSizes:
     sizes = replace(sizes, tensor_parallel=tensor, data_parallel=data)
     costs, forward_s = unit_costs(cluster, sizes, ratios, pipeline)
@@ -243,7 +225,7 @@ def _price(
     return found if cluster.network is None else _on_hosts(found, cluster.network, sizes)
 
 
-def _on_hosts(found: ParallelSizes, network: Network, sizes: ModelSizes) -> ParallelSizes:
+def _on_hosts(found: ParallelSizes, network: Network, sizes: TrainingSizes) -> ParallelSizes:
     """Return the sizes with the candidates' times on the hosts, each with its best rank order."""
     usable, refused = found.candidates.usable, [c for c in found.candidates.ranked if c.refusal]
     priced: list[tuple[float, int, Candidate, RankOrder, StepTime]] = []
@@ -263,17 +245,17 @@ def _on_hosts(found: ParallelSizes, network: Network, sizes: ModelSizes) -> Para
 
 
 def _best_order(
-    found: ParallelSizes, candidate: Candidate, network: Network, sizes: ModelSizes
+    found: ParallelSizes, candidate: Candidate, network: Network, sizes: TrainingSizes
 ) -> tuple[StepTime, RankOrder]:
     """Return the shortest step over all rank orders, and its order."""
     timetable = candidate.timetable
     assert timetable is not None, "usable candidates are simulated"
     placement = timetable.placement
-    sizes = replace(sizes, layers=candidate.layers or sizes.layers, recompute=candidate.recompute)
+    sizes = replace(sizes, stage_layers=candidate.layers, recompute=candidate.recompute)
     layout = ParallelLayout(placement, found.tensor, found.data)
     costs = with_tensor_parallel(candidate.costs, sizes, network, found.pipeline, found.forward_s)
     reductions = eager_reductions(simulate(timetable, candidate.costs))
-    volumes = step_bytes(sizes, placement)
+    volumes = traffic(sizes, placement, timetable.micro_batches)
     orders = rank_orders(layout)
     layouts = [replace(layout, rank_order=order) for order in orders]
     steps = step_times(timetable, costs, layouts, network, volumes, found.forward_s, reductions)
@@ -307,15 +289,15 @@ def _factors(cluster: Cluster) -> Iterator[tuple[int, int, int]]:
                 yield tensor, pipeline, left // pipeline
 
 
-def _refusal(cluster: Cluster, sizes: ModelSizes, tensor: int, pipeline: int, data: int) -> str:
+def _refusal(cluster: Cluster, sizes: TrainingSizes, tensor: int, pipeline: int, data: int) -> str:
     """Return why the sizes do not fit the model and the batch; "" if they do."""
-    assert isinstance(sizes.layers, int), "layers per stage would fix the number of stages"
-    if sizes.heads % tensor:
-        return f"{sizes.heads} heads are not divisible by TP {tensor}"
+    assert sizes.stage_layers is None, "layers per stage would fix the number of stages"
+    if sizes.num_attention_heads % tensor:
+        return f"{sizes.num_attention_heads} heads are not divisible by TP {tensor}"
     if not sizes.shares_groups(tensor):
         return f"{sizes.query_groups} query groups are not divisible by TP {tensor}"
-    if sizes.layers < pipeline:
-        return f"{sizes.layers} layers are fewer than PP {pipeline}"
+    if sizes.num_layers < pipeline:
+        return f"{sizes.num_layers} layers are fewer than PP {pipeline}"
     if cluster.batch % (data * sizes.micro_batch):
         return (
             f"{cluster.batch} samples in micro-batches of {sizes.micro_batch} are not divisible by DP {data}"
@@ -323,7 +305,7 @@ def _refusal(cluster: Cluster, sizes: ModelSizes, tensor: int, pipeline: int, da
     return ""
 
 
-def _suggestions(cluster: Cluster, sizes: ModelSizes) -> str:
+def _suggestions(cluster: Cluster, sizes: TrainingSizes) -> str:
     """Return flags with the nearest values that fit, each with all other flags unchanged; "" without candidates."""
 
     def fits(**changed: int) -> bool:

@@ -21,7 +21,7 @@ from ..pipe_schedules.events import Workload
 from ..pipe_schedules.list_scheduling.search import lower_bound
 from ..pipe_schedules.ops import BACKWARD, FORWARD, KINDS
 from ..pipe_schedules.simulation import simulate
-from .memory import RECOMPUTATIONS, ModelSizes, memory
+from .memory import RECOMPUTATIONS, TrainingSizes, memory
 from .stage_costs import split_layers, stage_costs
 from .text import costs_text, format_bytes, format_number, join_reasons
 
@@ -182,7 +182,7 @@ class Request:
     devices: int
     micro_batches: int
     costs: Costs = field(default_factory=Costs)
-    sizes: ModelSizes | None = None
+    sizes: TrainingSizes | None = None
     memory_bytes: int | None = None
     recompute: tuple[str, ...] = RECOMPUTATIONS
     cheap_ops: int = 30_000  # a tenth of a second
@@ -299,7 +299,7 @@ class _Variant:
         return (len(KINDS) - 1) * placement.stages * self.request.micro_batches
 
     @cached_property
-    def sizes(self) -> ModelSizes | None:
+    def sizes(self) -> TrainingSizes | None:
         """Model with the layers of each stage. Raises ScheduleError if it has too few layers."""
         sizes = self.request.sizes
         if sizes is None:
@@ -366,7 +366,7 @@ class _Variant:
             stages=timetable.placement.stages,
             costs=self.costs,
             timetable=timetable,
-            layers=sizes.layers if sizes is not None and isinstance(sizes.layers, tuple) else None,
+            layers=None if sizes is None else sizes.stage_layers,
         )
 
     def candidate(self, **values: Any) -> Candidate:
@@ -377,7 +377,7 @@ class _Variant:
         )
 
 
-def _worst(timetable: Timetable, sizes: ModelSizes) -> int:
+def _worst(timetable: Timetable, sizes: TrainingSizes) -> int:
     return max(device.total for device in memory(timetable, sizes))
 
 

@@ -10,37 +10,23 @@ from dataclasses import replace
 from itertools import pairwise
 
 from ..errors import ConfigError, ScheduleError
-from ..parallel.partition import BALANCED, LayerWork, end_weights, layer_boundaries
+from ..parallel.partition import BALANCED, layer_boundaries
 from ..pipe_schedules import Placement
 from ..pipe_schedules.costs import Costs
-from .memory import ModelSizes
+from .memory import TrainingSizes
 
 _DIGITS = 8  # of a factor: precise enough for any plan, short enough for a readable JSON
 
 
-def repeated_share(recompute: str, layer: LayerWork) -> float:
-    """Return the share of a layer's forward that recomputation repeats in the backward."""
-    if recompute == "selective":
-        return layer.attention / layer.total
-    return 1.0 if recompute == "full" else 0.0
-
-
-def forward_flops(sizes: ModelSizes) -> float:
-    """Return the operations of one micro-batch's forward through the whole model, over all ranks."""
-    tokens = sizes.micro_batch * sizes.seq
-    layers = sizes.layers if isinstance(sizes.layers, int) else sum(sizes.layers)
-    return 2 * tokens * (layers * sizes.work.total + sizes.hidden * sizes.vocab)
-
-
-def message_bytes(sizes: ModelSizes) -> int:
+def message_bytes(sizes: TrainingSizes) -> int:
     """Return the bytes of an activation or gradient between two stages."""
     ranks = sizes.tensor_parallel if sizes.sequence_parallel else 1
-    return 2 * sizes.tokens_of_16_bits * sizes.hidden // ranks
+    return 2 * sizes.tokens_of_16_bits * sizes.hidden_size // ranks
 
 
 def split_layers(
-    sizes: ModelSizes, placement: Placement, schedule: str, stage_layers: str | None = None
-) -> ModelSizes:
+    sizes: TrainingSizes, placement: Placement, schedule: str, stage_layers: str | None = None
+) -> TrainingSizes:
     """Return the model with the layers of each stage, assigned as in the scripts (:mod:`..parallel.partition`).
 
     Args:
@@ -50,27 +36,26 @@ def split_layers(
     Raises:
         ScheduleError: there are fewer layers than stages, or ``stage_layers`` does not fit the stages.
     """
-    if not isinstance(sizes.layers, int):
+    if sizes.stage_layers is not None:
         sizes.layers_of(placement.stages)
         return sizes
-    if sizes.layers < placement.stages and stage_layers in (None, BALANCED):
+    if sizes.num_layers < placement.stages and stage_layers in (None, BALANCED):
         raise ScheduleError(
-            f"{sizes.layers} layers are fewer than {placement.stages} stages. Use more layers or fewer stages."
+            f"{sizes.num_layers} layers are fewer than {placement.stages} stages. Use more layers or fewer stages."
         )
-    repeated = repeated_share(sizes.recompute, sizes.work)
-    weights = end_weights(sizes.hidden, sizes.vocab, sizes.work, repeated)
+    weights = 0.0, sizes.head_work(sizes.repeated_share)
     try:
         # One layer before the first transformer layer and one after the last; their number does not matter.
-        bounds = layer_boundaries(sizes.layers, 1, 1, placement, schedule, stage_layers, weights)
+        bounds = layer_boundaries(sizes.num_layers, 1, 1, placement, schedule, stage_layers, weights)
     except ConfigError as error:
         raise ScheduleError(str(error)) from None
     counts = [stop - start for start, stop in pairwise(bounds)]
     counts[0] -= 1
     counts[-1] -= 1
-    return replace(sizes, layers=tuple(counts))
+    return replace(sizes, stage_layers=tuple(counts))
 
 
-def stage_costs(costs: Costs, sizes: ModelSizes) -> Costs:
+def stage_costs(costs: Costs, sizes: TrainingSizes) -> Costs:
     """Return ``costs`` with recomputation and the share of each stage in the model's work.
 
     Factors in ``costs`` are kept, because they may be measured.
@@ -78,17 +63,17 @@ def stage_costs(costs: Costs, sizes: ModelSizes) -> Costs:
     Args:
         sizes: model with the layers of each stage, from :func:`split_layers`.
     """
-    assert not isinstance(sizes.layers, int), "split_layers() comes first"
-    repeated = repeated_share(sizes.recompute, sizes.work)
+    assert sizes.stage_layers is not None, "split_layers() comes first"
+    repeated = sizes.repeated_share
     whole = costs.forward + costs.backward_input + costs.backward_weight
     recomputed = replace(costs, backward_input=costs.backward_input + repeated * costs.forward)
     if costs.stages is not None or not whole:
         return recomputed
-    _, head = end_weights(sizes.hidden, sizes.vocab, sizes.work)
+    head = sizes.head_work()
     layer = whole + repeated * costs.forward
-    work = [count * layer for count in sizes.layers]
+    work = [count * layer for count in sizes.stage_layers]
     work[-1] += head * whole
     # Work of a stage if the model were divided evenly and the head recomputed too.
-    mean = (sum(sizes.layers) + head) * layer / len(work)
+    mean = (sizes.num_layers + head) * layer / len(work)
     factors = tuple(round(part / mean, _DIGITS) for part in work)
     return recomputed if set(factors) == {1.0} else replace(recomputed, stages=factors)

@@ -15,37 +15,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ..parallel.crossing import messages_between, require_slots
+from ..parallel.crossing import Traffic, messages_between, require_slots
 from ..parallel.layout import ParallelLayout
 from ..parallel.network import HOST_PORTS, Network
-from ..parallel.partition import end_weights
-from ..pipe_schedules import Placement, Timetable
+from ..pipe_schedules import Timetable
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.ops import Op
 from ..pipe_schedules.simulation import Simulation, simulate
-from .memory import ModelSizes
+from .memory import TrainingSizes
 from .stage_costs import message_bytes
 
 Reductions = tuple[dict[Op, tuple[int, ...]], ...]
-
-
-@dataclass(frozen=True)
-class StepBytes:
-    """Bytes that one rank communicates.
-
-    Args:
-        message: activation or gradient of one micro-batch.
-        gradients: reduced gradients of every stage, without weights tied to other devices.
-        tied: reduced gradient of a weight that the first and the last stage of a pipe share across devices, else 0.
-        weights: weights of every device; gathered after the step with ZeRO-1.
-        zero_stage: 1 if the weights are gathered.
-    """
-
-    message: float
-    gradients: tuple[float, ...]
-    tied: float
-    weights: tuple[float, ...]
-    zero_stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,27 +50,8 @@ class StepTime:
         return self.makespan_s + self.reductions_s + self.gather_s
 
 
-def step_bytes(sizes: ModelSizes, placement: Placement) -> StepBytes:
-    """Return the bytes that a rank communicates for a GPT.
-
-    Args:
-        sizes: model with the layers of each stage, from :func:`.stage_costs.split_layers`.
-    """
-    each, tied_across = sizes.bytes, not sizes.untied and bool(placement.split_ends)
-    return StepBytes(
-        message=message_bytes(sizes),
-        gradients=tuple(count * each.reduced for count in sizes.stage_parameters(placement)),
-        tied=sizes.embedding_parameters * each.reduced if tied_across else 0.0,
-        weights=tuple(
-            sizes.device_parameters(placement, device) * each.weights
-            for device in range(placement.num_devices)
-        ),
-        zero_stage=int(each.sharded),
-    )
-
-
 def with_tensor_parallel(
-    costs: Costs, sizes: ModelSizes, network: Network, devices: int, unit_s: float
+    costs: Costs, sizes: TrainingSizes, network: Network, devices: int, unit_s: float
 ) -> Costs:
     """Return stage costs with the all-reduces of the layers over the tensor-parallel group.
 
@@ -106,13 +67,11 @@ def with_tensor_parallel(
     """
     if sizes.tensor_parallel == 1:
         return costs
-    assert not isinstance(sizes.layers, int), "split_layers() comes first"
-    _, head = end_weights(sizes.hidden, sizes.vocab, sizes.work)
     size = message_bytes(replace(sizes, sequence_parallel=False))
     one = max(
         network.all_reduce_time(size, group) for group in _tensor_groups(sizes.tensor_parallel, network)
     )
-    added = 2 * one * (sum(sizes.layers) + head) / devices / unit_s
+    added = 2 * one * (sizes.num_layers + sizes.head_work()) / devices / unit_s
     repeated = 2 if sizes.recompute == "full" else 1
     return replace(
         costs, forward=costs.forward + added, backward_input=costs.backward_input + repeated * added
@@ -160,7 +119,7 @@ def step_time(
     costs: Costs,
     layout: ParallelLayout,
     network: Network,
-    volumes: StepBytes,
+    volumes: Traffic,
     unit_s: float,
     reductions: Reductions,
 ) -> StepTime:
@@ -173,7 +132,7 @@ def step_times(
     costs: Costs,
     layouts: Sequence[ParallelLayout],
     network: Network,
-    volumes: StepBytes,
+    volumes: Traffic,
     unit_s: float,
     reductions: Reductions,
 ) -> list[StepTime]:
@@ -182,7 +141,7 @@ def step_times(
     Args:
         costs: times of the ops; their message times are replaced.
         layouts: layouts with the timetable's placement, such as one for each rank order; without forward ranks.
-        volumes: bytes of messages, gradients and weights.
+        volumes: bytes of messages, of the gradients of every stage, and of weights.
         unit_s: unit of the costs in seconds.
         reductions: op -> stages to reduce after it, by device, from the simulation in the job plan.
 
@@ -211,7 +170,7 @@ def _with_collectives(
     simulations: Sequence[Simulation],
     layout: ParallelLayout,
     network: Network,
-    volumes: StepBytes,
+    volumes: Traffic,
     unit_s: float,
     reductions: Reductions,
 ) -> StepTime:
@@ -293,7 +252,7 @@ def _queue(
     reductions: Reductions,
     layout: ParallelLayout,
     network: Network,
-    volumes: StepBytes,
+    volumes: Traffic,
     unit_s: float,
 ) -> list[tuple[float, float, float, frozenset[int]]]:
     """Return the reductions of replicas in their common order: (start, latency, transfer time, hosts)."""
@@ -305,7 +264,7 @@ def _queue(
                 last = max(last, end * unit_s)
                 for stage in reductions[device].get(op, ()):
                     starts[stage] = max(starts.get(stage, 0.0), end * unit_s)
-    sizes = [(start, volumes.gradients[stage]) for stage, start in starts.items()]
+    sizes = [(start, volumes.stages[stage]) for stage, start in starts.items()]
     tie = _tie_time(devices, layout, network, volumes)
     if tie is not None:
         sizes.append((last + tie, volumes.tied))
@@ -326,7 +285,7 @@ def _queue(
 
 
 def _tie_time(
-    devices: Sequence[int], layout: ParallelLayout, network: Network, volumes: StepBytes
+    devices: Sequence[int], layout: ParallelLayout, network: Network, volumes: Traffic
 ) -> float | None:
     """Return the seconds to sum a tied weight's gradient over the devices that hold it; None without one."""
     if not volumes.tied:

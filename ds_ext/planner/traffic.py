@@ -12,13 +12,13 @@ from dataclasses import replace
 
 from ..parallel.crossing import Traffic
 from ..pipe_schedules import Placement
-from .memory import ModelSizes
+from .memory import TrainingSizes
 from .stage_costs import message_bytes
 
 _ALL_REDUCES = 2  # of a layer, in the forward and again in the backward
 
 
-def traffic(sizes: ModelSizes, placement: Placement, micro_batches: int) -> Traffic:
+def traffic(sizes: TrainingSizes, placement: Placement, micro_batches: int) -> Traffic:
     """Return the bytes that a rank of every device communicates in a step.
 
     Args:
@@ -47,6 +47,7 @@ def traffic(sizes: ModelSizes, placement: Placement, micro_batches: int) -> Traf
         gradients=tuple(count * each.reduced for count in parameters),
         weights=tuple(count * each.weights for count in parameters),
         tensor=tuple(map(float, tensor)),
-        tied=0.0 if sizes.untied else sizes.embedding_parameters * each.reduced,
+        tied=0.0 if sizes.untie_embeddings_and_output_weights else sizes.embedding_parameters * each.reduced,
         zero_stage=int(each.sharded),
+        stages=tuple(count * each.reduced for count in sizes.stage_parameters(placement)),
     )

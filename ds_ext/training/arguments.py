@@ -14,44 +14,18 @@ from typing import Any
 
 from ..config.job import AUTO, JobConfig, import_own_schedules, load_config, named_schedule
 from ..errors import ConfigError, ScheduleError
+from ..models.config import SIZES, TransformerConfig
+from ..models.flags import flag_name, flags_of
 from ..pipe_schedules.registry import import_modules
-from ..planner.auto import MODEL_OPTIONS, MODEL_SIZES
 from .flags import Model, build_parser
 from .hf_model import take_sizes
-from .megatron_flags import refusal
-from .section_flags import SECTION_FLAGS, keys_of_flags
+from .megatron_flags import JSON_KEYS, refusal
+from .section_flags import keys_of_flags
 
-# Flag -> path in the DeepSpeed JSON, and the value that a switch sets.
-_JSON_FLAGS: dict[str, tuple[tuple[str, ...], Any]] = {
-    "schedule": (("ds_ext", "schedule"), None),
-    "tensor_model_parallel_size": (("ds_ext", "tensor_parallel_size"), None),
-    "sequence_parallel": (("ds_ext", "sequence_parallel"), True),
-    "use_tp_pp_dp_mapping": (("ds_ext", "rank_order"), "tp-pp-dp"),
-    "calculate_per_token_loss": (("ds_ext", "loss_weighting"), "tokens"),
-    "pipeline_model_parallel_size": (("ds_ext", "pipeline_parallel_size"), None),
-    "enable_bitpipe_schedule": (("ds_ext", "schedule"), "bitpipe"),
-    "use_dpp": (("ds_ext", "schedule"), "dpp"),
-    "forward_backward_disaggregating": (("ds_ext", "schedule"), "fbd"),
-    "ignore_forward_tensor_parallel": (("ds_ext", "fbd", "merge_forward_tensor_parallel"), True),
-    "node_ips": (("ds_ext", "transport_options", "node_ips"), None),
-    "micro_batch_size": (("train_micro_batch_size_per_gpu",), None),
-    "global_batch_size": (("train_batch_size",), None),
-    "clip_grad": (("gradient_clipping",), None),
-    "lr": (("optimizer", "params", "lr"), None),
-    "weight_decay": (("optimizer", "params", "weight_decay"), None),
-    "adam_eps": (("optimizer", "params", "eps"), None),
-    "bf16": (("bf16", "enabled"), True),
-    "fp16": (("fp16", "enabled"), True),
-    "loss_scale": (("fp16", "loss_scale"), None),
-    "min_loss_scale": (("fp16", "min_loss_scale"), None),
-    "loss_scale_window": (("fp16", "loss_scale_window"), None),
-    "hysteresis": (("fp16", "hysteresis"), None),
-    "use_distributed_optimizer": (("zero_optimization", "stage"), 1),
-}
 _BETA_FLAGS = ("adam_beta1", "adam_beta2")  # elements of one key
 _DEFAULT_BETAS = (0.9, 0.999)  # of torch and DeepSpeed
 # Flags whose values are in the JSON after parsing.
-FLAGS_OF_THE_JSON = frozenset({*_JSON_FLAGS, *_BETA_FLAGS, *SECTION_FLAGS, "modules"})
+FLAGS_OF_THE_JSON = frozenset({*JSON_KEYS, "modules"})
 # Flags of one run, which no JSON contains.
 _FLAGS_OF_A_RUN = (
     *("deepspeed_config", "deepspeed", "local_rank", "dry_run", "write_config", "hosts", "help", "version"),
@@ -73,13 +47,17 @@ def parse(prog: str, argv: Sequence[str], model: Model = "gpt") -> tuple[argpars
         model: model that the script trains.
     """
     parser = build_parser(prog, model)
-    first = _parse_known(parser, argv)
+    values = {**flag_defaults(build_parser(prog)), **flag_defaults(parser)}  # a BERT has GPT's defaults
+    given = _given(parser, argv)
+    first = argparse.Namespace(**{**values, **given})
     path = first.deepspeed_config
     job = load_config(_json_without_file(first) if path is None else path)
-    parser.set_defaults(**_train_defaults(parser, job.ds_ext.train))
-    args = parser.parse_args(argv)
+    train = _train_values(parser, job.ds_ext.train)
+    args = argparse.Namespace(**{**values, **train, **given})
     if args.hf_model:
-        take_sizes(args, _given(prog, argv, model, job.ds_ext.train))
+        # Without "hf_model" in "train", the flag overrides the sizes in "train", as every flag overrides it.
+        keys = train if "hf_model" not in given else train.keys() & {"seq_length"}
+        take_sizes(args, {key: f"train.{key}" for key in keys} | {key: flag_name(key) for key in given})
     _resolve_model(args)
     import_own_schedules(job)
     try:
@@ -91,23 +69,20 @@ def parse(prog: str, argv: Sequence[str], model: Model = "gpt") -> tuple[argpars
     return args, JobConfig(merged, load_config(merged).ds_ext, path, flags)
 
 
-def _given(prog: str, argv: Sequence[str], model: Model, train: Mapping[str, Any]) -> dict[str, str]:
-    """Return the name of every flag that the user set, by its ``dest``.
+def flag_defaults(parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """Return the default of every flag."""
+    return {one.dest: one.default for one in parser._actions if one.default is not argparse.SUPPRESS}
 
-    The "train" object counts if it contains ``hf_model``. Otherwise ``--hf-model`` overrides its sizes, as every flag
-    overrides it.
+
+def _given(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
+    """Return the values of the flags in ``argv``, without defaults.
+
+    The error lists all unknown flags, each with its replacement or the most similar flag.
     """
-    parser = build_parser(prog, model)
-    for action in parser._actions:
-        action.default = argparse.SUPPRESS
-    flags = {dest: "--" + dest.replace("_", "-") for dest in vars(parser.parse_args(argv))}
-    keys = train if "hf_model" in train and "hf_model" not in flags else train.keys() & {"seq_length"}
-    return {**{key: f"train.{key}" for key in keys}, **flags}
-
-
-def _parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the flags. The error lists all unknown flags, each with its replacement or the most similar flag."""
-    args, unknown = parser.parse_known_args(argv)
+    unset = object()
+    # --import appends to its default.
+    blank = {key: unset for key in flag_defaults(parser) if key != "modules"}
+    args, unknown = parser.parse_known_args(argv, argparse.Namespace(**blank))
     if unknown:
         words = [word.partition("=")[0] for word in unknown if word.startswith("--")] or unknown[:1]
         lines = []
@@ -119,7 +94,7 @@ def _parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
         if all(refusal(word) is None for word in words):
             lines[-1] += f" `python {parser.prog} --help` lists the flags."
         raise ConfigError("\n".join(lines))
-    return args
+    return {key: value for key, value in vars(args).items() if value is not unset and value != []}
 
 
 def _json_without_file(args: argparse.Namespace) -> dict[str, Any]:
@@ -150,7 +125,7 @@ def finished_json(
         args, job: its result.
     """
     config = copy.deepcopy(job.deepspeed)
-    given = {key: name for key, name in _given(prog, argv, model, {}).items() if hasattr(args, key)}
+    given = _given(build_parser(prog, model), argv)
     flags = {
         key: getattr(args, key)
         for key in given
@@ -161,8 +136,8 @@ def finished_json(
     return {**config, "ds_ext": {**section, **({"train": train} if train else {})}}
 
 
-def _train_defaults(parser: argparse.ArgumentParser, train: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the "train" object of the JSON as parser defaults; its keys are flag names with underscores."""
+def _train_values(parser: argparse.ArgumentParser, train: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the "train" object of the JSON; its keys are flag names with underscores. Raises ConfigError."""
     actions = {action.dest: action for action in parser._actions}
     for dest in (*_FLAGS_OF_A_RUN, *FLAGS_OF_THE_JSON):
         del actions[dest]
@@ -207,13 +182,12 @@ def _merge_json_flags(
     """Return the JSON with the keys that flags set, and the flag of each key. Raises ConfigError."""
     merged = copy.deepcopy(dict(config))
     set_by: dict[str, str] = {}
-    for dest, (path, constant) in _JSON_FLAGS.items():
+    for dest, row in JSON_KEYS.items():
         given = getattr(args, dest)
-        if given is None or given is False:
+        if row.computed or given is None or given is False:
             continue
-        value = given if constant is None else constant
-        flag = "--" + dest.replace("_", "-") + (f" {given}" if constant is None else "")
-        _set_key(merged, path, value, flag, set_by, args.deepspeed_config)
+        value, flag = (row.value, "") if row.kind is None else (given, f" {given}")
+        _set_key(merged, row.path.split("."), value, flag_name(dest) + flag, set_by, args.deepspeed_config)
     _merge_betas(merged, args, set_by)
     for path, value, flag in keys_of_flags(args, merged):
         _set_key(merged, path, value, flag, set_by, args.deepspeed_config)
@@ -255,15 +229,11 @@ def _set_train_for_auto(config: dict[str, Any], args: argparse.Namespace) -> Non
     section = config.get("ds_ext", {})
     if section.get("schedule") != AUTO:
         return
-    keys = (
-        *MODEL_SIZES,
-        *MODEL_OPTIONS,
-        "position_embedding_type",
-        "vocab_size",
-        "data_path",
-        "stage_layers",
-    )
-    known = {key: getattr(args, key) for key in keys if getattr(args, key)}
+    known = {key: value for key in ("data_path", "stage_layers") if (value := getattr(args, key))}
+    for name, flag in flags_of(TransformerConfig).items():
+        value = getattr(args, flag.key)
+        if value is not None and (name in SIZES or value != flag.default):
+            known[flag.key] = value
     recompute = {
         "recompute_granularity": args.recompute_granularity or AUTO,
         "recompute_interval": args.recompute_interval,

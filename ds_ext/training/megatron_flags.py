@@ -1,9 +1,14 @@
-"""Megatron flags that have a different name here, and Megatron's tokenizer types."""
+"""Megatron's flags for keys of the JSON, its flags that are refused, and its tokenizer types."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
+
+from ..models.flags import Flag
 
 # --tokenizer-type -> kind of its file: GPT-2's two files, a tokenizer.json, or a sentencepiece model.
 TOKENIZER_TYPES: Mapping[str, str] = MappingProxyType(
@@ -25,66 +30,187 @@ TOKENIZER_FILES: Mapping[str, str] = MappingProxyType(
     }
 )
 
-_RECOMPUTE = "recompute-method recompute-num-layers"
-_CHECKPOINT = "checkpoint-activations checkpoint-num-layers deepspeed-activation-checkpointing"
-_UNEVEN = "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers pipeline-model-parallel-layout"
-_CHUNKS = "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank"
-# Replacement -> Megatron's flags, without dashes.
-_REPLACEMENTS = {
-    "--recompute-interval K to recompute every K-th layer": _RECOMPUTE,
-    "--recompute-granularity selective": "recompute-activations",
-    "--recompute-granularity full": _CHECKPOINT,
-    "--lr-warmup-fraction": "warmup",
-    "--use-distributed-optimizer for ZeRO stage 1": "zero-stage",
-    "--stage-layers 2,3,3,2 for the layers of every stage": _UNEVEN,
-    "--micro-batch-size": "batch-size",
-    "--tensor-model-parallel-size": "model-parallel-size",
-    "--train-iters": "train-samples exit-interval exit-duration-in-mins",
-    '--schedule interleaved, with "schedule_options": {"chunks": 2} in the "ds_ext" section': _CHUNKS,
-    "--data-path and --split": "train-data-path valid-data-path test-data-path",
-    "train_bert.py": "mask-prob short-seq-prob bert-no-binary-head",
-    "--tensorboard-dir; every step is written": "tensorboard-log-interval",
-    "the flag of the launcher, deepspeed or torchrun, for the number of ranks": "num-gpus nproc-per-node",
-    '"trace": {"dir": DIR} in the "ds_ext" section': "trace trace-dir trace-interval trace-granularity",
-    'the "wandb" section of the JSON': "wandb-exp-name wandb-project",
-    "--position-embedding-type rope": "use-rotary-position-embeddings",
-    "--norm-epsilon": "layernorm-epsilon",
-    '"rank_order" in the "ds_ext" section, or --use-tp-pp-dp-mapping': "rank-order",
-    "--metrics-file": "log-params-norm log-throughput timing-log-level",
-    '"transport_options": {"timeout_s": seconds} in the "ds_ext" section': "distributed-timeout-minutes",
-}
-REPLACED_FLAGS: Mapping[str, str] = MappingProxyType(
-    {f"--{flag}": use for use, flags in _REPLACEMENTS.items() for flag in flags.split()}
+
+@dataclass(frozen=True)
+class JsonKey:
+    """Flag that sets a key of the JSON.
+
+    Args:
+        path: the key and the keys of its objects, with dots.
+        kind: type of the flag's value; None: the flag is a switch.
+        value: value that a switch sets.
+        note: addition to the help, which is the path.
+        metavar: name of the value in the help; "": that of the flag.
+        choices: values of the flag; empty: any.
+        computed: the key depends on several flags; see :mod:`.section_flags`.
+    """
+
+    path: str
+    kind: type | None = None
+    value: Any = True
+    note: str = ""
+    metavar: str = ""
+    choices: tuple[str, ...] = ()
+    computed: bool = False
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of ``add_argument``."""
+        value = "" if self.kind or self.value is True else f": {json.dumps(self.value)}"
+        return Flag(
+            kind=self.kind or bool,
+            default=None if self.kind else False,
+            choices=self.choices,
+            metavar=self.metavar,
+            help=f"{self.path}{value}{self.note}",
+        ).arguments
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Flag of Megatron that the scripts refuse, with its replacement or the reason why it has none."""
+
+    use: str = ""
+    reason: str = ""
+
+    def error(self, flag: str) -> str:
+        """Return the error for the flag, with its dashes."""
+        if self.use:
+            return f"{flag}: unknown flag. Use {self.use}."
+        return f"{flag}: has no equivalent, because {self.reason}. Remove it."
+
+
+_CHUNKS = '--schedule interleaved, with "schedule_options": {"chunks": 2} in the "ds_ext" section'
+_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
+_SAMPLES, _LINEAR = ", in samples", " (linear if another flag of the learning rate is given)"
+_TOTAL, _WARMUP = "scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps"
+# Flag with underscores -> what becomes of it.
+MEGATRON_FLAGS: Mapping[str, JsonKey | Refused] = MappingProxyType(
+    {
+        "schedule": JsonKey("ds_ext.schedule", str, note=": name, auto, or timetable file"),
+        "pipeline_model_parallel_size": JsonKey("ds_ext.pipeline_parallel_size", int, metavar="D"),
+        "tensor_model_parallel_size": JsonKey("ds_ext.tensor_parallel_size", int, metavar="T"),
+        "sequence_parallel": JsonKey("ds_ext.sequence_parallel"),
+        "use_tp_pp_dp_mapping": JsonKey("ds_ext.rank_order", value="tp-pp-dp"),
+        "calculate_per_token_loss": JsonKey("ds_ext.loss_weighting", value="tokens", note=", the default"),
+        "enable_bitpipe_schedule": JsonKey("ds_ext.schedule", value="bitpipe"),
+        "use_dpp": JsonKey("ds_ext.schedule", value="dpp"),
+        "forward_backward_disaggregating": JsonKey("ds_ext.schedule", value="fbd"),
+        "ignore_forward_tensor_parallel": JsonKey("ds_ext.fbd.merge_forward_tensor_parallel"),
+        "node_ips": JsonKey("ds_ext.transport_options.node_ips", str, metavar="IP,IP"),
+        "micro_batch_size": JsonKey("train_micro_batch_size_per_gpu", int),
+        "global_batch_size": JsonKey("train_batch_size", int),
+        "clip_grad": JsonKey("gradient_clipping", float, note=" (DeepSpeed's default: 1.0); 0: off"),
+        "lr": JsonKey("optimizer.params.lr", float),
+        "weight_decay": JsonKey("optimizer.params.weight_decay", float),
+        "adam_beta1": JsonKey("optimizer.params.betas", float, note=", its first element", computed=True),
+        "adam_beta2": JsonKey("optimizer.params.betas", float, note=", its second element", computed=True),
+        "adam_eps": JsonKey("optimizer.params.eps", float),
+        "optimizer": JsonKey(
+            "optimizer.type", str, choices=("adam", "sgd"), note=": AdamW or SGD", computed=True
+        ),
+        "use_distributed_optimizer": JsonKey("zero_optimization.stage", value=1),
+        "lr_decay_style": JsonKey(
+            "scheduler.params.decay_style", str, choices=_STYLES, note=_LINEAR, computed=True
+        ),
+        "min_lr": JsonKey("scheduler.params.min_lr", float, computed=True),
+        "lr_decay_iters": JsonKey(_TOTAL, int, metavar="STEPS", note=" (--train-iters)", computed=True),
+        "lr_decay_samples": JsonKey(_TOTAL, int, metavar="N", note=_SAMPLES, computed=True),
+        "lr_warmup_iters": JsonKey(_WARMUP, int, metavar="STEPS", note=" (0)", computed=True),
+        "lr_warmup_samples": JsonKey(_WARMUP, int, metavar="N", note=_SAMPLES, computed=True),
+        "lr_warmup_fraction": JsonKey(
+            _WARMUP, float, metavar="F", note=", as a share of the decay", computed=True
+        ),
+        "lr_warmup_init": JsonKey("scheduler.params.warmup_init_lr", float, computed=True),
+        "bf16": JsonKey("bf16.enabled"),
+        "fp16": JsonKey("fp16.enabled"),
+        "loss_scale": JsonKey("fp16.loss_scale", float, note="; 0: dynamic"),
+        "initial_loss_scale": JsonKey(
+            "fp16.initial_scale_power", float, note=", 2 to the power of it", computed=True
+        ),
+        "min_loss_scale": JsonKey("fp16.min_loss_scale", float),
+        "loss_scale_window": JsonKey("fp16.loss_scale_window", int, metavar="STEPS"),
+        "hysteresis": JsonKey("fp16.hysteresis", int, metavar="N"),
+        "tensorboard_dir": JsonKey(
+            "tensorboard.output_path", str, metavar="DIR", note=", and enabled", computed=True
+        ),
+        "recompute_method": Refused("--recompute-interval K to recompute every K-th layer"),
+        "recompute_num_layers": Refused("--recompute-interval K to recompute every K-th layer"),
+        "recompute_activations": Refused("--recompute-granularity selective"),
+        "checkpoint_activations": Refused("--recompute-granularity full"),
+        "checkpoint_num_layers": Refused("--recompute-granularity full"),
+        "deepspeed_activation_checkpointing": Refused("--recompute-granularity full"),
+        "warmup": Refused("--lr-warmup-fraction"),
+        "zero_stage": Refused("--use-distributed-optimizer for ZeRO stage 1"),
+        "decoder_first_pipeline_num_layers": Refused("--stage-layers 2,3,3,2 for the layers of every stage"),
+        "decoder_last_pipeline_num_layers": Refused("--stage-layers 2,3,3,2 for the layers of every stage"),
+        "pipeline_model_parallel_layout": Refused("--stage-layers 2,3,3,2 for the layers of every stage"),
+        "batch_size": Refused("--micro-batch-size"),
+        "model_parallel_size": Refused("--tensor-model-parallel-size"),
+        "train_samples": Refused("--train-iters"),
+        "exit_interval": Refused("--train-iters"),
+        "exit_duration_in_mins": Refused("--train-iters"),
+        "num_layers_per_virtual_pipeline_stage": Refused(
+            '--schedule interleaved, with "schedule_options": {"chunks": 2} in the "ds_ext" section'
+        ),
+        "num_virtual_stages_per_pipeline_rank": Refused(
+            '--schedule interleaved, with "schedule_options": {"chunks": 2} in the "ds_ext" section'
+        ),
+        "train_data_path": Refused("--data-path and --split"),
+        "valid_data_path": Refused("--data-path and --split"),
+        "test_data_path": Refused("--data-path and --split"),
+        "mask_prob": Refused("train_bert.py"),
+        "short_seq_prob": Refused("train_bert.py"),
+        "bert_no_binary_head": Refused("train_bert.py"),
+        "tensorboard_log_interval": Refused("--tensorboard-dir; every step is written"),
+        "num_gpus": Refused("the flag of the launcher, deepspeed or torchrun, for the number of ranks"),
+        "nproc_per_node": Refused("the flag of the launcher, deepspeed or torchrun, for the number of ranks"),
+        "trace": Refused('"trace": {"dir": DIR} in the "ds_ext" section'),
+        "trace_dir": Refused('"trace": {"dir": DIR} in the "ds_ext" section'),
+        "trace_interval": Refused('"trace": {"dir": DIR} in the "ds_ext" section'),
+        "trace_granularity": Refused('"trace": {"dir": DIR} in the "ds_ext" section'),
+        "wandb_exp_name": Refused('the "wandb" section of the JSON'),
+        "wandb_project": Refused('the "wandb" section of the JSON'),
+        "use_rotary_position_embeddings": Refused("--position-embedding-type rope"),
+        "layernorm_epsilon": Refused("--norm-epsilon"),
+        "rank_order": Refused('"rank_order" in the "ds_ext" section, or --use-tp-pp-dp-mapping'),
+        "log_params_norm": Refused("--metrics-file"),
+        "log_throughput": Refused("--metrics-file"),
+        "timing_log_level": Refused("--metrics-file"),
+        "distributed_timeout_minutes": Refused(
+            '"transport_options": {"timeout_s": seconds} in the "ds_ext" section'
+        ),
+        "workload": Refused(reason="messages are not cut into slices of a fixed size"),
+        "use_flash_attn": Refused(
+            reason="attention uses the kernels of torch's scaled_dot_product_attention"
+        ),
+        "use_mcore_models": Refused(reason="there is one implementation of the models"),
+        "transformer_pipeline_model_parallel_size": Refused(
+            reason="the encoder and the decoder are one pipeline"
+        ),
+        "no_masked_softmax_fusion": Refused(reason="there are no fused kernels to turn off"),
+        "no_gradient_accumulation_fusion": Refused(reason="there are no fused kernels to turn off"),
+        "no_bias_gelu_fusion": Refused(reason="there are no fused kernels to turn off"),
+        "no_async_tensor_model_parallel_allreduce": Refused(
+            reason="tensor-parallel all-reduces are not asynchronous"
+        ),
+        "deepspeed_mpi": Refused(reason="the launcher sets the ranks"),
+        "cpu_optimizer": Refused(reason="the optimizer runs where the weights are"),
+        "distributed_backend": Refused(reason="nccl is used on GPUs and gloo elsewhere"),
+        "no_load_optim": Refused(reason="a checkpoint is loaded as a whole"),
+        "no_load_rng": Refused(reason="random numbers depend on the seed and the step only"),
+        "no_save_optim": Refused(reason="a checkpoint is saved as a whole"),
+        "no_save_rng": Refused(reason="random numbers depend on the seed and the step only"),
+        "num_workers": Refused(reason="samples are read from memory-mapped files, without worker processes"),
+        "data_impl": Refused(reason="data are in Megatron's indexed format"),
+        "dataloader_type": Refused(reason="samples are shuffled once per epoch, as with single"),
+        "ckpt_format": Refused(reason="checkpoints have one format"),
+    }
 )
-
-
-# Flag -> why it has no replacement.
-_NEEDLESS = {
-    "--workload": "messages are not cut into slices of a fixed size",
-    "--use-flash-attn": "attention uses the kernels of torch's scaled_dot_product_attention",
-    "--use-mcore-models": "there is one implementation of the models",
-    "--transformer-pipeline-model-parallel-size": "the encoder and the decoder are one pipeline",
-    "--no-masked-softmax-fusion": "there are no fused kernels to turn off",
-    "--no-gradient-accumulation-fusion": "there are no fused kernels to turn off",
-    "--no-bias-gelu-fusion": "there are no fused kernels to turn off",
-    "--no-async-tensor-model-parallel-allreduce": "tensor-parallel all-reduces are not asynchronous",
-    "--deepspeed-mpi": "the launcher sets the ranks",
-    "--cpu-optimizer": "the optimizer runs where the weights are",
-    "--distributed-backend": "nccl is used on GPUs and gloo elsewhere",
-    "--no-load-optim": "a checkpoint is loaded as a whole",
-    "--no-load-rng": "random numbers depend on the seed and the step only",
-    "--no-save-optim": "a checkpoint is saved as a whole",
-    "--no-save-rng": "random numbers depend on the seed and the step only",
-    "--num-workers": "samples are read from memory-mapped files, without worker processes",
-    "--data-impl": "data are in Megatron's indexed format",
-    "--dataloader-type": "samples are shuffled once per epoch, as with single",
-    "--ckpt-format": "checkpoints have one format",
-}
+JSON_KEYS = {flag: row for flag, row in MEGATRON_FLAGS.items() if isinstance(row, JsonKey)}
 
 
 def refusal(flag: str) -> str | None:
     """Return an error with the replacement of Megatron's ``flag`` (with its dashes); None for other flags."""
-    if flag in _NEEDLESS:
-        return f"{flag}: has no equivalent, because {_NEEDLESS[flag]}. Remove it."
-    use = REPLACED_FLAGS.get(flag)
-    return None if use is None else f"{flag}: unknown flag. Use {use}."
+    row = MEGATRON_FLAGS.get(flag.removeprefix("--").replace("-", "_"))
+    return row.error(flag) if isinstance(row, Refused) else None

@@ -12,14 +12,8 @@ from ..errors import ConfigError
 # (path in the JSON, value, flag)
 Key = tuple[tuple[str, ...], Any, str]
 
-_SCHEDULE = {
-    "lr_decay_style": "decay_style",
-    "min_lr": "min_lr",
-    "lr_warmup_init": "warmup_init_lr",
-}
+_SCHEDULE = {"lr_decay_style": "decay_style", "min_lr": "min_lr", "lr_warmup_init": "warmup_init_lr"}
 _STEPS = ("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples", "lr_decay_iters", "lr_decay_samples")
-# Flags of this module, by ``dest``.
-SECTION_FLAGS = (*_SCHEDULE, *_STEPS, "initial_loss_scale", "tensorboard_dir", "optimizer")
 
 
 def keys_of_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> Iterator[Key]:

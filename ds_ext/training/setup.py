@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -21,15 +20,15 @@ from ..errors import ConfigError
 from ..launch.job_facts import checksum, setting_facts
 from ..launch.launcher import require_restarts
 from ..launch.roll_call import Facts
-from ..models.config import RopeScaling
+from ..models.config import TransformerConfig
+from ..models.flags import fields_of
 from ..parallel.crossing import require_slots
 from ..parallel.hosts import Hosts
-from ..parallel.partition import BALANCED, end_weights, layer_boundaries, layer_work, stage_weights
-from ..planner.auto import model_of_job
+from ..parallel.partition import BALANCED, layer_boundaries, stage_weights
+from ..planner.auto import training_sizes
 from ..planner.job_plan import JobPlan, make_job_plan
 from ..planner.job_text import GRID_MICRO_BATCHES, describe
-from ..planner.memory import ModelSizes, memory, rank_parameters
-from ..planner.stage_costs import repeated_share
+from ..planner.memory import memory, rank_parameters
 from ..planner.traffic import traffic
 from .arguments import FLAGS_OF_THE_JSON, finished_json, parse
 from .flags import Model
@@ -110,94 +109,26 @@ def _show_json(args: argparse.Namespace, config: dict[str, Any]) -> None:
         raise SystemExit(0)
 
 
+def model_fields(args: argparse.Namespace, plan: JobPlan) -> dict[str, Any]:
+    """Return the fields of the model's config that flags and JSON decide. Raises ConfigError."""
+    fields = fields_of(TransformerConfig, vars(args))
+    return fields | {"sequence_parallel": plan.job.ds_ext.sequence_parallel}
+
+
 def stage_boundaries(
-    args: argparse.Namespace, plan: JobPlan, before: list[str], after: list[str], vocab_size: int
+    args: argparse.Namespace, plan: JobPlan, before: list[str], after: list[str], model: TransformerConfig
 ) -> list[int]:
     """Return the layers of every stage; see :func:`ds_ext.parallel.partition.layer_boundaries`. Raises ConfigError."""
     placement, schedule = plan.layout.placement, plan.timetable.schedule
-    ends = _ends(args, vocab_size)
+    ends = _ends(args, model)
     return layer_boundaries(
         args.num_layers, len(before), len(after), placement, schedule, args.stage_layers, ends
     )
 
 
-def _ends(args: argparse.Namespace, vocab_size: int) -> tuple[float, float] | None:
-    """Return the work of embedding and head if --stage-layers includes it."""
-    if args.stage_layers != BALANCED:
-        return None
-    layer = layer_work(
-        args.hidden_size,
-        args.seq_length,
-        heads=args.num_attention_heads,
-        ffn=args.ffn_hidden_size,
-        query_groups=args.num_query_groups,
-        kv_channels=args.kv_channels,
-        swiglu=args.swiglu,
-    )
-    return end_weights(args.hidden_size, vocab_size, layer, repeated_share(args.recompute_granularity, layer))
-
-
-def model_sizes(args: argparse.Namespace, plan: JobPlan) -> dict[str, Any]:
-    """Return the fields of a TransformerConfig, without the vocabulary. Raises ConfigError."""
-    return {
-        "num_layers": args.num_layers,
-        "hidden_size": args.hidden_size,
-        "num_attention_heads": args.num_attention_heads,
-        "ffn_hidden_size": args.ffn_hidden_size,
-        "seq_length": args.seq_length,
-        "max_position_embeddings": args.max_position_embeddings,
-        "hidden_dropout": args.hidden_dropout,
-        "attention_dropout": args.attention_dropout,
-        "init_std": args.init_method_std,
-        "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by,
-        "recompute": args.recompute_granularity,
-        "recompute_interval": args.recompute_interval,
-        "sequence_parallel": plan.job.ds_ext.sequence_parallel,
-        "transformer_impl": args.transformer_impl,
-        "seed": args.seed,
-        "position_embedding_type": args.position_embedding_type,
-        "rotary_base": args.rotary_base,
-        "rotary_percent": args.rotary_percent,
-        "rope_scaling": _rope_scaling(args),
-        "normalization": args.normalization,
-        **({} if args.norm_epsilon is None else {"layernorm_epsilon": args.norm_epsilon}),
-        "swiglu": args.swiglu,
-        "num_query_groups": args.num_query_groups,
-        "kv_channels": args.kv_channels,
-        "add_bias_linear": not args.disable_bias_linear,
-        "add_qkv_bias": args.add_qkv_bias,
-        "qk_layernorm": args.qk_layernorm,
-        "untie_embeddings_and_output_weights": args.untie_embeddings_and_output_weights,
-        "sliding_window": _sliding_window(args.window_size),
-        "reset_position_ids": args.reset_position_ids,
-        "reset_attention_mask": args.reset_attention_mask,
-    }
-
-
-def _rope_scaling(args: argparse.Namespace) -> RopeScaling | None:
-    """Return Llama 3.1's scaling for --use-rope-scaling, with Megatron's constants."""
-    if not args.use_rope_scaling:
-        return None
-    return RopeScaling(
-        "llama3",
-        args.rope_scaling_factor,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=8192,
-    )
-
-
-def _sliding_window(text: str | None) -> int | None:
-    """Return the number of tokens of Megatron's window ``"L,R"``, the token itself included. Raises ConfigError."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"\(?\s*(\d+)\s*,\s*0\s*\)?", text)
-    if match is None:
-        raise ConfigError(
-            f"--window-size: must be the number of previous tokens and 0 for following tokens (got {text!r}). Use for "
-            f"example 4095,0 for a window of 4096 tokens."
-        )
-    return int(match[1]) + 1
+def _ends(args: argparse.Namespace, model: TransformerConfig) -> tuple[float, float] | None:
+    """Return the work of embedding and head if --stage-layers includes it. A lookup in the embedding counts as 0."""
+    return (0.0, model.head_work(model.repeated_share)) if args.stage_layers == BALANCED else None
 
 
 def job_facts(args: argparse.Namespace, plan: JobPlan, vocab_size: int) -> Facts:
@@ -254,7 +185,7 @@ def describe_job(
     boundaries: list[int],
     before: list[str],
     after: list[str],
-    vocab_size: int,
+    model: TransformerConfig,
     token_bytes: int = 0,
     hosts: Hosts | None = None,
 ) -> str:
@@ -264,6 +195,7 @@ def describe_job(
         boundaries: from :func:`stage_boundaries`.
         before: names of the layers before the transformer layers.
         after: names of the layers after them.
+        model: config of the model.
         token_bytes: bytes per token that a message carries in addition to its activation.
         hosts: hosts of the job; None: unknown.
 
@@ -276,11 +208,18 @@ def describe_job(
     slices = plan.layout.tensor_parallel_size if plan.job.ds_ext.sequence_parallel else 1
     # With sequence parallelism only the activations are sliced.
     message_bytes = tokens // slices * args.hidden_size * number_bytes + tokens * token_bytes
-    grid, ends = plan.sizes.micro_batches <= GRID_MICRO_BATCHES, _ends(args, vocab_size)
+    grid, ends = plan.sizes.micro_batches <= GRID_MICRO_BATCHES, _ends(args, model)
     layers = [stop - start for start, stop in pairwise(boundaries)]
     layers[0] -= len(before)
     layers[-1] -= len(after)
-    sizes = _model_sizes(args, plan, tuple(layers), vocab_size)
+    sizes = training_sizes(
+        plan.job.deepspeed,
+        model,
+        plan.sizes.micro_batch_size,
+        plan.layout.tensor_parallel_size,
+        plan.layout.data_parallel_size,
+    )
+    sizes = replace(sizes, stage_layers=tuple(layers))
     lines = []
     if (
         hosts is not None
@@ -306,20 +245,3 @@ def describe_job(
         hosts=None if hosts is None else [hosts.host(rank) for rank in range(hosts.world_size)],
     )
     return "\n".join([text, *lines])
-
-
-def _model_sizes(
-    args: argparse.Namespace, plan: JobPlan, layers: tuple[int, ...], vocab_size: int
-) -> ModelSizes:
-    """Return the sizes of the job's model with the transformer layers of every stage."""
-    layout = plan.layout
-    sizes = model_of_job(
-        plan.job.deepspeed,
-        vars(args),
-        vocab_size,
-        plan.sizes.micro_batch_size,
-        layout.tensor_parallel_size,
-        layout.data_parallel_size,
-    )
-    assert sizes is not None, "the flags have all sizes"
-    return replace(sizes, layers=layers)

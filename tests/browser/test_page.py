@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ds_ext.pipe_schedules.draw.page import html
 from ds_ext.pipe_schedules.draw.svg import DARK, KINDS, LIGHT, WORDS, Theme
 from ds_ext.pipe_schedules.placement import linear
 from ds_ext.pipe_schedules.simulation import Simulation, simulate
+from ds_ext.planner.memory import TrainingSizes
 from ds_ext.planner.named_models import MODELS
 
 from .window import Window, browser, missing
@@ -149,11 +151,14 @@ def test_what_is_packed_is_unpacked(show: Show, name: str, options: dict[str, ob
         assert [time for _, start, end in seen for time in (start, end)] == pytest.approx(times, rel=1e-7)
 
 
+SIZES = TrainingSizes(**asdict(MODELS["gpt-1.3b"]))
+
+
 def test_the_table_of_a_comparison_is_shown(show: Show) -> None:
-    show(*COMPARED, table=comparison(COMPARED, MODELS["gpt-1.3b"]), notes=["chunks: interleaved only"])
+    show(*COMPARED, table=comparison(COMPARED, SIZES), notes=["chunks: interleaved only"])
     text = show.window.run("return document.querySelector('table').innerText")
     assert [line.split("\t") for line in text.splitlines()] == [
-        list(row) for row in comparison(COMPARED, MODELS["gpt-1.3b"])
+        list(row) for row in comparison(COMPARED, SIZES)
     ]
     assert show.window.run("return document.querySelector('main > p').innerText").startswith("chunks:")
 

@@ -9,7 +9,7 @@ import pytest
 
 from ds_ext.models.gpt import GPTConfig
 from ds_ext.pipe_schedules import timetable
-from ds_ext.planner.auto import model_of_job
+from ds_ext.planner.auto import training_sizes
 from ds_ext.planner.memory import memory
 from tests.allocations import AllocatedBytes
 from tests.engine_runs import Job, StepBatches, batches_of, build
@@ -89,14 +89,7 @@ def peak_bytes(rank: int, job: Job) -> int:
 
 def estimates(job: Job) -> list[int]:
     """Return the bytes that the planner estimates for every rank."""
-    train = {
-        "num_layers": job.model.num_layers,
-        "hidden_size": job.model.hidden_size,
-        "num_attention_heads": job.model.num_attention_heads,
-        "seq_length": job.model.seq_length,
-    }
-    sizes = model_of_job(job.config(1), train, job.model.vocab_size, 2, job.tp, job.dp)
-    assert sizes is not None
+    sizes = training_sizes(job.config(1), job.model, 2, job.tp, job.dp)
     devices = memory(timetable(job.schedule, job.pp, job.micro_batches), sizes)
     return [devices[job.layout.coordinates(rank)[0]].total for rank in range(job.world_size)]
 

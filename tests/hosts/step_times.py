@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_ext.parallel.crossing import Traffic
 from ds_ext.parallel.hosts import Hosts
 from ds_ext.parallel.layout import ParallelLayout
 from ds_ext.parallel.network import GLOO, HOST_PORTS, Link, Network
@@ -28,7 +29,7 @@ from ds_ext.pipe_schedules import Timetable, get_schedule
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.reductions import eager_reductions
 from ds_ext.pipe_schedules.simulation import simulate
-from ds_ext.planner.step_time import StepBytes, step_time
+from ds_ext.planner.step_time import step_time
 
 RANKS = 8
 _WIDTH_BYTES = 4 * 32 * 32  # weight of an emulated layer
@@ -82,9 +83,8 @@ class Case:
             Hosts((RANKS // hosts,) * hosts), Link(1e9, inside_s), Link(rate, delay_s), HOST_PORTS, GLOO
         )
         gradient = _WIDTH_BYTES + 4.0 * self.ballast
-        volumes = StepBytes(
-            4096 + _HEADER_BYTES, (gradient,) * timetable.placement.stages, 0.0, (0.0,) * self.devices
-        )
+        stages = (gradient,) * timetable.placement.stages
+        volumes = Traffic(4096 + _HEADER_BYTES, (), (0.0,) * self.devices, stages=stages)
         reductions = eager_reductions(simulate(timetable))
         return 1000 * step_time(timetable, self.costs, layout, network, volumes, 1e-3, reductions).step_s
 

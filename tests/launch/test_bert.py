@@ -17,7 +17,7 @@ from ds_ext.errors import ConfigError
 from ds_ext.models.bert import BertConfig
 from ds_ext.models.gpt import GPTConfig
 from ds_ext.training.checkpoint_fit import check_load
-from ds_ext.training.setup import model_sizes, plan_job
+from ds_ext.training.setup import model_fields, plan_job
 from tests.launch.forked import ForkedJob, run_forked
 from tests.launch.jobs import ROOT, environment, tiny_config, write_json
 
@@ -71,7 +71,7 @@ def test_bert_trains_on_ranks_and_its_data_are_refused_for_gpt(
 
     words = ["--deepspeed_config", str(tmp_path / "bert.json"), "--dry-run", "--load", str(saved)]
     args, plan = plan_job("train_bert.py", words, "bert")
-    sizes = {**model_sizes(args, plan), "vocab_size": (read_meta([str(data)]) or {})["vocab_size"]}
+    sizes = {**model_fields(args, plan), "vocab_size": (read_meta([str(data)]) or {})["vocab_size"]}
     check_load(args, BertConfig(**sizes, order_classes=2))
     with pytest.raises(ConfigError, match=r"classifier\.weight 2 x 16, here missing"):
         check_load(args, BertConfig(**sizes, order_classes=None))

@@ -23,7 +23,7 @@ from ds_ext.observe.report.folder import read_run
 from ds_ext.observe.trace.read import read_traces
 from ds_ext.observe.trace.summary import summarize
 from ds_ext.training.checkpoint_fit import check_load
-from ds_ext.training.setup import model_sizes, plan_job
+from ds_ext.training.setup import model_fields, plan_job
 from tests.launch.forked import ForkedJob, run_forked
 from tests.launch.jobs import ROOT, Job, command, write_json
 from tests.own_schedule import NAME, write_own_schedule
@@ -172,7 +172,7 @@ def refused_before_a_start(config: Path, saved: Path) -> None:
         words = ["--deepspeed_config", str(config), "--dry-run", "--load", str(saved), *flags]
         args, plan = plan_job("train_gpt.py", words, "gpt")
         entries = (read_meta(args.data_path) or {})["vocab_size"] + more_words
-        check_load(args, GPTConfig(**model_sizes(args, plan), vocab_size=entries))
+        check_load(args, GPTConfig(**model_fields(args, plan), vocab_size=entries))
 
     fits()
     for flags, words in (

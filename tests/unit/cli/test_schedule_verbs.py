@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from ds_ext.pipe_schedules.files import schedule_of_file
 from ds_ext.pipe_schedules.inference import forward_timetable
 from ds_ext.pipe_schedules.lowering import dump, lower
 from ds_ext.pipe_schedules.simulation import simulate
-from ds_ext.planner.memory import ModelSizes, memory
+from ds_ext.planner.memory import TrainingSizes, memory
 from ds_ext.planner.named_models import MODELS
 from ds_ext.planner.stage_costs import split_layers, stage_costs
 from ds_ext.planner.text import format_bytes
@@ -161,13 +161,13 @@ def test_simulate_with_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     training = ["--micro-batch-size", "2", "--zero", "1", "--tensor-parallel", "2", "--data-parallel", "3"]
     assert main(["simulate", *BITPIPE, *SMALL, *training, "--recompute", "full", "--json"]) == 0
     priced = json.loads(capsys.readouterr().out)
-    sizes = ModelSizes(
-        layers=8, hidden=64, heads=4, vocab=1000, seq=32,
+    sizes = TrainingSizes(
+        num_layers=8, hidden_size=64, num_attention_heads=4, vocab_size=1000, seq_length=32,
         micro_batch=2, tensor_parallel=2, data_parallel=3, zero_stage=1, recompute="full",
     )  # fmt: skip
     sizes = split_layers(sizes, PLACEMENT, "bitpipe")
     costs = stage_costs(Costs(), sizes)
-    assert isinstance(sizes.layers, tuple) and priced["layers"] == list(sizes.layers)
+    assert sizes.stage_layers is not None and priced["layers"] == list(sizes.stage_layers)
     # A head of 1000 / (12 x 64 + 2 x 32) layers, and every layer's forward again.
     assert costs.backward_input == 2 and costs.stages is not None
     assert priced["makespan"] == simulate(timetable("bitpipe", 4, 8), costs).makespan
@@ -188,7 +188,10 @@ def test_simulate_prints_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert figures["messages"] == [96, 8.4] and figures["layers"] == [3, 3, 3, 3, 3, 3, 4, 2]
     header, *rows = lines[-5:]
     assert header.split()[1:] == ["weights", "gradients", "optimizer", "activations", "buffers", "total"]
-    worst = memory(timetable("bitpipe", 4, 8), split_layers(MODELS["gpt-1.3b"], PLACEMENT, "bitpipe"))[0]
+    worst = memory(
+        timetable("bitpipe", 4, 8),
+        split_layers(TrainingSizes.of_model(MODELS["gpt-1.3b"]), PLACEMENT, "bitpipe"),
+    )[0]
     assert rows[0].split()[:3] == ["0", *format_bytes(worst.weights).split()]
     assert rows[0].endswith(format_bytes(worst.total)) and len(rows) == 4
 
@@ -202,7 +205,9 @@ def test_sizes_change_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search("3 layers.*4 stages", capsys.readouterr().err)
     assert main([*words.split(), "--num-layers", "48", "--sequence-parallel", "--tensor-parallel", "2"]) == 0
     priced = json.loads(capsys.readouterr().out)
-    sizes = replace(MODELS["gpt-10b"], layers=48, sequence_parallel=True, tensor_parallel=2)
+    sizes = TrainingSizes.of_model(
+        MODELS["gpt-10b"], num_layers=48, sequence_parallel=True, tensor_parallel=2
+    )
     assert [r["total"] for r in priced["memory"]] == [r.total for r in memory(timetable("1f1b", 4, 4), sizes)]
     assert priced["message_bytes"] == 1024 * 4096  # split over two ranks
 
@@ -211,7 +216,7 @@ def test_sizes_change_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     ("flags", "words"),
     [
         (["--zero", "1"], "--zero: .*--model"),
-        (["--num-layers", "4"], "--hidden-size, --num-attention-heads, --vocab-size, --seq"),
+        (["--num-layers", "4"], "--hidden-size, --num-attention-heads, --seq-length, --vocab-size"),
         (["--model", "gpt-5"], "model: .*'gpt-5'.*gpt-124m"),
         (["--model", "gpt-1.3b", "--tensor-parallel", "3"], r"tensor_parallel: .*16.*got 3"),
     ],
@@ -249,7 +254,7 @@ def test_compare_with_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert header.split()[-2:] == ["weights", "memory"]
     for line, row, name in zip(plain[1:], rows, ["1f1b", "bitpipe"], strict=True):
         order = timetable(name, 4, 8)
-        sizes = split_layers(MODELS["gpt-1.3b"], order.placement, name)
+        sizes = split_layers(TrainingSizes.of_model(MODELS["gpt-1.3b"]), order.placement, name)
         worst = max(device.total for device in memory(order, sizes))
         cells = row.split()
         assert cells[1] == f"{simulate(order, stage_costs(Costs(), sizes)).makespan:g}"

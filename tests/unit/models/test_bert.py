@@ -236,11 +236,11 @@ def test_a_sample_longer_than_the_position_table_is_refused() -> None:
 
 
 def test_the_example_config_fits_the_script() -> None:
-    from ds_ext.training.setup import model_sizes, plan_job
+    from ds_ext.training.setup import model_fields, plan_job
 
     path = Path(__file__).parents[3] / "configs" / "bert_bitpipe.json"
     args, plan = plan_job("train_bert.py", ["--deepspeed_config", str(path), "--dry-run"], "bert")
-    config = BertConfig(**model_sizes(args, plan), vocab_size=4096)
+    config = BertConfig(**model_fields(args, plan), vocab_size=4096)
     assert plan.timetable.schedule == "bitpipe" and plan.layout.placement.num_devices == 4
     assert config.num_layers % plan.layout.placement.stages == 0
 

@@ -10,15 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ext.errors import ConfigError
-from ds_ext.parallel.partition import (
-    LayerWork,
-    end_weights,
-    layer_boundaries,
-    layer_work,
-    stage_weights,
-)
+from ds_ext.models.config import TransformerConfig
+from ds_ext.parallel.partition import LayerWork, layer_boundaries, stage_weights
 from ds_ext.pipe_schedules.placement import Placement, bidirectional_v, linear, v
-from ds_ext.training.setup import plan_job, stage_boundaries
+from ds_ext.training.setup import model_fields, plan_job, stage_boundaries
 
 
 def counts(layers: int, placement: Placement, stage_layers: str | None = None) -> list[int]:
@@ -106,7 +101,8 @@ def test_balanced_uses_the_work_of_the_job() -> None:
         (["--stage-layers", "4,2,1,1"], [4, 2, 1, 1]),
     ]:
         args, plan = plan_job("train_gpt.py", ["--deepspeed_config", str(config), "--dry-run", *flags], "gpt")
-        bounds = stage_boundaries(args, plan, before, after, vocab)
+        model = TransformerConfig(**model_fields(args, plan), vocab_size=vocab)
+        bounds = stage_boundaries(args, plan, before, after, model)
         layers_of = [stop - start for start, stop in pairwise(bounds)]
         assert [layers_of[0] - 1, *layers_of[1:-1], layers_of[-1] - 2] == layers
 
@@ -119,15 +115,17 @@ def test_a_heavy_end_leaves_its_stage_fewer_layers() -> None:
     # Both ends are on device 0, whose stages stay as even as possible.
     assert weighed(16, v(2), 2.0) == [4, 4, 5, 3]
     assert weighed(5, linear(1), 3.0) == [5]
-    gpt = layer_work(4096, 4096)
-    assert end_weights(4096, 128256, gpt) == (0.0, 128256 / 57344)
-    assert end_weights(4096, 128256, gpt, again=1.0)[1] == pytest.approx(128256 / 57344 * 3 / 4)
+    gpt = TransformerConfig(32, 4096, 32, 4096, 128256)
+    assert gpt.head_work() == 128256 / 57344
+    assert gpt.head_work(1.0) == pytest.approx(128256 / 57344 * 3 / 4)
 
 
 def test_work_of_a_layer() -> None:
-    assert layer_work(16, 8, heads=4) == LayerWork(12 * 256, 2 * 8 * 16)
-    llama = layer_work(16, 8, heads=4, ffn=40, query_groups=2, kv_channels=6, swiglu=True)
-    assert llama == LayerWork(16 * (24 + 2 * 12 + 24 + 3 * 40), 2 * 8 * 24)
+    assert TransformerConfig(1, 16, 4, 8, 10).layer_work == LayerWork(12 * 256, 2 * 8 * 16)
+    llama = TransformerConfig(
+        1, 16, 4, 8, 10, ffn_hidden_size=40, num_query_groups=2, kv_channels=6, swiglu=True
+    )
+    assert llama.layer_work == LayerWork(16 * (24 + 2 * 12 + 24 + 3 * 40), 2 * 8 * 24)
 
 
 @given(

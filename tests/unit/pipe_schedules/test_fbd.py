@@ -22,7 +22,7 @@ from ds_ext.pipe_schedules.methods.fbd import most_ahead
 from ds_ext.pipe_schedules.ops import Instruction
 from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.fbd import comparison_note
-from ds_ext.planner.memory import ModelSizes, memory
+from ds_ext.planner.memory import TrainingSizes, memory
 from tests.plans import placement_of
 
 MERGED = {"merge_forward_tensor_parallel": 2}
@@ -52,7 +52,7 @@ def test_the_closed_form(stages: int, each: int, k: int) -> None:
 def test_backward_ranks_keep_one_micro_batch_and_forward_ranks_nothing() -> None:
     made = timetable("fbd", 4, 8)
     assert simulate(made).peak_activations == (0, 1) * 4
-    sizes = ModelSizes(layers=4, hidden=8, heads=2, vocab=10, seq=4)
+    sizes = TrainingSizes(num_layers=4, hidden_size=8, num_attention_heads=2, vocab_size=10, seq_length=4)
     for rank, need in enumerate(memory(made, sizes)):
         trains = bool(rank % 2)
         assert (need.activations > 0, need.gradients > 0, need.optimizer > 0) == (trains,) * 3
@@ -60,7 +60,9 @@ def test_backward_ranks_keep_one_micro_batch_and_forward_ranks_nothing() -> None
 
 
 def test_a_merged_forward_rank_has_the_whole_weights() -> None:
-    sizes = ModelSizes(layers=2, hidden=8, heads=2, vocab=10, seq=4, tensor_parallel=2)
+    sizes = TrainingSizes(
+        num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=10, seq_length=4, tensor_parallel=2
+    )
     merged, plain = (memory(timetable("fbd", 2, 4, **o), sizes)[0].weights for o in (MERGED, {}))
     assert plain < merged <= 2 * plain
 

@@ -19,7 +19,7 @@ from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.inference import forward_timetable
 from ds_ext.pipe_schedules.lowering import dump, lower
 from ds_ext.pipe_schedules.simulation import simulate
-from ds_ext.planner.memory import ModelSizes, memory
+from ds_ext.planner.memory import TrainingSizes, memory
 from tests.selection import EVERYTHING
 from tests.timetables import assert_keeps_time, with_order
 from tests.unit.pipe_schedules.dump_checker import DumpChecker
@@ -107,7 +107,9 @@ def assert_sound(made: Timetable, costs: Costs) -> None:
     # A buffer holds one activation.
     for buffers, peak in zip(report.num_buffers, simulation.peak_activations, strict=True):
         assert buffers >= round(peak * placement.stages / placement.devices_per_pipe)
-    sizes = ModelSizes(layers=placement.stages, hidden=8, heads=2, vocab=10, seq=4)
+    sizes = TrainingSizes(
+        num_layers=placement.stages, hidden_size=8, num_attention_heads=2, vocab_size=10, seq_length=4
+    )
     keeps = [rank.activations > 0 for rank in memory(simulation.timetable, sizes)]
     assert keeps == [any(op.kind != "F" for op in order) for order in made.orders]
 

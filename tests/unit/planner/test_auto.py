@@ -14,9 +14,9 @@ from ds_ext.errors import ConfigError
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.simulation import simulate
-from ds_ext.planner.auto import model_of_job, vocabulary
+from ds_ext.planner.auto import model_of_train, training_sizes, vocabulary
 from ds_ext.planner.job_plan import make_job_plan
-from ds_ext.planner.memory import ModelSizes
+from ds_ext.planner.memory import TrainingSizes
 from ds_ext.planner.search import Request, choose
 from ds_ext.training.arguments import parse
 from tests.plans import candidates_of, placement_of, timetable_of
@@ -38,8 +38,14 @@ def auto(batch: dict[str, Any] | None = None, **section: Any) -> JobConfig:
 def test_the_job_runs_the_best_candidate() -> None:
     job = auto(schedule_options={"costs": "b=1.2,comm=0.1", "vocab_size": 5000, "memory": "1GB"})
     candidates = candidates_of(job)
-    sizes = ModelSizes(
-        layers=16, hidden=256, heads=4, vocab=5000, seq=128, micro_batch=2, optimizer="for-loop"
+    sizes = TrainingSizes(
+        num_layers=16,
+        hidden_size=256,
+        num_attention_heads=4,
+        vocab_size=5000,
+        seq_length=128,
+        micro_batch=2,
+        optimizer="for-loop",
     )
     request = Request(4, 8, Costs(backward_input=1.2, comm=0.1), sizes, 10**9, ("none",))
     best = candidates.best
@@ -62,9 +68,10 @@ def test_options_of_the_llama_family_are_sizes() -> None:
         "position_embedding_type": "rope",
     }
     job = auto(train=TRAIN | options, schedule_options={"vocab_size": 5000, "memory": "1GB"})
-    sizes = ModelSizes(
-        layers=16, hidden=256, heads=4, vocab=5000, seq=128, micro_batch=2, optimizer="for-loop",
-        ffn=512, query_groups=2, kv_channels=32, swiglu=True, untied=True, rope=True,
+    sizes = TrainingSizes(
+        16, 256, 4, seq_length=128, vocab_size=5000, micro_batch=2, optimizer="for-loop",
+        ffn_hidden_size=512, num_query_groups=2, kv_channels=32, swiglu=True,
+        untie_embeddings_and_output_weights=True, position_embedding_type="rope",
     )  # fmt: skip
     assert candidates_of(job) == choose(Request(4, 8, Costs(), sizes, 10**9, ("none",)))
 
@@ -82,8 +89,10 @@ def test_options_of_the_llama_family_are_sizes() -> None:
     ],
 )
 def test_bytes_of_a_job_follow_its_json(config: dict[str, Any], fields: dict[str, Any]) -> None:
-    sizes = model_of_job(config, TRAIN, 100, 2, 1, 1)
-    assert sizes is not None and sizes.micro_batch == 2
+    model = model_of_train(TRAIN, 100)
+    assert model is not None
+    sizes = training_sizes(config, model, 2, 1, 1)
+    assert sizes.micro_batch == 2
     assert {name: getattr(sizes, name) for name in fields} == fields
 
 

@@ -15,10 +15,10 @@ from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.fbd import compare_with_fbd, fbd_candidates, step_seconds
-from ds_ext.planner.memory import ModelSizes
-from ds_ext.planner.named_models import model_sizes
+from ds_ext.planner.memory import TrainingSizes
+from ds_ext.planner.named_models import named_model
 from ds_ext.planner.parallel_sizes import Cluster, plan_cluster
-from ds_ext.planner.stage_costs import forward_flops, message_bytes
+from ds_ext.planner.stage_costs import message_bytes
 from tests.plans import placement_of
 
 PLAN = [
@@ -45,8 +45,8 @@ def test_fbd_pays_if_plain_pipelines_would_recompute(capsys: pytest.CaptureFixtu
     settings = parse_section(found["ds_ext"])
     layout = make_layout(placement_of(found), settings.tensor_parallel_size, 1)
     assert isinstance(layout, DisaggregatedLayout) and layout.world_size == 8
-    sizes = replace(model_sizes("gpt-6.7b"), micro_batch=2)
-    forward_s = forward_flops(sizes) / 4 / 150e12
+    sizes = TrainingSizes.of_model(named_model("gpt-6.7b"), micro_batch=2)
+    forward_s = sizes.micro_batch * sizes.forward_flops / 4 / 150e12
     timetable = get_schedule(settings.schedule).timetable(
         4, found["micro_batches"], {"forward_slowdown": 2.0, **found["ds_ext"]["schedule_options"]}
     )
@@ -77,7 +77,14 @@ def test_fbd_does_not_pay_on_equal_devices(capsys: pytest.CaptureFixture[str]) -
 def test_the_best_candidate_is_the_best_of_all(memory_gb: float) -> None:
     cluster = Cluster(8, int(memory_gb * 1e9), 32)
     forward = replace(cluster, devices=4, memory_bytes=10**9, flops=cluster.flops / 1.5)
-    sizes = ModelSizes(layers=16, hidden=1024, heads=16, vocab=32000, seq=1024, zero_stage=1)
+    sizes = TrainingSizes(
+        num_layers=16,
+        hidden_size=1024,
+        num_attention_heads=16,
+        vocab_size=32000,
+        seq_length=1024,
+        zero_stage=1,
+    )
     candidates = list(fbd_candidates(cluster, forward, sizes))
     assert {c.sizes.tensor_parallel for c in candidates} == {1, 2}
     assert {c.merged for c in candidates} == {True, False}

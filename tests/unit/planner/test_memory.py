@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 
-from ds_ext.errors import ScheduleError
+from ds_ext.errors import ConfigError, ScheduleError
 from ds_ext.pipe_schedules import timetable
 from ds_ext.pipe_schedules.inference import forward_timetable
 from ds_ext.pipe_schedules.placement import linear
 from ds_ext.pipe_schedules.simulation import simulate
-from ds_ext.planner.memory import DeviceMemory, ModelSizes, memory
-from ds_ext.planner.named_models import MODELS, model_sizes
+from ds_ext.planner.memory import DeviceMemory, TrainingSizes, memory
+from ds_ext.planner.named_models import MODELS, named_model
 
 # s = 8, b = 2, h = 4, a = 2, v = 100: sbh = 64, 5as/h = 20. A layer has 12 * 16 + 13 * 4 = 244 parameters.
-SMALL = ModelSizes(layers=4, hidden=4, heads=2, vocab=100, seq=8, micro_batch=2)
+SMALL = TrainingSizes(
+    num_layers=4, hidden_size=4, num_attention_heads=2, vocab_size=100, seq_length=8, micro_batch=2
+)
 LAYER, EMBEDDING, HEAD = 244, 432, 408  # 100 * 4 + 8 * 4; 100 * 4 + 2 * 4 of the norm
 
 
@@ -49,7 +51,7 @@ LAYER, EMBEDDING, HEAD = 244, 432, 408  # 100 * 4 + 8 * 4; 100 * 4 + 2 * 4 of th
     ],
 )
 def test_models_have_the_parameters_in_their_names(name: str, billions: float) -> None:
-    found = model_sizes(name).device_parameters(linear(1), 0) / 1e9
+    found = TrainingSizes.of_model(named_model(name)).device_parameters(linear(1), 0) / 1e9
     assert found == pytest.approx(
         billions, rel=1e-12 if name in list(MODELS)[:4] else 0.02 if name.startswith("gpt") else 5e-4
     )
@@ -58,8 +60,8 @@ def test_models_have_the_parameters_in_their_names(name: str, billions: float) -
 @pytest.mark.parametrize(("name", "scores", "saved"), [("gpt-175b", 80, 0.70), ("gpt-530b", 64, 0.65)])
 def test_savings_of_selective_recomputation(name: str, scores: int, saved: float) -> None:
     """arXiv 2205.05198, section 5: 5as/h is 80 and 64, and dropping it saves 70% and 65%."""
-    sizes = replace(model_sizes(name), attention_scores=True)
-    sbh = sizes.seq * sizes.hidden
+    sizes = TrainingSizes.of_model(named_model(name), attention_scores=True)
+    sbh = sizes.seq_length * sizes.hidden_size
     none, selective = sizes.layer_activations(), replace(sizes, recompute="selective").layer_activations()
     assert (none - selective) / sbh == scores
     assert 1 - selective / none == pytest.approx(saved, abs=0.005)
@@ -67,7 +69,7 @@ def test_savings_of_selective_recomputation(name: str, scores: int, saved: float
 
 def test_zero_1_of_the_paper() -> None:
     """arXiv 1910.02054, figure 1: 7.5 billion parameters on 64 ranks take 120 GB, with ZeRO-1 31.4 GB."""
-    sizes = replace(model_sizes("gpt-6.7b"), precision="fp16")
+    sizes = TrainingSizes.of_model(named_model("gpt-6.7b"), precision="fp16")
     plain, sharded = (memory(timetable("gpipe", 1, 1), replace(sizes, data_parallel=n))[0] for n in (1, 64))
     scale = 7.5e9 / sizes.device_parameters(linear(1), 0) / 1e9
     assert (plain.weights + plain.gradients + plain.optimizer) * scale == pytest.approx(120)
@@ -76,7 +78,7 @@ def test_zero_1_of_the_paper() -> None:
 
 def test_the_first_device_of_1f1b_keeps_a_model_and_interleaving_more() -> None:
     """arXiv 2205.05198, section 4.2.3: L layers, and L (1 + (p - 1) / (pm)) with m chunks per device."""
-    sizes = replace(SMALL, layers=16)
+    sizes = replace(SMALL, num_layers=16)
     layer, mask = sizes.layer_activations(), 64
     plain = memory(timetable("1f1b", 4, 16), sizes)[0]
     assert plain.activations == 16 * layer + 4 * mask
@@ -91,7 +93,17 @@ def test_the_first_device_of_1f1b_keeps_a_model_and_interleaving_more() -> None:
 def bytes_per_parameter(schedule: str, **settings: Any) -> tuple[float, float]:
     """Return (total, buffers) of device 0 without activations, for a model of many equal layers."""
     made = timetable(schedule, 2, 4)
-    sizes = ModelSizes(2048, 8, 1, vocab=1, seq=1, bucket=1, rope=True, recompute="full", **settings)
+    sizes = TrainingSizes(
+        2048,
+        8,
+        1,
+        seq_length=1,
+        vocab_size=1,
+        bucket=1,
+        position_embedding_type="rope",
+        recompute="full",
+        **settings,
+    )
     count = sizes.device_parameters(made.placement, 0)
     device = memory(made, sizes)[0]
     assert device.activations < 0.1 * count
@@ -136,7 +148,7 @@ def test_buckets() -> None:
     n = 2 * LAYER + EMBEDDING
     assert small.total == 2 * n + 12 * n + 2 * 2 * 10**6 + 2 * n  # the gradients have moved into a bucket
     # Without ZeRO, DeepSpeed's bucket has a fixed size; it does not exceed the gradients.
-    plain = replace(SMALL, precision="fp32", recompute="full", seq=1)
+    plain = replace(SMALL, precision="fp32", recompute="full", seq_length=1)
     assert (
         memory(timetable("1f1b", 2, 4), plain)[0]
         == memory(timetable("1f1b", 2, 4), replace(plain, bucket=1))[0]
@@ -173,7 +185,7 @@ def test_fp32_activations_count_twice() -> None:
         ({"tensor_parallel": 2, "sequence_parallel": True, "attention_scores": True}, 27),
         ({"tensor_parallel": 2, "sequence_parallel": True, "recompute": "full"}, 2),
         # 10 + 4 (q + k + f) / h, with k = 2 and twice f = 6
-        ({"query_groups": 1, "ffn": 6, "swiglu": True}, 10 + 4 + 2 + 12),
+        ({"num_query_groups": 1, "ffn_hidden_size": 6, "swiglu": True}, 10 + 4 + 2 + 12),
     ],
 )
 def test_activations_of_a_layer(options: dict[str, Any], times_sbh: int) -> None:
@@ -181,7 +193,15 @@ def test_activations_of_a_layer(options: dict[str, Any], times_sbh: int) -> None
 
 
 def test_parameters_of_a_grouped_layer() -> None:
-    sizes = replace(SMALL, layers=1, query_groups=1, ffn=6, swiglu=True, untied=True, rope=True)
+    sizes = replace(
+        SMALL,
+        num_layers=1,
+        num_query_groups=1,
+        ffn_hidden_size=6,
+        swiglu=True,
+        untie_embeddings_and_output_weights=True,
+        position_embedding_type="rope",
+    )
     # q, k, v, output; gate, up, down; biases of columns; other biases and norms
     layer = 16 + 2 * 8 + 16 + 3 * 24 + (4 + 2 * 2 + 12) + 6 * 4
     assert sizes.device_parameters(linear(1), 0) == layer + 2 * 400 + 8
@@ -219,7 +239,7 @@ def test_tensor_parallel_parameters() -> None:
 
 
 def test_stages_with_different_layers() -> None:
-    first, last = memory(timetable("gpipe", 2, 3), replace(SMALL, layers=(3, 1)))
+    first, last = memory(timetable("gpipe", 2, 3), replace(SMALL, stage_layers=(3, 1)))
     assert (first.weights, last.weights) == (2 * (3 * LAYER + EMBEDDING), 2 * (LAYER + HEAD))
     assert first.activations == 3 * (3 * 34 * 64 + 64)
     assert last.activations == 3 * (34 * 64 + 4 * 64 + 6400)
@@ -227,7 +247,7 @@ def test_stages_with_different_layers() -> None:
 
 def test_activations_live_until_the_backward_weight() -> None:
     made = timetable("zb_h1", 4, 8)
-    sizes = replace(SMALL, layers=4)
+    sizes = replace(SMALL, num_layers=4)
     peaks = simulate(made).peak_activations
     assert memory(made, sizes)[1].activations == peaks[1] * 34 * 64
 
@@ -240,24 +260,25 @@ def test_an_evaluation_keeps_weights_only() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"layers": 5}, r"^layers: .*2 stages \(got 5\)\. Use 4 or 6\."),
-        ({"layers": 1}, r"^layers: .*2 stages \(got 1\)\. Use 2\."),
-        ({"layers": (1, 2, 3)}, r"^layers: .*2 .*got 3"),
-        ({"hidden": 0}, r"^hidden: .*1 \(got 0\)"),
+        ({"num_layers": 5}, r"^num_layers: .*2 stages \(got 5\)\. Use 4 or 6\."),
+        ({"num_layers": 1}, r"^num_layers: .*2 stages \(got 1\)\. Use 2\."),
+        ({"stage_layers": (1, 2, 3)}, r"^stage_layers: .*2 .*got 3"),
+        ({"hidden_size": 0}, r"^hidden_size: .*positive \(got 0\)"),
+        ({"micro_batch": 0}, r"^micro_batch: .*positive \(got 0\)"),
         ({"precision": "fp8"}, r"^precision: .*'fp8'.*bf16, fp16, fp32"),
         ({"optimizer": "apex"}, r"^optimizer: .*'apex'.*fused, foreach, for-loop"),
-        ({"heads": 3}, r"^heads: .*4 \(got 3\)"),
+        ({"num_attention_heads": 3}, r"^hidden_size: .*num_attention_heads 3 \(got 4\)"),
         ({"tensor_parallel": 4}, r"^tensor_parallel: .*2 \(got 4\)"),
         ({"zero_stage": 2}, r"^zero_stage: .*got 2"),
-        ({"recompute": "some"}, r"^recompute: .*got 'some'.*none, selective, full"),
+        ({"recompute": "some"}, r'^recompute: .*"none", "selective" or "full" \(got .some'),
     ],
 )
 def test_wrong_sizes(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ScheduleError, match=words):
+    with pytest.raises((ConfigError, ScheduleError), match=words):
         memory(timetable("gpipe", 2, 2), replace(SMALL, **options))
 
 
 def test_an_unknown_model() -> None:
     with pytest.raises(ScheduleError, match=r"^model: .*'gpt-5'.*gpt-124m, "):
-        model_sizes("gpt-5")
-    assert model_sizes("GPT-10B") == MODELS["gpt-10b"]
+        named_model("gpt-5")
+    assert named_model("GPT-10B") == MODELS["gpt-10b"]

@@ -15,13 +15,15 @@ from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.job_plan import make_job_plan
-from ds_ext.planner.memory import ModelSizes
+from ds_ext.planner.memory import TrainingSizes
 from ds_ext.planner.parallel_sizes import Cluster, ClusterPlan, plan_cluster
-from ds_ext.planner.stage_costs import forward_flops, message_bytes
+from ds_ext.planner.stage_costs import message_bytes
 from ds_ext.planner.text import join_reasons
 from tests.plans import placement_of
 
-MODEL = ModelSizes(layers=48, hidden=1024, heads=16, vocab=32000, seq=1024)
+MODEL = TrainingSizes(
+    num_layers=48, hidden_size=1024, num_attention_heads=16, vocab_size=32000, seq_length=1024
+)
 CLUSTER = Cluster(devices=8, memory_bytes=20 * 10**9, batch=16, flops=100e12, bandwidth=10e9)
 
 
@@ -47,10 +49,10 @@ def test_all_sizes_use_all_devices(planned: ClusterPlan) -> None:
 
 def test_times_follow_from_operations_and_bandwidth(planned: ClusterPlan) -> None:
     # 24 x 1024^3 + 4 x 1024^3 operations per layer, and 2 x 1024 x 1024 x 32000 for the head.
-    assert forward_flops(MODEL) == 48 * 28 * 2**30 + 2 * 2**20 * 32000
+    assert MODEL.forward_flops == 48 * 28 * 2**30 + 2 * 2**20 * 32000
     assert message_bytes(MODEL) == 2 * 2**20
     [sizes] = [s for s in planned.ranked if (s.tensor, s.pipeline, s.data) == (2, 4, 1)]
-    assert sizes.forward_s == pytest.approx(forward_flops(MODEL) / 4 / 2 / 100e12)
+    assert sizes.forward_s == pytest.approx(MODEL.forward_flops / 4 / 2 / 100e12)
     assert sizes.candidate is not None
     assert sizes.candidate.costs.comm * sizes.forward_s == pytest.approx(
         message_bytes(MODEL) / 10e9, rel=1e-4
@@ -75,7 +77,7 @@ def test_the_section_trains_as_planned(planned: ClusterPlan) -> None:
 
 
 def test_refused_sizes_have_numbers() -> None:
-    few_layers = replace(MODEL, layers=5)
+    few_layers = replace(MODEL, num_layers=5)
     result = plan_cluster(replace(CLUSTER, devices=12, batch=30), few_layers)
     assert {s.tensor for s in result.ranked} == {1, 2, 4}
     assert {(s.pipeline, s.data) for s in result.ranked if s.tensor == 1} == {(2, 6), (4, 3)}
@@ -91,9 +93,11 @@ def test_refused_sizes_have_numbers() -> None:
 
 def test_layers_make_room_for_the_head() -> None:
     """A head of 2.24 layers: the step is at least the work of the busiest device, and shorter than with even layers."""
-    model = ModelSizes(layers=32, hidden=4096, heads=32, vocab=128256, seq=4096)
+    model = TrainingSizes(
+        num_layers=32, hidden_size=4096, num_attention_heads=32, vocab_size=128256, seq_length=4096
+    )
     result = plan_cluster(Cluster(8, 80 * 10**9, 32, tensor_parallel=1), model)
-    head, total_s = 128256 / (12 * 4096 + 2 * 4096), forward_flops(model) / 150e12
+    head, total_s = 128256 / (12 * 4096 + 2 * 4096), model.forward_flops / 150e12
     priced = 0
     for sizes in result.ranked:
         row = sizes.candidate

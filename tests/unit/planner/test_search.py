@@ -13,12 +13,14 @@ from ds_ext.pipe_schedules import SCHEDULES, Schedule, get_schedule
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.placement import linear
 from ds_ext.pipe_schedules.simulation import simulate
-from ds_ext.planner.memory import ModelSizes, memory
+from ds_ext.planner.memory import TrainingSizes, memory
 from ds_ext.planner.search import SAME, Candidates, Request, choose
 from tests.selection import select
 
 ALL_OPS = 10**9  # "cheap_ops" with which every candidate is priced
-MODEL = ModelSizes(layers=48, hidden=1024, heads=16, vocab=32000, seq=1024)
+MODEL = TrainingSizes(
+    num_layers=48, hidden_size=1024, num_attention_heads=16, vocab_size=32000, seq_length=1024
+)
 SIZES = select(
     [(4, 8, 0.0), (4, 8, 0.3), (4, 6, 0.1), (2, 4, 0.0), (3, 7, 0.05), (1, 4, 0.0), (8, 16, 0.1)],
     [(4, 6, 0.1), (2, 4, 0.0), (3, 7, 0.05), (1, 4, 0.0)],
@@ -37,8 +39,8 @@ def check_prices(candidates: Candidates, request: Request) -> None:
         simulation = simulate(timetable, row.costs)
         assert (row.time, row.bubble) == (simulation.makespan, simulation.bubble)
         if request.sizes is not None:
-            sizes = replace(request.sizes, recompute=row.recompute, layers=row.layers)
-            assert row.layers is not None and sum(row.layers) == request.sizes.layers
+            sizes = replace(request.sizes, recompute=row.recompute, stage_layers=row.layers)
+            assert row.layers is not None and sum(row.layers) == request.sizes.num_layers
             assert row.memory_bytes == max(device.total for device in memory(timetable, sizes))
 
 
@@ -138,7 +140,7 @@ def refusals(devices: int, micro_batches: int, **model: Any) -> dict[tuple[str, 
 
 
 def test_refusals_are_one_sentence_with_the_numbers() -> None:
-    odd_devices, odd_batch, few_layers = refusals(3, 7), refusals(4, 7), refusals(4, 8, layers=8)
+    odd_devices, odd_batch, few_layers = refusals(3, 7), refusals(4, 7), refusals(4, 8, num_layers=8)
     assert odd_devices["1f1b", "none"] == ""
     for found, label, words in (
         (odd_devices, "bitpipe mode=unit", ("bitpipe", "even")),

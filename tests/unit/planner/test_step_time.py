@@ -8,6 +8,7 @@ import time
 import pytest
 
 from ds_ext.__main__ import main
+from ds_ext.parallel.crossing import Traffic
 from ds_ext.parallel.hosts import Hosts
 from ds_ext.parallel.layout import ParallelLayout
 from ds_ext.parallel.network import HOST_PORTS, RANK_PORTS, Link, Network
@@ -16,8 +17,8 @@ from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.reductions import eager_reductions
 from ds_ext.pipe_schedules.simulation import simulate
-from ds_ext.planner.memory import ModelSizes
-from ds_ext.planner.step_time import StepBytes, StepTime, step_time, with_tensor_parallel
+from ds_ext.planner.memory import TrainingSizes
+from ds_ext.planner.step_time import StepTime, step_time, with_tensor_parallel
 
 FREE = Link(1e14, 0.0)
 
@@ -27,7 +28,7 @@ def on_hosts(
 ) -> StepTime:
     timetable = get_schedule("1f1b").timetable(4, 8)
     layout = ParallelLayout(timetable.placement, 1, 2, parse_rank_order(order))
-    volumes = StepBytes(1.0, (gradient,) * 4, tied, (0.0,) * 4)
+    volumes = Traffic(1.0, (), (0.0,) * 4, tied=tied, stages=(gradient,) * 4)
     return step_time(
         timetable,
         Costs(),
@@ -65,7 +66,7 @@ def test_reductions_share_the_port_of_a_host() -> None:
 @pytest.mark.parametrize("slots", [(3, 3, 2), (8,), (4, 4)])
 def test_the_slowest_tensor_parallel_group_counts(slots: tuple[int, ...]) -> None:
     """With 3 slots per host, ranks 2 and 3 are one group on two hosts."""
-    sizes = ModelSizes((2,) * 4, 64, 4, 512, 32, tensor_parallel=2)
+    sizes = TrainingSizes(8, 64, 4, 32, 512, stage_layers=(2,) * 4, tensor_parallel=2)
     network = Network(Hosts(slots), Link(1e12, 0.0), Link(1e6, 0.0))
     costs = with_tensor_parallel(Costs(), sizes, network, 4, 1.0)
     one = Network(Hosts((1, 1)), Link(1e12, 0.0), Link(1e6, 0.0)).all_reduce_time(2 * 32 * 64, range(2))

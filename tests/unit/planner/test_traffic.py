@@ -8,10 +8,10 @@ import pytest
 
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.placement import bidirectional_v, linear
-from ds_ext.planner.memory import ModelSizes
+from ds_ext.planner.memory import TrainingSizes
 from ds_ext.planner.traffic import traffic
 
-GPT = ModelSizes(8, 64, 4, 512, 32, micro_batch=2, tensor_parallel=2)
+GPT = TrainingSizes(8, 64, 4, 32, 512, micro_batch=2, tensor_parallel=2)
 ACTIVATION = 2 * 32 * 2 * 64
 
 
@@ -33,7 +33,7 @@ def test_bytes_of_gradients_and_weights() -> None:
 
 def test_an_embedding_that_is_also_the_head_is_tied() -> None:
     assert traffic(GPT, linear(4), 8).tied == 4 * 512 * 64 / 2  # fp32, tensor-parallel size 2
-    assert traffic(replace(GPT, untied=True), linear(4), 8).tied == 0
+    assert traffic(replace(GPT, untie_embeddings_and_output_weights=True), linear(4), 8).tied == 0
 
 
 def test_two_all_reduces_of_a_layer_in_the_forward_and_two_in_the_backward() -> None:

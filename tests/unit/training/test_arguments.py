@@ -16,7 +16,7 @@ import pytest
 from ds_ext.config.job import JobConfig
 from ds_ext.errors import ConfigError
 from ds_ext.training.arguments import build_parser, parse
-from ds_ext.training.megatron_flags import REPLACED_FLAGS
+from ds_ext.training.megatron_flags import MEGATRON_FLAGS, Refused
 from ds_ext.training.setup import plan_job
 from tests.own_schedule import NAME, write_own_schedule
 from tests.plans import placement_of
@@ -201,11 +201,15 @@ def test_all_unknown_flags_are_in_one_error(run: Any) -> None:
     assert "--seq-length" in str(caught.value)
 
 
-def test_replacements_exist() -> None:
+def test_every_flag_of_megatron_is_accepted_or_refused() -> None:
     flags = set(build_parser("x")._option_string_actions)
-    assert not flags & set(REPLACED_FLAGS)
-    for flag, use in REPLACED_FLAGS.items():
-        assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", use)) <= flags, flag
+    for key, row in MEGATRON_FLAGS.items():
+        flag = "--" + key.replace("_", "-")
+        if isinstance(row, Refused):
+            assert flag not in flags and bool(row.use) != bool(row.reason), flag
+            assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", row.use)) <= flags, flag
+        else:
+            assert flag in flags
 
 
 def test_flags_of_other_systems_set_the_schedule(run: Any) -> None:

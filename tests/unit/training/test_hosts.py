@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from ds_ext.errors import ConfigError
+from ds_ext.models.config import TransformerConfig
 from ds_ext.training.hosts import hosts_of_flags
-from ds_ext.training.setup import describe_job, plan_job, stage_boundaries
+from ds_ext.training.setup import describe_job, model_fields, plan_job, stage_boundaries
 
 ROOT = Path(__file__).parents[3]
 BEFORE, AFTER = ["embedding", "positions"], ["final norm", "head"]
@@ -31,8 +32,9 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         (tmp_path / "job.json").write_text(json.dumps(job))
         words = ["--deepspeed_config", "job.json", *["--dry-run"] * dry_run, *flags]
         args, plan = plan_job("train_gpt.py", words, "gpt")
-        boundaries = stage_boundaries(args, plan, BEFORE, AFTER, 1000)
-        return describe_job(args, plan, boundaries, BEFORE, AFTER, 1000, hosts=hosts_of_flags(args))
+        model = TransformerConfig(**model_fields(args, plan), vocab_size=1000)
+        boundaries = stage_boundaries(args, plan, BEFORE, AFTER, model)
+        return describe_job(args, plan, boundaries, BEFORE, AFTER, model, hosts=hosts_of_flags(args))
 
     return run
 

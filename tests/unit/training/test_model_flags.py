@@ -15,7 +15,7 @@ from ds_ext.models.config import RopeScaling
 from ds_ext.models.gpt import GPTConfig
 from ds_ext.training.arguments import parse
 from ds_ext.training.flags import Model
-from ds_ext.training.setup import model_sizes
+from ds_ext.training.setup import model_fields
 
 
 def fields(tmp_path: Path, *flags: str, model: Model = "gpt", **train: Any) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def fields(tmp_path: Path, *flags: str, model: Model = "gpt", **train: Any) -> d
     path.write_text(json.dumps({"train_batch_size": 8, "ds_ext": {"train": train}}))
     args, job = parse(f"train_{model}.py", ["--deepspeed_config", str(path), *flags], model)
     plan: Any = SimpleNamespace(job=job)
-    return model_sizes(args, plan)
+    return model_fields(args, plan)
 
 
 def test_without_flags_the_model_is_gpt2(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ import torch
 
 import ds_ext
 from ds_ext.errors import ConfigError
+from ds_ext.models.config import TransformerConfig
 from ds_ext.planner.job_plan import JobPlan
 from ds_ext.planner.job_text import describe
-from ds_ext.training.setup import describe_job, plan_job
+from ds_ext.training.setup import describe_job, model_fields, plan_job
 from tests.launch.jobs import tiny_config, write_json
 
 ROOT = Path(__file__).parents[3]
@@ -147,6 +148,7 @@ def test_sequence_parallelism_slices_only_the_activation_of_a_message(
     section = {"tensor_parallel_size": 2, "sequence_parallel": sequence_parallel}
     file = write_json(tmp_path / "job.json", tiny_config(tmp_path, **section))
     args, plan = plan_job("train_gpt.py", ["--deepspeed_config", str(file), "--dry-run"], "gpt")
-    text = describe_job(args, plan, [0, 2, 4, 6, 8], ["a", "b"], ["c", "d"], 100, token_bytes=8)
+    model = TransformerConfig(**model_fields(args, plan), vocab_size=100)
+    text = describe_job(args, plan, [0, 2, 4, 6, 8], ["a", "b"], ["c", "d"], model, token_bytes=8)
     # Two samples of 16 tokens: fp32 activations of size 16, and 8 bytes per token that every rank sends.
     assert f" {2 * 16 * 16 * 4 // slices + 2 * 16 * 8:,} bytes" in text
