@@ -59,7 +59,7 @@ def check_forward_hosts(layout: ParallelLayout, forward_hosts: Sequence[str] | N
     if (
         forward_hosts is not None
         and isinstance(layout, DisaggregatedLayout)
-        and local_world_size() == layout.world_size
+        and local_world_size(1) == layout.world_size  # of an unknown launcher: not known
     ):
         place_by_hosts(layout, [socket.gethostname()] * layout.world_size, forward_hosts)
 
