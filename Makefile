@@ -27,7 +27,7 @@ corpus := $($(model)_corpus)
 native := $(wildcard kernels/*/*.cpp kernels/*/*.hpp)
 native_tests := $(wildcard tests/native/*.cpp)
 workers := -n $(TEST_WORKERS) --dist worksteal
-spelled := $(wildcard *.py *.md Makefile ds_ext tests kernels configs docs examples)
+spelled := $(wildcard *.py *.md Makefile ds_ext benchmarks tests kernels configs docs examples)
 
 # The launcher, ninja and the ranks are looked up in PATH; whatever is compiled at run time stays in the environment.
 export PATH := $(bin):$(PATH)
@@ -142,4 +142,4 @@ check: $(stamp)  ## formatting, lint, types, spelling and wording
 
 clean:  ## remove what was built, but not the virtual environment, data or checkpoints
 	rm -rf build *.egg-info .pytest_cache .ruff_cache .hypothesis ds_ext/comm/_native.*.so $(stamp)
-	find ds_ext tests -name __pycache__ -prune -exec rm -rf {} +
+	find ds_ext benchmarks tests -name __pycache__ -prune -exec rm -rf {} +

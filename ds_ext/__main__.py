@@ -7,6 +7,8 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from .cli.model_flags import add_model_flags
@@ -25,7 +27,7 @@ from .cli.schedule_verbs import (
     run_show,
     run_simulate,
 )
-from .errors import DsExtError
+from .errors import ConfigError, DsExtError
 from .pipe_schedules.draw.grid import LEGEND, REPEATED_LEGEND, SPLIT_LEGEND
 from .pipe_schedules.registry import import_modules
 
@@ -35,12 +37,12 @@ Verbs = argparse._SubParsersAction  # pyright: ignore[reportPrivateUsage]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Returns the exit status: 0, 1 for a refused timetable, 2 for an error in the flags."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    parser = build_parser(argv[0] if argv else "")
-    args = parser.parse_args(argv)
-    if args.verb is None:
-        parser.print_help()
-        return EXIT_OK
     try:
+        parser = build_parser(argv[0] if argv else "")
+        args = parser.parse_args(argv)
+        if args.verb is None:
+            parser.print_help()
+            return EXIT_OK
         import_modules(getattr(args, "modules", ()), "--import")
         status = args.run(args)
         sys.stdout.flush()
@@ -107,14 +109,27 @@ def build_parser(verb: str) -> argparse.ArgumentParser:
         ("report", "make a page of a run: curves, memory, waits, timetables", "cli.report_verb"),
         ("trace", "merge, summarize or draw the traces of a run", "cli.trace_verbs"),
         ("doctor", "check the transports on this host, or the hosts of a job", "cli.doctor_verb"),
-        ("bench", "run benchmarks on this host", "bench"),
+        ("bench", "run benchmarks on this host, from a checkout of the sources", ""),
     ):
         other = _add_verb(verbs, name, text)
         if name == verb:
-            loaded = importlib.import_module(f"{__package__}.{module}")
+            loaded = importlib.import_module(f"{__package__}.{module}") if module else _benchmarks()
             loaded.add_arguments(other)
             other.set_defaults(run=loaded.run)
     return parser
+
+
+def _benchmarks() -> ModuleType:
+    """Return the benchmarks, which a checkout has beside this package. Raises ConfigError without them."""
+    checkout = Path(__file__).parents[1]
+    if not (checkout / "benchmarks" / "rank_server.py").is_file():
+        raise ConfigError(
+            f"bench: needs the folder benchmarks of a checkout of ds_ext (got the installed package in {checkout}). "
+            f"Clone the repository and run the command there."
+        )
+    sys.path.insert(0, str(checkout))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(checkout), os.environ.get("PYTHONPATH")]))
+    return importlib.import_module("benchmarks")
 
 
 def _add_verb(verbs: Verbs, name: str, text: str, **more: Any) -> argparse.ArgumentParser:

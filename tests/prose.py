@@ -122,6 +122,7 @@ if __name__ == "__main__":
             sys.argv[1:]
             or [
                 "ds_ext",
+                "benchmarks",
                 "docs",
                 "README.md",
                 "CHANGELOG.md",

@@ -35,7 +35,7 @@ class Failure:
 
 def rank_main(rank: int, world_size: int, port: int, pipe: Connection, log: str, parent_pid: int) -> None:
     """Serve calls as rank `rank`; output goes to the file `log`, SIGUSR1 adds every thread's stack to it."""
-    from ds_ext.bench.rank_server import end_with_server  # the import ties this process to its parent
+    from benchmarks.rank_server import end_with_server  # the import ties this process to its parent
 
     threading.Thread(target=_exit_with, args=(parent_pid,), daemon=True, name="parent watch").start()
     end_with_server()

@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 from ds_ext.comm.spin import usable_cores
 from tests.rank_process import Failure, rank_main
 
-PRELOAD = ["ds_ext.bench.rank_server", "torch", "torch._dynamo", "deepspeed", "pytest", "hypothesis"]
+PRELOAD = ["benchmarks.rank_server", "torch", "torch._dynamo", "deepspeed", "pytest", "hypothesis"]
 START_LIMIT_S = 180.0
 BUSY = 2.0  # times as long as on a host that does nothing else
 GRACE_S = 3.0  # after the first failure, for the other ranks to report theirs

@@ -100,7 +100,6 @@ ALLOWED: dict[str, set[str]] = {
         "observe/report",
         "torch:",
     },
-    "bench": EVERYTHING,
 }
 
 
@@ -265,7 +264,7 @@ SETS_VARIABLES = ("launch/slurm.py", "launch/launcher.py", "cli/hosts/agent.py",
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_only_the_environment_reads_proc_and_the_variables_of_launchers(path: Path) -> None:
     name = str(path.relative_to(ROOT / "ds_ext"))
-    if name.startswith("bench") or name == "environment.py":
+    if name == "environment.py":
         return
     tree = ast.parse(path.read_text())
     texts = {

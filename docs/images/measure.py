@@ -17,7 +17,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor
 
 import ds_ext
-from ds_ext.bench.emulated import EmulatedDevice, EmulatedLayer, make_batches, rows_of, set_exact_timers
+from benchmarks.emulated import EmulatedDevice, EmulatedLayer, make_batches, rows_of, set_exact_timers
 from ds_ext.launch import process
 from ds_ext.pipe_schedules import Costs, timetable
 

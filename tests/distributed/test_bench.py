@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import rivals, schedules, training, transport
+from benchmarks.command import options_for
+from benchmarks.emulated import WIDTH, EmulatedDevice, EmulatedGpu, EmulatedLayer, make_batches, rows_of
+from benchmarks.ranks import Run, take_turns
+from benchmarks.schedules import Result, as_json, as_table
+from benchmarks.torch_rivals import TORCH_SCHEDULES
 from ds_ext.__main__ import main
-from ds_ext.bench import rivals, schedules, training, transport
-from ds_ext.bench.command import options_for
-from ds_ext.bench.emulated import WIDTH, EmulatedDevice, EmulatedGpu, EmulatedLayer, make_batches, rows_of
-from ds_ext.bench.ranks import Run, take_turns
-from ds_ext.bench.schedules import Result, as_json, as_table
-from ds_ext.bench.torch_rivals import TORCH_SCHEDULES
 from ds_ext.observe.flops import peak_tflops
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.transport import IDLE, METHODS
 from ds_ext.__main__ import main
-from ds_ext.bench.transport import IDLE, METHODS
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ds_ext.bench.training import TORCH_RIVALS
+from benchmarks.training import TORCH_RIVALS
 from tests.gpu.steps import Result, Step, report, run_steps
 
 LIMIT_S = 25 * 60.0

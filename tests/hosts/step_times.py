@@ -1,7 +1,7 @@
 """Step times over slowed links, predicted and measured: `python -m tests.hosts.step_times`. Needs root; see cluster.py.
 
 Eight ranks on 2 or 4 hosts train with the real engine, transport and reductions. Their layers wait instead of computing
-(ds_ext.bench.emulated), so two cores suffice. An op is long compared with the engine's own work, which is not modeled:
+(benchmarks.emulated), so two cores suffice. An op is long compared with the engine's own work, which is not modeled:
 about 1 ms per op for eight ranks on two cores. The delay of a link is half of a round trip of one byte, measured before
 the steps. Nothing is fitted to the step times.
 """
@@ -110,7 +110,7 @@ def run_rank(folder: Path, rows: list[Case], steps: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from ds_ext.bench.emulated import set_exact_timers, sleep_until
+    from benchmarks.emulated import set_exact_timers, sleep_until
     from ds_ext.engine import init_distributed
 
     set_exact_timers()
@@ -161,8 +161,8 @@ def _engine(row: Case) -> tuple[Any, Any, Any]:
     import torch.nn.functional as F
     from deepspeed.pipe import LayerSpec
 
-    from ds_ext.bench.emulated import EmulatedDevice, EmulatedLayer, make_batches, rows_of
-    from ds_ext.bench.rivals import SameBatches
+    from benchmarks.emulated import EmulatedDevice, EmulatedLayer, make_batches, rows_of
+    from benchmarks.rivals import SameBatches
     from ds_ext.engine import PipelineModule, initialize
 
     class Layer(EmulatedLayer):

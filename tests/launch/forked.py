@@ -167,7 +167,7 @@ class _Script:
     def __call__(self) -> NoReturn:
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-        from ds_ext.bench.rank_server import end_with_server
+        from benchmarks.rank_server import end_with_server
         from tests.reduced_host.sitecustomize import hide
 
         end_with_server()

@@ -14,6 +14,8 @@ from ds_ext.__main__ import main
 from ds_ext.pipe_schedules import SCHEDULES
 from tests.processor import python_s
 
+ROOT = Path(__file__).parents[3]
+
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
@@ -42,6 +44,14 @@ def test_verbs_of_other_packages(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for verb in ("trace", "convert", "bench"):
         with pytest.raises(SystemExit, match="0"):
             main([verb, "--help"])
+
+
+def test_benchmarks_need_a_checkout(tmp_path: Path) -> None:
+    (tmp_path / "ds_ext").symlink_to(ROOT / "ds_ext")  # as an installed package, without what lies beside it
+    result = subprocess.run(
+        [sys.executable, "-m", "ds_ext", "bench", "engine"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert result.returncode == 2 and result.stderr.startswith("error: bench: ")
 
 
 @pytest.mark.parametrize("verb", ["show", "dump", "check", "simulate"])

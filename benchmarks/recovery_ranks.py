@@ -1,6 +1,6 @@
 """Rank of ``bench recovery``: trains a small model and writes the time of every event.
 
-python -m ds_ext.bench.recovery_ranks FOLDER KIND SCHEDULE MICRO_BATCHES SAVE_INTERVAL STEPS
+python -m benchmarks.recovery_ranks FOLDER KIND SCHEDULE MICRO_BATCHES SAVE_INTERVAL STEPS
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def main() -> None:
     import torch
     from torch import nn
 
-    from ..engine import PipelineModule, init_distributed, initialize
-    from ..engine.recovery.recovery import started_s
+    from ds_ext.engine import PipelineModule, init_distributed, initialize
+    from ds_ext.engine.recovery.recovery import started_s
+
     from .rivals import SameBatches
 
     events.add("started", at=started_s())
@@ -83,6 +84,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from ..launch import process
+    from ds_ext.launch import process
 
     process.run(main)

@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..comm.transport import TRANSPORTS
-from ..errors import ConfigError
-from ..pipe_schedules import Timetable, get_schedule
-from ..pipe_schedules.lowering import lower
-from ..pipe_schedules.ops import FORWARD
+from ds_ext.comm.transport import TRANSPORTS
+from ds_ext.errors import ConfigError
+from ds_ext.pipe_schedules import Timetable, get_schedule
+from ds_ext.pipe_schedules.lowering import lower
+from ds_ext.pipe_schedules.ops import FORWARD
+
 from .command import Report, add_number, add_size_flags, check_at_least, json_item, names_in, table
 from .job import Job
 from .ranks import take_turns

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ..errors import DsExtError
-from ..pipe_schedules import Timetable
-from ..pipe_schedules.costs import Costs
+from ds_ext.errors import DsExtError
+from ds_ext.pipe_schedules import Timetable
+from ds_ext.pipe_schedules.costs import Costs
 
 
 class RankFailure(DsExtError):

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..cli.schedule_flags import split_request
-from ..errors import ConfigError
-from ..pipe_schedules import Schedule, Timetable, get_schedule
-from ..pipe_schedules.costs import Costs
+from ds_ext.cli.schedule_flags import split_request
+from ds_ext.errors import ConfigError
+from ds_ext.pipe_schedules import Schedule, Timetable, get_schedule
+from ds_ext.pipe_schedules.costs import Costs
 
 _PACKAGES = ("ds_ext", "torch", "deepspeed")
 

@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, TransportTimeout
+from ds_ext.errors import ConfigError, TransportTimeout
+
 from .command import Report, add_device_flag, add_number, check_at_least, count_gpus, json_item, table
 from .job import Job
 from .ranks import take_turns
@@ -136,7 +137,7 @@ class Exchange:
         import torch
         import torch.distributed as dist
 
-        from ..comm.transport import create_transport
+        from ds_ext.comm.transport import create_transport
 
         self._device = job.torch_device()
         transports = {
@@ -199,7 +200,7 @@ class Exchange:
         import torch
         import torch.distributed as dist
 
-        from ..comm.transport import make_tag
+        from ds_ext.comm.transport import make_tag
 
         tag = make_tag(1, 0)
         ticket = transport.recv(self._peer, tag)
@@ -220,7 +221,7 @@ class Exchange:
 
     def _staged(self) -> int:
         """Return how many messages of this rank the method ``ipc`` staged in host memory."""
-        from ..comm.cuda.header import Route
+        from ds_ext.comm.cuda.header import Route
 
         return getattr(self._ipc, "counts", {}).get(Route.STAGED, 0)
 
@@ -271,9 +272,9 @@ def _thread_seconds() -> dict[str, float]:
 
 def _linked_with_itself(peers: int, timeout_s: float) -> Any:
     """Return the transport of a rank whose peers are all in this process."""
-    from ..comm import _native
-    from ..comm.endpoints import Endpoints
-    from ..comm.native_transport import NativeTransport
+    from ds_ext.comm import _native
+    from ds_ext.comm.endpoints import Endpoints
+    from ds_ext.comm.native_transport import NativeTransport
 
     job, port = bytes(16), _native.Port()
     endpoints = Endpoints()

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from ..comm.spin import usable_cores
-from ..errors import ConfigError
-from ..models.config import TransformerConfig
-from ..observe.flops import peak_tflops
-from ..pipe_schedules import Timetable, get_schedule
-from ..planner.memory import TrainingSizes, memory
-from ..planner.text import format_bytes
+from ds_ext.comm.spin import usable_cores
+from ds_ext.errors import ConfigError
+from ds_ext.models.config import TransformerConfig
+from ds_ext.observe.flops import peak_tflops
+from ds_ext.pipe_schedules import Timetable, get_schedule
+from ds_ext.planner.memory import TrainingSizes, memory
+from ds_ext.planner.text import format_bytes
+
 from .command import (
     Report,
     add_device_flag,
@@ -254,8 +255,9 @@ def build(name: str, job: TrainingJob) -> TrainingEngine:
     """Build the engine called ``name``: a rival, or ours with the schedule of that name."""
     import torch
 
-    from ..models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
-    from ..tensor_parallel import DropoutClock, TensorParallel
+    from ds_ext.models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
+    from ds_ext.tensor_parallel import DropoutClock, TensorParallel
+
     from .rivals import Workload
 
     # By default a small model, so that the engine's share of a step shows: 0.8 million parameters per layer.

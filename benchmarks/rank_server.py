@@ -86,7 +86,7 @@ def _build(rank: int, name: str, job: Job, port: int) -> Worker:
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",  # the benchmark serves the store, as torchrun does
     )
-    from ..engine import init_distributed
+    from ds_ext.engine import init_distributed
 
     if job.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -16,11 +16,12 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from ..cli.schedule_flags import add_import_flag
-from ..errors import ConfigError, ScheduleError
-from ..pipe_schedules import SCHEDULES, Timetable
-from ..pipe_schedules.costs import Costs
-from ..pipe_schedules.simulation import Simulation, simulate
+from ds_ext.cli.schedule_flags import add_import_flag
+from ds_ext.errors import ConfigError, ScheduleError
+from ds_ext.pipe_schedules import SCHEDULES, Timetable
+from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.simulation import Simulation, simulate
+
 from .command import (
     Report,
     add_device_flag,

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from ..errors import ConfigError
-from ..pipe_schedules import Timetable, get_schedule
-from ..pipe_schedules.costs import Costs
-from ..pipe_schedules.simulation import simulate
+from ds_ext.errors import ConfigError
+from ds_ext.pipe_schedules import Timetable, get_schedule
+from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.simulation import simulate
+
 from .command import Report, add_number, check_at_least, json_item, names_in, table
 from .job import Job
 from .ranks import processors_awake, take_turns
@@ -148,7 +149,8 @@ class FbdEngine:
 
 def build(name: str, job: Job) -> FbdEngine:
     """Build the engine of a case."""
-    from ..parallel.fbd import FORWARD_ROLE
+    from ds_ext.parallel.fbd import FORWARD_ROLE
+
     from .emulated import EmulatedDevice, set_exact_timers
     from .rivals import emulated_workload
 

@@ -24,14 +24,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from ..pipe_schedules import Timetable
+from ds_ext.pipe_schedules import Timetable
+
 from .job import Job, RankFailure
 
 _START_LIMIT_S = 180.0
 # A device's allocator keeps freed memory. The C library would return large tensors to the system, and filling new
 # pages takes longer than copying the tensor.
 _KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-_PRELOAD = ["ds_ext.bench.rank_server", "torch", "torch._dynamo", "deepspeed", "ds_ext.bench.rivals"]
+_PRELOAD = ["benchmarks.rank_server", "torch", "torch._dynamo", "deepspeed", "benchmarks.rivals"]
 _SPINNER = """
 import os
 os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

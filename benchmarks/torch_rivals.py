@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from ..pipe_schedules import Timetable, get_schedule
-from ..pipe_schedules.placement import Placement, linear, looped, v
-from ..pipe_schedules.text import loads
+from ds_ext.pipe_schedules import Timetable, get_schedule
+from ds_ext.pipe_schedules.placement import Placement, linear, looped, v
+from ds_ext.pipe_schedules.text import loads
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

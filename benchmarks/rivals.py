@@ -20,11 +20,12 @@ from deepspeed.pipe import DualPipeVModule, LayerSpec
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, ForwardPass
 
-from ..engine import PipelineModule, initialize
-from ..pipe_schedules import Timetable, get_schedule
-from ..pipe_schedules.ops import BACKWARD, FORWARD, Op
-from ..pipe_schedules.placement import v
-from ..pipe_schedules.registry import import_modules
+from ds_ext.engine import PipelineModule, initialize
+from ds_ext.pipe_schedules import Timetable, get_schedule
+from ds_ext.pipe_schedules.ops import BACKWARD, FORWARD, Op
+from ds_ext.pipe_schedules.placement import v
+from ds_ext.pipe_schedules.registry import import_modules
+
 from .command import options_for, timetable_for
 from .emulated import (
     EmulatedDevice,

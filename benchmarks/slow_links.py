@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.channels import MAX_STAGES
-from ..comm.transport import ITEM_BITS, Ticket
-from ..engine.dynamic.messages import is_numbered
-from ..engine.messages import Kind
-from ..pipe_schedules.ops import BACKWARD, FORWARD, Op
+from ds_ext.comm.channels import MAX_STAGES
+from ds_ext.comm.transport import ITEM_BITS, Ticket
+from ds_ext.engine.dynamic.messages import is_numbered
+from ds_ext.engine.messages import Kind
+from ds_ext.pipe_schedules.ops import BACKWARD, FORWARD, Op
+
 from .emulated import sleep_until
 
 # (sending rank, receiving rank, op that waits for the message) -> seconds

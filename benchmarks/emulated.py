@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..pipe_schedules.costs import Costs
-from ..pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
-from ..pipe_schedules.placement import Placement
+from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
+from ds_ext.pipe_schedules.placement import Placement
 
 WIDTH = 32
 LOSS_ROWS = 32  # rows of the last stage's output; few, so that the loss takes no time

@@ -22,9 +22,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
-from ..pipe_schedules import Timetable
-from ..pipe_schedules.costs import Costs
+from ds_ext.errors import ConfigError
+from ds_ext.pipe_schedules import Timetable
+from ds_ext.pipe_schedules.costs import Costs
+
 from .command import Report, add_number, add_size_flags, check_at_least, json_item, table, timetable_for
 from .job import Job, RankFailure
 from .ranks import processors_awake, take_turns
@@ -190,7 +191,7 @@ def _recover(kind: str, args: argparse.Namespace, folder: Path) -> Recovery:
         *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(args.num_devices)),
         *("--master_port", "0", "--rdzv_endpoint", "127.0.0.1:0", "--rdzv_backend", "c10d"),
         *("--max-restarts", "1" if kind == MEMORY else "0"),
-        *("-m", "ds_ext.bench.recovery_ranks", str(folder), kind, args.schedule, str(args.micro_batches)),
+        *("-m", "benchmarks.recovery_ranks", str(folder), kind, args.schedule, str(args.micro_batches)),
         *(str(args.save_interval), str(killed_in + 2)),
     ]
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
