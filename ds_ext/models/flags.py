@@ -98,12 +98,12 @@ def fields_of(config: type, keys: Mapping[str, Any], names: Collection[str] | No
     Raises:
         ConfigError: a value cannot be read.
     """
-    found = {}
+    values = {}
     for name, one in flags_of(config).items():
         value = keys.get(one.key)
         if value is not None and (names is None or name in names):
-            found[name] = value if one.read is None else one.read(value, keys)
-    return found
+            values[name] = value if one.read is None else one.read(value, keys)
+    return values
 
 
 def keys_of(config: type, values: Any, names: Collection[str] | None = None) -> dict[str, Any]:
@@ -116,12 +116,12 @@ def keys_of(config: type, values: Any, names: Collection[str] | None = None) -> 
     """
     if names is None:
         names = [one.name for one in fields(config) if getattr(values, one.name) != one.default]
-    found = {}
+    by_key = {}
     for name, one in flags_of(config).items():
         if name in names:
             value = getattr(values, name)
-            found |= {one.key: value} if one.write is None else one.write(value)
-    return found
+            by_key |= {one.key: value} if one.write is None else one.write(value)
+    return by_key
 
 
 def add_flags(group: Any, config: type, names: Collection[str], **changes: Any) -> None:
@@ -140,11 +140,11 @@ def add_flags(group: Any, config: type, names: Collection[str], **changes: Any) 
 
 def _descriptions(config: type) -> dict[str, str]:
     """Return field -> description from the section "Args" of the docstrings of a class and its bases."""
-    found = {}
+    descriptions = {}
     for one in reversed(config.__mro__[:-1]):
         for names, text in re.findall(
             r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", getdoc(one) or "", re.MULTILINE
         ):
             words = re.sub(r"\s+", " ", text).replace("``", "").replace("%", "%%").removesuffix(".")
-            found |= dict.fromkeys(names.split(", "), words)
-    return found
+            descriptions |= dict.fromkeys(names.split(", "), words)
+    return descriptions

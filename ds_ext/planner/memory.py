@@ -93,8 +93,8 @@ class TrainingSizes(TransformerConfig):
     @property
     def bytes(self) -> ParameterBytes:
         """Bytes per parameter."""
-        found = parameter_bytes(self.precision, self.zero_stage, self.optimizer)
-        return found if self.reduced_bytes is None else replace(found, reduced=self.reduced_bytes)
+        sizes = parameter_bytes(self.precision, self.zero_stage, self.optimizer)
+        return sizes if self.reduced_bytes is None else replace(sizes, reduced=self.reduced_bytes)
 
     @property
     def tokens_of_16_bits(self) -> int:
@@ -172,13 +172,13 @@ class TrainingSizes(TransformerConfig):
 
         A weight of two stages on one device is reduced with the later one, which is the first stage of the model.
         """
-        found = [layers * self.layer_parameters for layers in self.layers_of(placement.stages)]
+        parameters = [layers * self.layer_parameters for layers in self.layers_of(placement.stages)]
         untied = self.untie_embeddings_and_output_weights
-        found[0] += self.position_parameters
-        found[-1] += 2 * self.hidden_size
-        found[0] += self.embedding_parameters if untied or not placement.split_ends else 0
-        found[-1] += self.embedding_parameters if untied else 0
-        return tuple(found)
+        parameters[0] += self.position_parameters
+        parameters[-1] += 2 * self.hidden_size
+        parameters[0] += self.embedding_parameters if untied or not placement.split_ends else 0
+        parameters[-1] += self.embedding_parameters if untied else 0
+        return tuple(parameters)
 
     def device_parameters(self, placement: Placement, device: int) -> float:
         """Return the number of parameters on a rank of ``device``. Raises ScheduleError if the layers do not fit."""
@@ -243,12 +243,12 @@ def memory(timetable: Timetable, sizes: TrainingSizes) -> tuple[DeviceMemory, ..
     shards = copies if each.sharded else 1
     # With one rank per stage, reductions are not eager.
     reduced = [count * each.reduced if copies > 1 else 0.0 for count in sizes.stage_parameters(placement)]
-    found = []
+    devices = []
     counts = rank_parameters(sizes, placement)
     for device in range(placement.num_devices):
         count = counts[device]
         if device in placement.forward_devices or not timetable.trains:
-            found.append(DeviceMemory(math.ceil(count * each.weights), 0, 0, 0))
+            devices.append(DeviceMemory(math.ceil(count * each.weights), 0, 0, 0))
             continue
         tied = (
             copies > 1
@@ -267,8 +267,8 @@ def memory(timetable: Timetable, sizes: TrainingSizes) -> tuple[DeviceMemory, ..
             activations,
             max(with_copies, after) - activations,
         )
-        found.append(DeviceMemory(*map(math.ceil, parts)))
-    return tuple(found)
+        devices.append(DeviceMemory(*map(math.ceil, parts)))
+    return tuple(devices)
 
 
 def _peaks(

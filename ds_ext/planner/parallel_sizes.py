@@ -221,44 +221,44 @@ def _price(
     request = Request(
         pipeline, micro_batches, costs, sizes, cluster.memory_bytes, TRAINED, cheap_ops=0, margin=_MARGIN
     )
-    found = ParallelSizes(tensor, pipeline, data, micro_batches, forward_s, choose(request))
-    return found if cluster.network is None else _on_hosts(found, cluster.network, sizes)
+    parallel = ParallelSizes(tensor, pipeline, data, micro_batches, forward_s, choose(request))
+    return parallel if cluster.network is None else _on_hosts(parallel, cluster.network, sizes)
 
 
-def _on_hosts(found: ParallelSizes, network: Network, sizes: TrainingSizes) -> ParallelSizes:
+def _on_hosts(parallel: ParallelSizes, network: Network, sizes: TrainingSizes) -> ParallelSizes:
     """Return the sizes with the candidates' times on the hosts, each with its best rank order."""
-    usable, refused = found.candidates.usable, [c for c in found.candidates.ranked if c.refusal]
+    usable, refused = parallel.candidates.usable, [c for c in parallel.candidates.ranked if c.refusal]
     priced: list[tuple[float, int, Candidate, RankOrder, StepTime]] = []
     for index, candidate in enumerate(usable[:_SIMULATED]):
-        step, order = _best_order(found, candidate, network, sizes)
-        units = step.step_s / found.forward_s
+        step, order = _best_order(parallel, candidate, network, sizes)
+        units = step.step_s / parallel.forward_s
         on_hosts = replace(candidate, time=units, bubble=step.simulation.bubble)
         priced.append((units, index, on_hosts, order, step))
     if not priced:
-        return found
+        return parallel
     priced.sort(key=lambda row: row[:2])
     _, _, _, order, step = priced[0]
     skipped = [replace(c, refusal="Not simulated on the hosts.", unpriced=True) for c in usable[_SIMULATED:]]
     ranked = (*(row[2] for row in priced), *refused, *skipped)
-    candidates = replace(found.candidates, ranked=ranked)
-    return replace(found, candidates=candidates, rank_order=order, step=step)
+    candidates = replace(parallel.candidates, ranked=ranked)
+    return replace(parallel, candidates=candidates, rank_order=order, step=step)
 
 
 def _best_order(
-    found: ParallelSizes, candidate: Candidate, network: Network, sizes: TrainingSizes
+    parallel: ParallelSizes, candidate: Candidate, network: Network, sizes: TrainingSizes
 ) -> tuple[StepTime, RankOrder]:
     """Return the shortest step over all rank orders, and its order."""
     timetable = candidate.timetable
     assert timetable is not None, "usable candidates are simulated"
     placement = timetable.placement
     sizes = replace(sizes, stage_layers=candidate.layers, recompute=candidate.recompute)
-    layout = ParallelLayout(placement, found.tensor, found.data)
-    costs = with_tensor_parallel(candidate.costs, sizes, network, found.pipeline, found.forward_s)
+    layout = ParallelLayout(placement, parallel.tensor, parallel.data)
+    costs = with_tensor_parallel(candidate.costs, sizes, network, parallel.pipeline, parallel.forward_s)
     reductions = eager_reductions(simulate(timetable, candidate.costs))
     volumes = traffic(sizes, placement, timetable.micro_batches)
     orders = rank_orders(layout)
     layouts = [replace(layout, rank_order=order) for order in orders]
-    steps = step_times(timetable, costs, layouts, network, volumes, found.forward_s, reductions)
+    steps = step_times(timetable, costs, layouts, network, volumes, parallel.forward_s, reductions)
     # Sums of the same times in a different order differ by rounding.
     best = min(range(len(steps)), key=lambda index: (float(f"{steps[index].step_s:.7g}"), index))
     return steps[best], orders[best]

@@ -88,17 +88,17 @@ def optimise(
             f"{timetable.schedule}: no order found{limit} (got {solver.status_name(status).lower()} after "
             f"{solver.wall_time:.1f} s). Allow more activations or more than {time_limit_s:g} s."
         )
-    found = problem.timetable(solver)
-    makespan = simulate(found, costs).makespan
+    best = problem.timetable(solver)
+    makespan = simulate(best, costs).makespan
     if fits and makespan > given.makespan:
-        found, makespan = timetable, given.makespan
+        best, makespan = timetable, given.makespan
     # The bound of the placement is often tighter than the bound that a short search proves.
     work = Workload(
         timetable.placement, timetable.micro_batches, costs, split=bool(timetable.split_backwards)
     )
     known = lower_bound(work) if timetable.trains else 0.0
     bound = min(max(solver.best_objective_bound * problem.tick, known), makespan)
-    return Optimum(found, makespan, bound, given.makespan)
+    return Optimum(best, makespan, bound, given.makespan)
 
 
 class _Problem:

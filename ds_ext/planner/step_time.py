@@ -80,12 +80,12 @@ def with_tensor_parallel(
 
 def _tensor_groups(size: int, network: Network) -> list[range]:
     """Return one tensor-parallel group for each way in which groups are spread over hosts."""
-    found: dict[tuple[int, ...], range] = {}
+    groups_by_shape: dict[tuple[int, ...], range] = {}
     for first in range(0, network.hosts.world_size, size):
         group = range(first, min(first + size, network.hosts.world_size))
         hosts = [network.hosts.host(rank) for rank in group]
-        found.setdefault(tuple(host - hosts[0] for host in hosts), group)
-    return list(found.values())
+        groups_by_shape.setdefault(tuple(host - hosts[0] for host in hosts), group)
+    return list(groups_by_shape.values())
 
 
 def message_links(
@@ -100,18 +100,18 @@ def message_links(
         message: bytes.
     """
     hosts, tensor = network.hosts, range(layout.tensor_parallel_size)
-    found: list[dict[tuple[int, int], float]] = [{} for _ in range(layout.data_parallel_size)]
+    seconds_of_links: list[dict[tuple[int, int], float]] = [{} for _ in range(layout.data_parallel_size)]
     for pair in pairs:
         ranks = [
             [(layout.rank(pair[0], data, t), layout.rank(pair[1], data, t)) for t in tensor]
-            for data in range(len(found))
+            for data in range(len(seconds_of_links))
         ]
         sending = Counter(hosts.host(a) for group in ranks for a, b in group if hosts.cross((a, b)))
-        for links, group in zip(found, ranks, strict=True):
+        for links, group in zip(seconds_of_links, ranks, strict=True):
             links[pair] = max(
                 network.shared(sending[hosts.host(a)]).message_time(message, a, b) for a, b in group
             )
-    return found
+    return seconds_of_links
 
 
 def step_time(
@@ -268,7 +268,7 @@ def _queue(
     tie = _tie_time(devices, layout, network, volumes)
     if tie is not None:
         sizes.append((last + tie, volumes.tied))
-    found = []
+    priced = []
     for start, size in sizes:
         whole = _over_tensor_ranks(layout, network, devices, size)
         transfer, hosts = 0.0, frozenset[int]()
@@ -280,8 +280,8 @@ def _queue(
             ]
             hosts = frozenset(map(network.hosts.host, ranks))
             transfer = min(whole, network.shared(layout.tensor_parallel_size).port_time(size, ranks))
-        found.append((start, whole - transfer, transfer, hosts))
-    return found
+        priced.append((start, whole - transfer, transfer, hosts))
+    return priced
 
 
 def _tie_time(

@@ -38,14 +38,14 @@ def parse_bytes(text: str, name: str = "size in bytes") -> int:
     Raises:
         ScheduleError: the text is not a positive size. A lower-case b stands for bits, and is refused.
     """
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kKMGTmgt])(i?)B?|B)\s*", text)
-    if found is None:
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kKMGTmgt])(i?)B?|B)\s*", text)
+    if match is None:
         bits = " A lower-case b means bits." if re.search(r"[0-9]\s*[kmgt]i?b", text, re.IGNORECASE) else ""
         raise ScheduleError(
             f"{name}: not a number with a unit of bytes (got {text!r}).{bits} Use 80GB, 512MB or 16GiB."
         )
-    power = " KMGT".index((found[2] or " ").upper())
-    size = int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+    power = " KMGT".index((match[2] or " ").upper())
+    size = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
     if size < 1:
         raise ScheduleError(f"{name}: must be at least 1 byte (got {text!r}). Use 80GB, 512MB or 16GiB.")
     return size
@@ -94,8 +94,8 @@ def join_reasons(reasons: Iterable[str]) -> list[str]:
     """
     joined: dict[tuple[str, str], set[int]] = {}
     for reason in reasons:
-        found = re.fullmatch(r"(.* )(\d+)( .*)?", reason)
-        start, number, end = found.groups("") if found else (reason, "", "")
+        match = re.fullmatch(r"(.* )(\d+)( .*)?", reason)
+        start, number, end = match.groups("") if match else (reason, "", "")
         numbers = joined.setdefault((start, end), set())
         if number:
             numbers.add(int(number))

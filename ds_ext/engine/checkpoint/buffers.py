@@ -98,7 +98,7 @@ class ReplicaBuffers:
             for index, layer in self._module.stage_modules(stage).items()
             if index in changed
         }
-        lines = {index: line for found in together(lambda: lines) for index, line in found.items()}
+        lines = {index: line for of_rank in together(lambda: lines) for index, line in of_rank.items()}
         if lines and dist.get_rank() == 0:
             shown = [lines[index] for index in sorted(lines)]
             names = "; ".join([*shown[:_MAX_LAYERS], *["..."] * (len(shown) > _MAX_LAYERS)])

@@ -43,10 +43,10 @@ class Run:
         self._began = False
         self._locks: dict[Path, FolderLock] = {}
         self._memory = _open_memory()
-        found = together(lambda: (_read(self._memory), secrets.token_hex(6)))
-        memories = [memory for memory, _ in found if memory is not None]
+        answers = together(lambda: (_read(self._memory), secrets.token_hex(6)))
+        memories = [memory for memory, _ in answers if memory is not None]
         self.continues = bool(memories)
-        self.id: str = memories[0]["id"] if memories else found[0][1]
+        self.id: str = memories[0]["id"] if memories else answers[0][1]
         self.reached: int = max((memory["step"] for memory in memories), default=0)
         self._loaded: set[int] = {crc32 for memory in memories for crc32 in memory["loaded"]}
 

@@ -241,14 +241,14 @@ class Audit(Observer):
             result = self._repeat(evidence) if repeats else original
             return Finding(self._place, self._before, after, self._owner, evidence.op, original, result)
 
-        found: list[Finding] = together(find)
-        changed, differing = changed_weights(found), differing_weights(found)
+        findings: list[Finding] = together(find)
+        changed, differing = changed_weights(findings), differing_weights(findings)
         problem = (
             changed
             or differing
             or (
-                self._faulty_computation(found, evidence)
-                if any(finding.result != finding.original for finding in found)
+                self._faulty_computation(findings, evidence)
+                if any(finding.result != finding.original for finding in findings)
                 else None
             )
         )
@@ -257,7 +257,7 @@ class Audit(Observer):
             self._raise(problem, step, lasting=differing is not None)
         self.clean, self.done = step, self.done + 1
 
-    def _faulty_computation(self, found: Sequence[Finding], evidence: Evidence) -> Problem:
+    def _faulty_computation(self, findings: Sequence[Finding], evidence: Evidence) -> Problem:
         """Have every rank repeat twice more. A rank that does not get its own result again is at fault.
 
         Raises:
@@ -268,26 +268,26 @@ class Audit(Observer):
         again = [first for first, _ in runs]
         of_rank = [
             finding.original if rank == finding.owner else finding.result
-            for rank, finding in enumerate(found)
+            for rank, finding in enumerate(findings)
         ]
-        faulty = [rank for rank in range(len(found)) if again[rank] != of_rank[rank]]
+        faulty = [rank for rank in range(len(findings)) if again[rank] != of_rank[rank]]
         changing = [rank for rank, (first, second) in enumerate(runs) if first != second]
         if changing or len(faulty) > 1:
-            self._refuse_layer(changing or faulty, found, evidence)
+            self._refuse_layer(changing or faulty, findings, evidence)
         if faulty:
-            finding = found[faulty[0]]
-            named = _places(faulty, found)
+            finding = findings[faulty[0]]
+            named = _places(faulty, findings)
             return faulty, f"{named} did not compute {finding.op} twice with the same result"
-        rank = next(rank for rank, finding in enumerate(found) if finding.result != finding.original)
-        pair = sorted({rank, found[rank].owner})
+        rank = next(rank for rank, finding in enumerate(findings) if finding.result != finding.original)
+        pair = sorted({rank, findings[rank].owner})
         return (
             pair,
-            f"{_places(pair, found)} compute {found[rank].op} with different results, each of them every time. If "
-            f"their processors, libraries or a layer's own state differ, set audit_interval to 0; otherwise one of "
+            f"{_places(pair, findings)} compute {findings[rank].op} with different results, each of them every time. "
+            f"If their processors, libraries or a layer's own state differ, set audit_interval to 0; otherwise one of "
             f"them is faulty",
         )
 
-    def _refuse_layer(self, ranks: list[int], found: Sequence[Finding], evidence: Evidence) -> NoReturn:
+    def _refuse_layer(self, ranks: list[int], findings: Sequence[Finding], evidence: Evidence) -> NoReturn:
         """Raise ConfigError with the first layer whose outputs differ between two repetitions."""
 
         def find() -> str:
@@ -300,7 +300,7 @@ class Audit(Observer):
         names: list[str] = together(find)
         error = ConfigError(
             f"audit_interval: {names[ranks[0]]} does not repeat itself (got different results from the same inputs, "
-            f"weights, buffers and random numbers on {_places(ranks, found)}). Keep its state in buffers and use "
+            f"weights, buffers and random numbers on {_places(ranks, findings)}). Keep its state in buffers and use "
             f"torch's random numbers, or set audit_interval to 0. If it has no other state, the processor is faulty."
         )
         error.reported_by = 0
@@ -402,18 +402,18 @@ def _gradients(
     return [grad for grad in grads if grad is not None]
 
 
-def changed_weights(found: Sequence[Finding]) -> Problem | None:
+def changed_weights(findings: Sequence[Finding]) -> Problem | None:
     """Return the ranks whose weights changed while the step computed; None if there are none."""
-    changed = [rank for rank, finding in enumerate(found) if finding.before != finding.after]
+    changed = [rank for rank, finding in enumerate(findings) if finding.before != finding.after]
     if not changed:
         return None
-    return changed, f"{_places(changed, found)} changed weights in memory while the step computed"
+    return changed, f"{_places(changed, findings)} changed weights in memory while the step computed"
 
 
-def differing_weights(found: Sequence[Finding]) -> Problem | None:
+def differing_weights(findings: Sequence[Finding]) -> Problem | None:
     """Return the ranks whose weights differed before the step from those of the other copies; None if all are equal."""
     copies: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, finding in enumerate(found):
+    for rank, finding in enumerate(findings):
         for place, number in finding.before.items():
             copies[place][number].append(rank)
     differing = {place: ranks for place, ranks in copies.items() if len(ranks) > 1}
@@ -424,9 +424,9 @@ def differing_weights(found: Sequence[Finding]) -> Problem | None:
     if minority:
         return sorted(
             minority
-        ), f"{_places(sorted(minority), found)} have other weights of {stages} than the others"
+        ), f"{_places(sorted(minority), findings)} have other weights of {stages} than the others"
     both = sorted({rank for ranks in differing.values() for copy in ranks.values() for rank in copy})
-    return both, f"{_places(both, found)} have different weights of {stages}"
+    return both, f"{_places(both, findings)} have different weights of {stages}"
 
 
 def _outvoted(copies: list[list[int]]) -> list[int]:
@@ -441,8 +441,8 @@ def _listed(stages: Sequence[int]) -> str:
     return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
 
 
-def _places(ranks: Sequence[int], found: Sequence[Finding]) -> str:
-    return " and ".join(f"rank {rank} ({found[rank].place})" for rank in ranks)
+def _places(ranks: Sequence[int], findings: Sequence[Finding]) -> str:
+    return " and ".join(f"rank {rank} ({findings[rank].place})" for rank in ranks)
 
 
 def _outputs(buffer: Buffer) -> list[Tensor]:

@@ -109,8 +109,8 @@ class Keeper:
 
     def snapshots(self) -> dict[int, Snapshots]:
         """Return the snapshots of every rank that has some on this host."""
-        found = self._ask("snapshots")["snapshots"]
-        return {int(rank): Snapshots(steps, tuple(progress)) for rank, (steps, progress) in found.items()}
+        snapshots = self._ask("snapshots")["snapshots"]
+        return {int(rank): Snapshots(steps, tuple(progress)) for rank, (steps, progress) in snapshots.items()}
 
     def begin(self, start: int, after: int, ranks: list[int]) -> None:
         """Begin with a restart.

@@ -274,12 +274,12 @@ class KeeperProcess:
 
     def _snapshots(self) -> dict[str, Any]:
         """Return the steps of the complete snapshots and the progress of every rank with files here."""
-        found = {}
+        snapshots = {}
         for rank in self._memory.ranks():
             records = self._memory.records(rank)
             steps = [record(records, slot)[STEP] for slot in (0, 1)]
-            found[rank] = [[step for step in steps if step != NONE], list(records[:FIRST_SLOT])]
-        return {"snapshots": found}
+            snapshots[rank] = [[step for step in steps if step != NONE], list(records[:FIRST_SLOT])]
+        return {"snapshots": snapshots}
 
     def _begin(self, start: int, after: int, ranks: list[int]) -> dict[str, Any]:
         """Begin with a restart: forget steps later than ``after``, and the files of other ranks than ``ranks``."""

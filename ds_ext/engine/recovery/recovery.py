@@ -298,60 +298,64 @@ class Recovery:
         if self.restart == 0:
             return None
         begin = time.time()
-        answers = self._with_keepers(lambda: (self._keeper.snapshots(), self._keeper.exits(self.restart)))
-        found: list[dict[int, Snapshots]] = [snapshots for snapshots, _ in answers]
-        exits = last_exits([exits for _, exits in answers])
-        exited, noticed_s = first_exits(exits, len(found))
-        progress = _progress(found)
-        # The scripts of the ranks may be in different steps. Rank 0 decides: it evaluates, saves and logs.
-        last, last_ns = progress.get(0, (0, 0))
-        # If its host was lost, its records come from a copy and may be older.
-        complete = last if 0 in exits else max((last for last, _ in progress.values()), default=0)
-        steps = sorted((step for step in _common(found) if step <= last), reverse=True)
-        run = self._engine.run
-        for step in (step for step in steps if step >= checkpoint):
-            moved = self._move(step, found)
-            parts = self._read(step)
-            if parts is None:
-                continue
-            RankState(self._engine).load(*parts)
-            self._begin(after=step)
-            run.reached = step  # the result has the lost steps
-            if not self._is_copied(step, found):
-                self._start_copy(step)
-            return Recovered(
-                step,
-                self.restart,
-                lost_steps=complete - step,
-                moved=moved,
-                exited=exited,
-                noticed_s=noticed_s,
-                down_s=max(0.0, started_s() - last_ns / 1e9),
-                set_up_s=begin - started_s(),
-                load_s=time.time() - begin,
-            )
+        memory = _HostMemory.of(
+            self._with_keepers(lambda: (self._keeper.snapshots(), self._keeper.exits(self.restart)))
+        )
+        for step in memory.steps:
+            if step >= checkpoint and (recovered := self._recover_from(step, memory, begin)) is not None:
+                return recovered
         self._begin(after=checkpoint)
-        run.reached, every = max(run.reached, complete), self._options.every
-        if self._rank == 0 and steps and steps[0] < checkpoint:
+        run = self._engine.run
+        run.reached = max(run.reached, memory.complete)
+        if self._rank == 0:
+            self._report_loss(memory, checkpoint, run.reached)
+        return None
+
+    def _recover_from(self, step: int, memory: _HostMemory, begin: float) -> Recovered | None:
+        """Load the snapshots of a step; None if one of them is damaged or of another job."""
+        moved = self._move(step, memory)
+        snapshot = self._read(step)
+        if snapshot is None:
+            return None
+        RankState(self._engine).load(*snapshot)
+        self._begin(after=step)
+        self._engine.run.reached = step  # the result has the lost steps
+        if not self._is_copied(step, memory):
+            self._start_copy(step)
+        exited, noticed_s = first_exits(memory.exits, len(self._hosts))
+        return Recovered(
+            step,
+            self.restart,
+            lost_steps=memory.complete - step,
+            moved=moved,
+            exited=exited,
+            noticed_s=noticed_s,
+            down_s=max(0.0, started_s() - memory.last_ns / 1e9),
+            set_up_s=begin - started_s(),
+            load_s=time.time() - begin,
+        )
+
+    def _report_loss(self, memory: _HostMemory, checkpoint: int, reached: int) -> None:
+        """Log why no snapshot was loaded."""
+        every = self._options.every
+        if memory.steps and memory.steps[0] < checkpoint:
             logger.warning(
                 "recovery: restart %d continues from the checkpoint of step %d, which is newer than the snapshots of "
                 "step %d",
-                *(self.restart, checkpoint, steps[0]),
+                *(self.restart, checkpoint, memory.steps[0]),
             )
-        elif self._rank == 0 and checkpoint // every == max(checkpoint, run.reached) // every:
+        elif checkpoint // every == max(checkpoint, reached) // every:
             logger.warning(
                 "recovery: restart %d continues from step %d, because no newer snapshot was due before step %d",
                 *(self.restart, checkpoint, (checkpoint // every + 1) * every),
             )
-        elif self._rank == 0:
-            held = {rank for snapshots in found for rank, one in snapshots.items() if one.steps}
-            lost = ", ".join(str(rank) for rank in range(len(found)) if rank not in held)
+        else:
+            lost = ", ".join(map(str, memory.ranks_without_snapshot))
             missing = f"ranks {lost}" if lost else "none, but they are of different steps or damaged"
             logger.warning(
                 "recovery: restart %d found no snapshots of all ranks after %d complete steps (missing: %s)",
-                *(self.restart, run.reached, missing),
+                *(self.restart, reached, missing),
             )
-        return None
 
     def _begin(self, after: int) -> None:
         """Forget later steps on all hosts, before any rank writes one of the same number."""
@@ -359,22 +363,14 @@ class Recovery:
         ranks = [rank for rank, host in enumerate(self._hosts) if here in (host, self._targets[rank])]
         self._with_keepers(lambda: self._keeper.begin(self.restart, after, ranks))
 
-    def _is_copied(self, step: int, found: Sequence[dict[int, Snapshots]]) -> bool:
+    def _is_copied(self, step: int, memory: _HostMemory) -> bool:
         """Return whether this rank's other host already had the snapshot: it need not be a new, empty one."""
         target = self._targets[self._rank]
-        snapshots = {} if target is None else found[self._hosts.index(target)]
-        return self._rank in snapshots and step in snapshots[self._rank].steps
+        return target is not None and self._hosts.index(target) in memory.holders(step, self._rank)
 
-    def _move(self, step: int, found: Sequence[dict[int, Snapshots]]) -> int:
+    def _move(self, step: int, memory: _HostMemory) -> int:
         """Copy the snapshots of ranks that have none on their host. Returns the number of these ranks."""
-        holders = {
-            rank: [
-                holder
-                for holder, snapshots in enumerate(found)
-                if rank in snapshots and step in snapshots[rank].steps
-            ]
-            for rank in range(len(self._hosts))
-        }
+        holders = {rank: memory.holders(step, rank) for rank in range(len(self._hosts))}
         moving = {
             rank: ranks[0]
             for rank, ranks in holders.items()
@@ -397,13 +393,13 @@ class Recovery:
 
     def _read(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Return this rank's snapshot; None on all ranks if one of them is damaged or of another job."""
-        parts: list[tuple[dict[str, Tensor], dict[str, Any]]] = []
+        snapshot: tuple[dict[str, Tensor], dict[str, Any]] = {}, {}
 
         def read() -> None:
+            nonlocal snapshot
             tensors, state = self._slots.read(step)
-            values = unpacked(state)
-            self._require_same_job(values["job"])
-            parts.append((tensors, values))
+            snapshot = tensors, unpacked(state)
+            self._require_same_job(snapshot[1]["job"])
 
         try:
             together(read, CheckpointError)
@@ -411,31 +407,63 @@ class Recovery:
             if self._rank == 0:
                 logger.warning("%s An older snapshot is used, if there is one.", error)
             return None
-        return parts[0]
+        return snapshot
 
 
-def _common(found: Sequence[dict[int, Snapshots]]) -> set[int]:
-    """Return the steps of which some host has a snapshot of every rank."""
-    steps = [
-        {step for snapshots in found if rank in snapshots for step in snapshots[rank].steps}
-        for rank in range(len(found))
-    ]
-    return set.intersection(*steps)
+@dataclass(frozen=True)
+class _HostMemory:
+    """Contents of the keepers after a restart.
+
+    Attributes:
+        snapshots: for every rank, the snapshots in the memory of its host, by the rank that took them.
+        exits: rank -> time of its exit in the last start, without the ranks whose host was lost.
+        steps: steps of which some host has a snapshot of every rank, newest first.
+        complete: last step that was complete on all ranks.
+        last_ns: its end on rank 0, in nanoseconds since 1970.
+    """
+
+    snapshots: Sequence[dict[int, Snapshots]]
+    exits: dict[int, int]
+    steps: list[int]
+    complete: int
+    last_ns: int
+
+    @classmethod
+    def of(cls, answers: Sequence[tuple[dict[int, Snapshots], Exits]]) -> _HostMemory:
+        """Return the contents from the answers of the keepers to every rank."""
+        snapshots, exits = [held for held, _ in answers], last_exits([exits for _, exits in answers])
+        progress: dict[int, tuple[int, int]] = {}
+        for held in snapshots:
+            for rank, snapshot in held.items():  # a copy may be older
+                progress[rank] = max(snapshot.progress, progress.get(rank, (0, 0)))
+        # The scripts of the ranks may be in different steps. Rank 0 decides: it evaluates, saves and logs.
+        last, last_ns = progress.get(0, (0, 0))
+        # If its host was lost, its records come from a copy and may be older.
+        complete = last if 0 in exits else max((last for last, _ in progress.values()), default=0)
+        of_ranks = [
+            {step for held in snapshots if rank in held for step in held[rank].steps}
+            for rank in range(len(snapshots))
+        ]
+        steps = sorted((step for step in set.intersection(*of_ranks) if step <= last), reverse=True)
+        return cls(snapshots, exits, steps, complete, last_ns)
+
+    def holders(self, step: int, rank: int) -> list[int]:
+        """Return the ranks on whose hosts there is a snapshot of ``rank``."""
+        return [
+            holder for holder, held in enumerate(self.snapshots) if rank in held and step in held[rank].steps
+        ]
+
+    @property
+    def ranks_without_snapshot(self) -> list[int]:
+        """Ranks of which no host has a snapshot."""
+        held = {rank for of_host in self.snapshots for rank, one in of_host.items() if one.steps}
+        return [rank for rank in range(len(self.snapshots)) if rank not in held]
 
 
-def _progress(found: Sequence[dict[int, Snapshots]]) -> dict[int, tuple[int, int]]:
-    """Return the last complete step of every rank and its end, from the newest of its records."""
-    progress: dict[int, tuple[int, int]] = {}
-    for snapshots in found:
-        for rank, snapshot in snapshots.items():
-            progress[rank] = max(snapshot.progress, progress.get(rank, (0, 0)))
-    return progress
-
-
-def last_exits(found: Sequence[Exits]) -> dict[int, int]:
+def last_exits(of_keepers: Sequence[Exits]) -> dict[int, int]:
     """Return rank -> time of its exit in the last start, without the ranks whose host was lost with its keeper."""
-    last = max(exits.start for exits in found)
-    return {rank: time_ns for exits in found if exits.start == last for rank, time_ns in exits.times.items()}
+    last = max(exits.start for exits in of_keepers)
+    return {rank: at_ns for exits in of_keepers if exits.start == last for rank, at_ns in exits.times.items()}
 
 
 def first_exits(times: Mapping[int, int], ranks: int) -> tuple[tuple[int, ...], float | None]:

@@ -190,12 +190,15 @@ def _page_lock(content: Tensor, replaced: memoryview | None) -> None:
 
 
 def _views(content: Tensor, tensors: Mapping[str, Tensor], capacity: int) -> dict[str, Tensor]:
-    views, start = {}, 0
-    for name, tensor in tensors.items():
-        end = start + tensor.numel() * tensor.element_size()
-        views[name] = content[start:end].view(tensor.dtype).view(tensor.shape)
-        start = end
-    return {**views, STATE: content[start : start + capacity]}
+    """Return views of ``content``, uint8 [bytes], in the shapes of ``tensors``, one after the other.
+
+    They are followed by ``capacity`` bytes for the other values, under the name ``STATE``.
+    """
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors.values()]
+    *parts, state = content.split([*sizes, capacity])
+    named = zip(tensors.items(), parts, strict=True)
+    views = {name: part.view(tensor.dtype).view(tensor.shape) for (name, tensor), part in named}
+    return {**views, STATE: state}
 
 
 def packed(state: Mapping[str, Any]) -> bytes:
