@@ -1,4 +1,4 @@
-"""What a rank does now: its name in errors, the time limit of its waits, and the failure that ends its run."""
+"""Activity of a rank: its name in errors, the time limit of its waits, and the failure that ends its run."""
 
 from __future__ import annotations
 

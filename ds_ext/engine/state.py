@@ -1,4 +1,4 @@
-"""What a rank must keep to continue: the list that checkpoints, snapshots, recovery and the check before a save use.
+"""State of a rank: the list of what it must keep, for checkpoints, snapshots, recovery and the check before a save.
 
 - tensors: weights or master weights, optimizer states, and buffers, by parameter and layer;
 - extra states of layers, and the numeric settings of the optimizer's groups;

@@ -1,4 +1,4 @@
-"""What forward and backward ranks (FBD) have in common.
+"""Common parts of the roles of forward and backward ranks (FBD).
 
 A backward rank has the optimizer, ZeRO-1, clipping and loss scale. Its grid contains only backward ranks, so DeepSpeed
 sees no others. A forward rank has no optimizer and no graphs, and its grid contains only forward ranks. Forward ranks

@@ -20,7 +20,9 @@ def test_invalid_addresses_are_refused(peer: int, tag: int) -> None:
 
 def test_no_two_uses_share_a_channel() -> None:
     per_stage = [
-        value for name, value in vars(channels).items() if name.startswith(("ACTIV", "GRAD", "FBD_"))
+        value
+        for name, value in vars(channels).items()
+        if name.startswith(("ACTIVATIONS", "GRADIENTS", "FBD_"))
     ]
     single = [
         value for name, value in vars(channels).items() if name.startswith(("DYNAMIC_", "GPU_", "SPLIT_"))
