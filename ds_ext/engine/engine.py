@@ -403,6 +403,11 @@ class PipelineEngine(AdaptedEngine):
             self._gathered = gather(
                 self.executor.data, self.step_losses, self.busy, weights_set, step, self.device
             )
+            if self.running.program.timetable.trains:
+                losses = self._gathered.losses
+                self.agg_additional_losses, self.tokens = losses.parts, losses.tokens
+                if self.is_last_stage():
+                    self.total_loss = losses.loss * self.gradient_accumulation_steps()
         return self._gathered
 
     def _aggregate_total_loss(self) -> Tensor:
@@ -414,9 +419,6 @@ class PipelineEngine(AdaptedEngine):
                 "loss_fn: a pair (sum, count) needs this engine's handler of OptimizerStep (got a replaced one). "
                 "Add a method counts(labels), or call the engine's handler."
             )
-        self.agg_additional_losses, self.tokens = losses.parts, losses.tokens
-        if self.is_last_stage():
-            self.total_loss = losses.loss * self.gradient_accumulation_steps()
         self._advance()
         numbers = self.role.numbers()
         self._snapshot_s, rows = vote(self.recovery, self.global_steps, numbers, self.device)

@@ -171,3 +171,36 @@ def test_checkpoints_go_on_as_fbd_and_as_1f1b_on_half_the_ranks(ranks: Ranks, tm
         for mine in went_on:
             assert mine == pytest.approx(losses[4:], rel=1e-5)
     assert not list((tmp_path / "saved").glob("optimizer_rank_00*")), "rank 0 computes forwards"
+
+
+def train_with_wrapped_handlers(rank: int) -> tuple[list[float], list[str]]:
+    """Losses with every handler wrapped as a script does it, and the names of the handlers called."""
+    called: list[str] = []
+
+    def wrapped(handler: Any, name: str) -> Any:
+        def call(engine: Any, *arguments: Any, **named: Any) -> None:
+            called.append(name)
+            handler(engine, *arguments, **named)
+
+        return call
+
+    engine, _ = build(PLAIN)
+    handlers = type(engine)._INSTRUCTION_MAP
+    before = dict(handlers)
+    try:
+        for kind, handler in before.items():
+            handlers[kind] = wrapped(handler, kind.__name__)
+        batches = StepBatches(batches_of(PLAIN))
+        losses = [float(engine.train_batch(batches)) for _ in range(PLAIN.steps)]
+    finally:
+        handlers.update(before)
+        engine.transport.close()
+    return losses, sorted(set(called))
+
+
+def test_a_wrapped_handler_keeps_that_of_the_role(ranks: Ranks) -> None:
+    expected = ranks(4).run(train, PLAIN)[0]["losses"]
+    results = ranks(4).run(train_with_wrapped_handlers)
+    for losses, called in results:
+        assert losses == pytest.approx(expected, rel=1e-6) and "SyncWeights" in called
+    assert {name for _, called in results for name in called} >= {"RecvActivation", "SendActivation"}

@@ -243,8 +243,8 @@ def _load_random_states(engine: Checkpointed, checkpoint: Path, files: Mapping[s
     elif rank == 0 and engine.global_steps > 0:
         saved = sum(random_file(number) in files for number in range(len(files)))
         logger.warning(
-            "%s: the random states of torch, Python and NumPy are new (got those of %d ranks, now %d). The layers' "
-            "random numbers continue, because they depend on the seed and the step.",
+            "%s: the random states of torch, Python and NumPy are new (the checkpoint has those of %d ranks, this job "
+            "has %d). The layers' random numbers continue, because they depend on the seed and the step.",
             *(checkpoint, saved, world),
         )
 

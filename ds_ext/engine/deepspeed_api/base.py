@@ -21,7 +21,7 @@ from ..module import PipelineModule
 from ..recovery.audit import Audit
 from ..step_report import Gathered
 from ..weight_update import WeightUpdate
-from .handlers import OF_EXECUTOR, Handlers, bound_to, with_patches
+from .handlers import OF_ENGINE, Handlers, bound_to, with_patches
 
 
 class AdaptedEngine(PipelineEngine):
@@ -125,7 +125,7 @@ class AdaptedEngine(PipelineEngine):
 
     _INSTRUCTION_MAP: ClassVar[dict[type[ds.PipeInstruction], Callable[..., None]]] = {
         **PipelineEngine._INSTRUCTION_MAP,
-        **OF_EXECUTOR,
+        **OF_ENGINE,
         ds.ReduceTiedGrads: _exec_reduce_tied_grads,
         ds.ReduceGrads: _exec_reduce_grads,
         ds.OptimizerStep: _exec_optimizer_step,
@@ -136,7 +136,7 @@ class AdaptedEngine(PipelineEngine):
 
         Raises ConfigError for a handler that does not accept the arguments of its instruction.
         """
-        maps = [{**of._INSTRUCTION_MAP} for of in (self, AdaptedEngine, PipelineEngine)]
+        maps = [{**of._INSTRUCTION_MAP} for of in (self, type(self), PipelineEngine)]
         if maps != self._instruction_maps:
             self.handlers = with_patches(*maps)
             self.executor.handlers = bound_to(self, self.handlers)

@@ -16,6 +16,7 @@ from deepspeed.runtime.pipe import schedule as ds
 from deepspeed.runtime.pipe.engine import PipelineEngine as DeepSpeedPipelineEngine
 
 from ...errors import ConfigError
+from ...pipe_schedules.bridge import SyncWeights
 from ..executor import OWN_HANDLERS
 
 Handler = Callable[..., None]
@@ -39,28 +40,31 @@ _ARGUMENTS: dict[type[ds.PipeInstruction], tuple[str, ...]] = {
 }
 
 
-def _of_executor(name: str) -> Handler:
+def _own_handler(engine: Any, kind: type[ds.PipeInstruction]) -> Handler:
+    """Return the handler of the engine's role, or else that of its executor."""
+    return engine.role.handlers.get(kind) or getattr(engine.executor, OWN_HANDLERS[kind])
+
+
+def _function_of_engine(kind: type[ds.PipeInstruction]) -> Handler:
     def handler(engine: Any, *arguments: Any, **named: Any) -> None:
-        getattr(engine.executor, name)(*arguments, **named)
+        _own_handler(engine, kind)(*arguments, **named)
 
     return handler
 
 
-# Handlers of the executor, as functions of an engine.
-OF_EXECUTOR = {kind: _of_executor(name) for kind, name in OWN_HANDLERS.items()}
+# Handlers of the roles and the executor as functions of an engine, which a script may wrap.
+OF_ENGINE = {kind: _function_of_engine(kind) for kind in (*OWN_HANDLERS, SyncWeights)}
 
 
 def bound_to(engine: Any, handlers: Handlers) -> dict[type[ds.PipeInstruction], Handler]:
-    """Return the handlers as functions of the arguments of their instructions, with those of the engine's role."""
-    bound = dict(engine.role.handlers)
-    for kind, handler in handlers.items():
-        if kind in engine.role.handlers and not is_patch(handler):
-            continue
-        if handler is OF_EXECUTOR.get(kind):
-            bound[kind] = getattr(engine.executor, OWN_HANDLERS[kind])
-        else:
-            bound[kind] = functools.partial(handler, engine)
-    return bound
+    """Return the handlers as functions of the arguments of their instructions."""
+    own = {*OWN_HANDLERS, *engine.role.handlers}
+    return {
+        kind: _own_handler(engine, kind)
+        if kind in own and handler is OF_ENGINE[kind]
+        else functools.partial(handler, engine)
+        for kind, handler in handlers.items()
+    }
 
 
 def with_patches(handlers: Handlers, *bases: Handlers) -> dict[type[ds.PipeInstruction], Handler]:

@@ -19,6 +19,7 @@ from ds_ext.launch.failure import _headline, _text, lost_peer
 ROOT = Path(__file__).parents[3]
 HEAD = """\
 import os, sys, signal, threading, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 from ds_ext.errors import ConfigError
 from ds_ext.launch import process
 """
