@@ -68,6 +68,7 @@ def place(points: Points) -> None:
     from ds_ext.engine.checkpoint import folder, save
     from ds_ext.engine.executor import Executor, Observer
     from ds_ext.engine.recovery import recovery, slots
+    from ds_ext.engine.state import RankState
 
     train, run, sync = PipelineEngine.train_batch, Executor.run, folder._sync
     crc32, synced = slots.zlib.crc32, [0]
@@ -108,7 +109,7 @@ def place(points: Points) -> None:
     points.around(save, "publish", before="publish")
     points.around(recovery.Recovery, "snapshot", after="snapshot taken")
     points.around(recovery.Recovery, "complete", before="complete")
-    points.around(recovery, "load", before="load")
+    points.around(RankState, "load", before="load")
     atexit.register(points.hold, "end")
 
 
