@@ -5,6 +5,7 @@ In DeepSpeed, a rank holds one stage of one replica, and every optimizer reduces
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -38,9 +39,9 @@ class AdaptedEngine(PipelineEngine):
     _stages: Sequence[int] | None = None  # the parent's constructor reads it
     _instruction_maps: Any = None  # of this class and its bases, as they were when the handlers were taken
 
+    @abstractmethod
     def gather(self) -> Gathered:
         """Gather the losses and measurements of all ranks."""
-        raise NotImplementedError
 
     def _broadcast_model(self) -> None:
         # DeepSpeed views every parameter as bytes, which tensors without dimensions do not allow.
