@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +56,7 @@ _TO_ALL = (signal.SIGINT, signal.SIGHUP)  # from a terminal, to every rank
 
 _LAUNCHER_CHECK_S = 0.5
 _SAME_CAUSE_S = 0.2
+_LAST_RANK_S = 5.0
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 # Messages of DeepSpeed and torch that appear in every run and need no action.
@@ -207,10 +209,15 @@ def _end_orphan(ending: Ending, launcher_runs: bool = False) -> NoReturn:
     """Exit because the launcher has, or a wrapper between it and this rank."""
     text = f"stopped: {'the program that started this rank' if launcher_runs else 'the launcher'} exited."
     # A launcher that has lost rank 0 ends the wrappers of the others, but not them.
-    if 0 in ending.neighbours and not is_running(ending.neighbours[0]):
+    if rank() == 0 or (0 in ending.neighbours and not is_running(ending.neighbours[0])):
         say(text)
-    else:
-        _say_once(text)
+    if rank() == 0:
+        # The others would take a rank 0 that has exited for one that could not report.
+        ending.reported = True
+        deadline = time.monotonic() + _LAST_RANK_S
+        others = [process for number, process in ending.neighbours.items() if number != 0]
+        while any(map(is_running, others)) and time.monotonic() < deadline:
+            time.sleep(0.01)
     os._exit(EXIT_FAILED)
 
 
